@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.integrations import moe
+from transformers.modeling_outputs import BaseModelOutput
 
 import farthing.model.head
 import farthing.planner.memory
@@ -23,6 +24,7 @@ from farthing.planner.memory import (
     estimate_memory,
     evaluation_memory,
     in_layers,
+    writing_memory,
 )
 from farthing.planner.model_config import known_config
 from farthing.planner.recipe import (
@@ -41,7 +43,7 @@ from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.tiles import CUDA_BLOCK_BYTES
 from farthing.settings import Settings
 from thinned import thinned
-from traced import labelled_loss, own_loss, traced_peak
+from traced import Alive, labelled_loss, own_loss, traced_peak
 
 GIB = 2**30
 N_LABELS = 7
@@ -574,3 +576,30 @@ def test_autocast_leaves_experts_in_fp32_and_each_has_a_gradient(monkeypatch: py
     assert set(seen) == {(torch.float32, torch.float32)}
     experts = [weight for name, weight in model.named_parameters() if "mlp.experts." in name]
     assert all(weight.grad is not None and weight.grad.shape == weight.shape for weight in experts)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_source", "n_new", "n_layers"), [(64, 48, 24, 3), (32, 16, 64, 2), (128, 64, 8, 4)]
+)
+def test_the_peak_of_writing_is_that_of_generate(n_rows: int, n_source: int, n_new: int, n_layers: int) -> None:
+    """Keys and values of a whole batch, which is larger than any of training."""
+    sizes = {"vocab_size": 500, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "num_layers": n_layers}
+    config = AutoConfig.for_model(
+        "t5", **sizes, num_decoder_layers=n_layers, decoder_start_token_id=0, eos_token_id=None
+    )
+    shape = read_shape(config.to_dict(), "seq2seq")
+    model, alive = AutoModelForSeq2SeqLM.from_config(config).eval(), Alive()
+    for weight in model.parameters():
+        alive.add(weight)
+    with alive, torch.no_grad():
+        ids, packed = torch.ones(n_rows, n_source, dtype=torch.long), torch.zeros(1, n_rows * n_source, 64)
+        read = BaseModelOutput(last_hidden_state=packed.new_zeros(n_rows, n_source, 64))
+        model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), encoder_outputs=read, max_new_tokens=n_new,
+            min_new_tokens=n_new, do_sample=False, num_beams=1, use_cache=True,
+        )  # fmt: skip
+    stack = stack_for("t5", "seq2seq", "fp32", "full")
+    recipe = Recipe("full", Settings(precision="fp32"), "sgd", 8, stack=stack)
+    said = writing_memory(shape, recipe, Largest(n_rows, n_source, n_new), is_cuda=False)
+    of_weights = said.parts["weights"]
+    assert said.allocated_bytes - of_weights == pytest.approx(alive.peak - of_weights, rel=0.16)

@@ -808,3 +808,21 @@ def test_an_off_loaded_optimizer_needs_main_memory_too() -> None:
     assert only(decide(asked, [place("A100-80GB", 2.0)])).host_bytes == 16 * asked.shape.n_parameters
     short = with_ram(place("A100-80GB", 2.0), 100.0)
     assert refused(decide(asked, [short])).reason.endswith("of main memory, has 100.0 GiB")
+
+
+def test_texts_that_an_evaluation_writes_at_once_are_counted_in_memory_and_in_seconds() -> None:
+    pairs = from_mean(4000, 400.0, 512, mean_target=8.0)
+    asked = wanted_of("google/flan-t5-base", lengths=pairs, eval_lengths=pairs, checkpoint_every=1)
+    reads = only(decide(asked, [place("A100-80GB", 2.0)]))
+    writes = only(decide(replace(asked, max_new_tokens=256), [place("A100-80GB", 2.0)]))
+    most = writes.recipe.settings.micro_batch_tokens
+    at_once = replace(asked, max_new_tokens=256).written_at_once(most)
+    assert at_once.n_rows == 8 * most // (512 + 256)
+    layers = asked.shape.n_decoder_layers
+    keys_and_values = 2 * 2 * at_once.n_rows * (512 + 256) * layers * asked.shape.n_heads * asked.shape.head_dim
+    assert writes.memory.moment == "evaluation"
+    assert writes.memory.parts["activations"] > keys_and_values
+    assert writes.memory.allocated_bytes > reads.memory.allocated_bytes
+    more_s = writes.seconds["evaluation"] - reads.seconds["evaluation"]
+    n_batches = -(-4000 // at_once.n_rows)
+    assert more_s < asked.n_evaluations * (n_batches + 1) * 256 * 0.4e-3 * layers

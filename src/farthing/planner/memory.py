@@ -255,6 +255,29 @@ def evaluation_memory(
     return Memory({name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda)
 
 
+def writing_memory(
+    shape: Shape, recipe: Recipe, largest: Largest, adapters: Adapters | None = None, *, is_cuda: bool = True
+) -> Memory:
+    """Peak while a model of two stacks writes `largest.targets` tokens for each of `largest.n_rows` sources.
+
+    Keys and values of all layers are kept, of the source and of what is written (as it grows, one layer's are there twice), and
+    the encoder's output, padded; each new token is scored against all words, in fp32 once more.
+    """
+    standing, c, n = _standing(shape, recipe, adapters), recipe.compute_bytes, largest.n_rows
+    of_layer = 2.0 * c * shape.n_kv_heads * shape.head_dim
+    kept = n * of_layer * (shape.n_decoder_layers * (largest.tokens + largest.targets) + largest.targets)
+    states = float(n * largest.tokens * shape.hidden * recipe.residual_bytes)
+    if recipe.stack.is_packed:  # end to end before, in as many passes as training would take
+        states *= 2.0
+        working = 0.0
+    else:
+        working = layers_of(shape, recipe, largest._replace(targets=0), adapters, is_cuda).top
+    logits = float(n * shape.vocab * (c + 4))
+    found = {"weights": standing.weights, "optimizer": standing.state, "casts": standing.casts}
+    found |= {"activations": states + max(working, kept), "logits": logits}
+    return Memory({name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda)
+
+
 def optimizer_bytes(recipe: Recipe) -> float:
     """State for each trained weight: Adam keeps two moments in the dtype of the weight, 8-bit ones two bytes.
 

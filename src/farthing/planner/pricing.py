@@ -205,7 +205,8 @@ class Pricing:
                 n_words = min(wanted.max_new_tokens, max(1.0, wanted.eval_lengths.longest_target))
                 of_word = 2.0 * shape.n_parameters / place.device.bandwidth_bytes_per_s
                 host = GENERATED_S_PER_LAYER * (shape.n_decoder_layers or shape.n_layers)
-                once += cut.n_micro_batches * n_words * max(of_word, host)
+                n_batches = -(-n // wanted.written_at_once(recipe.settings.micro_batch_tokens).n_rows)
+                once += n_batches * n_words * max(of_word, host)
             seconds["evaluation"] = wanted.n_evaluations * once
         return seconds
 

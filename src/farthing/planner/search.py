@@ -16,7 +16,7 @@ from farthing.errors import UserMistake
 from farthing.planner.confidence import link_error, memory_error, speed_error
 from farthing.planner.lengths import Padded
 from farthing.planner.limits import meet_deadline, within_limits
-from farthing.planner.memory import Memory, estimate_memory, evaluation_memory, host_bytes
+from farthing.planner.memory import Memory, estimate_memory, evaluation_memory, host_bytes, writing_memory
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
 from farthing.planner.recipe import DDP, FSDP, NONE, Recipe
@@ -171,7 +171,11 @@ class _Search:
             other = evaluation_memory(
                 wanted.shape, recipe, largest, wanted.adapters, labelled_share=share, is_cuda=is_cuda
             )
-            memory = max(memory, other, key=lambda one: one.allocated_bytes)
+            ways = [memory, other]
+            if wanted.max_new_tokens:
+                written = wanted.written_at_once(recipe.settings.micro_batch_tokens)
+                ways.append(writing_memory(wanted.shape, recipe, written, wanted.adapters, is_cuda=is_cuda))
+            memory = max(ways, key=lambda one: one.allocated_bytes)
         return memory
 
     def work_of(self, recipe: Recipe, padded: Padded) -> Work:

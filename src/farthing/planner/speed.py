@@ -68,7 +68,7 @@ FP32_TIMES = {"bf16": 2.0, "fp16": 8.0}
 LAUNCH_TAIL = 0.03  # of the host's time: kernels that are too short to keep a GPU busy until the next one begins
 BUS_BYTES_PER_S = 20e9  # PCIe 4.0 x16 one way; with 5.0 it is twice that, in a small machine half
 HOST_BYTES_PER_S = 20e9  # of main memory, for each GPU of a machine: about what 8 A100 had (torchtune, 70B off-loaded)
-CPU_MATMUL_SHARE = 0.35
+CPU_MATMUL_SHARE = 0.7  # whole steps of a Llama and a T5 on one thread of an EPYC of family 25 (docs/log.md)
 CPU_BANDWIDTH_BYTES_PER_S = 10e9  # of a thread
 CPU_LAUNCH_SHARE = 0.5  # of what the host needs to launch a layer's kernels on a GPU: nothing is launched
 

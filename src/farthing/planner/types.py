@@ -21,6 +21,7 @@ from farthing.planner.shapes import Shape
 from farthing.planner.software import Torch, host_note, why_no_code
 from farthing.planner.speed import Calibration, Device, StepTime, device_of
 from farthing.planner.spot import Expected
+from farthing.planner.tiles import WRITES_MORE
 from farthing.planner.weights import Adapters
 from farthing.prices.gpus import Gpu, gpus
 from farthing.prices.offers import (
@@ -176,6 +177,13 @@ class JobSpec:
         assert self.eval_lengths is not None
         most = min(micro_batch_tokens, self.eval_batch * self.eval_lengths.longest_example)
         return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_packed=self.is_packed, cost=cost)
+
+    def written_at_once(self, micro_batch_tokens: int) -> Largest:
+        """The largest batch of sources that the model writes for in an evaluation, and the tokens that it writes."""
+        assert self.eval_lengths is not None
+        longest, n_new = self.eval_lengths.longest, self.max_new_tokens
+        n_rows = max(1, WRITES_MORE * micro_batch_tokens // (longest + n_new))
+        return Largest(min(n_rows, self.eval_lengths.n_examples), longest, n_new)
 
     @property
     def n_steps(self) -> int:
