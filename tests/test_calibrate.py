@@ -175,6 +175,7 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
 ) -> None:
     """Two cards without peer access reach a fraction of their bus, or, on a better board, twice what is supposed."""
     monkeypatch.setattr("farthing.planner.inputs.installed_torch", lambda: ("2.13.0", "cu126"))
+    monkeypatch.setattr("farthing.planner.inputs.free_memory_bytes", lambda: 256 << 30)
     name, shape = "NVIDIA GeForce RTX 4090", shape_of("meta-llama/Llama-3.2-1B")
     machine = Machine("cuda", name, 4, 24 << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
     wanted = JobSpec(shape=shape, method="full", optim="adamw_torch_offload", global_batch=32, n_epochs=1.0,

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.integrations import moe
+from transformers.modeling_outputs import BaseModelOutput
 
 import farthing.model.head
 import farthing.planner.memory
@@ -23,6 +24,7 @@ from farthing.planner.memory import (
     estimate_memory,
     evaluation_memory,
     in_layers,
+    writing_memory,
 )
 from farthing.planner.model_config import known_config
 from farthing.planner.recipe import (
@@ -41,7 +43,7 @@ from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.tiles import CUDA_BLOCK_BYTES
 from farthing.settings import Settings
 from thinned import thinned
-from traced import labelled_loss, own_loss, traced_peak
+from traced import Alive, labelled_loss, own_loss, traced_peak
 
 GIB = 2**30
 N_LABELS = 7
@@ -109,6 +111,7 @@ class Traced(NamedTuple):
     accumulates: bool = False
     dropout: float = 0.0
     dora: bool = False
+    keeps_start: bool = False
 
 
 OTHERS = [
@@ -217,12 +220,13 @@ def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
     precision = "fp32" if case.dtype == "fp32" else "bf16"
     adapters = lora = None
     if case.method == "lora":
-        adapters = shape.with_lora(16, case.targets, use_dora=case.dora)
+        r = 256 if case.keeps_start else 16
+        adapters = shape.with_lora(r, case.targets, use_dora=case.dora)._replace(keeps_start=case.keeps_start)
         names: Any = "all-linear" if case.targets == ALL else list(case.targets)
-        lora = {"r": 16, "target_modules": names, "lora_dropout": case.dropout, "use_dora": case.dora}
+        lora = {"r": r, "target_modules": names, "lora_dropout": case.dropout, "use_dora": case.dora}
     stack = FARTHING
     if is_ours:
-        is_plain = not case.dropout and not case.dora
+        is_plain = not (case.dropout or case.dora or case.keeps_start)
         stack = stack_for(shape.model_type, task, precision, case.method, has_plain_adapters=is_plain)
     documents = DOCUMENTS if stack.is_packed else ()
     n_targets = 1 if task == "classification" else round(case.share * (sum(documents) or case.n_tokens))
@@ -232,11 +236,11 @@ def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
     seen = traced_peak(
         AutoConfig.for_model(config["model_type"], **kind), task, method=case.method, weights=weights, autocast=is_mixed,
         checkpoint_every=case.every, n_rows=4, n_tokens=case.n_tokens, n_targets=n_targets, documents=documents, lora=lora,
-        accumulates=case.accumulates, loss=own_loss if is_ours else labelled_loss,
+        accumulates=case.accumulates, loss=own_loss if is_ours else labelled_loss, keeps_start=case.keeps_start,
     )  # fmt: skip
     recipe = Recipe(
         case.method, Settings(checkpoint_every=case.every, precision=precision), "adamw_torch_fused",
-        8 if case.accumulates else 4, 4, 16 if adapters else 0, case.dropout, case.targets, (), case.dora,
+        8 if case.accumulates else 4, 4, adapters.r if adapters else 0, case.dropout, case.targets, (), case.dora,
         stack=replace(stack, has_autocast=is_mixed, has_master_weights=case.dtype != "bf16"),
     )  # fmt: skip
     largest = Largest(4, case.n_tokens, n_targets if task == "seq2seq" else 0)
@@ -285,6 +289,12 @@ def test_the_peak_of_experts_is_that_of_the_modelling_code(
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16)
     monkeypatch.setattr(sys.modules[__name__], "DOCUMENTS", (1200, 600, 1800, 496))
     agree(case, is_ours)
+
+
+@pytest.mark.usefixtures("_large_blocks")
+@pytest.mark.parametrize(("model", "dtype", "every"), [("llama", "frozen", 0), ("qwen2", "fp32", 1)])
+def test_what_an_adapter_began_as_is_counted_where_it_is_kept(model: str, dtype: str, every: int) -> None:
+    agree(Traced(model, "lora", dtype, every, ALL, n_tokens=64, share=0.25, keeps_start=True), is_ours=True)
 
 
 @pytest.mark.slow
@@ -544,3 +554,52 @@ def test_an_evaluation_keeps_no_activations_but_all_logits() -> None:
     assert large.parts["weights"] == small.parts["weights"]
     training = estimate_memory(shape, LORA, Largest(1, 512, 0), adapters)
     assert small.allocated_bytes < training.allocated_bytes
+
+
+def test_autocast_leaves_experts_in_fp32_and_each_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the plan's seconds of full training count for experts, seen in the modelling code."""
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
+    seen = []
+
+    def noted(inputs: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        seen.append((inputs.dtype, weight.dtype))
+        return real(inputs, weight, offs=offsets)
+
+    real = moe._grouped_mm
+    monkeypatch.setattr(moe, "_grouped_mm", lambda inputs, weight, offs: noted(inputs, weight, offs))
+    kind = {name: value for name, value in cut_config("olmoe", 1).items() if name != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmoe", **kind))
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert set(seen) == {(torch.float32, torch.float32)}
+    experts = [weight for name, weight in model.named_parameters() if "mlp.experts." in name]
+    assert all(weight.grad is not None and weight.grad.shape == weight.shape for weight in experts)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_source", "n_new", "n_layers"), [(64, 48, 24, 3), (32, 16, 64, 2), (128, 64, 8, 4)]
+)
+def test_the_peak_of_writing_is_that_of_generate(n_rows: int, n_source: int, n_new: int, n_layers: int) -> None:
+    """Keys and values of a whole batch, which is larger than any of training."""
+    sizes = {"vocab_size": 500, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "num_layers": n_layers}
+    config = AutoConfig.for_model(
+        "t5", **sizes, num_decoder_layers=n_layers, decoder_start_token_id=0, eos_token_id=None
+    )
+    shape = read_shape(config.to_dict(), "seq2seq")
+    model, alive = AutoModelForSeq2SeqLM.from_config(config).eval(), Alive()
+    for weight in model.parameters():
+        alive.add(weight)
+    with alive, torch.no_grad():
+        ids, packed = torch.ones(n_rows, n_source, dtype=torch.long), torch.zeros(1, n_rows * n_source, 64)
+        read = BaseModelOutput(last_hidden_state=packed.new_zeros(n_rows, n_source, 64))
+        model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), encoder_outputs=read, max_new_tokens=n_new,
+            min_new_tokens=n_new, do_sample=False, num_beams=1, use_cache=True,
+        )  # fmt: skip
+    stack = stack_for("t5", "seq2seq", "fp32", "full")
+    recipe = Recipe("full", Settings(precision="fp32"), "sgd", 8, stack=stack)
+    said = writing_memory(shape, recipe, Largest(n_rows, n_source, n_new), is_cuda=False)
+    of_weights = said.parts["weights"]
+    assert said.allocated_bytes - of_weights == pytest.approx(alive.peak - of_weights, rel=0.16)

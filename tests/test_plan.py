@@ -737,3 +737,92 @@ def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_o
         there = replace(of_offer, offer=of_offer.offer._replace(ram_gib=ram_gib))
         seconds[ram_gib is None or ram_gib > 2 * checkpoint_gib] = only(decide(wanted, [there])).seconds["checkpoints"]
     assert seconds[False] > 2 * seconds[True]
+
+
+# ---- weights in main memory ----
+
+
+def with_ram(one: Place, gib: float) -> Place:
+    """The place with so much main memory."""
+    return replace(one, offer=one.offer._replace(ram_gib=gib))
+
+
+EIGHT = "meta-llama/Llama-3.1-8B"
+
+
+def test_full_training_that_fits_no_other_way_is_planned_with_its_weights_in_main_memory() -> None:
+    asked = wanted_of(EIGHT, method="full")
+    plan = only(decide(asked, [with_ram(place("RTX 4090", 0.5), 256.0)]))
+    assert plan.to_set == ("where.strategy: fsdp", "where.offload_weights: true")
+    n = asked.shape.n_parameters
+    assert plan.host_bytes == 16 * n, "weights, gradients and two moments in fp32"
+    assert plan.memory.allocated_bytes < 2 * n, "not even the weights in bf16 are whole on the GPU"
+    assert plan.step.parts["weights from the host"] > 0
+    assert sum(plan.step.parts.values()) == pytest.approx(plan.step.seconds)
+    assert plan.usd["compute"] == pytest.approx(plan.wall_s / 3600 * 0.5)
+
+
+def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_or_not_known() -> None:
+    asked = wanted_of(EIGHT, method="full")
+    whole = only(decide(asked, [with_ram(place("B200", 5.0), 512.0)]))
+    assert (whole.to_set, whole.host_bytes) == ((), 0)
+    for small in (with_ram(place("RTX 4090", 0.5), 64.0), place("RTX 4090", 0.5)):
+        assert refused(decide(asked, [small])).reason.startswith("needs ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"spreads": False}, {"may_spread": False}, {"optim": "adamw_8bit"}, {"optim": "paged_adamw_8bit"}, {"precision": "fp16"}],
+)  # fmt: skip
+def test_weights_that_training_refuses_to_spread_are_not_planned_in_main_memory(changes: dict[str, Any]) -> None:
+    asked = wanted_of("meta-llama/Llama-2-13b-hf", method="full", **changes)
+    there = with_ram(replace(place("RTX 4090", 0.5), precision=changes.get("precision", "bf16")), 512.0)
+    assert refused(decide(asked, [there])).reason.startswith("needs ")
+    told = refused(decide(replace(asked, offloads_weights=True), [there]))
+    assert told.reason.startswith("weights can't be kept in main memory: ")
+
+
+def test_what_the_job_asks_for_is_planned_also_where_it_would_fit_otherwise() -> None:
+    asked = wanted_of(EIGHT, method="full", offloads_weights=True)
+    plan = only(decide(asked, [place("B200", 5.0)]))
+    assert plan.recipe.offloads_weights
+    assert plan.step.seconds > only(decide(replace(asked, offloads_weights=False), [place("B200", 5.0)])).step.seconds
+    short = refused(decide(asked, [with_ram(place("B200", 5.0), 64.0)]))
+    assert short.reason == "needs 119.7 GiB of main memory, has 64.0 GiB"
+
+
+def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_main_memory() -> None:
+    asked = wanted_of(EIGHT, method="full", offloads_weights=True)
+    one, two = (only(decide(asked, [with_ram(place("A100-80GB", 2.0, n), 512.0)])) for n in (1, 2))
+    assert one.host_bytes == two.host_bytes
+    each = one.step.parts["weights from the host"] / one.recipe.n_micro_batches
+    assert two.step.parts["weights from the host"] / two.recipe.n_micro_batches == pytest.approx(each / 2)
+    assert two.to_set == ("where.gpus: all", "where.strategy: fsdp", "where.offload_weights: true")
+    lora = only(decide(replace(asked, method="lora"), [place("RTX 3090", 0.2)]))
+    assert lora.host_bytes == 2 * asked.shape.n_parameters
+    assert lora.memory.parts["weights"] == 4 * replace(asked, method="lora").n_trainable
+
+
+def test_an_off_loaded_optimizer_needs_main_memory_too() -> None:
+    asked = wanted_of(EIGHT, method="full", optim="adamw_torch_offload", checkpoint_every=1)
+    assert only(decide(asked, [place("A100-80GB", 2.0)])).host_bytes == 16 * asked.shape.n_parameters
+    short = with_ram(place("A100-80GB", 2.0), 100.0)
+    assert refused(decide(asked, [short])).reason.endswith("of main memory, has 100.0 GiB")
+
+
+def test_texts_that_an_evaluation_writes_at_once_are_counted_in_memory_and_in_seconds() -> None:
+    pairs = from_mean(4000, 400.0, 512, mean_target=8.0)
+    asked = wanted_of("google/flan-t5-base", lengths=pairs, eval_lengths=pairs, checkpoint_every=1)
+    reads = only(decide(asked, [place("A100-80GB", 2.0)]))
+    writes = only(decide(replace(asked, max_new_tokens=256), [place("A100-80GB", 2.0)]))
+    most = writes.recipe.settings.micro_batch_tokens
+    at_once = replace(asked, max_new_tokens=256).written_at_once(most)
+    assert at_once.n_rows == 8 * most // (512 + 256)
+    layers = asked.shape.n_decoder_layers
+    keys_and_values = 2 * 2 * at_once.n_rows * (512 + 256) * layers * asked.shape.n_heads * asked.shape.head_dim
+    assert writes.memory.moment == "evaluation"
+    assert writes.memory.parts["activations"] > keys_and_values
+    assert writes.memory.allocated_bytes > reads.memory.allocated_bytes
+    more_s = writes.seconds["evaluation"] - reads.seconds["evaluation"]
+    n_batches = -(-4000 // at_once.n_rows)
+    assert more_s < asked.n_evaluations * (n_batches + 1) * 256 * 0.4e-3 * layers

@@ -273,7 +273,7 @@ def test_plans_are_found_by_rank_and_by_name(view: dict[str, Any]) -> None:
         ("100000", "there is no plan 100000"),
         ("0", "there is no plan 0"),
         ("the moon", "no plan is called `the moon`"),
-        ("1x T4", "was rejected: needs "),
+        ("1x A4000", "was rejected: needs "),
     ],
 )
 def test_what_is_not_found_is_told(view: dict[str, Any], name: str, words: str) -> None:

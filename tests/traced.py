@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from farthing.model.activation_checkpointing import checkpoint_layers
+from farthing.model.adapter_start import take_start_away
 from farthing.model.attention import Documents, go_packed, packed_logits
 from farthing.model.head import POSITIONS, TARGETS, language_model_loss
 from farthing.model.lora_kernels import use_low_rank
@@ -120,6 +121,7 @@ def fake_model(
     checkpoint_every: int,
     lora: dict[str, Any] | None = None,
     adapters_fp32: bool = True,
+    keeps_start: bool = False,
     is_own: bool = False,
     is_packed: bool = False,
 ) -> Any:
@@ -131,6 +133,8 @@ def fake_model(
             kind = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS"}[task]
             chosen = peft.LoraConfig(task_type=kind, **(lora or {}))
             model = peft.get_peft_model(model, chosen, autocast_adapter_dtype=adapters_fp32)
+            if keeps_start:
+                take_start_away(model)
     made: dict[int, tuple[Any, Any]] = {}
     for module in model.modules():
         for name, weight in list(module._parameters.items()):
@@ -201,6 +205,7 @@ def traced_peak(
     documents: tuple[int, ...] = (),
     lora: dict[str, Any] | None = None,
     adapters_fp32: bool = True,
+    keeps_start: bool = False,
     accumulates: bool = False,
     loss: Callable[[Any, Tensor, str, int], Any] = labelled_loss,
 ) -> int:
@@ -218,6 +223,7 @@ def traced_peak(
             checkpoint_every=checkpoint_every,
             lora=lora,
             adapters_fp32=adapters_fp32,
+            keeps_start=keeps_start,
             is_own=loss is own_loss,
             is_packed=bool(documents),
         )

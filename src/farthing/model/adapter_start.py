@@ -23,11 +23,6 @@ START = "start"
 _OURS = "default"
 
 
-def begins_from_base(init: str) -> bool:
-    """Whether peft's `init_lora_weights` of this name changes the base weights."""
-    return init == "olora" or init.startswith("pissa")
-
-
 @contextlib.contextmanager
 def base_is_kept() -> Iterator[None]:
     """While it lasts peft makes such adapters without a change of the weights that they are put on."""

@@ -50,13 +50,12 @@ from farthing.model.head import (
 )
 from farthing.model.loss import inner_of, summed_loss
 from farthing.model.pairs import collate_pairs, pair_batch, source_states
-from farthing.planner.tiles import default_tile_tokens
+from farthing.planner.tiles import WRITES_MORE, default_tile_tokens
 from farthing.tasks.registry import task_of
 
 Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64; hidden states of the frozen layers are a tensor among them."""
 FROZEN_STATES = "frozen_states"
-WRITES_MORE = 8
 NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be worth their memory
 
 

@@ -78,8 +78,11 @@ def published_error(place: Place, family: str = "") -> float:
 
 
 def link_error(step: StepTime, device: Device) -> float:
-    """What the links between GPUs add to the error of the seconds: of those that were not measured the rate may be half."""
-    return (KNOWN_LINK_ERROR if device.knows_link else LINK_ERROR) * step.parts.get("communication", 0.0) / step.seconds
+    """What links between GPUs, and to the host, add to the error of the seconds: where not measured the rate may be half."""
+    of_links = KNOWN_LINK_ERROR if device.knows_link else LINK_ERROR
+    parts = step.parts
+    unsure_s = of_links * parts.get("communication", 0.0) + LINK_ERROR * parts.get("weights from the host", 0.0)
+    return unsure_s / step.seconds
 
 
 def price_error(place: Place) -> tuple[float, float]:

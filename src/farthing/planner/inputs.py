@@ -41,6 +41,7 @@ from farthing.planner.types import (
     open_ended,
     place_of,
 )
+from farthing.planner.weights import begins_from_base
 from farthing.prices.catalog import Catalog, read_catalog, select_any
 from farthing.prices.gpus import gpu_of_device, gpus
 from farthing.prices.offers import Billing, Offer
@@ -241,6 +242,8 @@ def wanted_of(
         max_steps=train.max_steps,
         micro_batch_tokens=micro_batch_tokens,
         spreads=spreads(job),
+        may_spread=_may_spread(job),
+        offloads_weights=job.where.offload_weights,
         may_go_packed=job.model.attn_implementation is None,
         caches_frozen=train.num_train_epochs > 1
         and train.max_steps is None
@@ -254,6 +257,7 @@ def wanted_of(
         target_modules=method.target_modules,
         modules_to_save=method.modules_to_save,
         use_dora=method.use_dora,
+        keeps_start=begins_from_base(method.init_lora_weights),
         eval_lengths=held_out,
         eval_steps=0 if train.eval_strategy == "no" else train.eval_steps,
         eval_batch=train.per_device_eval_batch_size,
@@ -272,6 +276,15 @@ def wanted_of(
 def spreads(job: Job) -> bool | None:
     """Whether the job asks for weights that are spread over GPUs, or for whole ones; None: it leaves that open."""
     return None if job.where.strategy == "auto" else job.where.strategy != "ddp"
+
+
+def _may_spread(job: Job) -> bool:
+    """Whether weights can be spread, as far as this hangs neither on method nor optimizer: `train.strategy` has the reasons."""
+    is_adapter = job.method.name != "full"
+    is_generated = task_of(job.task).is_pair and job.train.predict_with_generate
+    is_kept = is_adapter and begins_from_base(job.method.init_lora_weights)
+    asks_for_bits = job.where.same_bits is True and not is_adapter
+    return not (is_generated or is_kept or asks_for_bits or job.train.torch_compile is True)
 
 
 def _drops(config: Json) -> bool:
@@ -341,7 +354,7 @@ def place_here(
         if gpu is None:
             return None
         version, build = installed_torch()
-        offer = offer._replace(gpu=gpu.name)
+        offer = offer._replace(gpu=gpu.name, ram_gib=float(free_memory_bytes() >> 30))
         judged = place_of(offer, wanted, torch=Torch(version, build) if version else None)
         if isinstance(judged, Rejected):
             return judged

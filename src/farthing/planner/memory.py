@@ -127,25 +127,38 @@ def _shards(recipe: Recipe) -> int:
     return recipe.n_gpus if recipe.sharding == FSDP else 1
 
 
+def _share_kept(recipe: Recipe) -> float:
+    """Of the weights that are spread, what a GPU keeps while it does not compute with them."""
+    return 0.0 if recipe.offloads_weights else 1 / _shards(recipe)
+
+
+def _gathers(recipe: Recipe) -> bool:
+    """Whether weights are whole on a GPU for the moment only."""
+    return recipe.offloads_weights or _shards(recipe) > 1
+
+
 def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Standing:
     """Weights, gradients, the optimizer's state and casts. Sharding divides what it divides evenly."""
     stack, shards = recipe.stack, _shards(recipe)
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
-    own = 1 if adapters is not None and stack.keeps_adapters_whole else shards  # trained weights are spread over
-    weights = _weights_bytes(shape, recipe, adapters) / shards
-    weights += n_trained * recipe.trained_bytes * (1 / own - 1 / shards)
+    # of trained weights and of frozen ones: what this GPU keeps
+    own = 1.0 if adapters is not None and stack.keeps_adapters_whole else _share_kept(recipe)
+    of_trained = n_trained * recipe.trained_bytes
+    weights = own * of_trained + _share_kept(recipe) * (_weights_bytes(shape, recipe, adapters) - of_trained)
     # beside the part of a step that is being computed: the sums of those that this GPU has computed
-    gradients = (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) * n_trained * recipe.trained_bytes / own
+    gradients = (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) * of_trained * own
     head_gradients = shape.n_head_matmul * recipe.trained_bytes / shards if adapters is None else 0.0
+    if adapters is None and recipe.offloads_weights:  # whole until the backward pass is over
+        head_gradients = float(shape.n_head_matmul * recipe.compute_bytes)
     if stack.frees_gradients:
         gradients = max(gradients / max(1, shape.n_layers), head_gradients)
     return _Standing(
         weights,
         gradients,
         gradients if recipe.n_micro_batches > 1 and not stack.frees_gradients else 0.0,
-        n_trained * optimizer_bytes(recipe) / own,
+        n_trained * optimizer_bytes(recipe) * own,
         _casts_bytes(shape, recipe, adapters) / shards,
-        _gathered_bytes(shape, recipe) if shards > 1 else 0.0,
+        _gathered_bytes(shape, recipe) if _gathers(recipe) else 0.0,
         head_gradients,
     )
 
@@ -160,7 +173,7 @@ def _moments(
     logits: float,
 ) -> dict[str, dict[str, float]]:
     """What is there at each moment of a step, part by part."""
-    stack, shards, every = recipe.stack, _shards(recipe), recipe.settings.checkpoint_every
+    stack, every = recipe.stack, recipe.settings.checkpoint_every
     gradients, held, gathered, head_gradients = (
         standing.gradients, standing.held, standing.gathered, standing.head_gradients,
     )  # fmt: skip
@@ -169,19 +182,19 @@ def _moments(
     in_loss = head_gradients if stack.loss == POSITIONS and shape.scores_tokens else 0.0
     in_backward = in_loss if shape.is_tied and held else 0.0
     last = largest.n_rows * (largest.targets or largest.tokens) * shape.hidden * (4 + recipe.residual_bytes)
-    embedding = shape.vocab * shape.hidden * recipe.trained_bytes if adapters is None else 0.0
-    more = embedding * ((2 if shape.is_tied else 0) + (1 if held else 0)) / shards
+    more = _embeddings_working(shape, recipe, held > 0) if adapters is None else 0.0
     is_plain = recipe.optim == "adamw_torch" and not stack.frees_gradients
     step = standing.gradients / (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) if is_plain else 0.0
     beside = _dora_working(recipe, adapters) + _merging_bytes(shape, adapters, largest)
     n_layers = max(1, shape.n_layers + shape.n_decoder_layers)
-    before_last = head_gradients + shape.n_matmul * recipe.trained_bytes / shards * (1 - 1 / n_layers)
+    of_rows = recipe.trained_bytes * _share_kept(recipe)
+    before_last = head_gradients + shape.n_matmul * of_rows * (1 - 1 / n_layers)
     if adapters is not None or stack.frees_gradients:
         before_last = gradients
     base = {"weights": standing.weights, "optimizer": standing.state}
     at_work = base | {"gathered weights": gathered}
     # a trained layer's gradient is whole, in fp32 as it is summed, until each GPU has its part of the sum
-    of_layer = 4.0 * in_layers(shape) / n_layers if shards > 1 and adapters is None else 0.0
+    of_layer = 4.0 * in_layers(shape) / n_layers if _gathers(recipe) and adapters is None else 0.0
     going_back = base | {"gathered weights": gathered + of_layer}
     going_on = at_work | {"gradients": held, "casts": standing.casts}
     moments = {
@@ -205,10 +218,18 @@ def _moments(
     }
     if shape.n_decoder_layers and shape.is_tied and adapters is None:  # they come before the encoder's layers
         of_decoder = sum(w.copies * w.n_weights for w in shape.linear_layers if w.name.startswith("decoder."))
-        so_far = head_gradients + of_decoder * recipe.trained_bytes / shards
+        so_far = head_gradients + of_decoder * of_rows
         both = {"gradients": held or so_far, "activations": layers.of_encoder, "working": more}
         moments["decoder's embeddings"] = at_work | both
     return moments
+
+
+def _embeddings_working(shape: Shape, recipe: Recipe, adds_up: bool) -> float:
+    """Bytes beside the gradients when those of the embeddings are made: tied ones' two, and what is added to those before."""
+    if recipe.offloads_weights:  # embeddings and head whole, as computed and in fp32 as they are summed
+        return (4.0 + recipe.compute_bytes) * (shape.n_parameters - in_layers(shape))
+    embedding = shape.vocab * shape.hidden * recipe.trained_bytes / _shards(recipe)
+    return embedding * ((2 if shape.is_tied else 0) + (1 if adds_up else 0))
 
 
 def evaluation_memory(
@@ -221,17 +242,39 @@ def evaluation_memory(
     is_cuda: bool = True,
 ) -> Memory:
     """Peak of an evaluation whose largest batch is `largest`: the optimizer's state stays, and no layer keeps anything."""
-    shards = _shards(recipe)
-    n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
+    standing = _standing(shape, recipe, adapters)
     layer = layers_of(shape, recipe, largest, adapters, is_cuda).top
     logits = logits_bytes(shape, recipe, largest, labelled_share, is_cuda=is_cuda)
     base = {
-        "weights": _weights_bytes(shape, recipe, adapters) / shards,
-        "gathered weights": _gathered_bytes(shape, recipe) if shards > 1 else 0.0,
-        "optimizer": n_trained * optimizer_bytes(recipe) / shards,
-        "casts": _casts_bytes(shape, recipe, adapters) / shards,
+        "weights": standing.weights,
+        "gathered weights": standing.gathered,
+        "optimizer": standing.state,
+        "casts": standing.casts,
     }
     found = base | ({"logits": logits} if logits > layer else {"activations": layer})
+    return Memory({name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda)
+
+
+def writing_memory(
+    shape: Shape, recipe: Recipe, largest: Largest, adapters: Adapters | None = None, *, is_cuda: bool = True
+) -> Memory:
+    """Peak while a model of two stacks writes `largest.targets` tokens for each of `largest.n_rows` sources.
+
+    Keys and values of all layers are kept, of the source and of what is written (as it grows, one layer's are there twice), and
+    the encoder's output, padded; each new token is scored against all words, in fp32 once more.
+    """
+    standing, c, n = _standing(shape, recipe, adapters), recipe.compute_bytes, largest.n_rows
+    of_layer = 2.0 * c * shape.n_kv_heads * shape.head_dim
+    kept = n * of_layer * (shape.n_decoder_layers * (largest.tokens + largest.targets) + largest.targets)
+    states = float(n * largest.tokens * shape.hidden * recipe.residual_bytes)
+    if recipe.stack.is_packed:  # end to end before, in as many passes as training would take
+        states *= 2.0
+        working = 0.0
+    else:
+        working = layers_of(shape, recipe, largest._replace(targets=0), adapters, is_cuda).top
+    logits = float(n * shape.vocab * (c + 4))
+    found = {"weights": standing.weights, "optimizer": standing.state, "casts": standing.casts}
+    found |= {"activations": states + max(working, kept), "logits": logits}
     return Memory({name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda)
 
 
@@ -241,6 +284,18 @@ def optimizer_bytes(recipe: Recipe) -> float:
     Paged state leaves the GPU when room is needed, and off-loaded state was never there, so neither counts.
     """
     return STATE_BYTES.get(recipe.optim, 2.0 * recipe.trained_bytes)
+
+
+def host_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> int:
+    """Main memory of a machine for rows that are kept there (with gradients and state of trained ones), and for an off-loaded
+    optimizer: copies of weights and gradients, and two moments (`train/offload.py`)."""
+    n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
+    of_state = 16.0 * n_trained if recipe.optim == "adamw_torch_offload" else 0.0
+    if not recipe.offloads_weights:
+        return int(of_state * (1 if recipe.sharding == FSDP and adapters is None else recipe.n_gpus))
+    if adapters is not None:  # adapters stay on the GPU
+        return int((adapters.n_total - adapters.n_trainable) * recipe.frozen_bytes + of_state * recipe.n_gpus)
+    return int(n_trained * (2.0 * recipe.trained_bytes + optimizer_bytes(recipe)) + of_state)
 
 
 def _casts_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
@@ -265,7 +320,10 @@ def _gathered_bytes(shape: Shape, recipe: Recipe) -> float:
     of_layer = in_layers(shape) / max(1, shape.n_layers + shape.n_decoder_layers)
     if recipe.method == "qlora":
         return root * recipe.frozen_bytes + of_layer * NF4_BYTES
-    return float((root + of_layer) * recipe.compute_bytes)
+    copied = 0.0
+    if recipe.offloads_weights:  # rows as the host has them, until they are cast and gathered
+        copied = of_layer / recipe.n_gpus * (recipe.trained_bytes if recipe.method == "full" else recipe.frozen_bytes)
+    return float((root + of_layer) * recipe.compute_bytes) + copied
 
 
 def in_layers(shape: Shape) -> int:
@@ -276,7 +334,7 @@ def in_layers(shape: Shape) -> int:
 def _weights_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
     if adapters is None:
         return float(shape.n_parameters * recipe.trained_bytes)
-    trained = adapters.n_trainable * recipe.trained_bytes
+    trained = adapters.n_trainable * recipe.trained_bytes + 4.0 * adapters.n_start
     frozen = adapters.n_total - adapters.n_trainable
     if adapters.saved:  # peft keeps the original of a module that is trained whole
         frozen += sum(n * (w.n_weights + w.n_bias) for w, n in adapters.saved)

@@ -48,6 +48,8 @@ class Chosen(NamedTuple):
     seconds: dict[str, float]
     speed_error: float
     memory_error: float
+    host_bytes: int = 0
+    """Of the machine's main memory, for rows of weights or an optimizer's state that are kept there."""
 
 
 class _Timed(NamedTuple):
@@ -116,6 +118,7 @@ class Pricing:
                 max(0.0, (total - swing.less_usd) * (1 - cheaper)), total, (total + swing.more_usd) * (1 + dearer)
             ),
             interval_s=timed.interval_s,
+            host_bytes=chosen.host_bytes,
             cache_bytes=wanted.cache_bytes * chosen.recipe.residual_bytes * bool(chosen.recipe.settings.caches_frozen),
             spot=timed.spot.likely if timed.spot else None,
         )
@@ -202,7 +205,8 @@ class Pricing:
                 n_words = min(wanted.max_new_tokens, max(1.0, wanted.eval_lengths.longest_target))
                 of_word = 2.0 * shape.n_parameters / place.device.bandwidth_bytes_per_s
                 host = GENERATED_S_PER_LAYER * (shape.n_decoder_layers or shape.n_layers)
-                once += cut.n_micro_batches * n_words * max(of_word, host)
+                n_batches = -(-n // wanted.written_at_once(recipe.settings.micro_batch_tokens).n_rows)
+                once += n_batches * n_words * max(of_word, host)
             seconds["evaluation"] = wanted.n_evaluations * once
         return seconds
 

@@ -138,6 +138,8 @@ class Recipe:
     stack: Stack = FARTHING
     mean_passes: float = 1.0
     """Forward passes of one GPU in a mean step, where tokens are counted: what `Lengths.cut` makes of them."""
+    offloads_weights: bool = False
+    """fsdp: rows of the spread weights stay in main memory, with gradients and state of those that are trained."""
 
     @property
     def n_micro_batches(self) -> float:
@@ -214,13 +216,18 @@ class Recipe:
     @property
     def to_set(self) -> tuple[str, ...]:
         """What the job has to say for it, beside what it says by itself."""
-        return TO_SET[self.sharding]
+        if not self.offloads_weights:
+            return TO_SET[self.sharding]
+        gpus = TO_SET[DDP] if self.n_gpus > 1 else ()
+        return (*gpus, "where.strategy: fsdp", "where.offload_weights: true")
 
     def in_words(self) -> str:
         """`lora, bf16, up to 8,192 tokens at a time, every layer checkpointed`."""
         at_once = [] if self.micro_batch is None else [f"{self.micro_batch} x {self.n_micro_batches:g} examples"]
         words = [self.method, self.precision, *at_once, self.settings.in_words()]
-        if self.sharding != NONE:
+        if self.n_gpus > 1 and self.sharding != NONE:
             how = "weights on each of" if self.sharding == DDP else "weights spread over"
             words.append(f"{how} {self.n_gpus} GPUs")
+        if self.offloads_weights:
+            words.append("weights in main memory")
         return ", ".join(words)

@@ -16,7 +16,7 @@ from farthing.errors import UserMistake
 from farthing.planner.confidence import link_error, memory_error, speed_error
 from farthing.planner.lengths import Padded
 from farthing.planner.limits import meet_deadline, within_limits
-from farthing.planner.memory import Memory, estimate_memory, evaluation_memory
+from farthing.planner.memory import Memory, estimate_memory, evaluation_memory, host_bytes, writing_memory
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
 from farthing.planner.recipe import DDP, FSDP, NONE, Recipe
@@ -29,6 +29,7 @@ from farthing.units import said_apart, say_bytes
 
 # of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples
 FEWEST_TOKENS, MOST_TOKENS = 1024, 65_536
+HOST_SHARE = 0.9  # of main memory, that rows of weights and an off-loaded optimizer may take: by assumption
 UNDECIDED = Settings()
 CPU_TOKENS = 2048  # of a micro-batch on a CPU: more is quicker by a hundredth at most, for more memory (docs/log.md)
 
@@ -77,15 +78,41 @@ class _Search:
         self.wanted, self.explains = wanted, explains
         self.assumptions = assumptions
         self.hazard = hazard
-        self._candidates: dict[tuple[str, int, bool, MicroBatchCost], list[tuple[Recipe, Memory, Work]]] = {}
+        self._candidates: dict[tuple[str, int, bool, MicroBatchCost, bool], list[tuple[Recipe, Memory, Work]]] = {}
         self._chosen: dict[Any, Chosen | Rejected] = {}
         self._pricing = Pricing(wanted, assumptions, hazard)
         self._changes: dict[Any, tuple[list[tuple[str, int]], Iterator[_Saver]]] = {}
 
     def judge(self, place: Place) -> Plan | Rejected:
-        """The plan for a place, or why there is none."""
+        """The plan for a place, or why there is none. Where nothing else fits, and main memory is known to be enough, with
+        weights that are kept there."""
+        offer, wanted = place.offer, self.wanted
+        chosen = self._chosen_for(place, wanted.offloads_weights and place.is_cuda)
+        if isinstance(chosen, Rejected) and self.explains and place.is_cuda and offer.ram_gib is not None:
+            other = self._chosen_for(place, True) if may_be_spread(wanted) else chosen
+            if isinstance(other, Chosen) and self._lacks_main_memory(place, other) is None:
+                chosen = other
+        if isinstance(chosen, Rejected):
+            return replace(chosen, offer=offer)
+        if lacks := self._lacks_main_memory(place, chosen):
+            return lacks
+        plan = self._pricing.price(place, chosen, self.needed_bytes(place, chosen.memory))
+        return within_limits(plan, self.wanted) if isinstance(plan, Plan) else plan
+
+    def _lacks_main_memory(self, place: Place, chosen: Chosen) -> Rejected | None:
+        """Why a recipe does not fit the main memory of a place; None where it does, and where that is not known."""
+        ram_gib, needed_gib = place.offer.ram_gib, chosen.host_bytes / 2**30
+        if ram_gib is None or not place.is_cuda or needed_gib <= HOST_SHARE * ram_gib:
+            return None
+        says = said_apart(needed_gib, ram_gib, lambda n: say_bytes(n * 2**30), "{} GiB")
+        what = "needs {} of main memory, has {}".format(*says)
+        return Rejected(place.offer, what, "a machine with more main memory", needed_gib / ram_gib)
+
+    def _chosen_for(self, place: Place, offloads: bool) -> Chosen | Rejected:
+        """What is worked out once for places that are alike."""
         offer = place.offer
         key = (
+            offloads,
             place.device,
             offer.n_gpus,
             place.precision,
@@ -95,37 +122,34 @@ class _Search:
             None if place.calibration is UNCALIBRATED else place.calibration,  # quicker to look up
         )
         if key not in self._chosen:
-            self._chosen[key] = self._choose(place)
-        chosen = self._chosen[key]
-        if isinstance(chosen, Rejected):
-            return replace(chosen, offer=offer)
-        plan = self._pricing.price(place, chosen, self.needed_bytes(place, chosen.memory))
-        return within_limits(plan, self.wanted) if isinstance(plan, Plan) else plan
+            self._chosen[key] = self._choose(place, offloads)
+        return self._chosen[key]
 
     # ---- recipes ----
 
     def candidates(
-        self, precision: str, n_gpus: int, is_cuda: bool, cost: MicroBatchCost = ON_CPU
+        self, precision: str, n_gpus: int, is_cuda: bool, cost: MicroBatchCost = ON_CPU, offloads: bool = False
     ) -> list[tuple[Recipe, Memory, Work]]:
         """Every recipe that is worth a look where micro-batches `cost` that, with its memory and its work."""
-        key = precision, n_gpus, is_cuda, cost
+        key = precision, n_gpus, is_cuda, cost, offloads
         if key not in self._candidates:
             self._candidates[key] = list(self._make_candidates(*key))
         return self._candidates[key]
 
     def _make_candidates(
-        self, precision: str, n_gpus: int, is_cuda: bool, cost: MicroBatchCost
+        self, precision: str, n_gpus: int, is_cuda: bool, cost: MicroBatchCost, offloads: bool
     ) -> Iterable[tuple[Recipe, Memory, Work]]:
         wanted = self.wanted
         if n_gpus > wanted.global_batch:
             return
         everies = [wanted.checkpoint_every] if wanted.checkpoint_every is not None else [0, 2, 1]
-        shardings = shardings_of(wanted, n_gpus)
+        shardings = shardings_of(wanted, n_gpus, offloads and precision != "fp16")
         for most in budgets(wanted, n_gpus, is_cuda):
             example = wanted.cut(most, n_gpus, cost).example
             for every in everies:
                 for sharding in shardings:
                     recipe = recipe_of(wanted, precision, most, every, n_gpus, sharding, cost)
+                    recipe = replace(recipe, offloads_weights=offloads)
                     yield recipe, self.memory_of(wanted, recipe, is_cuda), self.work_of(recipe, example)
 
     def cost_on(self, place: Place) -> MicroBatchCost:
@@ -147,7 +171,11 @@ class _Search:
             other = evaluation_memory(
                 wanted.shape, recipe, largest, wanted.adapters, labelled_share=share, is_cuda=is_cuda
             )
-            memory = max(memory, other, key=lambda one: one.allocated_bytes)
+            ways = [memory, other]
+            if wanted.max_new_tokens:
+                written = wanted.written_at_once(recipe.settings.micro_batch_tokens)
+                ways.append(writing_memory(wanted.shape, recipe, written, wanted.adapters, is_cuda=is_cuda))
+            memory = max(ways, key=lambda one: one.allocated_bytes)
         return memory
 
     def work_of(self, recipe: Recipe, padded: Padded) -> Work:
@@ -169,9 +197,14 @@ class _Search:
             return memory.allocated_bytes + extra
         return memory.total_bytes + (0 if place.is_cuda else self.assumptions.process_bytes)
 
-    def _choose(self, place: Place) -> Chosen | Rejected:
+    def _choose(self, place: Place, offloads: bool) -> Chosen | Rejected:
         n_gpus = max(1, place.offer.n_gpus)
-        found = self.candidates(place.precision, n_gpus, place.is_cuda, self.cost_on(place))
+        if offloads and (place.precision == "fp16" or not may_be_spread(self.wanted)):
+            what = "weights can't be kept in main memory: " + (
+                "gradients in fp16 are not scaled there" if place.precision == "fp16" else "they can't be spread"
+            )
+            return Rejected(place.offer, what, "leave where.offload_weights out", 3.0)
+        found = self.candidates(place.precision, n_gpus, place.is_cuda, self.cost_on(place), offloads)
         if not found:
             what = f"a step of {self.wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
             return Rejected(place.offer, what, f"train.global_batch_size: {n_gpus}", n_gpus / self.wanted.global_batch)
@@ -194,7 +227,8 @@ class _Search:
             family = self.wanted.shape.model_type
             seconds = self._pricing.seconds_of(place, recipe, step, work)
             error = speed_error(place, family) + link_error(step, place.device)
-            return Chosen(recipe, memory, step, seconds, error, memory_error(place, family))
+            kept_bytes = host_bytes(self.wanted.shape, recipe, self.wanted.adapters)
+            return Chosen(recipe, memory, step, seconds, error, memory_error(place, family), kept_bytes)
         least = min((self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found)
         gib = said_apart(least[0] / 2**30, place.memory_bytes / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")
         reason = f"needs {gib[0]} at least, has {gib[1]} ({least[1]})"
@@ -253,15 +287,23 @@ def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
     return found
 
 
-def shardings_of(wanted: JobSpec, n_gpus: int) -> list[str]:
-    """How so many GPUs can share the weights, what takes least memory last. 4-bit weights lose their quantization when they
-    are gathered, and texts of different lengths are written by GPUs that would have to compute alike."""
+def may_be_spread(wanted: JobSpec) -> bool:
+    """Whether the job lets weights be spread over GPUs, or kept in main memory, and they can be (`train.strategy` has the
+    reasons): 4-bit weights lose their quantization when they are gathered, and blocks of 8-bit state are none of rows."""
+    merges = wanted.adapters is not None and wanted.adapters.n_merged  # peft was not tried on experts that are spread
+    in_blocks = wanted.method == "full" and any(word in wanted.optim for word in ("8bit", "paged"))
+    return wanted.may_spread and wanted.spreads is not False and not (wanted.method == "qlora" or merges or in_blocks)
+
+
+def shardings_of(wanted: JobSpec, n_gpus: int, offloads: bool = False) -> list[str]:
+    """How so many GPUs can share the weights, what takes least memory last; `offloads`: rows stay in main memory."""
+    if not may_be_spread(wanted):
+        return [] if offloads else [DDP if n_gpus > 1 else NONE]
+    if offloads:
+        return [FSDP]
     if n_gpus == 1:
         return [NONE]
-    merges = wanted.adapters is not None and wanted.adapters.n_merged  # peft was not tried on experts that are spread
-    if wanted.method == "qlora" or (wanted.method == "lora" and (wanted.max_new_tokens or merges)):
-        return [DDP]
-    return {None: [DDP, FSDP], True: [FSDP], False: [DDP]}[wanted.spreads]
+    return [FSDP] if wanted.spreads else [DDP, FSDP]
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,7 @@ class Shape(NamedTuple):
             + merged,  # what comes of experts and adapters has a gradient as if it were trained
             once.attention + 2 * back.attention,
             2 * once.head + head,
-            3 * adapters.r * low_rank,
+            (5 if adapters.keeps_start else 3) * adapters.r * low_rank,  # what is frozen has no gradient of its own
             once.n_tokens,
         )
 

@@ -27,10 +27,10 @@ from functools import cache
 from typing import NamedTuple
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
+from farthing.planner import moved_bytes
 from farthing.planner.blocks import block_of
 from farthing.planner.lengths import Padded
-from farthing.planner.memory import NF4_BYTES, in_layers
-from farthing.planner.recipe import CHUNKED, FSDP, FUSED, POSITIONS, TILED, Recipe
+from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
 from farthing.planner.shapes import Shape
 from farthing.planner.weights import Adapters
 from farthing.prices.gpus import FACTS, Gpu
@@ -63,14 +63,20 @@ EXPERTS_LAUNCHES = (
     2.0  # the kernels of a layer with experts, in those of one without: sorting, sums and two grouped products
 )
 EXPERTS_SHARE = 0.7  # of the rate of one large product that products of experts reach: by assumption
+# as long as in this precision: TF32 on GPUs that compute in bf16, fp32 on older ones
+FP32_TIMES = {"bf16": 2.0, "fp16": 8.0}
 LAUNCH_TAIL = 0.039  # of the host's time: kernels that are too short to keep a GPU busy until the next one begins
 BUS_BYTES_PER_S = 20e9  # PCIe 4.0 x16 one way; with 5.0 it is twice that, in a small machine half
-CPU_MATMUL_SHARE = 0.35
+HOST_BYTES_PER_S = 20e9  # of main memory, for each GPU of a machine: about what 8 A100 had (torchtune, 70B off-loaded)
+CPU_MATMUL_SHARE = 0.7  # whole steps of a Llama and a T5 on one thread of an EPYC of family 25 (docs/log.md)
 CPU_BANDWIDTH_BYTES_PER_S = 10e9  # of a thread
 CPU_LAUNCH_SHARE = 0.5  # of what the host needs to launch a layer's kernels on a GPU: nothing is launched
 
 
-_COMPUTED = "matmul_flops", "attention_flops", "read_bytes", "traffic_bytes", "dequantization_bytes", "host_s"
+_COMPUTED = (
+    *("matmul_flops", "attention_flops", "read_bytes", "traffic_bytes", "dequantization_bytes", "host_s"),
+    "hauled_bytes",
+)
 
 
 class Device(NamedTuple):
@@ -175,6 +181,8 @@ class Work(NamedTuple):
     forward_share: float  # of those FLOPs that a forward pass alone takes
     bus_bytes: float = 0.0  # between each GPU and its host, for the optimizer
     width: float = 4096.0  # of the stream
+    hauled_bytes: float = 0.0  # weights that come from the host and gradients that go there, for every micro-batch
+    host_bytes: float = 0.0  # that the host moves in its own memory to update what it keeps
 
 
 def work_of(
@@ -199,25 +207,30 @@ def work_of(
     ahead = 1 - below if recipe.settings.caches_frozen else 1.0  # of the layers go through a forward pass
     passes = ahead + (1 - below) * (1 + recompute)
     of_experts = sum(w.copies * w.n_weights * w.share for w in shape.products if w.kind == "experts") / shape.n_met()
+    whole = moved_bytes.whole_experts(shape, recipe, adapters)
+    longer = (FP32_TIMES.get(recipe.precision, 1.0) if whole.is_fp32 else 1.0) / EXPERTS_SHARE
     n_merged = adapters.n_merged if adapters is not None else 0
     of_layer = recipe.stack.host_s_per_layer * (EXPERTS_LAUNCHES if shape.n_active else 1.0)
-    host_s = of_layer + (recipe.stack.host_s_per_adapted_layer if adapters is not None else 0.0)
+    if adapters is not None:
+        of_layer += recipe.stack.host_s_per_adapted_layer * (2.0 if adapters.keeps_start else 1.0)
     return Work(
-        matmul_flops=n_each * (flops.body * (1 + of_experts * (1 / EXPERTS_SHARE - 1)) + flops.head + flops.adapters),
+        matmul_flops=n_each * (flops.body * (1 + of_experts * (longer - 1)) + flops.head + flops.adapters),
         attention_flops=n_each * flops.attention,
-        read_bytes=n_micro * passes * c * (shape.n_matmul + shape.n_head_matmul + 2 * n_merged),
-        traffic_bytes=n_each * _traffic(shape, recipe, padded, adapters, recompute, labelled_share),
-        dequantization_bytes=n_micro * passes * _packed_bytes(shape, recipe),
-        optimizer_bytes=_optimizer_bytes(shape, recipe, adapters),
-        sent_bytes=_sent_bytes(shape, recipe, adapters),
-        host_s=n_micro * n_layers * host_s * (1 + recompute / 3 - below * (2 + recompute) / 3 - (1 - ahead) / 3),
+        read_bytes=n_micro * passes * (c * (shape.n_matmul + shape.n_head_matmul + 2 * n_merged) + whole.more_bytes),
+        traffic_bytes=n_each * _traffic(shape, recipe, padded, adapters, recompute, labelled_share) + whole.moved_bytes,
+        dequantization_bytes=n_micro * passes * moved_bytes.packed_bytes(shape, recipe),
+        optimizer_bytes=moved_bytes.optimizer_bytes(shape, recipe, adapters),
+        sent_bytes=moved_bytes.sent_bytes(shape, recipe, adapters),
+        host_s=n_micro * n_layers * of_layer * (1 + recompute / 3 - below * (2 + recompute) / 3 - (1 - ahead) / 3),
         tokens_per_micro_batch=max(1.0, all_tokens * recipe.share_of_gpu / n_micro),
         n_tokens=recipe.global_batch * mean_tokens,
         n_padded_tokens=all_tokens,
         flops=recipe.global_batch * flops.total,
         forward_share=flops.forward / flops.total,
-        bus_bytes=_bus_bytes(shape, recipe, adapters),
+        bus_bytes=moved_bytes.bus_bytes(shape, recipe, adapters),
         width=float(shape.hidden),
+        hauled_bytes=moved_bytes.hauled_bytes(shape, recipe, adapters),
+        host_bytes=moved_bytes.host_bytes(shape, recipe, adapters),
     )
 
 
@@ -231,7 +244,7 @@ def prefix_work(
     )
     n_steps = n_examples / recipe.global_batch
     saved = {name: n_steps * (getattr(every, name) - getattr(above, name)) for name in (*_COMPUTED, "flops")}
-    alone = {"optimizer_bytes": 0.0, "sent_bytes": 0.0, "forward_share": 1.0}
+    alone = {"optimizer_bytes": 0.0, "host_bytes": 0.0, "sent_bytes": 0.0, "forward_share": 1.0}
     tokens = {"n_tokens": n_steps * every.n_tokens, "n_padded_tokens": n_steps * every.n_padded_tokens}
     return every._replace(**saved, **alone, **tokens)
 
@@ -291,7 +304,12 @@ def step_time(work: Work, device: Device, calibration: Calibration | None = None
         "dequantization": known.compute * busy.dequantization,
         "launch": known.compute * _launch_s(work.host_s, busy_s, device),
         "optimizer": known.optimizer
-        * (work.optimizer_bytes / bandwidth + work.bus_bytes / (BUS_BYTES_PER_S if device.is_cuda else bandwidth)),
+        * (
+            work.optimizer_bytes / bandwidth
+            + work.bus_bytes / (BUS_BYTES_PER_S if device.is_cuda else bandwidth)
+            + work.host_bytes / HOST_BYTES_PER_S
+        ),
+        "weights from the host": work.hauled_bytes / BUS_BYTES_PER_S,
         "data": known.waiting_s,
         "communication": EXPOSED * sending_s + WAITING * busy_s if sending_s else 0.0,
     }
@@ -310,7 +328,7 @@ def forward_work(work: Work, n_steps: float) -> Work:
     """The forward pass alone of `n_steps` times the examples of a step: no optimizer."""
     share = n_steps * work.forward_share
     scaled = {name: getattr(work, name) * share for name in _COMPUTED}
-    return work._replace(**scaled, optimizer_bytes=0.0, sent_bytes=0.0, bus_bytes=0.0)
+    return work._replace(**scaled, optimizer_bytes=0.0, sent_bytes=0.0, bus_bytes=0.0, host_bytes=0.0)
 
 
 class _Flops(NamedTuple):
@@ -401,6 +419,8 @@ def _traffic(
         # fused, the thin product reads the input once more, and what comes of it is added in place
         of_in, of_out = (c, 2.0 * c) if stack.fuses_adapters else (casts + c, 4.0 * c)
         adapted = of_in * width_in + of_out * width_out
+        if adapters.keeps_start:
+            adapted *= 2.0
         if recipe.lora_dropout > 0:
             adapted += 10.0 * width_in
         if recipe.use_dora:
@@ -423,63 +443,3 @@ def _traffic(
     if stack.loss == POSITIONS:
         of_loss = (8.0 + 5.0 * c) * labelled_share
     return body + n_scored * shape.vocab * of_loss
-
-
-def _packed_bytes(shape: Shape, recipe: Recipe) -> float:
-    """Quantized weights as they are read, and as they are written to be multiplied with."""
-    if recipe.method != "qlora":
-        return 0.0
-    return recipe.stack.unpacking * shape.n_packed * (NF4_BYTES + recipe.compute_bytes)
-
-
-def _optimizer_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
-    """Clipping and the update: every trained weight, its gradient and its state are read and written.
-
-    A fused kernel reads four of them and writes three; the foreach one is nine kernels that move 21 (weight decay 2, first
-    moment 3, second 5, square root 2, division 2, epsilon 2, update 4 and the learning rate's product 1). Off-loaded, the
-    device only reads the gradient and writes the weight.
-    """
-    n, b = _n_stepped(shape, recipe, adapters), recipe.trained_bytes
-    state = {"sgd": 0.0, "adamw_torch_offload": -b}.get(recipe.optim, 4.0 if "8bit" in recipe.optim else 4.0 * b)
-    moved = 21.0 * b if recipe.optim == "adamw_torch" else 3.0 * b + state
-    clipping = 3.0 * b
-    slow = 4.0 if recipe.optim.startswith("paged") else 1.0  # pages come and go over the bus
-    return slow * n * (moved + clipping)
-
-
-def _bus_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
-    """Gradients that go to the host and weights that come back, where the optimizer's state is there.
-
-    Counted one after the other: what the two directions and the host's arithmetic hide of each other is left out.
-    """
-    if recipe.optim != "adamw_torch_offload":
-        return 0.0
-    return 2.0 * recipe.trained_bytes * _n_stepped(shape, recipe, adapters)
-
-
-def _n_stepped(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> int:
-    """Trained weights that one GPU's optimizer has."""
-    n = shape.n_parameters if adapters is None else adapters.n_trainable
-    is_spread = recipe.sharding == FSDP and not (adapters is not None and recipe.stack.keeps_adapters_whole)
-    return n // recipe.n_gpus if is_spread else n
-
-
-def _sent_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
-    """Gradients (ddp), or weights and gradients (fsdp), that a GPU sends to others.
-
-    A ring moves 2 (n - 1) / n of the gradients (Patarasuk and Yuan 2009). With fsdp, for every micro-batch, layers are
-    gathered twice, recomputed or not, embeddings and head once, and gradients are scattered; adapters that are whole are
-    added up once a step.
-    """
-    n = recipe.n_gpus
-    if n == 1:
-        return 0.0
-    n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
-    share, gradients = (n - 1) / n, float(n_trained * recipe.trained_bytes)
-    if recipe.sharding != FSDP:
-        return 2 * share * gradients
-    of_weight = NF4_BYTES if recipe.method == "qlora" else float(recipe.compute_bytes)
-    gathered = of_weight * (shape.n_parameters + in_layers(shape))
-    if adapters is not None and recipe.stack.keeps_adapters_whole:
-        return share * (recipe.n_micro_batches * gathered + 2 * gradients)
-    return share * recipe.n_micro_batches * (gathered + gradients)

@@ -10,6 +10,8 @@ CPU_TILE_TOKENS, CPU_MOST_TILE_TOKENS = 256, 1024  # bench/head.py: fewer cost t
 CPU_TILE_BYTES = 64 << 20  # of fp32 logits, where they are small enough for more tokens than that
 CPU_BLOCK_BYTES = 1 << 20  # of the fp32 rows at work: they stay in the cache from the softmax to the gradient
 CUDA_BLOCK_BYTES = 256 << 20
+WRITES_MORE = 8
+"""Times the tokens of a micro-batch that are written for at once: nothing is kept to go backward."""
 
 
 def default_tile_tokens(n_words: int, device_type: str, trained_width: int = 0) -> int:

@@ -21,6 +21,7 @@ from farthing.planner.shapes import Shape
 from farthing.planner.software import Torch, host_note, why_no_code
 from farthing.planner.speed import Calibration, Device, StepTime, device_of
 from farthing.planner.spot import Expected
+from farthing.planner.tiles import WRITES_MORE
 from farthing.planner.weights import Adapters
 from farthing.prices.gpus import Gpu, gpus
 from farthing.prices.offers import (
@@ -78,6 +79,10 @@ class JobSpec:
     """Most computed tokens of a micro-batch; None: the planner's choice."""
     spreads: bool | None = None
     """Whether the job asks for weights that are spread over GPUs, or for whole ones on each; None: it leaves that open."""
+    may_spread: bool = True
+    """Whether they can be, as far as the job says beside its method and optimizer."""
+    offloads_weights: bool = False
+    """Whether the job asks for rows of spread weights in main memory."""
     may_go_packed: bool = True
     """Whether documents may be laid end to end: not where the job names an attention of its own."""
     caches_frozen: bool = False
@@ -95,6 +100,8 @@ class JobSpec:
     target_modules: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
     use_dora: bool = False
+    keeps_start: bool = False
+    """Whether what the adapter began as is kept, frozen, and taken away from it (`model/adapter_start.py`)."""
     eval_lengths: Lengths | None = None
     eval_steps: int | None = None
     """Optimizer steps between evaluations; None: once an epoch. 0: only at the end."""
@@ -149,7 +156,7 @@ class JobSpec:
             self.method,
             may_go_packed=self.may_go_packed,
             has_plain_head=not any(weight.part == "head" for weight, _ in changed),
-            has_plain_adapters=self.lora_dropout == 0 and not self.use_dora,
+            has_plain_adapters=self.lora_dropout == 0 and not self.use_dora and not self.keeps_start,
         )
 
     def cut(self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Cut:
@@ -170,6 +177,13 @@ class JobSpec:
         assert self.eval_lengths is not None
         most = min(micro_batch_tokens, self.eval_batch * self.eval_lengths.longest_example)
         return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_packed=self.is_packed, cost=cost)
+
+    def written_at_once(self, micro_batch_tokens: int) -> Largest:
+        """The largest batch of sources that the model writes for in an evaluation, and the tokens that it writes."""
+        assert self.eval_lengths is not None
+        longest, n_new = self.eval_lengths.longest, self.max_new_tokens
+        n_rows = max(1, WRITES_MORE * micro_batch_tokens // (longest + n_new))
+        return Largest(min(n_rows, self.eval_lengths.n_examples), longest, n_new)
 
     @property
     def n_steps(self) -> int:
@@ -214,14 +228,17 @@ def open_ended(wanted: JobSpec) -> JobSpec:
 
 
 @cache
-def _adapters_of(shape: Shape, r: int, targets: tuple[str, ...], saved: tuple[str, ...], dora: bool) -> Adapters:
-    return shape.with_lora(r, targets, saved, use_dora=dora)
+def _adapters_of(
+    shape: Shape, r: int, targets: tuple[str, ...], saved: tuple[str, ...], dora: bool, keeps_start: bool
+) -> Adapters:
+    return shape.with_lora(r, targets, saved, use_dora=dora)._replace(keeps_start=keeps_start)
 
 
 def _adapters(wanted: JobSpec) -> Adapters | None:
     if wanted.method == "full":
         return None
-    return _adapters_of(wanted.shape, wanted.lora_r, wanted.target_modules, wanted.modules_to_save, wanted.use_dora)
+    asked = wanted.lora_r, wanted.target_modules, wanted.modules_to_save, wanted.use_dora, wanted.keeps_start
+    return _adapters_of(wanted.shape, *asked)
 
 
 @dataclass(frozen=True)
@@ -294,6 +311,8 @@ class Plan:
     spot: Expected | None = None
     chance: float | None = None
     """To meet the deadline."""
+    host_bytes: int = 0
+    """Of main memory: rows of weights, or an optimizer's state, that are kept there."""
     cache_bytes: int = 0
     """On the disk: what frozen layers give, computed once."""
     mixture: str = ""
@@ -319,10 +338,8 @@ class Plan:
     @property
     def to_set(self) -> tuple[str, ...]:
         """What the job has to say for it, beside what it says by itself."""
-        said = self.recipe.to_set
-        if self.place.is_part and said:
-            return (f"where.gpus: {self.recipe.n_gpus}", *said[1:])
-        return said
+        gpus = f"where.gpus: {self.recipe.n_gpus if self.place.is_part else 'all'}"
+        return tuple(gpus if key == "where.gpus: all" else key for key in self.recipe.to_set)
 
     @property
     def is_tight(self) -> bool:

@@ -75,6 +75,12 @@ class Adapters(NamedTuple):
     first_layer: int = (
         0  # the lowest with anything trained in or below it, counted from 0, a decoder's after its encoder's
     )
+    keeps_start: bool = False  # a frozen copy of A and B as they began, in fp32, is taken away from them
+
+    @property
+    def n_start(self) -> int:
+        """Weights of that copy, which `n_total` leaves out: it is in no model that is exported."""
+        return sum(n * w.n_adapter(self.r) for w, n in self.adapted) if self.keeps_start else 0
 
     @property
     def n_trainable(self) -> int:
@@ -85,3 +91,8 @@ class Adapters(NamedTuple):
     def n_merged(self) -> int:
         """Weights of experts with adapters, which peft adds up in whole before every product."""
         return sum(n * w.n_weights for w, n in self.adapted if w.kind == "experts")
+
+
+def begins_from_base(init: str) -> bool:
+    """Whether an adapter of this `init_lora_weights` begins as a part of the weights it is put on, which is kept beside it."""
+    return init == "olora" or init.startswith("pissa")

@@ -13,6 +13,7 @@ from farthing.report.plan_words import RENTED, has_price, say_cost, say_saving
 from farthing.units import say_seconds
 
 UNTRIED = "farthing was not run on several real GPUs so far"
+UNTRIED_ALONE = "weights in main memory were not tried with a real GPU so far"
 _DEARER = 2.0  # what being sooner may cost
 Row = Mapping[str, Any]
 

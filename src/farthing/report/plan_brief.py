@@ -11,6 +11,7 @@ from rich.table import Table
 
 from farthing.planner.ranking import TIE
 from farthing.planner.types import OLD_PRICE_DAYS
+from farthing.report.plan_beside import UNTRIED_ALONE
 from farthing.report.plan_words import (
     RENTED,
     has_price,
@@ -58,7 +59,8 @@ def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | 
     for note in view["data_notes"]:
         facts.add_row("[bold]data[/]", escape(note))
     if best["recipe"]["to_set"]:
-        facts.add_row("[bold]set[/]", escape(" and ".join(best["recipe"]["to_set"]) + ": several GPUs share the run"))
+        what_it_does = ": several GPUs share the run" if best["n_gpus"] > 1 else ": weights stay in main memory"
+        facts.add_row("[bold]set[/]", escape(" and ".join(best["recipe"]["to_set"]) + what_it_does))
     if best["recipe"]["precision_note"]:
         facts.add_row("[bold]precision[/]", escape(best["recipe"]["precision_note"]))
     facts.add_row("[bold]check[/]", escape(to_check(best, job)))
@@ -72,7 +74,8 @@ def _time_and_memory(best: Row) -> str:
     waiting = f", {span(waiting_s, waiting_s)} of it waiting" if waiting_s >= 60 else ""
     needed, there = (say_bytes(memory[name]) for name in ("needed_bytes", "capacity_bytes"))
     unit = f" {there.rpartition(' ')[2]}"
-    return f"{hours_in_words(best)}{waiting}; {needed.removesuffix(unit)} of {there}"
+    kept = f", {say_bytes(memory['host_bytes'])} of main memory" if memory["host_bytes"] else ""
+    return f"{hours_in_words(best)}{waiting}; {needed.removesuffix(unit)} of {there}{kept}"
 
 
 def _job_words(job: Row) -> str:
@@ -108,7 +111,9 @@ def to_check(best: Row, job: Row) -> str:
             f"memory: up to {say_bytes(best['memory']['range_bytes'][2])} may be needed; `farthing probe` measures it"
         )
     if best["recipe"]["to_set"]:
-        return "several GPUs: farthing was not run on several real ones so far"
+        return (
+            UNTRIED_ALONE if best["n_gpus"] == 1 else "several GPUs: farthing was not run on several real ones so far"
+        )
     if not job["lengths_are_exact"] and "tokenized" not in job["lengths_source"]:
         return "the lengths of your examples: plan with the data, or --mean-tokens"
     if _must_buy_more(best):

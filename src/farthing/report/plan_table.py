@@ -101,6 +101,8 @@ def draw_components(console: Console, row: Row) -> None:
     }
     if row["cache_bytes"]:
         facts["disk"] = f"{say_bytes(row['cache_bytes'])} for the output of the frozen layers"
+    if memory["host_bytes"]:
+        facts["main memory"] = f"{say_bytes(memory['host_bytes'])} for weights or an optimizer's state that stay there"
     if row["recipe"]["to_set"]:
         facts["to set"] = ", ".join(row["recipe"]["to_set"])
     _draw_pairs(console, facts)

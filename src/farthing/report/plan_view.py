@@ -25,7 +25,7 @@ from farthing.units import plural, say_bytes, say_seconds
 
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
-from farthing.report.plan_beside import UNTRIED, sooner, spot_or_not, two_or_one
+from farthing.report.plan_beside import UNTRIED, UNTRIED_ALONE, sooner, spot_or_not, two_or_one
 from farthing.report.plan_own import own_machine, years_of
 from farthing.report.plan_savings import methods_view, runs_view, savings_view
 from farthing.report.plan_services import paid_view, services
@@ -284,6 +284,7 @@ def _memory(plan: Plan) -> Json:
         "spare_bytes": plan.place.memory_bytes - plan.memory_range.likely,
         "moment": plan.memory.moment,
         "is_tight": plan.is_tight,
+        "host_bytes": plan.host_bytes,
     }
 
 
@@ -330,7 +331,7 @@ def _answer(best: Any, rows: Sequence[Mapping[str, Any]], study: Study) -> str:
         return f"Nothing can do this job as it is: none of {plural(_n_offers(study), 'offer')}."
     text = f"{what_to_do(best)}: {_figures(best)}."
     if best["recipe"]["to_set"]:
-        text += f" Set {' and '.join(best['recipe']['to_set'])}; {UNTRIED}."
+        text += f" Set {' and '.join(best['recipe']['to_set'])}; {UNTRIED if best['n_gpus'] > 1 else UNTRIED_ALONE}."
     cap = study.wanted.max_usd
     if cap is not None and best["usd_range"][2] > cap:
         text += f" It may come to {say_cost(best['usd_range'][2])}: at {say_cost(cap)} the run saves and stops."

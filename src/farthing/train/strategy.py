@@ -15,7 +15,7 @@ import torch
 from farthing.config.job import Job
 from farthing.errors import UserMistake
 from farthing.events import Emit, Note
-from farthing.model.adapter_start import begins_from_base
+from farthing.planner.weights import begins_from_base
 from farthing.tasks.registry import task_of
 from farthing.train.ranks import Ranks
 from farthing.units import plural, say_bytes
