@@ -21,7 +21,6 @@ from farthing.durability.summed_lines import SummedLines
 from farthing.events import Warned
 from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_layers
 from farthing.model.adapters import count_parameters
-from farthing.model.attention import read_alone
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
 from farthing.model.embedding_gradients import add_by_rows
 from farthing.model.embedding_noise import EmbeddingNoise
@@ -79,8 +78,7 @@ def assemble(
         numerics,
         label_smoothing=train.label_smoothing_factor,
         may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
-        reads_first=settings.reads_first is not False,
-        own_kernels=settings.own_kernels is not False,
+        settled=settings,
     )
     forward.tile_tokens = settings.tile_tokens
     forward.micro_batch_cost = MicroBatchCost(settings.least_tokens, settings.more_tokens)
@@ -111,6 +109,7 @@ def assemble(
         checkpoint_every=memory.checkpoint_every,
         packed=forward.is_packed,
         reads_first=forward.reads_first,
+        reads_labelled=forward.reads_labelled,
         own_kernels=forward.own_kernels,
         compiled=isinstance(compiled, int),
         kernels="liger" if liger and not liger.startswith("no ") else "torch",
@@ -198,9 +197,7 @@ def _compile(
 
 def _flops_per_token(forward: Forward, examples: Examples) -> float:
     """FLOPs of a useful token as the loop computes it: less where the last layer is of the tokens that are read."""
-    reads_first = forward.is_packed and forward.reads_first and not forward.of.scores_tokens
-    alone = read_alone(forward.model) if reads_first else None
-    return flops_per_token(forward.model, alone, float(examples.tokens.lengths[examples.indices].mean()))
+    return flops_per_token(forward.model, *forward.last_layer_read(examples.tokens, examples.indices))
 
 
 def _work_facts(model: Any, memory: MemoryNeed, free_bytes: int) -> dict[str, Any]:
