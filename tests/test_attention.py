@@ -28,9 +28,9 @@ from farthing.model.attention import (
     first_position,
     go_packed,
     packed_logits,
-    read_alone,
 )
 from farthing.model.flops import flops_per_token
+from farthing.model.last_layer import last_layer
 from farthing.planner.families import DECODERS, ENCODERS
 from farthing.planner.shapes import read_shape
 from farthing.tasks.task import IGNORED
@@ -248,16 +248,16 @@ def test_plan_and_receipt_count_the_last_layer_of_an_encoder_for_the_tokens_that
     counted = {str(kind): n for kind, n in counter.get_flop_counts()["Global"].items()}
     products = sum(counted.get(f"aten.{name}", 0) for name in ("mm", "addmm", "bmm")) / len(lengths)
     shape = read_shape(model.config.to_dict(), "classification", model.config.num_labels)
-    planned, whole = (shape.training_flops(12, reads_first=reads_first) for reads_first in (True, False))
+    planned, whole = (shape.training_flops(12, n_read=n_read) for n_read in (1.0, None))
     assert planned.body + planned.head == pytest.approx(products, rel=0.02)
     assert whole.body - planned.body > 0.6 * whole.body / shape.n_layers
     assert planned.attention == pytest.approx(whole.attention * (1 - (1 - 1 / 12) / shape.n_layers))
     assert (
-        flops_per_token(model, read_alone(model), 12.0)
+        flops_per_token(model, last_layer(model), 1 / 12)
         < flops_per_token(model)
         == pytest.approx(6 * (shape.n_matmul + shape.n_head_matmul))
     )
-    saved = (flops_per_token(model) - flops_per_token(model, read_alone(model), 12.0)) * 12
+    saved = (flops_per_token(model) - flops_per_token(model, last_layer(model), 1 / 12)) * 12
     assert saved == pytest.approx(whole.body - planned.body)
 
 

@@ -32,6 +32,8 @@ class Settings:
     """Whether documents are laid end to end; else they are padded."""
     reads_first: bool | None = None
     """Whether the last layer of an encoder is computed for the tokens alone that its classifier reads."""
+    reads_labelled: bool | None = None
+    """Whether the last layer of a causal model is computed for labelled positions alone, where that pays."""
     own_kernels: bool | None = None
     """Whether a CPU has farthing's own attention of short documents, RMS norms and gradients of embeddings."""
     compiled: bool | None = None

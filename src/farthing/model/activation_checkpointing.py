@@ -248,15 +248,18 @@ def saved_of_a_layer(model: Any, samples: tuple[Sample, Sample], saved: Linear) 
     `saved` is what it keeps of all as they are.
     """
     layers = checkpointed_layers(model)
-    layer = next((layer for layer in reversed(layers) if layer.gradient_checkpointing), None)
-    if layer is None:
+    recomputed = [layer for layer in layers if layer.gradient_checkpointing][-2:]  # the last may be of few tokens
+    if not recomputed:
         return Linear(*(n_bytes / max(1, len(layers)) for n_bytes in saved))
-    layer.gradient_checkpointing = False
-    try:
-        but_one = saved_linear(model, samples)
-    finally:
-        layer.gradient_checkpointing = True
-    return Linear(*(max(0.0, more - less) for more, less in zip(but_one, saved, strict=True)))
+    found = [Linear()]
+    for layer in recomputed:
+        layer.gradient_checkpointing = False
+        try:
+            but_one = saved_linear(model, samples)
+        finally:
+            layer.gradient_checkpointing = True
+        found.append(Linear(*(max(0.0, more - less) for more, less in zip(but_one, saved, strict=True))))
+    return max(found, key=lambda each: each.at(samples[1].n_tokens))
 
 
 def gradients_of(model: Any, accumulate: bool) -> Gradients:

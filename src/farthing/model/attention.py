@@ -21,15 +21,15 @@ Refuses to choose micro-batches, and models whose packed batches were not shown 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farthing.model.attention_kernels import How, causal_mask, over_documents, plain_attention
 from farthing.model.documents import Documents, owners_of
 from farthing.model.head import find_head
+from farthing.model.last_layer import Folded, KeysKnown, KeysWanted, Seen, computed_for, first_of_each, last_layer
 from farthing.model.loss import inner_of
 from farthing.model.norms import use_one_pass
 from farthing.model.pairs import Sides, take_documents
@@ -132,13 +132,9 @@ def packed_logits(model: Any, batch: dict[str, Any], task: str, *, reads_first: 
         hidden = body(**inputs).last_hidden_state[0]  # [T, H]
         logits = inner.score(hidden[_last_tokens(batch["input_ids"][0], documents, inner.config)])
         return logits
-    if reads_first and (last := _last_layer(body)) is not None:
-        with _without_last(body.encoder):
-            hidden = body(**inputs).last_hidden_state
-        first = _first_tokens(last, hidden, documents)
-    else:
-        first = body(**inputs).last_hidden_state[0, documents.bounds[:-1].long()]
-    first = first[:, None]  # [N, 1, H]: N documents of their first token
+    read, last = first_of_each(documents), last_layer(inner) if reads_first else None
+    with contextlib.nullcontext() if last is None else computed_for(last, read):
+        first = body(**inputs).last_hidden_state[0, read.positions, None]  # [N, 1, H]: N documents of their first token
     logits = inner.classifier(first if kind == "first" else inner.dropout(body.pooler(first)))
     return logits
 
@@ -153,79 +149,9 @@ def _head_kind(inner: Any) -> str | None:
     return "first" if hasattr(inner, "classifier") else None
 
 
-def read_alone(model: Any) -> Any:
-    """The layer of a packed classifier that `packed_logits` computes for the tokens that are read; None without one."""
-    inner = inner_of(model)
-    is_last = _head_kind(inner) in (None, "last")
-    return None if is_last else _last_layer(getattr(inner, inner.base_model_prefix))
-
-
-def _last_layer(body: Any) -> Any:
-    """The last layer of an encoder like BERT's; None where something else answers for it or listens to it."""
-    layers: Any = getattr(getattr(body, "encoder", None), "layer", ())
-    if not len(layers) or not hasattr(layers[-1].attention, "self"):
-        return None
-    last: Any = layers[-1]
-    is_free = "forward" not in vars(last) and not (last._forward_hooks or last._forward_pre_hooks)
-    return last if is_free else None
-
-
-@contextlib.contextmanager
-def _without_last(encoder: Any) -> Iterator[None]:
-    """The encoder ends before its last layer within the block."""
-    layers = encoder.layer
-    encoder.layer = layers[:-1]
-    try:
-        yield
-    finally:
-        encoder.layer = layers
-
-
-def _first_tokens(layer: Any, hidden: Tensor, documents: Documents) -> Tensor:
-    """[N, H]: what a layer makes of the first token of each document, from hidden [1, T, H]: keys and values of all tokens,
-    all else of one."""
-    attention, lengths = layer.attention.self, documents.lengths
-    first = hidden[:, documents.bounds[:-1].long()]
-    if _can_fold(attention, hidden, documents):
-        read = layer.attention.output(_folded(attention, first[0], hidden[0].split(lengths))[None], first)
-        whole: Tensor = layer.output(layer.intermediate(read), read)
-        return whole[0]
-    one_each = Documents.of([1] * len(lengths), hidden.device, lengths, reads_others=True)
-    query, key, value = (
-        projected.unflatten(-1, (-1, attention.attention_head_size)).transpose(1, 2)
-        for projected in (attention.query(first), attention.key(hidden), attention.value(hidden))
-    )
-    dropout = attention.dropout.p if attention.training else 0.0
-    seen, _ = attend(attention, query, key, value, None, dropout, attention.scaling, documents=one_each)
-    read = layer.attention.output(seen.flatten(2), first)
-    out: Tensor = layer.output(layer.intermediate(read), read)
-    return out[0]
-
-
-def _can_fold(attention: Any, hidden: Tensor, documents: Documents) -> bool:
-    """Whether `_folded` can take this layer's attention: on a CPU in fp32, with plain matrices."""
-    is_here = hidden.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and documents.may_be_short
-    return is_here and all(type(each) is nn.Linear for each in (attention.key, attention.value))
-
-
-def _folded(attention: Any, first: Tensor, each: Sequence[Tensor]) -> Tensor:
-    """[N, H * D]: what one query of each document, from first [N, h], reads of its tokens [L, h].
-
-    q (W x + b) = (q W) x + q b: the matrices of keys and values are multiplied with N rows instead of with all tokens.
-    """
-    width = attention.attention_head_size
-    query = attention.query(first).unflatten(-1, (-1, width)) * attention.scaling  # [N, H, D]
-    key, value = (layer.weight.unflatten(0, (-1, width)) for layer in (attention.key, attention.value))  # [H, D, h]
-    asked = torch.bmm(query.transpose(0, 1), key).transpose(0, 1)  # [N, H, h]
-    shift = (query * attention.key.bias.view(-1, width)).sum(-1, keepdim=True)
-    seen, sums = [], []
-    for tokens, one, at in zip(each, asked.unbind(), shift.unbind(), strict=True):
-        weights = torch.softmax(one @ tokens.t() + at, -1)
-        weights = nn.functional.dropout(weights, attention.dropout.p, attention.training)
-        seen.append(weights @ tokens)
-        sums.append(weights.sum(-1, keepdim=True))
-    out = torch.bmm(torch.stack(seen, 1), value.transpose(1, 2)).transpose(0, 1)  # [N, H, D]
-    return (out + torch.stack(sums) * attention.value.bias.view(-1, width)).flatten(1)
+def reads_first_tokens(inner: Any) -> bool:
+    """Whether a packed classifier reads the first token of each document."""
+    return _head_kind(inner) in ("first", "pooled")
 
 
 def _last_tokens(ids: Tensor, documents: Documents, config: Any) -> Tensor:
@@ -258,7 +184,7 @@ def attend(
     Of the others `sliding_window` is how many tokens are seen, the token itself among them, `softcap` bends the scores,
     `is_causal` overrules the module's own. With `documents`, B is 1 and `attention_mask` is not looked at.
     """
-    documents: Documents | Sides | None = others.pop("documents", None)
+    documents: Documents | Sides | Seen | Folded | KeysWanted | None = others.pop("documents", None)
     sliding_window: int | None = others.pop("sliding_window", None)
     softcap: float | None = others.pop("softcap", None)
     is_causal: bool | None = others.pop("is_causal", None)
@@ -267,8 +193,14 @@ def attend(
     if documents is None:
         how = How(causal, scale, sliding_window, dropout, softcap)
         return _without_documents(module, query, key, value, attention_mask, scaling, how, others), None
+    if isinstance(documents, KeysWanted):
+        raise KeysKnown(key, value)
+    if isinstance(documents, Folded):
+        return documents.read(module, query.squeeze(0).transpose(0, 1))[None], None
     if isinstance(documents, Sides):
         documents = documents.own if causal else documents.across
+    elif isinstance(documents, Seen):
+        key, value, documents = documents.key, documents.value, documents.stretches
     bias: Tensor | None = others.pop("position_bias", None)
     if not causal and sliding_window is not None:
         raise ValueError("a sliding window that looks ahead is not known here")

@@ -6,19 +6,20 @@ from typing import Any
 
 from torch import nn
 
+from farthing.model.last_layer import of_all_tokens
 
-def flops_per_token(model: Any, last_layer: Any = None, mean_tokens: float = 1.0) -> float:
+
+def flops_per_token(model: Any, last_layer: Any = None, read_share: float = 1.0) -> float:
     """FLOPs of forward and backward for one token: 2 for each weight of a matrix product forward, 2 back through its
     input, 2 for its own gradient where it is trained (Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
 
-    Attention scores, under a tenth of the whole at usual lengths, and recomputation are not counted. An encoder's
-    `last_layer` that is computed for one token of an example of `mean_tokens` counts so; its keys and values are of all.
+    Attention scores, under a tenth of the whole at usual lengths, and recomputation are not counted. A `last_layer` that is
+    computed for a share of the tokens counts so, but for what its keys and values come of.
     """
     found = _of_weights(model)
     if last_layer is not None:
-        attention = last_layer.attention.self
-        of_one = _of_weights(last_layer) - _of_weights(attention.key) - _of_weights(attention.value)
-        found -= of_one * (1 - 1 / max(1.0, mean_tokens))
+        of_all = sum(_of_weights(each) for each in of_all_tokens(last_layer))
+        found -= (_of_weights(last_layer) - of_all) * (1 - read_share)
     return found
 
 

@@ -33,7 +33,14 @@ from farthing.data.packing import (
 from farthing.data.prefix_sharing import WORTH, collate_shared, saved_by_sharing, split_shared
 from farthing.data.token_set import TokenSet
 from farthing.model.apart import kept_apart, lift_capacity
-from farthing.model.attention import can_go_packed, can_share, first_position, go_packed, packed_logits
+from farthing.model.attention import (
+    can_go_packed,
+    can_share,
+    first_position,
+    go_packed,
+    packed_logits,
+    reads_first_tokens,
+)
 from farthing.model.documents import Batch, Documents, packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.frozen_cache import FrozenCache
@@ -48,14 +55,19 @@ from farthing.model.head import (
     language_model_loss,
     loss_and_log_probs,
 )
+from farthing.model.last_layer import computed_for, labelled_alone, last_layer
 from farthing.model.loss import inner_of, summed_loss
 from farthing.model.pairs import collate_pairs, pair_batch, source_states
+from farthing.planner.families import MOST_READ
 from farthing.planner.tiles import WRITES_MORE, default_tile_tokens
+from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 
 Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64; hidden states of the frozen layers are a tensor among them."""
 FROZEN_STATES = "frozen_states"
+READ = "read"
+"""The tokens for which alone the last layer is computed."""
 NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be worth their memory
 
 
@@ -73,7 +85,8 @@ class Forward:
     """The forward pass of a model for a task.
 
     A model that can take documents end to end is set to do so, unless `may_go_packed` says no. `why_padded` and
-    `why_all_scored` say in words what keeps a model from computing useful tokens and labelled positions only.
+    `why_all_scored` say in words what keeps a model from computing useful tokens and labelled positions only. What earlier
+    attempts of a run did without is `settled`.
     """
 
     def __init__(
@@ -85,11 +98,12 @@ class Forward:
         *,
         label_smoothing: float = 0.0,
         may_go_packed: bool = True,
-        reads_first: bool = True,
-        own_kernels: bool = True,
+        settled: Settings | None = None,
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
-        self.reads_first, self.own_kernels = reads_first, own_kernels
+        says = settled or Settings()
+        self.reads_first, self.reads_labelled = says.reads_first is not False, says.reads_labelled is not False
+        self.own_kernels = says.own_kernels is not False
         self.label_smoothing = label_smoothing
         self.tile_tokens: int | None = None
         self.micro_batch_cost: MicroBatchCost = ON_CPU
@@ -97,7 +111,7 @@ class Forward:
         other = "the job names another attention, or the run began padded"
         self.why_padded = can_go_packed(model, task) if may_go_packed else other
         if self.why_padded is None:
-            go_packed(model, own_kernels=own_kernels)
+            go_packed(model, own_kernels=self.own_kernels)
         self.of = task_of(task)
         head = find_head(model, task) if self.of.scores_tokens else None
         if isinstance(head, Head) and not head.is_matrix and label_smoothing:
@@ -203,6 +217,16 @@ class Forward:
             start += n
         return micro_batches
 
+    def last_layer_read(self, tokens: TokenSet, examples: NDArray[np.int64]) -> tuple[Any, float]:
+        """(the layer that is computed for the tokens alone that are read, which share of all these are); None and 1 without."""
+        n_tokens, is_read = float(tokens.lengths[examples].sum()), self.reads_labelled
+        if not self.of.scores_tokens:
+            share, is_read = len(examples) / n_tokens, self.reads_first and reads_first_tokens(self._inner)
+        elif self.of.predicts_next:
+            share = float(target_lengths_of(tokens, examples).sum()) / n_tokens
+        last = last_layer(self._inner) if self.is_packed and is_read and not self.of.is_pair else None
+        return (last, share) if last is not None and share <= MOST_READ else (None, 1.0)
+
     def mixes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> bool:
         """Whether some of these examples must not be computed together."""
         return self.apart is not None and len(np.unique(self._classes(tokens, examples))) > 1
@@ -269,6 +293,9 @@ class Forward:
             batch = packed_batch({name: array for name, array in arrays.items() if name != FROZEN_STATES}, device)
         if FROZEN_STATES in arrays:
             batch[FROZEN_STATES] = arrays[FROZEN_STATES].to(device, non_blocking=True)
+        if self.reads_labelled and self.of.predicts_next:
+            read = labelled_alone(arrays, arrays[POSITIONS], device)
+            batch |= {} if read is None else {READ: read}
         if not self.own_kernels:
             for name, each in batch.items():
                 batch[name] = replace(each, may_be_short=False) if isinstance(each, Documents) else each
@@ -319,15 +346,19 @@ class Forward:
             return source_states(self._inner, pair_batch(arrays, self.numerics.device))[0]
 
     @contextlib.contextmanager
-    def _resumed(self, batch: Batch) -> Iterator[Batch]:
-        """The batch without the hidden states of the frozen layers, behind which the forward pass then begins."""
+    def _resumed(self, batch: Batch, *, is_whole: bool = False) -> Iterator[Batch]:
+        """The batch without the hidden states of the frozen layers, behind which the forward pass then begins.
+
+        Its last layer is computed for labelled positions alone where that pays, unless `is_whole`.
+        """
         if self.noise is not None:
             self.noise.hear(batch)
-        if self.frozen_layers is None or FROZEN_STATES not in batch:
-            yield batch
-            return
-        with self.frozen_layers.resume(batch[FROZEN_STATES]):
-            yield {name: value for name, value in batch.items() if name != FROZEN_STATES}
+        with contextlib.ExitStack() as stack:
+            if self.frozen_layers is not None and FROZEN_STATES in batch:
+                stack.enter_context(self.frozen_layers.resume(batch[FROZEN_STATES]))
+            if not is_whole and READ in batch and (last := last_layer(self._inner)) is not None:
+                stack.enter_context(computed_for(last, batch[READ]))
+            yield {name: value for name, value in batch.items() if name not in (FROZEN_STATES, READ)}
 
     # ---- for those who count memory ----
 
@@ -335,11 +366,11 @@ class Forward:
     def before_head(self, batch: Batch) -> Tensor:
         """A scalar that depends on all that the body computes: autograd keeps for it what it keeps of the body.
 
-        Where the head is not known, or small, it is the loss itself.
+        Where the head is not known, or small, it is the loss itself. The last layer is that of a batch with labels everywhere.
         """
         if self.head is None:
             return self.loss(batch)
-        with self._resumed(batch) as rest, self.numerics.autocasting():
+        with self._resumed(batch, is_whole=True) as rest, self.numerics.autocasting():
             return self.head.hidden_states(rest).float().sum()
 
     def head_bytes(self, n_tokens: int) -> int:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from farthing.model.attention import NAME, can_go_packed, packed_inputs
 from farthing.model.documents import Batch
+from farthing.model.last_layer import layers_of
 from farthing.model.loss import inner_of
 from farthing.model.pairs import answering
 from farthing.tasks.registry import task_of
@@ -123,7 +124,7 @@ def find_frozen_layers(model: Any, task: str) -> FrozenLayers | str:
         return f"{config.model_type}: its upper layers take more from below than hidden states"
     if any(one.is_prompt_learning for one in getattr(model, "peft_config", {}).values()):
         return "virtual tokens are trained"
-    layers = _layers_of(body, config.num_hidden_layers)
+    layers = layers_of(body, config.num_hidden_layers)
     if layers is None:
         return f"{config.model_type}: no list of {config.num_hidden_layers} layers is found in it"
     below = tuple(_below(body, layers))
@@ -136,12 +137,6 @@ def find_frozen_layers(model: Any, task: str) -> FrozenLayers | str:
     if n_layers == 0:
         return f"the first layer has {why}"
     return FrozenLayers(inner, task, below, tuple(layers), n_layers)
-
-
-def _layers_of(body: nn.Module, n_layers: int) -> nn.ModuleList | None:
-    """The list of a body's layers: the outermost of that length."""
-    lists = (module for module in body.modules() if isinstance(module, nn.ModuleList) and len(module) == n_layers)
-    return next(lists, None)
 
 
 def _below(body: nn.Module, layers: nn.Module) -> Iterator[nn.Module]:

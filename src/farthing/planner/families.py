@@ -85,6 +85,9 @@ WHY_NOT_PACKED: Mapping[str, str] = _TABLE["why_not_packed"]
 KNOWN_HEADS = {_HEADS[head]: frozenset(names) for head, names in _TABLE["known_heads"].items()}
 CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES = KNOWN_HEADS[_HEADS["next_token"]], KNOWN_HEADS[_HEADS["pair"]]
 
+MOST_READ = 0.65
+"""Of a micro-batch's tokens, labelled ones and copies of keys, up to which the last layer is computed for those alone."""
+
 # by the head of a task, whose result for an example is the same with padding to the right of its input as without: held
 # against single examples in the tests; of other families a padded micro-batch has inputs of one length
 PADS_SAFELY = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from farthing.data.packing import MicroBatchCost
-from farthing.planner.families import ENCODERS, KNOWN_HEADS, PACKED
+from farthing.planner.families import ENCODERS, KNOWN_HEADS, MOST_READ, PACKED
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 
@@ -63,6 +63,8 @@ class Stack:
     """Documents end to end: neither padding nor a mask of it. Comes with `is_flash`, which a CPU does in its own way."""
     reads_first: bool = False
     """Documents end to end through an encoder: its last layer is computed for the tokens that a classifier reads."""
+    reads_labelled: bool = False
+    """Documents end to end: the last layer is computed for labelled positions, where these are few."""
     fuses_adapters: bool = False
     """LoRA layers are one function each: what they read is kept once, in the precision of the run."""
     masks_padding: bool = True
@@ -82,6 +84,13 @@ class Stack:
     """Seconds of the host for the kernels of one layer, forward and backward: a GPU can't be faster than that."""
     host_s_per_adapted_layer: float = 1.0e-3
     """What adapters add to it. Together 1.85 ms were measured on a processor of 2025; those of rented GPUs are slower."""
+
+    def n_read(self, n_tokens: float, labelled_share: float) -> float | None:
+        """Tokens of an example for which alone the last layer is computed; None: for all."""
+        if self.reads_first:
+            return 1.0
+        is_read = self.reads_labelled and labelled_share <= MOST_READ and not self.is_compiled
+        return labelled_share * n_tokens if is_read else None
 
 
 FARTHING = Stack("farthing")
@@ -108,6 +117,7 @@ def stack_for(
         has_autocast=precision != "fp32",
         is_packed=is_packed,
         reads_first=is_packed and model_type in ENCODERS,
+        reads_labelled=is_packed and task_of(task).predicts_next,
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
         is_flash=is_packed and precision != "fp16",
         loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ()) else LABELLED,

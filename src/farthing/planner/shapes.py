@@ -20,7 +20,8 @@ from farthing.tasks.registry import task_of
 # they change layers or masks in ways not told here
 _NOT_READ = ("add_cross_attention", "use_bidirectional_attention", "mlp_only_layers")
 
-_OF_ALL_TOKENS = (".key", ".value")  # what a token reads of the others, in encoders like BERT's
+# what a token reads of the others; of queries, keys and values in one all is computed
+_OF_ALL_TOKENS = (".key", ".value", ".k_proj", ".v_proj", ".qkv_proj", ".query_key_value", ".c_attn")
 _PEFT_ADAPTS_EXPERTS = {  # by the names that their layers have in a checkpoint; in other mixtures it leaves experts alone
     "mixtral": ("w1", "w3", "w2"),
     "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
@@ -219,14 +220,14 @@ class Shape(NamedTuple):
         n_head_tokens: int | None = None,
         first_layer: int = 0,
         *,
-        reads_first: bool = False,
+        n_read: float | None = None,
     ) -> Flops:
         """FLOPs of one forward pass over a sequence of `n_tokens` (the source, and `n_targets` tokens of a seq2seq).
 
         `n_head_tokens` go through the head: all of them unless said. Attention counts the pairs that the mask lets
-        through: half the square where it is causal, fewer in a window. Layers below `first_layer` are left out. With
-        `reads_first` the last layer of an encoder is computed for the first token, but for its keys and values; that a
-        CPU in fp32 folds those into its queries is not counted.
+        through: half the square where it is causal, fewer in a window. Layers below `first_layer` are left out. The
+        last layer is computed for `n_read` tokens where that is said, but for its keys and values: for the last ones, or the
+        first one of an encoder; that a CPU in fp32 folds those into its queries is not counted.
         """
         n_above = self.n_above(first_layer)
         of_stack = {True: n_above[1], False: n_above[0]}
@@ -234,9 +235,13 @@ class Shape(NamedTuple):
             (weight, of_stack[weight.name.startswith("decoder.")] if "*" in weight.name else weight.copies)
             for weight in self.products
         ]
-        body, head, _ = self._products(every, n_tokens, n_targets, n_head_tokens, reads_first)
+        body, head, _ = self._products(every, n_tokens, n_targets, n_head_tokens, n_read)
         pairs = 4.0 * self.n_heads * self.head_dim  # queries with keys, and scores with values
-        n_pairs = self._n_pairs(n_tokens, n_targets, n_above) - reads_first * (n_tokens**2 - n_tokens)
+        n_pairs: float = self._n_pairs(n_tokens, n_targets, n_above)
+        if n_read is not None and n_above[0]:
+            is_causal = self.attention == "causal"
+            unread = n_tokens - n_read
+            n_pairs -= _causal_pairs(round(unread), self.windows[-1]) if is_causal else n_tokens * unread
         return Flops(body, pairs * n_pairs, head, 0.0, n_tokens + n_targets)
 
     def training_flops(
@@ -246,7 +251,7 @@ class Shape(NamedTuple):
         n_head_tokens: int | None = None,
         adapters: Adapters | None = None,
         *,
-        reads_first: bool = False,
+        n_read: float | None = None,
     ) -> Flops:
         """FLOPs of forward and backward for one sequence, without recomputation; without `adapters` all is trained.
 
@@ -254,14 +259,14 @@ class Shape(NamedTuple):
         three times its forward. The input's gradient is counted down to the first layer with anything trained.
         """
         lengths = n_tokens, n_targets, n_head_tokens
-        once = self.forward_flops(*lengths, reads_first=reads_first)
+        once = self.forward_flops(*lengths, n_read=n_read)
         if adapters is None:
             return Flops(3 * once.body, 3 * once.attention, 3 * once.head, 0.0, once.n_tokens)
         products = self.products
         body, head, _ = self._products([(w, n) for w, n in adapters.saved if w in products], *lengths)
         linear = [(w, n) for w, n in adapters.adapted if w.kind == "linear"]
-        low_rank = self._products(linear, *lengths, reads_first)[2]
-        back = self.forward_flops(*lengths, first_layer=adapters.first_layer, reads_first=reads_first)
+        low_rank = self._products(linear, *lengths, n_read)[2]
+        back = self.forward_flops(*lengths, first_layer=adapters.first_layer, n_read=n_read)
         merged = self._products([(w, n) for w, n in adapters.adapted if w.kind == "experts"], *lengths)[0]
         return Flops(
             once.body
@@ -280,7 +285,7 @@ class Shape(NamedTuple):
         n_tokens: int,
         n_targets: int,
         n_head_tokens: int | None,
-        reads_first: bool = False,
+        n_read: float | None = None,
     ) -> tuple[float, float, float]:
         """Forward FLOPs of linear layers outside and inside the head, and of a LoRA of rank 1 on them."""
         seen = {"all": n_tokens, "source": n_tokens, "target": n_targets, "sequence": 1}
@@ -289,8 +294,8 @@ class Shape(NamedTuple):
         for weight, n in layers:
             in_head = weight.part == "head" and weight.tokens != "sequence"
             n_seen = n * (of_head if in_head else seen[weight.tokens] * weight.share)
-            if reads_first and n and "*" in weight.name and not weight.name.endswith(_OF_ALL_TOKENS):
-                n_seen -= n_tokens - 1  # in the last of its layers
+            if n_read is not None and n and "*" in weight.name and not weight.name.endswith(_OF_ALL_TOKENS):
+                n_seen -= (n_tokens - n_read) * weight.share  # in the last of its layers
             product = 2.0 * weight.n_weights * n_seen
             low_rank += 2.0 * (weight.n_in + weight.n_out) * n_seen
             body, head = (body, head + product) if weight.part == "head" else (body + product, head)

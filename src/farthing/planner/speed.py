@@ -355,11 +355,11 @@ def _flops(
     """FLOPs of one padded example, forward, backward and recomputed."""
     tokens, targets = max(1, round(padded.tokens)), round(padded.targets)
     scale = padded.tokens / tokens
-    reads_first = recipe.stack.reads_first
-    once = shape.forward_flops(tokens, targets, reads_first=reads_first)
-    both = shape.training_flops(tokens, targets, adapters=adapters, reads_first=reads_first)
+    n_read = recipe.stack.n_read(tokens, labelled_share)
+    once = shape.forward_flops(tokens, targets, n_read=n_read)
+    both = shape.training_flops(tokens, targets, adapters=adapters, n_read=n_read)
     first = 0 if adapters is None else adapters.first_layer
-    above = shape.forward_flops(tokens, targets, first_layer=first, reads_first=reads_first) if first else once
+    above = shape.forward_flops(tokens, targets, first_layer=first, n_read=n_read) if first else once
     below = once.body - above.body, once.attention - above.attention
     is_read = 1.0 if recipe.settings.caches_frozen else 0.0  # from the disk, what is below
     spread = padded.token_pairs / max(1.0, padded.tokens**2)  # long examples attend more than the mean squared
@@ -428,8 +428,8 @@ def _traffic(
     below = _share_below(shape, padded, adapters)
     ahead = 1 - below if recipe.settings.caches_frozen else 1.0
     tokens = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
-    if stack.reads_first:
-        tokens -= padded.tokens - 1.0
+    if (n_read := stack.n_read(padded.tokens, labelled_share)) is not None:
+        tokens -= padded.tokens - n_read
     passes = ahead + (1 - below) * (2.0 + recompute)
     body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)  # adapters are all above
     # product, mask or bias, softmax in fp32, cast and the second product, each over all scores; two stacks that are laid end

@@ -21,7 +21,6 @@ from farthing.durability.summed_lines import SummedLines
 from farthing.events import Warned
 from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_layers
 from farthing.model.adapters import count_parameters
-from farthing.model.attention import read_alone
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
 from farthing.model.embedding_gradients import add_by_rows
 from farthing.model.embedding_noise import EmbeddingNoise
@@ -122,8 +121,7 @@ def _computed(
         numerics,
         label_smoothing=job.train.label_smoothing_factor,
         may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
-        reads_first=settings.reads_first is not False,
-        own_kernels=settings.own_kernels is not False,
+        settled=settings,
     )
     forward.tile_tokens = settings.tile_tokens
     forward.micro_batch_cost = MicroBatchCost(settings.least_tokens, settings.more_tokens)
@@ -143,6 +141,7 @@ def _steps_of(attempt: Attempt, settings: Settings) -> Steps:
         checkpoint_every=attempt.memory.checkpoint_every,
         packed=forward.is_packed,
         reads_first=forward.reads_first,
+        reads_labelled=forward.reads_labelled,
         own_kernels=forward.own_kernels,
         compiled=isinstance(attempt.kernels.compiled, int),
         kernels="liger" if liger and not liger.startswith("no ") else "torch",
@@ -200,8 +199,7 @@ def _pace_of(
     checkpointing adds, and what of memory it would take to do without."""
     model, lengths = forward.model, examples.tokens.lengths[examples.indices]
     # less where the last layer is computed of the tokens that are read
-    reads_first = forward.is_packed and forward.reads_first and not forward.of.scores_tokens
-    flops = flops_per_token(model, read_alone(model) if reads_first else None, float(lengths.mean()))
+    flops = flops_per_token(model, *forward.last_layer_read(examples.tokens, examples.indices))
     layers = checkpointed_layers(model)
     kept_bytes = memory.layer.at(memory.n_tokens) * len(layers)
     known = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from farthing.config.job import Job
 from farthing.durability.run_folder import RUN, SETTINGS, has_committed, keep, kept, kept_as
@@ -19,6 +20,9 @@ from farthing.tasks.registry import task_of
 from farthing.train.attempt import Attempt, Context
 from farthing.train.autotune_cache import PROBES, known_settings, subject_of
 from farthing.train.setup import Examples, Inputs
+
+SAID_LATER = ("reads_first", "reads_labelled", "own_kernels")
+"""Settings that no run had before it said so."""
 
 
 def first_settings(
@@ -42,12 +46,12 @@ def first_settings(
     longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
     n_tokens = job.train.micro_batch_tokens or settings.micro_batch_tokens or longest
     settings = replace(settings, micro_batch_tokens=n_tokens, precision=numerics.name)
-    unsaid = None in (settings.packed, settings.reads_first, settings.own_kernels)
-    if unsaid and has_committed(context.folder):
+    if has_committed(context.folder):
         # as earlier versions did, which did not say so
+        unsaid = [name for name in SAID_LATER if getattr(settings, name) is None]
         packed = False if settings.packed is None and task_of(job.task).is_pair else settings.packed
-        reads_first, own_kernels = bool(settings.reads_first), bool(settings.own_kernels)
-        settings = replace(settings, packed=packed, reads_first=reads_first, own_kernels=own_kernels)
+        said: dict[str, Any] = dict.fromkeys(unsaid, False)
+        settings = replace(settings, packed=packed, **said)
     # of attempts before the job was corrected nothing holds; earlier versions did not say whose they were
     events = [event for event in context.ledger.out_of_memory if event.get("job") in (None, job.fingerprint)]
     return settings.lowered_by(events)
