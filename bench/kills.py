@@ -6,6 +6,7 @@ anywhere, some aimed at a part. Refuses to kill what it did not start.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import random
@@ -113,6 +114,7 @@ class Forked:
         self.pid = os.fork()
         if self.pid == 0:
             code = 70
+            gc.freeze()  # what was imported before the fork is no garbage, as the command line has it
             try:
                 output = os.open(words, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(output, 1)

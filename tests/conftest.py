@@ -40,6 +40,7 @@ def pytest_collection_finish() -> None:
     global _n_frozen
     _n_frozen = len(sys.modules)
     gc.freeze()
+    gc.get_freeze_count = lambda: _n_frozen  # every run asks whether it is above 0; counting all of it takes 0.04 s
     gc.enable()
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from farthing.durability import checkpoint as checkpoint_module
 from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.files import _sealed as sealed
-from farthing.durability.files import write_json
+from farthing.durability.files import seal, write_text
 from farthing.errors import RunChanged, RunDamaged, SaveFailing
 
 
@@ -322,7 +321,7 @@ def test_when_all_are_damaged_nothing_restarts_in_silence(checkpoints: Checkpoin
 def test_a_checkpoint_of_a_newer_farthing_is_refused_with_words(checkpoints: Checkpoints) -> None:
     save(checkpoints, 1)
     path = newest(checkpoints.folder) / "manifest.json"
-    write_json(path, sealed(json.loads(path.read_text()) | {"schema": 99}))
+    write_text(path, seal(json.loads(path.read_text()) | {"schema": 99}))
     with pytest.raises(RunChanged, match="newer farthing"):
         restored(checkpoints.folder)
     assert checkpoints.steps() == [1], "and not set aside: it is fine for the farthing that wrote it"

@@ -195,8 +195,8 @@ def test_a_limit_within_a_run_leaves_a_model_and_the_same_steps(
 
 
 def workshop_step(path: Path) -> int:
-    """The last step in the log of a job."""
-    log = Path(load_job(path).output_dir, "log.jsonl")
+    """The last step in the log of a job that `job_file` wrote."""
+    log = path.parent / "run" / "log.jsonl"
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
@@ -221,7 +221,7 @@ def test_sigterm_exits_with_75_and_the_same_command_finishes(
 
 
 def test_a_process_that_is_told_to_stop_exits_with_75(tmp_path: Path) -> None:
-    path = job_file(tmp_path, max_steps=100_000, logging_steps=1)
+    path = job_file(tmp_path, max_steps=3000, logging_steps=1)
     process = subprocess.Popen(
         [sys.executable, "-m", "farthing", "train", str(path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -235,7 +235,7 @@ def test_a_process_that_is_told_to_stop_exits_with_75(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 75
     assert json.loads(out)["state"] == "interrupted"
-    assert b"step 1/100,000" in err
+    assert b"step 1/3,000" in err
 
 
 def test_the_scaling_rule_is_offered_when_the_batch_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,9 @@ Slurm; where the programs for that are missing they skip and say how to get them
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -23,7 +25,7 @@ from farthing.config.load import load_job
 from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Seen, Unclear
-from farthing.launch.host_driver import HostDriver
+from farthing.launch.host_driver import _LOOK, HostDriver
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.session import Session
 from farthing.prices.offers import Billing, Offer
@@ -79,6 +81,18 @@ def machine_of(ask: Ask, number: str = "") -> Machine:
 def over(host: HostDriver, ask: Ask) -> Seen:
     """How it ended."""
     return until(lambda: (seen := host.look(machine_of(ask))) is not None and seen.is_over and seen)  # type: ignore[no-any-return]
+
+
+def test_the_exit_code_is_read_of_a_script_that_ends_while_it_is_looked_at(tmp_path: Path) -> None:
+    run, search = tmp_path / "run", tmp_path / "pgrep"
+    run.mkdir()
+    (run / "pid").write_text("1")
+    (run / "boot").write_text(Path("/proc/sys/kernel/random/boot_id").read_text())
+    search.write_text(f"#!/bin/sh\necho 75 > {run}/code\nexit 1\n")
+    search.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    seen = subprocess.run(["sh", "-c", f"{_LOOK}\none {run}"], env=path, capture_output=True, text=True, check=True)
+    assert seen.stdout.split() == ["over", "75"]
 
 
 def test_a_script_runs_on_its_own_and_its_exit_code_is_kept(host: HostDriver, tmp_path: Path) -> None:

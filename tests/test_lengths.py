@@ -281,8 +281,8 @@ def test_every_token_that_a_run_computes_is_foreseen(tmp_path: Path) -> None:
     for family in ("llama", "t5"):
         rows = rows_of(family, 96) if family == "t5" else demo_rows(96)
         job = make_job(
-            tmp_path / family, family, rows=rows, num_train_epochs=3, max_steps=None, global_batch_size=16,
-            micro_batch_tokens=100,
+            tmp_path / family, family, rows=rows, num_train_epochs=2, max_steps=None, global_batch_size=16,
+            micro_batch_tokens=100, size={"hidden": 32, "layers": 1},
         )  # fmt: skip
         heard = Heard()
         train(job, heard)

@@ -246,7 +246,8 @@ def test_the_padding_of_an_evaluation_is_counted(tmp_path: Path, monkeypatch: py
             return honest(forward, arrays)
 
         monkeypatch.setattr(Forward, "to_device", seen)
-        job = make_job(tmp_path / family, family, eval_rows=rows_of(family, 33, seed=1), per_device_eval_batch_size=5)
+        job = make_job(tmp_path / family, family, eval_rows=rows_of(family, 33, seed=1), per_device_eval_batch_size=5,
+                       size={"hidden": 32, "layers": 1})  # fmt: skip
         train(job)
         (found,) = kept(job)
         each = sum(sizes) / found.n_evaluations

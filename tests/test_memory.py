@@ -214,6 +214,8 @@ def shape_of(model: str, n_layers: int | None = None) -> Shape:
 def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
     """(what the formulas say, what the trace saw)."""
     task, n_layers = task_of(case.model), 3 if "t5" in case.model else 4
+    if case.model in MIXTURES and not case.every:
+        n_layers = 2  # layers are alike, and experts take long to trace
     config, shape = cut_config(case.model, n_layers), shape_of(case.model, n_layers)
     weights = "bf16" if case.dtype in ("bf16", "frozen") else "fp32"
     is_mixed = case.dtype in ("amp", "frozen")
@@ -280,7 +282,7 @@ def test_the_peak_is_that_of_the_loop(case: Traced) -> None:
 
 
 @pytest.mark.usefixtures("_large_blocks")
-@pytest.mark.parametrize("case", thinned(MIXED, 4), ids=named)
+@pytest.mark.parametrize("case", thinned(MIXED, 8), ids=named)
 @pytest.mark.parametrize("is_ours", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_peak_of_experts_is_that_of_the_modelling_code(
     case: Traced, is_ours: bool, monkeypatch: pytest.MonkeyPatch

@@ -230,7 +230,7 @@ def test_every_way_of_cutting_the_batch_gives_the_same_gradients(task: str, meth
 )
 def test_twenty_losses_do_not_depend_on_the_cut(task: str, tmp_path: Path) -> None:
     curves = []
-    for micro in (16, 1, 4, 5):
+    for micro in (16, 1, 5):
         job = job_for(task, tmp_path, f"cut-{micro}", per_device_train_batch_size=micro)
         train(job, quiet)
         curves.append([row["loss"] for row in logged(Path(job.output_dir))])

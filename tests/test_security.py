@@ -35,8 +35,7 @@ from farthing.cli import main
 from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.files import _sealed as sealed
-from farthing.durability.files import seal, unseal, write_json
+from farthing.durability.files import seal, unseal, write_text
 from farthing.durability.run_folder import keep_job, kept, kept_job
 from farthing.errors import RunChanged, RunDamaged
 from farthing.tasks.columns import Unusable
@@ -302,7 +301,7 @@ def forge(folder: Path, name: str, content: bytes) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     entry = {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest["files"] = [*(file for file in manifest["files"] if file["name"] != name), entry]
-    write_json(folder / "manifest.json", sealed(manifest))
+    write_text(folder / "manifest.json", seal(manifest))
 
 
 @pytest.fixture
@@ -355,7 +354,7 @@ def test_a_manifest_can_not_name_files_outside_its_folder(name: str, two_saves: 
     path = newest(two_saves) / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"][0]["name"] = name
-    write_json(path, sealed(manifest))
+    write_text(path, seal(manifest))
     goes_on_from_the_one_before(two_saves, marker)
 
 

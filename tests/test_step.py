@@ -203,7 +203,7 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {
-        "max_steps": 4,
+        "max_steps": 2,
         "rows": with_system_prompt(48),
         "global_batch_size": 16,
         "micro_batch_tokens": 8192,
@@ -224,7 +224,7 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
 
 
 def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: dict[str, Any] = {"max_steps": 6, "rows": with_system_prompt(48), "global_batch_size": 16, "save_steps": 2}
+    keys: dict[str, Any] = {"max_steps": 4, "rows": with_system_prompt(48), "global_batch_size": 16, "save_steps": 2}
     job = make_job(tmp_path / "whole", **keys)
     farthing.train.run.train(job, Heard())
     cut = make_job(tmp_path / "cut", **keys)
@@ -244,7 +244,7 @@ def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path: Path, monkey
 
 
 def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"rows": with_system_prompt(48, 40), "max_steps": 2, "global_batch_size": 16}
+    keys: dict[str, Any] = {"rows": with_system_prompt(48, 40), "max_steps": 1, "global_batch_size": 16}
     keys |= {"data": {"max_length": 2048}}
     job = make_job(tmp_path / "free", **keys)
     heard, told = Heard(), Heard()

@@ -811,7 +811,7 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(
     receipt = train(machine(tmp_path, "run", tmp_path / "store"), heard).receipt
     elapsed_s = time.monotonic() - began
     attempt = receipt.attempts[0]
-    assert receipt.wall_s == pytest.approx(elapsed_s, abs=0.5)
+    assert receipt.wall_s == pytest.approx(elapsed_s, abs=0.5, rel=0.1)  # others may use the machine
     assert attempt["spans"]["checkpoint"] > 1.0
     assert receipt.usd == pytest.approx(receipt.wall_s / 3600 * 3.6)
     assert [a["ended"] for a in receipt.attempts] == ["finished"]

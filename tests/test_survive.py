@@ -91,7 +91,7 @@ def chains(*arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("first_seed", "n"), [(0, 2), pytest.param(2, 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first_seed", "n"), [(0, 1), pytest.param(1, 9, marks=pytest.mark.slow)])
 def test_a_chain_of_kills_changes_nothing_for_ten_seeds(first_seed: int, n: int) -> None:
     result = chains("--seeds", str(n), "--first-seed", str(first_seed))
     assert [chain["differences"] for chain in result["chains"]] == [[]] * n
@@ -246,7 +246,7 @@ def test_the_bill_counts_every_attempt_once(tmp_path: Path) -> None:
     ages = sum(a["spans"]["start_up"] for a in second.attempts)  # this process was started long before
     assert [a["ended"] for a in second.attempts] == ["interrupted", "finished"]
     assert second.wall_s == pytest.approx(first.wall_s + second.attempts[1]["wall_s"], abs=0.01)
-    assert second.wall_s - ages == pytest.approx(elapsed_s, rel=0.05, abs=0.25)  # a machine that others use
+    assert second.wall_s - ages == pytest.approx(elapsed_s, rel=0.15, abs=0.25)  # a machine that others use
     assert sum(span.seconds for span in second.spans) == pytest.approx(second.wall_s, rel=0.01)
     assert sum(span.usd for span in second.spans) == pytest.approx(second.usd, rel=0.01)
     assert second.usd == pytest.approx(second.wall_s / 3600 * 3.6, rel=1e-6)

@@ -6,6 +6,7 @@ test that fails. Refuses GPUs.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from typing import Any
 from farthing.durability.group import ATTEMPT, STORE
 
 LIMIT_S = 120.0
+LIBRARIES = ("farthing.train.run", "transformers.generation", "transformers.models.llama.modeling_llama")
 _server = multiprocessing.get_context("forkserver")
 
 
@@ -26,7 +28,7 @@ def on_ranks(n: int, folder: Path, work: Callable[..., Any], *arguments: Any, li
 
     `work` is a function of a module. A process that ended otherwise gives its exit code (negative: the signal) instead.
     """
-    _server.set_forkserver_preload(["farthing.train.run", "workshop", "together"])
+    _server.set_forkserver_preload([*LIBRARIES, "workshop", "together"])
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / f"meeting-{time.monotonic_ns()}"
     places = [folder / f"{meeting.name}-{rank}.json" for rank in range(n)]
@@ -53,6 +55,7 @@ def on_ranks(n: int, folder: Path, work: Callable[..., Any], *arguments: Any, li
 
 
 def _work(rank: int, n: int, meeting: str, place: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    gc.freeze()  # what the server has imported: each process looked through all of it for garbage, and copied it
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(n),
         "GLOO_SOCKET_IFNAME": "lo", STORE: meeting, ATTEMPT: "0",

@@ -184,15 +184,12 @@ def _as_text(value: Any) -> str:
     return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def _sealed(manifest: Json) -> Json:
-    """The manifest with the sha256 of its own content."""
-    content = {key: value for key, value in manifest.items() if key != "sha256"}
-    return {**content, "sha256": hashlib.sha256(_as_text(content).encode()).hexdigest()}
-
-
 def seal(manifest: Json) -> str:
-    """A manifest as text, with the sha256 of its own content."""
-    return _as_text(_sealed(manifest))
+    """A manifest as text, with the sha256 of its own content as its last key; what is before it is written once."""
+    text = _as_text({key: value for key, value in manifest.items() if key != "sha256"})
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    head = text.removesuffix("\n}\n") + "," if text != "{}\n" else "{"
+    return f'{head}\n "sha256": "{digest}"\n}}\n'
 
 
 def unseal(text: str, name: str) -> Json:
@@ -239,10 +236,11 @@ def commit_folder(final: Path, fill: Callable[[Path], Iterable[FileEntry] | None
         entries = [sealed.get(path.name) or seal_file(path) for path in sorted(draft.iterdir())]
         if lost := sealed.keys() - {entry["name"] for entry in entries}:
             raise FileNotFoundError(errno.ENOENT, f"{sorted(lost)[0]} of another rank is not here", str(draft))
-        manifest = _sealed({**facts, "files": entries})
-        write_json(draft / MANIFEST, manifest)
+        text = seal({**facts, "files": entries})
+        write_text(draft / MANIFEST, text)
         (draft / MANIFEST).chmod(0o600)
         os.rename(draft, final)
+    manifest: Json = parse_json(text)
     return manifest
 
 

@@ -39,7 +39,7 @@ ours() {
 one() {
   if [ -e "$1/code" ]; then echo "over $(cat "$1/code")"
   elif [ -e "$1/pid" ] && ours "$1" && pgrep -s "$(cat "$1/pid")" >/dev/null 2>&1; then echo alive
-  else echo over; fi
+  else echo "over $(cat "$1/code" 2>/dev/null)"; fi  # it may have ended since the first line
 }
 """
 """A number of a process is given again: ours is the one that began when ours did. Its session may outlive it."""

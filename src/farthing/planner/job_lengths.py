@@ -5,6 +5,7 @@ Refuses to import torch and transformers and to reach the network.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -330,6 +331,7 @@ def _max_length(job: Job, folder: Path | None) -> int:
     return min(limits)
 
 
+@functools.cache
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

@@ -16,8 +16,8 @@ from farthing.config.job import Job
 from farthing.durability.files import Json, read_json
 from farthing.durability.run_folder import MODEL
 from farthing.errors import UserMistake
-from farthing.planner.serving import Traffic, serve
-from farthing.planner.shapes import read_shape
+from farthing.planner.serving import Served, Traffic, serve
+from farthing.planner.shapes import Shape, read_shape
 from farthing.prices.catalog import Catalog, read_catalog
 from farthing.report.plan_words import say_cost
 from farthing.report.training_log import TrainingLog
@@ -54,29 +54,28 @@ class Serving:
 
 def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving | None:
     """The cheapest way for the model of a finished run, by its job; None where it is not known."""
-    try:
-        job = Job.model_validate(values)
-    except ValueError:  # of another version of farthing
-        return None
-    n_examples = log.step * job.global_batch_size
-    if not n_examples or not log.n_targets:
-        return None
-    n_out = max(1.0, log.n_targets / n_examples)
-    traffic = Traffic(REQUESTS_PER_DAY, max(1.0, log.n_tokens / n_examples - n_out), n_out)
     with contextlib.suppress(OSError, ValueError, UserMistake, StopIteration):
+        job = Job.model_validate(values)  # ValueError: of another version of farthing
+        n_examples = log.step * job.global_batch_size
+        if not n_examples or not log.n_targets:
+            return None
+        n_out = max(1.0, log.n_targets / n_examples)
+        traffic = Traffic(REQUESTS_PER_DAY, max(1.0, log.n_tokens / n_examples - n_out), n_out)
         path = next(path for name in CONFIGS if (path := folder / MODEL / name).exists())
-        shape = read_shape(read_json(path), job.task, n_labels=2)
-        found, _ = serve(shape, traffic, list(_prices().offers))
-        if found:
-            best = found[0]
+        best = _cheapest(read_shape(read_json(path), job.task, n_labels=2), traffic)
+        if best is not None:
             on, zero = best.always_on_usd, best.to_zero_usd()
             several = f"{best.server.n_gpus}x " if best.server.n_gpus > 1 else ""
-            day = best.offer.date.isoformat()
             return Serving(
                 min(on, zero), several + best.server.gpu.name, best.offer.provider, best.server.precision, on <= zero,
-                REQUESTS_PER_DAY, traffic.input_tokens, traffic.output_tokens, day,
+                REQUESTS_PER_DAY, traffic.input_tokens, traffic.output_tokens, best.offer.date.isoformat(),
             )  # fmt: skip
     return None
+
+
+@functools.lru_cache(maxsize=16)  # a run writes its receipt twice, and asks all offers each time
+def _cheapest(shape: Shape, traffic: Traffic) -> Served | None:
+    return next(iter(serve(shape, traffic, list(_prices().offers))[0]), None)
 
 
 @functools.lru_cache(maxsize=1)
