@@ -74,8 +74,7 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> Json:
     if wish.form == "gguf":
         gguf = plan_gguf(config, tokenizer, job["task"], wish.bits, name, is_chat=trained_on_chats(job))
     else:
-        trust = {"trust_remote_code": wish.trust_remote_code}
-        compression = plan_compressed(config, job["task"], wish.form, **trust)
+        compression = plan_compressed(config, job["task"], wish.form, trust_remote_code=wish.trust_remote_code)
     held_out = _held_out(run, wish)
     said: Json = {"folder": str(folder), "format": wish.form, "bits": wish.bits if gguf else None}
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
 
 from farthing.errors import ModelError, UserMistake
@@ -94,8 +93,8 @@ def _name(name: str, tokenizer: Any, family: Family) -> str:
 
 
 def _file_type(gguf: Any, bits: str) -> int:
-    names = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0", "Q4_0": "MOSTLY_Q4_0"}
-    return int(gguf.LlamaFileType[names[BITS.get(bits, "F32")]])
+    name = BITS.get(bits, "F32")
+    return int(gguf.LlamaFileType[f"{'ALL' if name == 'F32' else 'MOSTLY'}_{name}"])
 
 
 def write_gguf(plan: Plan, source: Path, path: Path, bits: str) -> None:
@@ -119,7 +118,7 @@ def write_gguf(plan: Plan, source: Path, path: Path, bits: str) -> None:
     for name, place in written:
         kind = _kind(gguf, place, weights.shape(name), bits)
         weight = lay_out(name, weights.read(name), plan.config, plan.family)
-        writer.write_tensor_data(_quantized(gguf, weight, kind))
+        writer.write_tensor_data(gguf.quants.quantize(weight, kind))
     for values in plan.tensors.values():
         writer.write_tensor_data(np.ascontiguousarray(values))
     writer.close()
@@ -131,11 +130,6 @@ def _announce(gguf: Any, writer: Any, place: str, shape: tuple[int, ...], kind: 
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     n_bytes = int(np.prod(shape)) // block * block_bytes
     writer.add_tensor_info(place, shape, np.dtype(np.float32), n_bytes, kind)
-
-
-def _quantized(gguf: Any, weight: Array, kind: Any) -> NDArray[Any]:
-    found: NDArray[Any] = gguf.quants.quantize(weight, kind)
-    return found
 
 
 def _placed(name: str, names: Any) -> str:

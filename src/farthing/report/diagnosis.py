@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from farthing.durability.ledger import SPANS
@@ -36,20 +36,6 @@ _START_FIXES = {
 """The spans of a start in their order, and what is to be done where one of them takes long."""
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """What was found to cost too much."""
-
-    cause: str
-    evidence: str
-    fix: str
-    to_do: str
-    seconds: float
-    """Of the time so far."""
-    recurs: bool = True
-    """Whether the rest of the run can be spared it too: else it was spent once, at the start."""
-
-
 class _Run:
     """A receipt with the sums that several checks need."""
 
@@ -72,42 +58,35 @@ class _Run:
         """Seconds, and what share of the run that is."""
         return f"{say_seconds(seconds)} of {say_seconds(self.wall_s)} ({seconds / (self.wall_s or 1):.0%})"
 
+    def found(
+        self, cause: str, evidence: str, fix: str, to_do: str, seconds: float, *, recurs: bool = True
+    ) -> Iterator[Finding]:
+        """What `seconds` of the time so far went to, where it is worth telling.
+
+        `recurs`: the rest of the run can be spared it too; else it was spent once, at the start.
+        """
+        if seconds < WORTH * self.wall_s:
+            return
+        saves_s = seconds * (self.whole if recurs else 1.0)
+        rest_s = 0.0 if self.is_over or not recurs else seconds * max(0.0, self.whole - 1)
+        usd = [each * self.usd_per_s for each in (saves_s, rest_s)]
+        yield Finding("", cause, evidence, fix, to_do, saves_s, usd[0], rest_s, usd[1])
+
 
 def diagnose(receipt: Receipt) -> Diagnosis:
     """The diagnosis of a run; without findings where nothing stands out or too little has happened."""
     run = _Run(receipt)
-    found = [
-        _finding(run, area, cost)
-        for area, check in CHECKS.items()
-        for cost in check(run)
-        if cost.seconds >= WORTH * run.wall_s
-    ]
+    found = [replace(finding, area=area) for area, check in CHECKS.items() for finding in check(run)]
     largest = max(found, key=lambda finding: finding.saves_s, default=None)
     return Diagnosis(found, largest.cause if largest else "", list(_advice(run)))
-
-
-def _finding(run: _Run, area: str, cost: _Cost) -> Finding:
-    whole = run.whole if cost.recurs else 1.0
-    rest_s = 0.0 if run.is_over or not cost.recurs else cost.seconds * max(0.0, run.whole - 1)
-    return Finding(
-        area,
-        cost.cause,
-        cost.evidence,
-        cost.fix,
-        cost.to_do,
-        saves_s=cost.seconds * whole,
-        saves_usd=cost.seconds * whole * run.usd_per_s,
-        rest_s=rest_s,
-        rest_usd=rest_s * run.usd_per_s,
-    )
 
 
 # ---- the checks ----
 
 
-def _data(run: _Run) -> Iterator[_Cost]:
+def _data(run: _Run) -> Iterator[Finding]:
     waited_s, tokenized_s = run.span("data_wait"), run.span("tokenize")
-    yield _Cost(
+    yield from run.found(
         "slow storage",
         f"training waited {run.share(waited_s)} for batches",
         "cache_dir",
@@ -116,7 +95,7 @@ def _data(run: _Run) -> Iterator[_Cost]:
     )
     n_tokens = run.work.get("n_tokens", 0)
     pace = f", {say_count(n_tokens / tokenized_s)} tokens a second" if n_tokens and tokenized_s > 1 else ""
-    yield _Cost(
+    yield from run.found(
         "slow tokenizer",
         f"reading and tokenizing took {run.share(tokenized_s)}{pace}",
         "cache_dir",
@@ -127,13 +106,13 @@ def _data(run: _Run) -> Iterator[_Cost]:
     )
 
 
-def _memory(run: _Run) -> Iterator[_Cost]:
+def _memory(run: _Run) -> Iterator[Finding]:
     work, compute_s = run.work, run.span("compute")
     need, free = work.get("need_without_checkpointing_bytes"), work.get("free_bytes", 0)
     if work.get("checkpoint_every") and need and need <= 0.9 * free:
         of_forward = work.get("recomputed_of_forward", 0.0) * work.get("forward_share", 0.0)
         share = of_forward or work.get("recomputed_share", 0.0)
-        yield _Cost(
+        yield from run.found(
             "checkpointing not needed",
             f"activations are computed twice, {share:.0%} of forward and backward; without that {say_bytes(need)} would be"
             f" needed and {say_bytes(free)} were free",
@@ -144,7 +123,7 @@ def _memory(run: _Run) -> Iterator[_Cost]:
     yield from _micro_batches(run)
     if redone := [event for event in run.receipt.out_of_memory if "micro_batch_tokens" in event]:
         last = redone[-1]
-        yield _Cost(
+        yield from run.found(
             "memory ran out",
             f"{plural(len(redone), 'step')} ran out of memory and were taken again",
             f"train.micro_batch_tokens={last['micro_batch_tokens']}",
@@ -153,7 +132,7 @@ def _memory(run: _Run) -> Iterator[_Cost]:
         )
 
 
-def _micro_batches(run: _Run) -> Iterator[_Cost]:
+def _micro_batches(run: _Run) -> Iterator[Finding]:
     """Whether a micro-batch takes long whatever its size, and there is memory for larger ones."""
     work, share = run.work, run.work.get("fixed_share", 0.0)
     n, tokens = work.get("micro_batches_per_step", 0.0), work.get("computed_tokens_per_step", 0.0)
@@ -167,7 +146,7 @@ def _micro_batches(run: _Run) -> Iterator[_Cost]:
         return
     fixed_s = share * run.span("compute") + run.span("host_to_device")
     each_s = fixed_s / (n * max(1, run.receipt.steps))
-    yield _Cost(
+    yield from run.found(
         "micro-batches too small",
         f"a step has {n:.1f} micro-batches of up to {plural(now, 'token')}, each of which takes {1000 * each_s:,.1f} ms"
         " whatever its size",
@@ -177,11 +156,11 @@ def _micro_batches(run: _Run) -> Iterator[_Cost]:
     )
 
 
-def _compute(run: _Run) -> Iterator[_Cost]:
+def _compute(run: _Run) -> Iterator[Finding]:
     work, compute_s = run.work, run.span("compute")
     share, longest, long = (work.get(name, 0) for name in ("share_beyond_long", "longest", "long"))
     if longest > 1.5 * long > 0 and share:
-        yield _Cost(
+        yield from run.found(
             "max_length too long",
             f"the longest 5 % of the examples (over {long:,} tokens, up to {longest:,}) hold {share:.0%} of all tokens beyond"
             f" that length",
@@ -192,7 +171,7 @@ def _compute(run: _Run) -> Iterator[_Cost]:
     receipt = run.receipt
     useful, padded = receipt.tokens_per_s or 0.0, receipt.padded_tokens_per_s or 0.0
     if useful and padded > 1.1 * useful:
-        yield _Cost(
+        yield from run.found(
             "padding",
             f"{1 - useful / padded:.0%} of the computed tokens are padding",
             "",
@@ -201,7 +180,7 @@ def _compute(run: _Run) -> Iterator[_Cost]:
         )
     if receipt.mfu and receipt.mfu < MFU_TARGET:
         wasted_s = (1 - receipt.mfu / MFU_TARGET) * compute_s
-        yield _Cost(
+        yield from run.found(
             "utilisation under target",
             f"{receipt.mfu:.0%} of the device's peak, where {MFU_TARGET:.0%} can be had",
             "train.probe=true",
@@ -210,11 +189,11 @@ def _compute(run: _Run) -> Iterator[_Cost]:
         )
 
 
-def _host(run: _Run) -> Iterator[_Cost]:
+def _host(run: _Run) -> Iterator[Finding]:
     copies_s, idle_s = run.span("host_to_device"), run.span("idle")
     to_do = "`farthing profile` shows what runs between the steps; other programs on the machine may take its cores"
-    yield _Cost("copies to the device", f"copies took {run.share(copies_s)}", "", to_do, copies_s)
-    yield _Cost(
+    yield from run.found("copies to the device", f"copies took {run.share(copies_s)}", "", to_do, copies_s)
+    yield from run.found(
         "the host is busy",
         f"{run.share(idle_s)} went to none of the parts that are measured",
         "",
@@ -223,10 +202,10 @@ def _host(run: _Run) -> Iterator[_Cost]:
     )
 
 
-def _communication(run: _Run) -> Iterator[_Cost]:
+def _communication(run: _Run) -> Iterator[Finding]:
     """Ranks meet once a step, to add their gradients: a step of twice as many examples waits half as often."""
     waited_s, batch = run.span("ranks"), int(run.train.get("global_batch_size") or 0)
-    yield _Cost(
+    yield from run.found(
         "waiting for other ranks",
         f"the first rank waited {run.share(waited_s)} until the others had computed and sent their gradients",
         f"train.global_batch_size={2 * batch}" if batch else "",
@@ -236,14 +215,14 @@ def _communication(run: _Run) -> Iterator[_Cost]:
     )
 
 
-def _checkpoints(run: _Run) -> Iterator[_Cost]:
+def _checkpoints(run: _Run) -> Iterator[Finding]:
     saves, spent_s = run.receipt.checkpoints, run.span("checkpoint")
     steps = run.receipt.steps
     if saves.n < 2 or not spent_s or not steps or spent_s <= SAVE_SHARE * run.wall_s:
         return
     each_s, left = spent_s / saves.n, max(1, math.ceil(SAVE_SHARE / 2 * run.wall_s * saves.n / spent_s))
     fix = f"train.save_steps={math.ceil(steps / left)}"
-    yield _Cost(
+    yield from run.found(
         "saves too often",
         f"{plural(saves.n, 'checkpoint')} stopped training for {run.share(spent_s)}, {say_seconds(each_s)} each",
         fix,
@@ -252,7 +231,7 @@ def _checkpoints(run: _Run) -> Iterator[_Cost]:
     )
 
 
-def _evaluation(run: _Run) -> Iterator[_Cost]:
+def _evaluation(run: _Run) -> Iterator[Finding]:
     """Evaluations that are too many; or, where they are few, too many examples in each."""
     spent_s, n, steps = run.span("evaluation"), len(run.receipt.curves.evaluation), run.receipt.steps
     if not n or not steps or spent_s <= EVALUATION_SHARE * run.wall_s:
@@ -264,7 +243,7 @@ def _evaluation(run: _Run) -> Iterator[_Cost]:
     if n > FEW_EVALUATIONS:
         left = max(FEW_EVALUATIONS, math.floor(may_take_s / each_s))
         also = f" and on fewer examples (data.max_eval_samples={fewer})" if 0 < fewer < n_examples else ""
-        yield _Cost(
+        yield from run.found(
             "evaluation too often",
             evidence,
             f"train.eval_steps={math.ceil(steps / left)}",
@@ -272,7 +251,7 @@ def _evaluation(run: _Run) -> Iterator[_Cost]:
             (n - left) * each_s,
         )
     elif 0 < fewer < n_examples:
-        yield _Cost(
+        yield from run.found(
             "evaluation on too many examples",
             f"{evidence}, on {plural(n_examples, 'example')}",
             f"data.max_eval_samples={fewer}",
@@ -281,7 +260,7 @@ def _evaluation(run: _Run) -> Iterator[_Cost]:
         )
 
 
-def _start_up(run: _Run) -> Iterator[_Cost]:
+def _start_up(run: _Run) -> Iterator[Finding]:
     first = run.receipt.attempts[0]["spans"] if run.receipt.attempts else {}
     parts = {name: first.get(name, 0.0) for name in _START_FIXES}
     total_s = sum(parts.values())
@@ -291,16 +270,16 @@ def _start_up(run: _Run) -> Iterator[_Cost]:
     fix, to_do = _START_FIXES[worst]
     words = ", ".join(f"{SPANS[name]} {say_seconds(s)}" for name, s in parts.items() if s > 0.1 * total_s)
     evidence = f"the start took {run.share(total_s)}: {words}"
-    yield _Cost("start-up", evidence, fix, to_do, parts[worst], recurs=False)
+    yield from run.found("start-up", evidence, fix, to_do, parts[worst], recurs=False)
 
 
-def _waiting(run: _Run) -> Iterator[_Cost]:
+def _waiting(run: _Run) -> Iterator[Finding]:
     receipt = run.receipt
     lost_s = receipt.restart_s + receipt.redone_s
     if not receipt.interruptions:
         return
     share = receipt.redone_s > receipt.restart_s
-    yield _Cost(
+    yield from run.found(
         "interruptions",
         f"{plural(receipt.interruptions, 'interruption')}: starting again and redoing work took {run.share(lost_s)}",
         "where.spot=true" if share else "",
@@ -309,7 +288,7 @@ def _waiting(run: _Run) -> Iterator[_Cost]:
     )
 
 
-CHECKS: dict[str, Callable[[_Run], Iterator[_Cost]]] = {
+CHECKS: dict[str, Callable[[_Run], Iterator[Finding]]] = {
     "data": _data, "memory": _memory, "compute": _compute, "host": _host, "communication": _communication,
     "checkpoints": _checkpoints, "evaluation": _evaluation, "start-up": _start_up, "waiting": _waiting,
 }  # fmt: skip

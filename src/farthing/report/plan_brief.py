@@ -18,6 +18,7 @@ from farthing.report.plan_words import (
     hours_in_words,
     limits_in_words,
     machine_of,
+    must_buy_more,
     say_cost,
     usd_in_words,
     what_to_do,
@@ -116,7 +117,7 @@ def to_check(best: Row, job: Row) -> str:
         )
     if not job["lengths_are_exact"] and "tokenized" not in job["lengths_source"]:
         return "the lengths of your examples: plan with the data, or --mean-tokens"
-    if _must_buy_more(best):
+    if must_buy_more(best):
         usd = say_cost(best["total_usd"])
         return f"the price: you have to buy {say_cost(best['up_front_usd'])}; the run uses {usd}"
     if best["kind"] in RENTED and best["price_age_days"] > OLD_PRICE_DAYS:
@@ -128,11 +129,6 @@ def to_check(best: Row, job: Row) -> str:
     if not has_price(best):
         return "the price of this machine: none is given (where.usd_per_hour)"
     return "the speed: `farthing probe` measures it in a minute on the machine"
-
-
-def _must_buy_more(row: Row) -> bool:
-    """Whether more has to be bought than the run uses, such as a whole pack of credits."""
-    return bool(row["up_front_usd"] > row["total_usd"] + 0.005)
 
 
 # ---- the table of choices ----
@@ -173,7 +169,7 @@ def _price_words(one: Row) -> str:
     words = [one["price_is"]] if one["price_is"] else []
     if one["price_age_days"] > OLD_PRICE_DAYS:
         words.append(f"{one['price_age_days']}d")
-    if _must_buy_more(one):
+    if must_buy_more(one):
         words.append(f"buy {say_cost(one['up_front_usd'])}")
     return " ".join(words)
 

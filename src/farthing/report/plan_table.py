@@ -20,12 +20,15 @@ from farthing.report.plan_words import (
     cause_of,
     comparison_names,
     has_price,
+    hours_in_words,
     limits_in_words,
     micro_batches_in_words,
+    must_buy_more,
     other_ways,
     say_cost,
     say_short,
     summary,
+    usd_in_words,
     year_rows,
 )
 from farthing.report.safe import escape, table_of
@@ -114,16 +117,11 @@ def draw_components(console: Console, row: Row) -> None:
     _draw_bars(console, memory["parts"] | free, say_bytes, memory["capacity_bytes"])
     console.print(f"\n[bold]One step[/]: {say_short(step['seconds'])}")
     _draw_bars(console, step["parts"], say_short, step["seconds"])
-    low, hours, high = row["hours_range"]
-    console.print(
-        f"\n[bold]The whole run[/]: {say_seconds(hours * 3600)} ({say_seconds(low * 3600)} to {say_seconds(high * 3600)})"
-    )
+    console.print(f"\n[bold]The whole run[/]: {hours_in_words(row)}")
     _draw_bars(console, row["seconds"], say_seconds, row["wall_s"])
-    low, usd, high = row["usd_range"]
-    words = f"{say_cost(usd)} ({say_cost(low)} to {say_cost(high)})" if has_price(row) else "no price is given"
-    console.print(f"\n[bold]Dollars[/]: {words}")
+    console.print(f"\n[bold]Dollars[/]: {usd_in_words(row)}")
     _draw_bars(console, row["usd"], say_usd, row["total_usd"])
-    if row["up_front_usd"] > row["total_usd"] + 0.005:
+    if must_buy_more(row):
         console.print(f"  to be paid before: {say_cost(row['up_front_usd'])}")
     for words in row["price_notes"]:
         console.print(f"  {words}")

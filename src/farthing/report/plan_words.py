@@ -33,6 +33,11 @@ def usd_in_words(row: Mapping[str, Any]) -> str:
     return f"{likely} ({low.removeprefix('$')} to {high.removeprefix('$')})" if has_price(row) else "no price is given"
 
 
+def must_buy_more(row: Mapping[str, Any]) -> bool:
+    """Whether more has to be bought than the run uses, such as a whole pack of credits."""
+    return bool(row["up_front_usd"] > row["total_usd"] + 0.005)
+
+
 def hours_in_words(row: Mapping[str, Any]) -> str:
     """`27 min (19 min to 36 min)`."""
     low, likely, high = (say_seconds(hours * 3600) for hours in row["hours_range"])
