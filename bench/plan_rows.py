@@ -20,6 +20,7 @@ from farthing.planner.speed import Device, device_of
 from farthing.planner.weights import Adapters, Weight
 from farthing.prices.gpus import Gpu, find_gpu
 from farthing.settings import Settings
+from plan_padding import padded_by_number
 from plan_stacks import attention_share_of, stack_of
 
 GIB = 2**30
@@ -337,7 +338,7 @@ def read_case(row: dict[str, str]) -> Case:
         raise NotExpressed("lengths of the data are not stated")
     if variable:  # batches of similar lengths: twenty of them are sorted together
         lengths = from_mean(20000, float(variable[1]), int(seq_len), spread=SPREAD)
-        padded = lengths.padded(int(micro), 20 * int(micro))
+        padded = padded_by_number(lengths, int(micro), 20 * int(micro))
         largest = Largest(int(micro), int(lengths.percentile(99)), 0)
         mean = lengths.mean
     else:

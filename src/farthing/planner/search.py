@@ -8,7 +8,7 @@ Pure: values in, values out. Refuses to import torch, and to ask a clock, a file
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
@@ -81,7 +81,7 @@ class _Search:
         self._candidates: dict[tuple[str, int, bool, MicroBatchCost, bool], list[tuple[Recipe, Memory, Work]]] = {}
         self._chosen: dict[Any, Chosen | Rejected] = {}
         self._pricing = Pricing(wanted, assumptions, hazard)
-        self._changes: dict[Any, tuple[list[tuple[str, int]], Iterator[_Saver]]] = {}
+        self._changes: dict[Any, tuple[list[tuple[str, int]], Iterator[JobSpec]]] = {}
 
     def judge(self, place: Place) -> Plan | Rejected:
         """The plan for a place, or why there is none. Where nothing else fits, and main memory is known to be enough, with
@@ -259,14 +259,13 @@ class _Search:
         key = precision, n_gpus, is_cuda
         known, rest = self._changes.setdefault(key, ([], _memory_savers(self.wanted, is_cuda)))
         yield from known
-        for saver in rest:
-            other = saver.applied_to(self.wanted)
+        for other in rest:
             most = min(budgets(other, n_gpus, is_cuda))
             every = other.checkpoint_every if other.checkpoint_every is not None else 1
             accumulates = _one_pass(other, precision, Settings(most, every))
             sharding = shardings_of(other, n_gpus)[-1]
             recipe = replace(accumulates, n_gpus=n_gpus, sharding=sharding, mean_passes=2.0)
-            known.append((saver.in_words(self.wanted), self.memory_of(other, recipe, is_cuda).reserved_bytes))
+            known.append((_said(other, self.wanted), self.memory_of(other, recipe, is_cuda).reserved_bytes))
             yield known[-1]
 
 
@@ -306,51 +305,9 @@ def shardings_of(wanted: JobSpec, n_gpus: int, offloads: bool = False) -> list[s
     return [FSDP] if wanted.spreads else [DDP, FSDP]
 
 
-@dataclass(frozen=True)
-class _Saver:
-    """Settings that save memory; None: as the job has them."""
-
-    method: str | None = None
-    optim: str | None = None
-    checkpoint_every: int | None = None
-    micro_batch_tokens: int | None = None
-    max_length: int | None = None
-
-    def applied_to(self, wanted: JobSpec) -> JobSpec:
-        """The job with these settings."""
-        found = wanted
-        if self.max_length is not None:
-            held_out = wanted.eval_lengths
-            shorter = wanted.lengths.truncated(self.max_length)
-            found = replace(found, lengths=shorter, eval_lengths=held_out and held_out.truncated(self.max_length))
-        at_once = self.micro_batch_tokens if self.micro_batch_tokens is not None else wanted.micro_batch_tokens
-        if at_once is not None and self.max_length is not None:
-            at_once = min(at_once, found.lengths.longest_example)
-        return replace(
-            found,
-            method=self.method or wanted.method,
-            optim=self.optim or wanted.optim,
-            checkpoint_every=wanted.checkpoint_every if self.checkpoint_every is None else self.checkpoint_every,
-            micro_batch_tokens=at_once,
-        )
-
-    def in_words(self, wanted: JobSpec) -> str:
-        """The settings as a job file has them."""
-        other = self.applied_to(wanted)
-        says = {
-            f"method: {self.method}": self.method,
-            f"train.optim: {self.optim}": self.optim,
-            "train.gradient_checkpointing: true": self.checkpoint_every,
-            f"train.micro_batch_tokens: {other.micro_batch_tokens}": self.micro_batch_tokens
-            or (self.max_length and wanted.micro_batch_tokens),
-            f"data.max_length: {other.lengths.longest}": self.max_length,
-        }
-        return " with ".join(words for words, is_said in says.items() if is_said)
-
-
-def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[_Saver]:
-    """Settings to change: the mildest first, each with those before."""
-    longest, milder = wanted.lengths.longest, _Saver()
+def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[JobSpec]:
+    """The job with settings that save memory: the mildest first, each with those before."""
+    longest, milder = wanted.lengths.longest, wanted
     if wanted.micro_batch_tokens is not None and wanted.micro_batch_tokens > wanted.lengths.longest_example:
         milder = replace(milder, micro_batch_tokens=wanted.lengths.longest_example)
         yield milder
@@ -364,11 +321,34 @@ def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[_Saver]:
         methods = []
     for name in methods:
         yield replace(milder, method=name)
-    shorter = [n for n in (longest // 2, longest // 4) if n >= 64]
-    for n in shorter:
-        yield replace(milder, max_length=n)
+    for n in (longest // 2, longest // 4):
+        if n >= 64:
+            yield _truncated(milder, n)
     if methods and longest // 4 >= 64:
-        yield replace(milder, max_length=longest // 4, method=methods[-1])
+        yield replace(_truncated(milder, longest // 4), method=methods[-1])
+
+
+def _truncated(wanted: JobSpec, most: int) -> JobSpec:
+    """The job with inputs of at most so many tokens, and micro-batches that are no larger than the longest."""
+    held_out, shorter, at_once = wanted.eval_lengths, wanted.lengths.truncated(most), wanted.micro_batch_tokens
+    return replace(
+        wanted,
+        lengths=shorter,
+        eval_lengths=held_out and held_out.truncated(most),
+        micro_batch_tokens=None if at_once is None else min(at_once, shorter.longest_example),
+    )
+
+
+def _said(other: JobSpec, wanted: JobSpec) -> str:
+    """What a job has to say to become the other, as a job file has it."""
+    says = {
+        f"method: {other.method}": other.method != wanted.method,
+        f"train.optim: {other.optim}": other.optim != wanted.optim,
+        "train.gradient_checkpointing: true": other.checkpoint_every != wanted.checkpoint_every,
+        f"train.micro_batch_tokens: {other.micro_batch_tokens}": other.micro_batch_tokens != wanted.micro_batch_tokens,
+        f"data.max_length: {other.lengths.longest}": other.lengths is not wanted.lengths,
+    }
+    return " with ".join(words for words, is_said in says.items() if is_said)
 
 
 def recipe_of(

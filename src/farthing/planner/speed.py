@@ -196,7 +196,7 @@ def work_of(
 ) -> Work:
     """A step of `recipe.global_batch` examples, each `padded` as it is computed, `mean_tokens` without padding.
 
-    `padded` is what `Lengths.cut` has for the trainer, and `Lengths.padded` for others.
+    `padded` is what `Lengths.cut` has for the trainer, and `bench/plan_padding.py` for others.
     """
     n_each, n_micro = recipe.global_batch * recipe.share_of_gpu, recipe.n_micro_batches
     all_tokens = recipe.global_batch * (padded.tokens + padded.targets)
