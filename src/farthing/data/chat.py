@@ -25,7 +25,7 @@ TEXT_VERSION = 6
 
 5: an answer that says nothing is learned as an empty one; where the assistant has the first turn, all that stands before it is
 learned; `system` stands beside a system turn of the chat; keys that an object of a Parquet file lacks are written as null;
-empty `tool_calls` make a row unusable, and tools that are JSON as text stay text.
+empty `tool_calls` make a row unusable, tools that are JSON as text stay text, and so do ShareGPT's calls of tools.
 4: not read are `history` and `context` of instructions, `system` beside `messages`, prompts and completions that are messages,
 roles in capitals or by the names of Cohere and Gemini.
 3: a call of a tool that the template leaves out is learned as an empty answer.
@@ -250,7 +250,7 @@ class ChatReader:
         for part, is_learned in zip(parts, answers if given else [True] * len(parts), strict=True):
             inside, _, outside = part.partition(_STOP)
             segments += [(inside, is_learned), (outside, False)]
-        return Chat(_merged(segments))
+        return Chat(_merged(segments), max(0, len(answers) - len(parts)))
 
     def _turn_by_turn(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
         """Every answer as the model writes it: in the whole chat, else in one that ends with it."""

@@ -163,10 +163,11 @@ def converter(
         return ChatReader.of(tokenizer, on, version)
 
     read = reader() if is_chat else None
+    writes_calls = version > 5 and read is not None and "tool_calls" in read.render.template
     reads_chats = version > 4 and task_of(task).predicts_next
     of_tokens: dict[str, Callable[[RowValue], Text]] = {
         "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read, shown),
-        "conversations": lambda row: _chat(_conversations(row, version), row.get("tools"), read, shown),
+        "conversations": lambda row: _chat(_conversations(row, version, writes_calls), row.get("tools"), read, shown),
         "instruction": lambda row: _instruction(row, read, shown, version),
         "prompt/completion": lambda row: (
             _pair_of_chats(row, reader, version, shown)
@@ -337,7 +338,8 @@ def _parsed_arguments(call: Any) -> Any:
         return call
 
 
-def _conversations(row: RowValue, version: int) -> list[RowValue]:
+def _conversations(row: RowValue, version: int, writes_calls: bool) -> list[RowValue]:
+    """`writes_calls`: what a turn of `function_call` says is a call of a tool, which the template writes in its own way."""
     messages: list[RowValue] = []
     system = row.get("system")
     if version < 6 and isinstance(system, str) and system:
@@ -346,9 +348,25 @@ def _conversations(row: RowValue, version: int) -> list[RowValue]:
         who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
         if who not in _ROLES or not isinstance(said, str):
             raise Unusable(f"turn {index} has no known `from` with a text `value`")
-        marks = {name: turn[name] for name in MARKS if turn.get(name) is not None}
+        marks: RowValue = {name: turn[name] for name in MARKS if turn.get(name) is not None}
+        if who == "function_call" and writes_calls:
+            calls = [{"type": "function", "function": each} for each in _calls(said, index)]
+            marks |= {"tool_calls": [_parsed_arguments(call) for call in calls]}
+            said = ""
         messages.append({"role": _ROLES[who], "content": said, **marks})
     return _with_system(messages, row) if version > 5 else messages
+
+
+def _calls(said: str, index: int) -> list[RowValue]:
+    """The calls in a turn: {"name", "arguments"} as JSON, or a list of these. Raises `Unusable`."""
+    try:
+        found = parse_json(said)
+    except ValueError:
+        found = None
+    calls: list[RowValue] = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(each, dict) and "name" in each and "arguments" in each for each in calls):
+        raise Unusable(f"turn {index}: a `function_call` is no JSON with `name` and `arguments`")
+    return calls
 
 
 def _tools_of(row: RowValue) -> Any:
