@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from farthing.data.chat import TEXT_VERSION, ChatReader
@@ -30,7 +30,7 @@ from farthing.data.columns import (
     renamed,
     suggested,
 )
-from farthing.data.rows import RowValue
+from farthing.data.rows import RowValue, Text
 from farthing.data.shown import Shown, leaves_an_answer_empty
 from farthing.durability.files import parse_json
 from farthing.errors import DataError, ModelError
@@ -44,29 +44,6 @@ _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
     "observation": "tool", "tool": "tool", "function_call": "assistant", "function_response": "tool",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Text:
-    """One example before tokenization.
-
-    `segments`: (text, is_target) in order. `label`: where the task has labels. `is_raw`: no template frames the text, so that
-    the tokenizer's first token and an end-of-sequence token have to. `given`: what the row's owner wrote as input, before
-    anything is rendered; rows that agree in it are one input. `n_unlearned`: assistant turns that are learned nowhere.
-    `earlier`: further examples of the same row, which come before it.
-    """
-
-    segments: tuple[tuple[str, bool], ...]
-    label: Any = None
-    is_raw: bool = True
-    given: tuple[str, ...] = ()
-    n_unlearned: int = 0
-    earlier: tuple[Text, ...] = ()
-
-    @property
-    def of_row(self) -> tuple[Text, ...]:
-        """All examples of the row."""
-        return *self.earlier, self
 
 
 class Understood(NamedTuple):
@@ -268,8 +245,7 @@ def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: 
     except Unusable as error:
         error.given = tuple(given)
         raise
-    earlier = tuple(Text(segments, is_raw=False, given=tuple(given)) for segments in chat.earlier)
-    return Text(chat.segments, is_raw=False, given=tuple(given), n_unlearned=chat.n_unlearned, earlier=earlier)
+    return replace(chat, given=tuple(given), earlier=tuple(replace(each, given=tuple(given)) for each in chat.earlier))
 
 
 def _as_list(value: Any, column: str) -> list[Any]:
