@@ -313,3 +313,36 @@ def test_a_system_message_stands_once(key: str) -> None:
     assert text.startswith("<system>Be long.</s><user>Be brief.")
     with pytest.raises(Unusable, match="`system` is a number"):
         read(row("user", 7), version=6)
+
+
+def test_calls_of_sharegpt_are_written_as_the_template_writes_calls() -> None:
+    turns = [
+        {"from": "human", "value": "1+1?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+    ]
+    turns += [{"from": "observation", "value": "2"}, {"from": "gpt", "value": "Two."}]
+    call, answer = (part for part, is_target in read({"conversations": turns}, version=6).segments if is_target)
+    assert (call, answer) == ('</s>add{"a": 1}', "Two.</s>")
+    for said in (f"[{turns[1]['value']}]", '{"name": "add", "arguments": "{\\"a\\": 1}"}'):
+        turns[1]["value"] = said
+        assert next(part for part, is_target in read({"conversations": turns}, version=6).segments if is_target) == call
+    former = read({"conversations": turns}, version=5).segments
+    assert next(part for part, is_target in former if is_target) == f"{said}</s>"
+    assert f"{said}</s>" in [part for part, _ in read({"conversations": turns}, NO_TOOLS, version=6).segments]
+    for odd in ("add 1", "{}", "[]", '"add"', '{"name": "add"}'):
+        turns[1]["value"] = odd
+        with pytest.raises(Unusable, match="turn 2: a `function_call` is no JSON with `name` and `arguments`"):
+            read({"conversations": turns}, version=6)
+
+
+def test_turns_that_a_template_does_not_mark_are_counted() -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>"
+        "{% if m.role == 'assistant' and m.content %}{% generation %}{{ m.content }}</s>{% endgeneration %}"
+        "{% else %}{{ m.content or '' }}{% endif %}"
+        "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    text = read({"messages": [*turns, {"role": "tool", "content": "2"}, *talk()]}, template, version=6)
+    assert [part for part, is_target in text.segments if is_target] == ["A</s>", "B</s>"]
+    assert text.n_unlearned == 1

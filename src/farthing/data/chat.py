@@ -17,7 +17,7 @@ from datetime import date, datetime
 from typing import Any
 
 from farthing.clock import today
-from farthing.data.rows import RowValue
+from farthing.data.rows import RowValue, Segments, Text
 from farthing.tasks.columns import Unusable
 
 TEXT_VERSION = 6
@@ -25,7 +25,7 @@ TEXT_VERSION = 6
 
 5: an answer that says nothing is learned as an empty one; where the assistant has the first turn, all that stands before it is
 learned; `system` stands beside a system turn of the chat; keys that an object of a Parquet file lacks are written as null;
-empty `tool_calls` make a row unusable, and tools that are JSON as text stay text.
+empty `tool_calls` make a row unusable, tools that are JSON as text stay text, and so do ShareGPT's calls of tools.
 4: not read are `history` and `context` of instructions, `system` beside `messages`, prompts and completions that are messages,
 roles in capitals or by the names of Cohere and Gemini.
 3: a call of a tool that the template leaves out is learned as an empty answer.
@@ -51,7 +51,6 @@ DEFAULT_CHAT_TEMPLATE = (
 )
 
 Messages = Sequence[RowValue]
-Segments = tuple[tuple[str, bool], ...]
 
 _START, _STOP = "\ufdd0", "\ufdd1"  # around what a template marks as generated: code points that are no characters
 _PROBE = "Qj7wZk"  # an answer whose end is easily found again
@@ -59,16 +58,6 @@ _QUESTION = "Hb3yTr"
 _ASKED = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE})
 _PROBES = (_ASKED, ({"role": "system", "content": "Hello"}, *_ASKED))  # some templates must have a system message
 _MORE = ({"role": "user", "content": "And?"}, {"role": "assistant", "content": "So."})
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A rendered chat: (text, is_target) in order, and how many assistant turns are learned nowhere."""
-
-    segments: Segments
-    n_unlearned: int = 0
-    earlier: tuple[Segments, ...] = ()
-    """Chats that end with an earlier answer, which the whole chat shows in another form than the model writes it."""
 
 
 def default_template(adds_bos: bool) -> str:
@@ -219,8 +208,11 @@ class ChatReader:
         shown = _shown(self.render, _PROBES)
         return shown is None or bool(shown.rpartition(_PROBE)[2].partition(_STOP)[0].strip())
 
-    def __call__(self, messages: Messages, tools: Any, given: frozenset[int] = frozenset()) -> Chat:
-        """The text of a chat; the turns at `given` (from 0) are context whoever speaks. Raises `Unusable`."""
+    def __call__(self, messages: Messages, tools: Any, given: frozenset[int] = frozenset()) -> Text:
+        """The text of a chat; the turns at `given` (from 0) are context whoever speaks. Raises `Unusable`.
+
+        Earlier examples end with an answer that the whole chat shows in another form than the model writes it.
+        """
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise Unusable("no assistant turn: there is nothing to learn")
@@ -236,7 +228,7 @@ class ChatReader:
         except Exception as error:  # templates are programs: they raise what they like
             raise Unusable(f"the chat template refuses it: {str(error)[:200]}") from error
 
-    def _by_marks(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
+    def _by_marks(self, messages: Messages, tools: Any, given: frozenset[int]) -> Text:
         said = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if _START in said or _STOP in said:
             raise Unusable("it holds U+FDD0 or U+FDD1, which are no characters")
@@ -250,9 +242,9 @@ class ChatReader:
         for part, is_learned in zip(parts, answers if given else [True] * len(parts), strict=True):
             inside, _, outside = part.partition(_STOP)
             segments += [(inside, is_learned), (outside, False)]
-        return Chat(_merged(segments))
+        return _text(_merged(segments), max(0, len(answers) - len(parts)))
 
-    def _turn_by_turn(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
+    def _turn_by_turn(self, messages: Messages, tools: Any, given: frozenset[int]) -> Text:
         """Every answer as the model writes it: in the whole chat, else in one that ends with it."""
         wanted = [
             index for index, message in enumerate(messages) if message["role"] == "assistant" and index not in given
@@ -280,7 +272,7 @@ class ChatReader:
             wanted = left
         if not found:
             raise why
-        return Chat(found[0], n_unlearned, tuple(found[:0:-1]))
+        return _text(found[0], n_unlearned, found[:0:-1])
 
     def _before_first(self, turn: str, messages: Messages, tools: Any) -> str:
         """What stands before the first turn of a chat where the assistant has it: nothing asked for it.
@@ -319,7 +311,7 @@ class ChatReader:
         segments.append((whole[at:], False))
         return _merged(segments), left
 
-    def _as_before(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
+    def _as_before(self, messages: Messages, tools: Any, given: frozenset[int]) -> Text:
         """As runs of versions 1 and 2 read it: turns that the whole chat shows in another form are not learned.
 
         Version 1 refused them, and learned all that the render up to a turn adds to the render before it.
@@ -340,11 +332,11 @@ class ChatReader:
             elif self.version == 1:
                 raise Unusable("the chat template rewrites earlier turns; give one with {% generation %} marks")
             elif index == last and index not in given and not any(is_learned for _, is_learned in segments):
-                return Chat(self._opened(messages, index, before), n_unlearned)
+                return _text(self._opened(messages, index, before), n_unlearned)
             elif index not in given:
                 n_unlearned += 1
         segments.append((whole[at:], False))
-        return Chat(_merged(segments), n_unlearned)
+        return _text(_merged(segments), n_unlearned)
 
     def _without_trailer(self, text: str) -> str:
         """A chat that ends with an answer, up to the end of its turn."""
@@ -372,6 +364,10 @@ class ChatReader:
             f"the chat template shows the answer in another form than the model would write it{asked};"
             " give one with {% generation %} marks"
         )
+
+
+def _text(segments: Segments, n_unlearned: int, earlier: Sequence[Segments] = ()) -> Text:
+    return Text(segments, is_raw=False, n_unlearned=n_unlearned, earlier=tuple(_text(each, 0) for each in earlier))
 
 
 def _merged(segments: Sequence[tuple[str, bool]]) -> Segments:

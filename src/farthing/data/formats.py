@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from farthing.data.chat import TEXT_VERSION, ChatReader
@@ -30,7 +30,7 @@ from farthing.data.columns import (
     renamed,
     suggested,
 )
-from farthing.data.rows import RowValue
+from farthing.data.rows import RowValue, Text
 from farthing.data.shown import Shown, leaves_an_answer_empty
 from farthing.durability.files import parse_json
 from farthing.errors import DataError, ModelError
@@ -44,29 +44,6 @@ _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
     "observation": "tool", "tool": "tool", "function_call": "assistant", "function_response": "tool",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Text:
-    """One example before tokenization.
-
-    `segments`: (text, is_target) in order. `label`: where the task has labels. `is_raw`: no template frames the text, so that
-    the tokenizer's first token and an end-of-sequence token have to. `given`: what the row's owner wrote as input, before
-    anything is rendered; rows that agree in it are one input. `n_unlearned`: assistant turns that are learned nowhere.
-    `earlier`: further examples of the same row, which come before it.
-    """
-
-    segments: tuple[tuple[str, bool], ...]
-    label: Any = None
-    is_raw: bool = True
-    given: tuple[str, ...] = ()
-    n_unlearned: int = 0
-    earlier: tuple[Text, ...] = ()
-
-    @property
-    def of_row(self) -> tuple[Text, ...]:
-        """All examples of the row."""
-        return *self.earlier, self
 
 
 class Understood(NamedTuple):
@@ -163,10 +140,11 @@ def converter(
         return ChatReader.of(tokenizer, on, version)
 
     read = reader() if is_chat else None
+    writes_calls = version > 5 and read is not None and "tool_calls" in read.render.template
     reads_chats = version > 4 and task_of(task).predicts_next
     of_tokens: dict[str, Callable[[RowValue], Text]] = {
         "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read, shown),
-        "conversations": lambda row: _chat(_conversations(row, version), row.get("tools"), read, shown),
+        "conversations": lambda row: _chat(_conversations(row, version, writes_calls), row.get("tools"), read, shown),
         "instruction": lambda row: _instruction(row, read, shown, version),
         "prompt/completion": lambda row: (
             _pair_of_chats(row, reader, version, shown)
@@ -267,8 +245,7 @@ def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: 
     except Unusable as error:
         error.given = tuple(given)
         raise
-    earlier = tuple(Text(segments, is_raw=False, given=tuple(given)) for segments in chat.earlier)
-    return Text(chat.segments, is_raw=False, given=tuple(given), n_unlearned=chat.n_unlearned, earlier=earlier)
+    return replace(chat, given=tuple(given), earlier=tuple(replace(each, given=tuple(given)) for each in chat.earlier))
 
 
 def _as_list(value: Any, column: str) -> list[Any]:
@@ -337,7 +314,8 @@ def _parsed_arguments(call: Any) -> Any:
         return call
 
 
-def _conversations(row: RowValue, version: int) -> list[RowValue]:
+def _conversations(row: RowValue, version: int, writes_calls: bool) -> list[RowValue]:
+    """`writes_calls`: what a turn of `function_call` says is a call of a tool, which the template writes in its own way."""
     messages: list[RowValue] = []
     system = row.get("system")
     if version < 6 and isinstance(system, str) and system:
@@ -346,9 +324,25 @@ def _conversations(row: RowValue, version: int) -> list[RowValue]:
         who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
         if who not in _ROLES or not isinstance(said, str):
             raise Unusable(f"turn {index} has no known `from` with a text `value`")
-        marks = {name: turn[name] for name in MARKS if turn.get(name) is not None}
+        marks: RowValue = {name: turn[name] for name in MARKS if turn.get(name) is not None}
+        if who == "function_call" and writes_calls:
+            calls = [{"type": "function", "function": each} for each in _calls(said, index)]
+            marks |= {"tool_calls": [_parsed_arguments(call) for call in calls]}
+            said = ""
         messages.append({"role": _ROLES[who], "content": said, **marks})
     return _with_system(messages, row) if version > 5 else messages
+
+
+def _calls(said: str, index: int) -> list[RowValue]:
+    """The calls in a turn: {"name", "arguments"} as JSON, or a list of these. Raises `Unusable`."""
+    try:
+        found = parse_json(said)
+    except ValueError:
+        found = None
+    calls: list[RowValue] = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(each, dict) and "name" in each and "arguments" in each for each in calls):
+        raise Unusable(f"turn {index}: a `function_call` is no JSON with `name` and `arguments`")
+    return calls
 
 
 def _tools_of(row: RowValue) -> Any:

@@ -1,14 +1,16 @@
-"""What readers are asked and give: what a job says of a source, rows with their place, how far a file has been read."""
+"""What readers are asked and give: what a job says of a source, rows with their place, examples as text, progress."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from farthing.units import say_bytes
 
 MAX_ROW_BYTES = 10_000_000
-
+Segments = tuple[tuple[str, bool], ...]
+"""Parts of a text, and whether each is learned."""
 
 RowValue = dict[str, Any]
 """A row as its file has it: whatever its columns hold."""
@@ -26,6 +28,29 @@ class BadRow(NamedTuple):
 
     line: int
     reason: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """One example before tokenization.
+
+    `segments`: (text, is_target) in order. `label`: where the task has labels. `is_raw`: no template frames the text, so that
+    the tokenizer's first token and an end-of-sequence token have to. `given`: what the row's owner wrote as input, before
+    anything is rendered; rows that agree in it are one input. `n_unlearned`: assistant turns that are learned nowhere.
+    `earlier`: further examples of the same row, which come before it.
+    """
+
+    segments: Segments
+    label: Any = None
+    is_raw: bool = True
+    given: tuple[str, ...] = ()
+    n_unlearned: int = 0
+    earlier: tuple[Text, ...] = ()
+
+    @property
+    def of_row(self) -> tuple[Text, ...]:
+        """All examples of the row."""
+        return *self.earlier, self
 
 
 class Own(NamedTuple):

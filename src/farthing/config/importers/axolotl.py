@@ -197,10 +197,10 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
 def _one(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> Json:
     """A data set with what it is called in a job."""
     source: Json = {}
-    for key in ("path", "data_files", "name", "split", "ds_type", "shards", "trust_remote_code", "revision"):
-        value = item.get(key)
+    for key in ("path", "data_files", "name", "split", "ds_type"):
         if key not in item:
             continue
+        value = item[key]
         if value is None:
             out.name(f"{at}.{key}", value, "empty there: its default holds")
         elif key == "data_files":
@@ -208,10 +208,8 @@ def _one(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> J
         elif key in ("path", "name", "split"):
             source[key] = str(value)
             out.keep(f"{at}.{key}", value, "data.train")
-        elif key == "ds_type":
-            out.name(f"{at}.{key}", value, "the kind of a file is seen from its ending")
         else:
-            out.name(f"{at}.{key}", value, f"farthing has no {key} for a data set", "differs")
+            out.name(f"{at}.{key}", value, "the kind of a file is seen from its ending")
     if item.get("path") is None:
         out.name(f"{at}.path", None, "a data set without a path", "blocks")
     kind = item.get("type")

@@ -1,15 +1,13 @@
-"""Transformers' Trainer: scripts with `TrainingArguments(...)`, JSON for `HfArgumentParser`, command lines of `run_*.py`."""
+"""Transformers' Trainer: JSON for `HfArgumentParser`, command lines of `run_*.py`. Scripts are read by `script_job`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from farthing.config.importers import hf_trainer as hf
 from farthing.config.importers import trl
 from farthing.config.importers.record import Imported, To, flat, names, read_keys, rows, scheduler, text, whole
-from farthing.config.importers.script_job import Script
-from farthing.config.importers.scripts import Call
 from farthing.config.importers.shared import reasons
 from farthing.durability.files import Json
 from farthing.tasks.causal_lm import CAUSAL_LM
@@ -42,12 +40,6 @@ _TASKS = {
     "run_summarization": SEQ2SEQ.name, "run_translation": SEQ2SEQ.name,
     "run_clm": CAUSAL_LM.name, "run_sft": CAUSAL_LM.name, "run_pt": CAUSAL_LM.name, "finetune_trainer": SEQ2SEQ.name,
 }  # fmt: skip
-
-
-def read_script(calls: Sequence[Call], out: Imported) -> None:
-    """The calls of a script that uses Trainer."""
-    Script(out, calls).read()
-    hf.trainer_defaults(out)
 
 
 def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:

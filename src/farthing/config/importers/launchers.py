@@ -18,6 +18,7 @@ from farthing.config.importers.record import (
     Line,
     Odd,
     To,
+    by_rule,
     flat,
     number,
     positive,
@@ -135,7 +136,7 @@ def _stage(out: Imported, key: str, value: Any, method: str) -> None:
 
 
 def _precision(value: Any) -> bool:
-    if value not in ("bf16", "no"):
+    if value not in ("bf16", "no", False, ""):
         raise Odd(f"farthing computes in bf16, fp16 or fp32, not in {say(value)}", "blocks")
     return bool(value == "bf16")
 
@@ -169,13 +170,9 @@ def read_accelerate(values: Mapping[str, Any], out: Imported, method: str) -> No
         out.name("deepspeed_config.deepspeed_config_file", inner["deepspeed_config_file"],
                  "name this file with --deepspeed", "blocks")  # fmt: skip
     if (precision := values.get("mixed_precision")) is not None:
-        if precision == "fp16":
-            out.put("mixed_precision", precision, "train.fp16", True)
-        else:
-            try:
-                out.put("mixed_precision", precision, "train.bf16", _precision(precision if precision else "no"))
-            except Odd as odd:
-                out.name("mixed_precision", precision, str(odd), odd.effect)
+        is_fp16 = precision == "fp16"
+        rule = To("train.fp16", lambda _: True) if is_fp16 else To("train.bf16", _precision)
+        by_rule(out, "mixed_precision", precision, rule)
     if str(values.get("num_machines") or 1) != "1":
         out.name(
             "num_processes", values.get("num_processes"), "on several machines torchrun or srun starts them", "differs"

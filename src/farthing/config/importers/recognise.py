@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from farthing.config.importers import axolotl, fireworks, hf_scripts, llama_factory, openai, together, trl, unsloth
+from farthing.config.importers import axolotl, fireworks, hf_scripts, llama_factory, openai, script_job, together, trl
 from farthing.config.importers.record import Effect, Imported, Line, flat
-from farthing.config.importers.script_job import no_settings
 from farthing.config.importers.scripts import (
     MAX_SCRIPT_BYTES,
-    Call,
     Command,
     calls_of,
     code_of_notebook,
@@ -35,10 +33,10 @@ from farthing.tasks.registry import task_of
 
 FILL_IN = "FILL-IN/the-model"
 SOURCES = ("openai", "together", "fireworks", "axolotl", "llama-factory", "trl", "unsloth", "hf-trainer")
-KIN = {trl.NAME, unsloth.NAME, hf_scripts.NAME}
+KIN = {trl.NAME, script_job.UNSLOTH, hf_scripts.NAME}
 """Tools whose settings have the same names."""
 _READERS = {
-    axolotl.NAME: axolotl.read, trl.NAME: trl.read, unsloth.NAME: trl.read, openai.NAME: openai.read,
+    axolotl.NAME: axolotl.read, trl.NAME: trl.read, script_job.UNSLOTH: trl.read, openai.NAME: openai.read,
     together.NAME: together.read, fireworks.NAME: fireworks.read,
 }  # fmt: skip
 MAX_DEPTH, MAX_SETTINGS_BYTES = 50, 1 << 20
@@ -98,7 +96,7 @@ def _read(source: str, values: Mapping[str, Any], path: Path, program: str = "")
     elif source == hf_scripts.NAME:
         hf_scripts.read(values, out, program)
     else:
-        if source in (trl.NAME, unsloth.NAME) and program and program not in ("sft", "sft.py"):
+        if source in (trl.NAME, script_job.UNSLOTH) and program and program not in ("sft", "sft.py"):
             _other_verb(out, program)
         _READERS[source](values, out)
     return out
@@ -312,7 +310,7 @@ def _script(path: Path, text: str, source: str | None) -> Imported:
     calls = calls_of(tree)
     commands = [command for doc in _docstrings(code) for command in commands_of(doc)]
     source = source or _whose_script(code)
-    if no_settings(calls) and not commands:
+    if script_job.no_settings(calls) and not commands:
         raise UserMistake(
             "a script that says nothing of a training by itself",
             where=str(path),
@@ -322,28 +320,10 @@ def _script(path: Path, text: str, source: str | None) -> Imported:
         raise UserMistake(
             "whose script this is is not seen", where=str(path), to_do="say it: --from trl | unsloth | hf-trainer"
         )
-    if (commands and _is_parser_script(code)) or no_settings(calls):
+    if (commands and _is_parser_script(code)) or script_job.no_settings(calls):
         return _commands(path, [command for command in commands if command.values], source, program=path.name)
-    return _of_calls(calls, source)
-
-
-def _of_calls(calls: Sequence[Call], source: str) -> Imported:
     out = Imported(source)
-    if source == unsloth.NAME:
-        unsloth.read(calls, out)
-    elif source == trl.NAME:
-        from farthing.config.importers.script_job import Script
-
-        script = Script(out, calls)
-        script.read()
-        trl.defaults(out)
-        if not script.masks_prompts:
-            out.notes.append(
-                "TRL learns every token of `messages` and `text` rows, and only completions of prompt/completion rows: set"
-                " data.train_on_prompt: true for messages to do the same"
-            )
-    else:
-        hf_scripts.read_script(calls, out)
+    script_job.read(calls, out)
     return out
 
 
@@ -357,7 +337,7 @@ def _is_parser_script(code: str) -> bool:
 
 
 def _whose_script(code: str) -> str | None:
-    for name, word in ((unsloth.NAME, "unsloth"), (trl.NAME, "trl"), (hf_scripts.NAME, "transformers")):
+    for name, word in ((script_job.UNSLOTH, "unsloth"), (trl.NAME, "trl"), (hf_scripts.NAME, "transformers")):
         if re.search(rf"^\s*(from|import)\s+{word}\b", code, re.MULTILINE):
             return name
     return None

@@ -158,7 +158,7 @@ def read_keys(
         if value is None or value == "":
             out.name(key, value, "empty there: its default holds")
         elif name in table:
-            _by_table(out, key, value, table[name])
+            by_rule(out, key, value, table[name])
         else:
             why = next((g for g in groups if any(fnmatchcase(name, p) for p in g.patterns.split())), None)
             if why and (value is False or value == 0):
@@ -167,7 +167,8 @@ def read_keys(
                 out.name(key, value, *((why.reason, why.effect) if why else (UNKNOWN, "differs")))
 
 
-def _by_table(out: Imported, key: str, value: Any, rule: To) -> None:
+def by_rule(out: Imported, key: str, value: Any, rule: To) -> None:
+    """Map a key as a row of a table says, or name it where its value has no counterpart."""
     try:
         out.put(key, value, rule.key, rule.convert(value), rule.note)
     except Odd as odd:

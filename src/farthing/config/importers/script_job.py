@@ -12,9 +12,11 @@ from farthing.config.importers.record import Imported, To, flat, read_keys, trut
 from farthing.config.importers.scripts import Call, Computed
 from farthing.config.importers.shared import reasons
 from farthing.durability.files import Json
+from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.classification import CLASSIFICATION
 from farthing.tasks.seq2seq import SEQ2SEQ
 
+UNSLOTH = "unsloth"
 ARGUMENTS = ("SFTConfig", "TrainingArguments", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
 TRAINERS = ("SFTTrainer", "Trainer", "Seq2SeqTrainer", "UnslothTrainer")
 OTHER_TRAINERS = {
@@ -40,6 +42,37 @@ _NO_TASKS = (
 )
 
 
+def read(calls: Sequence[Call], out: Imported) -> None:
+    """The calls of a script of `out.source`, and what that tool does where they say nothing."""
+    script = Script(out, calls)
+    script.read()
+    if out.source == UNSLOTH:
+        _unsloth(script, out)
+    elif out.source == trl.NAME:
+        trl.defaults(out)
+        if not script.masks_prompts:
+            out.notes.append(
+                "TRL learns every token of `messages` and `text` rows, and only completions of prompt/completion rows: set"
+                " data.train_on_prompt: true for messages to do the same"
+            )
+    else:
+        hf.trainer_defaults(out)
+
+
+def _unsloth(script: Script, out: Imported) -> None:
+    is_causal = out.job.get("task", CAUSAL_LM.name) == CAUSAL_LM.name
+    if is_causal and not script.masks_prompts and "data.train_on_prompt" not in out.job:
+        out.default("data.train_on_prompt", True, "SFTTrainer without train_on_responses_only: every token is learned")
+    model = str(out.job.get("model.model_name_or_path", ""))
+    if model.endswith("-bnb-4bit"):
+        out.notes.append(
+            f"{model} is quantized already; farthing quantizes itself: take the name without -bnb-4bit (and -unsloth)"
+        )
+        out.job["model.model_name_or_path"] = model.removesuffix("-bnb-4bit").removesuffix("-unsloth")
+    out.default("data.max_length", 2048)
+    trl.defaults(out)
+
+
 class Script:
     """Reads the calls of one script into a job."""
 
@@ -60,10 +93,14 @@ class Script:
         if last == "from_pretrained" and owner:
             self._load(call, owner)
         elif last in ARGUMENTS:
-            self._arguments(call)
+            is_first, self.has_arguments = not self.has_arguments, True
+            self.masks_prompts = self.masks_prompts or call.named.get("assistant_only_loss") is True
+            self._table(self._keys(call, call.named, ("output_dir",)), trl.SFT, is_first=is_first)
         elif last in TRAINERS:
             self._trainer(call)
-        elif last.endswith(("Trainer", "TrainingArguments")) or (last.endswith("Config") and self._other(last)):
+        elif last.endswith(("Trainer", "TrainingArguments")) or (
+            last.endswith("Config") and last.startswith(tuple(OTHER_TRAINERS))
+        ):
             self._other_training(call)
         elif last in ("LoraConfig", "get_peft_model"):
             self._adapter(call)
@@ -76,9 +113,6 @@ class Script:
         elif last == "map" and not call.name.startswith("()") and len(call.positional) == 1:
             keys = self._keys(call, {"function": call.positional[0]})
             read_keys(self.out, keys, {}, reasons("calls"), name_of=lambda key: "formatting_func")
-
-    def _other(self, last: str) -> bool:
-        return any(last.startswith(each) for each in OTHER_TRAINERS)
 
     def _keys(self, call: Call, values: Mapping[str, Any], positions: Sequence[str] = ()) -> list[tuple[str, Any]]:
         """(key, value) of a call's arguments: `SFTConfig.seed`; of a second such call `SFTConfig#2.seed`."""
@@ -138,10 +172,12 @@ class Script:
         keys = self._keys(call, call.named, ("model_name",))
         if is_first:
             self._task(owner, keys)
-            values = {key.rpartition(".")[2]: (key, value) for key, value in keys}
-            self._bits({name: value for name, (_, value) in values.items()}, owner)
-            if values.get("full_finetuning", (None, None))[1] is True:
-                self.out.put(values["full_finetuning"][0], True, "method.name", "full")
+            values = {key.rpartition(".")[2]: value for key, value in keys}
+            others = owner.startswith("Fast") and not values.get("load_in_8bit") and not values.get("load_in_16bit")
+            self.is_4bit = self.is_4bit or values.get("load_in_4bit", others) is True
+            if values.get("full_finetuning") is True:
+                key = next(key for key, _ in keys if key.endswith(".full_finetuning"))
+                self.out.put(key, True, "method.name", "full")
                 self.is_4bit = False
         for key, value in keys:
             name = key.rpartition(".")[2]
@@ -162,13 +198,6 @@ class Script:
         elif any(name in kinds for name in _NO_TASKS):
             self.out.name(f"{owner}", None, "a task that farthing does not have", "blocks")
 
-    def _bits(self, values: Mapping[str, Any], owner: str) -> None:
-        four = values.get(
-            "load_in_4bit",
-            owner.startswith("Fast") and not values.get("load_in_8bit") and not values.get("load_in_16bit"),
-        )
-        self.is_4bit = self.is_4bit or four is True
-
     def _name_bits(self, key: str, name: str, value: Any) -> None:
         if name == "load_in_8bit" and value is True:
             self.out.name(key, True, "farthing has no 8-bit base: the base stays in 16 bits", "differs")
@@ -183,12 +212,6 @@ class Script:
                 self._name_bits(key, name, value)
             else:
                 self.out.name(key, _plain(value), "farthing's 4-bit base is always nf4 with double quantization")
-
-    def _arguments(self, call: Call) -> None:
-        is_first, self.has_arguments = not self.has_arguments, True
-        if call.named.get("assistant_only_loss") is True:
-            self.masks_prompts = True
-        self._table(self._keys(call, call.named, ("output_dir",)), trl.SFT, is_first=is_first)
 
     def _trainer(self, call: Call) -> None:
         keys = self._keys(call, call.named, ("model", "args"))
