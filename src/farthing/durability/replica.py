@@ -390,8 +390,8 @@ class Mirror:
                 store.put(name, local)
                 parcel.arrived[key] = name
             entries.append({"path": path, "size": local.stat().st_size, "sha256": digest, "object": name})
-        there = store.list("data/")
-        gone = {entry["object"] for entry in entries if not _is_there(entry, there)}
+        sizes = {key: found.n_bytes for key, found in store.list("data/").items()}
+        gone = {entry["object"] for entry in entries if sizes.get(entry["object"]) != entry["size"]}
         if gone:
             for objects in (parcel.arrived, *self._known.values()):
                 for key in [key for key, name in objects.items() if name in gone]:
@@ -460,12 +460,6 @@ class Mirror:
         shutil.rmtree(self.folder / OUTBOX, ignore_errors=True)
         while self._said:
             self._warn(self._said.pop(0))
-
-
-def _is_there(entry: StoredFile, there: dict[str, Entry]) -> bool:
-    """Whether the store has the object of a commit's entry, with its size."""
-    found = there.get(entry["object"])
-    return found is not None and found.n_bytes == entry["size"]
 
 
 def _link(path: Path, target: Path) -> None:
