@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -198,15 +198,10 @@ class Mirror:
     def offer(self, step: int, checkpoints: Iterable[Path] = (), *, with_model: bool = False) -> None:
         """Set aside what a commit of `step` needs, and let it be sent. Takes the time of some links. Never raises."""
         try:
-            with self._new_folder() as folder:
-                sources = [path for checkpoint in checkpoints for path in checkpoint.iterdir()]
-                if with_model:
-                    sources += files_below(self.folder / MODEL)
-                names = [path.relative_to(self.folder).as_posix() for path in sorted(sources)]
-                for name in names:
-                    _link(self.folder / name, folder / name)
-                small = self._copy_small(folder)
-                self._post(_Parcel(folder, step, [*names, *small], log_digests=dict(self._log.digests)))
+            sources = [path for checkpoint in checkpoints for path in checkpoint.iterdir()]
+            if with_model:
+                sources += files_below(self.folder / MODEL)
+            self._set_aside(step, [path.relative_to(self.folder).as_posix() for path in sorted(sources)])
         except OSError as error:
             self._said.append(f"the copy of step {step} could not be set aside for the store ({error})")
 
@@ -215,9 +210,8 @@ class Mirror:
         if self._newest is not None and self._pending is None:
             again = (*SMALL, LOG_PARTS)
             carried = [entry for entry in self._newest["files"] if entry["path"].partition("/")[0] not in again]
-            with contextlib.suppress(OSError), self._new_folder() as folder:
-                small = self._copy_small(folder)
-                self._post(_Parcel(folder, self._newest["step"], small, carried, dict(self._log.digests)))
+            with contextlib.suppress(OSError):
+                self._set_aside(self._newest["step"], [], carried)
 
     def check(self) -> None:
         """Say what there is to say; raises `RunBusy` when another machine has taken the run over."""
@@ -226,16 +220,24 @@ class Mirror:
         if self._lost is not None:
             raise self._busy(self._lost)
 
-    @contextlib.contextmanager
-    def _new_folder(self) -> Iterator[Path]:
-        """A folder for a parcel. One that could not be filled is removed: its links would hold on to old checkpoints."""
+    def _set_aside(self, step: int, names: list[str], carried: Sequence[StoredFile] = ()) -> None:
+        """Link files, copy the small ones, and let the parcel be sent in place of one that waits. One that could not be filled is
+        removed: its links would hold on to old checkpoints. Raises `OSError`."""
         make_private(self.folder / OUTBOX)
         folder = make_private(self.folder / OUTBOX / uuid.uuid4().hex[:12])
         try:
-            yield folder
+            for name in names:
+                _link(self.folder / name, folder / name)
+            files = [*names, *self._copy_small(folder)]
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        parcel = _Parcel(folder, step, files, list(carried), dict(self._log.digests))
+        with self._wake:
+            replaced, self._pending = self._pending, parcel
+            self._wake.notify_all()
+        if replaced is not None:
+            shutil.rmtree(replaced.folder, ignore_errors=True)
 
     def _copy_small(self, folder: Path) -> list[str]:
         names = [name for name in SMALL if name != LOG and (self.folder / name).exists()]
@@ -246,13 +248,6 @@ class Mirror:
         for name in parts:
             _link(self.folder / OUTBOX / name, folder / name)
         return [*names, *parts]
-
-    def _post(self, parcel: _Parcel) -> None:
-        with self._wake:
-            replaced, self._pending = self._pending, parcel
-            self._wake.notify_all()
-        if replaced is not None:
-            shutil.rmtree(replaced.folder, ignore_errors=True)
 
     def _busy(self, holder: str) -> RunBusy:
         return RunBusy(
