@@ -221,7 +221,7 @@ class Mirror:
             raise self._busy(self._lost)
 
     def _set_aside(self, step: int, names: list[str], carried: Sequence[StoredFile] = ()) -> None:
-        """Link files, copy the small ones, and let the parcel be sent in place of one that waits. One that could not be filled is
+        """Link files, copy the small ones, and let the parcel be sent in place of one that waits. One that is not filled is
         removed: its links would hold on to old checkpoints. Raises `OSError`."""
         make_private(self.folder / OUTBOX)
         folder = make_private(self.folder / OUTBOX / uuid.uuid4().hex[:12])
