@@ -15,6 +15,7 @@ import pytest
 
 import farthing.train.run as run_module
 import survive
+import workshop
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.durability import checkpoint as checkpoint_module
@@ -25,13 +26,15 @@ from farthing.durability.files import install_folder, only_writer
 from farthing.durability.ledger import Ledger
 from farthing.durability.object_store import LocalStore
 from farthing.errors import EXIT_MISTAKE, RunBusy, UserMistake
-from farthing.events import StepTaken
+from farthing.events import Restored, StepTaken
 from farthing.train.run import train
 from mirrored import folder_of_run, mirror_of, step_done
 from test_checkpoint import checkpoints as checkpoints
 from test_checkpoint import newest, restored, save
 from test_checkpoint import said as said
 from test_meter import Clock, attempt
+from test_store import machine, same_result, stop_after
+from test_store import quick as quick
 from test_survive import job_in, quiet
 
 
@@ -182,6 +185,22 @@ def test_old_checkpoints_that_can_not_be_removed_end_no_run(
     assert all("older checkpoint could not be removed" in text for text in said)
     save(checkpoints, 8)
     assert checkpoints.steps() == [8, 7, 6], "once it can be, it is"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_whose_checkpoints_here_are_all_damaged_goes_on_from_the_copy_in_its_store(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    assert workshop.train(machine(tmp_path, "alone", None)).exit_code == 0
+    assert workshop.train(machine(tmp_path, "run", store), stop_after(5)).exit_code == 75
+    for path in (tmp_path / "run" / "checkpoints").rglob("*.safetensors"):
+        os.truncate(path, 100)
+    left = workshop.train(machine(tmp_path, "run", store))
+    assert left.exit_code == 75, "so that --retry and a launch try it again"
+    assert "the same command takes the copy in the store" in left.reason
+    again = workshop.train(machine(tmp_path, "run", store), heard := workshop.Heard())
+    assert again.exit_code == 0
+    assert [event.step for event in heard.of(Restored)] == [5]
+    assert same_result(tmp_path / "alone", tmp_path / "run") == []
 
 
 # ---- the store's outbox ----

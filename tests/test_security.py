@@ -359,7 +359,9 @@ def test_a_manifest_can_not_name_files_outside_its_folder(name: str, two_saves: 
 
 
 @pytest.mark.parametrize(
-    "content", [nested(), b"[" * 500_000, b"\x1f\x8b" + b"\0" * 99], ids=["objects", "lists", "gzip"]
+    "content",
+    [nested(), b"[" * 500_000, b"\x1f\x8b" + b"\0" * 99, b'{"files": [], "spent_s": NaN}'],
+    ids=["objects", "lists", "gzip", "no number"],
 )
 def test_a_malformed_manifest_is_refused(content: bytes, two_saves: Path, marker: Path) -> None:
     (newest(two_saves) / "manifest.json").write_bytes(content)
@@ -462,9 +464,12 @@ def test_a_hostile_commit_is_refused_before_anything_is_fetched(
     takes_the_one_before(two_copies, tmp_path, marker)
 
 
-@pytest.mark.parametrize("what", ["pickle", "nested", "gzip", "empty"])
+@pytest.mark.parametrize("what", ["pickle", "nested", "gzip", "empty", "no number"])
 def test_a_malformed_commit_is_refused(what: str, two_copies: Model, tmp_path: Path, marker: Path) -> None:
-    content = {"nested": nested(), "gzip": gzip.compress(b" " * (50 << 20)), "empty": b"", **pickles(marker)}[what]
+    no_number = b'{"files": [], "at": 1e999}'
+    content = {
+        "nested": nested(), "gzip": gzip.compress(b" " * (50 << 20)), "empty": b"", "no number": no_number, **pickles(marker),
+    }[what]  # fmt: skip
     two_copies.objects[max(two_copies.list("commits/"))] = content
     takes_the_one_before(two_copies, tmp_path, marker)
 

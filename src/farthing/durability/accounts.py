@@ -9,7 +9,6 @@ counted twice rather than forgotten, and never without a warning. Refuses to kee
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
 import math
 from collections import deque
@@ -18,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from farthing.durability.files import Damaged, Json, parse_json, read_manifest
+from farthing.durability.files import Damaged, Json, read_manifest
 from farthing.durability.stretches import Stretch, note, thinned
 from farthing.durability.stretches import read as read_stretches
-from farthing.durability.summed_lines import checked, line_of
+from farthing.durability.summed_lines import line_of, read_line
 
 MAX_LINE_BYTES = 1 << 20
 N_MARKS, N_SAVED, N_NOTICES = 64, 16, 50
@@ -108,7 +107,7 @@ class Account:
             self.out_of_memory.append(facts["out_of_memory"])
         if isinstance(facts.get("utilisation_percent"), int | float):
             self.utilisation.append([self.step, facts["utilisation_percent"], 1])
-            self.utilisation = _in_pairs(self.utilisation) if len(self.utilisation) > 2 * N_MARKS else self.utilisation
+            self.utilisation = thinned(self.utilisation, 2 * N_MARKS, _mean)
         self.facts |= {name: facts[name] for name in _KEPT if facts.get(name)}
 
     def mark(self) -> None:
@@ -130,8 +129,7 @@ class Account:
     def shorten(self) -> None:
         """Leave out detail that hardly anybody will ask for: of an attempt long past."""
         self.marks, self.saved, self.stretches = self.marks[-2:], self.saved[-4:], thinned(self.stretches, 2)
-        while len(self.utilisation) > 4:
-            self.utilisation = _in_pairs(self.utilisation)
+        self.utilisation = thinned(self.utilisation, 4, _mean)
 
     @property
     def work_s(self) -> float:
@@ -202,12 +200,8 @@ def as_lines(accounts: Iterable[Account]) -> str:
 
 def row_of(line: bytes) -> Json | None:
     """The row of a line; None where it is broken."""
-    text, is_summed = checked(line.strip(), b"crc")
-    with contextlib.suppress(ValueError):
-        row = None if text is None else parse_json(text.decode("utf-8"))
-        if isinstance(row, dict) and (is_summed or "line" not in row):
-            return row
-    return None
+    row, is_summed = read_line(line.strip(), "crc")
+    return row if row is not None and (is_summed or "line" not in row) else None
 
 
 def read_ledger(path: Path, witnesses: Iterable[Witness] = ()) -> Found:
@@ -322,13 +316,10 @@ def _points(values: Any, n: int) -> Iterator[list[float]]:
             yield value
 
 
-def _in_pairs(stretches: list[list[float]]) -> list[list[float]]:
-    """Half as many stretches, twice as long."""
-    pairs = [stretches[i : i + 2] for i in range(0, len(stretches), 2)]
-    return [
-        [pair[-1][0], round(sum(m * n for _, m, n in pair) / sum(n for *_, n in pair), 2), sum(n for *_, n in pair)]
-        for pair in pairs
-    ]
+def _mean(one: list[float], other: list[float]) -> list[float]:
+    """Two neighbours of `utilisation` as one."""
+    n = one[2] + other[2]
+    return [other[0], round((one[1] * one[2] + other[1] * other[2]) / n, 2), n]
 
 
 # ---- what is lost, and made good ----

@@ -50,8 +50,6 @@ MAX_STATE_BYTES, MAX_HEADER_BYTES = 64 << 20, 16 << 20
 _PART = re.compile(r"[a-z_]+")
 
 State = tuple[dict[str, Tensor], Json]
-
-
 Fill = Callable[[Path], list[Path]]
 """Writes what a process has of a checkpoint into a draft, and returns the files."""
 

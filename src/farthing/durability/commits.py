@@ -319,9 +319,8 @@ def _may_be_written(path: str) -> bool:
 
 def join_ledgers(here: Path, from_store: Path, words: list[Json]) -> None:
     """Write at `here` what the store's ledger, the lease's `words` and the ledger here know together, see `merge`."""
-    told = {
-        number: replace(account, committed=-1) for number, account in accounts_of(words).items()
-    }  # it was, elsewhere
+    # what was committed elsewhere is not here
+    told = {number: replace(account, committed=-1) for number, account in accounts_of(words).items()}
     joined = merge(merge(read_ledger(from_store).accounts, told), read_ledger(here).accounts)
     if joined:
         write_text(here, as_lines(joined[number] for number in sorted(joined)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from farthing.durability.files import MANIFEST, Damaged, read_json, seal, sha256_of, verify_folder
+from farthing.durability.files import MANIFEST, Damaged, read_json, seal, seal_file, verify_folder
 from farthing.durability.run_folder import MODEL, RUN
 
 CARD = "README.md"
@@ -16,11 +16,8 @@ CARD = "README.md"
 
 def seal_export(draft: Path) -> None:
     """Write the manifest of an exported model that is about to be put in place."""
-    files = [
-        {"name": path.name, "size": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in sorted(draft.iterdir())
-        if path.is_file() and path.name not in (CARD, MANIFEST)
-    ]
+    paths = [path for path in sorted(draft.iterdir()) if path.is_file() and path.name not in (CARD, MANIFEST)]
+    files = [seal_file(path) for path in paths]
     (draft / MANIFEST).write_text(seal({"kind": "farthing export", "schema": 1, "files": files}), encoding="utf-8")
 
 

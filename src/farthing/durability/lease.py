@@ -41,7 +41,11 @@ class Lease:
     def __init__(self, folder: Path, lease_s: float, words: Words, say: Callable[[str], None]) -> None:
         self.epoch: int | None = None
         """The fencing token of this attempt; None until the store could be asked."""
-        self.writer = writer_of(folder)
+        boot = ""
+        with contextlib.suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        self.writer = hashlib.sha256(f"{socket.gethostname()}|{boot}|{folder.resolve()}".encode()).hexdigest()[:16]
+        """This folder on this boot of this machine: one lock on it means one process."""
         self.renewed_at = -1e9
         self._folder, self._lease_s, self._words, self._say = folder, lease_s, words, say
         self._number = 0
@@ -138,14 +142,6 @@ def newest_words(store: Store) -> list[Json]:
 def _words_of(link: Json) -> list[Json]:
     rows = link.get("ledger")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-
-
-def writer_of(folder: Path) -> str:
-    """This folder on this boot of this machine: one lock on it means one process."""
-    boot = ""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return hashlib.sha256(f"{socket.gethostname()}|{boot}|{folder.resolve()}".encode()).hexdigest()[:16]
 
 
 def _key(number: int) -> str:

@@ -25,8 +25,6 @@ _OUTPUT_DIR = re.compile(
 )
 _counted_by: set[int] = set()
 """The process, once its age is on a bill."""
-
-
 PAUSED = "FARTHING_PAUSED_S"
 """By this variable a supervisor tells an attempt how long ago the one before has ended."""
 MOST_PAUSED_S = 3600.0

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -198,15 +198,10 @@ class Mirror:
     def offer(self, step: int, checkpoints: Iterable[Path] = (), *, with_model: bool = False) -> None:
         """Set aside what a commit of `step` needs, and let it be sent. Takes the time of some links. Never raises."""
         try:
-            with self._new_folder() as folder:
-                sources = [path for checkpoint in checkpoints for path in checkpoint.iterdir()]
-                if with_model:
-                    sources += files_below(self.folder / MODEL)
-                names = [path.relative_to(self.folder).as_posix() for path in sorted(sources)]
-                for name in names:
-                    _link(self.folder / name, folder / name)
-                small = self._copy_small(folder)
-                self._post(_Parcel(folder, step, [*names, *small], log_digests=dict(self._log.digests)))
+            sources = [path for checkpoint in checkpoints for path in checkpoint.iterdir()]
+            if with_model:
+                sources += files_below(self.folder / MODEL)
+            self._set_aside(step, [path.relative_to(self.folder).as_posix() for path in sorted(sources)])
         except OSError as error:
             self._said.append(f"the copy of step {step} could not be set aside for the store ({error})")
 
@@ -215,9 +210,8 @@ class Mirror:
         if self._newest is not None and self._pending is None:
             again = (*SMALL, LOG_PARTS)
             carried = [entry for entry in self._newest["files"] if entry["path"].partition("/")[0] not in again]
-            with contextlib.suppress(OSError), self._new_folder() as folder:
-                small = self._copy_small(folder)
-                self._post(_Parcel(folder, self._newest["step"], small, carried, dict(self._log.digests)))
+            with contextlib.suppress(OSError):
+                self._set_aside(self._newest["step"], [], carried)
 
     def check(self) -> None:
         """Say what there is to say; raises `RunBusy` when another machine has taken the run over."""
@@ -226,16 +220,24 @@ class Mirror:
         if self._lost is not None:
             raise self._busy(self._lost)
 
-    @contextlib.contextmanager
-    def _new_folder(self) -> Iterator[Path]:
-        """A folder for a parcel. One that could not be filled is removed: its links would hold on to old checkpoints."""
+    def _set_aside(self, step: int, names: list[str], carried: Sequence[StoredFile] = ()) -> None:
+        """Link files, copy the small ones, and let the parcel be sent in place of one that waits. One that is not filled is
+        removed: its links would hold on to old checkpoints. Raises `OSError`."""
         make_private(self.folder / OUTBOX)
         folder = make_private(self.folder / OUTBOX / uuid.uuid4().hex[:12])
         try:
-            yield folder
+            for name in names:
+                _link(self.folder / name, folder / name)
+            files = [*names, *self._copy_small(folder)]
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        parcel = _Parcel(folder, step, files, list(carried), dict(self._log.digests))
+        with self._wake:
+            replaced, self._pending = self._pending, parcel
+            self._wake.notify_all()
+        if replaced is not None:
+            shutil.rmtree(replaced.folder, ignore_errors=True)
 
     def _copy_small(self, folder: Path) -> list[str]:
         names = [name for name in SMALL if name != LOG and (self.folder / name).exists()]
@@ -246,13 +248,6 @@ class Mirror:
         for name in parts:
             _link(self.folder / OUTBOX / name, folder / name)
         return [*names, *parts]
-
-    def _post(self, parcel: _Parcel) -> None:
-        with self._wake:
-            replaced, self._pending = self._pending, parcel
-            self._wake.notify_all()
-        if replaced is not None:
-            shutil.rmtree(replaced.folder, ignore_errors=True)
 
     def _busy(self, holder: str) -> RunBusy:
         return RunBusy(
@@ -390,8 +385,8 @@ class Mirror:
                 store.put(name, local)
                 parcel.arrived[key] = name
             entries.append({"path": path, "size": local.stat().st_size, "sha256": digest, "object": name})
-        there = store.list("data/")
-        gone = {entry["object"] for entry in entries if not _is_there(entry, there)}
+        sizes = {key: found.n_bytes for key, found in store.list("data/").items()}
+        gone = {entry["object"] for entry in entries if sizes.get(entry["object"]) != entry["size"]}
         if gone:
             for objects in (parcel.arrived, *self._known.values()):
                 for key in [key for key, name in objects.items() if name in gone]:
@@ -460,12 +455,6 @@ class Mirror:
         shutil.rmtree(self.folder / OUTBOX, ignore_errors=True)
         while self._said:
             self._warn(self._said.pop(0))
-
-
-def _is_there(entry: StoredFile, there: dict[str, Entry]) -> bool:
-    """Whether the store has the object of a commit's entry, with its size."""
-    found = there.get(entry["object"])
-    return found is not None and found.n_bytes == entry["size"]
 
 
 def _link(path: Path, target: Path) -> None:

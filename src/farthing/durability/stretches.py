@@ -6,11 +6,12 @@ joined, so that all stay about equally long. Refuses to know what a span means.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 Stretch = list[Any]
 N_STRETCHES = 32
+T = TypeVar("T")
 
 
 def note(stretches: list[Stretch], step: int, tokens: int, n_saves: int, spans: Mapping[str, float]) -> list[Stretch]:
@@ -29,16 +30,24 @@ def note(stretches: list[Stretch], step: int, tokens: int, n_saves: int, spans: 
     ]
     wall_s = sum(spans.values())
     if stretches and _seconds(stretches[-1]) < wall_s / N_STRETCHES:
-        return [*stretches[:-1], _joined(stretches[-1], newest)]
+        return [*stretches[:-1], joined(stretches[-1], newest)]
     return thinned([*stretches, newest], N_STRETCHES)
 
 
-def thinned(stretches: list[Stretch], most: int) -> list[Stretch]:
+def joined(one: Stretch, other: Stretch) -> Stretch:
+    """Two neighbours as one."""
+    spans = dict(one[3])
+    for name, seconds in other[3].items():
+        spans[name] = round(spans.get(name, 0.0) + seconds, 3)
+    return [other[0], max(one[1], other[1]), one[2] + other[2], spans]
+
+
+def thinned(series: list[list[T]], most: int, join: Callable[[list[T], list[T]], list[T]] = joined) -> list[list[T]]:
     """At most so many: neighbours are joined in pairs until it is so."""
-    while len(stretches) > most:
-        pairs = [stretches[i : i + 2] for i in range(0, len(stretches), 2)]
-        stretches = [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
-    return stretches
+    while len(series) > most:
+        pairs = [series[i : i + 2] for i in range(0, len(series), 2)]
+        series = [join(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+    return series
 
 
 def read(values: Any) -> list[Stretch]:
@@ -52,13 +61,6 @@ def read(values: Any) -> list[Stretch]:
 
 def _seconds(stretch: Stretch) -> float:
     return float(sum(stretch[3].values()))
-
-
-def _joined(one: Stretch, other: Stretch) -> Stretch:
-    spans = dict(one[3])
-    for name, seconds in other[3].items():
-        spans[name] = round(spans.get(name, 0.0) + seconds, 3)
-    return [other[0], max(one[1], other[1]), one[2] + other[2], spans]
 
 
 def _taken_back(stretches: list[Stretch], seconds: Mapping[str, float]) -> list[Stretch]:

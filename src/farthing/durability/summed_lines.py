@@ -28,13 +28,13 @@ def line_of(row: Json, key: str = SUM, *, ensure_ascii: bool = False) -> str:
     return f'{text[:-1]}, "{key}": "{zlib.crc32(text.encode()):08x}"}}'
 
 
-def read_line(line: bytes) -> tuple[Json | None, bool]:
+def read_line(line: bytes, key: str = SUM) -> tuple[Json | None, bool]:
     """(the row of a line without its checksum, whether it had one); None in place of a row that is damaged."""
-    text, is_summed = checked(line)
+    text, is_summed = checked(line, key.encode())
     row = None
     with contextlib.suppress(ValueError):
         row = None if text is None else parse_json(text.decode("utf-8"))
-    if not isinstance(row, dict) or SUM in row:
+    if not isinstance(row, dict) or key in row:
         return None, False
     return row, is_summed
 

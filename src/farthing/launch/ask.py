@@ -81,17 +81,18 @@ def values_of(names: Sequence[str], who: str = "the machine") -> dict[str, str]:
     return {name: os.environ[name].strip() for name in names}
 
 
+def home_of(shared: str) -> str:
+    """The folder of a host's machines, for a shell; within `shared`, a run folder that all of them see, if there is one."""
+    return f"{shlex.quote(shared)}/launch" if shared else '"${FARTHING_HOME:-$HOME/.farthing}"'
+
+
 def script_of(ask: Ask) -> str:
     """What a machine runs, as a POSIX shell script: bring farthing, train, end in time. Its exit code is the run's.
 
     Signals are handed on and the script waits for the end of the last checkpoint. 124 of `timeout` (nothing else ended it
     in time) becomes 3, stopped by a limit; 143 (told to leave before it could listen) becomes 75, interrupted.
     """
-    folder = (
-        f"{shlex.quote(ask.folder)}/launch/{ask.name}"
-        if ask.folder
-        else f'"${{FARTHING_HOME:-$HOME/.farthing}}/{ask.name}"'
-    )
+    folder = f"{home_of(ask.folder)}/{ask.name}"
     install = f"python3 -m pip install --quiet {shlex.quote(ask.install)}" if ask.install else "false"
     return f"""#!/bin/sh
 # {ask.name}: trains, and ends after {ask.most_s} seconds at the latest.

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from farthing.durability.machines import Machine
-from farthing.launch.ask import CREATED_AT, SCRIPT, Ask, script_of, values_of
+from farthing.launch.ask import CREATED_AT, SCRIPT, Ask, home_of, script_of, values_of
 from farthing.launch.commands import ended
 from farthing.launch.driver import Driver, Refused, Seen, Unclear
 
@@ -60,10 +60,7 @@ class HostDriver(Driver):
     may_overlap, late_s = True, 0.0
 
     def __init__(self, hosts: Sequence[str], shared: str = "") -> None:
-        self._hosts, self._shared = list(hosts), shared
-
-    def _home(self) -> str:
-        return f"{shlex.quote(self._shared)}/launch" if self._shared else '"${FARTHING_HOME:-$HOME/.farthing}"'
+        self._hosts, self._home = list(hosts), home_of(shared)
 
     def tell(self, host: str, script: str) -> str:
         """What a shell there prints. Raises `Unclear`."""
@@ -84,7 +81,7 @@ class HostDriver(Driver):
             exports += f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"\n'
         script = f"""
 umask 077
-d={self._home()}/{ask.name}
+d={self._home}/{ask.name}
 mkdir -p "$d" || exit 1
 {_LOOK}
 [ -e "$d/pid" ] && [ "$(one "$d")" = alive ] && {{ cat "$d/pid"; exit 0; }}
@@ -105,9 +102,7 @@ cat "$d/pid"
 
     def look(self, machine: Machine) -> Seen | None:
         """See `Driver`."""
-        script = (
-            f'{_LOOK}\nd={self._home()}/{machine.name}\n[ -e "$d/pid" ] && echo "$(cat "$d/pid") $(one "$d")"; true'
-        )
+        script = f'{_LOOK}\nd={self._home}/{machine.name}\n[ -e "$d/pid" ] && echo "$(cat "$d/pid") $(one "$d")"; true'
         words = self.tell(machine.instance, script).split()
         if not words:
             return None
@@ -119,7 +114,7 @@ cat "$d/pid"
         """See `Driver`. A host that does not answer is asked again at the next look."""
         found = {}
         script = f"""{_LOOK}
-for d in {self._home()}/{prefix}-*; do
+for d in {self._home}/{prefix}-*; do
   [ -e "$d/pid" ] && [ "$(one "$d")" = alive ] && echo "$(basename "$d") $(cat "$d/pid")"
 done; true"""
         for host in self._hosts:
@@ -133,7 +128,7 @@ done; true"""
         """See `Driver`. First a polite signal, which saves; after a minute of asking everything of the session is killed."""
         self.tell(machine.instance, f"""
 {_LOOK}
-d={self._home()}/{machine.name}
+d={self._home}/{machine.name}
 [ -e "$d/pid" ] && ours "$d" || exit 0
 p=$(cat "$d/pid"); now=$(date +%s)
 [ -e "$d/asked" ] || echo "$now" > "$d/asked"
@@ -143,4 +138,4 @@ true
 
     def log(self, machine: Machine) -> str:
         """See `Driver`."""
-        return self.tell(machine.instance, f"tail -n 200 {self._home()}/{machine.name}/log.txt 2>/dev/null; true")
+        return self.tell(machine.instance, f"tail -n 200 {self._home}/{machine.name}/log.txt 2>/dev/null; true")

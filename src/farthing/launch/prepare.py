@@ -267,9 +267,8 @@ def _rented_offers(
 ) -> tuple[Target, str, list[Offer], dict[Offer, Plan], int]:
     """The offers of the plan that the target, or any, can rent, the best first."""
     providers = PROVIDERS[named[0].name] if named else ()
-    is_one = (
-        len(providers) == 1 and not wishes.offer and not job.where.provider
-    )  # then no rank of the whole plan is asked for
+    # where one is, no rank of the whole plan is asked for
+    is_one = len(providers) == 1 and not wishes.offer and not job.where.provider
     most = most_gpus(job)
     asked = Asked(
         provider=providers if is_one else (), max_gpus=8 if wishes.offer else most, prices=wishes.prices,

@@ -361,12 +361,9 @@ class Launch:
     def _last_word(self, machine: Machine) -> int | None:
         """The exit code of a machine that runs no more, from its words, which may be a moment late."""
         for _ in range(2):
-            try:
-                word = self._words.of(machine.name)
-                if word.code is not None:
-                    return word.code
-            except Unclear:
-                pass
+            with contextlib.suppress(Unclear):
+                if (code := self._words.of(machine.name).code) is not None:
+                    return code
             self._sleep(self.patience.poll_s)
         return None
 
@@ -380,7 +377,8 @@ class Launch:
         if ending.leaves_offer_out:
             self._left_out |= {offer for offer in self._offers if offer.instance == machine.instance}
         elif ending.code is None or ending.code == EXIT_INTERRUPTED:  # the next one in the ranking; this one comes last
-            same = [offer for offer in self._offers if _is_of(machine, offer)]
+            of = machine.provider, machine.instance, machine.is_spot
+            same = [offer for offer in self._offers if (offer.provider, offer.instance, offer.is_spot) == of]
             self._offers = [offer for offer in self._offers if offer not in same] + same
 
     def _dismiss(self, machine: Machine) -> None:
@@ -424,14 +422,12 @@ class Launch:
                 self._is_gone(machine)
         with contextlib.suppress(Unclear):
             self._share()
-        try:
+        with contextlib.suppress(Unclear):
             for name, found in self._driver.names(self._prefix).items():
                 machine = self._ledger.machines.get(name) or Machine(name)
                 if not machine.is_open or machine.asked_at == 0.0:
                     self._say(f"{name} should not be there: destroying it")
                     self._driver.destroy(replace(machine, id=found))
-        except Unclear:
-            pass
 
     def _closed(self, code: int) -> int:
         """Wait until every machine is confirmed to be gone, then the code. A host of one's own that does not answer is
@@ -475,10 +471,6 @@ class Launch:
                 break
             n += 1
         return n
-
-
-def _is_of(machine: Machine, offer: Offer) -> bool:
-    return (machine.provider, machine.instance, machine.is_spot) == (offer.provider, offer.instance, offer.is_spot)
 
 
 def _how(machine: Machine, code: int | None) -> str:

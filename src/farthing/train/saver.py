@@ -16,7 +16,7 @@ from farthing.durability.checkpoint import SaveResult, n_bytes_of
 from farthing.durability.files import Damaged, Json
 from farthing.durability.parts import read_part
 from farthing.durability.run_folder import LOG, MODEL
-from farthing.errors import NoSpace, RunDamaged
+from farthing.errors import Interrupted, NoSpace, RunDamaged
 from farthing.events import Exported, Note, Restored, Saved, Working
 from farthing.export.folders import export_model
 from farthing.model.adapters import put_back
@@ -28,10 +28,12 @@ from farthing.units import plural, say_bytes
 
 
 def restore(attempt: Attempt, allow_restart: bool) -> None:
-    """Go back to the newest whole checkpoint, or to the start when there never was one. Raises `RunDamaged`."""
+    """Go back to the newest whole checkpoint, or to the start when there never was one. Raises `RunDamaged`, and `Interrupted`
+    where all were damaged here and a store has the run: the next attempt takes its copy."""
     checkpoints, ledger, at = attempt.checkpoints, attempt.context.ledger, attempt.progress
     if not attempt.context.ranks.is_first:
         return
+    may_be_in_store = attempt.context.replica is not None and bool(checkpoints.steps())
     try:
         step = checkpoints.newest_valid()
         if step is None and ledger.committed_step > 0:
@@ -40,7 +42,11 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
                 where=str(checkpoints.folder),
                 to_do="bring it back from a copy, or start from step 0 with --allow-restart",
             )
-    except RunDamaged:
+    except RunDamaged as error:
+        if may_be_in_store and not allow_restart:
+            raise Interrupted(
+                f"{error.what}; the same command takes the copy in the store", where=error.where, to_do="run it again"
+            ) from error
         if not allow_restart:
             raise
         checkpoints.forget_all()

@@ -94,11 +94,7 @@ def commands(at: str) -> Commands:
     return Commands(
         submit=_submit,
         id_of=lambda text: text.split()[-1].rpartition("/")[2],
-        listing=lambda prefix: [
-            *["kubectl", "get", "jobs", "-o", "json", "--selector"],
-            f"farthing-launch={prefix}",
-            *space,
-        ],
+        listing=lambda prefix: ["kubectl", "get", "jobs", "-o", "json", f"--selector=farthing-launch={prefix}", *space],
         parse=_parse,
         destroy=lambda m: ["kubectl", "delete", "job,configmap", m.name, *space, "--ignore-not-found", "--wait=false"],
         log=lambda m: ["kubectl", "logs", f"job/{m.name}", *space, "--tail=200"],

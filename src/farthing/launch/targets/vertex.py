@@ -14,8 +14,6 @@ from farthing.launch.target import Commands, Files, Target
 DOCUMENT = "custom_job.json"
 _OVER = ("JOB_STATE_SUCCEEDED", "JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_EXPIRED")
 _WAITS = ("JOB_STATE_QUEUED", "JOB_STATE_PENDING")
-
-
 _SECRET = (
     "import base64, json, sys, urllib.request as web\n"
     "def get(url, **headers):\n"
