@@ -444,7 +444,7 @@ def test_what_an_update_takes_besides_is_known() -> None:
     expected = {"adamw_torch_fused": 0, "adamw_torch": large + small, "sgd": large, "adamw_torch_offload": 0}
     assert {name: update_bytes(optimizer_of(model, name)) for name in expected} == expected
     optimizer = optimizer_of(model, "adamw_torch")
-    assert temporary_bytes(optimizer, list(model.parameters()), False, False) == large
+    assert temporary_bytes(optimizer, {"params": list(model.parameters()), "fused": False, "foreach": False}) == large
 
 
 def test_a_scaler_forgets_a_step_that_failed_and_keeps_its_scale() -> None:

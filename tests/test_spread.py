@@ -323,7 +323,7 @@ def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process() -> None:
         ranks.spread(model, How())
         before = {name: weight.clone() for name, weight in ranks.trained_of(model).items()}
         ranks.within(lambda: model.layers[0](model.experts[1](torch.ones(1, 2))).square().sum()).backward()
-        ranks.take_gradients()
+        ranks.spreads.take_gradients()
         found = {name: weight.grad for name, weight in ranks.trained_of(model).items() if weight.grad is not None}
     assert set(found) == {"layers.0.linear.weight", "layers.0.linear.bias", "experts.1.weight"}
     own = torch.nn.Linear(2, 2)

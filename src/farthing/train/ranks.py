@@ -264,16 +264,6 @@ class Ranks:
             self.is_first, spreads.shard, spreads.n_shards, spreads.is_copy, self.rows_of, self.gather_for_save
         )
 
-    def take_gradients(self) -> None:
-        """Give this rank's rows of the trained weights their gradients, summed over all ranks."""
-        if self.spreads is not None:
-            self.spreads.take_gradients()
-
-    def begin_anew(self) -> None:
-        """Forget a forward or backward pass over spread weights that has failed."""
-        if self.spreads is not None:
-            self.spreads.begin_anew()
-
     def clip(self, weights: Sequence[Tensor], most: float) -> Tensor:
         """Scale gradients down to a norm of `most` over all ranks' rows; the norm before."""
         if not self.trains_rows:

@@ -180,7 +180,8 @@ class Steps:
             except BaseException as error:
                 self.close()
                 self.optimizer.zero_grad(set_to_none=True)
-                self.ranks.begin_anew()
+                if self.ranks.spreads is not None:
+                    self.ranks.spreads.begin_anew()
                 forget_unscaling(self.scaler)
                 if not is_out_of_memory(error) or self._is_agreed:
                     raise
@@ -208,7 +209,8 @@ class Steps:
         with self.ranks.all_or_none():
             self.accumulate(iter([once, once]), counts=False)
             reserve_for_update(self.optimizer)
-        self.ranks.begin_anew()
+        if self.ranks.spreads is not None:
+            self.ranks.spreads.begin_anew()
         for weight in self.trained:
             weight.grad = None
         return len(largest), self.forward.n_computed(arrays)
@@ -218,7 +220,8 @@ class Steps:
         self._is_agreed = False
         seed_everything(self.seed, step)
         sums = self._accumulate_together(step) if self.n_lanes > 1 else self.accumulate(self._micro_batches_of(step))
-        self.ranks.take_gradients()
+        if self.ranks.spreads is not None:
+            self.ranks.spreads.take_gradients()
         rate = self.learning_rate_at(step)
         self.before_update()
         with self.meter.span("optimizer"):

@@ -11,7 +11,8 @@ on from its last checkpoint.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,10 +83,8 @@ def reserve_for_update(optimizer: torch.optim.Optimizer) -> None:
     Memory that is not there is missed here, where no weight has changed, and not in the middle of the update. Nothing on
     a CPU, whose allocator keeps no cache.
     """
-    if not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
-        return
     for group in optimizer.param_groups:
-        n_bytes = temporary_bytes(optimizer, group["params"], bool(group.get("fused")), group.get("foreach"))
+        n_bytes = temporary_bytes(optimizer, group)
         device = group["params"][0].device
         if n_bytes and device.type == "cuda":
             torch.empty(n_bytes, dtype=torch.uint8, device=device)
@@ -93,24 +92,19 @@ def reserve_for_update(optimizer: torch.optim.Optimizer) -> None:
 
 def update_bytes(optimizer: torch.optim.Optimizer) -> int:
     """What the update takes on a GPU besides weights, gradients and state, at its worst."""
-    if not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
-        return 0
-    groups = optimizer.param_groups
-    return max(temporary_bytes(optimizer, g["params"], bool(g.get("fused")), g.get("foreach")) for g in groups)
+    return max(temporary_bytes(optimizer, group) for group in optimizer.param_groups)
 
 
-def temporary_bytes(
-    optimizer: torch.optim.Optimizer, weights: list[Tensor], is_fused: bool, foreach: bool | None
-) -> int:
-    """Bytes that the update of a group takes besides weights, gradients and state.
+def temporary_bytes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    """Bytes that the update of a group takes besides weights, gradients and state; 0 where it is not known.
 
     AdamW has the roots of its second moments (`_multi_tensor_adam`: of all weights at once), SGD with decay a copy of a
     gradient at a time (`_single_tensor_sgd`), fused kernels nothing.
     """
-    if is_fused:
+    if group.get("fused") or not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
         return 0
-    of_each = [weight.nbytes for weight in weights if weight.nbytes > SMALL_BYTES]
-    if isinstance(optimizer, torch.optim.SGD) or foreach is False:
+    of_each = [weight.nbytes for weight in group["params"] if weight.nbytes > SMALL_BYTES]
+    if isinstance(optimizer, torch.optim.SGD) or group.get("foreach") is False:
         return max(of_each, default=0)
     return sum(of_each)
 
