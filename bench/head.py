@@ -19,8 +19,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from farthing.model.head import Labelled, default_tile_tokens, head_loss, language_model_loss
-from farthing.model.loss import summed_loss
+from farthing.model.head import default_tile_tokens, head_loss, language_model_loss
+from farthing.model.loss import Labelled, summed_loss
 
 SHARE = 0.3
 

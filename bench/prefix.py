@@ -27,7 +27,8 @@ from farthing.model.documents import packed_batch
 from farthing.model.frozen_cache import open_frozen_cache
 from farthing.model.frozen_layers import find_frozen_layers
 from farthing.model.hardware import Numerics
-from farthing.model.head import POSITIONS, TARGETS, find_labelled, language_model_loss
+from farthing.model.head import language_model_loss
+from farthing.model.loss import POSITIONS, TARGETS, find_labelled
 from head import compare, small_model
 
 

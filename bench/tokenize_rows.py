@@ -171,7 +171,7 @@ def batching(tokens: TokenSet, task: str, batch: int, repeats: int) -> dict[str,
     """M tokens a second of cutting and collating global batches, and of finding what is labelled in them."""
     import torch
 
-    from farthing.model.head import find_labelled
+    from farthing.model.loss import find_labelled
 
     torch.set_num_threads(1)
     order = permutation(len(tokens), 0, 0)[: 16384 // batch * batch]

@@ -40,8 +40,9 @@ from farthing.model.attention_choice import Asked, choose
 from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
 from farthing.model.documents import Documents
 from farthing.model.hardware import find_compiler
-from farthing.model.head import Labelled, head_loss
+from farthing.model.head import head_loss
 from farthing.model.lora_kernels import leave_low_rank
+from farthing.model.loss import Labelled
 from farthing.prices.gpus import gpu_of_device
 from farthing.report.receipt import build_receipt
 from farthing.train.attempt import Attempt

@@ -21,18 +21,14 @@ from farthing.model.documents import packed_batch
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.head import (
-    POSITIONS,
-    TARGETS,
     Head,
-    Labelled,
     default_tile_tokens,
     find_head,
-    find_labelled,
     head_loss,
     language_model_loss,
     loss_and_log_probs,
 )
-from farthing.model.loss import summed_loss
+from farthing.model.loss import POSITIONS, TARGETS, Labelled, find_labelled, summed_loss
 from farthing.planner.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
 from farthing.tasks.task import IGNORED
 from thinned import thinned

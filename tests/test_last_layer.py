@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,21 @@ def test_with_an_adapter_checkpointing_and_a_shared_beginning(family: str, every
     loss = forward.loss(batch)
     torch.testing.assert_close(loss, expected, rtol=CLOSE, atol=CLOSE)
     assert_same(gradients(model, loss), theirs, 3 * CLOSE)
+
+
+def test_nothing_is_kept_once_the_backward_pass_is_over() -> None:
+    model, tokens, kept = model_of("llama"), examples(), []
+    forward = forward_of(model)
+    for module in list(last_layer(model).modules())[1:]:
+        module.register_forward_hook(lambda _, __, out: kept.append(weakref.ref(out[0] if type(out) is tuple else out)))
+    gc.collect()
+    gc.disable()  # as while a run trains
+    try:
+        forward.loss(batch_of(forward, tokens)).backward()
+        assert kept
+        assert not [each for each in kept if each() is not None]
+    finally:
+        gc.enable()
 
 
 def read_of(lengths: list[int], wanted: list[int]) -> Any:

@@ -14,7 +14,7 @@ from farthing.model.activation_checkpointing import Beside, Linear, MemoryNeed, 
 from farthing.model.attention import Documents
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.model.head import POSITIONS, TARGETS
+from farthing.model.loss import POSITIONS, TARGETS
 from on_gpu.work import config_of
 from test_memory import BLOCK_BYTES, cut_config
 from thinned import thinned

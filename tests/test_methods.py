@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -589,3 +590,15 @@ def test_training_with_and_without_checkpointing_ends_in_the_same_weights(family
             workshop.train(job)
         ends.append({name: p.detach() for name, p in watched.model.named_parameters()})
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_nothing_is_kept_of_a_pass_that_was_counted() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sigmoid(), torch.nn.Linear(8, 8), torch.nn.Softmax(-1))
+    seen: list[Any] = []
+    for layer in model:
+        layer.register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out)))
+    rows = torch.ones(5, 8)
+    # the input, what the sigmoid gives, which the next layer reads too, and what the softmax gives
+    assert saved_bytes(model, lambda: model(rows).sum()) == 3 * rows.nbytes
+    assert len(seen) == 4
+    assert not [each for each in seen if each() is not None], "a graph that holds itself is never collected"

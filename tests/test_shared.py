@@ -34,8 +34,8 @@ from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import DECODERS, ENCODERS, attend, can_share, go_packed, packed_logits
 from farthing.model.documents import Documents, packed_batch
-from farthing.model.head import find_labelled, language_model_loss
-from farthing.model.loss import summed_loss
+from farthing.model.head import language_model_loss
+from farthing.model.loss import find_labelled, summed_loss
 from farthing.tasks.task import IGNORED
 from farthing.tiny import write_jsonl
 from test_attention import MAIN, Layer, Waits, assert_same, gradients, heads, model_of

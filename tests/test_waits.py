@@ -24,9 +24,8 @@ from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.documents import Documents, owners_of, sent
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.model.head import find_labelled
 from farthing.model.lora_kernels import use_low_rank
-from farthing.model.loss import POSITIONS, TARGETS, summed_loss
+from farthing.model.loss import POSITIONS, TARGETS, find_labelled, summed_loss
 from farthing.planner.families import DECODERS, ENCODERS
 from test_attention import model_of
 from test_shared import token_set

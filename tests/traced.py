@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelF
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapter_start import take_start_away
 from farthing.model.attention import Documents, go_packed, packed_logits
-from farthing.model.head import POSITIONS, TARGETS, language_model_loss
+from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import use_low_rank
+from farthing.model.loss import POSITIONS, TARGETS
 from farthing.model.pairs import pair_batch
 from farthing.planner.memory import NF4_BYTES
 

@@ -144,23 +144,19 @@ class Sample:
 
 
 def saved_bytes(model: Any, forward: Callable[[], Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass of `forward`, weights left out."""
+    """Bytes that autograd keeps for the backward pass of `forward`, weights left out; nothing of it is kept after."""
     weights, gathers = _storages_of(model), any(hasattr(p, "_local_tensor") for p in model.parameters())
-    storages: dict[int, int] = {}
-    alive: list[Tensor] = []  # so that an address is not given out twice while we count
+    storages: dict[int, Any] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> None:
+        """Holds the memory alone, so that its address is not given out twice: a tensor would hold the graph that holds it."""
         storage = tensor.untyped_storage()
-        if storage._cdata in weights or (gathers and storage._cdata in _storages_of(model)):
-            return tensor
-        storages[storage._cdata] = storage.nbytes()
-        alive.append(tensor)
-        return tensor
+        if storage._cdata not in weights and not (gathers and storage._cdata in _storages_of(model)):
+            storages[storage._cdata] = storage
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = forward()
-    del loss
-    return sum(storages.values())
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
+        forward()
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _storages_of(model: Any) -> set[int]:

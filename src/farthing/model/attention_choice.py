@@ -80,64 +80,46 @@ def choose(asked: Asked, machine: Machine) -> Choice:
     if machine.device != "cuda":
         return Choice("documents")
     passed_over: list[tuple[str, str]] = []
-    for kernel, why_not in (("varlen", _why_not_varlen), ("flash", _why_not_flash), ("flex", _why_not_flex)):
-        reason = why_not(asked, machine)
+    for kernel, obstacles in _obstacles(asked, machine).items():
+        reason = next((words for words, is_so in obstacles.items() if is_so), None)
         if reason is None:
             return Choice(kernel, tuple(passed_over))
         passed_over.append((kernel, reason))
     return Choice("padded", tuple(passed_over))
 
 
-def _why_not_varlen(asked: Asked, machine: Machine) -> str | None:
-    if not machine.varlen:
-        return "torch has none before 2.10"
-    if asked.has_dropout:
-        return "it drops nothing"
-    if asked.has_softcap:
-        return "it caps nothing"
-    if asked.has_window and "window_size" not in machine.varlen:
-        return "it has no windows before torch 2.11"
-    return _why_not_flash_at_all(asked, machine)
-
-
-def _why_not_flash(asked: Asked, machine: Machine) -> str | None:
-    if not machine.flash:
-        return "flash-attn is not installed"
+def _obstacles(asked: Asked, machine: Machine) -> dict[str, dict[str, bool]]:
+    """What can keep each kernel, from the quickest on, from doing what is asked, and whether it does."""
+    size, is_old = asked.head_size, machine.capability < (8, 0)
     wanted = {"window_size": asked.has_window, "softcap": asked.has_softcap, "deterministic": machine.is_deterministic}
-    missing = [name for name, is_wanted in wanted.items() if is_wanted and name not in machine.flash]
-    if missing:
-        return f"this version of flash-attn has no {missing[0]}"
-    return _why_not_flash_at_all(asked, machine)
-
-
-def _why_not_flash_at_all(asked: Asked, machine: Machine) -> str | None:
-    """What torch's copy of the flash kernels and flash-attn itself both refuse."""
-    if asked.dtype not in HALVES:
-        return "it has no fp32"
-    if machine.capability < (8, 0):
-        return "it needs Ampere or later"
-    if asked.head_size > 256 or asked.head_size % 8:
-        return "its heads are multiples of 8 up to 256"
-    is_tight = asked.head_size > 192 and (asked.head_size <= 224 or asked.has_dropout)
-    if is_tight and machine.capability not in WIDE_HEADS_ON:
-        return "heads this wide train on A100 and H100 only"
-    return None
-
-
-def _why_not_flex(asked: Asked, machine: Machine) -> str | None:
-    if asked.has_dropout:
-        return "it drops nothing"
-    if not machine.has_flex:
-        return "it needs Triton and a C compiler"
-    if machine.capability < (8, 0):
-        return "it needs Ampere or later"
-    if machine.is_deterministic:
-        return "torch does not promise that its gradients are deterministic"
-    if asked.head_size < 16:
-        return "its heads are 16 or wider"
-    if asked.head_size > (256 if asked.dtype in HALVES else MOST_FLEX_FP32):
-        return f"heads this wide may not fit in {asked.dtype}"
-    return None
+    missing = {
+        f"this version of flash-attn has no {name}": name not in machine.flash for name in wanted if wanted[name]
+    }
+    is_tight = size > 192 and (size <= 224 or asked.has_dropout)
+    of_both_flash = {  # torch's copy of the flash kernels, and flash-attn itself
+        "it has no fp32": asked.dtype not in HALVES,
+        "it needs Ampere or later": is_old,
+        "its heads are multiples of 8 up to 256": size > 256 or size % 8 > 0,
+        "heads this wide train on A100 and H100 only": is_tight and machine.capability not in WIDE_HEADS_ON,
+    }
+    return {
+        "varlen": {
+            "torch has none before 2.10": not machine.varlen,
+            "it drops nothing": asked.has_dropout,
+            "it caps nothing": asked.has_softcap,
+            "it has no windows before torch 2.11": asked.has_window and "window_size" not in machine.varlen,
+            **of_both_flash,
+        },
+        "flash": {"flash-attn is not installed": not machine.flash, **missing, **of_both_flash},
+        "flex": {
+            "it drops nothing": asked.has_dropout,
+            "it needs Triton and a C compiler": not machine.has_flex,
+            "it needs Ampere or later": is_old,
+            "torch does not promise that its gradients are deterministic": machine.is_deterministic,
+            "its heads are 16 or wider": size < 16,
+            f"heads this wide may not fit in {asked.dtype}": size > (256 if asked.dtype in HALVES else MOST_FLEX_FP32),
+        },
+    }
 
 
 # ---- documents in padded calls ----

@@ -47,16 +47,13 @@ from farthing.model.frozen_cache import FrozenCache
 from farthing.model.frozen_layers import FrozenLayers
 from farthing.model.hardware import Numerics
 from farthing.model.head import (
-    POSITIONS,
-    TARGETS,
     Head,
     find_head,
-    find_labelled,
     language_model_loss,
     loss_and_log_probs,
 )
 from farthing.model.last_layer import computed_for, labelled_alone, last_layer
-from farthing.model.loss import inner_of, summed_loss
+from farthing.model.loss import POSITIONS, TARGETS, find_labelled, inner_of, summed_loss
 from farthing.model.pairs import collate_pairs, pair_batch, source_states
 from farthing.planner.families import MOST_READ
 from farthing.planner.tiles import WRITES_MORE, default_tile_tokens

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -133,7 +134,7 @@ def open_frozen_cache(
 
                 _fill(frozen, tokens, plan, missing, numerics, commit, progress, should_stop)
             os.utime(folder)
-            return _mapped(folder, plan, frozen.width)
+            return _mapped(folder, plan, tokens.lengths, frozen.width)
     except OSError as error:
         if folder.is_dir():  # room for checkpoints is worth more
             shutil.rmtree(folder, ignore_errors=True)
@@ -143,18 +144,15 @@ def open_frozen_cache(
 # ---- what is in it ----
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """Which examples are computed together, and where their rows go: a function of lengths and budgets."""
 
-    order: NDArray[np.int64]
-    """Examples as they lie on the disk: the longest first, equal ones side by side."""
-    starts: NDArray[np.int64]
-    """[n + 1]: the row where each begins."""
-    parts: list[list[slice]]
-    """Of each part, its micro-batches: places in `order`."""
+    parts: list[list[NDArray[np.int64]]]
+    """Of each part, the examples of its micro-batches: the longest first, equal ones side by side."""
+    bounds: NDArray[np.int64]
+    """[n_parts + 1]: the row where each part begins, and where the last ends."""
     example_starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    """As `FrozenCache.starts`."""
 
     @classmethod
     def of(cls, tokens: TokenSet, examples: NDArray[np.int64], width: int, micro_batch_tokens: int) -> _Plan:
@@ -165,35 +163,32 @@ class _Plan:
         order = wanted[np.argsort(-lengths[wanted], kind="stable")]
         starts = np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64)
         most_rows = PART_BYTES // frozen_cache_bytes(1, width, 4)
-        parts: list[list[slice]] = []
-        at = 0
+        parts: list[list[NDArray[np.int64]]] = []
+        bounds, at = [0], 0
         while at < len(order):
             stop = max(at + 1, int(np.searchsorted(starts, starts[at] + micro_batch_tokens, side="right")) - 1)
-            if parts and starts[stop] - starts[parts[-1][0].start] <= most_rows:
-                parts[-1].append(slice(at, stop))
-            else:
-                parts.append([slice(at, stop)])
+            if not parts or starts[stop] - bounds[-2] > most_rows:
+                parts.append([])
+                bounds.append(0)
+            parts[-1].append(order[at:stop])
+            bounds[-1] = int(starts[stop])
             at = stop
         example_starts = np.full(len(tokens), -1, np.int64)
         example_starts[order] = starts[:-1]
-        return cls(order, starts, parts, example_starts, lengths)
-
-    def bounds(self, number: int) -> tuple[int, int]:
-        """The rows of a part: its first, and the one after its last."""
-        pieces = self.parts[number]
-        return int(self.starts[pieces[0].start]), int(self.starts[pieces[-1].stop])
+        return cls(parts, np.array(bounds), example_starts)
 
     def n_tokens(self, numbers: list[int]) -> int:
         """Rows of these parts."""
-        return sum(stop - start for start, stop in map(self.bounds, numbers))
+        return int(np.diff(self.bounds)[numbers].sum())
 
 
 def _facts(
     frozen: FrozenLayers, tokens: TokenSet, plan: _Plan, numerics: Numerics, micro_batch_tokens: int
 ) -> dict[str, object]:
     """Everything the rows follow from."""
-    data = hashlib.sha256(plan.lengths[plan.order].tobytes())
-    for index in plan.order:
+    order = np.concatenate([piece for part in plan.parts for piece in part])
+    data = hashlib.sha256(tokens.lengths[order].tobytes())
+    for index in order:
         data.update(tokens.example(int(index))[0].tobytes())
     return {
         "version": CACHE_VERSION,
@@ -255,8 +250,7 @@ def _why_no_room(
     frozen: FrozenLayers, tokens: TokenSet, plan: _Plan, missing: list[int], numerics: Numerics, folder: Path
 ) -> str:
     """Why the disk can't hold the missing parts, in words; empty if it can. One token tells what a number takes."""
-    shortest = plan.order[-1:]
-    sample = _computed(frozen, tokens, shortest, numerics)
+    sample = _computed(frozen, tokens, plan.parts[-1][-1][-1:], numerics)
     needed = plan.n_tokens(missing) * sample[0].nbytes
     free = shutil.disk_usage(folder).free
     if needed <= DISK_SHARE * free:
@@ -278,7 +272,7 @@ def _fill(
     should_stop: Callable[[], bool],
 ) -> None:
     """Compute and commit the missing parts; one is written while the next is computed."""
-    total = plan.n_tokens(list(range(len(plan.parts))))
+    total = int(plan.bounds[-1])
     done = total - plan.n_tokens(missing)
     with ThreadPoolExecutor(1) as writer:
         written: Future[None] | None = None
@@ -286,7 +280,7 @@ def _fill(
             computed = []
             for piece in plan.parts[number]:
                 _stop_if(should_stop)
-                computed.append(_computed(frozen, tokens, plan.order[piece], numerics))
+                computed.append(_computed(frozen, tokens, piece, numerics))
                 done += len(computed[-1])
                 progress(done, total)
             if written is not None:
@@ -317,14 +311,11 @@ def _name(number: int) -> str:
     return f"{number:05d}"
 
 
-def _mapped(folder: Path, plan: _Plan, width: int) -> FrozenCache:
+def _mapped(folder: Path, plan: _Plan, lengths: NDArray[np.int64], width: int) -> FrozenCache:
     """The parts, mapped by torch: a map of numpy would hold a descriptor for each."""
-    bounds = [plan.bounds(number) for number in range(len(plan.parts))]
     parts = []
-    for number, (start, stop) in enumerate(bounds):
+    for number, n_rows in enumerate(np.diff(plan.bounds).tolist()):
         path, dtype = folder / _name(number), _DTYPES[read_manifest(folder / _name(number))["dtype"]]
-        rows = torch.from_file(str(path / ROWS), shared=False, size=(stop - start) * width, dtype=dtype)
+        rows = torch.from_file(str(path / ROWS), shared=False, size=n_rows * width, dtype=dtype)
         parts.append(rows.view(-1, width))
-    return FrozenCache(
-        folder, plan.example_starts, plan.lengths, np.array([start for start, _ in bounds]), tuple(parts)
-    )
+    return FrozenCache(folder, plan.example_starts, lengths, plan.bounds[:-1], tuple(parts))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from farthing.model.attention import NAME, can_go_packed, packed_inputs
 from farthing.model.documents import Batch
-from farthing.model.last_layer import layers_of
+from farthing.model.last_layer import is_heard, layers_of
 from farthing.model.loss import inner_of
 from farthing.model.pairs import answering
 from farthing.tasks.registry import task_of
@@ -172,8 +172,7 @@ def _why_not_fixed(modules: Iterable[nn.Module]) -> str:
             rates["p"] = module.p
         if any(isinstance(rate, float | int) and rate > 0 for rate in rates.values()):
             return f"dropout at work ({kind})"
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks):
+        if is_heard(module):
             return f"something that listens to it ({kind})"
     return ""
 

@@ -23,41 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from farthing.model import pairs
 from farthing.model.documents import Batch
-from farthing.model.loss import POSITIONS, TARGETS, decoder_inputs, inner_of, summed_loss
+from farthing.model.loss import Labelled, decoder_inputs, inner_of, inputs_of, labelled_of, summed_loss
 from farthing.planner.families import KNOWN_HEADS
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 from farthing.tasks.registry import task_of
-from farthing.tasks.task import IGNORED
 
 TILE = 1024  # positions whose whole logits are taken at once
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """Which hidden states are scored, and against which word: positions [n] into the flattened [N], targets [n]."""
-
-    positions: Tensor
-    targets: Tensor
-    log_probs: Tensor | None = None
-    """[n], where `head_loss` shall leave the log-probability of each target; nothing is differentiated through it."""
-
-
-def find_labelled(labels: Tensor, *, predicts_next: bool, position_ids: Tensor | None = None) -> Labelled:
-    """The labelled positions of labels [B, T].
-
-    With `predicts_next` (causal models) each token is scored where the one before it stands, so the first token of a row
-    is never scored; nor is the first of a document in a packed batch, which `position_ids` [B, T] of 0 tells. To be called
-    on the CPU: on a GPU it would be waited for.
-    """
-    n_tokens = labels.shape[1]
-    if predicts_next:
-        wanted = labels[:, 1:] != IGNORED
-        if position_ids is not None:
-            wanted &= position_ids.expand_as(labels)[:, 1:] != 0
-        rows, columns = wanted.nonzero(as_tuple=True)
-        return Labelled(rows * n_tokens + columns, labels[rows, columns + 1])
-    rows, columns = (labels != IGNORED).nonzero(as_tuple=True)
-    return Labelled(rows * n_tokens + columns, labels[rows, columns])
 
 
 def head_loss(
@@ -301,14 +272,14 @@ def language_model_loss(
     """
     head = find_head(model, task) if head is None else head
     if isinstance(head, Head) and not head.is_matrix and not label_smoothing:
-        return -word_log_probs(head.hidden_states(batch), head, _labelled_of(batch, task), tile_tokens).sum()
+        return -word_log_probs(head.hidden_states(batch), head, labelled_of(batch, task), tile_tokens).sum()
     if isinstance(head, str) or not head.is_matrix:
-        return _by_whole_logits(model, batch, task, label_smoothing)[0]
+        return summed_loss(model, batch, task, label_smoothing)[0]
     return head_loss(
         head.hidden_states(batch),
         head.linear.weight,
         head.bias,
-        _labelled_of(batch, task),
+        labelled_of(batch, task),
         tile_tokens=tile_tokens,
         soft_cap=head.soft_cap,
         label_smoothing=label_smoothing,
@@ -331,9 +302,9 @@ def loss_and_log_probs(
     are found together. A document is one of a packed batch, or a row of a padded one.
     """
     head = find_head(model, task) if head is None else head
-    labelled = _labelled_of(batch, task)
+    labelled = labelled_of(batch, task)
     if isinstance(head, str) or (label_smoothing and (torch.is_grad_enabled() or not head.is_matrix)):
-        loss, logits = _by_whole_logits(model, batch, task, label_smoothing)
+        loss, logits = summed_loss(model, batch, task, label_smoothing)
         scores = logits.flatten(0, 1)[labelled.positions].split(TILE)
         parts = zip(scores, labelled.targets.split(TILE), strict=True)
         found = [F.cross_entropy(part.float(), words, reduction="none") for part, words in parts]
@@ -386,32 +357,10 @@ def word_log_probs(hidden: Tensor, head: Head, labelled: Labelled, tile_tokens: 
     return torch.cat([checkpoint(of_tile, rows[places], targets, use_reentrant=False) for places, targets in parts])
 
 
-def _labelled_of(batch: dict[str, Tensor], task: str) -> Labelled:
-    if POSITIONS in batch:
-        return Labelled(batch[POSITIONS], batch[TARGETS])
-    predicts_next = task_of(task).predicts_next
-    return find_labelled(batch["labels"], predicts_next=predicts_next, position_ids=batch.get("position_ids"))
-
-
-def _by_whole_logits(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """(summed loss, logits [B, T, V]); of documents in a packed batch too, which `summed_loss` knows nothing of."""
-    if not task_of(task).predicts_next or "position_ids" not in batch:
-        return summed_loss(model, batch, task, label_smoothing)
-    labelled = _labelled_of(batch, task)
-    logits = model(**_inputs(batch), use_cache=False).logits
-    scores = logits.flatten(0, 1)[labelled.positions]
-    loss = F.cross_entropy(scores.float(), labelled.targets, reduction="sum", label_smoothing=label_smoothing)
-    return loss, logits
-
-
-def _inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in batch.items() if name not in ("labels", POSITIONS, TARGETS)}
-
-
 def _causal_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
     """Hidden states [B, T, h] after the last norm, scaled where the family scales its logits (Cohere, Granite)."""
     body = getattr(inner, inner.base_model_prefix)
-    states: Tensor = body(**_inputs(batch), use_cache=False).last_hidden_state
+    states: Tensor = body(**inputs_of(batch), use_cache=False).last_hidden_state
     scale = getattr(inner.config, "logit_scale", None) or 1 / getattr(inner.config, "logits_scaling", 1)
     return states if scale == 1 else states * scale
 
@@ -421,7 +370,7 @@ def _decoder_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
     if "documents" in batch:
         states = pairs.decoder_states(inner, batch)
     else:
-        inputs = _inputs(batch)
+        inputs = inputs_of(batch)
         source = inner.get_encoder()(**inputs).last_hidden_state
         states = inner.get_decoder()(
             input_ids=decoder_inputs(inner, batch["labels"]),

@@ -47,7 +47,10 @@ class Read:
 
 
 class KeysKnown(Exception):
-    """A layer has come to its attention, which was asked for its keys and values [1, H, K, D] alone."""
+    """A layer has come to its attention, which was asked for its keys and values [1, H, K, D] alone.
+
+    Nothing that the layer holds may refer to it: with its traceback it would keep tensors until garbage is collected.
+    """
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         super().__init__()
@@ -147,9 +150,15 @@ def last_layer(inner: Any) -> Any:
     if not layers or _attention_of(layers[-1]) is None:
         return None
     last: Any = layers[-1]
-    is_taken = "forward" in vars(last) or last._compiled_call_impl or last._forward_hooks or last._forward_pre_hooks
+    is_taken = "forward" in vars(last) or last._compiled_call_impl or is_heard(last)
     # versions of transformers whose call checkpoints would compute the whole layer again
     return None if is_taken or type(last).__call__ is not nn.Module.__call__ else last
+
+
+def is_heard(module: nn.Module) -> bool:
+    """Whether something listens to a module; transformers' own recording of outputs, which nobody asks for, does not count."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def of_all_tokens(layer: Any) -> list[nn.Module]:

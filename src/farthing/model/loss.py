@@ -6,6 +6,7 @@ Shapes: B examples, T tokens, V words, C classes.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -36,30 +37,61 @@ def summed_loss(model: Any, batch: dict[str, Tensor], task: str, label_smoothing
     of = task_of(task)
     if of.labels is not None:
         return of.labels.loss(logits, labels, label_smoothing), logits
-    if POSITIONS in batch:
-        scores, labels = logits.flatten(0, 1).index_select(0, batch[POSITIONS]), batch[TARGETS]
-    else:
-        if of.predicts_next:
-            scores, labels = logits[:, :-1], labels[:, 1:]
-        else:
-            scores = logits
-        wanted = labels != IGNORED
-        scores, labels = scores[wanted], labels[wanted]  # [n_targets, V], [n_targets]
-    return F.cross_entropy(scores.float(), labels, reduction="sum", label_smoothing=label_smoothing), logits
+    labelled = labelled_of(batch, task)
+    scores = logits.flatten(0, 1).index_select(0, labelled.positions)
+    return F.cross_entropy(scores.float(), labelled.targets, reduction="sum", label_smoothing=label_smoothing), logits
 
 
 def logits_of(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     """Forward pass without the library's own loss."""
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    of = task_of(task)
+    inputs, of = inputs_of(batch), task_of(task)
     if of.is_pair:
-        inner = inner_of(model)
-        inputs["decoder_input_ids"] = decoder_inputs(inner, batch["labels"])
-        inputs["use_cache"] = False
-    elif of.predicts_next:
+        inputs["decoder_input_ids"] = decoder_inputs(inner_of(model), batch["labels"])
+    if of.labels is None:
         inputs["use_cache"] = False
     logits: Tensor = model(**inputs).logits
     return logits
+
+
+def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """What of a batch the model takes."""
+    return {name: value for name, value in batch.items() if name not in ("labels", POSITIONS, TARGETS)}
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Which hidden states are scored, and against which word: positions [n] into the flattened [N], targets [n]."""
+
+    positions: Tensor
+    targets: Tensor
+    log_probs: Tensor | None = None
+    """[n], where `head_loss` shall leave the log-probability of each target; nothing is differentiated through it."""
+
+
+def find_labelled(labels: Tensor, *, predicts_next: bool, position_ids: Tensor | None = None) -> Labelled:
+    """The labelled positions of labels [B, T].
+
+    With `predicts_next` (causal models) each token is scored where the one before it stands, so the first token of a row
+    is never scored; nor is the first of a document in a packed batch, which `position_ids` [B, T] of 0 tells. To be called
+    on the CPU: on a GPU it would be waited for.
+    """
+    n_tokens = labels.shape[1]
+    if predicts_next:
+        wanted = labels[:, 1:] != IGNORED
+        if position_ids is not None:
+            wanted &= position_ids.expand_as(labels)[:, 1:] != 0
+        rows, columns = wanted.nonzero(as_tuple=True)
+        return Labelled(rows * n_tokens + columns, labels[rows, columns + 1])
+    rows, columns = (labels != IGNORED).nonzero(as_tuple=True)
+    return Labelled(rows * n_tokens + columns, labels[rows, columns])
+
+
+def labelled_of(batch: dict[str, Tensor], task: str) -> Labelled:
+    """The labelled positions of a batch: those that it says, or those of its labels."""
+    if POSITIONS in batch:
+        return Labelled(batch[POSITIONS], batch[TARGETS])
+    predicts_next = task_of(task).predicts_next
+    return find_labelled(batch["labels"], predicts_next=predicts_next, position_ids=batch.get("position_ids"))
 
 
 def decoder_inputs(inner: Any, labels: Tensor) -> Tensor:
