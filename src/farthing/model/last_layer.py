@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ from farthing.planner.families import MOST_READ
 
 QUERY, KEY_VALUE = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value")
 FUSED = ("qkv_proj", "query_key_value", "c_attn")
+GATHERS = "hooks_that_gather"
+"""A layer's attribute: hooks that make its weights whole around it, however often its own code is called in between."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,15 +152,17 @@ def last_layer(inner: Any) -> Any:
     if not layers or _attention_of(layers[-1]) is None:
         return None
     last: Any = layers[-1]
-    is_taken = "forward" in vars(last) or last._compiled_call_impl or is_heard(last)
+    is_taken = "forward" in vars(last) or last._compiled_call_impl or is_heard(last, getattr(last, GATHERS, ()))
     # versions of transformers whose call checkpoints would compute the whole layer again
     return None if is_taken or type(last).__call__ is not nn.Module.__call__ else last
 
 
-def is_heard(module: nn.Module) -> bool:
-    """Whether something listens to a module; transformers' own recording of outputs, which nobody asks for, does not count."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+def is_heard(module: nn.Module, but: Collection[int] = ()) -> bool:
+    """Whether something listens to a module, `but` hooks of these numbers; transformers' own recording of outputs, which nobody
+    asks for, does not count."""
+    hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
+    heard = [hook for number, hook in hooks if number not in but]
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in heard)
 
 
 def of_all_tokens(layer: Any) -> list[nn.Module]:
