@@ -24,7 +24,7 @@ from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.throughput_arithmetic import OwnFigures
 from farthing.planner.types import Assumptions, Place, place_of
 from farthing.prices.offers import Billing, Offer
-from farthing.report.plan_brief import draw_choices
+from farthing.report.plan_brief import draw_choices, to_check
 from farthing.report.plan_compare import compare_plans, find_plan
 from farthing.report.plan_view import plan_view
 from farthing.report.plan_words import break_even_words, limits_in_words, say_cost, summary, ways_out
@@ -419,3 +419,11 @@ def test_the_keys_of_a_plan_stay_as_they_were(tmp_path: Path) -> None:
     here = keys_of(plan_view(ask(tmp_path)))
     assert [key for key in known[""] if key in here[""]] == here[""], "and stand in their order"
     assert known[".plans[]"] == here[".plans[]"]
+
+
+def test_lengths_given_on_the_command_line_are_not_asked_for_again(view: dict[str, Any]) -> None:
+    best = {**view["best"], "memory": {**view["best"]["memory"], "is_tight": False}}
+    best["recipe"] = {**best["recipe"], "to_set": []}
+    assert to_check(best, view["job"]) == "the lengths of your examples: plan with the data"
+    guessed = {**view["job"], "lengths_source": "a guess"}
+    assert to_check(best, guessed).endswith(", or --mean-tokens")

@@ -116,7 +116,8 @@ def to_check(best: Row, job: Row) -> str:
             UNTRIED_ALONE if best["n_gpus"] == 1 else "several GPUs: farthing was not run on several real ones so far"
         )
     if not job["lengths_are_exact"] and "tokenized" not in job["lengths_source"]:
-        return "the lengths of your examples: plan with the data, or --mean-tokens"
+        are_given = job["lengths_source"].startswith(ON_COMMAND_LINE)
+        return "the lengths of your examples: plan with the data" + ("" if are_given else ", or --mean-tokens")
     if must_buy_more(best):
         usd = say_cost(best["total_usd"])
         return f"the price: you have to buy {say_cost(best['up_front_usd'])}; the run uses {usd}"

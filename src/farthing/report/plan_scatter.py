@@ -112,7 +112,7 @@ def cost_against_time(rows: Sequence[Row], best: Row) -> str:
 
     right, bottom = chart.WIDTH - chart.RIGHT, _HEIGHT - chart.BOTTOM
     svg = [chart.words_at("axis", right, _HEIGHT - 6, "time from now to the end", "end")]
-    svg.append(chart.words_at("axis", chart.LEFT - 8, chart.TOP - 8, "dollars", "end"))
+    svg.append(chart.words_at("axis", chart.LEFT - 8, chart.TOP - 14, "dollars", "end"))
     if len(front) > 1:
         svg.append(chart.joined("front", map(at, front)))
     for row in marked:
