@@ -708,7 +708,7 @@ def test_doctor_says_what_a_target_lacks(monkeypatch: pytest.MonkeyPatch, capsys
 def test_boot_times_are_facts_with_a_source_and_the_plan_counts_with_them() -> None:
     from farthing.planner.pricing import setup_s
     from farthing.planner.types import Assumptions
-    from farthing.prices.boot import INSTALL_S, boot_of
+    from farthing.prices.offers import INSTALL_S, boot_of
 
     def of(provider: str) -> float:
         offer = Offer(

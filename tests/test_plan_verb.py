@@ -346,7 +346,7 @@ def test_a_page_that_can_not_be_written(
         (("--runs-per-month", "nan"), "--runs-per-month"),
         (("--explain", "9999"), "there is no plan 9999"),
         (("--compare", "H100", "the moon"), "no plan is called `the moon`"),
-        (("--compare", "H100", "1x T4"), "`1x T4` was rejected: needs "),
+        (("--compare", "H100", "1x A4000"), "`1x A4000` was rejected: needs "),
         (("--set", "train.learning_rat=1"), "did you mean"),
     ],
 )

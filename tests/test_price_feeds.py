@@ -23,6 +23,7 @@ from farthing.errors import FarthingError, FeedsDown, UserMistake
 from farthing.prices import feeds as price_feeds
 from farthing.prices.catalog import read_catalog, read_refreshed
 from farthing.prices.feeds import Feed, known_feeds, update
+from farthing.prices.gpus import facts
 
 TODAY = date(2026, 11, 21)
 
@@ -415,8 +416,7 @@ def test_the_known_feeds_are_https_and_have_sources() -> None:
     assert len({feed.provider for feed in feeds}) >= 12
     for feed in feeds:
         assert feed.address.startswith("https://") or feed.layout == "gpuhunt-live", feed
-    with open(price_feeds.FACTS / "price_feeds.csv", encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            assert row["source"], row
-            assert row["layout"] in ("skypilot", "gpuhunt", "gpuhunt-live"), row
-            assert date.fromisoformat(row["date"]) <= TODAY
+    for row in facts("price_feeds"):
+        assert row["source"], row
+        assert row["layout"] in ("skypilot", "gpuhunt", "gpuhunt-live"), row
+        assert date.fromisoformat(row["date"]) <= TODAY

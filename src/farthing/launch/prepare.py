@@ -30,8 +30,7 @@ from farthing.launch.supervise import Patience, Spent
 from farthing.launch.target import Target
 from farthing.planner.inputs import Asked, study_job
 from farthing.planner.types import Plan
-from farthing.prices.boot import boot_of
-from farthing.prices.offers import Billing, Offer
+from farthing.prices.offers import Billing, Offer, boot_of
 from farthing.units import say_seconds, say_usd
 
 TEARDOWN_S = 120

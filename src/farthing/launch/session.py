@@ -33,8 +33,7 @@ from farthing.launch.inputs import inputs_key, send_inputs, with_token_sets
 from farthing.launch.prepare import TEARDOWN_S, Prepared, launch_id_of, secrets_of
 from farthing.launch.supervise import Launch, Patience
 from farthing.launch.words import StoreWords
-from farthing.prices.boot import boot_of
-from farthing.prices.offers import Offer
+from farthing.prices.offers import Offer, boot_of
 from farthing.units import say_bytes, say_seconds, say_usd
 
 FOLDER = "launch"

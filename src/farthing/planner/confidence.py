@@ -6,13 +6,12 @@ for a trainer that was not seen is made from the others, and `bench/plan_accurac
 
 from __future__ import annotations
 
-import csv
 from functools import cache
 from typing import NamedTuple
 
 from farthing.planner.speed import Device, StepTime
 from farthing.planner.types import OLD_PRICE_DAYS, Place
-from farthing.prices.gpus import FACTS
+from farthing.prices.gpus import facts
 
 HUMBLE = 0.30  # the narrowest range of seconds until several runs of the same model on a machine agree
 CPU_SPEED_ERROR = 0.60  # of a processor that nothing was measured on: by assumption
@@ -31,17 +30,16 @@ class _Row(NamedTuple):
 
 @cache
 def _rows() -> tuple[_Row, ...]:
-    with open(FACTS / "estimate_errors.csv", encoding="utf-8", newline="") as file:
-        return tuple(
-            _Row(
-                row["quantity"],
-                tuple(filter(None, row["gpus"].split(";"))),
-                tuple(filter(None, row["families"].split(";"))),
-                float(row["error"]),
-                row["known"],
-            )
-            for row in csv.DictReader(file)
+    return tuple(
+        _Row(
+            row["quantity"],
+            tuple(filter(None, row["gpus"].split(";"))),
+            tuple(filter(None, row["families"].split(";"))),
+            float(row["error"]),
+            row["known"],
         )
+        for row in facts("estimate_errors")
+    )
 
 
 @cache

@@ -363,18 +363,10 @@ def from_mean(
         raise UserMistake(what, where=where, to_do="the longest can't be shorter than the mean")
     tokens = _lognormal(min(n_examples, SAMPLE_SIZE), mean, longest, spread)
     targets = None if mean_target is None else _lognormal(len(tokens), mean_target, None, spread)
-    return Lengths(
-        n_examples=n_examples,
-        tokens=tokens,
-        targets=targets,
-        n_tokens=mean * n_examples,
-        n_target_tokens=(mean if mean_target is None else mean_target) * n_examples,
-        longest=int(tokens[-1]),
-        longest_target=0 if targets is None else int(targets[-1]),
-        longest_example=int(tokens[-1] if targets is None else tokens[-1] + targets[-1]),
-        is_exact=False,
-        source=f"{where}: {n_examples:,} examples of {mean:g} tokens, spread by assumption",
-    )
+    source = f"{where}: {n_examples:,} examples of {mean:g} tokens, spread by assumption"
+    found = from_arrays(tokens, targets, source=source, n_examples=n_examples, is_exact=False)
+    n_targets = (mean if mean_target is None else mean_target) * n_examples
+    return replace(found, n_tokens=mean * n_examples, n_target_tokens=n_targets)
 
 
 def _lognormal(n: int, mean: float, longest: int | None, spread: float) -> NDArray[np.int64]:

@@ -10,13 +10,12 @@ Together counts rows x max length where packing is off, and the tokens of each v
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
 
 from farthing.planner.types import JobSpec
-from farthing.prices.gpus import FACTS
+from farthing.prices.gpus import facts
 from farthing.tasks.registry import task_of
 
 
@@ -70,17 +69,16 @@ def services() -> tuple[Service, ...]:
     def number(text: str, otherwise: float) -> float:
         return float(text) if text else otherwise
 
-    with open(FACTS / "managed.csv", encoding="utf-8", newline="") as file:
-        return tuple(
-            Service(
-                row["provider"], row["model"], row["method"],
-                number(row["over_billion"], 0.0), number(row["upto_billion"], float("inf")),
-                float(row["usd_per_million_tokens"]), number(row["usd_high"], float(row["usd_per_million_tokens"])),
-                row["counts"], row["you_get"], row["afterwards"],
-                date.fromisoformat(row["ends"]) if row["ends"] else None, row["source"], date.fromisoformat(row["date"]),
-            )
-            for row in csv.DictReader(file)
-        )  # fmt: skip
+    return tuple(
+        Service(
+            row["provider"], row["model"], row["method"],
+            number(row["over_billion"], 0.0), number(row["upto_billion"], float("inf")),
+            float(row["usd_per_million_tokens"]), number(row["usd_high"], float(row["usd_per_million_tokens"])),
+            row["counts"], row["you_get"], row["afterwards"],
+            date.fromisoformat(row["ends"]) if row["ends"] else None, row["source"], date.fromisoformat(row["date"]),
+        )
+        for row in facts("managed")
+    )  # fmt: skip
 
 
 def bills(wanted: JobSpec, task: str, model: str, max_length: int, today: date) -> list[Bill]:

@@ -22,8 +22,7 @@ from farthing.planner.spot import (
     young_interval_s,
 )
 from farthing.planner.types import Assumptions, JobSpec, Place, Plan, Range, Rejected
-from farthing.prices.boot import boot_of
-from farthing.prices.offers import Offer, bill
+from farthing.prices.offers import Offer, bill, boot_of
 from farthing.tasks.registry import task_of
 
 _STORES = {

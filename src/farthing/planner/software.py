@@ -8,14 +8,13 @@ Refuses to import torch and to look at what is installed here (`machine.installe
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 from farthing.errors import UserMistake
-from farthing.prices.gpus import FACTS, Gpu, gpus
+from farthing.prices.gpus import Gpu, facts, gpus
 
 OLDEST_TORCH = "2.10"
 _INDEX = "https://download.pytorch.org/whl"
@@ -57,17 +56,16 @@ class Build(NamedTuple):
 @cache
 def builds() -> tuple[Build, ...]:
     """All that are known, the oldest first."""
-    with open(FACTS / "gpu_software.csv", encoding="utf-8", newline="") as file:
-        found = [
-            Build(
-                row["package"],
-                _numbers(row["since"]),
-                row["build"],
-                bool(row["is_default"]),
-                tuple(row["capabilities"].split(";")),
-            )
-            for row in csv.DictReader(file)
-        ]
+    found = [
+        Build(
+            row["package"],
+            _numbers(row["since"]),
+            row["build"],
+            bool(row["is_default"]),
+            tuple(row["capabilities"].split(";")),
+        )
+        for row in facts("gpu_software")
+    ]
     return tuple(sorted(found, key=lambda one: (one.package, one.since)))
 
 
@@ -163,19 +161,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 # ---- fp16 ----
 
 
-@cache
-def _trained() -> tuple[dict[str, str], ...]:
-    with open(FACTS / "trained_dtypes.csv", encoding="utf-8", newline="") as file:
-        return tuple(csv.DictReader(file))
-
-
 def fp16_risk(config: Mapping[str, Any]) -> str:
     """Why a model should not be computed in fp16; empty where nothing speaks against it. `config` is its config.json.
 
     Activations of models trained in bf16 may pass 65504, the largest number of fp16: the loss becomes inf or nan.
     """
     kind, size = config.get("model_type"), str(config.get("vocab_size", ""))
-    for row in _trained():
+    for row in facts("trained_dtypes"):
         if row["model_type"] == kind and row["vocab_size"] in ("", size):
             if row["in_fp16"] == "nan":
                 return f"{kind} is known to give inf and nan in fp16"

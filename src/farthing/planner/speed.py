@@ -19,7 +19,6 @@ Refuses to import torch and to measure: `calibrate` makes factors of measurement
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from farthing.planner.lengths import Padded
 from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
 from farthing.planner.shapes import Shape
 from farthing.planner.weights import Adapters
-from farthing.prices.gpus import FACTS, Gpu
+from farthing.prices.gpus import Gpu, facts
 
 MATMUL_SHARE = {  # of the dense peak that wide products of a training step reach
     "Pascal": 0.86,
@@ -109,8 +108,7 @@ def device_of(gpu: Gpu, precision: str) -> Device | None:
 @cache
 def _attention_shares() -> dict[str, float]:
     """Of the dense peak, what fused attention reaches in both passes of causal rows, by compute capability."""
-    with open(FACTS / "attention_shares.csv", encoding="utf-8", newline="") as file:
-        return {row["compute_capability"]: float(row["share"]) for row in csv.DictReader(file)}
+    return {row["compute_capability"]: float(row["share"]) for row in facts("attention_shares")}
 
 
 def cpu_device(name: str, peak_flops: float, n_threads: int) -> Device:

@@ -14,12 +14,10 @@ Sources: Young, CACM 17(9), 1974; Daly, Future Generation Computer Systems 22, 2
 
 from __future__ import annotations
 
-import csv
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from farthing.errors import UserMistake
 from farthing.planner.uptime import Floats, Measured, Spell, Weibull, fit_law, recency
+from farthing.prices.gpus import facts
 from farthing.units import say_usd
 
 _MAX_STRETCHES = 2000  # beyond it expected times grow by the same amount with each stretch (renewal theorem)
@@ -135,8 +134,7 @@ def prior(n_gpus: int = 1) -> Interruptions:
 
 @functools.cache
 def _facts() -> dict[str, float]:
-    text = (Path(__file__).parents[1] / "facts" / "spot_spells.csv").read_text(encoding="utf-8")
-    return {row["name"]: float(row["value"]) for row in csv.DictReader(text.splitlines())}
+    return {row["name"]: float(row["value"]) for row in facts("spot_spells")}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from farthing.durability.files import write_text
 from farthing.errors import FeedsDown, UserMistake
 from farthing.prices.catalog import read_feed, read_refreshed
 from farthing.prices.formats import COLUMNS
-from farthing.prices.gpus import FACTS
+from farthing.prices.gpus import facts
 from farthing.prices.offers import Offer
 from farthing.units import plural
 
@@ -77,8 +77,7 @@ class Update(NamedTuple):
 
 def known_feeds() -> tuple[Feed, ...]:
     """The feeds of `facts/price_feeds.csv`; of two for one provider the first that answers is taken."""
-    with open(FACTS / "price_feeds.csv", encoding="utf-8", newline="") as file:
-        return tuple(Feed(row["provider"], row["layout"], row["address"]) for row in csv.DictReader(file))
+    return tuple(Feed(row["provider"], row["layout"], row["address"]) for row in facts("price_feeds"))
 
 
 def update(

@@ -20,6 +20,11 @@ FACTS = Path(__file__).parents[1] / "facts"
 _MEMORY_TOLERANCE = 0.12  # marketing says 24 GB where the driver shows 22.5 GiB
 
 
+def facts(name: str) -> list[dict[str, str]]:
+    """The rows of a table of facts."""
+    return list(csv.DictReader((FACTS / f"{name}.csv").read_text(encoding="utf-8").splitlines()))
+
+
 class Gpu(NamedTuple):
     """What one GPU can do, by its maker's data sheet. Peaks are dense."""
 
@@ -58,35 +63,33 @@ class Gpu(NamedTuple):
 def gpus() -> dict[str, Gpu]:
     """Every GPU that is known, by its name here."""
     found = {}
-    with open(FACTS / "gpus.csv", encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            flops = {
-                dtype: float(row[f"{dtype}_tflops"]) * 1e12
-                for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8")
-                if row[f"{dtype}_tflops"]
-            }
-            found[row["name"]] = Gpu(
-                name=row["name"],
-                aliases=tuple(row["aliases"].split(";")) if row["aliases"] else (),
-                vendor=row["vendor"],
-                architecture=row["architecture"],
-                compute_capability=row["compute_capability"],
-                memory_bytes=int(row["memory_mib"]) << 20,
-                bandwidth_bytes_per_s=float(row["bandwidth_gb_per_s"]) * 1e9,
-                flops=MappingProxyType(flops),
-                link=row["link"],
-                link_bytes_per_s=float(row["link_gb_per_s"]) * 1e9,
-                power_watts=float(row["power_watts"]),
-                source=row["source"],
-                date=date.fromisoformat(row["date"]),
-            )
+    for row in facts("gpus"):
+        flops = {
+            dtype: float(row[f"{dtype}_tflops"]) * 1e12
+            for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8")
+            if row[f"{dtype}_tflops"]
+        }
+        found[row["name"]] = Gpu(
+            name=row["name"],
+            aliases=tuple(row["aliases"].split(";")) if row["aliases"] else (),
+            vendor=row["vendor"],
+            architecture=row["architecture"],
+            compute_capability=row["compute_capability"],
+            memory_bytes=int(row["memory_mib"]) << 20,
+            bandwidth_bytes_per_s=float(row["bandwidth_gb_per_s"]) * 1e9,
+            flops=MappingProxyType(flops),
+            link=row["link"],
+            link_bytes_per_s=float(row["link_gb_per_s"]) * 1e9,
+            power_watts=float(row["power_watts"]),
+            source=row["source"],
+            date=date.fromisoformat(row["date"]),
+        )
     return found
 
 
 @cache
 def _usable_gib() -> dict[str, float]:
-    with open(FACTS / "gpu_usable_memory.csv", encoding="utf-8", newline="") as file:
-        return {row["gpu"]: float(row["usable_gib"]) for row in csv.DictReader(file)}
+    return {row["gpu"]: float(row["usable_gib"]) for row in facts("gpu_usable_memory")}
 
 
 @cache

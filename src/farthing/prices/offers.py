@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from datetime import date
 from functools import cache
 from typing import NamedTuple
 
-from farthing.prices.gpus import FACTS, gpus
+from farthing.prices.gpus import facts, gpus
 
 UNITS = ("machine_hour", "gb_hour", "run", "million_tokens")
 KINDS = ("on-demand", "spot")
@@ -125,23 +124,22 @@ def up_front_usd(offer: Offer, usd: float) -> float:
 def billings() -> dict[str, Billing]:
     """The terms of every provider whose terms are known, by name."""
     found = {}
-    with open(FACTS / "billing.csv", encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            found[row["provider"]] = Billing(
-                provider=row["provider"],
-                minimum_s=float(row["minimum_s"] or 0),
-                increment_s=float(row["increment_s"] or 1),
-                storage_usd_per_gb_month=_known(row["storage_usd_per_gb_month"]),
-                egress_usd_per_gb=_known(row["egress_usd_per_gb"]),
-                minimum_usd=float(row["minimum_usd"] or 0),
-                pack_usd=float(row["pack_usd"] or 0),
-                notes=row["notes"],
-                source=row["source"],
-                date=date.fromisoformat(row["date"]),
-                deposit_usd=float(row["deposit_usd"] or 0),
-                prices_are=row["prices_are"],
-                most_hours=float(row["most_hours"] or math.inf),
-            )
+    for row in facts("billing"):
+        found[row["provider"]] = Billing(
+            provider=row["provider"],
+            minimum_s=float(row["minimum_s"] or 0),
+            increment_s=float(row["increment_s"] or 1),
+            storage_usd_per_gb_month=_known(row["storage_usd_per_gb_month"]),
+            egress_usd_per_gb=_known(row["egress_usd_per_gb"]),
+            minimum_usd=float(row["minimum_usd"] or 0),
+            pack_usd=float(row["pack_usd"] or 0),
+            notes=row["notes"],
+            source=row["source"],
+            date=date.fromisoformat(row["date"]),
+            deposit_usd=float(row["deposit_usd"] or 0),
+            prices_are=row["prices_are"],
+            most_hours=float(row["most_hours"] or math.inf),
+        )
     return found
 
 
@@ -152,3 +150,27 @@ def _known(cell: str) -> float | None:
 def billing_of(provider: str) -> Billing:
     """The terms of a provider; by the second where they are not known."""
     return billings().get(provider) or Billing(provider)
+
+
+# ---- how long a machine takes ----
+
+INSTALL_S = 120.0
+"""For pip to bring farthing and torch, or to pull an image that has them: by assumption, after there is a shell."""
+
+
+class Boot(NamedTuple):
+    """Seconds from the request for a machine until farthing runs there, and who says so."""
+
+    seconds: float
+    source: str
+    date: str
+    is_known: bool = True
+    """Whether there is a row for the provider."""
+
+
+@cache
+def boot_of(provider: str) -> Boot:
+    """Of a provider; of one about whom nothing is known, the row without a name."""
+    rows = {row["provider"]: row for row in facts("boot")}
+    row = rows.get(provider, rows[""])
+    return Boot(float(row["seconds"]) + INSTALL_S, row["source"], row["date"], provider in rows)
