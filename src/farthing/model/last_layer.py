@@ -33,6 +33,7 @@ from farthing.model.pairs import answering
 from farthing.planner.families import MOST_READ
 
 QUERY, KEY_VALUE = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value")
+RECORDING, SPREADING = "transformers.utils.output_capturing", "torch.distributed.fsdp"
 FUSED = ("qkv_proj", "query_key_value", "c_attn")
 
 
@@ -143,22 +144,29 @@ def layers_of(body: nn.Module, n_layers: int) -> nn.ModuleList | None:
     return next(lists, None)
 
 
-def last_layer(inner: Any) -> Any:
-    """The last layer of a model without its adapter; None where it can't be computed for some tokens alone."""
+def last_layer(inner: Any, *, may_be_spread: bool = False) -> Any:
+    """The last layer of a model without its adapter; None where it can't be computed for some tokens alone.
+
+    One whose weights are spread over processes is gathered around its call, whatever it computes then: so a run has the same
+    bits on one process and with weights that are spread, but for classifiers, of which earlier versions computed it whole.
+    """
     body = getattr(inner, inner.base_model_prefix, None)
     layers = None if body is None else layers_of(body, inner.config.num_hidden_layers)
     if not layers or _attention_of(layers[-1]) is None:
         return None
     last: Any = layers[-1]
-    is_taken = "forward" in vars(last) or last._compiled_call_impl or is_heard(last)
+    is_taken = "forward" in vars(last) or last._compiled_call_impl or is_heard(last, *[SPREADING] * may_be_spread)
     # versions of transformers whose call checkpoints would compute the whole layer again
     return None if is_taken or type(last).__call__ is not nn.Module.__call__ else last
 
 
-def is_heard(module: nn.Module) -> bool:
-    """Whether something listens to a module; transformers' own recording of outputs, which nobody asks for, does not count."""
+def is_heard(module: nn.Module, *quiet: str) -> bool:
+    """Whether something listens to a module, but for hooks of modules whose names begin so.
+
+    transformers' own recording of outputs, which nobody asks for, does not count either.
+    """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+    return any(not str(getattr(hook, "__module__", "")).startswith((RECORDING, *quiet)) for hook in hooks)
 
 
 def of_all_tokens(layer: Any) -> list[nn.Module]:
