@@ -33,7 +33,7 @@ from farthing.model.pairs import answering
 from farthing.planner.families import MOST_READ
 
 QUERY, KEY_VALUE = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value")
-RECORDING, SPREADING = "transformers.utils.output_capturing", "torch.distributed.fsdp"
+RECORDING, SPREADING = "transformers.utils.output_capturing", ".fsdp._fully_shard."
 FUSED = ("qkv_proj", "query_key_value", "c_attn")
 
 
@@ -161,12 +161,12 @@ def last_layer(inner: Any, *, may_be_spread: bool = False) -> Any:
 
 
 def is_heard(module: nn.Module, *quiet: str) -> bool:
-    """Whether something listens to a module, but for hooks of modules whose names begin so.
+    """Whether something listens to a module, but for hooks of modules in whose names one of these is.
 
     transformers' own recording of outputs, which nobody asks for, does not count either.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith((RECORDING, *quiet)) for hook in hooks)
+    return any(all(name not in str(getattr(hook, "__module__", "")) for name in (RECORDING, *quiet)) for hook in hooks)
 
 
 def of_all_tokens(layer: Any) -> list[nn.Module]:
