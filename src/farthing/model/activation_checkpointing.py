@@ -146,17 +146,22 @@ class Sample:
 def saved_bytes(model: Any, forward: Callable[[], Tensor]) -> int:
     """Bytes that autograd keeps for the backward pass of `forward`, weights left out; nothing of it is kept after."""
     weights, gathers = _storages_of(model), any(hasattr(p, "_local_tensor") for p in model.parameters())
-    storages: dict[int, Any] = {}
+    storages: dict[int, int] = {}
+    held: list[Tensor] = []
 
     def note(tensor: Tensor) -> None:
-        """Holds the memory alone, so that its address is not given out twice: a tensor would hold the graph that holds it."""
+        """Holds what the graph would hold, for copies that layers share, and so that no address is given out twice."""
         storage = tensor.untyped_storage()
         if storage._cdata not in weights and not (gathers and storage._cdata in _storages_of(model)):
-            storages[storage._cdata] = storage
+            storages[storage._cdata] = storage.nbytes()
+            held.append(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
-        forward()
-    return sum(storage.nbytes() for storage in storages.values())
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
+            forward()
+    finally:
+        held.clear()  # the graph holds the hook, and these the graph: a circle that is never collected
+    return sum(storages.values())
 
 
 def _storages_of(model: Any) -> set[int]:

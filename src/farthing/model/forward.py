@@ -221,8 +221,11 @@ class Forward:
             share, is_read = len(examples) / n_tokens, self.reads_first and reads_first_tokens(self._inner)
         elif self.of.predicts_next:
             share = float(target_lengths_of(tokens, examples).sum()) / n_tokens
-        last = last_layer(self._inner) if self.is_packed and is_read and not self.of.is_pair else None
+        last = self._last_layer() if self.is_packed and is_read and not self.of.is_pair else None
         return (last, share) if last is not None and share <= MOST_READ else (None, 1.0)
+
+    def _last_layer(self) -> Any:
+        return last_layer(self._inner, may_be_spread=self.of.scores_tokens)
 
     def mixes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> bool:
         """Whether some of these examples must not be computed together."""
@@ -353,7 +356,7 @@ class Forward:
         with contextlib.ExitStack() as stack:
             if self.frozen_layers is not None and FROZEN_STATES in batch:
                 stack.enter_context(self.frozen_layers.resume(batch[FROZEN_STATES]))
-            if not is_whole and READ in batch and (last := last_layer(self._inner)) is not None:
+            if not is_whole and READ in batch and (last := self._last_layer()) is not None:
                 stack.enter_context(computed_for(last, batch[READ]))
             yield {name: value for name, value in batch.items() if name not in (FROZEN_STATES, READ)}
 

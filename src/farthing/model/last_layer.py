@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +33,8 @@ from farthing.model.pairs import answering
 from farthing.planner.families import MOST_READ
 
 QUERY, KEY_VALUE = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value")
+RECORDING, SPREADING = "transformers.utils.output_capturing", ".fsdp._fully_shard."
 FUSED = ("qkv_proj", "query_key_value", "c_attn")
-GATHERS = "hooks_that_gather"
-"""A layer's attribute: hooks that make its weights whole around it, however often its own code is called in between."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,24 +144,29 @@ def layers_of(body: nn.Module, n_layers: int) -> nn.ModuleList | None:
     return next(lists, None)
 
 
-def last_layer(inner: Any) -> Any:
-    """The last layer of a model without its adapter; None where it can't be computed for some tokens alone."""
+def last_layer(inner: Any, *, may_be_spread: bool = False) -> Any:
+    """The last layer of a model without its adapter; None where it can't be computed for some tokens alone.
+
+    One whose weights are spread over processes is gathered around its call, whatever it computes then: so a run has the same
+    bits on one process and with weights that are spread, but for classifiers, of which earlier versions computed it whole.
+    """
     body = getattr(inner, inner.base_model_prefix, None)
     layers = None if body is None else layers_of(body, inner.config.num_hidden_layers)
     if not layers or _attention_of(layers[-1]) is None:
         return None
     last: Any = layers[-1]
-    is_taken = "forward" in vars(last) or last._compiled_call_impl or is_heard(last, getattr(last, GATHERS, ()))
+    is_taken = "forward" in vars(last) or last._compiled_call_impl or is_heard(last, *[SPREADING] * may_be_spread)
     # versions of transformers whose call checkpoints would compute the whole layer again
     return None if is_taken or type(last).__call__ is not nn.Module.__call__ else last
 
 
-def is_heard(module: nn.Module, but: Collection[int] = ()) -> bool:
-    """Whether something listens to a module, `but` hooks of these numbers; transformers' own recording of outputs, which nobody
-    asks for, does not count."""
-    hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
-    heard = [hook for number, hook in hooks if number not in but]
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in heard)
+def is_heard(module: nn.Module, *quiet: str) -> bool:
+    """Whether something listens to a module, but for hooks of modules in whose names one of these is.
+
+    transformers' own recording of outputs, which nobody asks for, does not count either.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(all(name not in str(getattr(hook, "__module__", "")) for name in (RECORDING, *quiet)) for hook in hooks)
 
 
 def of_all_tokens(layer: Any) -> list[nn.Module]:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from farthing.errors import ModelError
-from farthing.model.last_layer import GATHERS
 
 
 class How(NamedTuple):
@@ -83,9 +82,7 @@ class Spread:
         for unit in (*reversed(layers), root):  # inner ones first
             bring(each for each in unit.parameters() if each not in whole and not isinstance(each, DTensor))
             more = {} if unit is root else {"reshard_after_forward": how.reshard_after_forward}
-            others = {*unit._forward_hooks, *unit._forward_pre_hooks}
             fully_shard(unit, mesh=mesh, ignored_params=whole, mp_policy=policy, offload_policy=offload, **more)
-            setattr(unit, GATHERS, {*unit._forward_hooks, *unit._forward_pre_hooks} - others)
         self._root = root
         for unit in self._units():
             unit.set_gradient_divide_factor(1.0)  # it averages otherwise; and the call does not recurse
