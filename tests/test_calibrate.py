@@ -24,7 +24,7 @@ from farthing.planner.recipe import Recipe, stack_for
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import Calibration, cpu_device, step_time, work_of
 from farthing.planner.types import JobSpec, Place, Plan
-from farthing.report.receipt import APART, _against_estimate, _Bill
+from farthing.report.receipt import APART, Bill, against_estimate
 from farthing.settings import Settings
 
 HERE = "a processor, 2 threads"
@@ -159,10 +159,10 @@ def test_restarts_and_work_done_again_are_not_the_estimates_error() -> None:
         **{"peak_range_bytes": [], "seconds": {"training": 80.0, "start-up": 20.0}, "memory": {}, "step_s": 1.0},
         **{"tokens_per_s": 1.0, "interval_s": 60.0, "calibration": "formulas only"},
     )  # fmt: skip
-    bill = _Bill("finished", {"compute": 160.0, "start_up": 40.0, "ranks": 10.0}, {}, 210.0, 2.1, 1)
+    bill = Bill("finished", {"compute": 160.0, "start_up": 40.0, "ranks": 10.0}, {}, 210.0, 2.1, 1)
     attempts: list[Any] = [SimpleNamespace(spans={"start_up": 20.0}, redone_s=n) for n in (0.0, 80.0)]
-    killed = _against_estimate(estimate, bill, attempts)
-    whole = _against_estimate(estimate, replace(bill, spans={}), attempts[:1])
+    killed = against_estimate(estimate, bill, attempts)
+    whole = against_estimate(estimate, replace(bill, spans={}), attempts[:1])
     assert killed is not None
     assert whole is not None
     assert (killed.wall_s.happened, killed.wall_s.ratio) == (210.0, pytest.approx(1.0))

@@ -57,6 +57,14 @@ def test_nobody_imports_the_command_line() -> None:
             assert not {name for name in imports(path) if name.startswith("farthing.cli")}, path
 
 
+def test_tests_and_benches_import_no_private_names() -> None:
+    root = Path(__file__).parents[1]
+    for path in (*root.glob("tests/*.py"), *root.glob("bench/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("farthing"):
+                assert not [alias.name for alias in node.names if alias.name.startswith("_")], path
+
+
 def test_only_the_command_line_prints_and_exits() -> None:
     for path in FILES:
         text = path.read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ from farthing.config.load import load_job
 from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Seen, Unclear
-from farthing.launch.host_driver import _LOOK, HostDriver
+from farthing.launch.host_driver import LOOK, HostDriver
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.session import Session
 from farthing.prices.offers import Billing, Offer
@@ -91,7 +91,7 @@ def test_the_exit_code_is_read_of_a_script_that_ends_while_it_is_looked_at(tmp_p
     search.write_text(f"#!/bin/sh\necho 75 > {run}/code\nexit 1\n")
     search.chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    seen = subprocess.run(["sh", "-c", f"{_LOOK}\none {run}"], env=path, capture_output=True, text=True, check=True)
+    seen = subprocess.run(["sh", "-c", f"{LOOK}\none {run}"], env=path, capture_output=True, text=True, check=True)
     assert seen.stdout.split() == ["over", "75"]
 
 

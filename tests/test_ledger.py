@@ -18,7 +18,7 @@ from farthing.durability import files
 from farthing.durability.accounts import LOST, as_line, read_ledger
 from farthing.durability.files import commit_folder, write_json
 from farthing.durability.ledger import Ledger, Meter
-from farthing.durability.opening import _likely_folder, opened
+from farthing.durability.opening import likely_folder, opened
 from farthing.durability.run_folder import witnesses_of
 from farthing.errors import DataError, RunChanged, RunDamaged
 from farthing.events import StepTaken
@@ -326,9 +326,9 @@ def test_the_folder_of_a_job_is_found_before_the_job_is_read_or_not_at_all(
     text: str, name: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "job.yaml").write_text(text)
-    found = _likely_folder(tmp_path / "job.yaml", [])
+    found = likely_folder(tmp_path / "job.yaml", [])
     assert found == (None if name is None else tmp_path / name)
-    assert _likely_folder(tmp_path / "job.yaml", ["output_dir=/x/y"]) == Path("/x/y")
+    assert likely_folder(tmp_path / "job.yaml", ["output_dir=/x/y"]) == Path("/x/y")
 
 
 def test_a_job_that_is_wrong_or_of_another_folder_leaves_the_bill_as_it_was(

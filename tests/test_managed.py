@@ -11,7 +11,7 @@ import pytest
 
 import workshop
 from farthing.cli import main
-from farthing.planner.managed import Service, _bill, services
+from farthing.planner.managed import Service, bill_of, services
 
 
 def spec(n_examples: int = 1000, mean: float = 100, n_epochs: float = 3, max_steps: int | None = None) -> Any:
@@ -28,12 +28,12 @@ def a_service(counts: str) -> Service:
 
 
 def test_tokens_are_counted_by_the_rules_of_each() -> None:
-    plain = _bill(a_service("tokens"), spec(), 512)
+    plain = bill_of(a_service("tokens"), spec(), 512)
     assert (plain.n_tokens, plain.usd, plain.usd_high, plain.usd_unpacked) == (300_000, 0.15, 0.3, None)
-    with_validation = _bill(a_service("with validation"), spec(), 512)
+    with_validation = bill_of(a_service("with validation"), spec(), 512)
     assert with_validation.n_tokens == 600_000  # the validation data once an epoch
     assert with_validation.usd_unpacked == pytest.approx((3 * 1000 * 512 + 300_000) / 1e6 * 0.5)
-    assert _bill(a_service("tokens"), spec(max_steps=50), 512).n_tokens == 50 * 10 * 100
+    assert bill_of(a_service("tokens"), spec(max_steps=50), 512).n_tokens == 50 * 10 * 100
 
 
 def test_every_row_has_its_source_its_day_and_its_unit() -> None:

@@ -19,7 +19,7 @@ from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.planner.families import PACKED, PADS_SAFELY
-from farthing.train.evaluate import Writing, _write
+from farthing.train.evaluate import Writing, write_texts
 from test_alone import examples_of, small
 from thinned import thinned
 
@@ -182,7 +182,7 @@ def test_texts_are_those_that_are_written_for_one_example_at_a_time(name: str) -
     tokenizer = Spelling()
     examples = np.arange(len(LENGTHS))
     with torch.no_grad():
-        found = _write(forward, tokens, examples, 0, Writing(tokenizer, 5), micro_batch_tokens=64)
+        found = write_texts(forward, tokens, examples, 0, Writing(tokenizer, 5), micro_batch_tokens=64)
     for index, text in enumerate(found.predictions or ()):
         ids, is_target = (torch.from_numpy(part.astype(np.int64)) for part in tokens.example(index))
         source = ids[is_target == 0][None]

@@ -129,7 +129,7 @@ def opened_early(stack: contextlib.ExitStack, job: Path, overrides: Sequence[str
 
     The price is that of the attempt before until `Ledger.set_price` says otherwise.
     """
-    folder = _likely_folder(job, overrides)
+    folder = likely_folder(job, overrides)
     if folder is None or not (folder / LEDGER).is_file() or is_finished(folder):
         return None
     try:
@@ -139,7 +139,7 @@ def opened_early(stack: contextlib.ExitStack, job: Path, overrides: Sequence[str
     return attempt
 
 
-def _likely_folder(job: Path, overrides: Sequence[str]) -> Path | None:
+def likely_folder(job: Path, overrides: Sequence[str]) -> Path | None:
     """The `output_dir` of a job file where it is a plain word on a line of its own, or of the command line."""
     try:
         with open(job, encoding="utf-8-sig") as file:

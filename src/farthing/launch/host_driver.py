@@ -30,7 +30,7 @@ _NEVER_THERE = re.compile(
 )
 """What ssh says where it has not come as far as the other side's shell."""
 _END = "END_OF_FARTHING_SCRIPT"
-_LOOK = """
+LOOK = """
 boot=$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)
 ours() {
   began=$(cut -d ' ' -f 22 "/proc/$(cat "$1/pid")/stat" 2>/dev/null)
@@ -83,7 +83,7 @@ class HostDriver(Driver):
 umask 077
 d={self._home}/{ask.name}
 mkdir -p "$d" || exit 1
-{_LOOK}
+{LOOK}
 [ -e "$d/pid" ] && [ "$(one "$d")" = alive ] && {{ cat "$d/pid"; exit 0; }}
 rm -f "$d/code" "$d/asked" "$d/pid"
 cat > "$d/{SCRIPT}" <<'{_END}'
@@ -102,7 +102,7 @@ cat "$d/pid"
 
     def look(self, machine: Machine) -> Seen | None:
         """See `Driver`."""
-        script = f'{_LOOK}\nd={self._home}/{machine.name}\n[ -e "$d/pid" ] && echo "$(cat "$d/pid") $(one "$d")"; true'
+        script = f'{LOOK}\nd={self._home}/{machine.name}\n[ -e "$d/pid" ] && echo "$(cat "$d/pid") $(one "$d")"; true'
         words = self.tell(machine.instance, script).split()
         if not words:
             return None
@@ -113,7 +113,7 @@ cat "$d/pid"
     def names(self, prefix: str) -> dict[str, str]:
         """See `Driver`. A host that does not answer is asked again at the next look."""
         found = {}
-        script = f"""{_LOOK}
+        script = f"""{LOOK}
 for d in {self._home}/{prefix}-*; do
   [ -e "$d/pid" ] && [ "$(one "$d")" = alive ] && echo "$(basename "$d") $(cat "$d/pid")"
 done; true"""
@@ -127,7 +127,7 @@ done; true"""
     def destroy(self, machine: Machine) -> None:
         """See `Driver`. First a polite signal, which saves; after a minute of asking everything of the session is killed."""
         self.tell(machine.instance, f"""
-{_LOOK}
+{LOOK}
 d={self._home}/{machine.name}
 [ -e "$d/pid" ] && ours "$d" || exit 0
 p=$(cat "$d/pid"); now=$(date +%s)

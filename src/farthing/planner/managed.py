@@ -98,11 +98,12 @@ def bills(wanted: JobSpec, task: str, model: str, max_length: int, today: date) 
         elif not service.model:
             fits = fits and service.over_billion < billion <= service.upto_billion
         if fits:
-            found.append(_bill(service, wanted, max_length))
+            found.append(bill_of(service, wanted, max_length))
     return sorted(found, key=lambda bill: (bill.usd, bill.service.provider))
 
 
-def _bill(service: Service, wanted: JobSpec, max_length: int) -> Bill:
+def bill_of(service: Service, wanted: JobSpec, max_length: int) -> Bill:
+    """What a service would charge for a job whose rows it cuts or fills to `max_length` tokens."""
     lengths, n_epochs = wanted.lengths, _epochs(wanted)
     n_tokens, n_rows = lengths.n_tokens * n_epochs, lengths.n_examples * n_epochs
     evaluated = 0.0

@@ -105,7 +105,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         redone_usd=sum(a.redone_s / 3600 * a.usd_per_hour for a in accounts),
         restart_s=sum(_start_up_s(a) for a in accounts[1:]),
         restart_usd=sum(_start_up_s(a) / 3600 * a.usd_per_hour for a in accounts[1:]),
-        promised=_against_estimate(estimate, bill, accounts),
+        promised=against_estimate(estimate, bill, accounts),
         forecast=_forecast(next((a.forecast for a in accounts if a.forecast), None), bill),
         peak_bytes=bill.peak_bytes,
         machines=bill_of(folder, accounts, datetime.now(UTC).timestamp()),
@@ -117,7 +117,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
 
 
 @dataclass(frozen=True)
-class _Bill:
+class Bill:
     """Sums over all attempts; by span in seconds and dollars."""
 
     state: str
@@ -128,8 +128,8 @@ class _Bill:
     peak_bytes: int | None
 
 
-def _bill_of(accounts: list[Account]) -> _Bill:
-    return _Bill(
+def _bill_of(accounts: list[Account]) -> Bill:
+    return Bill(
         accounts[-1].ended if accounts else "killed",
         {name: sum(a.spans.get(name, 0.0) for a in accounts) for name in SPANS},
         {name: sum(a.spans.get(name, 0.0) / 3600 * a.usd_per_hour for a in accounts) for name in SPANS},
@@ -150,7 +150,7 @@ def _of_afterwards(folder: Path, exported_step: int | None, job: Json | None, lo
     return {**measured, "published": sent, "serving": serving_of(folder, job, log)}
 
 
-def _spans(bill: _Bill) -> list[Span]:
+def _spans(bill: Bill) -> list[Span]:
     return [
         Span(name, what, seconds, bill.usd_of[name], seconds / bill.wall_s if bill.wall_s else 0.0)
         for name, what in SPANS.items()
@@ -364,7 +364,7 @@ def _start_up_s(attempt: Account) -> float:
 APART = "restarts and waiting, left out of the ratio"
 
 
-def _pair(promised: float, happened: float | None, bill: _Bill) -> Pair:
+def _pair(promised: float, happened: float | None, bill: Bill) -> Pair:
     ratio = happened / promised if bill.state == "finished" and happened is not None and promised else None
     return Pair(promised, happened, ratio)
 
@@ -376,7 +376,7 @@ def _estimate_in(path: Path) -> Estimate | None:
     return None
 
 
-def _against_estimate(estimate: Estimate | None, bill: _Bill, attempts: Sequence[Account]) -> Promised | None:
+def against_estimate(estimate: Estimate | None, bill: Bill, attempts: Sequence[Account]) -> Promised | None:
     """What the plan had said before the first attempt against what happened, whole and by component.
 
     Restarts, work that was done again and waiting say nothing of the estimate, and are apart.
@@ -399,11 +399,11 @@ def _against_estimate(estimate: Estimate | None, bill: _Bill, attempts: Sequence
     return Promised(estimate.calibration, list(estimate.wall_range_s), **sums, seconds=seconds)
 
 
-def _forecast(forecast: Json | None, bill: _Bill) -> Forecast | None:
+def _forecast(forecast: Json | None, bill: Bill) -> Forecast | None:
     return None if forecast is None else Forecast(forecast["step"], **_sums(forecast, bill))
 
 
-def _sums(said: Json, bill: _Bill) -> dict[str, Pair]:
+def _sums(said: Json, bill: Bill) -> dict[str, Pair]:
     """What was said of time, dollars and memory, each with what came of it."""
     return {name: _pair(said[name], getattr(bill, name), bill) for name in ("wall_s", "usd", "peak_bytes")}
 

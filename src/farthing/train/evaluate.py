@@ -85,7 +85,7 @@ def evaluate(
             found = go_through(forward.split(tokens, examples, micro_batch_tokens), _measure)
             if writing is not None and forward.of.is_pair:
                 like_lengths = forward.split_to_write(tokens, examples, micro_batch_tokens, writing.max_new_tokens)
-                write = functools.partial(_write, writing=writing, micro_batch_tokens=micro_batch_tokens)
+                write = functools.partial(write_texts, writing=writing, micro_batch_tokens=micro_batch_tokens)
                 found += go_through(like_lengths, write)
     finally:
         model.train(was_training)
@@ -116,7 +116,7 @@ def _measure(forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64],
     return Found(number, loss.double(), -(log_probs / n_each).double().sum())
 
 
-def _write(
+def write_texts(
     forward: Forward,
     tokens: TokenSet,
     micro_batch: NDArray[np.int64],
