@@ -99,7 +99,9 @@ class Forward:
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
         says = settled or Settings()
-        self.reads_first, self.reads_labelled = says.reads_first is not False, says.reads_labelled is not False
+        self.reads_first = says.reads_first is not False
+        # of the many layers of what a GPU trains it would save a fiftieth, and it was never tried on one
+        self.reads_labelled = says.reads_labelled is not False and numerics.device.type == "cpu"
         self.own_kernels = says.own_kernels is not False
         self.label_smoothing = label_smoothing
         self.tile_tokens: int | None = None

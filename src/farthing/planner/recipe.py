@@ -117,7 +117,8 @@ def stack_for(
         has_autocast=precision != "fp32",
         is_packed=is_packed,
         reads_first=is_packed and model_type in ENCODERS,
-        reads_labelled=is_packed and task_of(task).predicts_next,
+        # on CPUs alone, of which a plan knows the precision that they mostly compute in
+        reads_labelled=is_packed and task_of(task).predicts_next and precision == "fp32",
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
         is_flash=is_packed and precision != "fp16",
         loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ()) else LABELLED,
