@@ -16,6 +16,7 @@ import torch
 import farthing.train.run
 from farthing.config.job import Job
 from farthing.data.packing import MicroBatchCost
+from farthing.durability import summed_lines
 from farthing.durability.ledger import SPANS
 from farthing.events import Decided, Evaluated, Event, Saved, StepTaken
 from farthing.model.forward import Forward
@@ -339,7 +340,12 @@ def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monk
     job = make_job(tmp_path)
     assert job.cache_dir is not None
     if breaks == "write":
-        monkeypatch.setattr("farthing.durability.files.os.write", lambda *_: 3)
+        kept_open = summed_lines.open_own
+        monkeypatch.setattr(
+            summed_lines,
+            "open_own",
+            lambda path, mode: no_space() if path.name == MEASUREMENTS else kept_open(path, mode),
+        )
     elif breaks == "fsync":
         monkeypatch.setattr("farthing.planner.measurements.append_measurement", no_space)
     elif breaks == "line":
