@@ -35,11 +35,13 @@ def stack_of(source: str, words: str, method: str) -> Stack:
     if "llm-foundry" in source:
         return replace(_PLAIN, name="llm-foundry", loss=FUSED, is_flash=True, fused_norms=True)
     if "lit-gpt" in source or "litgpt" in source:  # bf16-true; a mask by index; logits in pieces that all stay
-        return replace(_PLAIN, name="litgpt", adapters_fp32=False, masks_padding=False, loss=SAVED)
+        plain = replace(_PLAIN, name="litgpt", adapters_fp32=False, masks_padding=False, loss=SAVED)
+        return replace(plain, keeps_quantized_inputs=True)  # its tables are of 2023 and of May 2024
     if "nemo" in source:
         return Stack("nemo", has_autocast=False, adapters_fp32=False, loss=FUSED, fused_norms=True, is_flash=True)
     if "fsdp_qlora" in source:
-        return replace(_PLAIN, name="fsdp_qlora", adapters_fp32=False, has_autocast="autocast" in words, is_flash=True)
+        plain = replace(_PLAIN, name="fsdp_qlora", adapters_fp32=False, has_autocast="autocast" in words, is_flash=True)
+        return replace(plain, keeps_quantized_inputs=True)  # of March 2024
     return _of_transformers(source, words, method)
 
 
@@ -103,6 +105,8 @@ def _of_transformers(source: str, words: str, method: str) -> Stack:
         plain = replace(plain, host_s_per_layer=2.3e-3, host_s_per_adapted_layer=1.6e-3)
     if upcasts and re.search(r"gptq|int4", words):  # 30 to 45 ms for 1e9 weights, NF4 10 to 15
         plain = replace(plain, unpacking=3.0)
+    elif "factory" in source:  # its page is of December 2023
+        plain = replace(plain, keeps_quantized_inputs=True)
     has_autocast = method != "full" and "no autocast" not in words
     stack = replace(
         plain, has_autocast=has_autocast, upcasts_frozen=upcasts, is_flash=bool(re.search(r"flash|fa2", words))

@@ -534,6 +534,28 @@ def test_accumulation_keeps_gradients_while_the_next_micro_batch_runs() -> None:
     assert more == pytest.approx(4 * shape.n_parameters, rel=0.01)
 
 
+def test_bitsandbytes_of_before_july_2024_kept_what_quantized_layers_read() -> None:
+    shape, tokens = shape_of("llama"), 4096
+    adapters, plain = shape.with_lora(16, ("q_proj", "v_proj")), replace(FARTHING, has_autocast=False, is_flash=True)
+    new, old = (
+        {
+            method: estimate_memory(
+                shape,
+                replace(LORA, method=method, target_modules=("q_proj", "v_proj"), lora_dropout=0.05, stack=stack),
+                Largest(1, tokens, 0),
+                adapters,
+            ).allocated_bytes
+            for method in ("lora", "qlora")
+        }
+        for stack in (plain, replace(plain, keeps_quantized_inputs=True))
+    )
+    assert new["lora"] == old["lora"]
+    read = (
+        2 * (2 * shape.hidden + shape.ffn) * tokens * shape.n_layers
+    )  # by attention, feed-forward and its last product
+    assert old["qlora"] - new["qlora"] == pytest.approx(read, rel=0.01)
+
+
 def test_flash_attention_needs_no_mask_and_no_repeated_keys() -> None:
     shape, long = shape_of("llama"), Largest(1, 16384, 0)
     adapters = shape.with_lora(16)

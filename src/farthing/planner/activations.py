@@ -103,7 +103,8 @@ def saved_per_token(
     mask = h * (1 if is_cuda else c) * block.dropouts / 2
     both = block.n_norms / 2 * norm + mask
     to_attention = to_mlp = 0
-    if is_full:
+    keeps_inputs = is_full or (stack.keeps_quantized_inputs and recipe.method == "qlora")
+    if keeps_inputs:
         to_attention = c * h * (block.n_attention_inputs if is_mixed else 1)
         to_mlp = c * h * (block.n_mlp_inputs if is_mixed else 1)
 
@@ -127,7 +128,7 @@ def saved_per_token(
 
     is_lean = stack.fused_mlp or stack.is_compiled
     activation = (2 if is_lean and block.is_gated else block.activation) * c * f
-    if (is_full or _adapts_down(shape, adapters)) and not stack.fused_mlp:
+    if (keeps_inputs or _adapts_down(shape, adapters)) and not stack.fused_mlp:
         activation += c * f
     if shape.n_active:
         activation += _routed_per_token(shape, recipe, adapters)

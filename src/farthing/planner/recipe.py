@@ -71,6 +71,9 @@ class Stack:
     """Attention gets a mask of the padding, a number for each pair of tokens, if it is not flash."""
     upcasts_frozen: bool = False
     """`prepare_model_for_kbit_training`: whatever is not quantized becomes fp32, hidden states too."""
+    keeps_quantized_inputs: bool = False
+    """bitsandbytes before 0.43.2 of July 2024: layers in 4 bits keep what they read, as if their weights were trained
+    (github.com/bitsandbytes-foundation/bitsandbytes/pull/1270)."""
     frees_gradients: bool = False
     """The optimizer steps within the backward pass: one layer's gradients at a time."""
     offloads_activations: bool = False
