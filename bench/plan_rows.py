@@ -347,6 +347,8 @@ def read_case(row: dict[str, str]) -> Case:
     peak, speed = _number(row["peak_gb"]), _number(row["tokens_per_s"])
     gpu = gpu_of(row["gpu"], peak).name
     meter, unit = meter_of(words)
+    if "swift" in source and "meter not stated" in words:  # torch.cuda.max_memory_reserved (swift/trainers/mixin.py)
+        meter = "reserved"
     if "suspect" in words or is_cut:
         speed = None
     limit = limit_of(words, f"{row['peak_gb']} {row['tokens_per_s']}".lower())

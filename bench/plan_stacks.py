@@ -105,7 +105,7 @@ def _of_transformers(source: str, words: str, method: str) -> Stack:
         plain = replace(plain, host_s_per_layer=2.3e-3, host_s_per_adapted_layer=1.6e-3)
     if upcasts and re.search(r"gptq|int4", words):  # 30 to 45 ms for 1e9 weights, NF4 10 to 15
         plain = replace(plain, unpacking=3.0)
-    elif "factory" in source:  # its page is of December 2023
+    elif "factory" in source or "swift" in source:  # its page is of December 2023; bitsandbytes 0.41.3 by its own page
         plain = replace(plain, keeps_quantized_inputs=True)
     has_autocast = method != "full" and "no autocast" not in words
     stack = replace(
