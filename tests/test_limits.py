@@ -397,6 +397,7 @@ def test_a_fitted_run_uses_its_budget_and_ends_annealed(seed: int, plain: Job, t
     assert 0.85 * 320 <= machine.alive_s <= 320
 
 
+@pytest.mark.slow
 def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: Path) -> None:
     from test_survive import terminate, when
 

@@ -280,6 +280,7 @@ def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
     assert len(kept(job)) == 2
 
 
+@pytest.mark.slow
 def test_a_limit_is_an_end_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
     job = make_job(tmp_path, max_steps=5000, limits={"max_hours": "4s"}, size={"hidden": 32})

@@ -294,7 +294,7 @@ def test_the_peak_of_experts_is_that_of_the_modelling_code(
 
 
 @pytest.mark.usefixtures("_large_blocks")
-@pytest.mark.parametrize(("model", "dtype", "every"), [("llama", "frozen", 0), ("qwen2", "fp32", 1)])
+@pytest.mark.parametrize(("model", "dtype", "every"), thinned([("llama", "frozen", 0), ("qwen2", "fp32", 1)], 2))
 def test_what_an_adapter_began_as_is_counted_where_it_is_kept(model: str, dtype: str, every: int) -> None:
     agree(Traced(model, "lora", dtype, every, ALL, n_tokens=64, share=0.25, keeps_start=True), is_ours=True)
 

@@ -249,7 +249,8 @@ def test_litgpt_is_bf16_without_autocast_checkpointing_or_mask() -> None:
     assert case.recipe.target_modules == ("query_key_value",)
     assert case_of(LITGPT, "meta-llama/Llama-2-7b-hf").recipe.target_modules == ("q_proj", "v_proj")
     quantized = case_of(LITGPT, "meta-llama/Llama-2-7b-hf", method="qlora", quant="bnb.nf4")
-    assert predict(quantized)[0].allocated_bytes < 0.5 * predict(case_of(LITGPT, "Llama-2-7b-hf"))[0].allocated_bytes
+    share = predict(quantized)[0].allocated_bytes / predict(case_of(LITGPT, "Llama-2-7b-hf"))[0].allocated_bytes
+    assert 0.45 < share < 0.70, "their tables have 13.2 of 19.8 GB: that bitsandbytes keeps what a layer reads"
 
 
 def test_several_gpus_are_divided_as_the_source_says() -> None:
