@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,13 +52,8 @@ def failing(number: int) -> Any:
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """A folder on a file system that takes no writes."""
-    folder = tmp_path / "read only"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "none", str(folder)]
-    if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("only root can mount a file system, and not everywhere")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=False)
+    with workshop.file_system(tmp_path / "read only", "ro,size=1m") as folder:
+        yield folder
 
 
 def test_a_run_folder_that_is_there_and_takes_no_writes_is_refused_in_words(

@@ -12,7 +12,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from test_store import Faulty, Model, machine, same_result, taken
 from test_survive import job_in, quiet, when
 from thinned import thinned
-from workshop import Heard, job_file
+from workshop import Heard, file_system, job_file
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -60,13 +59,8 @@ def ends_like(alone: dict[str, Any], run: Path) -> bool:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MB."""
-    folder = tmp_path / "small disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)]
-    if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("only root can mount a file system of 8 MB, and not everywhere")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=False)
+    with file_system(tmp_path / "small disk", "size=8m") as folder:
+        yield folder
 
 
 def fill(folder: Path) -> None:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import workshop
 from farthing.data.token_set import TokenSet
-from farthing.durability.run_folder import RUN, SETTINGS, keep, kept
+from farthing.durability.run_folder import SETTINGS, kept
 from farthing.model.activation_checkpointing import Linear, Sample, checkpoint_layers, saved_linear, saved_of_a_layer
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import go_packed, packed_logits
@@ -221,14 +221,7 @@ def test_a_run_that_began_with_a_whole_last_layer_goes_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = workshop.make_job(tmp_path, max_steps=2, save_steps=1, probe=False)
-    with monkeypatch.context() as before:
-        before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 1)
-        workshop.train(job)
-    run = Path(job.output_dir)
-    facts, settings = kept(run / RUN) or {}, kept(run / SETTINGS) or {}
-    keep(run / RUN, {key: value for key, value in facts.items() if key not in ("finished", "sealed")})
-    assert settings.pop("reads_labelled") is True
-    keep(run / SETTINGS, settings)  # as an earlier version has left it
+    run = workshop.begun_by_an_earlier_version(job, monkeypatch, reads_labelled=True)
     assert workshop.train(job).state == "finished"
     after = kept(run / SETTINGS) or {}
     assert (after["reads_labelled"], after["own_kernels"]) == (False, True)

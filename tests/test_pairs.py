@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import workshop
 from farthing.data.token_set import TokenSet
-from farthing.durability.run_folder import RUN, SETTINGS, keep, kept
+from farthing.durability.run_folder import SETTINGS, keep, kept
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.forward import Forward
@@ -122,8 +122,7 @@ def test_a_run_that_began_padded_goes_on_padded_to_the_same_bits(
         before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 2)
         workshop.train(job)
     run = Path(job.output_dir)
-    facts = kept(run / RUN) or {}
-    keep(run / RUN, {key: value for key, value in facts.items() if key not in ("finished", "sealed")})
+    workshop.change_facts(run, finished=None, sealed=None)
     settings = kept(run / SETTINGS) or {}
     assert settings.pop("packed") is False
     keep(run / SETTINGS, settings)
@@ -137,15 +136,7 @@ def test_a_classifier_that_began_with_a_whole_last_layer_goes_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = workshop.make_job(tmp_path, family="bert", max_steps=2, save_steps=1, probe=False)
-    with monkeypatch.context() as before:
-        before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 1)
-        workshop.train(job)
-    run = Path(job.output_dir)
-    facts, settings = kept(run / RUN) or {}, kept(run / SETTINGS) or {}
-    keep(run / RUN, {key: value for key, value in facts.items() if key not in ("finished", "sealed")})
-    assert settings.pop("reads_first") is True
-    assert settings.pop("own_kernels") is True
-    keep(run / SETTINGS, settings)  # as an earlier version has left it
+    run = workshop.begun_by_an_earlier_version(job, monkeypatch, reads_first=True, own_kernels=True)
     assert workshop.train(job).state == "finished"
     after = kept(run / SETTINGS) or {}
     assert (after["reads_first"], after["own_kernels"], after["packed"]) == (False, False, True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 import yaml
 from numpy.typing import NDArray
@@ -16,7 +20,7 @@ from numpy.typing import NDArray
 import farthing.train.run
 from farthing.config.job import Job
 from farthing.config.load import load_job
-from farthing.durability.run_folder import RUN, keep, kept
+from farthing.durability.run_folder import RUN, SETTINGS, keep, kept
 from farthing.events import Event, StepTaken, Warned
 from farthing.planner.estimate import Estimate
 from farthing.tiny import demo_rows, write_jsonl
@@ -147,6 +151,32 @@ def change_facts(run: Path, **facts: Any) -> None:
     """Write other facts into a run's `run.json`, with a right checksum; None takes one out."""
     changed = {**(kept(run / RUN) or {}), **facts}
     keep(run / RUN, {key: value for key, value in changed.items() if value is not None})
+
+
+def begun_by_an_earlier_version(job: Job, monkeypatch: pytest.MonkeyPatch, **unsaid: Any) -> Path:
+    """The folder of a run that took one step; its settings had these values, and are left without them."""
+    with monkeypatch.context() as before:
+        before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 1)
+        train(job)
+    run = Path(job.output_dir)
+    change_facts(run, finished=None, sealed=None)
+    settings = kept(run / SETTINGS) or {}
+    assert {name: settings.pop(name) for name in unsaid} == unsaid
+    keep(run / SETTINGS, settings)
+    return run
+
+
+@contextlib.contextmanager
+def file_system(folder: Path, options: str) -> Iterator[Path]:
+    """`folder` as a file system of its own in memory, as `mount` makes it; the test is skipped where it can make none."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root can mount a file system, and not everywhere")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
 def log_of(job: Job) -> list[dict[str, Any]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from functools import cache
 from typing import NamedTuple
 
 from farthing.errors import UserMistake
 from farthing.launch.target import Target
 from farthing.launch.targets import hf_jobs, hosts, kubernetes, lambda_cloud, runpod, skypilot, slurm, vast, vertex
-from farthing.prices.gpus import FACTS
+from farthing.prices.gpus import facts
 from farthing.prices.offers import Offer
 
 TARGETS: dict[str, Target] = {
@@ -37,11 +36,10 @@ class Called(NamedTuple):
 
 @cache
 def _calls() -> dict[tuple[str, str, int], Called]:
-    with open(FACTS / "launch.csv", encoding="utf-8", newline="") as file:
-        return {
-            (row["target"], row["gpu"], int(row["n_gpus"] or 0)): Called(row["id"], row["machine_type"])
-            for row in csv.DictReader(file)
-        }
+    return {
+        (row["target"], row["gpu"], int(row["n_gpus"] or 0)): Called(row["id"], row["machine_type"])
+        for row in facts("launch")
+    }
 
 
 def called(target: Target, offer: Offer) -> Called | None:
