@@ -48,14 +48,16 @@ def note_gradients(folder: str, rank: int, attempt: int) -> None:
 
     from farthing.train.step import Steps
 
-    update, done, calls = Steps._update, [], [0]
+    update, done = Steps._update, []
+    calls: list[str] = []  # appended to: the thread that beats goes through here too, and an addition could be lost
 
     def counted(name: str) -> None:
         plain = getattr(dist, name, None)
 
         def call(*arguments: Any, **more: Any) -> Any:
             given = (*arguments, *more.values())
-            calls[0] += not done and any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given)
+            if not done and any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given):
+                calls.append(name)
             return plain(*arguments, **more)
 
         setattr(dist, name, call)
@@ -69,7 +71,7 @@ def note_gradients(folder: str, rank: int, attempt: int) -> None:
             weights = steps.ranks.trained_of(steps.forward.model)
             found = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
             save_file(found, Path(folder) / f"gradients-{rank}.safetensors")
-            (Path(folder) / f"collectives-{rank}").write_text(str(steps.ranks.n_sums + calls[0]))
+            (Path(folder) / f"collectives-{rank}").write_text(str(steps.ranks.n_sums + len(calls)))
         return update(steps, *arguments)
 
     Steps._update = noted
