@@ -27,12 +27,12 @@ import survive
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.durability import replica as mirror_module
-from farthing.durability.checkpoint import Checkpoints
+from farthing.durability.checkpoint import Checkpoints, saves_in
 from farthing.durability.files import seal, unseal
 from farthing.durability.object_store import Entry, LocalStore, open_store
 from farthing.durability.summed_lines import SummedLines
 from farthing.errors import NoSpace, RunChanged, SaveFailing, StoreDown
-from farthing.events import DataRead, Event, Restored, Saved, StepTaken
+from farthing.events import DataRead, Emit, Event, Restored, StepTaken
 from farthing.train.run import train
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from test_store import Faulty, Model, machine, same_result, taken
@@ -75,6 +75,20 @@ def fill(folder: Path) -> None:
     assert shutil.disk_usage(folder).free == 0
 
 
+def once_committed(run: Path, step: int, action: Callable[[], None]) -> Emit:
+    """Do something when the checkpoint of `step` is on the disk and no later one is begun: a save that is written in the
+    background is told of only when the next one has begun."""
+
+    def act() -> None:
+        until = time.monotonic() + 60
+        while step not in [save.step for save in saves_in(run / "checkpoints")]:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        action()
+
+    return when(StepTaken, step + 1, act)
+
+
 def test_a_disk_that_is_full_in_the_middle_of_a_run_loses_nothing(
     small_disk: Path, alone: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +96,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_loses_nothing(
     job_in(tmp_path, "run")
     path = tmp_path / "run.yaml"
     path.write_text(path.read_text().replace("output_dir: run", f"output_dir: {small_disk / 'run'}"))
-    tell = when(Saved, 4, lambda: fill(small_disk))
+    tell = once_committed(small_disk / "run", 4, lambda: fill(small_disk))
     with pytest.raises((NoSpace, SaveFailing), match="No space left"):
         train(load_job(path), tell)
     assert main(["train", str(path)]) == 2
@@ -102,11 +116,11 @@ def test_a_quota_that_stops_checkpoints_keeps_the_old_ones_and_ends_the_run_in_w
     """Files may not become larger than 60 kB: logs go on for a while, checkpoints do not."""
     job, before = job_in(tmp_path, "run"), resource.getrlimit(resource.RLIMIT_FSIZE)
     heard = Heard()
+    limit = once_committed(tmp_path / "run", 4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1])))
 
     def tell(event: Event) -> None:
         heard(event)
-        if isinstance(event, Saved) and event.step == 4:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+        limit(event)
 
     try:
         with pytest.raises(SaveFailing, match="3 checkpoints in a row could not be written") as error:
