@@ -310,9 +310,9 @@ def test_the_job_may_turn_the_direction_round(tmp_path: Path, monkeypatch: pytes
 
 
 def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(tmp_path: Path) -> None:
-    def examples_of(*labels: str) -> list[str]:
-        folder = tmp_path / str(len(labels))
-        job = make_job(folder, "bert", max_steps=1)
+    def examples_of(*labels: str, **label_map: str) -> list[str]:
+        folder = tmp_path / str(len(labels) + len(label_map))
+        job = make_job(folder, "bert", max_steps=1, data={"label_map": label_map})
         rows = [{"text": f"{number} apples", "label": labels[number % len(labels)]} for number in range(20)]
         Path(job.data.train[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
         heard: list[Event] = []
@@ -320,6 +320,12 @@ def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refuse
         return [event.text for event in heard if isinstance(event, Warned)]
 
     assert examples_of("spam", "ham", "eggs") == []
+    assert examples_of("spam", "ham", "eggs", spam="bad", eggs="bad") == []
+    (said,) = examples_of("spam", "ham", "eggs", spam="bad", hams="good", egg="spam")
+    assert (
+        said
+        == "data.label_map names what no row has: 'egg' ('spam'), 'hams' ('good'); the classes are 'bad', 'eggs', 'ham'"
+    )
     (said,) = examples_of("spam", "ham", "Spam ", "HAM")
     assert "'HAM' and 'ham', 'Spam ' and 'spam'; make them one with data.label_map" in said
     with pytest.raises(DataError, match="every training example has the same label, 'spam'"):

@@ -23,10 +23,10 @@ from farthing.durability.object_store import Entry, LocalStore, NoSuchObject, St
 from farthing.durability.replica import Pace
 from farthing.durability.run_folder import COPIES, is_finished, kept
 from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
-from farthing.events import Event, Exported, Restored, StepTaken
+from farthing.events import Event, Exported, Note, Restored, StepTaken
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from thinned import thinned
-from workshop import Heard, job_file, make_job, train
+from workshop import Heard, file_system, job_file, make_job, train
 
 
 class Model:
@@ -609,7 +609,7 @@ def machine(folder: Path, name: str, store: str | Path | None, **keys: Any) -> A
         "max_steps": 8,
         "lr_scheduler_type": "linear",
     }
-    job = make_job(folder, output_dir=f"./{name}", data={"eval_fraction": 0.2}, **settings, **keys)
+    job = make_job(folder, output_dir=f"./{name}", data={"eval_fraction": 0.2}, **(settings | keys))
     return job.model_copy(update={"output_store": store and str(store)})
 
 
@@ -632,6 +632,20 @@ def same_result(left: Path, right: Path) -> list[str]:
 
     found = survive.differences(survive.result_of(left), survive.result_of(right))
     return [name for name in found if name != "model/README.md"]  # it names the data by its address
+
+
+def test_a_store_that_is_lost_with_the_disk_of_the_run_is_named(quick: None, tmp_path: Path) -> None:
+    """As where the disk that was meant is not mounted."""
+    said = "is on the disk of the run: mount one that outlives this machine"
+    heard = Heard()
+    train(machine(tmp_path, "here", tmp_path / "store", max_steps=1), heard)
+    assert [event.text for event in heard.of(Note) if "disk of the run" in event.text] == [
+        f"{tmp_path / 'store'} {said}"
+    ]
+    with file_system(tmp_path / "mounted", "size=64m") as folder:
+        heard = Heard()
+        train(machine(tmp_path, "there", folder / "store", max_steps=1), heard)
+        assert said not in str(heard.of(Note))
 
 
 @pytest.mark.parametrize("scheme", thinned(["folder", "memory"], 2))

@@ -45,7 +45,16 @@ from farthing.durability.files import (
 )
 from farthing.durability.lease import Lease, Lost
 from farthing.durability.log_parts import LogParts
-from farthing.durability.object_store import Entry, NoSuchObject, Retrying, Store, StoreFault, StoreRefuses, open_store
+from farthing.durability.object_store import (
+    Entry,
+    LocalStore,
+    NoSuchObject,
+    Retrying,
+    Store,
+    StoreFault,
+    StoreRefuses,
+    open_store,
+)
 from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, MODEL, RUN, is_damaged, run_id_of, saves_in
 from farthing.errors import RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from farthing.units import plural
@@ -126,6 +135,14 @@ class Mirror:
         shutil.rmtree(folder / OUTBOX, ignore_errors=True)
 
     # ---- at the start ----
+
+    def is_on_disk_of_run(self) -> bool:
+        """Whether the store is a folder on the run's own disk: what is lost with the one is lost with the other. So is a
+        disk that is not mounted."""
+        try:
+            return isinstance(self._store, LocalStore) and self._store.root.stat().st_dev == self.folder.stat().st_dev
+        except OSError:  # the store does not answer
+            return False
 
     def bring_back(self, allow_restart: bool = False, should_stop: Callable[[], bool] = lambda: False) -> int | None:
         """Take the lease, and bring the folder up to what the store has; the step of the commit taken, if one was.

@@ -238,7 +238,7 @@ def open_examples(
         held_out = Examples(train_tokens, chosen)
     weights = tuple(source.weight for source in inputs.train_sources)
     train_examples = Examples(train_tokens, train[: job.data.max_train_samples], n_chunks == 0, weights)
-    _judge_labels(train_examples, emit)
+    _judge_labels(train_examples, inputs.recipe.label_map, emit)
     if held_out is not None:
         held_out = Examples(held_out.tokens, held_out.indices[: job.data.max_eval_samples])
         _say_unseen_labels(train_examples, held_out, emit)
@@ -278,8 +278,9 @@ def examples_sha256(train: Examples, held_out: Examples | None) -> str:
     return digest.hexdigest()
 
 
-def _judge_labels(train: Examples, emit: Emit) -> None:
-    """Refuse data of one class, of which nothing can be learned; name classes that may be one. Raises `DataError`."""
+def _judge_labels(train: Examples, label_map: dict[str, str], emit: Emit) -> None:
+    """Refuse data of one class, of which nothing can be learned; name classes that may be one, and labels to be mapped that
+    there are none of. Raises `DataError`."""
     names = train.tokens.label_names
     if train.tokens.labels is None or not names:
         return
@@ -295,6 +296,9 @@ def _judge_labels(train: Examples, emit: Emit) -> None:
     if doubts := [" and ".join(map(repr, each)) for each in alike.values() if len(each) > 1]:
         text = f"labels that differ in capitals or spaces alone are different classes: {', '.join(doubts[:5])}"
         emit(Warned(f"{text}; make them one with data.label_map, or in the data"))
+    if idle := [f"{key!r} ({name!r})" for key, name in label_map.items() if name not in names]:
+        text = f"data.label_map names what no row has: {', '.join(idle[:5])}"
+        emit(Warned(f"{text}; the classes are {', '.join(map(repr, names[:8]))}{' ...' if len(names) > 8 else ''}"))
 
 
 def _say_unseen_labels(train: Examples, held_out: Examples, emit: Emit) -> None:
