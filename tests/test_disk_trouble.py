@@ -18,14 +18,14 @@ import workshop
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.durability import checkpoint as checkpoint_module
-from farthing.durability import files, replica
+from farthing.durability import files, mounts, replica
 from farthing.durability.accounts import read_ledger
 from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.files import install_folder, only_writer
 from farthing.durability.ledger import Ledger
 from farthing.durability.object_store import LocalStore
 from farthing.errors import EXIT_MISTAKE, RunBusy, UserMistake
-from farthing.events import Restored, StepTaken
+from farthing.events import Note, Restored, StepTaken
 from farthing.train.run import train
 from mirrored import folder_of_run, mirror_of, step_done
 from test_checkpoint import checkpoints as checkpoints
@@ -65,6 +65,54 @@ def test_a_run_folder_that_is_there_and_takes_no_writes_is_refused_in_words(
     assert "Traceback" not in said
     assert "the run folder can't be written: Read-only file system" in said
     assert "choose another output_dir" in said
+
+
+@pytest.mark.parametrize(
+    ("mounted", "program"),
+    [
+        ("- fuse.gcsfuse gcsfuse rw", "gcsfuse"),
+        ("- fuse.s3fs s3fs rw", "s3fs"),
+        ("- fuse mountpoint-s3 rw", "mountpoint-s3"),
+        ("shared:7 - fuse.rclone remote:bucket rw", "rclone"),
+        ("- fuse.blobfuse2 blobfuse2 rw", "blobfuse"),
+        ("- fuse.sshfs me@host:/ rw", None),
+        ("- ext4 /dev/gcsfuse rw", None),
+        ("- nfs4 server:/s3fs rw", None),
+        ("- ", None),
+    ],
+)
+def test_a_bucket_that_looks_like_a_folder_is_known(
+    mounted: str, program: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, place = tmp_path / "mountinfo", tmp_path / "a bucket"
+    point = str(place).replace(" ", "\\040")
+    table.write_text(f"22 1 8:1 / / rw - ext4 /dev/sda rw\n35 22 0:40 / {point} rw {mounted}\nno mount\n")
+    monkeypatch.setattr(mounts, "TABLE", table)
+    assert mounts.bucket_mount_of(place / "runs" / "first") == program
+    assert mounts.bucket_mount_of(tmp_path / "a bucket of another name") is None
+    table.write_text(f"{table.read_text()}36 35 8:1 / {point}/runs rw - ext4 /dev/sdb rw\n")
+    assert mounts.bucket_mount_of(place / "runs" / "first") is None, "a disk is mounted within it"
+    table.unlink()
+    assert mounts.bucket_mount_of(place) is None
+
+
+def test_no_run_begins_in_a_bucket_and_one_that_did_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_in(tmp_path, "run")
+    begun = job_in(tmp_path, "begun")
+    train(begun, stop_after(2))
+    table = tmp_path / "mountinfo"
+    table.write_text(f"35 22 0:40 / {tmp_path} rw - fuse.gcsfuse gcsfuse rw\n")
+    monkeypatch.setattr(mounts, "TABLE", table)
+    assert main(["train", str(tmp_path / "run.yaml")]) == EXIT_MISTAKE
+    assert "this folder is a bucket, mounted by gcsfuse" in capsys.readouterr().err
+    assert not Path(job.output_dir).exists()
+    assert main(["doctor", str(tmp_path / "run.yaml")]) == EXIT_MISTAKE
+    assert "is a bucket, mounted by gcsfuse" in capsys.readouterr().out
+    heard = workshop.Heard()
+    assert train(begun.model_copy(update={"output_store": str(tmp_path / "store")}), heard).state == "finished"
+    assert "two machines are kept apart" in str(heard.of(Note))
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

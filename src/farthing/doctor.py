@@ -21,8 +21,9 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.files import read_json
+from farthing.durability.opening import refuse_bucket
 from farthing.durability.run_folder import CHECKPOINTS, RUN
-from farthing.errors import Check, DataError, FarthingError, JobError, Mistakes, ModelError
+from farthing.errors import Check, DataError, FarthingError, JobError, Mistakes, ModelError, UserMistake
 from farthing.planner.preflight import load_job_or_tell_all, look_over
 from farthing.units import plural, say_bytes, say_usd
 
@@ -272,6 +273,11 @@ def _first_rows(source: Any, inputs: Any) -> str:
 
 def _run_folder(folder: Path) -> Iterator[Check]:
     """Whether the job would start, continue or find itself finished, and the room there."""
+    try:
+        refuse_bucket(folder)
+    except UserMistake as error:
+        yield Check("run folder", "failed", f"{folder}: {error.what}", error.to_do)
+        return
     free = shutil.disk_usage(_nearest(folder)).free
     state = "a new run"
     if (folder / RUN).exists():

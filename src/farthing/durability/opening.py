@@ -16,6 +16,7 @@ from pathlib import Path
 
 from farthing.durability.files import cannot_write, make_private, only_writer, sweep_drafts
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
+from farthing.durability.mounts import bucket_mount_of
 from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, MODEL, RUN, is_finished, witnesses_of
 from farthing.errors import FarthingError, Interrupted, JobError, RunBusy, RunChanged, RunDamaged, UserMistake
 from farthing.units import plural, say_seconds, say_usd
@@ -78,6 +79,17 @@ class Opened:
             )
 
 
+def refuse_bucket(folder: Path) -> None:
+    """Refuse to begin a run in a bucket. Raises `UserMistake`. One that began there goes on: its checkpoints have checksums."""
+    if (program := bucket_mount_of(folder)) and not (folder / RUN).exists():
+        raise UserMistake(
+            f"this folder is a bucket, mounted by {program}: a kill can leave half a checkpoint there, and nothing keeps"
+            " another machine out",
+            where=f"output_dir: {folder}",
+            to_do="set output_dir to a disk, and output_store to the bucket's own address (s3://..., gs://...)",
+        )
+
+
 @contextlib.contextmanager
 def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
     """An attempt in a run folder, which is made if need be and held by this process for as long as the block runs.
@@ -86,6 +98,7 @@ def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
     """
     had_lock = (folder / ".lock").exists()
     made = [path for path in (folder, *folder.parents) if not path.exists()]
+    refuse_bucket(folder)
     try:
         make_private(folder)
     except OSError as error:

@@ -45,6 +45,7 @@ from farthing.durability.files import (
 )
 from farthing.durability.lease import Lease, Lost
 from farthing.durability.log_parts import LogParts
+from farthing.durability.mounts import bucket_mount_of
 from farthing.durability.object_store import (
     Entry,
     LocalStore,
@@ -136,13 +137,19 @@ class Mirror:
 
     # ---- at the start ----
 
-    def is_on_disk_of_run(self) -> bool:
-        """Whether the store is a folder on the run's own disk: what is lost with the one is lost with the other. So is a
-        disk that is not mounted."""
+    def doubt(self) -> str | None:
+        """Why a folder as a store may not be one, in words that follow its name. A disk that is not mounted is another folder
+        on the run's own."""
+        if not isinstance(self._store, LocalStore):
+            return None
+        root = self._store.root
+        if program := bucket_mount_of(root):
+            return f"is a bucket, mounted by {program}: by its own address (s3://..., gs://...) two machines are kept apart"
         try:
-            return isinstance(self._store, LocalStore) and self._store.root.stat().st_dev == self.folder.stat().st_dev
+            is_same = root.stat().st_dev == self.folder.stat().st_dev
         except OSError:  # the store does not answer
-            return False
+            return None
+        return "is on the disk of the run: mount one that outlives this machine" if is_same else None
 
     def bring_back(self, allow_restart: bool = False, should_stop: Callable[[], bool] = lambda: False) -> int | None:
         """Take the lease, and bring the folder up to what the store has; the step of the commit taken, if one was.

@@ -212,8 +212,8 @@ def _bring_back(job: Job, context: Context, allow_restart: bool) -> None:
     context.ledger.read_again()
     if step is not None:
         context.emit(Note(f"step {step} was brought back from {job.output_store}"))
-    if context.replica.is_on_disk_of_run():
-        context.emit(Note(f"{job.output_store} is on the disk of the run: mount one that outlives this machine"))
+    if doubt := context.replica.doubt():
+        context.emit(Note(f"{job.output_store} {doubt}"))
 
 
 @contextlib.contextmanager
