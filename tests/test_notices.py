@@ -45,6 +45,7 @@ ACTION, REBALANCE, TOKEN = (
     "/latest/api/token",
 )
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
+MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
 EVENTS = "/metadata/scheduledevents"
 NAME = "/metadata/instance/compute/name"
 
@@ -229,6 +230,26 @@ def azure_event(kind: str, resources: Any, not_before: str = "") -> dict[str, An
         "EventStatus": "Scheduled",
         "NotBefore": not_before,
     }
+
+
+def test_maintenance_of_a_host_of_google_cloud_is_a_risk_and_the_stop_is_certain(
+    metadata: Metadata, ears: Ears
+) -> None:
+    metadata.headers = {"Metadata-Flavor": "Google"}
+    metadata.says |= {PREEMPTED: (200, "FALSE\n"), MAINTENANCE: (200, "NONE")}
+    watch = ears.watch(metadata, "gcp")
+    watch.start()
+    until(lambda: metadata.count(MAINTENANCE) > 2)
+    metadata.says[MAINTENANCE] = (200, "MIGRATE_ON_HOST_MAINTENANCE")
+    until(lambda: metadata.count(MAINTENANCE) > 5)
+    assert ears.signs == []
+    metadata.says[MAINTENANCE] = (200, "TERMINATE_ON_HOST_MAINTENANCE")
+    until(lambda: ears.signs)
+    metadata.says[PREEMPTED] = (200, "TRUE")
+    until(lambda: len(ears.signs) == 2)
+    watch.stop()
+    said = [(sign.what, sign.is_certain) for _, sign in ears.signs]
+    assert said == [("Google Cloud host maintenance", False), ("Google Cloud preemption", True)]
 
 
 def test_azure_names_the_machines_and_others_are_not_ours(metadata: Metadata, ears: Ears) -> None:

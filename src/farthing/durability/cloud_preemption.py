@@ -99,18 +99,28 @@ class Aws:
 
 
 class Gcp:
-    """Google Cloud: `instance/preempted` is TRUE from the notice on; 30 seconds are left, or less."""
+    """Google Cloud: `instance/preempted` is TRUE from the notice on; 30 seconds are left, or less.
+
+    Machines with GPUs are stopped for maintenance of their host an hour after `instance/maintenance-event` says so, others
+    after a minute (cloud.google.com/compute/docs/gpus/gpu-host-maintenance): nobody says when.
+    """
 
     name, every_s = "gcp", 2.0
 
     def look(self, ask: Ask) -> Iterator[Sign]:
-        """Whether it is preempted."""
-        status, body, headers = ask("GET", "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
-        word = body.strip().upper()
+        """Whether it is preempted, or will be stopped for maintenance."""
+        status, word, headers = self._get(ask, "preempted")
         if status != 200 or headers.get("metadata-flavor") != "Google" or word not in (b"TRUE", b"FALSE"):
             raise Unreadable(f"preempted: HTTP {status}")
         if word == b"TRUE":
             yield Sign("Google Cloud preemption")
+        status, word, _ = self._get(ask, "maintenance-event")
+        if status == 200 and word == b"TERMINATE_ON_HOST_MAINTENANCE":
+            yield Sign("Google Cloud host maintenance", is_certain=False)
+
+    def _get(self, ask: Ask, key: str) -> tuple[int, bytes, dict[str, str]]:
+        status, body, headers = ask("GET", f"/computeMetadata/v1/instance/{key}", {"Metadata-Flavor": "Google"})
+        return status, body.strip().upper(), headers
 
 
 class Azure:
