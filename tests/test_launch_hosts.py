@@ -30,12 +30,13 @@ from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.session import Session
 from farthing.prices.offers import Billing, Offer
 from launch_chains import QUICK, environment, left_alone, saved_step, write_job
+from patience import titles_of_processes, until
 
 FAKE = """#!/bin/sh
 echo "secret is ${#AWS_SECRET_ACCESS_KEY} long, asked at $FARTHING_CREATED_AT"
 case "$(cat job.yaml)" in
   *leave*) exit 75 ;;
-  *forever*) trap 'echo told; exit 75' TERM; while :; do sleep 0.1; done ;;
+  *forever*) trap 'echo told; exit 75' TERM; echo listening; while :; do sleep 0.1; done ;;
 esac
 """
 
@@ -61,16 +62,6 @@ def ask_for(text: str, most_s: int = 60) -> Ask:
     return Ask(
         "farthing-12345678-1", "local", "", offer, 1.0, most_s, text, {"name": "x"}, secrets=("AWS_SECRET_ACCESS_KEY",)
     )
-
-
-def until(what: Any, seconds: float = 20.0) -> Any:
-    """The first true answer."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := what():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("it did not come to be")
 
 
 def machine_of(ask: Ask, number: str = "") -> Machine:
@@ -112,6 +103,7 @@ def test_the_same_request_again_does_not_start_it_twice(host: HostDriver) -> Non
     number = host.create(ask, 1.0)
     assert host.create(ask, 2.0) == number
     assert host.names("farthing-12345678") == {ask.name: f"local {number}"}
+    until(lambda: "listening" in host.log(machine_of(ask)))
     host.destroy(machine_of(ask))
     assert over(host, ask).code == 75, "it was asked politely and had time to save"
     assert "told" in host.log(machine_of(ask))
@@ -145,12 +137,7 @@ def test_no_secret_is_in_a_list_of_processes(host: HostDriver) -> None:
     ask = ask_for("forever")
     host.create(ask, 1.0)
     until(lambda: "secret is" in host.log(machine_of(ask)))
-    titles = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            titles.append(path.read_bytes())
-        except OSError:
-            continue
+    titles = titles_of_processes()
     host.destroy(machine_of(ask))
     assert any(b"farthing" in title for title in titles)
     assert not any(b"canary-of-a-secret" in title for title in titles)
@@ -183,7 +170,7 @@ def test_a_launch_here_from_the_start_to_the_log(host: HostDriver, tmp_path: Pat
     until(lambda: session.standing()["there_now"])
     again = Session(session.prepared, said.append)
     again.stop(replace(QUICK, poll_s=0.1))
-    thread.join(20.0)
+    thread.join(120.0)
     assert not thread.is_alive(), "whoever watched has heard of it"
     assert Session(session.prepared, said.append).standing()["there_now"] == {}
     assert len(Session(session.prepared, said.append).ledger.machines) == 2, "and has rented nothing more"
