@@ -651,6 +651,26 @@ def mirrors_made(monkeypatch: pytest.MonkeyPatch) -> list[Mirror]:
     return made
 
 
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How many seconds after a mirror was made each wait for it was over: one before the ledger is written for the last
+    time that a store hears of, one after."""
+    over_s, made_at = list[float](), [0.0]
+    init, wait = Mirror.__init__, Mirror.wait
+
+    def made(mirror: Mirror, *arguments: Any) -> None:
+        init(mirror, *arguments)
+        made_at[0] = time.monotonic()
+
+    def waited(mirror: Mirror, seconds: float) -> bool:
+        is_done = wait(mirror, seconds)
+        over_s.append(time.monotonic() - made_at[0])
+        return is_done
+
+    monkeypatch.setattr(Mirror, "__init__", made)
+    monkeypatch.setattr(Mirror, "wait", waited)
+    return over_s
+
+
 def same_result(left: Path, right: Path) -> list[str]:
     import survive
 
@@ -660,15 +680,17 @@ def same_result(left: Path, right: Path) -> list[str]:
 
 @pytest.mark.parametrize("scheme", thinned(["folder", "memory"], 2))
 def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
-    scheme: str, quick: None, tmp_path: Path
+    scheme: str, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = f"memory://{tmp_path.name}/run" if scheme == "memory" else tmp_path / "store"
     assert train(machine(tmp_path, "alone", None)).exit_code == 0
     first = train(machine(tmp_path, "first", store), stop_after(3))
     assert first.exit_code == 75
     (tmp_path / "first").rename(tmp_path / "gone")
+    waited = waits(monkeypatch)
     second = train(machine(tmp_path, "second", store), stop_after(5))
     assert second.exit_code == 75
+    until_the_last_words_s = waited[-2]
     heard = Heard()
     third = train(machine(tmp_path, "third", store), heard)
     assert third.exit_code == 0
@@ -679,7 +701,8 @@ def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
     assert ended == ["interrupted", "interrupted", "finished"]
     second_s = [a["wall_s"] for a in second.receipt.attempts]
     third_s = [a["wall_s"] for a in third.receipt.attempts][:2]
-    assert third_s == pytest.approx(second_s, abs=0.5), "but for the moment in which the lease was given back"
+    assert third_s[0] == pytest.approx(second_s[0])
+    assert until_the_last_words_s <= third_s[1] <= second_s[1], "all but the moment in which the lease was given back"
     fourth = train(machine(tmp_path, "fourth", store), heard := Heard())
     assert fourth.reason.startswith("it was finished already"), "the model came along"
     assert heard.of(StepTaken) == []
@@ -834,11 +857,13 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(
 
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
     monkeypatch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
+    job, waited = machine(tmp_path, "run", tmp_path / "store"), waits(monkeypatch)
     began = time.monotonic()
-    receipt = train(machine(tmp_path, "run", tmp_path / "store"), heard).receipt
+    receipt = train(job, heard).receipt
     elapsed_s = time.monotonic() - began
+    *_, until_the_last_words_s, to_the_end_s = waited
     attempt = receipt.attempts[0]
-    assert receipt.wall_s == pytest.approx(elapsed_s, abs=0.5, rel=0.1)  # others may use the machine
+    assert to_the_end_s <= receipt.wall_s <= elapsed_s
     assert attempt["spans"]["checkpoint"] > 1.0
     assert receipt.usd == pytest.approx(receipt.wall_s / 3600 * 3.6)
     assert [a["ended"] for a in receipt.attempts] == ["finished"]
@@ -847,4 +872,4 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(
     (tmp_path / "run").rename(tmp_path / "gone")
     again = train(machine(tmp_path, "run", tmp_path / "store"), Heard()).receipt
     known_s = again.attempts[0]["wall_s"]
-    assert known_s == pytest.approx(attempt["wall_s"], abs=0.5), "and the store knows it"
+    assert until_the_last_words_s <= known_s <= attempt["wall_s"], "and the store knows it"
