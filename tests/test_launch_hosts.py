@@ -16,6 +16,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import launch_chains
@@ -84,6 +85,22 @@ def test_the_exit_code_is_read_of_a_script_that_ends_while_it_is_looked_at(tmp_p
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     seen = subprocess.run(["sh", "-c", f"{LOOK}\none {run}"], env=path, capture_output=True, text=True, check=True)
     assert seen.stdout.split() == ["over", "75"]
+
+
+def test_a_dead_process_that_nobody_waits_for_is_over(tmp_path: Path) -> None:
+    """The first process of a container may wait for none: killed and not confirmed gone, a run was paid for without end."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        (tmp_path / "pid").write_text(str(process.pid))
+        (tmp_path / "boot").write_text(Path("/proc/sys/kernel/random/boot_id").read_text())
+
+        def look() -> list[str]:
+            done = subprocess.run(["sh", "-c", f"{LOOK}\none {tmp_path}"], capture_output=True, text=True, check=True)
+            return done.stdout.split()
+
+        assert look() == ["alive"]
+        process.kill()
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+        assert look() == ["over"]
 
 
 def test_a_script_runs_on_its_own_and_its_exit_code_is_kept(host: HostDriver, tmp_path: Path) -> None:
