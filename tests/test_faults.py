@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -15,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,11 @@ from farthing.errors import NoSpace, RunChanged, SaveFailing, StoreDown
 from farthing.events import DataRead, Emit, Event, Restored, StepTaken
 from farthing.train.run import train
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
+from patience import until
 from test_store import Faulty, Model, machine, same_result, taken
 from test_survive import job_in, quiet, when
 from thinned import thinned
+from together import forkserver
 from workshop import Heard, file_system, job_file
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -80,10 +82,7 @@ def once_committed(run: Path, step: int, action: Callable[[], None]) -> Emit:
     background is told of only when the next one has begun."""
 
     def act() -> None:
-        until = time.monotonic() + 60
-        while step not in [save.step for save in saves_in(run / "checkpoints")]:
-            assert time.monotonic() < until
-            time.sleep(0.005)
+        until(lambda: step in [save.step for save in saves_in(run / "checkpoints")])
         action()
 
     return when(StepTaken, step + 1, act)
@@ -235,15 +234,15 @@ def test_a_stop_signal_within_an_upload_is_heard_and_the_copy_is_whole(
 
     def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
         if name == "put" and not sent:
-            sent.append(key)
             os.kill(os.getpid(), signal.SIGTERM)
+            sent.append(key)
             time.sleep(0.3)
         return operation()
 
     monkeypatch.setattr(mirror_module, "PACE", QUICK)
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
     assert train(machine(tmp_path, "alone", None), quiet).exit_code == 0
-    first = train(machine(tmp_path, "first", tmp_path / "store"), quiet)
+    first = train(machine(tmp_path, "first", tmp_path / "store"), when(StepTaken, 6, lambda: until(lambda: sent)))
     assert first.exit_code == 75
     heard = Heard()
     assert train(machine(tmp_path, "second", tmp_path / "store"), heard).exit_code == 0
@@ -254,7 +253,7 @@ def test_a_stop_signal_within_an_upload_is_heard_and_the_copy_is_whole(
 def test_a_bucket_that_is_emptied_in_the_middle_of_a_run_gets_a_whole_copy_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(mirror_module, "PACE", QUICK)
+    monkeypatch.setattr(mirror_module, "PACE", replace(QUICK, give_up_s=60.0))
 
     def tell(event: Event) -> None:
         if isinstance(event, StepTaken):
@@ -270,7 +269,7 @@ def test_a_bucket_that_is_emptied_in_the_middle_of_a_run_gets_a_whole_copy_again
 
 
 class Late(Model):
-    """As stores of the past had it: an object under some prefixes is in no list until a while after it was written."""
+    """As stores of the past had it: an object under some prefixes is in no list until long after it was written."""
 
     def __init__(self, *prefixes: str) -> None:
         super().__init__()
@@ -279,7 +278,7 @@ class Late(Model):
     def list(self, prefix: str) -> dict[str, Entry]:
         found = super().list(prefix)
         if prefix in self.prefixes:
-            found = {key: entry for key, entry in found.items() if time.time() - (entry.at or 0) > 0.1}
+            found = {key: entry for key, entry in found.items() if time.time() - (entry.at or 0) > 3600}
         return found
 
 
@@ -288,11 +287,11 @@ def test_what_no_list_has_is_in_no_commit(tmp_path: Path) -> None:
     mirror = mirror_of(store, run, said, pace=QUICK)
     mirror.bring_back()
     assert not delivered(mirror, 1, step_done(run, 1), seconds=0.5)
-    mirror.check()
+    until(lambda: (mirror.check(), said)[1])  # type: ignore[func-returns-value]
     assert "did not arrive whole" in said[0]
     assert store.list("commits/") == {}
     store.prefixes = ()
-    assert mirror.wait(5)
+    assert mirror.wait(60)
     mirror.close(5)
     assert taken(store, tmp_path / "empty") == 1
 
@@ -333,10 +332,7 @@ def test_a_kill_so_long_after_the_notice_leaves_the_last_step_or_a_whole_one_bef
     path = job_file(tmp_path)
     job = machine(tmp_path, "first", tmp_path / "store")
     path.write_text(json.dumps(job.model_dump(mode="json", exclude_none=True)))
-    context = multiprocessing.get_context("forkserver")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    context.set_forkserver_preload(["farthing.train.run"])
-    process = context.Process(target=train_with_slow_store, args=(str(path), 0.05))
+    process = forkserver().Process(target=train_with_slow_store, args=(str(path), 0.05))
     process.start()
     log = tmp_path / "first" / "log.jsonl"
     while process.is_alive() and (not log.exists() or log.read_text().count('"examples"') < 6):

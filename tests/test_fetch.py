@@ -141,18 +141,18 @@ def test_what_a_server_answers_is_said(host: str, tmp_path: Path) -> None:
         assert words in caught.value.what
 
 
-def nobody() -> int:
-    """A port on which nobody listens."""
+@pytest.fixture
+def port() -> Iterator[int]:
+    """One on which nobody listens, nor will: it is taken."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+        yield int(taken.getsockname()[1])
 
 
 @pytest.mark.parametrize("scheme", ["http", "https", "s3"])
 def test_a_refused_connection_names_host_and_reason(
-    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: str, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = nobody()
     place = f"127.0.0.1:{port}"
     if scheme == "s3":
         pytest.importorskip("s3fs")

@@ -834,11 +834,11 @@ def test_a_cache_that_another_process_fills_is_waited_for(tmp_path: Path, comput
     def other() -> None:
         with only_writer(one_folder(tmp_path)):
             held.set()
-            release.wait(10)
+            release.wait(120)
 
     thread = threading.Thread(target=other)
     thread.start()
-    assert held.wait(10)
+    assert held.wait(120)
     with pytest.raises(Interrupted):
         cache_of(frozen, tokens, tmp_path, should_stop=iter([False, False, True]).__next__)
     looks: list[bool] = []

@@ -611,7 +611,7 @@ def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_fold
         thread.start()
         thread.join(1.0)
         assert children == []
-    thread.join(20.0)
+    thread.join(120.0)
     assert len(children) == 1
 
 
@@ -802,7 +802,7 @@ def test_one_store_is_one_launch_however_it_is_written(demo: Path, spelling: str
 
 
 def test_one_process_watches_a_launch(demo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("farthing.launch.session.LEASE_S", 0.6)
+    monkeypatch.setattr("farthing.launch.session.LEASE_S", 6.0)
     job = _job(demo, f"output_store={tmp_path}/store")
     sessions = [
         Session(
@@ -812,11 +812,13 @@ def test_one_process_watches_a_launch(demo: Path, monkeypatch: pytest.MonkeyPatc
         for name in ("laptop", "desktop")
     ]
     assert sessions[0].prepared.launch_id == sessions[1].prepared.launch_id
+    is_over = threading.Event()
     with sessions[0]._only_watcher() as sleep:
-        other = threading.Thread(target=lambda: [sleep(0.1) for _ in range(15)])
+        other = threading.Thread(target=lambda: [sleep(0.1) for _ in iter(is_over.is_set, True)])
         other.start()
         with pytest.raises(RunBusy, match="another process watches"), sessions[1]._only_watcher():
             pass
+        is_over.set()
         other.join()
     with sessions[1]._only_watcher():
         sessions[1].words().ask_to_stop(is_wanted=True)

@@ -16,6 +16,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import launch_chains
@@ -30,12 +31,13 @@ from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.session import Session
 from farthing.prices.offers import Billing, Offer
 from launch_chains import QUICK, environment, left_alone, saved_step, write_job
+from patience import titles_of_processes, until
 
 FAKE = """#!/bin/sh
 echo "secret is ${#AWS_SECRET_ACCESS_KEY} long, asked at $FARTHING_CREATED_AT"
 case "$(cat job.yaml)" in
   *leave*) exit 75 ;;
-  *forever*) trap 'echo told; exit 75' TERM; while :; do sleep 0.1; done ;;
+  *forever*) trap 'echo told; exit 75' TERM; echo listening; while :; do sleep 0.1; done ;;
 esac
 """
 
@@ -63,16 +65,6 @@ def ask_for(text: str, most_s: int = 60) -> Ask:
     )
 
 
-def until(what: Any, seconds: float = 20.0) -> Any:
-    """The first true answer."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := what():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("it did not come to be")
-
-
 def machine_of(ask: Ask, number: str = "") -> Machine:
     """As the ledger has it."""
     return Machine(ask.name, id=number, instance="local")
@@ -95,6 +87,22 @@ def test_the_exit_code_is_read_of_a_script_that_ends_while_it_is_looked_at(tmp_p
     assert seen.stdout.split() == ["over", "75"]
 
 
+def test_a_dead_process_that_nobody_waits_for_is_over(tmp_path: Path) -> None:
+    """The first process of a container may wait for none: killed and not confirmed gone, a run was paid for without end."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        (tmp_path / "pid").write_text(str(process.pid))
+        (tmp_path / "boot").write_text(Path("/proc/sys/kernel/random/boot_id").read_text())
+
+        def look() -> list[str]:
+            done = subprocess.run(["sh", "-c", f"{LOOK}\none {tmp_path}"], capture_output=True, text=True, check=True)
+            return done.stdout.split()
+
+        assert look() == ["alive"]
+        process.kill()
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+        assert look() == ["over"]
+
+
 def test_a_script_runs_on_its_own_and_its_exit_code_is_kept(host: HostDriver, tmp_path: Path) -> None:
     ask = ask_for("leave")
     number = host.create(ask, 1_800_000_000.0)
@@ -112,6 +120,7 @@ def test_the_same_request_again_does_not_start_it_twice(host: HostDriver) -> Non
     number = host.create(ask, 1.0)
     assert host.create(ask, 2.0) == number
     assert host.names("farthing-12345678") == {ask.name: f"local {number}"}
+    until(lambda: "listening" in host.log(machine_of(ask)))
     host.destroy(machine_of(ask))
     assert over(host, ask).code == 75, "it was asked politely and had time to save"
     assert "told" in host.log(machine_of(ask))
@@ -145,12 +154,7 @@ def test_no_secret_is_in_a_list_of_processes(host: HostDriver) -> None:
     ask = ask_for("forever")
     host.create(ask, 1.0)
     until(lambda: "secret is" in host.log(machine_of(ask)))
-    titles = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            titles.append(path.read_bytes())
-        except OSError:
-            continue
+    titles = titles_of_processes()
     host.destroy(machine_of(ask))
     assert any(b"farthing" in title for title in titles)
     assert not any(b"canary-of-a-secret" in title for title in titles)
@@ -183,7 +187,7 @@ def test_a_launch_here_from_the_start_to_the_log(host: HostDriver, tmp_path: Pat
     until(lambda: session.standing()["there_now"])
     again = Session(session.prepared, said.append)
     again.stop(replace(QUICK, poll_s=0.1))
-    thread.join(20.0)
+    thread.join(120.0)
     assert not thread.is_alive(), "whoever watched has heard of it"
     assert Session(session.prepared, said.append).standing()["there_now"] == {}
     assert len(Session(session.prepared, said.append).ledger.machines) == 2, "and has rented nothing more"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fake_clouds import World
@@ -29,7 +30,8 @@ from farthing.launch.session import Session
 from farthing.launch.supervise import Launch
 from farthing.launch.words import StoreWords, Word
 from launch_faults import Fate, Killed, prepared_for, supervise
-from test_launch_hosts import ask_for, machine_of, until
+from patience import until
+from test_launch_hosts import ask_for, machine_of
 from test_launch_hosts import host as host
 
 ALIVE = Fate(None, is_before=False)
@@ -296,7 +298,7 @@ def test_a_number_that_another_process_has_got_since_is_not_ours(host: Any, tmp_
     home = tmp_path / "home" / ask.name
     pid = int((home / "pid").read_text())
     subprocess.run(["pkill", "-KILL", "-s", str(pid)], check=True)
-    until(lambda: not Path(f"/proc/{pid}").exists())
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
         (home / "pid").write_text(f"{other.pid}\n")  # as if the number had come round
         seen = host.look(machine_of(ask))

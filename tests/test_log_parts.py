@@ -45,7 +45,7 @@ def commits_of(tmp_path: Path, n: int) -> tuple[Model, list[str], Path]:
         write_steps(run, 45 * step - 45, 45 * step)
         assert delivered(mirror, step, step_done(run, step))
     mirror.offer_last_words()
-    assert mirror.wait(5)
+    assert mirror.wait(60)
     mirror.close(1)
     return store, sent, run
 

@@ -113,8 +113,10 @@ def test_processors() -> None:
 
 
 def test_the_memory_of_a_container(tmp_path: Path) -> None:
-    free = psutil.virtual_memory().available
-    assert free_memory_bytes(tmp_path, tmp_path / "none") == pytest.approx(free, rel=0.2)
+    before = psutil.virtual_memory().available
+    free = free_memory_bytes(tmp_path, tmp_path / "none")
+    after = psutil.virtual_memory().available  # others may take or give back a lot at the same time
+    assert 0.8 * min(before, after) < free < 1.2 * max(before, after)
     inside = tmp_path / "pod" / "box"
     inside.mkdir(parents=True)
     (tmp_path / "cgroup").write_text("0::/pod/box\n")
@@ -164,11 +166,12 @@ def test_gpus_by_nvidia_smi(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_gpu_after_all(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_SMI_TIMEOUT_S", 0.3)
     (smi / "fail").touch()
     assert local_machine().kind == "cpu"
     (smi / "wait").touch()
-    assert local_machine().kind == "cpu"
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "_SMI_TIMEOUT_S", 0.3)
+        assert local_machine().kind == "cpu"
     for name in ("fail", "wait"):
         (smi / name).unlink()
     assert local_machine().kind == "cuda"

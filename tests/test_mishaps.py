@@ -24,8 +24,9 @@ from test_survive import job_in, quiet
 from thinned import thinned
 
 
-def test_tensorboard_gets_losses_and_metrics(tmp_path: Path) -> None:
+def test_tensorboard_gets_losses_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
+    monkeypatch.setattr(track, "PATIENCE_S", 300.0)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(job_in(tmp_path, "run", report_to=["tensorboard"]), quiet)

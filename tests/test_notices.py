@@ -36,6 +36,7 @@ from farthing.errors import UserMistake
 from farthing.events import Evaluating, Event, Saved, StepTaken, Tokenizing
 from farthing.train.run import train
 from mirrored import QUICK
+from patience import until
 from test_survive import job_in, quiet
 from thinned import thinned
 
@@ -91,7 +92,8 @@ class Metadata:
 
 
 @pytest.fixture
-def metadata() -> Iterator[Metadata]:
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
+    monkeypatch.setattr(farthing.durability.cloud_preemption, "TIMEOUT_S", 60.0)  # it is this process that answers
     service = Metadata()
     yield service
     service.server.shutdown()
@@ -119,16 +121,12 @@ def ears() -> Ears:
     return Ears()
 
 
-def until(happened: Callable[[], Any], seconds: float = 20.0) -> None:
-    """Wait for it."""
-    give_up_at = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < give_up_at, "it never happened"
-        time.sleep(0.005)
+def in_words(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def moment(seconds_from_now: float) -> str:
-    return datetime.fromtimestamp(time.time() + seconds_from_now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return in_words(time.time() + seconds_from_now)
 
 
 def aws_token(request: Any) -> Answer:
@@ -149,12 +147,11 @@ def test_aws_says_nothing_until_it_interrupts(metadata: Metadata, ears: Ears) ->
     watch.start()
     until(lambda: metadata.count(ACTION) > 3)
     assert ears.signs == []
-    metadata.says[ACTION] = with_token(json.dumps({"action": "terminate", "time": moment(115)}))
+    leaves_at = int(time.time() + 115)
+    metadata.says[ACTION] = with_token(json.dumps({"action": "terminate", "time": in_words(leaves_at)}))
     until(lambda: ears.signs)
     watch.stop()
-    (cloud, sign) = ears.signs[0]
-    assert (cloud, sign.what, sign.is_certain) == ("aws", "AWS spot: terminate", True)
-    assert sign.leaves_at == pytest.approx(time.time() + 115, abs=10)
+    assert ears.signs == [("aws", Sign("AWS spot: terminate", leaves_at))]
     assert metadata.count(TOKEN) == 1, "a token is kept"
 
 
@@ -253,7 +250,8 @@ def test_maintenance_of_a_host_of_google_cloud_is_a_risk_and_the_stop_is_certain
 
 
 def test_azure_names_the_machines_and_others_are_not_ours(metadata: Metadata, ears: Ears) -> None:
-    soon = datetime.fromtimestamp(time.time() + 30, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    leaves_at = int(time.time() + 30)
+    soon = datetime.fromtimestamp(leaves_at, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
     events = [
         azure_event("Preempt", ["vm_2"]),
         azure_event("Freeze", ["vm_1"]),
@@ -268,9 +266,7 @@ def test_azure_names_the_machines_and_others_are_not_ours(metadata: Metadata, ea
     metadata.says[EVENTS] = (200, json.dumps({"Events": [azure_event("Preempt", ["vm_1", "vm_2"], soon)]}))
     until(lambda: ears.signs)
     watch.stop()
-    (cloud, sign) = ears.signs[0]
-    assert (cloud, sign.what, sign.is_certain) == ("azure", "Azure Preempt", True)
-    assert sign.leaves_at == pytest.approx(time.time() + 30, abs=10)
+    assert ears.signs == [("azure", Sign("Azure Preempt", leaves_at))]
 
 
 def test_what_is_announced_for_later_is_a_warning_now_and_a_notice_then(
@@ -306,7 +302,7 @@ def test_unreadable_answers_of_a_metadata_service_are_not_notices(
     metadata.headers["Metadata-Flavor"] = "Google"
     watch = ears.watch(metadata, "aws", "gcp", "azure")
     watch.start()
-    watch._thread.join(20)
+    watch._thread.join(120)
     assert not watch._thread.is_alive(), "given up"
     assert (ears.signs, ears.warnings) == ([], [])
 
@@ -314,15 +310,18 @@ def test_unreadable_answers_of_a_metadata_service_are_not_notices(
 def test_without_a_service_it_is_given_up_and_nobody_waits(
     metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(farthing.durability.cloud_preemption, "TIMEOUT_S", 0.05)
-    hang = threading.Event()
-    metadata.says = dict.fromkeys((TOKEN, PREEMPTED, NAME), lambda request: (200, str(hang.wait(5))))
+    hang, first = threading.Event(), threading.Event()
+    metadata.says = dict.fromkeys((PREEMPTED, NAME), lambda request: (200, str(hang.wait(60))))
+    metadata.says[TOKEN] = lambda request: (404, "") if first.wait(60) else (200, "")
     watch = ears.watch(metadata, "aws", "gcp", "azure")
     watch.start()
     assert watch._thread.is_alive(), "it asks while the run goes on"
-    watch._thread.join(20)
-    hang.set()
+    monkeypatch.setattr(farthing.durability.cloud_preemption, "TIMEOUT_S", 0.05)
+    first.set()
+    watch._thread.join(120)
     assert not watch._thread.is_alive()
+    until(lambda: metadata.count(PREEMPTED) >= FAILURES_UNTIL_GIVEN_UP)  # who asks is gone before some are answered
+    hang.set()
     assert metadata.count(PREEMPTED) == FAILURES_UNTIL_GIVEN_UP
     assert (ears.signs, ears.warnings) == ([], [])
 
@@ -440,6 +439,14 @@ def test_a_risk_sets_no_flag() -> None:
 # ---- whole runs ----
 
 
+def notices_of(monkeypatch: pytest.MonkeyPatch) -> list[Notice]:
+    """What each run from now on listens with."""
+    found: list[Notice] = []
+    enter = Notice.__enter__
+    monkeypatch.setattr(Notice, "__enter__", lambda notice: (found.append(notice), enter(notice))[1])
+    return found
+
+
 def of_cloud(job: Job, cloud: str) -> Job:
     return job.model_copy(update={"where": job.where.model_copy(update={"notices": cloud})})
 
@@ -472,7 +479,7 @@ def noticed(cloud: str, metadata: Metadata) -> None:
     ("cloud", "kind"), thinned([("aws", StepTaken), ("gcp", Evaluating), ("azure", Tokenizing)], 3)
 )
 def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(
-    cloud: str, kind: type[Event], quick: Metadata, tmp_path: Path
+    cloud: str, kind: type[Event], quick: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = job_in(tmp_path, "alone")
     assert train(alone, quiet).exit_code == 0
@@ -480,18 +487,20 @@ def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(
         file.unlink() if file.is_file() else None
     job = of_cloud(job_in(tmp_path, "noticed"), cloud)
     done: list[bool] = []
+    notices = notices_of(monkeypatch)
 
     def tell(event: Event) -> None:
         if isinstance(event, kind) and not done:
             done.append(True)
             noticed(cloud, quick)
-            time.sleep(0.3)  # the service has said it before the next micro-batch, row or batch
+            until(lambda: notices[-1].heard)  # before the next micro-batch, row or batch
 
+    began = time.monotonic()
     outcome = train(job, tell)
     assert outcome.exit_code == 75
     (notice,) = outcome.receipt.notices
     assert (notice["source"], notice["attempt"], notice["is_certain"]) == (cloud, 1, True)
-    assert 0 <= notice["left_after_s"] < 10
+    assert 0 <= notice["left_after_s"] < time.monotonic() - began
     assert (notice["grace_s"] is not None) == (cloud == "aws")
     assert outcome.reason == notice["what"]
     quick.says = {TOKEN: aws_token}
@@ -499,15 +508,17 @@ def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(
     assert survive.differences(survive.result_of(tmp_path / "alone"), survive.result_of(tmp_path / "noticed")) == []
 
 
-def test_a_rebalance_recommendation_saves_now_and_goes_on(quick: Metadata, tmp_path: Path) -> None:
+def test_a_rebalance_recommendation_saves_now_and_goes_on(
+    quick: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = of_cloud(workshop.make_job(tmp_path, save_steps=1000), "aws")
-    heard = workshop.Heard()
+    heard, notices = workshop.Heard(), notices_of(monkeypatch)
 
     def tell(event: Event) -> None:
         heard(event)
         if isinstance(event, StepTaken) and event.step == 2:
             quick.says[REBALANCE] = with_token(json.dumps({"noticeTime": moment(0)}))
-            time.sleep(0.3)
+            until(lambda: notices[-1].heard)
 
     outcome = train(job, tell)
     assert outcome.exit_code == 0
@@ -527,22 +538,27 @@ def test_no_metadata_service_is_asked_on_a_machine_of_no_cloud(
 
 
 def test_how_long_may_be_waited_is_what_is_left_until_the_machine_goes() -> None:
-    notice = Notice()
+    notice, now = Notice(), time.time()
+
+    def waits(most_s: float) -> bool:
+        found = notice.patience_s(20, 600)
+        return now + most_s - time.time() <= found <= most_s
+
     assert notice.patience_s(20, 600) == 20, "nobody has said anything"
-    notice.say("rebalance", "aws", leaves_at=time.time() + 3, is_certain=False)
+    notice.say("rebalance", "aws", leaves_at=now + 3, is_certain=False)
     notice.say("SIGTERM", "signal")
     assert notice.patience_s(20, 600) == 20, "nobody has said when"
-    notice.say("spot interruption", "aws", leaves_at=time.time() + 120)
-    assert notice.patience_s(20, 600) == pytest.approx(115, abs=1)
+    notice.say("spot interruption", "aws", leaves_at=now + 320)
+    assert waits(315)
     assert notice.patience_s(20, 60) == 60
-    notice.say("preempted", "gcp", leaves_at=time.time() + 30)
-    assert notice.patience_s(20, 600) == pytest.approx(25, abs=1)
-    notice.say("preempted", "gcp", leaves_at=time.time() - 10)
+    notice.say("preempted", "gcp", leaves_at=now + 230)
+    assert waits(225)
+    notice.say("preempted", "gcp", leaves_at=now - 10)
     assert notice.patience_s(20, 600) == 1
 
 
 def test_a_store_gets_the_time_that_a_notice_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told that the machine goes in half a minute, a run waits longer for a slow store than it would unasked."""
+    """Told that the machine goes in an hour, a run waits longer for a slow store than it would unasked."""
     asked: list[float] = []
     real = mirror_module.Mirror.wait
 
@@ -552,15 +568,13 @@ def test_a_store_gets_the_time_that_a_notice_leaves(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(mirror_module, "PACE", QUICK)
     monkeypatch.setattr(mirror_module.Mirror, "wait", wait)
-    notices: list[Notice] = []
-    enter = Notice.__enter__
-    monkeypatch.setattr(Notice, "__enter__", lambda notice: (notices.append(notice), enter(notice))[1])
+    notices = notices_of(monkeypatch)
 
     def tell(event: Event) -> None:
         if isinstance(event, StepTaken) and event.step == 2:
-            notices[0].say("preempted", "gcp", leaves_at=time.time() + 30)
+            notices[0].say("preempted", "gcp", leaves_at=time.time() + 3600)
 
     job = workshop.make_job(tmp_path).model_copy(update={"output_store": str(tmp_path / "store")})
     assert train(job, tell).exit_code == 75
     assert asked[:2] == [QUICK.finish_s] * 2, "for the last step, and for the last words"
-    assert QUICK.leave_s < QUICK.finish_s < 25
+    assert QUICK.leave_s < QUICK.finish_s

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,8 @@ from farthing.durability.accounts import read_ledger
 from farthing.durability.opening import PAUSED, opened
 from farthing.durability.preemption import SIGNALS
 from farthing.durability.supervisor import Standing, Supervisor, standing
+from held import Held
+from patience import until
 
 
 def row_of(attempt: int, step: int) -> dict[str, Any]:
@@ -164,20 +165,13 @@ def test_where_a_run_stands_is_read_from_its_ledger(tmp_path: Path) -> None:
 
 def test_a_run_that_is_killed_is_begun_again_and_finishes(tmp_path: Path) -> None:
     path = workshop.job_file(tmp_path, max_steps=60, save_steps=5)
-    log, ledger = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "ledger.jsonl"
+    held = Held(tmp_path / "hold", "step-00000015")
     command = [sys.executable, "-m", "farthing", "train", str(path), "--retry", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def kill_once() -> None:
-        while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") > 12):
-            time.sleep(0.01)
-        for child in children_of(process.pid):
-            os.kill(child, signal.SIGKILL)
-
-    thread = threading.Thread(target=kill_once)
-    thread.start()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=held.environment)
+    until(lambda: held.is_there() or process.poll() is not None)
+    for child in children_of(process.pid):
+        os.kill(child, signal.SIGKILL)
     out, words = process.communicate(timeout=300)
-    thread.join()
     assert process.returncode == 0, words
     receipt = json.loads(out)
     assert [attempt["ended"] for attempt in receipt["attempts"]] == ["killed", "finished"]
@@ -186,7 +180,7 @@ def test_a_run_that_is_killed_is_begun_again_and_finishes(tmp_path: Path) -> Non
     assert "killed by SIGKILL" in words
     assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"], rel=0.01)
     assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"], rel=0.01)
-    assert ledger.exists()
+    assert (tmp_path / "run" / "ledger.jsonl").exists()
 
 
 @pytest.mark.slow

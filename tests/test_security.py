@@ -39,6 +39,7 @@ from farthing.durability.files import seal, unseal, write_text
 from farthing.durability.run_folder import keep_job, kept, kept_job
 from farthing.errors import RunChanged, RunDamaged
 from farthing.tasks.columns import Unusable
+from held import Held
 from mirrored import delivered, folder_of_run, mirror_of, step_done
 from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
 from test_checkpoint import newest, restored, save
@@ -144,17 +145,21 @@ def test_no_secret_of_the_environment_gets_out(
     )  # fmt: skip
     job = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**job, "output_store": "./store"}))
+    monkeypatch.setattr("farthing.train.trackers.PATIENCE_S", 300.0)
+    held = Held(tmp_path.with_name(f"{tmp_path.name}-hold"), "step-00000008")
     first = subprocess.Popen(
-        [sys.executable, "-m", "farthing", "train", str(path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+        [sys.executable, "-m", "farthing", "train", str(path), "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=held.environment,
+    )  # fmt: skip
     titles: set[str] = set()
-    while first.poll() is None and not list((tmp_path / "store").glob("commits/*-0*4.json")):
+    while first.poll() is None and not (held.is_there() and list((tmp_path / "store").glob("commits/*-0*4.json"))):
         for process in [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
                 titles.add(" ".join(process.cmdline()))
         time.sleep(0.02)
     first.send_signal(signal.SIGTERM)
-    said = b"".join(first.communicate(timeout=60))
+    held.let_go()
+    said = b"".join(first.communicate(timeout=300))
     assert first.returncode == 75, said
     assert any("farthing" in title for title in titles)
     assert secrets_in(" ".join(titles).encode() + said) == []

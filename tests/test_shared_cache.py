@@ -76,10 +76,12 @@ def test_a_set_that_another_could_have_changed_is_made_again(spoil: Callable[[Pa
     first, said = made()
     assert said == []
     before = first.folder.lstat().st_ino
+    first_open = os.open(first.folder, os.O_RDONLY)  # its number is given to no other as long as somebody has it open
     assert (made()[0].folder.lstat().st_ino, made()[1]) == (before, []), "a set of one's own is taken as it is"
     spoil(first.folder)
     again, said = made()
     assert again.folder.lstat().st_ino != before
+    os.close(first_open)
     assert not again.folder.is_symlink()
     assert "another user made or could change" in said[0]
     assert made()[1] == []
@@ -145,6 +147,7 @@ def test_a_download_and_a_data_set_of_another_are_fetched_again(tmp_path: Path) 
     arrow_files = list((tmp_path / "datasets").rglob("*.arrow"))
     before = arrow_files[0].stat().st_ino
     os.chown(arrow_files[0], SOMEBODY, SOMEBODY)
-    (again,) = open_sources((str(folder),), cache_dir=tmp_path, split="train")
+    with open(arrow_files[0], "rb"):  # its number is given to no other as long as somebody has it open
+        (again,) = open_sources((str(folder),), cache_dir=tmp_path, split="train")
+        assert next((tmp_path / "datasets").rglob("*.arrow")).stat().st_ino != before
     assert first.sha256 == again.sha256
-    assert next((tmp_path / "datasets").rglob("*.arrow")).stat().st_ino != before

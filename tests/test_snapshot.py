@@ -15,6 +15,7 @@ import farthing.durability.checkpoint
 import farthing.durability.snapshot
 import survive
 import workshop
+from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.snapshot import Later
 from farthing.train import assemble
 from farthing.train.attempt import Attempt
@@ -42,9 +43,9 @@ class SlowLane:
         self.order: list[tuple[str, int]] = []
 
     def comes_late(self) -> None:
-        """Wait, once, until the trainer is there; not for ever, where nothing comes after."""
+        """Wait, once, until the trainer is there."""
         if self._at is not None:
-            self._at.wait(0.5)
+            assert self._at.wait(120)
             self._at = None
 
     def fetch(self, piece: Tensor, number: int) -> tuple[Tensor, Event]:
@@ -101,13 +102,22 @@ def test_memory_of_the_host_is_taken_only_where_half_of_it_is_left(monkeypatch: 
 KEYS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "n_rows": 40, "save_total_limit": 5}
 
 
-def as_on_a_gpu(patch: pytest.MonkeyPatch, share: float = 0.5) -> threading.Event:
-    """Every tensor is fetched later, when the trainer is at its next update."""
+def as_on_a_gpu(patch: pytest.MonkeyPatch, share: float = 0.5) -> None:
+    """Every tensor is fetched later: when the trainer waits for it, before its next update, its next save or its end."""
     at_update = threading.Event()
+    for honest in (Checkpoints.wait_until_copied, Checkpoints.wait):
+
+        def wait(checkpoints: Checkpoints, honest: Any = honest) -> Any:
+            at_update.set()
+            try:
+                return honest(checkpoints)
+            finally:
+                at_update.clear()
+
+        patch.setattr(Checkpoints, honest.__name__, wait)
     patch.setattr(farthing.durability.checkpoint, "can_wait", lambda tensor: tensor.nbytes > 0)
     patch.setattr(farthing.durability.checkpoint, "CudaLane", lambda device: SlowLane(device, at_update))
     patch.setattr(farthing.durability.snapshot, "HOST_SHARE", share)
-    return at_update
 
 
 def checkpoints_of(folder: Path) -> dict[str, Any]:
@@ -132,15 +142,14 @@ def at_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
 def test_a_checkpoint_that_is_copied_behind_the_next_step_is_of_one_step(
     share: float, at_once: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_update, waited = as_on_a_gpu(monkeypatch, share), []
+    as_on_a_gpu(monkeypatch, share)
+    waited: list[bool] = []
     honest = assemble.wait_for_copies
 
     def wait(run: Attempt) -> None:
         waited.append(run.checkpoints.is_copying)
-        at_update.set()
         honest(run)
         assert not run.checkpoints.is_copying
-        at_update.clear()
 
     monkeypatch.setattr(assemble, "wait_for_copies", wait)
     job = make_job(tmp_path, **KEYS)

@@ -423,7 +423,7 @@ class Meeting:
     """Ranks that are threads."""
 
     def __init__(self, n: int) -> None:
-        self.n, self.values, self.barrier = n, {}, threading.Barrier(n, timeout=20)
+        self.n, self.values, self.barrier = n, {}, threading.Barrier(n, timeout=120)
 
     def gather(self, index: int, value: Any) -> list[Any]:
         self.values[index] = value
@@ -498,7 +498,7 @@ def test_ranks_that_wait_for_a_draft_hear_that_there_is_none(tmp_path: Path) -> 
     other.start()
     with pytest.raises(FileExistsError):
         commit_together(shared[0], tmp_path / "there", lambda draft: [], {})
-    other.join(20)
+    other.join(120)
     assert said
 
 

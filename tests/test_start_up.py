@@ -76,7 +76,7 @@ def test_a_process_that_is_killed_while_it_imports_torch_is_on_the_bill_and_unde
     assert min(spent_s) > 0.2
     importing.unlink()
     capped = train(job, run, "--set", f"limits.max_hours={sum(spent_s)}s", env=slow)
-    _, words = capped.communicate(timeout=120)
+    _, words = capped.communicate(timeout=300)
     assert capped.returncode == 3, words
     assert not importing.exists(), "the cap is known before torch is"
 
@@ -87,7 +87,7 @@ def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(
     process = train(job, tmp_path / "run", env=slow)
     until((tmp_path / "importing").exists, process)
     process.send_signal(signal.SIGTERM)
-    _, words = process.communicate(timeout=60)
+    _, words = process.communicate(timeout=300)
     assert process.returncode == 75, words
     assert read_ledger(tmp_path / "run" / "ledger.jsonl").accounts[1].state == "interrupted"
 

@@ -7,6 +7,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from farthing.durability import replica as mirror_module
 from farthing.durability.accounts import read_ledger
 from farthing.durability.files import commit_folder, unseal, verify_folder
 from farthing.durability.object_store import Entry, LocalStore, NoSuchObject, Store, StoreFault, open_store
-from farthing.durability.replica import Pace
+from farthing.durability.replica import Mirror, Pace
 from farthing.durability.run_folder import COPIES, is_finished, kept
 from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from farthing.events import Event, Exported, Note, Restored, StepTaken
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
+from patience import until
 from thinned import thinned
 from workshop import Heard, file_system, job_file, make_job, train
 
@@ -195,7 +197,7 @@ def test_the_newest_and_the_best_are_kept_and_nothing_is_sent_twice(run: Path, t
     for step in (2, 3, 4):
         assert delivered(mirror, step, best, step_done(run, step))
     mirror.offer_last_words()
-    assert mirror.wait(5)
+    assert mirror.wait(60)
     mirror.close(1)
     assert len(puts) == len(set(puts)) == 12
     assert [int(key[-13:-5]) for key in store.list("commits/")] == [3, 4]
@@ -272,10 +274,13 @@ def test_a_kill_at_any_operation_leaves_the_copy_before_or_the_new_one(after: bo
 
 # ---- two machines ----
 
+HOLDING = replace(QUICK, lease_s=10.0)
+"""Renewed so often that a machine which others use does not miss it."""
+
 
 def test_of_two_machines_that_begin_together_one_holds_the_run(tmp_path: Path) -> None:
     store = Model()
-    first, second = mirror_of(store, folder_of_run(tmp_path / "a"), pace=QUICK), mirror_of(store, tmp_path / "b")
+    first, second = mirror_of(store, folder_of_run(tmp_path / "a"), pace=HOLDING), mirror_of(store, tmp_path / "b")
     first.bring_back()
     with pytest.raises(RunBusy, match="is training this run"):
         second.bring_back()
@@ -285,7 +290,13 @@ def test_of_two_machines_that_begin_together_one_holds_the_run(tmp_path: Path) -
     assert taken(store, tmp_path / "b") == 1, "and when it has given the lease back, the other may"
 
 
-def test_a_machine_that_is_silent_loses_the_run_and_stops_in_words(tmp_path: Path) -> None:
+def test_a_machine_that_is_silent_loses_the_run_and_stops_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(
+        lease_module.time, "time", lambda: now
+    )  # a second look that comes late would find it dead at once
     store = Model()
     run, said = folder_of_run(tmp_path / "a"), []  # type: ignore[var-annotated]
     first = mirror_of(store, run)  # renews once a minute: for the others it is dead
@@ -339,7 +350,7 @@ def test_a_machine_that_comes_back_takes_what_the_other_did(tmp_path: Path) -> N
 
 def test_a_clock_that_is_two_days_off_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Model()
-    first = mirror_of(store, folder_of_run(tmp_path / "a"), pace=QUICK)
+    first = mirror_of(store, folder_of_run(tmp_path / "a"), pace=HOLDING)
     monkeypatch.setattr(lease_module.time, "time", lambda: 1e9)
     first.bring_back()
     monkeypatch.undo()
@@ -627,6 +638,39 @@ def stop_after(step: int) -> Heard:
     return Stopping()
 
 
+def mirrors_made(monkeypatch: pytest.MonkeyPatch) -> list[Mirror]:
+    """The mirrors of all runs from now on."""
+    made: list[Mirror] = []
+    real = Mirror.__init__
+
+    def init(mirror: Mirror, *arguments: Any) -> None:
+        real(mirror, *arguments)
+        made.append(mirror)
+
+    monkeypatch.setattr(Mirror, "__init__", init)
+    return made
+
+
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How many seconds after a mirror was made each wait for it was over: one before the ledger is written for the last
+    time that a store hears of, one after."""
+    over_s, made_at = list[float](), [0.0]
+    init, wait = Mirror.__init__, Mirror.wait
+
+    def made(mirror: Mirror, *arguments: Any) -> None:
+        init(mirror, *arguments)
+        made_at[0] = time.monotonic()
+
+    def waited(mirror: Mirror, seconds: float) -> bool:
+        is_done = wait(mirror, seconds)
+        over_s.append(time.monotonic() - made_at[0])
+        return is_done
+
+    monkeypatch.setattr(Mirror, "__init__", made)
+    monkeypatch.setattr(Mirror, "wait", waited)
+    return over_s
+
+
 def same_result(left: Path, right: Path) -> list[str]:
     import survive
 
@@ -650,15 +694,17 @@ def test_a_store_that_is_lost_with_the_disk_of_the_run_is_named(quick: None, tmp
 
 @pytest.mark.parametrize("scheme", thinned(["folder", "memory"], 2))
 def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
-    scheme: str, quick: None, tmp_path: Path
+    scheme: str, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = f"memory://{tmp_path.name}/run" if scheme == "memory" else tmp_path / "store"
     assert train(machine(tmp_path, "alone", None)).exit_code == 0
     first = train(machine(tmp_path, "first", store), stop_after(3))
     assert first.exit_code == 75
     (tmp_path / "first").rename(tmp_path / "gone")
+    waited = waits(monkeypatch)
     second = train(machine(tmp_path, "second", store), stop_after(5))
     assert second.exit_code == 75
+    until_the_last_words_s = waited[-2]
     heard = Heard()
     third = train(machine(tmp_path, "third", store), heard)
     assert third.exit_code == 0
@@ -669,7 +715,8 @@ def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
     assert ended == ["interrupted", "interrupted", "finished"]
     second_s = [a["wall_s"] for a in second.receipt.attempts]
     third_s = [a["wall_s"] for a in third.receipt.attempts][:2]
-    assert third_s == pytest.approx(second_s, abs=0.5), "but for the moment in which the lease was given back"
+    assert third_s[0] == pytest.approx(second_s[0])
+    assert until_the_last_words_s <= third_s[1] <= second_s[1], "all but the moment in which the lease was given back"
     fourth = train(machine(tmp_path, "fourth", store), heard := Heard())
     assert fourth.reason.startswith("it was finished already"), "the model came along"
     assert heard.of(StepTaken) == []
@@ -701,6 +748,7 @@ def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
 ) -> None:
     is_away = False
     real = open_store(str(tmp_path / "store"))
+    mirrors = mirrors_made(monkeypatch)
 
     def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
         if is_away and fault == "hangs":
@@ -713,6 +761,7 @@ def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
         return operation()
 
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
+    monkeypatch.setattr(mirror_module, "PACE", replace(QUICK, give_up_s=60.0))
     heard = Heard()
 
     def tell(event: Event) -> None:
@@ -723,6 +772,7 @@ def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
         if isinstance(event, StepTaken) and is_away:
             time.sleep(0.2)
         if isinstance(event, StepTaken) and event.step == 7:
+            until(lambda: mirrors[0]._failing or fault in ("slow", "hangs"))
             is_away = False
 
     assert train(machine(tmp_path, "run", tmp_path / "store"), tell).exit_code == 0  # type: ignore[arg-type]
@@ -821,11 +871,13 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(
 
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
     monkeypatch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
+    job, waited = machine(tmp_path, "run", tmp_path / "store"), waits(monkeypatch)
     began = time.monotonic()
-    receipt = train(machine(tmp_path, "run", tmp_path / "store"), heard).receipt
+    receipt = train(job, heard).receipt
     elapsed_s = time.monotonic() - began
+    *_, until_the_last_words_s, to_the_end_s = waited
     attempt = receipt.attempts[0]
-    assert receipt.wall_s == pytest.approx(elapsed_s, abs=0.5, rel=0.1)  # others may use the machine
+    assert to_the_end_s <= receipt.wall_s <= elapsed_s
     assert attempt["spans"]["checkpoint"] > 1.0
     assert receipt.usd == pytest.approx(receipt.wall_s / 3600 * 3.6)
     assert [a["ended"] for a in receipt.attempts] == ["finished"]
@@ -834,4 +886,4 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(
     (tmp_path / "run").rename(tmp_path / "gone")
     again = train(machine(tmp_path, "run", tmp_path / "store"), Heard()).receipt
     known_s = again.attempts[0]["wall_s"]
-    assert known_s == pytest.approx(attempt["wall_s"], abs=0.5), "and the store knows it"
+    assert until_the_last_words_s <= known_s <= attempt["wall_s"], "and the store knows it"

@@ -26,7 +26,7 @@ from farthing.durability.replica import Pace
 from farthing.errors import RunBusy, UserMistake
 from farthing.events import ReadingData, Restored
 from fault_proxy import FaultProxy
-from mirrored import PATIENT, delivered, folder_of_run, mirror_of, step_done
+from mirrored import IN_TROUBLE, PATIENT, delivered, folder_of_run, mirror_of, step_done
 from test_store import behaves_like_a_store, machine, newest_objects, same_result, stop_after
 from workshop import Heard, train
 
@@ -210,7 +210,7 @@ def test_a_bucket_that_is_not_there_or_refuses_is_said_at_the_start(
 
 def test_of_two_machines_one_holds_the_bucket(proxy: GcsProxy, address: str, tmp_path: Path) -> None:
     said: list[str] = []
-    pace = Pace(renew_s=0.2, lease_s=3.0)
+    pace = Pace(renew_s=0.2, lease_s=10.0)
     first = mirror_of(open_store(address), folder_of_run(tmp_path / "a"), said, pace=pace)
     first.bring_back()
     assert said == [], "the bucket keeps its condition"
@@ -283,7 +283,7 @@ def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     def trouble(number: int, method: str, path: str) -> str | None:
         return faults[number // 40 % len(faults)] if number % 40 == 0 else None
 
-    monkeypatch.setattr(mirror_module, "PACE", Pace(renew_s=0.5, lease_s=5, pause_s=0.02, again_s=0.2, give_up_s=10))
+    monkeypatch.setattr(mirror_module, "PACE", IN_TROUBLE)
     assert train(machine(tmp_path, "alone", None)).exit_code == 0
     proxy.begin(trouble)
     assert train(machine(tmp_path, "first", address), stop_after(3)).exit_code == 75

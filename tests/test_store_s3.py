@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import http.client
-import multiprocessing
 import os
-import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +18,10 @@ from farthing.durability.replica import Pace
 from farthing.errors import RunBusy, UserMistake
 from farthing.events import ReadingData, Restored
 from fault_proxy import FaultProxy
-from mirrored import PATIENT, delivered, folder_of_run, mirror_of, step_done, upload
+from mirrored import IN_TROUBLE, PATIENT, delivered, folder_of_run, mirror_of, step_done, upload
 from test_store import behaves_like_a_store, machine, newest_objects, same_result, stop_after
 from thinned import thinned
+from together import forkserver
 from workshop import Heard, train
 
 pytest.importorskip("s3fs", reason="s3fs is not installed: nothing is tried against S3")
@@ -55,13 +53,7 @@ def proxy(backend: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]
 @pytest.fixture(scope="module")
 def processes() -> Any:
     """Where processes are forked from that have the libraries already."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["s3fs", "aiobotocore.session", "botocore.endpoint", "mirrored"])
-    context.Process(target=time.time).start()
-    os.environ["PYTHONPATH"] = before or ""
-    return context
+    return forkserver()
 
 
 @pytest.fixture
@@ -190,7 +182,7 @@ def test_a_large_file_goes_in_parts_and_comes_back(proxy: FaultProxy, address: s
 
 
 def test_of_two_machines_one_holds_the_bucket(proxy: FaultProxy, address: str, tmp_path: Path) -> None:
-    first = mirror_of(open_store(address), folder_of_run(tmp_path / "a"), pace=Pace(renew_s=0.2, lease_s=3.0))
+    first = mirror_of(open_store(address), folder_of_run(tmp_path / "a"), pace=Pace(renew_s=0.2, lease_s=10.0))
     first.bring_back()
     with pytest.raises(RunBusy, match="is training this run"):
         mirror_of(open_store(address), tmp_path / "b").bring_back()
@@ -229,7 +221,7 @@ def killed_in_upload(
     process.start()
     proxy.pid = process.pid or 0
     proxy.begin(lambda number, method, path: fault if number == k else None)
-    process.join(60)
+    process.join(300)
     assert process.exitcode is not None, "it ended in bounded time"
     was_killed = process.exitcode != 0
     proxy.begin()
@@ -310,7 +302,7 @@ def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     def trouble(number: int, method: str, path: str) -> str | None:
         return faults[number // 7 % len(faults)] if number % 7 == 0 else None
 
-    monkeypatch.setattr(mirror_module, "PACE", Pace(renew_s=0.5, lease_s=5, pause_s=0.02, again_s=0.2, give_up_s=10))
+    monkeypatch.setattr(mirror_module, "PACE", IN_TROUBLE)
     assert train(machine(tmp_path, "alone", None)).exit_code == 0
     proxy.begin(trouble)
     assert train(machine(tmp_path, "first", address), stop_after(3)).exit_code == 75

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,8 @@ from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.classification import CLASSIFICATION
 from farthing.tasks.registry import find_task, format_of, register, standard_columns, task_names, task_of
 from farthing.tasks.task import Rows
+from held import Held
+from patience import until
 from workshop import job_file, log_of, losses_of, train
 
 PACKAGE = '''
@@ -133,11 +133,10 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
     assert "text/score" in capsys.readouterr().out
 
     job, command = load_job(path), [sys.executable, "-m", "farthing", "train", str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(package)}
-    log = Path(job.output_dir) / "log.jsonl"
+    held = Held(tmp_path / "hold", "step-00000003", package)
+    environment = held.environment
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        while process.poll() is None and not (log.exists() and '"step": 3' in log.read_text()):
-            time.sleep(0.01)
+        until(lambda: held.is_there() or process.poll() is not None)
         process.send_signal(signal.SIGKILL)
         assert process.stderr is not None
         said = process.stderr.read().decode()

@@ -8,7 +8,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from farthing.report.live import progress_of
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_types import Receipt
 from farthing.report.watch_view import Watcher, line_of, lines_of
+from patience import until
 from workshop import job_file, make_job, train
 
 
@@ -86,12 +86,10 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path: P
     path = job_file(tmp_path, "llama", max_steps=30, save_steps=10)
     command = [sys.executable, "-m", "farthing", "train", str(path), "--json"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        until = time.monotonic() + 60
-        while not (tmp_path / "run" / "ledger.jsonl").exists() and time.monotonic() < until:
-            time.sleep(0.05)
+        until((tmp_path / "run" / "ledger.jsonl").exists)
         command = [sys.executable, "-m", "farthing", "watch", str(tmp_path / "run"), "--json", "--every", "0.2"]
-        seen = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        assert process.wait(60) == 0
+        seen = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        assert process.wait(300) == 0
     looks = [json.loads(line) for line in seen.stdout.splitlines()]
     assert looks[-1]["state"] == "finished"
     assert looks[-1]["step"] == 30
@@ -113,7 +111,8 @@ def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(finished: Path, t
     assert not (tmp_path / "model").exists()
     there, here = build_receipt(tmp_path), build_receipt(finished)
     assert (there.steps, there.final_loss, there.state) == (here.steps, here.final_loss, here.state)
-    assert there.usd == pytest.approx(here.usd, rel=0.2), "the last second is not in the store"
+    at_the_end = next(span.usd for span in here.spans if span.name == "checkpoint")
+    assert here.usd - at_the_end <= there.usd <= here.usd, "the last second is not in the store"
     n_first = len(fetched)
     assert take_small(store, tmp_path, [])
     assert len(fetched) - n_first < n_first, "pieces of the log are fetched once"

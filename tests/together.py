@@ -10,17 +10,32 @@ import gc
 import json
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from farthing.durability.group import ATTEMPT, STORE
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
+STORES = ("s3fs", "aiobotocore.session", "botocore.endpoint")
 LIBRARIES = ("farthing.train.run", "transformers.generation", "transformers.models.llama.modeling_llama")
-_server = multiprocessing.get_context("forkserver")
+
+
+def forkserver() -> Any:
+    """Where processes are forked from that have the libraries of all tests already: a process has one such server, and what
+    that imports is said by whoever asks for it first."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*LIBRARIES, *STORES, "workshop", "together", "mirrored"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        ensure_running()
+    return context
 
 
 def on_ranks(n: int, folder: Path, work: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
@@ -28,12 +43,12 @@ def on_ranks(n: int, folder: Path, work: Callable[..., Any], *arguments: Any, li
 
     `work` is a function of a module. A process that ended otherwise gives its exit code (negative: the signal) instead.
     """
-    _server.set_forkserver_preload([*LIBRARIES, "workshop", "together"])
+    server = forkserver()
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / f"meeting-{time.monotonic_ns()}"
     places = [folder / f"{meeting.name}-{rank}.json" for rank in range(n)]
     children = [
-        _server.Process(target=_work, args=(rank, n, str(meeting), str(places[rank]), work, arguments), daemon=True)
+        server.Process(target=_work, args=(rank, n, str(meeting), str(places[rank]), work, arguments), daemon=True)
         for rank in range(n)
     ]
     for child in children:

@@ -36,13 +36,16 @@ ours() {
   began=$(cut -d ' ' -f 22 "/proc/$(cat "$1/pid")/stat" 2>/dev/null)
   [ "$(cat "$1/boot")" = "$boot" ] && { [ -z "$began" ] || [ ! -e "$1/began" ] || [ "$(cat "$1/began")" = "$began" ]; }
 }
+lives() {
+  for p in $(pgrep -s "$1" 2>/dev/null); do grep -q '^State:.[ZX]' "/proc/$p/status" 2>/dev/null || return 0; done; false
+}
 one() {
   if [ -e "$1/code" ]; then echo "over $(cat "$1/code")"
-  elif [ -e "$1/pid" ] && ours "$1" && pgrep -s "$(cat "$1/pid")" >/dev/null 2>&1; then echo alive
+  elif [ -e "$1/pid" ] && ours "$1" && lives "$(cat "$1/pid")"; then echo alive
   else echo "over $(cat "$1/code" 2>/dev/null)"; fi  # it may have ended since the first line
 }
 """
-"""A number of a process is given again: ours is the one that began when ours did. Its session may outlive it."""
+"""Numbers of processes are given again: ours began when ours did. Its session may outlive it, zombies are no life."""
 _RUN = f"""
 cut -d " " -f 22 /proc/$$/stat > "$0/began"; echo $$ > "$0/pid.new"; mv "$0/pid.new" "$0/pid"
 sh "$0/{SCRIPT}" > "$0/log.txt" 2>&1 < /dev/null; echo $? > "$0/code.new"; mv "$0/code.new" "$0/code"
@@ -107,8 +110,7 @@ cat "$d/pid"
         if not words:
             return None
         code = int(words[2]) if len(words) > 2 and words[2].isdigit() else None
-        is_over = words[1] != "alive"
-        return Seen(machine.name, words[0], is_over=is_over, code=code, is_paid=not is_over)
+        return Seen(machine.name, words[0], is_over=words[1] != "alive", code=code, is_paid=words[1] == "alive")
 
     def names(self, prefix: str) -> dict[str, str]:
         """See `Driver`. A host that does not answer is asked again at the next look."""
@@ -119,9 +121,7 @@ for d in {self._home}/{prefix}-*; do
 done; true"""
         for host in self._hosts:
             with contextlib.suppress(Unclear):
-                for line in self.tell(host, script).splitlines():
-                    name, _, number = line.partition(" ")
-                    found[name] = f"{host} {number}"
+                found |= {name: f"{host} {n}" for name, n in re.findall(r"(\S+) (\d+)", self.tell(host, script))}
         return found
 
     def destroy(self, machine: Machine) -> None:
