@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-all check pages setup peers rehearse-gpu launch-tools clean
+.PHONY: demo test test-all check pages setup peers peers-llama-factory rehearse-gpu launch-tools clean
 
 demo: setup  ## a fine-tune that is killed, carries on exactly, and prints its receipt
 	$(RUN)/python bench/demo.py
@@ -46,6 +46,16 @@ $(VENV)/peers/.ready: bench/peers.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)/peers
 	$(VENV)/peers/bin/python -m pip install --quiet -c constraints.txt -r bench/peers.txt
 	touch $@
+
+peers-llama-factory: setup $(VENV)/llama-factory/.ready  ## LLaMA-Factory for the same, apart: it pins older versions
+
+# without what it asks for besides: a web page, other hubs, and builds of torchvision and torchaudio for CUDA, of which an empty
+# torchaudio is enough for texts
+$(VENV)/llama-factory/.ready: bench/llama_factory.txt
+	$(PYTHON) -m venv $(VENV)/llama-factory
+	$(VENV)/llama-factory/bin/python -m pip install --quiet -r bench/llama_factory.txt
+	$(VENV)/llama-factory/bin/python -m pip install --quiet --no-deps llamafactory==0.9.5
+	touch $(VENV)/llama-factory/lib/python3*/site-packages/torchaudio.py $@
 
 rehearse-gpu: $(VENV)/rehearse/.ready  ## forward passes on CUDA tensors without data: no GPU is needed, 6 GB of disk are
 	$(VENV)/rehearse/bin/python bench/rehearse_gpu.py

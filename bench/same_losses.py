@@ -8,16 +8,11 @@ it). The model is a small Llama with random weights in fp32, full and LoRA. Ends
 
 Trainer and TRL run in this process, and TRL has to be installed beside farthing. LLaMA-Factory and Axolotl pin other versions:
 they run as their command lines from an environment of their own, whose Python --python names. Unsloth has no CPU path, and the
-services (OpenAI, Together, Fireworks) show no losses of a model that one has. The environments that were used, with Python 3.11
-and pip install --no-deps for the first line of each:
+services (OpenAI, Together, Fireworks) show no losses of a model that one has. The environments that were used, with
+Python 3.11, and pip install --no-deps for Axolotl's first lines:
 
-    LLaMA-Factory: llamafactory==0.9.5 torch==2.13.0+cpu transformers==5.6.0 datasets==4.0.0 accelerate==1.11.0 peft==0.18.1
-                   trl==0.24.0 torchdata==0.11.0 gradio==5.50.0 modelscope av hf-transfer huggingface_hub==1.17.0
-                   tokenizers==0.22.2
-      with omegaconf fire "tyro<0.9" sentencepiece tiktoken pandas scipy einops matplotlib fastapi uvicorn sse-starlette
-      dill==0.3.8 multiprocess==0.70.16 fsspec==2025.3.0; no torchvision, and an empty module as torchaudio, as their builds
-      for CUDA do not load beside this torch. Not transformers 5.2.0: it divides gradients by gradient_accumulation_steps once
-      more than it should, which shows once they are clipped.
+    LLaMA-Factory: `make peers-llama-factory`, which makes .venv/llama-factory. Not transformers 5.2.0: it divides gradients by
+                   gradient_accumulation_steps once more than it should, which shows once they are clipped.
     Axolotl:       axolotl==0.18.0 torch==2.13.0+cpu transformers==5.14.1 datasets==4.8.4 accelerate==1.13.0 peft==0.19.1
                    trl==1.8.0 kernels==0.15.2 kernels-data bitsandbytes==0.49.1 torchao==0.17.0 triton==3.6.0 wandb trackio
                    axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 huggingface_hub==1.17.0 tokenizers==0.22.2

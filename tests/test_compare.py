@@ -17,15 +17,17 @@ import torch
 
 import compare
 from farthing.events import Event, KeepingFrozen, Note, Working
-from peers import figures, judge, leaks, models, naive, ours, workloads
+from peers import figures, hugging, judge, leaks, llama_factory, models, naive, ours, workloads
 from peers.assignment import IGNORED, Assignment
 from peers.clock import Clock
-from peers.race import Piece, Race
+from peers.contestant import CONTESTANTS, ENVIRONMENTS
+from peers.race import Piece, Race, micro_batches, others
 from peers.table import draw, draw_leaks
 from thinned import thinned
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
+LLAMA_FACTORY = ROOT / ENVIRONMENTS["llama-factory"]
 SIZE = workloads.Size(hidden=32, layers=4, words=300, spread=0.1)
 SHAPES = {
     "causal-lm": workloads.Workload("short", "causal-lm", mean=20, spread=0.6, max_length=48),
@@ -194,6 +196,16 @@ def test_figures_of_a_window() -> None:
     assert cached["useful_share"] != cached["useful_share"]
 
 
+def test_tokens_are_counted_by_the_mask_that_the_model_is_given() -> None:
+    ids = torch.ones(2, 5, dtype=torch.long)
+    documents = torch.tensor([[1, 1, 2, 0, 0], [1, 2, 2, 2, 0]])
+    same = (documents[:, None, :, None] == documents[:, None, None, :]) & (documents != 0)[:, None, None, :]
+    added = torch.where(same.tril(), 0.0, torch.finfo(torch.float32).min)
+    for mask, useful in ((None, 10), ((documents > 0).long(), 7), (added, 7)):
+        found = hugging.tokens_of({"input_ids": ids, "attention_mask": mask}, "causal-lm")
+        assert (int(found[0]), found[1]) == (useful, 10)
+
+
 def test_what_was_worked_ahead_belongs_to_the_first_epoch() -> None:
     run = {"wall": [0.0, 1.0, 2.0, 3.0, 4.0], "useful": [100, 300, 200, 200], "computed": [0, 0, 0, 0]}
     run |= {"cpu": run["wall"], "ahead": {"wall": 8.0, "cpu": 4.0, "computed": 400}}
@@ -344,6 +356,50 @@ def test_a_contestant_that_fails_says_why(places: dict[str, tuple[Path, dict[str
     assert not list((tmp_path / "records").iterdir())  # it may be tried again
 
 
+def test_the_crash_of_a_peer_with_its_own_environment_is_a_row_that_says_so(
+    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho No module named llamafactory\nexit 3\n")
+    broken.chmod(0o755)
+    race = Race(tmp_path, Path(sys.executable), {"llama-factory": broken})
+    words = ["--contestants", "llama-factory", "--python", f"llama-factory={broken}", "--no-leaks"]
+    piece = Piece(*places["causal-lm"], "full", "fp32", 2, 4, 1, 0.1, tmp_path / "out")
+    text = draw(compare.table_of(compare.arguments(words), race, piece, "short"))
+    assert re.search(r"B4 LLaMA-Factory, tuned +failed: No module named llamafactory", text)
+
+
+def test_an_environment_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    there = ["--peers-python", sys.executable]
+    assert "llama-factory" not in compare.arguments(there).contestants  # `make peers` suffices
+    for more, wanted in (
+        (["--contestants", "trl", "--peers-python", "nowhere"], "no nowhere: `make peers` makes it"),
+        (
+            ["--contestants", "llama-factory", "--python", "llama-factory=nowhere"],
+            "`make peers-llama-factory` makes it",
+        ),
+        (
+            ["--contestants", "llama-factory", "--python", f"llama-factory={tmp_path}"],
+            "`make peers-llama-factory` makes it",
+        ),
+        (["--contestants", "naive", "--python", "trl=nowhere"], "trl has no environment of its own"),
+    ):
+        with pytest.raises(SystemExit):
+            compare.arguments(more)
+        assert wanted in capsys.readouterr().err
+
+
+def test_who_trains_causal_models_only_is_left_out_of_the_others(
+    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Race, "run", lambda *_, **__: {"failed": "not today"})
+    asked = compare.arguments(["--peers-python", sys.executable])
+    asked.contestants = list(CONTESTANTS)
+    for task, n_rows in (("causal-lm", len(CONTESTANTS)), ("classification", 4), ("seq2seq", 4)):
+        piece = Piece(*places[task], "full", "fp32", 1, 4, 1, 0.1, tmp_path)
+        assert len(compare.table_of(asked, Race(tmp_path, PEERS), piece, "short")["rows"]) == n_rows
+
+
 def test_a_record_is_of_what_was_assigned(places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
     race = Race(tmp_path, Path(sys.executable))
     one = entry(places["causal-lm"], "naive", tmp_path)
@@ -438,6 +494,26 @@ def test_keys_of_the_job_are_values() -> None:
 # ---- the peers ----
 
 
+def test_llama_factory_takes_steps_of_the_size_of_everyones(
+    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    assignment = entry(places["causal-lm"], "llama-factory", tmp_path, method="lora")
+    tried = [*micro_batches(assignment), *others(assignment, {"rows": 1}, compiles=True)]
+    assert {"packing": False, "rows": 4} in tried
+    assert {"rows": 1, "compile": True} in tried
+    for settings in tried:
+        packs = settings.get("packing", True)
+        values = llama_factory.arguments(replace(assignment, settings=settings), packs)
+        a_step = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+        assert a_step == (hugging.rows_a_step(assignment) if packs else 4)
+        assert values["neat_packing"] == packs
+        assert values["cutoff_len"] % 8 == 0
+        assert values["cutoff_len"] > assignment.max_length  # it leaves out what is as long as a row
+        assert values["disable_gradient_checkpointing"] != settings.get("checkpointing", False)
+        assert values["lora_target"].split(",") == assignment.targets
+        assert json.loads(json.dumps(values)) == values  # could be in its file
+
+
 def test_peers_have_the_versions_that_farthing_is_tested_with() -> None:
     def pins(path: Path) -> dict[str, str]:
         lines = (line for line in path.read_text().splitlines() if "==" in line and not line.startswith("#"))
@@ -448,16 +524,40 @@ def test_peers_have_the_versions_that_farthing_is_tested_with() -> None:
     assert all(ours_[name] == version for name, version in theirs.items() if name in ours_)
 
 
+IS_HERE = pytest.mark.skipif(not PEERS.exists(), reason="no .venv/peers: `make peers`")
+FACTORY_IS_HERE = pytest.mark.skipif(
+    not LLAMA_FACTORY.exists(), reason="no .venv/llama-factory: `make peers-llama-factory`"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not PEERS.exists(), reason="no .venv/peers: `make peers`")
-@pytest.mark.parametrize("name", ["hf", "hf-tuned", "trl", "trl-tuned"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=IS_HERE) for name in ("hf", "hf-tuned", "trl", "trl-tuned")),
+        pytest.param("llama-factory", marks=FACTORY_IS_HERE),
+    ],
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_peers_run_and_keep_documents_apart(
     name: str, precision: str, places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
 ) -> None:
-    race = Race(tmp_path, PEERS)
+    race = Race(tmp_path, PEERS, {"llama-factory": LLAMA_FACTORY})
     record = race.run(entry(places["causal-lm"], name, tmp_path / "out", precision=precision, method="lora"))
     assert record is not None
     assert record["saw_all"], record
     found = leaks.check(race, name) if precision == "fp32" else None
     assert found is None or found["passes"], found
+
+
+@pytest.mark.slow
+@FACTORY_IS_HERE
+def test_llama_factory_sees_all_tokens_in_rows_that_are_not_packed(
+    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    race = Race(tmp_path, PEERS, {"llama-factory": LLAMA_FACTORY})
+    assignment = entry(places["causal-lm"], "llama-factory", tmp_path / "out")
+    record = race.run(replace(assignment, settings={"packing": False, "rows": 2}))
+    assert record is not None
+    assert record["saw_all"], record
+    assert record["n_steps"] == assignment.n_steps

@@ -44,9 +44,9 @@ def _trainer(assignment: Assignment, clock: Clock) -> Any:
     own: dict[str, Any] = {"train_sampling_strategy": "sequential"}  # the given order: as dear as a random one
     if is_tuned:
         sampling = settings.get("sampling", "group_by_length")
-        own = _tuned(assignment) | {"train_sampling_strategy": sampling, "use_liger_kernel": _has_liger()}
+        own = tuned(assignment) | {"train_sampling_strategy": sampling, "use_liger_kernel": _has_liger()}
     arguments = transformers.TrainingArguments(
-        **_common(assignment, epochs=assignment.epochs if is_tuned else 1),
+        **common(assignment, epochs=assignment.epochs if is_tuned else 1),
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=max(1, assignment.batch // micro),
         bf16=assignment.precision == "bf16",
@@ -58,10 +58,10 @@ def _trainer(assignment: Assignment, clock: Clock) -> Any:
         collator: Any = transformers.DataCollatorWithPadding(tokenizer)
     else:
         collator = transformers.DataCollatorForSeq2Seq(tokenizer, model=model, padding=True)
-    return _metered(transformers.Trainer, clock, assignment.task)(
+    return metered(transformers.Trainer, clock, assignment.task)(
         model=model,
         args=arguments,
-        train_dataset=_dataset(assignment, once=is_tuned),
+        train_dataset=dataset(assignment, once=is_tuned),
         data_collator=collator,
         processing_class=tokenizer,
     )
@@ -80,9 +80,9 @@ def _sft_trainer(assignment: Assignment, clock: Clock) -> Any:
     if is_tuned:
         # without an adapter the weights are trained, and stay in fp32 as everyone's
         loaded = {"dtype": str(models.dtype_of(assignment)).removeprefix("torch."), "attn_implementation": "sdpa"}
-        own |= _tuned(assignment) | {"model_init_kwargs": loaded}
+        own |= tuned(assignment) | {"model_init_kwargs": loaded}
     arguments = trl.SFTConfig(
-        **_common(assignment, epochs=assignment.epochs),
+        **common(assignment, epochs=assignment.epochs),
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=max(1, a_step // rows),
         max_length=assignment.max_length,
@@ -91,10 +91,10 @@ def _sft_trainer(assignment: Assignment, clock: Clock) -> Any:
         **own,
     )
     torch.manual_seed(assignment.seed)
-    return _metered(trl.SFTTrainer, clock, assignment.task)(
+    return metered(trl.SFTTrainer, clock, assignment.task)(
         model=str(assignment.model),
         args=arguments,
-        train_dataset=_dataset(assignment, once=True),
+        train_dataset=dataset(assignment, once=True),
         peft_config=models.adapter_config(assignment),
     )
 
@@ -105,7 +105,7 @@ def rows_a_step(assignment: Assignment) -> int:
     return max(1, round(assignment.batch * mean / assignment.max_length))
 
 
-def _common(assignment: Assignment, epochs: int) -> dict[str, Any]:
+def common(assignment: Assignment, epochs: int) -> dict[str, Any]:
     """What is the same for all contestants."""
     return {
         "output_dir": f"{assignment.out}/trainer",
@@ -124,7 +124,8 @@ def _common(assignment: Assignment, epochs: int) -> dict[str, Any]:
     }
 
 
-def _tuned(assignment: Assignment) -> dict[str, Any]:
+def tuned(assignment: Assignment) -> dict[str, Any]:
+    """What a sweep may choose, by the names of `TrainingArguments`."""
     settings = assignment.settings
     workers = settings.get("workers", 0)
     loader = {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 4} if workers else {}
@@ -147,7 +148,7 @@ def _has_liger() -> bool:
     return models.device().type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
 
-def _dataset(assignment: Assignment, *, once: bool) -> Any:
+def dataset(assignment: Assignment, *, once: bool) -> Any:
     """All examples once, for who draws an order of its own; else every step's in the given order, all epochs long."""
     import datasets
 
@@ -156,7 +157,7 @@ def _dataset(assignment: Assignment, *, once: bool) -> Any:
     return datasets.Dataset.from_list(assignment.examples("train").rows(indices))
 
 
-def _metered(base: Any, clock: Clock, task: str) -> Any:
+def metered(base: Any, clock: Clock, task: str) -> Any:
     """The trainer class with the harness's clock in it."""
     import transformers
     from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
@@ -206,7 +207,12 @@ def tokens_of(inputs: dict[str, Any], task: str) -> tuple[Any, int]:
     """(tokens of the data, tokens that the model is given) of a micro-batch. Without a mask nothing is padded."""
     mask = inputs.get("attention_mask")
     computed = math.prod(inputs["input_ids"].shape)
-    useful = computed if mask is None else mask.sum()
+    if mask is None:
+        useful = computed
+    elif mask.dim() == 4:  # what is added to the scores of rows [rows, 1, length, length]: padding doesn't see itself
+        useful = (mask.diagonal(dim1=-2, dim2=-1) == 0).sum()
+    else:
+        useful = mask.sum()
     if task == "seq2seq":
         useful, computed = useful + (inputs["labels"] != IGNORED).sum(), computed + inputs["labels"].numel()
     return useful, computed

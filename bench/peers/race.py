@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,11 @@ BENCH = Path(__file__).resolve().parent.parent
 LEARNING_RATES = {"full": 1e-3, "lora": 5e-3, "lora-top": 5e-3}
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
 """glibc keeps what it has, as torch's own allocator does on a GPU: for all contestants alike."""
-RUNNERS = {"naive": "naive.py", "farthing": "ours.py"}
-TUNABLE = ("hf-tuned", "trl", "trl-tuned")
+OWN = ("naive", "farthing")
+"""Those that run in this Python."""
+RUNNERS = {"naive": ("naive.py",), "farthing": ("ours.py",), "llama-factory": ("hugging.py", "llama_factory.py")}
+"""The harness's code for a contestant; the others': hugging.py."""
+TUNABLE = ("hf-tuned", "trl", "trl-tuned", "llama-factory")
 WARM_UP = 2
 """Steps left out of the steady state; they are part of the dollars."""
 
@@ -47,6 +50,8 @@ class Race:
 
     root: Path
     peers_python: Path
+    pythons: dict[str, Path] = field(default_factory=dict)
+    """Of contestants whose environment is not that of the other peers."""
     threads: int = 1
     usd_per_hour: float = 0.1
     use_malloc: bool = True
@@ -73,8 +78,8 @@ class Race:
     def spawn(self, assignments: list[Assignment]) -> list[dict[str, Any]]:
         """Run these in one process of the contestant's environment; their results, with the seconds of the process."""
         name = assignments[0].contestant
-        is_own = name in RUNNERS
-        python = sys.executable if is_own else str(self.peers_python)
+        is_own = name in OWN
+        python = sys.executable if is_own else str(self.pythons.get(name, self.peers_python))
         out = Path(assignments[0].out)
         shutil.rmtree(out, ignore_errors=True)
         paths = []
@@ -171,7 +176,7 @@ class Race:
         """What a record is kept under."""
         values = asdict(assignment) | {"folder": Path(assignment.folder).name, "out": ""}
         files = ["assignment.py", "clock.py", "models.py", "contestant.py"]
-        files.append(RUNNERS.get(assignment.contestant, "hugging.py"))
+        files += RUNNERS.get(assignment.contestant, ("hugging.py",))
         code = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in files))
         if assignment.contestant == "farthing":
             code.update(farthing_code())
@@ -262,7 +267,7 @@ def others(assignment: Assignment, best: dict[str, Any], compiles: bool) -> list
     more += [{**best, "compile": True}] if compiles else []
     if assignment.contestant == "hf-tuned":
         more += [{"micro_batch": n, "sampling": "batch_rebalance"} for n in (2, 4) if assignment.batch % n == 0]
-    if assignment.contestant == "trl-tuned":
+    else:
         more += [{"packing": False, "rows": n} for n in (1, 2, 4, 8) if assignment.batch % n == 0]
     return more
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from peers.contestant import CONTESTANTS
 
-HEAD = ("", "tok/s", "tok/dev-s", "x", "dev-s/Mtok", "useful", "MiB", "$/run", "ex/step", "loss", "")
+HEAD = ("", "tok/s", "x", "tok/dev-s", "x", "dev-s/Mtok", "useful", "MiB", "$/run", "ex/step", "loss", "")
 
 
 def draw(table: dict[str, Any]) -> str:
@@ -33,12 +33,12 @@ def _row(name: str, rows: dict[str, Any]) -> tuple[str, ...]:
     row = rows[name]
     if "failed" in row:
         return (CONTESTANTS[name], "failed: " + row["failed"].splitlines()[-1][:60])
-    ours = rows.get("farthing", {}).get("speed")
     return (
         CONTESTANTS[name],
         f"{row['per_s']:.0f}",
+        _ratio(name, rows, "per_s"),
         f"{row['speed']:.0f}",
-        f"{ours / row['speed']:.2f}" if ours and name != "farthing" else "",
+        _ratio(name, rows, "speed"),
         f"{row['device_s_per_million']:.0f}",
         f"{row['useful_share']:.1%}",
         f"{row['peak_bytes'] / 2**20:.0f}",
@@ -47,6 +47,11 @@ def _row(name: str, rows: dict[str, Any]) -> tuple[str, ...]:
         f"{row['eval_loss']:.4f}",
         _verdict(row),
     )
+
+
+def _ratio(name: str, rows: dict[str, Any], figure: str) -> str:
+    ours = rows.get("farthing", {}).get(figure)
+    return f"{ours / rows[name][figure]:.2f}" if ours and name != "farthing" else ""
 
 
 def _verdict(row: dict[str, Any]) -> str:
