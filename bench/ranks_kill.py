@@ -24,14 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from farthing.durability.group import Elastic
+from farthing.tiny import write_jsonl
 from forked import Forked, make_job, sha256_of, start_of
+from ranks import TASKS, rows_for
+from small_models import make_model_folder
 
 PATIENCE_S, MARGIN_S = 6.0, 10.0
 N_STEPS = 9
 WAYS = ("replicated", "sharded")
-PARTS = ("tokenizing", "loading", "rehearsal", "step", "update", "evaluation", "saving", "writing", "between parts and commit",
-         "export")  # fmt: skip
+PARTS = ("joining", "tokenizing", "loading", "restoring", "rehearsal", "step", "sums", "update", "evaluation", "saving",
+         "writing", "between parts and commit", "export")  # fmt: skip
+FAMILIES = ("llama", "t5", "bert")
 SHARDED_ONLY = ("rehearsal", "writing")
+REPLICATED_ONLY = ("sums",)
 BY_FIRST_ONLY = ("tokenizing", "saving", "between parts and commit", "export")
 MISHAPS = ("SIGKILL", "SIGSTOP", "SIGSTOP 5 s", "SIGTERM to one", "SIGTERM to all", "Ctrl-C", "exception", "out of memory",
            "full disk", "slow")  # fmt: skip
@@ -40,10 +45,12 @@ SAME_BITS = set(MISHAPS) - {"out of memory"}
 
 def can_happen(what: str, part: str, way: str) -> bool:
     """Whether a mishap belongs to a part of a run."""
-    if part in SHARDED_ONLY and way != "sharded":
+    if (part in SHARDED_ONLY and way != "sharded") or (part in REPLICATED_ONLY and way == "sharded"):
         return False
     if what == "full disk":
-        return part in ("tokenizing", "saving", "writing", "export")
+        return part in ("joining", "tokenizing", "restoring", "saving", "writing", "export")
+    if part == "joining" and what == "SIGSTOP":  # whoever has not come yet is waited for longer
+        return False
     if what in ("out of memory", "slow"):
         return part in ("rehearsal", "step", "evaluation")
     return not (what == "exception" and part in ("saving", "writing", "between parts and commit"))
@@ -55,13 +62,16 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
 
     import farthing.durability.checkpoint as checkpoint
     import farthing.train.evaluation as evaluation
+    import farthing.train.joining as joining
     import farthing.train.run as run
     import farthing.train.saver as saver
     import farthing.train.setup as setup
+    from farthing.train.ranks import Ranks
     from farthing.train.step import Steps
 
     place, what, victim = Path(folder), case["what"], case["victim"]
-    (place / f"pid-{rank}").write_text(str(os.getpid()))
+    (place / f"pid-{rank}.draft").write_text(str(os.getpid()))
+    (place / f"pid-{rank}.draft").rename(place / f"pid-{rank}")
     if attempt > 1:
         return
     calls = 0
@@ -76,6 +86,8 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
             return
         (place / "fired").write_text(str(time.monotonic()))
         if by_signal:
+            while not (place / f"pid-{victim}").exists():
+                time.sleep(0.01)
             target = int((place / f"pid-{victim}").read_text())
             if "all" in what or what == "Ctrl-C":
                 os.kill(case["starter"], signal.SIGUSR1)
@@ -112,8 +124,9 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
         checkpoint.commit_folder = between
     else:
         module, name = {
+            "joining": (joining, "_own_folder" if what == "full disk" else "Ranks"), "restoring": (run, "take_over"),
             "tokenizing": (setup, "tokenize"), "loading": (run, "build_model"), "step": (Steps, "_gradient_scale"),
-            "rehearsal": (Steps, "_rehearse"), "writing": (checkpoint, "save_file"),
+            "sums": (Ranks, "sum_bucket"), "rehearsal": (Steps, "_rehearse"), "writing": (checkpoint, "save_file"),
             "update": (Steps, "_update"), "evaluation": (evaluation, "evaluate"), "saving": (checkpoint, "commit_folder"),
             "export": (saver, "export_model"),
         }[part]  # fmt: skip
@@ -124,21 +137,26 @@ def draw(seed: int) -> dict[str, Any]:
     """What happens, in which part, to which rank of how many."""
     drawn = random.Random(seed)
     while True:
-        what, part, n, way = drawn.choice(MISHAPS), drawn.choice(PARTS), drawn.choice((2, 3)), drawn.choice(WAYS)
+        what, part, n, way = drawn.choice(MISHAPS), drawn.choice(PARTS), drawn.choice((2, 3, 4)), drawn.choice(WAYS)
         if can_happen(what, part, way):
             return case_of(what, part, n, way, drawn)
 
 
 def case_of(what: str, part: str, n: int, way: str, drawn: random.Random) -> dict[str, Any]:
     by_first = part in BY_FIRST_ONLY and not what.startswith("SIG")
-    calls = {"step": 5, "update": 4, "saving": 2, "writing": 3, "between parts and commit": 2}.get(part, 1)
+    calls = {"step": 5, "sums": 4, "update": 4, "saving": 2, "writing": 3, "between parts and commit": 2}.get(part, 1)
     return {
         "way": way,
         "what": what,
         "part": part,
         "n": n,
-        "victim": 0 if by_first else drawn.randrange(n),
+        "victim": 0
+        if by_first
+        else 1 + drawn.randrange(n - 1)
+        if (what, part) == ("full disk", "joining")
+        else drawn.randrange(n),
         "calls": calls,
+        "family": drawn.choice(FAMILIES),
     }
 
 
@@ -146,6 +164,18 @@ JOBS: dict[str, dict[str, Any]] = {
     "replicated": {},
     "sharded": {"method": {"name": "full", "lora_r": None, "lora_dropout": None}},
 }
+
+
+def make_job_of(folder: Path, base: Path, way: str, family: str, where: dict[str, Any] | None = None) -> None:
+    """The job of a way to share weights and a family of models, whose folder is in `base`."""
+    rows = rows_for(family, 60, 0)
+    if not (base / family).exists():
+        make_model_folder(base / family, (" ".join(row.values()) for row in rows), family, hidden=32, layers=2)
+    train = {"max_steps": N_STEPS, **({"learning_rate": 0.001} if way == "sharded" else {})}
+    train |= {"predict_with_generate": way == "replicated"} if family == "t5" else {}
+    make_job(folder, base / family, where=where or {}, train=train, task=TASKS[family], **JOBS[way])
+    write_jsonl(folder / "data.jsonl", rows[:45])
+    write_jsonl(folder / "eval.jsonl", rows[45:])
 
 
 def is_same(way: str, run: Path, alone: Path) -> bool:
@@ -156,14 +186,17 @@ def is_same(way: str, run: Path, alone: Path) -> bool:
 
     one, other = (read_part(sorted((each / "checkpoints").glob(f"step-{N_STEPS:08d}-*[0-9]"))[-1], "model")
                   for each in (alone, run))  # fmt: skip
-    return all(float((one[name] - other[name]).abs().max() / one[name].abs().max()) < 1e-3 for name in one)
+    least = 1e-5 * max(
+        float(each.abs().max()) for each in one.values()
+    )  # below are sums that should be 0: biases of keys
+    scales = {name: max(float(each.abs().max()), least) for name, each in one.items()}
+    return all(float((one[name] - other[name]).abs().max()) < 1e-3 * scale for name, scale in scales.items())
 
 
 def try_case(case: dict[str, Any], folder: Path, base: Path, alone: Path) -> dict[str, Any]:
     """Run the job with the mishap, and once more where it has left as asked; what came of it."""
-    train = {"max_steps": N_STEPS, **({"learning_rate": 0.001} if case["way"] == "sharded" else {})}
     where = {"gpus": case["n"], "patience_s": PATIENCE_S, **({"strategy": "fsdp"} if case["way"] == "sharded" else {})}
-    make_job(folder, base, where=where, train=train, **JOBS[case["way"]])
+    make_job_of(folder, base, case["way"], case["family"], where)
     case = {**case, "starter": os.getpid()}
     began, children, said = [], [], []
     start = start_of(folder, arm, case, str(folder))
@@ -195,7 +228,7 @@ def try_case(case: dict[str, Any], folder: Path, base: Path, alone: Path) -> dic
     ends = not is_lossless and case["what"] not in ("SIGSTOP 5 s", "slow", "full disk")
     end_s = next_at - fired_at if fired and ends else 0.0
     return {
-        **{key: case[key] for key in ("way", "what", "part", "n", "victim")}, "happened": fired, "codes": codes,
+        **{key: case[key] for key in ("way", "family", "what", "part", "n", "victim")}, "happened": fired, "codes": codes,
         "end_s": round(end_s, 2), "n_left": len(lives), "went_on_by_itself": code == 0, "same_bits": same, "said": said,
         "ok": fired and not lives and codes[-1] == 0 and end_s <= PATIENCE_S + MARGIN_S
         and (same or (case["way"] == "replicated" and case["what"] not in SAME_BITS)),
@@ -225,17 +258,17 @@ def main() -> int:
     cases = [draw(seed) for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)]
     if arguments.all:
         drawn = random.Random(arguments.first_seed)
-        cases = [case_of(what, part, drawn.choice((2, 3)), way, drawn) for way in WAYS for what in MISHAPS for part in PARTS
+        cases = [case_of(what, part, drawn.choice((2, 3, 4)), way, drawn) for way in WAYS for what in MISHAPS for part in PARTS
                  if can_happen(what, part, way)]  # fmt: skip
     found = []
     with tempfile.TemporaryDirectory(prefix="farthing-ranks-kill-") as top:
         folder, base = Path(top), Path(top) / "base"
-        for way, keys in JOBS.items():
-            rate = {"learning_rate": 0.001} if way == "sharded" else {}
-            make_job(folder / way, base, train={"max_steps": N_STEPS, **rate}, **keys)
-            assert Elastic(1, start_of(folder / way), print).wait() == 0, (folder / way / "out.txt").read_text()
         for number, case in enumerate(cases):
-            found.append(try_case(case, folder / f"case-{number}", base, folder / case["way"]))
+            alone = folder / f"{case['way']}-{case['family']}"
+            if not alone.exists():
+                make_job_of(alone, base, case["way"], case["family"])
+                assert Elastic(1, start_of(alone), print).wait() == 0, (alone / "out.txt").read_text()
+            found.append(try_case(case, folder / f"case-{number}", base, alone))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
             if not found[-1]["ok"]:
                 print((folder / f"case-{number}" / "out.txt").read_text()[-3000:], file=sys.stderr)

@@ -78,14 +78,14 @@ def test_one_place_goes_backward() -> None:
     assert calls == ["step.py"]
 
 
-def test_two_files_talk_to_other_processes_of_a_run() -> None:
+def test_three_files_talk_to_other_processes_of_a_run() -> None:
     talks = [
         module_of(path)
         for path in FILES
         if {name for name in imports(path) if name.startswith("torch.distributed")}
         or re.search(r"torch\.distributed\.\w|from torch import distributed", path.read_text(encoding="utf-8"))
     ]
-    assert talks == ["train.ranks", "train.spread"]
+    assert talks == ["train.meeting", "train.ranks", "train.spread"]
 
 
 WINGS = (

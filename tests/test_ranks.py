@@ -150,6 +150,8 @@ def test_another_rank_keeps_the_first_waiting_no_longer_than_itself(tmp_path: Pa
     monkeypatch.setattr("farthing.train.run.train", lambda *_: heard.append("trains") or Outcome("finished", "", None))  # type: ignore[arg-type,func-returns-value]
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
     assert main(["train", str(job_file(tmp_path))]) == 0
     assert heard == ["frozen", "trains"]
 
@@ -464,7 +466,8 @@ def test_a_run_of_one_lane_goes_on_with_more_to_rounding_and_says_so(tmp_path: P
 
 
 def test_seats_are_those_that_launchers_give() -> None:
-    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+                "MASTER_PORT": "1"}  # fmt: skip
     assert seat_in(torchrun) == Seat(3, 4, 1, 2, "a launcher")
     assert seat_in({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) == Seat(), "an address alone means nothing"
     batch_script = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}

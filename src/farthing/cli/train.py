@@ -77,6 +77,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.retry is not None and arguments.retry < 1:
         raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
     seat = seat_in(os.environ)
+    if arguments.retry is not None and seat.n > 1:
+        raise UserMistake(
+            f"{seat.by} has started the {seat.n} processes of the run, and begins them again or does not",
+            where="--retry",
+            to_do="leave it out, or start `farthing train --retry` by itself with where.gpus",
+        )
     if seat.by:
         sit_down(seat, os.environ)
     if arguments.deepspeed or arguments.accelerate:
@@ -97,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
             stack.close()
             attempt = None
         offer = _scaling_offer(arguments, job)
-        if is_finished(folder):
+        if seat.n == 1 and is_finished(folder):  # else the others wait, and are told as they come together
             from farthing.train.finished import receipt_of_finished
 
             if done := receipt_of_finished(job):
@@ -142,8 +148,8 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
     from farthing.report.terminal import Terminal
     from farthing.train.budget import stopped_before_start
 
-    console = rich_console(stderr=arguments.json, goes_on=True)
-    if reason := stopped_before_start(job, attempt):
+    console, seat = rich_console(stderr=arguments.json, goes_on=True), seat_in(os.environ)
+    if seat.n == 1 and (reason := stopped_before_start(job, attempt)):
         return reason
     look_over(job)
     terminal = Terminal(console, job.train.logging_steps)
@@ -161,7 +167,7 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
             with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
                 from farthing.model.light_imports import import_lightly
 
-                if not seat_in(os.environ).by:
+                if not seat.by:
                     import_lightly()
                 from farthing.train.run import train
 

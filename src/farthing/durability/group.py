@@ -7,6 +7,7 @@ torch, and to follow settings of launchers that the job does not have: `not_foll
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -56,30 +57,65 @@ def seat_in(environ: Mapping[str, str]) -> Seat:
     RANK and WORLD_SIZE are those of torchrun, which accelerate and deepspeed set too; the SLURM_ ones are those of a step
     that `srun` has begun (a batch script itself has no SLURM_STEP_NUM_TASKS). MASTER_ADDR alone means nothing.
     """
+    n_tasks = _number(environ.get("SLURM_STEP_NUM_TASKS", "1"), "SLURM_STEP_NUM_TASKS")
     if "RANK" in environ and "WORLD_SIZE" in environ:
         by = "farthing" if STORE in environ else "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "a launcher"
         names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    elif _number(environ.get("SLURM_STEP_NUM_TASKS", "1"), "SLURM_STEP_NUM_TASKS") > 1:
+    elif n_tasks > 1:
         by, names = "srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-        if "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
-            raise UserMistake(
-                f"srun has started {environ['SLURM_STEP_NUM_TASKS']} tasks, which can't find each other",
-                where="MASTER_ADDR, MASTER_PORT",
-                to_do="export the first node's name and a free port in the batch script, or start one task a node"
-                " with where.gpus: all",
-            )
     else:
+        _refuse_half(environ)
         return Seat()
     index, n = (_number(environ[name], name) for name in names[:2])
     local, n_local = (_number(environ.get(name, other).split("(")[0], name) for name, other in
                       ((names[2], str(index)), (names[3], str(n))))  # fmt: skip
-    if not (0 <= index < n and 0 <= local < n_local):
+    told = {name: number for name, number in (("RANK", index), ("WORLD_SIZE", n)) if name in environ}
+    says_else = any(_number(environ[name], name) != number for name, number in told.items())
+    if says_else or not (0 <= index < n and 0 <= local < n_local):
         raise UserMistake(
             f"process {index} of {n}, {local} of {n_local} on this machine: that can't be",
-            where=", ".join(names),
+            where=", ".join(dict.fromkeys([*names, *told])),
             to_do="start it with torchrun, or leave these variables out and set where.gpus",
         )
+    if by == "srun" and os.isatty(0):
+        raise UserMistake(
+            f"this terminal is one of the {n} tasks of a Slurm step, and the others start nothing by themselves",
+            where="SLURM_STEP_NUM_TASKS",
+            to_do="start it with `srun`, or unset SLURM_STEP_NUM_TASKS and set where.gpus",
+        )
+    if n > 1 and by != "farthing":
+        _refuse_no_address(environ, by, n)
     return Seat(index, n, local, n_local, by)
+
+
+def _refuse_no_address(environ: Mapping[str, str], by: str, n: int) -> None:
+    """Refuse processes that can't find each other. Raises `UserMistake`."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing:
+        raise UserMistake(
+            f"{by} has started {n} processes, which can't find each other",
+            where=", ".join(missing),
+            to_do="export the first machine's name and a free port, or start one process a machine with where.gpus: all",
+        )
+    _number(environ["MASTER_PORT"], "MASTER_PORT")
+
+
+def _refuse_half(environ: Mapping[str, str]) -> None:
+    """Refuse a process that is one of several, by what is said of them, and does not know which. Raises `UserMistake`."""
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name in environ and (name, environ[name]) != ("WORLD_SIZE", "1"):
+            raise UserMistake(
+                f"it is {environ[name]!r}, and {other} is not set",
+                where=name,
+                to_do="start with torchrun, or unset it and set where.gpus",
+            )
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if _number(environ.get(name, "1"), name) > 1:
+            raise UserMistake(
+                f"mpirun has started {environ[name]} processes, and farthing does not join those",
+                where=name,
+                to_do="start with torchrun or srun, or `farthing train` alone with where.gpus",
+            )
 
 
 def _number(text: str, name: str) -> int:
@@ -162,8 +198,10 @@ class Group:
 
     @property
     def lost(self) -> list[int]:
-        """Those that were killed from outside, crashed, or had to be killed as they did not answer."""
-        return [index for index, code in sorted(self.codes.items()) if code < 0 or code == EXIT_CRASH]
+        """Those that were killed from outside, or crashed; where none was, those that did not answer. Others may have had to be
+        killed with them as they waited for who never came."""
+        gone = [index for index, code in sorted(self.codes.items()) if code < 0 or code == EXIT_CRASH]
+        return [index for index in gone if index not in self.killed] or gone
 
     def how(self, index: int) -> str:
         """What became of one that was lost."""
@@ -207,7 +245,7 @@ class Elastic:
             if EXIT_MISTAKE in codes or not (lost or EXIT_RANK_LOST in codes):
                 return group.code
             n_vain = 0 if lost else n_vain + 1
-            if self._asked_to_leave or n_vain == MOST_VAIN_STARTS:
+            if self._asked_to_leave or EXIT_INTERRUPTED in codes or n_vain == MOST_VAIN_STARTS:
                 return EXIT_INTERRUPTED
             if len(lost) == n:
                 return group.codes[0]

@@ -21,9 +21,9 @@ from torch import nn
 
 from farthing.config.job import Job, LimitsSection
 from farthing.data.packing import MicroBatchCost
-from farthing.durability.group import not_followed, seat_in
+from farthing.durability.group import STORE, not_followed, seat_in
 from farthing.durability.run_folder import DECIDING, EXAMPLES, RUN, SCHEDULE, keep, kept
-from farthing.errors import EXIT_CRASH, FarthingError, ModelError, RunChanged, UserMistake
+from farthing.errors import EXIT_CRASH, FarthingError, ModelError, NoSpace, RunChanged, UserMistake
 from farthing.events import Emit, Warned
 from farthing.model.hardware import hardware_key
 from farthing.planner.measurements import MEASUREMENTS, link_of, read_measurements
@@ -52,7 +52,7 @@ def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
     with contextlib.ExitStack() as stack:
         try:
             if not ranks.is_first:
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="farthing-rank-"))
+                folder = stack.enter_context(_own_folder())
                 ranks.at_loss = lambda: shutil.rmtree(folder, ignore_errors=True)
                 job = _shadow(job, folder, asks_cloud=seat.local_index == 0)
             yield ranks, job
@@ -62,6 +62,20 @@ def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
             raise
         finally:
             ranks.close()
+
+
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Of a rank that is not the first, thrown away as it parts; where `farthing` has started it and it is killed, with what the
+    ranks have met in. Raises `NoSpace`."""
+    meeting = os.environ.get(STORE)
+    try:
+        return tempfile.TemporaryDirectory(prefix="farthing-rank-", dir=meeting and os.path.dirname(meeting))
+    except OSError as error:
+        raise NoSpace(
+            f"a rank has no place for files of its own: {error.strerror or error}",
+            where=str(error.filename or "TMPDIR"),
+            to_do="make room there, or set TMPDIR to a folder on another disk",
+        ) from error
 
 
 def _shadow(job: Job, folder: str, *, asks_cloud: bool) -> Job:
@@ -123,9 +137,11 @@ def with_lanes(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit
     A run of one process whose job names no GPUs has one lane, and is computed as if there were no others. `has_begun`: earlier
     attempts knew the examples, and have cut steps as `settings` say.
     """
-    if isinstance(job.where.gpus, int) and job.where.gpus > 1 and not ranks.seat.by:
-        text = f"where.gpus is {job.where.gpus}, and this is one process: `farthing train` or torchrun starts as many"
-        emit(Warned(text))
+    wanted, seat = job.where.gpus, ranks.seat
+    if isinstance(wanted, int) and seat.by != "farthing" and wanted not in (seat.n, seat.n_local):
+        started = f"{seat.by} has started {seat.n}, which share the run"
+        alone = "this is one process: `farthing train` or torchrun starts as many"
+        emit(Warned(f"where.gpus is {wanted}, and {started if seat.by else alone}"))
     if ranks.n > 1 and ranks.device.type == "cpu" and job.where.device == "auto":
         text = f"no GPU is here: {ranks.n} processes share the processor; where.device: cpu says that this is meant"
         emit(Warned(text))

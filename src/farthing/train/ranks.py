@@ -1,4 +1,4 @@
-"""The processes that share a run, and all that they say to each other. Only this file and `spread.py` import
+"""The processes that share a run, and all that they say to each other. Only this file, `meeting.py` and `spread.py` import
 `torch.distributed`.
 
 Words (decisions, counts, plain values) go over gloo, gradients over NCCL where there are GPUs. What depends on a clock, a
@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.checkpoint import Part
-from farthing.durability.group import ATTEMPT, EXIT_RANK_LOST, STORE, Seat
+from farthing.durability.group import EXIT_RANK_LOST, Seat
 from farthing.durability.parts import Shared
-from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, FarthingError, HardwareError, Interrupted
+from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, Interrupted
 from farthing.train.lanes import LaneSums, add_up, lanes_of, nodes_of
+from farthing.train.meeting import RankLost, lost, meet
 
 if TYPE_CHECKING:
     from farthing.train.spread import How, Spread
@@ -40,20 +41,12 @@ GO_ON, NO_ROOM, LEAVE = range(3)
 BEAT_S = 0.5
 LAST_WORDS_S = 3.0
 """What the first rank may take for its ledger and a save under way once another one is lost."""
-JOIN_S = 120.0
-"""Besides the patience: so much later may a rank come than the first, which reads libraries from a slow disk."""
 LONG = timedelta(days=30)
 """The beat judges who is lost; everything else waits as long as it takes."""
 _GONE = 1000
 EXIT_NO_ROOM = 77
 """What a rank without memory tells the others; no process ends with it."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-
-
-class RankLost(FarthingError):
-    """Another process of this run does not answer; what was committed is safe and the same command carries on."""
-
-    exit_code = EXIT_INTERRUPTED
 
 
 class NoRoomLeft(RankLost):
@@ -106,32 +99,21 @@ class Ranks:
     # ---- joining and leaving ----
 
     def _join(self) -> None:
-        """Meet the others. Raises `RankLost` where they do not come."""
-        environ = os.environ
-        come_by = timedelta(seconds=JOIN_S + self.patience_s)
-        attempt = environ.get(ATTEMPT) or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+        """Meet the others. Raises `RankLost` where they do not come, `UserMistake`."""
+        store = meet(self.seat, self.device, self.patience_s)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        # nobody beats yet, and gloo would wait for a rank that has stopped as long as for any other word
+        bound = threading.Timer(self.patience_s, self._leave_the_lost, ("it was gone as they met", EXIT_INTERRUPTED))
+        bound.daemon = True
+        bound.start()
         try:
-            if path := environ.get(STORE):
-                store: Any = dist.FileStore(path, self.n)
-            else:
-                is_kept_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-                address, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500"))
-                store = dist.TCPStore(
-                    address, port, self.n, self.is_first and not is_kept_by_agent, come_by, wait_for_workers=False
-                )
-            store.set_timeout(come_by)
-            # an agent's store still has the addresses of an attempt that died (pytorch/pytorch#135712)
-            store = dist.PrefixStore(f"farthing-{attempt}", store)
-            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=self.index, world_size=self.n, timeout=LONG)
             self._to_all = dist.new_group(backend="gloo", timeout=LONG)
             self._of_beats = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.patience_s))
         except (RuntimeError, ValueError, OSError) as error:
-            raise RankLost(
-                f"rank {self.index} of {self.n} could not meet the others: {str(error).splitlines()[0][:200]}",
-                where="MASTER_ADDR, MASTER_PORT",
-                to_do="see whether all processes were started, then run the same command again",
-            ) from error
+            raise lost(self.seat, str(error).splitlines()[0][:200]) from error
+        finally:
+            bound.cancel()
         self._beats = threading.Thread(target=self._beat, name="farthing-ranks", daemon=True)
         self._beats.start()
 

@@ -141,7 +141,8 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
     with contextlib.ExitStack() as stack:
         ranks, job = stack.enter_context(joined(job))
         if begun is None:
-            begun = stack.enter_context(opened(Path(job.output_dir), job.usd_per_hour))
+            with errors_in_words(Path(job.output_dir)):
+                begun = stack.enter_context(opened(Path(job.output_dir), job.usd_per_hour))
         folder, meter, ledger = begun.folder, begun.meter, begun.ledger
         notice = stack.enter_context(Notice(ranks.one_press_s))
         ranks.listen(lambda: bool(notice), lambda: meter.span("ranks"), lambda: ledger.end("interrupted"))
