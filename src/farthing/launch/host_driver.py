@@ -114,7 +114,7 @@ cat "$d/pid"
 
     def names(self, prefix: str) -> dict[str, str]:
         """See `Driver`. A host that does not answer is asked again at the next look."""
-        found = {}
+        found: dict[str, str] = {}
         script = f"""{LOOK}
 for d in {self._home}/{prefix}-*; do
   [ -e "$d/pid" ] && [ "$(one "$d")" = alive ] && echo "$(basename "$d") $(cat "$d/pid")"
