@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farthing import cli
+from farthing import cli, clock
 from farthing.prices import feeds as price_feeds
 from farthing.prices.catalog import cache_path
 from farthing.prices.feeds import Feed
@@ -219,3 +219,13 @@ def test_prices_come_without_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "prices of" in done.stdout
+
+
+def test_the_day_can_be_said_and_the_time_of_day_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ages of prices are counted from it: what tests make up does not grow old."""
+    monkeypatch.setenv("FARTHING_TODAY", "2031-05-06")
+    before, said, after = datetime.now().astimezone(), clock.now(), datetime.now().astimezone()
+    assert said.date() == clock.today() == date(2031, 5, 6)
+    assert before.time() <= said.time() <= after.time() or after.time() < before.time()
+    monkeypatch.delenv("FARTHING_TODAY")
+    assert before <= clock.now() <= datetime.now().astimezone()

@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, cast
 
+from farthing import clock
 from farthing.config import load
 from farthing.config.job import Job
 from farthing.errors import FarthingError, UserMistake
@@ -56,8 +57,7 @@ def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:
 
     loaded, wishes = load_job(job), Asked(**asked)
     look_over(loaded, only_plans=True, with_data=wishes.n_examples is None)
-    now = now or datetime.now().astimezone().replace(second=0, microsecond=0)
-    return Plan(plan_view(study_job(loaded, wishes, now=now)))
+    return Plan(plan_view(study_job(loaded, wishes, now=now or clock.now().replace(second=0, microsecond=0))))
 
 
 def train(job: JobLike, *, allow_restart: bool = False, on_event: Emit | None = None, quiet: bool = False) -> Receipt:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from farthing import clock
 from farthing.cli.console import print_json, write
 from farthing.cli.parser import add_job_arguments
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, UserMistake
@@ -96,7 +96,7 @@ def _session(arguments: argparse.Namespace) -> Any:
         on, arguments.offer, arguments.image, arguments.install, arguments.disk, boot_s, arguments.prices
     )  # fmt: skip
     asks = not (arguments.status or arguments.logs or arguments.stop)
-    prepared = prepare(job, wishes, datetime.now().astimezone().replace(microsecond=0), asks=asks)
+    prepared = prepare(job, wishes, clock.now().replace(microsecond=0), asks=asks)
     return Session(prepared, lambda text: write(f"farthing: {printable_lines(text)}"))
 
 

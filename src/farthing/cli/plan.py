@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from farthing import clock
 from farthing.cli.console import complain, print_json, rich_console, write_page
 from farthing.cli.parser import add_job_arguments
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, UserMistake
@@ -78,7 +79,7 @@ def _view(arguments: argparse.Namespace) -> View:
     from farthing.planner.serving import parse_traffic
     from farthing.planner.throughput_arithmetic import parse_figures
 
-    now = datetime.now().astimezone().replace(second=0, microsecond=0)
+    now = clock.now().replace(second=0, microsecond=0)
     for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1), ("runs", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
@@ -225,11 +226,8 @@ def _seconds_until(text: str | None, now: datetime) -> float | None:
     if text is None:
         return None
     try:
-        if "-" in text or "T" in text:
-            moment = datetime.fromisoformat(text)
-            seconds = float(moment.timestamp() - now.timestamp())
-        else:
-            seconds = parse_hours(text) * 3600
+        is_moment = "-" in text or "T" in text
+        seconds = datetime.fromisoformat(text).timestamp() - now.timestamp() if is_moment else parse_hours(text) * 3600
     except (ValueError, OverflowError):
         raise UserMistake(
             f"{text!r} is neither a date nor a duration", where="--deadline", to_do='e.g. "2026-12-01 18:00" or 12h'

@@ -163,8 +163,7 @@ def services_for(wanted: str, *, is_spot: bool, firmware: Path = Path("/sys/clas
     """Whom to ask: `wanted` is `where.notices` of a job. Reads three small files and asks nobody."""
     if wanted != "auto":
         return [] if wanted == "off" else [wanted]
-    here = cloud_here(firmware)
-    if here:
+    if here := cloud_here(firmware):
         return [here]
     return list(SERVICES) if is_spot else []
 

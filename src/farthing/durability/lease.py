@@ -135,8 +135,7 @@ class Lease:
 
 def newest_words(store: Store) -> list[Json]:
     """The ledger rows that whoever holds the run, or held it last, has told the store. Raises `StoreFault`."""
-    number = _newest(store)
-    return _words_of(get_json(store, _key(number))) if number else []
+    return _words_of(get_json(store, _key(number))) if (number := _newest(store)) else []
 
 
 def _words_of(link: Json) -> list[Json]:

@@ -9,11 +9,11 @@ Refuses to decide: `plan` does. A model or device that the planner does not know
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 import torch
 
+from farthing import clock
 from farthing.config.job import Job
 from farthing.durability.run_folder import PLAN, SETTINGS, has_committed, keep, kept_as
 from farthing.errors import FarthingError
@@ -69,9 +69,8 @@ def _make(
 
     config = inputs.config.to_dict()
     shape = shape_of(job, config, max(1, len(train.tokens.label_names)))
-    now = datetime.now().astimezone()
     eval_lengths = None if held_out is None else lengths_of(held_out)
-    wanted = wanted_of(job, shape, lengths_of(train), eval_lengths, config=config, now=now)
+    wanted = wanted_of(job, shape, lengths_of(train), eval_lengths, config=config, now=clock.now())
     wanted = replace(wanted, is_tokenized=train.were_tokenized, precision=numerics.name)
     machine = replace(local_machine(), kind="cpu")
     if numerics.device.type == "cuda":
@@ -81,5 +80,5 @@ def _make(
     else:
         machine = replace(machine, device_name=machine.cpu.name)
     measurements = read_measurements(Path(job.cache_dir or ".") / MEASUREMENTS)
-    plan = plan_here(wanted, machine, job, measurements, now.date())
+    plan = plan_here(wanted, machine, job, measurements, clock.today())
     return estimate_of(plan, wanted) if isinstance(plan, Plan) else plan
