@@ -31,7 +31,7 @@ from farthing.durability.group import EXIT_RANK_LOST, Seat
 from farthing.durability.parts import Shared
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, Interrupted
 from farthing.train.lanes import LaneSums, add_up, lanes_of, nodes_of
-from farthing.train.meeting import RankLost, bounded, lost, meet
+from farthing.train.meeting import JOIN_HERE_S, RankLost, bounded, lost, meet
 
 if TYPE_CHECKING:
     from farthing.train.spread import How, Spread
@@ -103,7 +103,7 @@ class Ranks:
         store = meet(self.seat, self.device, self.patience_s)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         try:
-            with bounded(self.seat, self.patience_s, "a rank was gone before all were joined"):  # nobody beats yet
+            with bounded(self.seat, self.patience_s + JOIN_HERE_S, "a rank was gone before all were joined"):
                 dist.init_process_group(backend, store=store, rank=self.index, world_size=self.n, timeout=LONG)
                 self._to_all = dist.new_group(backend="gloo", timeout=LONG)
                 self._of_beats = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.patience_s))
