@@ -186,7 +186,7 @@ def is_same(way: str, run: Path, alone: Path) -> bool:
 
     one, other = (read_part(sorted((each / "checkpoints").glob(f"step-{N_STEPS:08d}-*[0-9]"))[-1], "model")
                   for each in (alone, run))  # fmt: skip
-    least = 1e-5 * max(
+    least = 1e-3 * max(
         float(each.abs().max()) for each in one.values()
     )  # below are sums that should be 0: biases of keys
     scales = {name: max(float(each.abs().max()), least) for name, each in one.items()}

@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,17 @@ def test_what_a_killed_rank_leaves_goes_with_the_meeting(tmp_path: Path, monkeyp
     monkeypatch.setenv(STORE, str(tmp_path / "attempt-1"))
     with joining._own_folder() as folder:
         assert Path(folder).parent == tmp_path
+
+
+def test_what_torch_would_wait_for_without_end_is_ended_in_words(monkeypatch: Any, capfd: Any) -> None:
+    """torch's store waits for ever for a program that listens at its port and says nothing."""
+    ended: list[int] = []
+    monkeypatch.setattr("farthing.train.meeting.os._exit", ended.append)
+    with meeting.bounded(Seat(1, 2, by="srun"), 0.05, "nobody answers"):
+        time.sleep(0.3)
+    assert ended == [EXIT_INTERRUPTED]
+    assert "rank 1 of 2 could not meet the others: nobody answers" in capfd.readouterr().err
+    with meeting.bounded(Seat(1, 2, by="srun"), 0.05, "nobody answers"):
+        pass
+    time.sleep(0.1)
+    assert len(ended) == 1

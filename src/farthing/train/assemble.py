@@ -61,6 +61,7 @@ def assemble(
     batches = Batches(train_examples.indices, job.global_batch_size, job.train.seed, train_examples.weights)
     schedule = first_schedule(job, context.folder, context.ledger, estimate, batches.steps_per_epoch)
     weights, parameters, progress = ranks.trained_of(model), count_parameters(model), Progress()
+    trained_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     optimizer = build_optimizer(job, model, rules_of(context.folder), weights)
     scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
     forward, kernels = _computed(job, context, inputs, numerics, model, settings)
@@ -97,7 +98,7 @@ def assemble(
         log=SummedLines(context.folder / LOG),
         pace=_pace_of(context, numerics, forward, train_examples, memory, free),
         record=Record(loaded_bytes=before_bytes),
-        saving=Saving(_save_every_s(job, estimate), context.meter.wall_s, (0, 0, False)),
+        saving=Saving(_save_every_s(job, estimate), context.meter.wall_s, (0, 0, False), trained_bytes=trained_bytes),
         clocks=Clocks(n_graphs=n_graphs()),
     )
     attempt.steps = _steps_of(attempt, settings)

@@ -51,9 +51,8 @@ def next_s(attempt: Attempt) -> float:
 
 def leaving_s(attempt: Attempt) -> float:
     """Seconds of saving and exporting."""
-    n_bytes = sum(p.numel() * p.element_size() for p in attempt.model.parameters() if p.requires_grad)
     save_s = attempt.saving.took_s or attempt.context.ledger.takes.get("save_s", 0.0)
-    return 2 * save_s + EXPORT_S + n_bytes / WRITE_BYTES_PER_S
+    return 2 * save_s + EXPORT_S + attempt.saving.trained_bytes / WRITE_BYTES_PER_S
 
 
 def reserve_s(attempt: Attempt) -> float:

@@ -7,10 +7,13 @@ empty, and ranks without a GPU of their own beside others that have one are told
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +27,8 @@ JOIN_S, JOIN_HERE_S = 120.0, 8.0
 """Besides the patience: so much later may a rank come than another, which reads libraries from a slow disk; where `farthing`
 has started all of them at once, on one machine."""
 SAY_AFTER_S = 10.0
+BEYOND_S = 2.0
+"""After the end of torch's own wait for a store, which one that never answers outlasts."""
 
 
 class RankLost(FarthingError):
@@ -38,7 +43,8 @@ def meet(seat: Seat, device: torch.device, patience_s: float) -> Any:
     attempt = os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = _opened(seat, timedelta(seconds=most_s), is_host=seat.is_first and not is_kept)
+        with bounded(seat, most_s + BEYOND_S, "nobody there answers as the first rank would"):
+            store = _opened(seat, timedelta(seconds=most_s), is_host=seat.is_first and not is_kept)
         # an agent's store still has the addresses of an attempt that died (pytorch/pytorch#135712)
         store = dist.PrefixStore(f"farthing-{attempt}", store)
         if store.add(f"taken-{seat.index}", 1) > 1 and not is_kept:
@@ -54,6 +60,24 @@ def meet(seat: Seat, device: torch.device, patience_s: float) -> Any:
         raise lost(seat, str(error).splitlines()[0][:200]) from error
     _refuse_odd(seat, seen)
     return store
+
+
+@contextlib.contextmanager
+def bounded(seat: Seat, most_s: float, why: str) -> Iterator[None]:
+    """End this process in words where the block takes longer: torch waits in it without an end of its own."""
+
+    def end() -> None:
+        error = lost(seat, why)
+        os.write(2, f"farthing: {error}\n".encode())
+        os._exit(error.exit_code)
+
+    timer = threading.Timer(most_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def lost(seat: Seat, why: str) -> RankLost:

@@ -31,7 +31,7 @@ from farthing.durability.group import EXIT_RANK_LOST, Seat
 from farthing.durability.parts import Shared
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, Interrupted
 from farthing.train.lanes import LaneSums, add_up, lanes_of, nodes_of
-from farthing.train.meeting import RankLost, lost, meet
+from farthing.train.meeting import JOIN_HERE_S, RankLost, bounded, lost, meet
 
 if TYPE_CHECKING:
     from farthing.train.spread import How, Spread
@@ -102,18 +102,13 @@ class Ranks:
         """Meet the others. Raises `RankLost` where they do not come, `UserMistake`."""
         store = meet(self.seat, self.device, self.patience_s)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        # nobody beats yet, and gloo would wait for a rank that has stopped as long as for any other word
-        bound = threading.Timer(self.patience_s, self._leave_the_lost, ("it was gone as they met", EXIT_INTERRUPTED))
-        bound.daemon = True
-        bound.start()
         try:
-            dist.init_process_group(backend, store=store, rank=self.index, world_size=self.n, timeout=LONG)
-            self._to_all = dist.new_group(backend="gloo", timeout=LONG)
-            self._of_beats = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.patience_s))
+            with bounded(self.seat, self.patience_s + JOIN_HERE_S, "a rank was gone before all were joined"):
+                dist.init_process_group(backend, store=store, rank=self.index, world_size=self.n, timeout=LONG)
+                self._to_all = dist.new_group(backend="gloo", timeout=LONG)
+                self._of_beats = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.patience_s))
         except (RuntimeError, ValueError, OSError) as error:
             raise lost(self.seat, str(error).splitlines()[0][:200]) from error
-        finally:
-            bound.cancel()
         self._beats = threading.Thread(target=self._beat, name="farthing-ranks", daemon=True)
         self._beats.start()
 
