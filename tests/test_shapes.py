@@ -20,7 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from farthing.errors import UserMistake
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
-from farthing.model.load import auto_class, max_positions
+from farthing.model.load import auto_class
+from farthing.model.positions import max_positions
 from farthing.planner.families import FAMILIES
 from farthing.planner.model_config import known_config
 from farthing.planner.serving import Server

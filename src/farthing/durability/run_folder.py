@@ -261,10 +261,10 @@ def evaluation_of(folder: Path, exported_step: int | None, name: str = EVALUATIO
 
 # ---- whose run it is ----
 
-RULES = 3
+RULES = 4
 """What a run began under and keeps. 1: weights are decayed by their dimensions, and losses that farthing does not compute
 are left out; 2: weights are decayed by their names, and such losses are refused; 3: of a tokenizer's several chat templates
-none is passed over for farthing's own."""
+none is passed over for farthing's own; 4: a loss of tokens after the next is refused."""
 
 
 def rules_of(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from farthing.errors import ModelError
 from farthing.model.adapter_start import START, base_is_kept, start_tensors, take_start_away
@@ -62,17 +64,19 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         lora_bias=adapter.bias,
         task_type=task_of(task).peft_type,
     )
+    if targets == "all-linear" and (others := _not_linear(model)):
+        config.exclude_modules = others
+    linear = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)})
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings(), base_is_kept():
             warnings.simplefilter("ignore")
             wrapped = peft.get_peft_model(model, config)
     except (ValueError, KeyError) as error:
-        linear = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ModelError(
             f"no adapter can be made: {str(error).splitlines()[0][:200]}",
             where="method.target_modules",
-            to_do=f"use all-linear, or names among {', '.join(linear)}",
+            to_do=f"use {'' if targets == 'all-linear' else 'all-linear, or '}names among {', '.join(linear)}",
         ) from error
     if adapter.bias:
         _refuse_without_bias(wrapped)
@@ -82,6 +86,19 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # masters in fp32 whatever the base is in
     return wrapped
+
+
+def _not_linear(model: Any) -> list[str]:
+    """Modules whose class is made from a linear layer and that compute something else, such as routers of experts."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and type(module).forward.__module__.startswith("transformers"):
+            out: Any = None
+            with contextlib.suppress(Exception), torch.no_grad():
+                out = module(module.weight.new_zeros(1, 1, module.in_features))
+            if not torch.is_tensor(out) or out.shape != (1, 1, module.out_features):
+                found.append(name)
+    return found
 
 
 def _refuse_without_bias(wrapped: Any) -> None:
@@ -156,7 +173,7 @@ def new_heads(model: Any) -> list[str]:
 
 def _query_and_value(model: Any) -> list[str]:
     """The names this family gives to the query and value projections (Hu et al. 2021, section 4.2)."""
-    names = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    names = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     for pair in (
         ("query", "value"),
         ("q_proj", "v_proj"),

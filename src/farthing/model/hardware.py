@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ import psutil
 import torch
 
 from farthing.device_memory import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, set_allocator
-from farthing.errors import HardwareError
+from farthing.errors import HardwareError, ModelError
 from farthing.planner.machine import hardware_key as hardware_name
 from farthing.planner.machine import local_cpu
 from farthing.prices.gpus import gpu_of_device
@@ -189,6 +190,20 @@ def in_words(error: BaseException) -> HardwareError | None:
         f"this model needs {found[1]}, which is not deterministic on CUDA",
         where="train.full_determinism",
         to_do="leave it out, or train this model on a CPU",
+    )
+
+
+def of_models_code(error: Exception) -> ModelError | None:
+    """An error out of the code of a model, which may want pictures or a longer text, in words; None for other errors."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    of_model = [code for code in codes if re.search(r"transformers(_modules|[/\\]models)[/\\]", code.co_filename)]
+    if not of_model:
+        return None
+    return ModelError(
+        f"the model's own code can't compute this: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+        where=f"{Path(of_model[-1].co_filename).name}, {of_model[-1].co_name}",
+        to_do="it may want more than text, other settings in its config.json, or longer texts: try it with transformers"
+        " alone, or use another model",
     )
 
 

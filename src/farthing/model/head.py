@@ -249,9 +249,7 @@ def find_head(model: Any, task: str) -> Head | str:
     if task_of(task).is_pair:
         shift = getattr(inner, "final_logits_bias", None)
         return Head(lambda batch: _decoder_states(inner, batch), linear, None, shift)
-    return Head(
-        lambda batch: _causal_states(inner, batch), linear, getattr(inner.config, "final_logit_softcapping", None)
-    )
+    return Head(lambda batch: _causal_states(inner, batch), linear, _said(inner.config, "final_logit_softcapping"))
 
 
 def language_model_loss(
@@ -361,8 +359,13 @@ def _causal_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
     """Hidden states [B, T, h] after the last norm, scaled where the family scales its logits (Cohere, Granite)."""
     body = getattr(inner, inner.base_model_prefix)
     states: Tensor = body(**inputs_of(batch), use_cache=False).last_hidden_state
-    scale = getattr(inner.config, "logit_scale", None) or 1 / getattr(inner.config, "logits_scaling", 1)
+    scale = _said(inner.config, "logit_scale") or 1 / (_said(inner.config, "logits_scaling") or 1)
     return states if scale == 1 else states * scale
+
+
+def _said(config: Any, key: str) -> Any:
+    """What a configuration says, if its family knows the key: of others transformers keeps it, and computes without."""
+    return getattr(config, key) if hasattr(type(config), key) else None
 
 
 def _decoder_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:

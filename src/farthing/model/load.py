@@ -25,8 +25,9 @@ from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 from farthing.model.hollow import hollow
 from farthing.model.loss import decoder_inputs
-from farthing.model.positions import scale_positions, stretch
+from farthing.model.positions import max_positions, most_unblocked, scale_positions, stretch
 from farthing.model.weights import ends_of_weights, weights_sha256
+from farthing.planner.model_config import TOKENIZERS
 from farthing.tasks.registry import task_of
 
 
@@ -77,6 +78,7 @@ def load_config(choice: ModelChoice) -> Any:
     _must_be_there(choice.name, "config.json", "the model", choice)
     try:
         config = AutoConfig.from_pretrained(choice.name, **choice.where_from)
+        config.get_text_config()  # of several it names none
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and errors of the Hub client
         raise _in_words("the model's configuration can't be loaded", choice.name, error) from error
     attention = choice.attn_implementation or getattr(config, "_attn_implementation", None)
@@ -104,17 +106,9 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None, text_version:
         folder = Path(name)
         if not folder.is_dir():
             raise ModelError("no such tokenizer folder", where=name, to_do="check model.tokenizer_name_or_path")
-        known = (
-            "tokenizer.json",
-            "tokenizer.model",
-            "spiece.model",
-            "vocab.txt",
-            "vocab.json",
-            "sentencepiece.bpe.model",
-        )
-        if not any((folder / file).exists() for file in known):
+        if not any((folder / file).exists() for file in TOKENIZERS):
             raise ModelError(
-                f"no tokenizer in the model folder (none of {', '.join(known)})",
+                f"no tokenizer in the model folder (none of {', '.join(TOKENIZERS)})",
                 where=name,
                 to_do="copy the tokenizer's files there, or name its folder: model.tokenizer_name_or_path",
             )
@@ -238,8 +232,7 @@ def load_model(
     labels = task_of(task).labels
     if labels is not None:
         labels.set_head(config, label_names)
-    if config.pad_token_id is None:
-        config.pad_token_id = pad_id
+    _tell_padding(config, pad_id)
     auto = auto_class(task)
     torch.manual_seed(seed)
     attention = {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
@@ -273,8 +266,18 @@ def load_model(
         raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
     model.config.use_cache = False
     if task_of(task).is_pair:
-        decoder_inputs(model, torch.tensor([[0, 0]]))  # what it lacks is found now, not at the first step
+        pad = getattr(model.config, "pad_token_id", None) or 0  # of nothing but padding some make no inputs
+        decoder_inputs(model, torch.tensor([[pad + 1] * 2]))  # what it lacks is found now, not at the first step
     return model
+
+
+def _tell_padding(config: Any, pad_id: int | None) -> None:
+    """Say what padding is where a configuration leaves it open: the part of a composite that reads text, and those that ask."""
+    text_config = config.get_text_config()
+    for part in (config, text_config):
+        is_open = part is text_config or hasattr(part, "pad_token_id")
+        if is_open and getattr(part, "pad_token_id", None) is None:
+            part.pad_token_id = pad_id
 
 
 def _drawn(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
@@ -303,11 +306,16 @@ def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
 
 def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], choice: ModelChoice) -> None:
     """Refuse a tokenizer, or lengths by their keys in the job, that the model has no embeddings for. Raises `ModelError`."""
-    name = choice.name
-    text_config = config.get_text_config()
-    if len(tokenizer) > text_config.vocab_size:
+    name, n_words = choice.name, getattr(config.get_text_config(), "vocab_size", None)
+    if not isinstance(n_words, int):
         raise ModelError(
-            f"the tokenizer has {len(tokenizer):,} tokens, the model embeds {text_config.vocab_size:,}",
+            f"a {config.model_type} has no vocab_size in its config.json: farthing trains models that embed tokens",
+            where=name,
+            to_do="use a model with a tokenizer of its own",
+        )
+    if len(tokenizer) > n_words:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer):,} tokens, the model embeds {n_words:,}",
             where=name,
             to_do="use the model's own tokenizer",
         )
@@ -321,17 +329,15 @@ def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], choice: Mod
                 where=name,
                 to_do=f"set {key}: {limit} or less",
             )
-
-
-def max_positions(config: Any) -> int | None:
-    """Longest input the position embeddings allow; None where they have no end (T5)."""
-    text_config = config.get_text_config()
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if limit is None or limit <= 0:
-        return None
-    if config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        limit -= (config.pad_token_id or 0) + 1  # their positions begin after the padding index
-    return int(limit)
+    longest = most_unblocked(config)
+    if longest is not None and lengths["data.max_length"] > longest:
+        raise ModelError(
+            f"a {config.model_type} reads texts above {longest} tokens in random blocks, until it has seen a shorter one:"
+            " what it learns would depend on the order of texts and on interruptions",
+            where=name,
+            to_do=f"set data.max_length: {longest} or less, or use a copy of the model folder whose config.json has"
+            " `attention_type: original_full`",
+        )
 
 
 def model_sha256(choice: ModelChoice, config: Any, cache_dir: Path | None = None, *, by_ends: bool = False) -> str:

@@ -102,19 +102,21 @@ def decoder_inputs(inner: Any, labels: Tensor) -> Tensor:
     """
     config = inner.config
     shift = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
-    arguments: tuple[Any, ...] = ()
-    if shift is None:  # some have it in their module alone: (ids, padding, start)
-        shift = getattr(sys.modules[type(inner).__module__], "shift_tokens_right", None)
-        arguments = (config.pad_token_id, config.decoder_start_token_id)
+    of_module: Any = getattr(sys.modules[type(inner).__module__], "shift_tokens_right", None)
+    to_do = "set decoder_start_token_id and pad_token_id in its config.json"
     try:
-        if shift is None:
+        if shift is None and of_module is None:
+            to_do = "use one with an encoder for text (T5, BART ...), or task: causal-lm where it has none"
             raise ValueError("transformers has no function that makes its decoder's inputs of labels")
-        inputs: Tensor = shift(labels.clone(), *arguments)  # a copy: some write into what they are given
+        given = labels.clone()  # some write into what they are given
+        inputs: Tensor = (
+            of_module(given, config.pad_token_id, config.decoder_start_token_id) if shift is None else shift(given)
+        )
     except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         why = " ".join(str(error).split())[:200]
         raise ModelError(
             f"a {config.model_type} for seq2seq can't be trained: {why}",
             where=str(config.name_or_path or config.model_type),
-            to_do="set decoder_start_token_id and pad_token_id in its config.json",
+            to_do=to_do,
         ) from error
     return inputs

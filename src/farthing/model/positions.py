@@ -1,4 +1,7 @@
-"""Rotary positions of a job instead of the model's own: `model.rope_scaling`. Refuses families that do not know them."""
+"""How long a text a model takes, and rotary positions of a job instead of its own: `model.rope_scaling`.
+
+Refuses families that do not know such positions.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,51 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farthing.errors import ModelError
 
+POSITIONS_AFTER_PADDING = frozenset(
+    {
+        *(
+            "camembert",
+            "data2vec-text",
+            "esm",
+            "ibert",
+            "layoutlmv3",
+            "lilt",
+            "longformer",
+            "luke",
+            "markuplm",
+            "mpnet",
+        ),
+        *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    }
+)
+"""Families whose first token is at the position after the padding index."""
+
+
+def max_positions(config: Any) -> int | None:
+    """Longest input the position embeddings allow; None where they have no end (T5)."""
+    text_config = config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if limit is None or limit <= 0:
+        return None
+    if config.model_type in POSITIONS_AFTER_PADDING:
+        limit -= (config.pad_token_id or 0) + 1
+    return int(limit)
+
+
+def most_unblocked(config: Any) -> int | None:
+    """Tokens up to which BigBird's sparse attention is not used, which is then left for good; None for other models."""
+    if getattr(config, "attention_type", None) != "block_sparse":
+        return None
+    return int((5 + 2 * config.num_random_blocks) * config.block_size)
+
 
 def stretch(wanted: dict[str, Any]) -> float:
-    """How many times the positions of the model such a rule is for."""
+    """How many times the positions of the model such a rule is for.
+
+    Once where it is dynamic: beyond them its angles follow from the longest text that a process has seen.
+    """
+    if str(wanted.get("rope_type", wanted.get("type"))) == "dynamic":
+        return 1.0
     return max(1.0, float(wanted.get("factor") or 1.0))
 
 

@@ -13,6 +13,13 @@ from farthing.tasks.registry import task_of
 
 _ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef", "moe_loss_weight")
 
+NGRAMS = "disable_ngram_loss"
+_WORDS = {
+    "output_router_logits": ("the balance of the experts", "false"),
+    "z_loss_coefficient": ("a penalty on large logits", "0"),
+    NGRAMS: ("the prediction of tokens after the next", "true"),
+}
+
 
 def left_out_loss(config: Mapping[str, Any], task: str) -> str:
     """The key of a configuration by which a loss is added that farthing leaves out; or "".
@@ -30,17 +37,23 @@ def left_out_loss(config: Mapping[str, Any], task: str) -> str:
                 return "output_router_logits"
         if part.get("z_loss_coefficient"):
             return "z_loss_coefficient"
+        if part.get("model_type") == "prophetnet" and part.get("ngram", 2) > 1 and not part.get("disable_ngram_loss"):
+            return NGRAMS
     return ""
 
 
-def refuse_left_out_loss(config: Mapping[str, Any], task: str, name: str) -> None:
+def is_refused(key: str, rules: int) -> bool:
+    """Whether a run that began under these rules refuses what `left_out_loss` found; else it is left out, and said."""
+    return bool(key) and rules >= (4 if key == NGRAMS else 2)
+
+
+def refuse_left_out_loss(config: Mapping[str, Any], task: str, name: str, rules: int) -> None:
     """Refuse a configuration by which a part of the loss would be left out. Raises `ModelError`."""
     key = left_out_loss(config, task)
-    if key:
-        what = "the balance of the experts" if key == "output_router_logits" else "a penalty on large logits"
+    if is_refused(key, rules):
+        what, instead = _WORDS[key]
         raise ModelError(
             f"`{key}` in the model's config.json adds {what} to the loss, which farthing does not compute",
             where=name,
-            to_do=f"train without it: use a copy of the model folder whose config.json has"
-            f" `{key}: {'false' if key == 'output_router_logits' else '0'}`",
+            to_do=f"train without it: use a copy of the model folder whose config.json has `{key}: {instead}`",
         )

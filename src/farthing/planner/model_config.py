@@ -21,6 +21,10 @@ from farthing.durability.files import Json
 from farthing.errors import ModelError
 
 CONFIG = "config.json"
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "sentencepiece.bpe.model",
+)  # fmt: skip
+"""Files of which a tokenizer has one."""
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 1 << 20
 _YES = ("1", "on", "yes", "true")

@@ -30,6 +30,7 @@ from farthing.planner.job_lengths import files_of_split
 from farthing.planner.left_out_loss import refuse_left_out_loss
 from farthing.planner.model_config import (
     CONFIG,
+    TOKENIZERS,
     ask_hub,
     cached_snapshot,
     find_config,
@@ -43,10 +44,6 @@ from farthing.tasks.registry import task_of
 _FIRST_ROWS = 64
 _MOST_ROWS = 20_000  # are read in search of one that can be used
 _LARGEST_JSON_BYTES = 64 << 20  # a larger document, which has to be read whole, is not looked into
-TOKENIZERS = (
-    "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "sentencepiece.bpe.model",
-)  # fmt: skip
-"""Files of which a tokenizer has one."""
 
 
 def load_job_or_tell_all(path: str, overrides: list[str], *, only_plans: bool = False, with_data: bool = True) -> Job:
@@ -187,8 +184,7 @@ def _look_at_template(path: str) -> None:
 
 def _look_at_config(job: Job) -> None:
     config, _ = find_config(job.model.model_name_or_path, job.model.revision)
-    if rules_of(Path(job.output_dir)) > 1:
-        refuse_left_out_loss(config, job.task, job.model.model_name_or_path)
+    refuse_left_out_loss(config, job.task, job.model.model_name_or_path, rules_of(Path(job.output_dir)))
 
 
 def _look_at_model(job: Job) -> None:

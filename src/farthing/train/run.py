@@ -61,10 +61,11 @@ from farthing.model.hardware import (
     choose_numerics,
     device_name,
     in_words,
+    of_models_code,
     taken_bytes,
 )
 from farthing.model.load import quiet_libraries
-from farthing.planner.left_out_loss import left_out_loss
+from farthing.planner.left_out_loss import is_refused, left_out_loss
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.run_page import leave_page
@@ -248,6 +249,8 @@ def errors_in_words(folder: Path) -> Iterator[None]:
                 to_do="set the first two to false and the third to sdpa",
             ) from error
         if not is_out_of_memory(error):
+            if of_model := of_models_code(error):
+                raise of_model from error
             raise
         raise OutOfMemory(
             f"the device has no memory left: {first_line(error)}",
@@ -314,7 +317,7 @@ def _why_not_let_in(job: Job, context: Context, inputs: Inputs, was_finished: bo
     if not clear_damaged_model(folder, emit) and was_finished:
         ledger.withdraw()
         return "finished", "it was finished already; nothing was trained"
-    if rules_of(folder) < 2 and (key := left_out_loss(inputs.config.to_dict(), job.task)):
+    if (key := left_out_loss(inputs.config.to_dict(), job.task)) and not is_refused(key, rules_of(folder)):
         _warn(emit, f"`{key}` in the model's config.json is left out of the loss, as it was when this run began;"
                     " new runs refuse it")  # fmt: skip
     if reason := why_not_start(job, folder, ledger):

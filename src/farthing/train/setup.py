@@ -39,13 +39,13 @@ from farthing.model.load import (
     load_config,
     load_model,
     load_tokenizer,
-    max_positions,
     need_bitsandbytes,
     own_words,
     set_languages,
     speak,
 )
 from farthing.model.one_way import refuse_looking_ahead
+from farthing.model.positions import max_positions
 from farthing.planner.job_lengths import note_token_set
 from farthing.planner.left_out_loss import refuse_left_out_loss
 from farthing.settings import Settings
@@ -149,8 +149,7 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
     """Find and identify model, tokenizer and data, telling how far it has read. Raises `ModelError`, `DataError`."""
     choice = model_choice(job)
     config = load_config(choice)
-    if rules_of(Path(job.output_dir)) > 1:
-        refuse_left_out_loss(config.to_dict(), job.task, choice.name)
+    refuse_left_out_loss(config.to_dict(), job.task, choice.name, rules_of(Path(job.output_dir)))
     day, text_version = began(Path(job.output_dir), TEXT_VERSION)
     tokenizer = load_tokenizer(choice, job.data.chat_template, text_version)
     if tokenizer.chat_template is None and rules_of(Path(job.output_dir)) < 3:

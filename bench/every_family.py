@@ -1,0 +1,609 @@
+"""Every model family of transformers for every task: is what farthing computes what plain transformers computes?
+
+    python bench/every_family.py --task causal-lm                 # all families of the task
+    python bench/every_family.py --task classification xlnet bert
+
+Of each family a model of a few thousand weights is made, with a configuration as its own class makes it, all sizes small. Six
+documents of uneven lengths go through farthing as it would train them, and through transformers one at a time: loss,
+gradients (whole and with an adapter), evaluation. Then a run of two steps is trained, exported and read back, and planned.
+Each family gets one line: `exact` (and how), `refused` (in words), or what went wrong. Needs no network and no data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import inspect
+import io
+import json
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+import yaml
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import farthing.train.run
+from farthing.config.load import load_job
+from farthing.errors import FarthingError, UserMistake
+from farthing.export.folders import export_run
+from farthing.model.embedding_gradients import add_by_rows
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
+from farthing.model.load import quiet_libraries
+from farthing.model.loss import decoder_inputs, inner_of
+from farthing.planner.shapes import read_shape
+from farthing.tasks.registry import task_of
+from farthing.tasks.task import IGNORED
+from farthing.tiny import make_tokenizer, write_jsonl
+from farthing.train.setup import build_model, open_examples, open_inputs
+
+MAPPINGS = {
+    "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+}
+N_WORDS = 320
+WORDS = (
+    "the",
+    "a",
+    "bread",
+    "cheese",
+    "soup",
+    "apple",
+    "rice",
+    "goal",
+    "match",
+    "race",
+    "rain",
+    "storm",
+    "sun",
+    "red",
+    "old",
+)
+N_PROMPT, N_ANSWER = (2, 30, 9, 14, 3, 20), (1, 6, 12, 3, 8, 5)
+MICRO_BATCH_TOKENS = 110
+CLOSE = 1e-5
+
+# ---- small configurations ----
+
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim"), 32
+    ),
+    **dict.fromkeys(("attention_hidden_size", "rnn_hidden_size", "embed_dim", "embedding_dim", "hidden_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "num_blocks"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "moe_topk", "moe_top_k", "n_kv_heads"), 2),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "attention_head_size"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 256),
+    **dict.fromkeys(("max_encoder_position_embeddings", "max_decoder_position_embeddings", "n_ctx"), 256),
+    **dict.fromkeys(("sliding_window", "local_attention_window_size", "attention_chunk_size", "window_size"), 8),
+    **dict.fromkeys(("vocab_size", "src_vocab_size", "tgt_vocab_size", "decoder_vocab_size", "n_words"), N_WORDS),
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    **{"decoder_start_token_id": 1, "attention_window": 8},
+}
+QUIET = ("dropout", "layerdrop", "drop_rate", "pdrop", "jitter", "attention_probs_dropout_prob", "hidden_dropout_prob")
+LOOKS_BACK = {"is_decoder": True, "causal": True, "attn_type": "uni"}
+LATENT = {
+    **{
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "head_dim": 4,
+    },
+    **{
+        "num_key_value_heads": 4,
+        "index_head_dim": 8,
+        "index_n_heads": 16,
+        "index_topk": 6,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    **{"first_k_dense_replace": 1, "n_shared_experts": 1},
+}
+"""Of families whose keys and values come of a smaller vector."""
+SCAN = {
+    "mamba_d_state": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+PER_LAYER = {
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": N_WORDS,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+}
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "mistral4", "glm_moe_dsa"), LATENT
+    ),
+    **dict.fromkeys(
+        ("glm4_moe_lite", "longcat_flash", "youtu", "bailing_hybrid", "kimi_linear", "dots3_note_text"), LATENT
+    ),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), SCAN),
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "esmc": {"num_key_value_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
+    "lilt": {"hidden_size": 48, "channel_shrink_ratio": 2},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16], "is_decoder": True},
+}
+OWN |= {
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"), PER_LAYER | {"layer_types": ["sliding_attention", "full_attention"]}
+    ),
+    "gemma3n_text": PER_LAYER
+    | {
+        **{
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+        },
+        **{"laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "intermediate_size": [48] * 4},
+    },
+    "dots1": {"n_shared_experts": 1, "sliding_window": 8},
+    "ernie4_5_moe": {"moe_k": 2},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4},
+    },
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "zamba": {"num_hidden_layers": 3},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "chunk_size": 16, "n_groups": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "qwen4_exp_text": {
+        **{"ple_layer_ids": [0], "ple_embed_dim": 16, "ngram_vocab_size_base": 50, "heads_per_ngram": 2, "seed": 1},
+        **{"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4, "hc_lowrank": 8, "linear_num_key_heads": 2},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_value_heads": 4, "indexer_n_heads": 4},
+        **{"indexer_kv_heads": 2, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2},
+    },
+    "zamba2": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "mamba"]},
+}
+"""What a family needs besides: found by its own checks."""
+
+
+def known_names(kind: Any) -> set[str]:
+    """The names that a configuration class takes."""
+    fields: set[str] = set(getattr(kind, "__dataclass_fields__", {}))
+    return fields | {each for each in inspect.signature(kind.__init__).parameters if each not in ("self", "kwargs")}
+
+
+def small_values(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """Small sizes for a configuration class, those of its parts among them."""
+    made: Any = None
+    with contextlib.suppress(Exception):
+        made = kind()
+    names = known_names(kind) - {"self", "kwargs"}
+    renamed = set(getattr(kind, "attribute_map", None) or {})
+    values = {name: value for name, value in SIZES.items() if name in names - renamed}
+
+    def of_made(name: str) -> Any:
+        with contextlib.suppress(Exception):  # some differ from layer to layer
+            return getattr(made, name, None)
+
+    for name in names:
+        default = of_made(name)
+        if any(word in name for word in QUIET) and isinstance(default, float):
+            values[name] = 0.0
+    for name, of in (getattr(kind, "sub_configs", None) or {}).items():
+        part = of_made(name)
+        part_kind = type(part) if part is not None else of
+        if hasattr(part_kind, "model_type") and part_kind.__name__ != "AutoConfig":
+            given = own.get(name) or OWN.get(f"{part_kind.model_type}.part") or OWN.get(part_kind.model_type, {})
+            values[name] = small_values(part_kind, given) | (
+                {"model_type": part_kind.model_type} if of.__name__ == "AutoConfig" else {}
+            )
+    layers = of_made("layer_types")
+    if isinstance(layers, list) and "layer_types" in names:
+        kinds = list(dict.fromkeys(layers))
+        kinds += [kinds[0]] * (len(kinds) < 2)
+        values |= {"layer_types": kinds}
+        values |= {name: len(kinds) for name in ("num_hidden_layers", "n_layer", "num_layers") if name in values}
+    return values | own
+
+
+def small_config(family: str, task: str) -> Any:
+    """A small configuration of a family, of its own class; an encoder that is to predict the next token looks back only."""
+    kind = CONFIG_MAPPING[family]
+    values = small_values(kind, OWN.get(family, {}))
+    if task == "causal-lm":
+        names = known_names(kind)
+        values |= {key: value for key, value in LOOKS_BACK.items() if key in names}
+    config = kind(**values)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 1
+    return config
+
+
+def small_model(family: str, task: str, config: Any) -> Any:
+    """A model of it in fp32, each of its weights so large that it matters."""
+    if task == "classification":
+        task_of(task).labels.set_head(config, ("food", "sport", "weather"))
+    torch.manual_seed(0)
+    model = getattr(transformers, task_of(task).auto_class).from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and any(word in name for word in QUIET):
+                setattr(module, name, 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+# ---- the same through transformers alone ----
+
+
+def still(model: Any) -> Any:
+    """The model without any dropout."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and any(word in name for word in QUIET):
+                setattr(module, name, 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def plain_loss(
+    model: Any, ids: Tensor, is_target: Tensor, label: int | None, task: str
+) -> tuple[Tensor, Tensor | None]:
+    """(the summed loss of one document, that which the model itself gives or None): ids [T]."""
+    of, own = task_of(task), None
+    if of.is_pair:
+        source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
+        found = model(input_ids=source, attention_mask=torch.ones_like(source), labels=labels, use_cache=False)
+        if found.logits.shape[1] != labels.shape[1]:
+            raise ValueError(f"logits of {found.logits.shape[1]} tokens for {labels.shape[1]} targets")
+        loss = F.cross_entropy(found.logits[0].float(), labels[0], reduction="sum")
+        return loss, None if found.loss is None else found.loss * labels.numel()
+    rows = ids[None]
+    inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+    if of.labels is not None:
+        logits = model(**inputs).logits
+        return F.cross_entropy(logits.float(), torch.tensor([label]), reduction="sum"), None
+    logits = model(**inputs, use_cache=False).logits[0, :-1]
+    wanted = is_target[1:] == 1
+    loss = F.cross_entropy(logits[wanted].float(), rows[0, 1:][wanted], reduction="sum")
+    with contextlib.suppress(Exception), torch.no_grad():
+        labels = torch.where(is_target == 1, ids, IGNORED)[None]
+        own = model(**inputs, labels=labels, use_cache=False).loss * wanted.sum()
+    return loss, own
+
+
+def documents_of(tokens: Any) -> list[tuple[Tensor, Tensor, int | None]]:
+    """(ids, is_target, label) of each example."""
+    found = []
+    for index in range(len(tokens)):
+        ids, is_target = (torch.from_numpy(part.astype(np.int64)) for part in tokens.example(index))
+        found.append((ids, is_target, None if tokens.labels is None else int(tokens.labels[index])))
+    return found
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Gradients by name."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def off_by(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
+    """(the largest relative difference of a gradient, its name): to its own size or a thousandth of the whole."""
+    names = {*ours, *theirs}
+    floor = 1e-3 * float(torch.stack([g.norm() for g in theirs.values()]).norm())
+    worst = (0.0, "")
+    for name in sorted(names):
+        zero = torch.zeros(())
+        mine, plain = ours.get(name, zero), theirs.get(name, zero)
+        gap = float((mine - plain).norm()) / max(float(plain.norm()), floor, 1e-30)
+        worst = max(worst, (gap if gap == gap else float("inf"), name))
+    return worst
+
+
+# ---- one family ----
+
+
+def rows_of(task: str) -> list[dict[str, str]]:
+    """Six rows of uneven lengths."""
+    dice = np.random.default_rng(0)
+    rows = []
+    for index, (n_prompt, n_answer) in enumerate(zip(N_PROMPT, N_ANSWER, strict=True)):
+        prompt, answer = (" ".join(dice.choice(WORDS, n)) for n in (n_prompt, n_answer))
+        if task == "classification":
+            rows.append({"text": prompt, "label": ("food", "sport", "weather")[index % 3]})
+        else:
+            rows.append({"prompt": prompt, "completion": f" {answer}"})
+    return rows
+
+
+def make_framing_tokenizer(folder: Path, task: str) -> None:
+    """A tokenizer that frames texts as those of encoders do, where texts are read whole."""
+    tokenizer = make_tokenizer(folder, [" ".join(WORDS)] * 3, N_WORDS - 20)
+    if task != "causal-lm":
+        frame = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+        tokenizer.backend_tokenizer.post_processor = frame
+        tokenizer.save_pretrained(folder)
+
+
+def write_job(folder: Path, task: str, method: str, **train: Any) -> Path:
+    """A job of the model in `folder`."""
+    write_jsonl(folder / "data.jsonl", rows_of(task))
+    values = {
+        "task": task,
+        "model": {"model_name_or_path": "./base"},
+        "data": {"train": "data.jsonl", "max_length": 200} | ({"max_target_length": 60} if task == "seq2seq" else {}),
+        "method": {"name": method, "lora_r": 2} if method == "lora" else "full",
+        "where": {"device": "cpu", "usd_per_hour": 1.0},
+        "output_dir": f"./run-{method}",
+        "cache_dir": "./cache",
+        "train": {"max_steps": 2, "global_batch_size": 6, "learning_rate": 0.01, "lr_scheduler_type": "constant"}
+        | train,
+    }
+    path = folder / f"{method}.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def compare(path: Path, row: dict[str, Any], method: str) -> None:
+    """Loss, gradients and evaluation of farthing's forward pass against transformers'."""
+    job = load_job(path)
+    inputs = open_inputs(job)
+    examples, _ = open_examples(job, inputs, lambda event: None, lambda: False)
+    tokens, numerics = examples.tokens, Numerics(torch.device("cpu"), None)
+    model = still(build_model(job, inputs, numerics, tokens.label_names))
+    if method == "lora":
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "lora_embedding_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    plain = copy.deepcopy(model)
+    if method == "lora":
+        from farthing.model.lora_kernels import use_low_rank
+
+        use_low_rank(model)
+    forward = Forward(model, job.task, inputs.pad_id, numerics)
+    add_by_rows(model)
+    row["how"] = "packed" if forward.is_packed else "padded" + ("" if forward.apart is None else ", of one length")
+    row["head"] = "labelled" if forward.why_all_scored is None else "all"
+    pieces = forward.split(tokens, np.arange(len(tokens)), MICRO_BATCH_TOKENS)
+    for is_training in (True, False):
+        model.train(is_training), plain.train(is_training)
+        model.zero_grad(), plain.zero_grad()
+        ours = theirs = 0.0
+        own: float | None = 0.0
+        with torch.set_grad_enabled(is_training):
+            for piece in pieces:
+                torch.manual_seed(5)
+                batch = forward.to_device(forward.collate(tokens, piece))
+                if is_training:
+                    loss = forward.loss(batch)
+                    loss.backward()
+                else:
+                    loss = (forward.loss_and_log_probs if forward.of.scores_tokens else forward.loss_and_scores)(batch)[
+                        0
+                    ]
+                ours += float(loss.detach())
+            for ids, is_target, label in documents_of(tokens):
+                torch.manual_seed(5)
+                loss, said = plain_loss(plain, ids, is_target, label, job.task)
+                if is_training:
+                    loss.backward()
+                theirs += float(loss.detach())
+                own = None if own is None or said is None else own + float(said.detach())
+        key = f"{method} {'training' if is_training else 'evaluation'}"
+        row[f"{key} loss off"] = abs(ours - theirs) / max(abs(theirs), 1e-9)
+        if own is not None:
+            row[f"{key} own loss off"] = abs(own - theirs) / max(abs(theirs), 1e-9)
+        row[f"{key} loss"] = theirs / max(
+            1,
+            sum(int(each[1].sum()) for each in documents_of(tokens))
+            if task_of(job.task).scores_tokens
+            else len(tokens),
+        )
+        if is_training:
+            row[f"{key} gradients off"] = off_by(gradients(model), gradients(plain))
+
+
+class Caught:
+    """The model of the last run."""
+
+    model: Any = None
+
+
+def watch() -> None:
+    """Keep hold of the models that runs train."""
+    build = farthing.train.run.build_model
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        Caught.model = still(build(*args, **kwargs))
+        return Caught.model
+
+    farthing.train.run.build_model = watched
+
+
+def logits_of(model: Any, tokens: list[Tensor], task: str) -> Tensor:
+    """Logits of a few documents [T] by plain calls, end to end."""
+    model.eval()
+    found = []
+    with torch.no_grad():
+        for ids in tokens:
+            inputs = {"input_ids": ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+            if task == "seq2seq":
+                inputs["decoder_input_ids"] = decoder_inputs(inner_of(model), ids[None])
+            torch.manual_seed(5)
+            found.append(model(**inputs).logits.flatten().float())
+    return torch.cat(found)
+
+
+def run_and_read_back(path: Path, row: dict[str, Any], method: str) -> None:
+    """A run of two steps, its export in plain transformers, and its plan."""
+    job = load_job(path)
+    farthing.train.run.train(job, lambda event: None)
+    run = Path(job.output_dir)
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    row[f"{method} first loss"] = next(each["loss"] for each in log if "loss" in each)
+    texts = [torch.tensor([5, 9, 30, 44, 17, 60, 2]), torch.tensor([7, 8, 2])]
+    kept = logits_of(Caught.model, texts, job.task)
+    auto = getattr(transformers, task_of(job.task).auto_class)
+    source = run / "model"
+    if method == "lora":
+        source = run.parent / "merged"
+        export_run(run, source, "merged")
+    exported = auto.from_pretrained(source, dtype=torch.float32)
+    read = logits_of(exported, texts, job.task)
+    row[f"{method} export off"] = float((kept - read).norm() / kept.norm())
+    base = auto.from_pretrained(path.parent / "base", dtype=torch.float32)
+    before = logits_of(base, texts, job.task)
+    row[f"{method} moved"] = float((kept - before).norm() / kept.norm())
+
+
+def plan(path: Path, row: dict[str, Any], n_weights: int) -> None:
+    """What the planner says of it."""
+    from farthing.cli import main
+
+    job = load_job(path)
+    config = json.loads((path.parent / "base" / "config.json").read_text())
+    try:
+        shape = read_shape(config, job.task, 3 if task_of(job.task).labels else 0)
+        row["planned parameters off"] = shape.n_parameters - n_weights
+    except UserMistake as error:
+        row["plan refused"] = str(error)[:200]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        row["plan code"] = main(["plan", str(path)])
+    if row["plan code"] not in (0, 2):
+        row["plan said"] = said.getvalue()[-600:]
+
+
+def problem(error: BaseException) -> str:
+    """An error in one line."""
+    at = ""
+    trace = error.__traceback__
+    while trace is not None:
+        at = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"{type(error).__name__} at {at}: {' '.join(str(error).split())[:300]}"
+
+
+def look_at(family: str, task: str, folder: Path, *, runs: bool) -> dict[str, Any]:
+    """Everything about one family."""
+    row: dict[str, Any] = {"family": family, "task": task}
+    try:
+        config = small_config(family, task)
+        model = still(small_model(family, task, config))
+    except Exception as error:
+        return row | {"outcome": "not made", "why": problem(error)}
+    row["weights"] = n_weights = sum(p.numel() for p in model.parameters())
+    base = folder / "base"
+    try:
+        model.save_pretrained(base)
+        make_framing_tokenizer(base, task)
+        again = getattr(transformers, task_of(task).auto_class).from_pretrained(base, dtype=torch.float32)
+    except Exception as error:
+        return row | {"outcome": "not made", "why": f"saving: {problem(error)}"}
+    try:
+        ids = torch.tensor([5, 9, 30, 44, 17, 60, 2])
+        is_target = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+        first = [float(plain_loss(each.eval(), ids, is_target, 1, task)[0].detach()) for each in (model, again)]
+        row["reload off"] = abs(first[0] - first[1])
+    except Exception as error:
+        row["plain"] = problem(error)
+    for method in ("full", "lora"):
+        path = write_job(folder, task, method)
+        for step in (compare, run_and_read_back) if runs else (compare,):
+            try:
+                step(path, row, method)
+            except FarthingError as error:
+                row[f"{method} refused"] = (
+                    f"{step.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+                )
+                break
+            except Exception as error:
+                row[f"{method} crashed"] = f"{step.__name__}: {problem(error)}"
+                break
+    if runs:
+        try:
+            plan(folder / "full.yaml", row, n_weights)
+        except Exception as error:
+            row["plan crashed"] = problem(error)
+    return row | {"outcome": outcome(row), "how": row.get("how", "")}
+
+
+def outcome(row: dict[str, Any]) -> str:
+    """In a word."""
+    if any(key.endswith("crashed") for key in row):
+        return "crashed"
+    for key, value in row.items():
+        size = value[0] if isinstance(value, tuple) else value
+        most = 20 * CLOSE if "gradients" in key or "export" in key else CLOSE
+        is_off = key.endswith(("loss off", "gradients off", "export off")) and "own" not in key and not size <= most
+        if is_off or (key.endswith("moved") and not size > 1e-4):
+            return "wrong"
+    if row.get("planned parameters off"):
+        return "wrong"
+    if "full refused" in row or "lora refused" in row:
+        return "refused" if "full refused" in row else "lora refused"
+    return "exact"
+
+
+def main_(arguments: list[str] | None = None) -> int:
+    """Look at the families that are named, or all of a task."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--task", choices=MAPPINGS, required=True)
+    parser.add_argument("--no-runs", action="store_true", help="only losses and gradients")
+    parser.add_argument("--out", type=Path, help="a file of JSON lines")
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    quiet_libraries()
+    watch()
+    names = asked.families or sorted(MAPPINGS[asked.task])
+    for family in names:
+        start = time.perf_counter()
+        folder = Path(tempfile.mkdtemp(prefix="family-"))
+        try:
+            row = look_at(family, asked.task, folder, runs=not asked.no_runs)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        row["seconds"] = round(time.perf_counter() - start, 2)
+        if asked.out:
+            with asked.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        print(
+            json.dumps(row)
+            if asked.families
+            else f"{family:24s} {row['outcome']:12s} {row.get('how', '')} {row['seconds']}s",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main_())

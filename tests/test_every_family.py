@@ -1,0 +1,232 @@
+"""Every model family of transformers is trained as transformers alone would, or refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+import farthing.durability.run_folder
+import workshop
+from every_family import MAPPINGS, look_at, small_config
+from farthing.errors import ModelError
+from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.head import find_head
+from farthing.model.load import ModelChoice, auto_class, check_fits, load_config, load_model
+from farthing.model.one_way import refuse_looking_ahead
+from farthing.model.positions import POSITIONS_AFTER_PADDING, max_positions
+from farthing.planner.families import PADS_SAFELY
+from farthing.tasks.registry import task_of
+from farthing.train.run import errors_in_words
+from test_alone import small
+from workshop import Heard, make_job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "family"), [(task, family) for task, known in MAPPINGS.items() for family in known])
+def test_losses_and_gradients_are_those_of_transformers_alone(task: str, family: str, tmp_path: Path) -> None:
+    row = look_at(family, task, tmp_path, runs=False)
+    safe = PADS_SAFELY[task_of(task).head]
+    assert row["outcome"] in (
+        ("exact", "lora refused") if family in safe else ("exact", "lora refused", "refused", "not made")
+    ), row
+
+
+# ---- configurations that leave something out ----
+
+
+def fresh(family: str, task: str, folder: Path, **keys: Any) -> Any:
+    """A model of a family's small configuration, as a job with fresh weights loads it."""
+    config = small_config(family, task)
+    for key, value in keys.items():
+        setattr(config, key, value)
+    config.save_pretrained(folder)
+    choice = ModelChoice(str(folder), init="random")
+    labels = ("food", "sport") if task == "classification" else ()
+    return load_model(choice, load_config(choice), task, dtype=torch.float32, seed=0, label_names=labels, pad_id=7)
+
+
+@pytest.mark.parametrize(
+    ("family", "task"), [("codegen", "causal-lm"), ("gemma3", "classification"), ("qwen3_5", "causal-lm")]
+)
+def test_padding_is_said_where_a_configuration_leaves_it_open(family: str, task: str, tmp_path: Path) -> None:
+    config = small_config(family, task)
+    config.get_text_config().pad_token_id = None
+    config.save_pretrained(tmp_path)
+    choice = ModelChoice(str(tmp_path), init="random")
+    labels = ("food", "sport") if task == "classification" else ()
+    model = load_model(choice, load_config(choice), task, dtype=torch.float32, seed=0, label_names=labels, pad_id=7)
+    assert model.config.get_text_config().pad_token_id == 7
+    assert not hasattr(type(model.config), "pad_token_id") or model.config.pad_token_id == 7
+
+
+def test_a_model_without_a_vocabulary_is_refused(tokenizers: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="a canine has no vocab_size"):
+        check_fits(
+            small_config("canine", "classification"), tokenizers["llama"], {"data.max_length": 8}, ModelChoice("canine")
+        )
+
+
+@pytest.mark.parametrize("family", ["mbart", "plbart"])
+def test_padding_may_be_the_first_token(family: str, tmp_path: Path) -> None:
+    assert fresh(family, "seq2seq", tmp_path, pad_token_id=0) is not None
+
+
+def test_a_model_that_hears_is_no_pair_of_encoder_and_decoder(tmp_path: Path) -> None:
+    config = small_config("qwen3_asr", "seq2seq")
+    config.save_pretrained(tmp_path)
+    choice = ModelChoice(str(tmp_path), init="hollow")
+    with pytest.raises(ModelError, match=r"(?s)a qwen3_asr for seq2seq can't be trained.*T5, BART"):
+        load_model(choice, load_config(choice), "seq2seq", dtype=torch.float32, seed=0)
+
+
+def test_what_a_models_own_code_cannot_compute_is_said_in_words(tmp_path: Path) -> None:
+    model = small("bart", AutoModelForSequenceClassification, num_labels=2)
+    ids = torch.tensor([[5, 6, 7]])
+    with (
+        pytest.raises(
+            ModelError, match=r"modeling_bart.py, forward: the model's own code can't compute this: ValueError: .*eos"
+        ),
+        errors_in_words(tmp_path),
+    ):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    with pytest.raises(ValueError, match="of our own"), errors_in_words(tmp_path):
+        raise ValueError("of our own")
+
+
+# ---- adapters ----
+
+
+def test_all_linear_leaves_out_what_is_no_linear_layer(tmp_path: Path) -> None:
+    model = add_adapter(fresh("llama4_text", "causal-lm", tmp_path), Adapter(r=2), "causal-lm", seed=0)
+    adapted = {name for name, _ in model.named_modules() if name.endswith(".lora_A")}
+    assert any("q_proj" in name for name in adapted)
+    assert not any("router" in name for name in adapted)
+    ids = torch.tensor([[5, 6, 7]])
+    assert model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.shape[:2] == (1, 3)
+
+
+def test_layers_that_take_no_adapter_are_refused_with_those_that_do(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        add_adapter(fresh("mamba", "causal-lm", tmp_path), Adapter(r=2), "causal-lm", seed=0)
+    assert "use names among dt_proj, in_proj, lm_head, out_proj, x_proj" in str(caught.value)
+
+
+# ---- positions ----
+
+
+@pytest.mark.parametrize("family", sorted(POSITIONS_AFTER_PADDING))
+def test_positions_that_begin_after_padding_are_as_many_as_the_table_has(family: str) -> None:
+    config = small_config(family, "classification")
+    config.pad_token_id = 1
+    with torch.device("meta"):
+        model = auto_class("classification").from_config(config)
+    table = next(module for name, module in model.named_modules() if name.endswith(".position_embeddings"))
+    assert table.padding_idx == 1
+    assert max_positions(config) == table.weight.shape[0] - 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(set(MAPPINGS["classification"]) - POSITIONS_AFTER_PADDING))
+def test_no_other_family_has_positions_that_begin_after_padding(family: str) -> None:
+    try:
+        with torch.device("meta"):
+            model = auto_class("classification").from_config(small_config(family, "classification"))
+    except Exception as error:
+        pytest.skip(f"not made: {type(error).__name__}")
+    tables = [
+        m for name, m in model.named_modules() if name.endswith("position_embeddings") and isinstance(m, nn.Embedding)
+    ]
+    assert not any(table.padding_idx is not None for table in tables)
+
+
+def test_sparse_attention_that_is_given_up_for_good_is_refused(tokenizers: dict[str, Any]) -> None:
+    config = small_config("big_bird", "classification")
+    config.vocab_size, config.max_position_embeddings = 60_000, 2048
+    choice, longest = ModelChoice("big"), (5 + 2 * 3) * 64
+    check_fits(config, tokenizers["llama"], {"data.max_length": longest}, choice)
+    with pytest.raises(
+        ModelError, match=f"(?s)above {longest} tokens in random blocks.*data.max_length: {longest} or less"
+    ):
+        check_fits(config, tokenizers["llama"], {"data.max_length": longest + 1}, choice)
+    config.attention_type = "original_full"
+    check_fits(config, tokenizers["llama"], {"data.max_length": longest + 1}, choice)
+
+
+def test_angles_that_follow_the_longest_text_are_kept_to_the_models_own_positions(tokenizers: dict[str, Any]) -> None:
+    config = small_config("llama", "causal-lm")
+    config.vocab_size = 60_000
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    for rule, most in ((dynamic, 256), (dynamic | {"rope_type": "linear"}, 512)):
+        choice = ModelChoice("small", rope_scaling=rule)
+        check_fits(config, tokenizers["llama"], {"data.max_length": most}, choice)
+        with pytest.raises(ModelError, match=f"more than the model's {most} positions"):
+            check_fits(config, tokenizers["llama"], {"data.max_length": most + 1}, choice)
+
+
+# ---- what a model does to its loss and its weights ----
+
+
+@pytest.mark.parametrize("key", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
+def test_a_key_of_another_family_changes_no_loss(key: str) -> None:
+    """transformers keeps keys that a configuration does not know, and its models pay no heed to them."""
+    plain, odd = (small("llama", AutoModelForCausalLM) for _ in range(2))
+    setattr(odd.config, key, 0.5)
+    ids = torch.tensor([[5, 6, 7]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    states, heads = [], [find_head(model, "causal-lm") for model in (plain, odd)]
+    for head in heads:
+        assert not isinstance(head, str)
+        assert head.soft_cap is None
+        states.append(head.hidden_states(batch))
+    assert torch.equal(*states)
+
+
+def test_a_model_whose_evaluation_changes_its_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"(?s)changes its weights when it is evaluated.*`rescale_every: 0`"):
+        refuse_looking_ahead(fresh("rwkv", "causal-lm", tmp_path, rescale_every=1), "rwkv")
+    refuse_looking_ahead(fresh("rwkv", "causal-lm", tmp_path, rescale_every=0), "rwkv")
+
+
+@pytest.mark.parametrize(
+    ("family", "words"), [("bert", "is_decoder: true"), ("xlm", "causal: true"), ("xlnet", "attn_type: uni")]
+)
+def test_an_encoder_is_told_its_own_key_to_look_back(family: str, words: str) -> None:
+    with pytest.raises(ModelError, match=f"looks ahead.*\n.*`{words}`"):
+        refuse_looking_ahead(small(family, AutoModelForCausalLM), family)
+
+
+def prophetnet_folder(folder: Path, **keys: Any) -> None:
+    workshop.make_folder(folder, "t5")
+    tokenizer = json.loads((folder / "config.json").read_text())
+    config = small_config("prophetnet", "seq2seq").to_dict() | {"vocab_size": tokenizer["vocab_size"], **keys}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_loss_of_tokens_after_the_next_is_refused_unless_the_run_began_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prophetnet_folder(tmp_path / "base")
+    job = make_job(tmp_path, "t5", max_steps=1)
+    with pytest.raises(
+        ModelError, match=r"(?s)`disable_ngram_loss`.*tokens after the next.*`disable_ngram_loss: true`"
+    ):
+        workshop.train(job)
+    with monkeypatch.context() as before:
+        before.setattr(farthing.durability.run_folder, "RULES", 3)
+        heard = Heard()
+        assert workshop.train(job, heard).state == "finished"
+    assert "left out of the loss" in heard.warnings
+
+
+def test_prophetnets_loss_of_the_next_token_alone_is_its_own() -> None:
+    model = small("prophetnet", AutoModelForSeq2SeqLM, disable_ngram_loss=True)
+    labels, ids = torch.tensor([[5, 6, 2]]), torch.tensor([[8, 9, 10, 2]])
+    found = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, use_cache=False)
+    wanted = nn.functional.cross_entropy(found.logits[0], labels[0])
+    assert float(found.loss) == pytest.approx(float(wanted), rel=1e-5)
