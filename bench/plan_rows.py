@@ -14,7 +14,7 @@ from typing import Any
 from farthing.errors import FarthingError
 from farthing.planner.lengths import Largest, Padded, from_mean
 from farthing.planner.model_config import known_config, known_models
-from farthing.planner.recipe import FUSED, WHOLE, Recipe
+from farthing.planner.recipe import FREED, FUSED, WHOLE, Recipe
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import Device, device_of
 from farthing.planner.weights import Adapters, Weight
@@ -23,7 +23,7 @@ from farthing.settings import Settings
 from plan_beside import beside_bytes, saves_products
 from plan_meters import meter_of_source
 from plan_padding import padded_by_number
-from plan_stacks import attention_share_of, stack_of, trains_ends
+from plan_stacks import attention_share_of, stack_of, takes_logits_as_they_are, trains_ends
 
 GPUS_OF_MACHINE = 8
 # bytes a second of the network of a machine of eight, where a row does not say: one card of 200 or 400 Gbit/s for each GPU, as
@@ -302,6 +302,8 @@ def read_case(row: dict[str, str]) -> Case:
         stack = replace(stack, has_master_weights=True, upcasts_frozen=False)
     if shape.model_type == "gpt_bigcode" and stack.loss == WHOLE and not stack.has_autocast:
         stack = replace(stack, loss=FUSED)  # its loss is computed in the precision of the logits
+    if stack.loss == WHOLE and takes_logits_as_they_are(source, row["model"], int(micro)):
+        stack = replace(stack, loss=FREED)
     precision = precision_of(row["precision"])
     if "universal-llm-trainer" in source and method == "qlora":  # what is not quantized is loaded in fp32 (src/models)
         precision = "fp32"

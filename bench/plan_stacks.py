@@ -104,6 +104,16 @@ def _of_torchtune(source: str, words: str) -> Stack:
     )
 
 
+def takes_logits_as_they_are(source: str, model: str, n_rows: int) -> bool:
+    """Whether the loss of transformers' trainer of 2023 and 2024 copies no fp32 logits of all words but those it casts.
+
+    All but the last token of one row are in one piece, and of several rows are copied. The first Qwen and Baichuan 2 bring code
+    that copies them before they are cast (modeling_qwen.py, modeling_baichuan.py); transformers' own casts them first.
+    """
+    is_old = any(name in source for name in ("swift", "factory"))
+    return is_old and (n_rows == 1 or re.search(r"qwen-|qwen1_|baichuan", model.lower()) is not None)
+
+
 def trains_ends(words: str) -> bool:
     """Whether embeddings and head are trained beside adapters."""
     return re.search(r"\(emb\)|incl\w*\.? (?:the )?embedding|with embedding", words) is not None
