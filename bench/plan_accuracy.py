@@ -18,6 +18,7 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,16 @@ from farthing.planner.types import Place
 from farthing.prices.gpus import find_gpu
 from farthing.prices.offers import Billing, Offer
 from plan_coverage import held_by, left_out
-from plan_rows import GIB, Case, NotExpressed, gpu_of, read_case
+from plan_meters import GIB
+from plan_rows import Case, NotExpressed, gpu_of, read_case
 
 
 def predict(case: Case) -> tuple[Memory, float]:
     """(memory, tokens a second)."""
-    memory = estimate_memory(case.shape, case.recipe, case.largest, case.adapters)
+    recipe = case.recipe.with_settings(checkpoint_every=1) if case.saves_products else case.recipe
+    memory = estimate_memory(case.shape, recipe, case.largest, case.adapters)
+    if case.beside_bytes:
+        memory = replace(memory, parts=memory.parts | {"beside": int(case.beside_bytes)})
     work = work_of(case.shape, case.recipe, case.padded, case.mean_tokens, case.adapters)
     return memory, step_time(work, case.device()).tokens_per_s
 

@@ -14,16 +14,17 @@ from typing import Any
 from farthing.errors import FarthingError
 from farthing.planner.lengths import Largest, Padded, from_mean
 from farthing.planner.model_config import known_config, known_models
-from farthing.planner.recipe import FUSED, WHOLE, Recipe
+from farthing.planner.recipe import FREED, FUSED, WHOLE, Recipe
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import Device, device_of
 from farthing.planner.weights import Adapters, Weight
 from farthing.prices.gpus import Gpu, find_gpu
 from farthing.settings import Settings
+from plan_beside import beside_bytes, saves_products
+from plan_meters import meter_of_source
 from plan_padding import padded_by_number
-from plan_stacks import attention_share_of, stack_of
+from plan_stacks import attention_share_of, stack_of, takes_logits_as_they_are, trains_ends
 
-GIB = 2**30
 GPUS_OF_MACHINE = 8
 # bytes a second of the network of a machine of eight, where a row does not say: one card of 200 or 400 Gbit/s for each GPU, as
 # in the makers' own machines (NVIDIA DGX A100 and DGX H100 datasheets); nine tenths of it are reached
@@ -70,6 +71,10 @@ STAND_INS["santacoder"] = {
     **{"model_type": "gpt_bigcode", "n_embd": 2048, "n_layer": 24, "n_head": 16},
     **{"n_positions": 2048, "vocab_size": 49280},
 }
+STAND_INS["falcon-7b"] = {
+    **{"model_type": "gpt_bigcode", "n_embd": 4544, "n_layer": 32, "n_head": 71},
+    **{"n_positions": 2048, "vocab_size": 65024},
+}
 STAND_INS |= {  # attention and feed-forward side by side, without gates
     name: {"model_type": "gpt_neox", "tie_word_embeddings": False}
     | dict(zip(_KEYS, sizes, strict=True))
@@ -80,7 +85,6 @@ STAND_INS |= {  # attention and feed-forward side by side, without gates
         ("phi-2", (2560, 10240, 32, 32, 32), 51200),
         ("gpt-j-6b", (4096, 16384, 28, 16, 16), 50400),
         ("bloom-7b1", (4096, 16384, 30, 32, 32), 250880),
-        ("falcon-7b", (4544, 18176, 32, 71, 71), 65024),
         ("chatglm-6b", (4096, 16384, 28, 32, 32), 130528),
     )
 }
@@ -160,6 +164,10 @@ class Case:
     """Of a row that says what fits and not how much it takes: see `limit_of`."""
     attention_share: float | None = None
     """Of the GPU's peak, where the row's attention is not that of today."""
+    beside_bytes: float = 0.0
+    """That its code has at the peak beside what the recipe says."""
+    saves_products: bool = False
+    """Layers are recomputed but for every second product, which is among `beside_bytes`."""
 
     def device(self) -> Device:
         """The GPU as it computes the row. Raises `NotExpressed` where it has no such precision."""
@@ -235,8 +243,8 @@ def gpu_of(text: str, peak_gb: float | None = None) -> Gpu:
     name = re.sub(r"^\s*\d+\s*[x*]\s*", "", text)
     name = re.sub(r"(?<![a-zA-Z\d])(\d+)\s*(?:g|gb|gib)\b", r"\1GB", name, flags=re.IGNORECASE).strip()
     name = re.sub(r"^(\d{4})( ?ti| ?super)?$", r"RTX \1\2", name, flags=re.IGNORECASE)
-    if re.match(r"(?:nvidia )?h100\W*9[46]\s?GB", name, re.IGNORECASE):
-        name = "H100-NVL"  # the memory of both, which SXM cards have in some clouds
+    if found := re.match(r"(?:nvidia )?h100\W*9([46])\s?GB", name, re.IGNORECASE):
+        name = "H100-NVL" if found[1] == "4" else "H100-80GB"  # SXM cards of machines of eight, with more memory
     if re.fullmatch(r"(?:nvidia )?a100", name, re.IGNORECASE) and peak_gb and peak_gb > 40:
         name = "A100 80GB"  # more than the smaller one has
     whole = re.sub(r"[()\[\],]", " ", name)
@@ -288,21 +296,22 @@ def read_case(row: dict[str, str]) -> Case:
     if not seq_len or not micro:
         raise NotExpressed("no length or no batch size")
     shape = shape_of(row["model"])
-    stack = stack_of(source, f"{words} {row['quant'].lower()}", method)
+    all_words = f"{words} {row['quant'].lower()}"
+    stack = stack_of(source, all_words, method)
     if "fsdp" in words and stack.has_autocast and "fms-acceleration" in source:  # accelerate makes what is trained fp32
         stack = replace(stack, has_master_weights=True, upcasts_frozen=False)
     if shape.model_type == "gpt_bigcode" and stack.loss == WHOLE and not stack.has_autocast:
         stack = replace(stack, loss=FUSED)  # its loss is computed in the precision of the logits
+    if stack.loss == WHOLE and takes_logits_as_they_are(source, row["model"], int(micro)):
+        stack = replace(stack, loss=FREED)
     precision = precision_of(row["precision"])
+    if "universal-llm-trainer" in source and method == "qlora":  # what is not quantized is loaded in fp32 (src/models)
+        precision = "fp32"
     adapters, r, targets, saved = None, 0, (), ()
     if method != "full":
         r = rank_of(words, source)
         targets = targets_of(words, shape, source)
-        saved = (
-            ("embed_tokens", "lm_head")
-            if re.search(r"\(emb\)|incl\w*\.? (?:the )?embedding|with embedding", words)
-            else ()
-        )
+        saved = ("embed_tokens", "lm_head") if trains_ends(words) else ()
         adapters = shape.with_lora(r, targets, saved, use_dora="dora" in words)
     every = every_of(row["grad_ckpt"], words, source)
     n_gpus = int(float(row["n_gpu"] or 1))
@@ -346,9 +355,7 @@ def read_case(row: dict[str, str]) -> Case:
         padded, largest, mean = Padded(n, 0.0, float(n * n), 0.0, 0.0), Largest(int(micro), n, 0), float(n)
     peak, speed = _number(row["peak_gb"]), _number(row["tokens_per_s"])
     gpu = gpu_of(row["gpu"], peak).name
-    meter, unit = meter_of(words)
-    if "swift" in source and "meter not stated" in words:  # torch.cuda.max_memory_reserved (swift/trainers/mixin.py)
-        meter = "reserved"
+    meter, unit = meter_of_source(source, words)
     if "suspect" in words or is_cut:
         speed = None
     limit = limit_of(words, f"{row['peak_gb']} {row['tokens_per_s']}".lower())
@@ -358,7 +365,11 @@ def read_case(row: dict[str, str]) -> Case:
     network = network_of(words, gpu) if n_gpus > GPUS_OF_MACHINE else math.inf
     speed = None if limit else speed
     older = attention_share_of(source, find_gpu(gpu).architecture)
-    return Case(shape, recipe, adapters, largest, padded, mean, gpu, meter, measured, speed, network, limit, older)
+    beside = beside_bytes(source, all_words, shape, recipe, adapters, largest)
+    return Case(
+        shape, recipe, adapters, largest, padded, mean, gpu, meter, measured, speed, network, limit, older, beside,
+        saves_products(source, all_words),
+    )  # fmt: skip
 
 
 def network_of(words: str, gpu: str) -> float:
@@ -433,17 +444,6 @@ def n_micro_batches_of(words: str, at_once: int) -> int:
         return max(1, int(found[1]))
     whole = re.search(r"(?:effective|global|total)[ _]batch(?:[ _]size)?[ =:]*(?:of )?(\d+)", words)
     return max(1, int(whole[1]) // max(1, at_once)) if whole else 1
-
-
-def meter_of(words: str) -> tuple[str, float]:
-    """(allocated, reserved or nvidia-smi; bytes of the unit), from the first words of the notes."""
-    first = words.split(";")[0]
-    meter = "allocated"
-    if re.search(r"nvidia-smi|nvml|device memory", first) and "max_memory_allocated" not in words:
-        meter = "nvidia-smi"
-    elif "reserved" in first or "torch reserved" in words:
-        meter = "reserved"
-    return meter, 1e9 if re.match(r"\s*gb\b", words) else float(GIB)
 
 
 _OF_QWEN = {  # its names for the layers of the stand-in

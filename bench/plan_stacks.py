@@ -8,11 +8,17 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from farthing.planner.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Stack
+from farthing.planner.recipe import CHUNKED, FREED, FUSED, TILED, UNCAST, WHOLE, Stack
 
 # their scripts prepare quantized models for training: what is not quantized becomes fp32
-_OLDER = ("qwen", "swift", "factory", "huggingface/blog", "ftune")
-_PREPARES = (*_OLDER, "universal-llm-trainer", "unslothai")  # the last: its Hugging Face column is TRL's SFTTrainer
+_OLDER = ("swift", "factory", "huggingface/blog", "ftune")
+_PREPARES = (
+    "factory",
+    "huggingface/blog",
+    "ftune",
+    "unslothai",
+)  # the last: its Hugging Face column is TRL's SFTTrainer
+QWEN = "qwenlm/qwen"
 _PLAIN = Stack("hf", has_master_weights=False, has_autocast=False, loss=WHOLE, keeps_adapters_whole=False)
 
 
@@ -34,14 +40,17 @@ def stack_of(source: str, words: str, method: str) -> Stack:
         return _of_torchtune(source, words)
     if "llm-foundry" in source:
         return replace(_PLAIN, name="llm-foundry", loss=FUSED, is_flash=True, fused_norms=True)
-    if "lit-gpt" in source or "litgpt" in source:  # bf16-true; a mask by index; logits in pieces that all stay
-        plain = replace(_PLAIN, name="litgpt", adapters_fp32=False, masks_padding=False, loss=SAVED)
+    if "lit-gpt" in source or "litgpt" in source:  # bf16-true; a mask by index; logits and their softmax in pieces
+        # that all stay, in fp32: Lightning casts what a model gives (fabric/plugins/precision/half.py, `convert_output`)
+        plain = replace(_PLAIN, name="litgpt", adapters_fp32=False, masks_padding=False, loss=FUSED)
         return replace(plain, keeps_quantized_inputs=True)  # its tables are of 2023 and of May 2024
     if "nemo" in source:
         return Stack("nemo", has_autocast=False, adapters_fp32=False, loss=FUSED, fused_norms=True, is_flash=True)
     if "fsdp_qlora" in source:
         plain = replace(_PLAIN, name="fsdp_qlora", adapters_fp32=False, has_autocast="autocast" in words, is_flash=True)
-        return replace(plain, keeps_quantized_inputs=True)  # of March 2024
+        return replace(
+            plain, keeps_quantized_inputs=True, doubles_edges=True
+        )  # of March 2024; FSDP1, copies too (train.py)
     return _of_transformers(source, words, method)
 
 
@@ -71,7 +80,7 @@ def _of_unsloth() -> Stack:
 # Weights in fp32 that FSDP casts to bf16 as it gathers them; keys and values repeated for their groups; a causal kernel
 # without a mask; the loss of fp32 logits (torchtitan/models/llama/model.py and parallelize_llama.py).
 _OF_PYTORCH = {
-    "pytorch/torchtitan": replace(_PLAIN, name="torchtitan", has_master_weights=True, masks_padding=False),
+    "pytorch/torchtitan": replace(_PLAIN, name="torchtitan", has_master_weights=True, masks_padding=False, loss=FREED),
     # the same weights; its loss takes logits as they are (fms_fsdp/policies/mixed_precision.py, utils/train_utils.py)
     "fms-fsdp": replace(_PLAIN, name="fms-fsdp", has_master_weights=True, masks_padding=False, loss=FUSED),
     # all in bf16, adapters too (`lora_model.bfloat16()`), flash attention 2 (vectorlm/utils/model_utils.py)
@@ -95,17 +104,58 @@ def _of_torchtune(source: str, words: str) -> Stack:
     )
 
 
+def takes_logits_as_they_are(source: str, model: str, n_rows: int) -> bool:
+    """Whether the loss of transformers' trainer of 2023 and 2024 copies no fp32 logits of all words but those it casts.
+
+    All but the last token of one row are in one piece, and of several rows are copied. The first Qwen and Baichuan 2 bring code
+    that copies them before they are cast (modeling_qwen.py, modeling_baichuan.py); transformers' own casts them first.
+    """
+    is_old = any(name in source for name in ("swift", "factory"))
+    return is_old and (n_rows == 1 or re.search(r"qwen-|qwen1_|baichuan", model.lower()) is not None)
+
+
+def trains_ends(words: str) -> bool:
+    """Whether embeddings and head are trained beside adapters."""
+    return re.search(r"\(emb\)|incl\w*\.? (?:the )?embedding|with embedding", words) is not None
+
+
+def _of_qwen(words: str, method: str) -> Stack:
+    """Its finetune.py, of October 2023: transformers' trainer, one row at a time, whose logits the loss takes without a copy.
+
+    Alone, adapters of bf16 weights are fp32 (peft 0.5.0, tuners/lora.py: they are moved, not cast), but embeddings that are
+    trained beside them bf16. DeepSpeed makes all of it 16 bits, what was upcast too (runtime/engine.py), and there is no
+    autocast; what it has in fp32 stands in `plan_beside.py`. GPTQ's products unpack by plain operations (auto_gptq 0.5,
+    qlinear_cuda_old.py).
+    """
+    has_deepspeed = method != "lora" or "deepspeed" in words
+    plain = replace(
+        _PLAIN,
+        name="qwen",
+        has_autocast=not has_deepspeed,
+        adapters_fp32=not has_deepspeed and not trains_ends(words),
+        loss=UNCAST if has_deepspeed else FREED,
+        is_flash=bool(re.search(r"flash|fa2", words)),
+        host_s_per_layer=2.3e-3,
+        host_s_per_adapted_layer=1.6e-3,
+    )
+    return replace(plain, keeps_unpacked=True, unpacking=3.0) if method == "qlora" else plain
+
+
 def _of_transformers(source: str, words: str, method: str) -> Stack:
     """The trainer of transformers, and scripts around it."""
     plain = _PLAIN
-    if "qwen" in source:  # its finetune.py: bf16 weights with autocast, adapters in the dtype of what they adapt
-        plain = replace(plain, name="qwen", adapters_fp32=False)
+    if (
+        "universal-llm-trainer" in source
+    ):  # no autocast and a loss of its own, which takes logits as they are (src/models)
+        return replace(plain, name="universal", has_autocast=False, loss=UNCAST, adapters_fp32=method == "qlora")
+    if QWEN in source:
+        return _of_qwen(words, method)
     upcasts = method == "qlora" and any(name in source for name in _PREPARES)
     if any(name in source for name in _OLDER):  # 5.2 ms for a layer with adapters that is recomputed
         plain = replace(plain, host_s_per_layer=2.3e-3, host_s_per_adapted_layer=1.6e-3)
-    if upcasts and re.search(r"gptq|int4", words):  # 30 to 45 ms for 1e9 weights, NF4 10 to 15
-        plain = replace(plain, unpacking=3.0)
-    elif "factory" in source or "swift" in source:  # its page is of December 2023; bitsandbytes 0.41.3 by its own page
+    if method == "qlora" and any(name in source for name in _OLDER) and re.search(r"gptq|int4", words):
+        plain = replace(plain, unpacking=3.0, keeps_unpacked=True)  # 30 to 45 ms for 1e9 weights, NF4 10 to 15
+    elif "factory" in source or "swift" in source:  # its page is of April 2024; bitsandbytes 0.41.3 by its own page
         plain = replace(plain, keeps_quantized_inputs=True)
     has_autocast = method != "full" and "no autocast" not in words
     stack = replace(

@@ -30,10 +30,12 @@ from farthing.planner.model_config import known_config
 from farthing.planner.recipe import (
     CHUNKED,
     FARTHING,
+    FREED,
     FUSED,
     LABELLED,
     POSITIONS,
     TILED,
+    UNCAST,
     WHOLE,
     Recipe,
     Stack,
@@ -417,10 +419,20 @@ def test_what_is_left_of_the_logits_orders_the_losses() -> None:
     shape, largest = shape_of("qwen2"), Largest(8, 2048, 0)
     adapters = shape.with_lora(16)
     needed = {}
-    for loss in (WHOLE, LABELLED, FUSED, CHUNKED, TILED, POSITIONS):
+    for loss in (WHOLE, FREED, LABELLED, FUSED, UNCAST, CHUNKED, TILED, POSITIONS):
         recipe = replace(LORA.with_settings(checkpoint_every=1), stack=replace(FARTHING, loss=loss))
         needed[loss] = estimate_memory(shape, recipe, largest, adapters, labelled_share=0.25).allocated_bytes
-    assert needed[WHOLE] > needed[FUSED] > needed[LABELLED] > needed[CHUNKED] > needed[TILED]
+    assert (
+        needed[WHOLE]
+        > needed[FREED]
+        > needed[FUSED]
+        > needed[UNCAST]
+        > needed[LABELLED]
+        > needed[CHUNKED]
+        > needed[TILED]
+    )
+    assert needed[WHOLE] - needed[FREED] == 2 * shape.vocab * 8 * 2048, "logits that are held in the backward pass"
+    assert needed[FUSED] - needed[UNCAST] == 2 * shape.vocab * 8 * 2048, "logits, their softmax and a gradient in bf16"
     assert needed[CHUNKED] > needed[POSITIONS]
     whole = estimate_memory(shape, replace(LORA, stack=replace(FARTHING, loss=WHOLE)), largest, adapters)
     assert whole.parts["logits"] == 14 * shape.vocab * 8 * 2048
@@ -554,6 +566,20 @@ def test_bitsandbytes_of_before_july_2024_kept_what_quantized_layers_read() -> N
         2 * (2 * shape.hidden + shape.ffn) * tokens * shape.n_layers
     )  # by attention, feed-forward and its last product
     assert old["qlora"] - new["qlora"] == pytest.approx(read, rel=0.01)
+
+
+def test_weights_that_plain_operations_unpack_stay_for_the_backward_pass_of_their_layer() -> None:
+    shape, tokens = shape_of("llama"), 4096
+    adapters = shape.with_lora(16, ("q_proj", "v_proj"))
+    needed = {}
+    for every in (0, 1):
+        for keeps in (False, True):
+            stack = replace(FARTHING, has_autocast=False, is_flash=True, loss=TILED, keeps_unpacked=keeps)
+            recipe = replace(LORA.with_settings(checkpoint_every=every), method="qlora", stack=stack)
+            needed[every, keeps] = estimate_memory(shape, recipe, Largest(1, tokens, 0), adapters).allocated_bytes
+    of_all = 2 * shape.n_packed
+    assert needed[0, True] - needed[0, False] == pytest.approx(of_all, rel=0.1)
+    assert needed[1, True] - needed[1, False] == pytest.approx(of_all / shape.n_layers, rel=0.2)
 
 
 def test_flash_attention_needs_no_mask_and_no_repeated_keys() -> None:

@@ -23,13 +23,12 @@ from farthing.planner.types import Place
 from farthing.prices.gpus import find_gpu
 from farthing.prices.offers import Billing, Offer
 from plan_accuracy import judge, predict
+from plan_meters import GIB, meter_of
 from plan_rows import (
-    GIB,
     STAND_INS,
     Case,
     NotExpressed,
     gpu_of,
-    meter_of,
     n_micro_batches_of,
     plain_name,
     read_case,
@@ -187,7 +186,8 @@ def test_every_stand_in_is_found_by_its_own_name() -> None:
         ("H100-80GB (node of 8)", "H100-80GB"),
         ("H100 SXM5 80GB", "H100-80GB"),
         ("H100 PCIe", "H100-PCIe"),
-        ("H100 96GB", "H100-NVL"),
+        ("H100 94GB", "H100-NVL"),
+        ("H100-96GB", "H100-80GB"),
         ("A10G", "A10G"),
         ("1x A10G", "A10G"),
     ],
@@ -211,7 +211,7 @@ def test_qwens_own_script() -> None:
     assert (recipe.lora_r, recipe.target_modules, recipe.settings.checkpoint_every) == (64, ("all-linear",), 1)
     assert (recipe.micro_batch, recipe.n_micro_batches) == (1, 8)
     assert recipe.stack.is_flash
-    assert not recipe.stack.adapters_fp32  # adapters took the dtype of what they adapt
+    assert recipe.stack.adapters_fp32  # peft 0.5 moved adapters to the device of what they adapt, and did not cast them
     assert recipe.lora_dropout == 0.05
     assert (case.meter, case.measured_bytes) == ("nvidia-smi", 20e9)
     assert case.adapters is not None
@@ -222,8 +222,41 @@ def test_qwens_own_script() -> None:
     assert with_embeddings.adapters is not None
     assert with_embeddings.adapters.n_saved == 2 * 151936 * 4096
     # originals stay beside the copies that are trained
-    more = predict(with_embeddings)[0].parts["weights"] - predict(case)[0].parts["weights"]
+    in_bf16 = replace(case, recipe=replace(case.recipe, stack=with_embeddings.recipe.stack))
+    more = predict(with_embeddings)[0].parts["weights"] - predict(in_bf16)[0].parts["weights"]
     assert more == pytest.approx(2 * 151936 * 4096 * 2, rel=1e-3)
+    assert with_embeddings.beside_bytes == 8 * with_embeddings.adapters.n_adapter, "adapters are fp32 nevertheless"
+
+
+def test_qwens_tables_are_of_nvidia_smi_in_thousands_of_mib_where_a_row_says_no_other_meter() -> None:
+    unsaid = case_of(QWEN, "Qwen-7B", notes="GB, meter not stated; flash attention 2")
+    assert (unsaid.meter, unsaid.measured_bytes) == ("nvidia-smi", 20_000 * 2**20)
+    said = case_of(QWEN, "Qwen-7B", notes="GiB, torch max_memory_allocated; flash attention 2")
+    assert (said.meter, said.measured_bytes) == ("allocated", 20 * GIB)
+
+
+def test_deepspeed_has_fp32_copies_beside_16_bits() -> None:
+    notes = "GB; DeepSpeed ZeRO-2 with fp16 on one GPU; r=64; flash attention 2"
+    case = case_of(
+        QWEN, "Qwen-7B-Chat-Int4", method="qlora", quant="gptq-int4", precision="fp16", notes=notes, seq_len="256"
+    )
+    stack = case.recipe.stack
+    # module.half() of all that is there
+    assert not any((stack.has_autocast, stack.adapters_fp32, stack.upcasts_frozen))
+    assert (stack.loss, stack.keeps_unpacked) == ("uncast", True)
+    assert case.adapters is not None
+    assert case.beside_bytes == 14 * case.adapters.n_adapter + 8e8, (
+        "a master copy, both moments, gradients; two buckets"
+    )
+    plain = replace(case, recipe=replace(case.recipe, stack=replace(stack, keeps_unpacked=False)))
+    of_layer = 2 * case.shape.n_packed / 32  # unpacked weights of the layer at work
+    assert 0 < predict(case)[0].allocated_bytes - predict(plain)[0].allocated_bytes <= of_layer
+    whole = case_of(QWEN, "Qwen-7B", method="full", n_gpu="2", notes="GB; DeepSpeed ZeRO-3; flash attention 2")
+    n_own = whole.shape.n_parameters / 2
+    standing = predict(whole)[0].allocated_bytes
+    assert standing == pytest.approx(16 * n_own + 6e9, rel=0.02), (
+        "16 bytes a weight, and the gradients of a part once more"
+    )
 
 
 def test_swift_adapts_queries_keys_and_values_with_rank_8_and_tells_no_lengths() -> None:
@@ -253,6 +286,47 @@ def test_litgpt_is_bf16_without_autocast_checkpointing_or_mask() -> None:
     assert 0.45 < share < 0.70, "their tables have 13.2 of 19.8 GB: that bitsandbytes keeps what a layer reads"
 
 
+def test_what_lightning_and_bitsandbytes_have_beside_a_quantized_recipe() -> None:
+    cells = {"method": "qlora", "notes": "GB; r=8, lora_dropout=0.05, targets: query, value"}
+    plain, double, cut = (
+        case_of(LITGPT, "Llama-2-7b-hf", **cells | more).beside_bytes
+        for more in (
+            {"quant": "bnb.nf4"},
+            {"quant": "bnb.nf4-dq"},
+            {"quant": "bnb.nf4", "notes": cells["notes"] + "; variable length cut at max_length 1024"},
+        )
+    )
+    n_head = 32000 * 4096
+    n_packed = case_of(LITGPT, "Llama-2-7b-hf", **cells, quant="bnb.nf4").shape.n_packed
+    scales = 4 / 64 - 1 / 64 - 4 / (64 * 256)
+    assert plain - double == pytest.approx(scales * (n_packed + n_head)), "scales of blocks in fp32, of the head's too"
+    # inputs of the micro-batch before: of queries, keys and values, of what comes of attention, of both halves and of the last
+    assert cut - plain == pytest.approx(32 * 1024 * 2 * (2 * 4096 + 11008))
+    tied = case_of(LITGPT, "google/gemma-2b", method="lora", notes=cells["notes"])
+    assert tied.beside_bytes == 2 * 256000 * 2048, "LitGPT has the head beside the embedding"
+
+
+def test_torchtitan_saves_every_second_product_of_a_recomputed_layer() -> None:
+    source = "https://github.com/pytorch/torchtitan/blob/1/benchmarks/llama3.md"
+    cells = {
+        "method": "full",
+        "n_gpu": "8",
+        "gpu": "H100-96GB",
+        "notes": "GiB per GPU, torch reserved; FSDP2 full shard",
+    }
+    by_operation, whole, none = (
+        predict(case_of(source, "Llama-3.1-8B", **cells, grad_ckpt=kind))[0].allocated_bytes
+        for kind in ("selective op", "full", "no")
+    )
+    assert by_operation - whole == 32 * 1024 * 2 * (2 * 4096 + 1024 + 14336 + 4096)
+    assert whole < by_operation < none
+
+
+def test_weights_of_8_bits_are_more_than_a_recipe_calls_quantized() -> None:
+    four, eight = (case_of(SWIFT, "qwen-7b-chat", method="qlora", quant=f"gptq-int{n}", notes="GiB") for n in (4, 8))
+    assert eight.beside_bytes - four.beside_bytes == 0.5 * eight.shape.n_packed
+
+
 def test_several_gpus_are_divided_as_the_source_says() -> None:
     case = case_of(
         FSDP_QLORA, "meta-llama/Llama-2-70b-hf", method="qlora", quant="bnb-nf4", gpu="RTX 3090", n_gpu="2",
@@ -263,7 +337,7 @@ def test_several_gpus_are_divided_as_the_source_says() -> None:
     zero2 = case_of(QWEN, "Qwen-7B", n_gpu="4", notes="deepspeed zero2").recipe
     zero3 = case_of(QWEN, "Qwen-7B", n_gpu="4", notes="deepspeed zero3", method="full").recipe
     assert (zero2.sharding, zero3.sharding) == ("ddp", "fsdp")
-    assert zero3.stack.has_master_weights
+    assert zero3.trained_bytes == 2  # the fp32 copies stand beside
 
 
 def test_a_table_says_who_computed_a_row_whatever_its_address() -> None:
@@ -289,7 +363,7 @@ def test_copies_of_the_weights_are_no_shards_though_the_address_says_fsdp() -> N
 @pytest.mark.parametrize(
     ("source", "switches"),
     [
-        ("pytorch/torchtitan", {"has_master_weights": True, "has_autocast": False, "loss": "whole"}),
+        ("pytorch/torchtitan", {"has_master_weights": True, "has_autocast": False, "loss": "freed"}),
         ("foundation-model-stack/fms-fsdp", {"has_master_weights": True, "loss": "fused"}),
         ("VectorInstitute/vectorlm", {"has_master_weights": False, "adapters_fp32": False, "is_flash": True}),
         ("NVIDIA-NeMo/Automodel", {"adapters_fp32": False, "fused_norms": True, "loss": "whole"}),

@@ -90,6 +90,17 @@ def upper(n_layers: int) -> Adapters:
     return LLAMA.with_lora(16, tuple(f"layers.{n}.self_attn.q_proj" for n in range(first, LLAMA.n_layers)))
 
 
+def test_adapters_in_the_precision_of_the_run_read_their_inputs_as_they_are() -> None:
+    moved = {}
+    for dropout in (0.0, 0.1):
+        for is_fp32 in (True, False):
+            stack = replace(FARTHING, adapters_fp32=is_fp32)
+            moved[dropout, is_fp32] = work(replace(LORA, lora_dropout=dropout, stack=stack)).traffic_bytes
+    assert moved[0.0, False] < moved[0.0, True], "nothing is cast"
+    cast, plain = (moved[0.1, is_fp32] - moved[0.0, is_fp32] for is_fp32 in (True, False))
+    assert plain == pytest.approx(cast / 2), "2 + 2 + 1 bytes instead of 4 + 4 + 2"
+
+
 def test_layers_below_the_first_trained_one_are_computed_once() -> None:
     lengths, mean = flat(1024), 1024.0
     few = work_of(LLAMA, LORA, lengths, mean, upper(8))

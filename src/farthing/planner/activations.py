@@ -39,8 +39,9 @@ def layers_of(shape: Shape, recipe: Recipe, largest: Largest, adapters: Adapters
     source, target = largest.n_rows * largest.tokens, largest.n_rows * largest.targets
     own, of_decoder, across = _adapter_inputs(shape, recipe, adapters, is_cuda)
     layer = (attention + feed_forward + own) * source + squares * (largest.pairs or source * largest.tokens)
-    if adapters is not None:  # experts with their adapters added
-        layer += recipe.compute_bytes * adapters.n_merged / max(1, shape.n_layers)
+    if adapters is not None:  # experts with their adapters added, and unpacked weights
+        n_made = adapters.n_merged + (shape.n_packed if recipe.stack.keeps_unpacked and recipe.method == "qlora" else 0)
+        layer += recipe.compute_bytes * n_made / max(1, shape.n_layers)
     decoder = 0.0
     if shape.n_decoder_layers:  # attends twice: to its own tokens, and to the source's
         decoder = (2 * attention + feed_forward + of_decoder) * target + across * source
@@ -55,7 +56,7 @@ def layers_of(shape: Shape, recipe: Recipe, largest: Largest, adapters: Adapters
     reached = range(min(first, shape.n_layers), shape.n_layers), range(max(first, shape.n_layers), of_all)
     # the numbers that `every` divides are computed again, as transformers counts them, through both stacks
     n_kept = [sum(not every or number % every > 0 for number in numbers) for numbers in reached]
-    edge = shape.hidden * recipe.edge_bytes
+    edge = shape.hidden * recipe.residual_bytes
     boundaries = edge * ((len(reached[0]) - n_kept[0]) * source + (len(reached[1]) - n_kept[1]) * target)
     saved = n_kept[0] * layer + n_kept[1] * decoder + boundaries
     if recipe.stack.reads_first and not every and n_kept[0]:
@@ -253,6 +254,6 @@ def _keeps_outputs(shape: Shape, adapters: Adapters | None) -> bool:
 
 def _adapts_down(shape: Shape, adapters: Adapters | None) -> bool:
     """Whether what a down projection reads is kept: where it has an adapter, or experts are merged with theirs."""
-    if adapters is None:
-        return False
-    return adapters.n_merged > 0 or any(w.n_in == shape.ffn and w.part == "mlp" for w, _ in adapters.adapted)
+    return adapters is not None and (
+        adapters.n_merged > 0 or any(w.n_in == shape.ffn and w.part == "mlp" for w, _ in adapters.adapted)
+    )

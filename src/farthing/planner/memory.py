@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from farthing.planner.activations import Layers, layers_of
 from farthing.planner.lengths import Largest
-from farthing.planner.recipe import CHUNKED, DDP, FSDP, FUSED, LABELLED, POSITIONS, SAVED, TILED, WHOLE, Recipe
+from farthing.planner.recipe import CHUNKED, DDP, FREED, FSDP, FUSED, LABELLED, POSITIONS, TILED, UNCAST, WHOLE, Recipe
 from farthing.planner.shapes import Shape
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 from farthing.planner.weights import Adapters
@@ -105,10 +105,9 @@ def estimate_memory(
     moments = _moments(shape, recipe, largest, adapters, standing, layers, logits)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: int(value) for name, value in moments[moment].items() if value >= 1}
-    if not is_cuda:
-        return Memory(parts, moment, is_cuda)
-    cached = CACHED_LOGITS * logits if recipe.stack.loss in (LABELLED, WHOLE, FUSED, SAVED) else 0.0
-    return Memory(parts, moment, is_cuda, int(cached) + COMMUNICATION_BYTES.get(recipe.sharding, 0))
+    cached = 0.0 if recipe.stack.loss in (TILED, CHUNKED, POSITIONS) else CACHED_LOGITS * logits
+    more = int(cached) + COMMUNICATION_BYTES.get(recipe.sharding, 0) if is_cuda else 0
+    return Memory(parts, moment, is_cuda, more)
 
 
 class _Standing(NamedTuple):
@@ -355,11 +354,12 @@ def logits_bytes(
     """What the loss has at its worst, in bytes for each word of the vocabulary and token.
 
     Logits in the precision of the run, their fp32 copy, its log-softmax, and two gradients of that size: 14 bytes in
-    bf16 (`whole`). With only the labelled positions copied, 2 and 10 for each of those; in fp32, where nothing has to be
-    cast, the gradient of all positions comes on top of what is left. A fused cross-entropy has the logits, one fp32 copy
-    and the gradient (8); one that is chunked has the logits of all tokens and small copies (2), and their log-softmax too
-    where that is not recomputed (`saved`, 4). The trainer's own (`positions`) has a tile of logits: `_tiles_bytes`, where
-    `is_trained` says whether the head is, and None that nothing is (evaluation).
+    bf16 (`whole`); 12 where nobody holds the logits in the backward pass and the loss takes them without a copy (`freed`),
+    three times the logits where they are not cast (`uncast`). With only the labelled positions copied, 2 and 10 for each of
+    those; in fp32, where nothing has to be cast, the gradient of all positions comes on top of what is left. A fused
+    cross-entropy has the logits, one fp32 copy and the gradient (8); one that is chunked has the logits of all tokens and
+    small copies (2). The trainer's own (`positions`) has a tile of logits: `_tiles_bytes`, where `is_trained` says whether
+    the head is, and None that nothing is (evaluation).
     """
     n_tokens = largest.n_rows * (largest.targets or largest.tokens)
     c = recipe.compute_bytes
@@ -371,10 +371,11 @@ def logits_bytes(
         return _tiles_bytes(shape, recipe, math.ceil(n_tokens * labelled_share), is_cuda, is_trained)
     of_each = {
         WHOLE: c + 12.0,
+        FREED: c + 10.0,
+        UNCAST: 3.0 * c,
         LABELLED: 8.0 + 4.0 * labelled_share if c == 4 else c + (c + 8.0) * labelled_share,
         FUSED: 8.0,
         CHUNKED: float(c),
-        SAVED: 2.0 * c,
     }[recipe.stack.loss]
     caps = c if shape.model_type in _CAPS_LOGITS else 0.0
     return (of_each + caps) * shape.vocab * n_tokens

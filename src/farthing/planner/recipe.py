@@ -19,7 +19,8 @@ from farthing.tasks.registry import task_of
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 # what the loss keeps of the logits, see memory.logits_bytes
-LABELLED, WHOLE, FUSED, CHUNKED, SAVED, TILED = "labelled", "whole", "fused", "chunked", "saved", "tiled"
+LABELLED, WHOLE, FUSED, CHUNKED, TILED = "labelled", "whole", "fused", "chunked", "tiled"
+FREED, UNCAST = "freed", "uncast"
 POSITIONS = "positions"  # the trainer's own: logits of labelled positions only, a tile at a time
 
 
@@ -74,13 +75,15 @@ class Stack:
     keeps_quantized_inputs: bool = False
     """bitsandbytes before 0.43.2 of July 2024: layers in 4 bits keep what they read, as if their weights were trained
     (github.com/bitsandbytes-foundation/bitsandbytes/pull/1270)."""
+    keeps_unpacked: bool = False
+    """A layer's quantized weights are unpacked by plain operations, and what comes of them is kept for its backward pass."""
     frees_gradients: bool = False
     """The optimizer steps within the backward pass: one layer's gradients at a time."""
     offloads_activations: bool = False
     keeps_adapters_whole: bool = True
     """Several GPUs: adapters are on each, and their gradients are added up in parts of a step; else they are spread as well."""
     doubles_edges: bool = False
-    """With weights that are spread and frozen, what recomputed layers begin with is there twice."""
+    """With several GPUs and frozen weights, what recomputed layers begin with is there twice."""
     unpacking: float = 1.0
     """Times as long as bitsandbytes' kernels for NF4 take to unpack quantized weights."""
     host_s_per_layer: float = 1.5e-3
@@ -192,22 +195,18 @@ class Recipe:
         return MicroBatchCost(self.settings.least_tokens, self.settings.more_tokens)
 
     @property
-    def edge_bytes(self) -> int:
-        """Of a number that a recomputed layer begins with, kept until its backward pass."""
-        return 4 if self.stack.upcasts_frozen and self.method == "qlora" else self.residual_bytes
-
-    @property
     def edge_copies(self) -> int:
         """How often the backward pass holds what recomputed layers begin with.
 
-        accelerate, FSDP1 and peft do so twice where the layers are frozen: 787 kB for each token of a Mistral-7B over two and
-        four GPUs where one has 541 (foundation-model-stack/fms-acceleration, LoRA and QLoRA).
+        FSDP1 does so twice where the layers are frozen: 787 kB for each token of a Mistral-7B over two and four GPUs where one
+        has 541 (foundation-model-stack/fms-acceleration, LoRA and QLoRA).
         """
-        return 2 if self.method != "full" and self.sharding == FSDP and self.stack.doubles_edges else 1
+        return 2 if self.method != "full" and self.n_gpus > 1 and self.stack.doubles_edges else 1
 
     @property
     def residual_bytes(self) -> int:
-        """Of a number in the residual stream: that of the embedding it begins with, which fsdp casts when it gathers it."""
+        """Of a number in the residual stream, and at the edges of recomputed layers: that of the embedding that it begins with,
+        which fsdp casts when it gathers it."""
         if self.method == "full" and self.sharding != "fsdp":
             return self.trained_bytes
         return self.compute_bytes if self.method == "full" else self.frozen_bytes

@@ -29,7 +29,7 @@ from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.planner import moved_bytes
 from farthing.planner.blocks import block_of
 from farthing.planner.lengths import Padded
-from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
+from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, UNCAST, Recipe
 from farthing.planner.shapes import Shape
 from farthing.planner.weights import Adapters
 from farthing.prices.gpus import Gpu, facts
@@ -93,8 +93,6 @@ class Device(NamedTuple):
 def device_of(gpu: Gpu, precision: str) -> Device | None:
     """A GPU as it computes in `precision`; None when it has no such peak."""
     peak = gpu.flops.get(precision) or (gpu.flops.get("tf32") if precision == "fp32" else None)
-    if peak is None and precision == "fp32":
-        peak = gpu.flops.get("fp32")
     if peak is None:
         return None
     share = GPU_SHARE.get(gpu.name, MATMUL_SHARE.get(gpu.architecture, 0.5))
@@ -413,14 +411,15 @@ def _traffic(
         n_layers = max(1, shape.n_layers + shape.n_decoder_layers)
         width_in = sum(n / n_layers * w.n_in for w, n in adapters.adapted if w.kind == "linear")
         width_out = sum(n / n_layers * w.n_out for w, n in adapters.adapted if w.kind == "linear")
-        casts = 4.0 + (2.0 if recipe.trained_bytes > c and not stack.has_autocast else 0.0)
+        is_cast = recipe.trained_bytes > c  # what adapters of the precision of the run read is not
+        casts = (4.0 if stack.has_autocast else 6.0) if is_cast else 0.0
         # fused, the thin product reads the input once more, and what comes of it is added in place
         of_in, of_out = (c, 2.0 * c) if stack.fuses_adapters else (casts + c, 4.0 * c)
         adapted = of_in * width_in + of_out * width_out
         if adapters.keeps_start:
             adapted *= 2.0
         if recipe.lora_dropout > 0:
-            adapted += 10.0 * width_in
+            adapted += (10.0 if is_cast else 2.0 * c + 1.0) * width_in
         if recipe.use_dora:
             adapted += 6.0 * c * (width_in + width_out)
     below = _share_below(shape, padded, adapters)
@@ -437,7 +436,7 @@ def _traffic(
         pairs += shape.n_decoder_layers * (padded.target_pairs + padded.cross_pairs)
         body += pairs * shape.n_heads * (6.0 * c + 8.0) * passes
     n_scored = (padded.targets or padded.tokens) if shape.scores_tokens else 0.0
-    of_loss = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
+    of_loss = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0, UNCAST: 8.0 * c}.get(stack.loss, c + 32.0 * labelled_share)
     if stack.loss == POSITIONS:
         of_loss = (8.0 + 5.0 * c) * labelled_share
     return body + n_scored * shape.vocab * of_loss
