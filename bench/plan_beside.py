@@ -12,7 +12,7 @@ from dataclasses import replace
 from farthing.planner.activations import saved_per_token
 from farthing.planner.lengths import Largest
 from farthing.planner.memory import NF4_BYTES
-from farthing.planner.recipe import Recipe
+from farthing.planner.recipe import FSDP, Recipe
 from farthing.planner.shapes import Shape
 from farthing.planner.weights import Adapters
 from plan_stacks import QWEN
@@ -58,9 +58,11 @@ def _of_qwen(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
         own = shape.n_parameters / recipe.n_gpus
         foreach = 2.0 * own  # that the recipe's optimizer has, and DeepSpeed's has not
         return 8.0 * own - foreach + 6.0 * min(own, SUB_GROUP)
-    if recipe.method == "qlora":
-        return 14.0 * adapters.n_adapter + 2 * 2 * BUCKET
-    return 8.0 * adapters.n_adapter / (recipe.n_gpus if recipe.sharding == "fsdp" else 1)
+    if (
+        not recipe.stack.has_autocast and recipe.sharding != FSDP
+    ):  # ZeRO-2: what is fp32 is divided, and the recipe's moments not
+        return adapters.n_adapter * (18.0 / recipe.n_gpus - 4.0) + 2 * 2 * BUCKET
+    return 8.0 * adapters.n_adapter / recipe.n_gpus
 
 
 def _of_litgpt(

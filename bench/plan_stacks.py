@@ -119,6 +119,14 @@ def trains_ends(words: str) -> bool:
     return re.search(r"\(emb\)|incl\w*\.? (?:the )?embedding|with embedding", words) is not None
 
 
+def deepspeed_of_qwen(model: str, method: str, n_gpus: int) -> str:
+    """What Qwen's scripts use of DeepSpeed, in a row's words: ZeRO-3 for full training (finetune_ds.sh) and, by its README, for
+    adapters of 72B on four GPUs, ZeRO-2 for other adapters on several (finetune_lora_ds.sh) and for quantized models."""
+    if method == "full" or (method == "lora" and "72b" in model):
+        return " deepspeed zero3"
+    return " deepspeed zero-2" if n_gpus > 1 or method == "qlora" else ""
+
+
 def _of_qwen(words: str, method: str) -> Stack:
     """Its finetune.py, of October 2023: transformers' trainer, one row at a time, whose logits the loss takes without a copy.
 
