@@ -25,7 +25,8 @@ _PLAIN = Stack("hf", has_master_weights=False, has_autocast=False, loss=WHOLE, k
 def stack_of(source: str, words: str, method: str) -> Stack:
     """How the code behind a row computes; `source` and `words` in small letters."""
     if is_unsloth(source, words):
-        return _of_unsloth()
+        # in April 2024 it had all logits, whose gradient takes their place, and accelerate made an fp32 copy of what it gave
+        return replace(_of_unsloth(), loss=UNCAST) if "factory" in source else _of_unsloth()
     for name, stack in _OF_PYTORCH.items():
         if name in source:
             return replace(stack, is_compiled="torch.compile" in words)

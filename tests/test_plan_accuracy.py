@@ -370,6 +370,7 @@ def test_a_table_says_who_computed_a_row_whatever_its_address() -> None:
     elsewhere = case_of(factory, "llama-3.1-8b", **cells, notes="GB; with unsloth and flash attention 2")
     assert [one.recipe.stack.name for one in (own, beside, elsewhere)] == ["unsloth", "hf", "unsloth"]
     assert own.recipe.stack.offloads_activations
+    assert (own.recipe.stack.loss, elsewhere.recipe.stack.loss) == ("tiled", "uncast"), "of today, and of April 2024"
     assert beside.recipe.stack.upcasts_frozen
     assert predict(own)[0].allocated_bytes < predict(beside)[0].allocated_bytes
 
