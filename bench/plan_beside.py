@@ -12,12 +12,13 @@ from dataclasses import replace
 from farthing.planner.activations import saved_per_token
 from farthing.planner.lengths import Largest
 from farthing.planner.memory import NF4_BYTES
-from farthing.planner.recipe import Recipe
+from farthing.planner.recipe import FSDP, Recipe
 from farthing.planner.shapes import Shape
 from farthing.planner.weights import Adapters
 from plan_stacks import QWEN
 
 BUCKET = 2e8  # gradients in one of the two buckets that ZeRO-2 fills and sends in turns (Qwen's finetune/ds_config_zero2.json)
+LIVE = 1e9  # weights that ZeRO-3 has whole at a time, on one GPU as well (`stage3_max_live_parameters`)
 SUB_GROUP = 1e9  # weights that ZeRO-3 updates at once (its ds_config_zero3.json)
 
 
@@ -57,10 +58,13 @@ def _of_qwen(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
     if adapters is None:
         own = shape.n_parameters / recipe.n_gpus
         foreach = 2.0 * own  # that the recipe's optimizer has, and DeepSpeed's has not
-        return 8.0 * own - foreach + 6.0 * min(own, SUB_GROUP)
-    if recipe.method == "qlora":
-        return 14.0 * adapters.n_adapter + 2 * 2 * BUCKET
-    return 8.0 * adapters.n_adapter / (recipe.n_gpus if recipe.sharding == "fsdp" else 1)
+        gathered = 2.0 * min(own, LIVE) if recipe.n_gpus == 1 else 0.0  # of several GPUs the recipe has it
+        return 8.0 * own - foreach + 6.0 * min(own, SUB_GROUP) + gathered
+    if (
+        not recipe.stack.has_autocast and recipe.sharding != FSDP
+    ):  # ZeRO-2: what is fp32 is divided, and the recipe's moments not
+        return adapters.n_adapter * (18.0 / recipe.n_gpus - 4.0) + 2 * 2 * BUCKET
+    return 8.0 * adapters.n_adapter / recipe.n_gpus
 
 
 def _of_litgpt(

@@ -27,9 +27,10 @@ def meter_of_source(source: str, words: str) -> tuple[str, float]:
     than bf16 weights, gradients, moments and the update have, or the 162.0G of two A100 more than there is.
     """
     meter, unit = meter_of(words)
-    if "swift" in source and "meter not stated" in words:  # torch.cuda.max_memory_reserved (swift/trainers/mixin.py)
+    is_said = re.search(r"nvidia-smi|nvml|device memory|max_memory|allocated|reserved|active", words.split(";")[0])
+    if "swift" in source and not is_said:  # torch.cuda.max_memory_reserved (swift/trainers/trainers.py)
         meter = "reserved"
-    if QWEN in source and not re.search(r"nvidia-smi|torch|reserved", words.split(";")[0]):
+    if QWEN in source and not is_said:
         meter, unit = "nvidia-smi", 1000.0 * 2**20
     if "universal-llm-trainer" in source:  # torch.cuda.memory_reserved() / 1E9 (src/trainer/trainer.py)
         unit = 1e9

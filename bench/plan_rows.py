@@ -23,7 +23,7 @@ from farthing.settings import Settings
 from plan_beside import beside_bytes, saves_products
 from plan_meters import meter_of_source
 from plan_padding import padded_by_number
-from plan_stacks import attention_share_of, stack_of, takes_logits_as_they_are, trains_ends
+from plan_stacks import QWEN, attention_share_of, deepspeed_of_qwen, stack_of, takes_logits_as_they_are, trains_ends
 
 GPUS_OF_MACHINE = 8
 # bytes a second of the network of a machine of eight, where a row does not say: one card of 200 or 400 Gbit/s for each GPU, as
@@ -296,6 +296,9 @@ def read_case(row: dict[str, str]) -> Case:
     if not seq_len or not micro:
         raise NotExpressed("no length or no batch size")
     shape = shape_of(row["model"])
+    n_gpus = int(float(row["n_gpu"] or 1))
+    if QWEN in source:
+        words += deepspeed_of_qwen(row["model"].lower(), method, n_gpus)
     all_words = f"{words} {row['quant'].lower()}"
     stack = stack_of(source, all_words, method)
     if "fsdp" in words and stack.has_autocast and "fms-acceleration" in source:  # accelerate makes what is trained fp32
@@ -314,7 +317,6 @@ def read_case(row: dict[str, str]) -> Case:
         saved = ("embed_tokens", "lm_head") if trains_ends(words) else ()
         adapters = shape.with_lora(r, targets, saved, use_dora="dora" in words)
     every = every_of(row["grad_ckpt"], words, source)
-    n_gpus = int(float(row["n_gpu"] or 1))
     of_torchtune = "torchtune" in source  # its distributed recipes divide everything
     sharding = (
         "none"

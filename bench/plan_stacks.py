@@ -25,7 +25,8 @@ _PLAIN = Stack("hf", has_master_weights=False, has_autocast=False, loss=WHOLE, k
 def stack_of(source: str, words: str, method: str) -> Stack:
     """How the code behind a row computes; `source` and `words` in small letters."""
     if is_unsloth(source, words):
-        return _of_unsloth()
+        # in April 2024 it had all logits, whose gradient takes their place, and accelerate made an fp32 copy of what it gave
+        return replace(_of_unsloth(), loss=UNCAST) if "factory" in source else _of_unsloth()
     for name, stack in _OF_PYTORCH.items():
         if name in source:
             return replace(stack, is_compiled="torch.compile" in words)
@@ -117,6 +118,14 @@ def takes_logits_as_they_are(source: str, model: str, n_rows: int) -> bool:
 def trains_ends(words: str) -> bool:
     """Whether embeddings and head are trained beside adapters."""
     return re.search(r"\(emb\)|incl\w*\.? (?:the )?embedding|with embedding", words) is not None
+
+
+def deepspeed_of_qwen(model: str, method: str, n_gpus: int) -> str:
+    """What Qwen's scripts use of DeepSpeed, in a row's words: ZeRO-3 for full training (finetune_ds.sh) and, by its README, for
+    adapters of 72B on four GPUs, ZeRO-2 for other adapters on several (finetune_lora_ds.sh) and for quantized models."""
+    if method == "full" or (method == "lora" and "72b" in model):
+        return " deepspeed zero3"
+    return " deepspeed zero-2" if n_gpus > 1 or method == "qlora" else ""
 
 
 def _of_qwen(words: str, method: str) -> Stack:

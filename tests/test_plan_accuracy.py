@@ -259,6 +259,27 @@ def test_deepspeed_has_fp32_copies_beside_16_bits() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("cells", "sharding", "has_autocast"),
+    [
+        ({"model": "Qwen-7B-Chat"}, "none", True),
+        ({"model": "Qwen-7B-Chat", "n_gpu": "4"}, "ddp", False),
+        ({"model": "Qwen-72B-Chat", "n_gpu": "4"}, "fsdp", False),
+        ({"model": "Qwen-7B-Chat", "n_gpu": "2", "method": "full"}, "fsdp", False),
+        ({"model": "Qwen-7B-Chat-Int4", "method": "qlora", "quant": "gptq-int4"}, "none", False),
+    ],
+)
+def test_qwens_scripts_say_what_a_row_leaves_out(cells: dict[str, str], sharding: str, has_autocast: bool) -> None:
+    recipe = case_of(QWEN, **cells, notes="GB; flash attention 2").recipe
+    assert (recipe.sharding, recipe.stack.has_autocast) == (sharding, has_autocast)
+
+
+def test_a_meter_that_is_not_said_is_the_sources_own() -> None:
+    assert case_of(SWIFT, "qwen-7b-chat", notes="GiB; max_length 1024").meter == "reserved"
+    assert case_of(SWIFT, "qwen-7b-chat", notes="GiB, nvidia-smi; max_length 1024").meter == "nvidia-smi"
+    assert case_of(QWEN, "Qwen-7B", notes="GB, A100, torch 2.0; flash attention 2").meter == "nvidia-smi"
+
+
 def test_swift_adapts_queries_keys_and_values_with_rank_8_and_tells_no_lengths() -> None:
     notes = "GiB, nvidia-smi; variable length data, max_length 2048; flash attn"
     case = case_of(SWIFT, "qwen-7b-chat", notes=notes, seq_len="2048", tokens_per_s="900", grad_ckpt="yes")
@@ -349,6 +370,7 @@ def test_a_table_says_who_computed_a_row_whatever_its_address() -> None:
     elsewhere = case_of(factory, "llama-3.1-8b", **cells, notes="GB; with unsloth and flash attention 2")
     assert [one.recipe.stack.name for one in (own, beside, elsewhere)] == ["unsloth", "hf", "unsloth"]
     assert own.recipe.stack.offloads_activations
+    assert (own.recipe.stack.loss, elsewhere.recipe.stack.loss) == ("tiled", "uncast"), "of today, and of April 2024"
     assert beside.recipe.stack.upcasts_frozen
     assert predict(own)[0].allocated_bytes < predict(beside)[0].allocated_bytes
 
