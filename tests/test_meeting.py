@@ -98,7 +98,7 @@ def test_a_port_that_is_in_use_is_said_and_not_tried_again(monkeypatch: pytest.M
 
 
 def test_a_seat_that_another_run_has_is_not_taken(host: Any) -> None:
-    """Two runs with the port that launchers give by default: the second one's ranks joined the first one's."""
+    """Two runs with the port that launchers give by default: the second one's ranks would join the first one's."""
     host.add("taken-1", 1)
     with pytest.raises(UserMistake, match="is rank 1 already"):
         meet(Seat(1, 2, by="a launcher"), CPU, 1.0)
