@@ -49,8 +49,6 @@ def can_happen(what: str, part: str, way: str) -> bool:
         return False
     if what == "full disk":
         return part in ("joining", "tokenizing", "restoring", "saving", "writing", "export")
-    if part == "joining" and what == "SIGSTOP":  # whoever has not come yet is waited for longer
-        return False
     if what in ("out of memory", "slow"):
         return part in ("rehearsal", "step", "evaluation")
     return not (what == "exception" and part in ("saving", "writing", "between parts and commit"))

@@ -98,7 +98,7 @@ def test_a_port_that_is_in_use_is_said_and_not_tried_again(monkeypatch: pytest.M
 
 
 def test_a_seat_that_another_run_has_is_not_taken(host: Any) -> None:
-    """Two runs with the port that launchers give by default: the second one's ranks joined the first one's."""
+    """Two runs with the port that launchers give by default: the second one's ranks would join the first one's."""
     host.add("taken-1", 1)
     with pytest.raises(UserMistake, match="is rank 1 already"):
         meet(Seat(1, 2, by="a launcher"), CPU, 1.0)
@@ -170,11 +170,13 @@ def test_a_rank_without_room_for_its_files_says_so(tmp_path: Path, monkeypatch: 
         joining._own_folder()
 
 
-def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again() -> None:
-    """Those that wait end as if one were lost; the one that was asked to leave has ended in order."""
+@pytest.mark.parametrize("leaves", [f"sys.exit({EXIT_INTERRUPTED})", f"os.kill(os.getpid(), {signal.SIGTERM})"])
+def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(leaves: str) -> None:
+    """Those that wait end as if one were lost; the one that was asked to leave has ended in order, or before
+    it could listen."""
     ends = {
         0: f"sys.exit({EXIT_RANK_LOST})",
-        1: f"sys.exit({EXIT_INTERRUPTED})",
+        1: leaves,
         2: f"os.kill(os.getpid(), {signal.SIGKILL})",
     }
     attempt = Elastic(3, lambda seat, slot, number: child(ends[seat.index]), lambda text: None)

@@ -8,6 +8,7 @@ torch, and to follow settings of launchers that the job does not have: `not_foll
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,8 @@ MOST_VAIN_STARTS = 3
 STORE = "FARTHING_RANKS_STORE"
 """Names the file through which processes that `farthing` has started find each other."""
 ATTEMPT = "FARTHING_RANKS_ATTEMPT"
+_LEFT = {EXIT_INTERRUPTED, -signal.SIGTERM, -signal.SIGINT}
+"""Codes of a process that was asked to leave: in order, or before it could listen."""
 _FOREIGN = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "PARALLELISM_CONFIG_")
 
 
@@ -245,7 +248,7 @@ class Elastic:
             if EXIT_MISTAKE in codes or not (lost or EXIT_RANK_LOST in codes):
                 return group.code
             n_vain = 0 if lost else n_vain + 1
-            if self._asked_to_leave or EXIT_INTERRUPTED in codes or n_vain == MOST_VAIN_STARTS:
+            if self._asked_to_leave or not _LEFT.isdisjoint(codes) or n_vain == MOST_VAIN_STARTS:
                 return EXIT_INTERRUPTED
             if len(lost) == n:
                 return group.codes[0]

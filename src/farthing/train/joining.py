@@ -24,7 +24,7 @@ from farthing.data.packing import MicroBatchCost
 from farthing.durability.group import STORE, not_followed, seat_in
 from farthing.durability.run_folder import DECIDING, EXAMPLES, RUN, SCHEDULE, keep, kept
 from farthing.errors import EXIT_CRASH, FarthingError, ModelError, NoSpace, RunChanged, UserMistake
-from farthing.events import Emit, Warned
+from farthing.events import Emit, Note, Warned
 from farthing.model.hardware import hardware_key
 from farthing.planner.measurements import MEASUREMENTS, link_of, read_measurements
 from farthing.settings import Settings
@@ -224,7 +224,7 @@ def _take_rows(attempt: Attempt) -> None:
     attempt.saving.mark = tuple(mark)
 
 
-def words_for_launchers() -> str:
-    """What of a launcher's settings is left aside, in words; empty where there is none."""
-    names = not_followed(os.environ)
-    return f"not followed, the job says how to train: {', '.join(names)}" if names else ""
+def tell_of_launchers(emit: Emit) -> None:
+    """Say what of a launcher's settings is left aside."""
+    if names := not_followed(os.environ):
+        emit(Note(f"not followed, the job says how to train: {', '.join(names)}"))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from farthing.durability.group import ATTEMPT, EXIT_RANK_LOST, STORE, Seat
 from farthing.errors import EXIT_INTERRUPTED, FarthingError, UserMistake
 
-JOIN_S, JOIN_HERE_S = 120.0, 8.0
+JOIN_S, JOIN_HERE_S = 120.0, 4.0
 """Besides the patience: so much later may a rank come than another, which reads libraries from a slow disk; where `farthing`
 has started all of them at once, on one machine."""
 SAY_AFTER_S = 10.0

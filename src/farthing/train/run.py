@@ -88,8 +88,8 @@ from farthing.train.joining import (
     must_be_the_same,
     refuse_running_statistics,
     take_over,
+    tell_of_launchers,
     with_lanes,
-    words_for_launchers,
 )
 from farthing.train.loop import loop, note_news
 from farthing.train.measure import leave_measured
@@ -325,8 +325,7 @@ def _why_not_let_in(job: Job, context: Context, inputs: Inputs, was_finished: bo
     if ledger.clock_back_s > 60 and job.limits.deadline is not None:
         _warn(emit, f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
                     " the deadline is judged by this clock")  # fmt: skip
-    if text := words_for_launchers():
-        emit(Note(text))
+    tell_of_launchers(emit)
     return None
 
 
