@@ -55,7 +55,7 @@ $(VENV)/llama-factory/.ready: bench/llama_factory.txt
 	$(PYTHON) -m venv $(VENV)/llama-factory
 	$(VENV)/llama-factory/bin/python -m pip install --quiet -r bench/llama_factory.txt
 	$(VENV)/llama-factory/bin/python -m pip install --quiet --no-deps llamafactory==0.9.5
-	touch $(VENV)/llama-factory/lib/python3*/site-packages/torchaudio.py $@
+	touch $$($(VENV)/llama-factory/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py $@
 
 rehearse-gpu: $(VENV)/rehearse/.ready  ## forward passes on CUDA tensors without data: no GPU is needed, 6 GB of disk are
 	$(VENV)/rehearse/bin/python bench/rehearse_gpu.py
