@@ -28,9 +28,17 @@ import pytest
 from farthing.tiny import demo_rows
 from small_models import make_model_folder
 
+OF_OTHERS = (
+    *("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_"),
+)
+"""How wide and how coloured, and which of several processes this is: said to whoever has started the tests, not to them."""
+
 
 def pytest_configure() -> None:
     """Under nohup SIGHUP is ignored, and processes that tests begin would ignore it too. What is compiled is kept."""
+    for name in [name for name in os.environ if name.startswith(OF_OTHERS)]:
+        del os.environ[name]
     sys.dont_write_bytecode = False
     gc.disable()  # imports and the tests themselves are no garbage
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

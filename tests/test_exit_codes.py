@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def test_what_a_verb_raises_is_its_exit_code(
 
 def piped(command: str, folder: Path) -> tuple[list[int], str]:
     """The exit codes of both ends of `farthing ... | head -1`, and what was said to stderr."""
-    line = f"{sys.executable} -m farthing {command} | head -1 >/dev/null; echo ${{PIPESTATUS[@]}}"
+    line = f"{shlex.quote(sys.executable)} -m farthing {command} | head -1 >/dev/null; echo ${{PIPESTATUS[@]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=folder, timeout=300, check=False)
     return [int(code) for code in done.stdout.split()], done.stderr
 

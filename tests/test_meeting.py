@@ -6,8 +6,9 @@ import json
 import signal
 import socket
 import tempfile
-import time
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from farthing.train import joining, meeting
 from farthing.train.joining import with_lanes
 from farthing.train.meeting import RankLost, meet
 from farthing.train.ranks import Ranks
+from patience import until
 from test_ranks import child, lora_job
 from workshop import Heard, job_file
 
@@ -78,6 +80,18 @@ def test_a_terminal_of_a_slurm_step_joins_nobody(monkeypatch: pytest.MonkeyPatch
     assert seat_in({**RANKS, **ADDRESS, **TASK}).by == "a launcher", "torchrun in that terminal knows who is who"
 
 
+class Clock:
+    """Seconds that pass where somebody sleeps."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A store at an address that this process's environment has."""
@@ -108,6 +122,9 @@ def test_who_does_not_come_is_named(host: Any, tmp_path: Path, monkeypatch: Any,
     monkeypatch.setattr(meeting, "JOIN_S", 0.1)
     monkeypatch.setattr(meeting, "JOIN_HERE_S", 0.1)
     monkeypatch.setattr(meeting, "SAY_AFTER_S", 0.05)
+    monkeypatch.setattr(meeting, "BEYOND_S", 300.0)  # by a clock that runs by itself, and it ends this process
+    clock = Clock()
+    monkeypatch.setattr(meeting, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
     host.set("seat-0", json.dumps(["cpu", ""]))
     with pytest.raises(RankLost, match=r"2 did not come within 0 s \(rank 2, 3\)") as lost:
         meet(Seat(1, 4, by="srun"), CPU, 0.1)
@@ -171,9 +188,12 @@ def test_a_rank_without_room_for_its_files_says_so(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("leaves", [f"sys.exit({EXIT_INTERRUPTED})", f"os.kill(os.getpid(), {signal.SIGTERM})"])
-def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(leaves: str) -> None:
+def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(
+    leaves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that wait end as if one were lost; the one that was asked to leave has ended in order, or before
     it could listen."""
+    monkeypatch.setattr("farthing.durability.group.GRACE_S", 120.0)
     ends = {
         0: f"sys.exit({EXIT_RANK_LOST})",
         1: leaves,
@@ -186,13 +206,13 @@ def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(lea
 
 def test_one_that_is_killed_before_all_have_met_takes_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others waited for it until they were killed as well, all were lost, and the command had ended."""
-    monkeypatch.setattr("farthing.durability.group.GRACE_S", 0.5)
     started: list[list[int]] = []
 
     def start(seat: Seat, slot: int, number: int) -> Any:
         started.append([number, slot])
+        monkeypatch.setattr("farthing.durability.group.GRACE_S", 0.5 if number == 1 else 120.0)
         dies = f"os.kill(os.getpid(), {signal.SIGKILL})"
-        return child("sys.exit(0)" if number == 2 else dies if slot == 1 else "time.sleep(30)")
+        return child("sys.exit(0)" if number == 2 else dies if slot == 1 else "time.sleep(600)")
 
     assert Elastic(3, start, lambda text: None).wait() == 0
     assert started[3:] == [[2, 0], [2, 2]]
@@ -226,10 +246,12 @@ def test_what_torch_would_wait_for_without_end_is_ended_in_words(monkeypatch: An
     ended: list[int] = []
     monkeypatch.setattr("farthing.train.meeting.os._exit", ended.append)
     with meeting.bounded(Seat(1, 2, by="srun"), 0.05, "nobody answers"):
-        time.sleep(0.3)
+        until(lambda: ended)
     assert ended == [EXIT_INTERRUPTED]
     assert "rank 1 of 2 could not meet the others: nobody answers" in capfd.readouterr().err
-    with meeting.bounded(Seat(1, 2, by="srun"), 0.05, "nobody answers"):
-        pass
-    time.sleep(0.1)
+    before = set(threading.enumerate())
+    with meeting.bounded(Seat(1, 2, by="srun"), 600.0, "nobody answers"):
+        (timer,) = set(threading.enumerate()) - before
+    timer.join(60.0)
+    assert not timer.is_alive(), "nobody waits for what is over"
     assert len(ended) == 1

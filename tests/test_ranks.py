@@ -267,7 +267,7 @@ def test_lanes_are_as_many_as_ranks_or_as_many_as_share_bits() -> None:
 
 
 def words(rank: int) -> dict[str, Any]:
-    ranks = Ranks(seat_in(os.environ), patience_s=20.0)
+    ranks = Ranks(seat_in(os.environ), patience_s=60.0)
     found: dict[str, Any] = {
         "gather": ranks.gather({"rank": rank, "text": "ü" * rank}),
         "told": ranks.tell_all(["of", rank]),
@@ -301,7 +301,7 @@ def test_every_rank_hears_the_same(tmp_path: Path) -> None:
 
 
 def leaves(rank: int, was_asked: bool) -> None:
-    ranks = Ranks(seat_in(os.environ), patience_s=20.0)
+    ranks = Ranks(seat_in(os.environ), patience_s=60.0)
     if rank == 1:
         ranks.listen(lambda: was_asked, contextlib.nullcontext, lambda: None)
         ranks.fail(EXIT_INTERRUPTED)
@@ -322,7 +322,7 @@ def test_nothing_is_begun_again_where_a_rank_was_asked_to_leave_before_the_first
 
 def lora_job(folder: Path, **keys: Any) -> Job:
     method = {"name": "lora", "lora_r": 2, "lora_dropout": 0.1}
-    where = {"gpus": 1, "patience_s": 20, **keys.pop("where", {})}
+    where = {"gpus": 1, "patience_s": 60, **keys.pop("where", {})}
     settings = {
         "n_rows": 29, "eval_rows": rows_of("llama", 9, 5), "max_steps": 6, "global_batch_size": 11, "save_steps": 2,
         "eval_strategy": "steps", "eval_steps": 3, "micro_batch_tokens": 90,

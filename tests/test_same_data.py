@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def as_before(folder: Path) -> None:
         facts.pop(key, None)
     for key in ("tokenization.version", "tokenization.date"):
         facts["identity"].pop(key, None)
-    facts["started"] = "2026-02-03T12:00:00+00:00"
+    facts["started"] = datetime(2026, 2, 3, 12).astimezone(UTC).isoformat(timespec="seconds")  # noon here
     (folder / RUN).write_text(json.dumps(facts))
 
 

@@ -292,8 +292,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     take_over(attempt)
     state, reason = loop(attempt)
     _offer(attempt, with_model=True)
-    is_copied = _wait_for_replica(context, state)
-    if state == "finished" and is_copied:  # else the same command brings the model to the store
+    if _wait_for_replica(context, state) and state == "finished":  # else the same command brings the model to the store
         keep(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
     leave_measured(attempt)
     return state, reason
