@@ -332,6 +332,8 @@ def logits_of(model: Any, tokens: list[Tensor], task: str) -> Tensor:
     with torch.no_grad():
         for ids in tokens:
             inputs = {"input_ids": ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+            if task != "classification":
+                inputs["use_cache"] = False  # with a cache some read the last token alone
             if task == "seq2seq":
                 inputs["decoder_input_ids"] = decoder_inputs(inner_of(model), ids[None])
             torch.manual_seed(5)
