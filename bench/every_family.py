@@ -48,6 +48,7 @@ from farthing.planner.shapes import read_shape
 from farthing.tasks.registry import task_of
 from farthing.tasks.task import IGNORED
 from farthing.tiny import make_tokenizer, write_jsonl
+from farthing.train.run import errors_in_words
 from farthing.train.setup import build_model, open_examples, open_inputs
 
 MAPPINGS = {
@@ -56,135 +57,18 @@ MAPPINGS = {
     "classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 }
 N_WORDS = 320
-WORDS = (
-    "the",
-    "a",
-    "bread",
-    "cheese",
-    "soup",
-    "apple",
-    "rice",
-    "goal",
-    "match",
-    "race",
-    "rain",
-    "storm",
-    "sun",
-    "red",
-    "old",
-)
+WORDS = tuple("the a bread cheese soup apple rice goal match race rain storm sun red old".split())  # noqa: SIM905
 N_PROMPT, N_ANSWER = (2, 30, 9, 14, 3, 20), (1, 6, 12, 3, 8, 5)
 MICRO_BATCH_TOKENS = 110
 CLOSE = 1e-5
 
 # ---- small configurations ----
 
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim"), 32
-    ),
-    **dict.fromkeys(("attention_hidden_size", "rnn_hidden_size", "embed_dim", "embedding_dim", "hidden_dim"), 32),
-    **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_intermediate_size"), 16),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "num_blocks"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "moe_topk", "moe_top_k", "n_kv_heads"), 2),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "attention_head_size"), 8),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 256),
-    **dict.fromkeys(("max_encoder_position_embeddings", "max_decoder_position_embeddings", "n_ctx"), 256),
-    **dict.fromkeys(("sliding_window", "local_attention_window_size", "attention_chunk_size", "window_size"), 8),
-    **dict.fromkeys(("vocab_size", "src_vocab_size", "tgt_vocab_size", "decoder_vocab_size", "n_words"), N_WORDS),
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
-    **{"decoder_start_token_id": 1, "attention_window": 8},
-}
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SIZES: dict[str, Any] = {name: size for size, names in _TABLE["sizes"].items() for name in names}
 QUIET = ("dropout", "layerdrop", "drop_rate", "pdrop", "jitter", "attention_probs_dropout_prob", "hidden_dropout_prob")
-LOOKS_BACK = {"is_decoder": True, "causal": True, "attn_type": "uni"}
-LATENT = {
-    **{
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "head_dim": 4,
-    },
-    **{
-        "num_key_value_heads": 4,
-        "index_head_dim": 8,
-        "index_n_heads": 16,
-        "index_topk": 6,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-    **{"first_k_dense_replace": 1, "n_shared_experts": 1},
-}
-"""Of families whose keys and values come of a smaller vector."""
-SCAN = {
-    "mamba_d_state": 8,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_ssm": 64,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 16,
-}
-PER_LAYER = {
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": N_WORDS,
-    "head_dim": 8,
-    "num_hidden_layers": 2,
-}
-OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "mistral4", "glm_moe_dsa"), LATENT
-    ),
-    **dict.fromkeys(
-        ("glm4_moe_lite", "longcat_flash", "youtu", "bailing_hybrid", "kimi_linear", "dots3_note_text"), LATENT
-    ),
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), SCAN),
-    "gptj": {"rotary_dim": 4},
-    "codegen": {"rotary_dim": 4},
-    "esmc": {"num_key_value_heads": 4},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
-    "lilt": {"hidden_size": 48, "channel_shrink_ratio": 2},
-    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16], "is_decoder": True},
-}
-OWN |= {
-    **dict.fromkeys(
-        ("gemma4_text", "gemma4_unified_text"), PER_LAYER | {"layer_types": ["sliding_attention", "full_attention"]}
-    ),
-    "gemma3n_text": PER_LAYER
-    | {
-        **{
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-        },
-        **{"laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "intermediate_size": [48] * 4},
-    },
-    "dots1": {"n_shared_experts": 1, "sliding_window": 8},
-    "ernie4_5_moe": {"moe_k": 2},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2},
-        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4},
-    },
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    "zamba": {"num_hidden_layers": 3},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "chunk_size": 16, "n_groups": 1},
-    "zaya": {"num_experts_per_tok": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "qwen4_exp_text": {
-        **{"ple_layer_ids": [0], "ple_embed_dim": 16, "ngram_vocab_size_base": 50, "heads_per_ngram": 2, "seed": 1},
-        **{"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4, "hc_lowrank": 8, "linear_num_key_heads": 2},
-        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_value_heads": 4, "indexer_n_heads": 4},
-        **{"indexer_kv_heads": 2, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2},
-    },
-    "zamba2": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "mamba"]},
-}
+LOOKS_BACK = {"is_decoder": True, "causal": True}
+OWN: dict[str, dict[str, Any]] = {family: row["has"] for row in _TABLE["families"] for family in row["of"]}
 """What a family needs besides: found by its own checks."""
 
 
@@ -250,12 +134,6 @@ def small_model(family: str, task: str, config: Any) -> Any:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data += 0.1 * torch.randn_like(parameter)
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and any(word in name for word in QUIET):
-                setattr(module, name, 0.0)
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
     return model
 
 
@@ -454,6 +332,8 @@ def logits_of(model: Any, tokens: list[Tensor], task: str) -> Tensor:
     with torch.no_grad():
         for ids in tokens:
             inputs = {"input_ids": ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+            if task != "classification":
+                inputs["use_cache"] = False  # with a cache some read the last token alone
             if task == "seq2seq":
                 inputs["decoder_input_ids"] = decoder_inputs(inner_of(model), ids[None])
             torch.manual_seed(5)
@@ -538,7 +418,8 @@ def look_at(family: str, task: str, folder: Path, *, runs: bool) -> dict[str, An
         path = write_job(folder, task, method)
         for step in (compare, run_and_read_back) if runs else (compare,):
             try:
-                step(path, row, method)
+                with errors_in_words(folder):
+                    step(path, row, method)
             except FarthingError as error:
                 row[f"{method} refused"] = (
                     f"{step.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"

@@ -10,6 +10,7 @@ Refuses to judge what the loop does not do: there is one optimizer, and its stat
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -297,9 +298,16 @@ def _ends(inner: Any) -> tuple[Any, Any]:
 def _working(model: Any) -> Linear:
     """What the backward pass of a layer needs besides what was saved: the planner's figures, and a matrix made whole."""
     config = model.config.get_text_config()
-    hidden = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0) or 0
-    names = ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim")
-    ffn = next((width for name in names if (width := getattr(config, name, None))), 4 * hidden)
+
+    def widest(*names: str) -> int:
+        for name in names:
+            with contextlib.suppress(AttributeError, RuntimeError):  # of layers that differ some have no one width
+                if width := getattr(config, name):
+                    return int(max(width) if isinstance(width, list | tuple) else width)
+        return 0
+
+    hidden = widest("hidden_size", "d_model")
+    ffn = widest("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim") or 4 * hidden
     in_four_bits = (p for p in model.parameters() if not p.is_floating_point())
     return Linear(
         4.0 * max((p.numel() for p in in_four_bits), default=0), WORKING_MLP_PLAIN * ffn + WORKING_STREAM * hidden

@@ -13,7 +13,7 @@ import torch
 from farthing.errors import ModelError
 
 N_TOKENS, N_NUMBERS = 4, 8
-_LOOKS_BACK = {"is_decoder": "is_decoder: true", "causal": "causal: true", "attn_type": "attn_type: uni"}
+_LOOKS_BACK = {"is_decoder": "is_decoder: true", "causal": "causal: true"}
 """A key by which families of encoders look back only, and what it is to be."""
 ROUNDING, ROUNDING_HALF = 1e-5, 2e-2  # of the largest score: fp32, and what is shorter
 

@@ -91,6 +91,7 @@ MOST_READ = 0.65
 # by the head of a task, whose result for an example is the same with padding to the right of its input as without: held
 # against single examples in the tests; of other families a padded micro-batch has inputs of one length
 PADS_SAFELY = {
+    _HEADS["next_token"]: DECODERS | frozenset(_TABLE["pads_safely"]["next_token"]),
     _HEADS["classes"]: DECODERS | ENCODERS | frozenset(_TABLE["pads_safely"]["classes"]),
     _HEADS["pair"]: frozenset(_TABLE["pads_safely"]["pair"]),
 }
