@@ -117,7 +117,7 @@ def entry(documents: Documents, *, causal: bool, bias: Tensor | None = None) -> 
 
 @pytest.mark.parametrize("kind", ["looks back", "looks both ways", "bias"])
 def test_documents_of_all_lengths_are_multiplied_in_few_shapes(kind: str) -> None:
-    """A shape costs 0.65 MiB that nothing gives back: 600 lengths took 4,000 shapes."""
+    """A shape costs 0.65 MiB until the process ends. These 87 lengths took 800 before, 768 where all is seen."""
     longest = 100 if kind == "bias" else 600
     bias = torch.randn(1, 8, longest, longest) if kind == "bias" else None
     lengths = [*range(1, longest, 7), longest]
