@@ -36,6 +36,8 @@ class Settings:
     """Whether the last layer of a causal model is computed for labelled positions alone, where that pays."""
     own_kernels: bool | None = None
     """Whether a CPU has farthing's own attention of short documents, RMS norms and gradients of embeddings."""
+    few_shapes: bool | None = None
+    """Whether a CPU computes bf16 in few shapes: products are rounded up in size, those of short documents are fp32."""
     compiled: bool | None = None
     """Whether layers are compiled by torch."""
     kernels: str | None = None

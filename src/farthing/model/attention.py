@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farthing.model import half_attention
 from farthing.model.attention_kernels import How, causal_mask, over_documents, plain_attention
 from farthing.model.documents import Documents, owners_of
 from farthing.model.head import find_head
@@ -217,7 +218,8 @@ def attend(
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     is_plain = window is None and softcap is None
     is_short = is_plain and is_for(queries, keys, documents, has_bias=bias is not None, causal=causal)
-    how = How(causal, scale, window, dropout, softcap, bias, is_short)
+    is_half = is_plain and bias is None and not dropout and half_attention.is_for(queries, documents, causal=causal)
+    how = How(causal, scale, window, dropout, softcap, bias, is_short, is_half)
     out = over_documents(queries, keys, values, documents, how)
     return out[None], None
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from farthing.model.attention_choice import CALL_FLOPS, CPU_CALL_FLOPS, Asked, Machine, choose, padded_groups
 from farthing.model.cpu_attention import blocked_attention, is_quicker_in_blocks
 from farthing.model.documents import Documents, owners_of, sent
+from farthing.model.half_attention import half_attention
 from farthing.model.hardware import find_compiler
 from farthing.model.light_imports import tell_compiler
 from farthing.model.short_attention import short_attention
@@ -47,6 +48,8 @@ class How:
     infinity where a causal query does not see."""
     is_short: bool = False
     """Whether `short_attention` may be taken: `is_for` has said so."""
+    is_half: bool = False
+    """Whether `half_attention` may be taken, which goes before it."""
 
 
 def over_documents(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
@@ -68,8 +71,8 @@ def keys_as_seen(tokens: Tensor, documents: Documents) -> Tensor:
 
 def choose_kernel(query: Tensor, how: How) -> str:
     """The name in `KERNELS` of the quickest that is here and can do what is asked of these queries."""
-    if how.is_short:
-        return "short"
+    if how.is_half or how.is_short:
+        return "half" if how.is_half else "short"
     if how.bias is not None:
         return "padded"
     if query.device.type != "cuda":
@@ -178,6 +181,10 @@ def causal_mask(n_keys: int, window: int | None, device: Any, n_queries: int) ->
 
 def _short(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
     return short_attention(query, key, value, documents, how.scale, how.bias, how.dropout)
+
+
+def _half(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+    return half_attention(query, key, value, documents, causal=how.causal, scale=how.scale)
 
 
 # ---- documents padded in as few calls as pay ----
@@ -384,6 +391,7 @@ def _flex_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents
 
 
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Documents, How], Tensor]] = {
+    "half": _half,
     "short": _short,
     "documents": _per_document,
     "padded": _padded,

@@ -103,6 +103,7 @@ class Forward:
         # of the many layers of what a GPU trains it would save a fiftieth, and it was never tried on one
         self.reads_labelled = says.reads_labelled is not False and numerics.device.type == "cpu"
         self.own_kernels = says.own_kernels is not False
+        self.few_shapes = says.few_shapes is not False
         self.label_smoothing = label_smoothing
         self.tile_tokens: int | None = None
         self.micro_batch_cost: MicroBatchCost = ON_CPU
@@ -298,9 +299,12 @@ class Forward:
         if self.reads_labelled and self.of.predicts_next:
             read = labelled_alone(arrays, arrays[POSITIONS], device)
             batch |= {} if read is None else {READ: read}
-        if not self.own_kernels:
+        if not (self.own_kernels and self.few_shapes):
             for name, each in batch.items():
-                batch[name] = replace(each, may_be_short=False) if isinstance(each, Documents) else each
+                if isinstance(each, Documents):
+                    batch[name] = replace(each, may_be_short=self.own_kernels, few_shapes=self.few_shapes)
+                elif name == READ:
+                    batch[name] = replace(each, documents=replace(each.documents, few_shapes=self.few_shapes))
         return batch
 
     @_whole

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,7 @@ def first_of_each(documents: Documents) -> Read:
     """The first token of each document, which looks both ways."""
     lengths, device = documents.lengths, documents.bounds.device
     one_each = Documents.of([1] * len(lengths), device, lengths, reads_others=True)
-    return Read(documents.bounds[:-1].long(), one_each)
+    return Read(documents.bounds[:-1].long(), replace(one_each, few_shapes=documents.few_shapes))
 
 
 def labelled_alone(

@@ -4,7 +4,8 @@ Below some 128 keys products in plain operations are quicker than torch's fused 
 else. Taken one by one documents need no padding, no gathering and no joining: each is a view of all tokens, and one node of
 autograd stands for all of them. docs/log.md has the times.
 
-Refuses half precision, keys that several heads or documents share, and CUDA: `is_for` says no. Who asks sees to windows and
+What comes in bf16 is multiplied in fp32: products this small gain nothing from bf16, and oneDNN makes code for each shape.
+Refuses fp16, keys that several heads or documents share, and CUDA: `is_for` says no. Who asks sees to windows and
 soft-capping.
 """
 
@@ -25,7 +26,8 @@ MOST_KEYS = 128
 
 def is_for(query: Tensor, key: Tensor, documents: Documents, *, has_bias: bool, causal: bool) -> bool:
     """Whether `short_attention` can take these queries and keys [T, H, D], and is expected to be quicker."""
-    if query.device.type != "cpu" or query.dtype != torch.float32 or query.shape[1] != key.shape[1]:
+    is_known = query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and documents.few_shapes)
+    if query.device.type != "cpu" or not is_known or query.shape[1] != key.shape[1]:
         return False
     if documents.key_rows is not None or not documents.may_be_short:
         return False
@@ -48,6 +50,7 @@ class _Short(torch.autograd.Function):
     """Keeps weights [H, L, K] of each document, and what was dropped of them."""
 
     @staticmethod
+    @torch.autocast("cpu", enabled=False)
     def forward(
         ctx: Any,
         query: Tensor,
@@ -59,6 +62,8 @@ class _Short(torch.autograd.Function):
         dropout: float,
     ) -> Tensor:
         """A document after another."""
+        given = query, key, value
+        query, key, value = (_wide(tensor) for tensor in given)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         all_weights, all_kept = [], []
         for (q, o, k, v), biased in _each(documents, (query, out), (key, value), bias):
@@ -74,15 +79,18 @@ class _Short(torch.autograd.Function):
                 all_kept.append(kept)
                 weights = torch.mul(weights, kept, out=scores)
             o.copy_(torch.bmm(weights, v))
-        ctx.save_for_backward(query, key, value, *all_weights, *all_kept)
+        ctx.save_for_backward(*given, *all_weights, *all_kept)
         ctx.documents, ctx.scale, ctx.of_bias = documents, scale, None if bias is None else bias.shape
-        return out
+        return out.to(given[0].dtype)
 
     @staticmethod
     @once_differentiable
+    @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of query, key, value and bias; nothing is computed again but what was dropped."""
         query, key, value, *kept = ctx.saved_tensors
+        dtype = query.dtype
+        query, key, value, grad = (_wide(tensor) for tensor in (query, key, value, grad))
         n = len(ctx.documents.lengths)
         found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
         of_bias = None if ctx.of_bias is None or not ctx.needs_input_grad[3] else grad.new_zeros(ctx.of_bias)
@@ -102,7 +110,11 @@ class _Short(torch.autograd.Function):
                 scores *= ctx.scale
             to_q.copy_(torch.bmm(scores, k))
             to_k.copy_(torch.bmm(scores.transpose(1, 2), q))
-        return *found, of_bias, None, None, None
+        return *(tensor.to(dtype) for tensor in found), of_bias, None, None, None
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _each(
