@@ -11,7 +11,6 @@ Shapes: N positions, of which n are labelled; h hidden size, V words, B examples
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_ti
 from farthing.tasks.registry import task_of
 
 TILE = 1024  # positions whose whole logits are taken at once
+HAS_ONE_DNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,18 @@ def head_loss(
     n_words, width = weight.shape
     tile = how.tile_tokens or default_tile_tokens(n_words, device, width if weight.requires_grad else 0)
     is_fp32 = hidden.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(device)
-    how = replace(how, tile_tokens=tile, is_lean=how.is_lean and device == "cpu" and is_fp32 and _has_one_dnn())
+    how = replace(how, tile_tokens=tile, is_lean=how.is_lean and device == "cpu" and is_fp32 and HAS_ONE_DNN)
     loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled, how, torch.is_grad_enabled())
     return loss
 
 
-@functools.lru_cache(maxsize=1)
-def _has_one_dnn() -> bool:
-    """Whether this torch has oneDNN's products."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """rows [n, i], weight [o, i], bias [o] -> [n, o] by oneDNN: fp32 on a CPU, without a gradient."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    return out
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, is_lean: bool) -> Tensor:
+    """rows [n, i], weight [o, i], bias [o] -> [n, o], without a gradient."""
+    if is_lean:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        return out
+    found = torch.mm(rows, weight.t())
+    return found if bias is None else found.add_(bias)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -85,20 +82,15 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labelled: Labelled,
-        how: How,
-        wants_gradients: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How, records: bool
     ) -> Tensor:
-        """hidden [N, h], weight [V, h], bias [V]; returns the summed loss."""
-        positions, log_probs = labelled.positions, labelled.log_probs
+        """hidden [N, h], weight [V, h], bias [V]; returns the summed loss. `records`: gradients are recorded."""
+        positions, targets, log_probs = labelled.positions, labelled.targets, labelled.log_probs
         device = hidden.device.type
         computed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         summed = torch.promote_types(computed, torch.float32)
-        of_hidden, of_weight, of_bias = (wants_gradients and needed for needed in ctx.needs_input_grad[:3])
+        of_hidden, of_weight, of_bias = (records and needed for needed in ctx.needs_input_grad[:3])
+        wants = of_hidden or of_weight or of_bias
         n, (n_words, width) = len(positions), weight.shape
         tile = max(1, min(how.tile_tokens or n, n))
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
@@ -111,20 +103,15 @@ class _HeadLoss(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             matrix = weight.to(computed)
             shift = None if bias is None else bias.to(computed)
-            logits = None if how.is_lean else new((tile, n_words), dtype=computed)
             product = new((n_words, width), dtype=computed) if of_weight and computed != summed and n > tile else None
             for start in range(0, n, tile):
                 part = slice(start, start + tile)
                 inputs = hidden.index_select(0, positions[part]).to(computed)
-                scores = _scores(inputs, matrix, shift, logits)
+                scores = _product(inputs, matrix, shift, how.is_lean)
                 into = None if log_probs is None else log_probs[part]
-                total += _to_gradients(
-                    scores, labelled.targets[part], how, of_hidden or of_weight or of_bias, summed, into
-                )
-                if grad_hidden is not None and how.is_lean:
-                    grad_hidden[part] = _product(scores, matrix.t())
-                elif grad_hidden is not None:
-                    torch.mm(scores, matrix, out=grad_hidden[part])
+                total += _to_gradients(scores, targets[part], how, wants, summed, into)
+                if grad_hidden is not None:
+                    grad_hidden[part] = _product(scores, matrix.t(), None, how.is_lean)
                 if grad_weight is not None:
                     _add_product(grad_weight, scores.t(), inputs, product, is_first=start == 0)
                 if grad_bias is not None:
@@ -158,17 +145,6 @@ class _HeadLoss(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, None
 
 
-def _scores(inputs: Tensor, matrix: Tensor, shift: Tensor | None, into: Tensor | None) -> Tensor:
-    """Logits [t, V] of inputs [t, h], in the first rows of `into` if that is given."""
-    if into is None:
-        return _product(inputs, matrix, shift)
-    scores = into[: len(inputs)]
-    torch.mm(inputs, matrix.t(), out=scores)
-    if shift is not None:
-        scores += shift
-    return scores
-
-
 def _chances(scores: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     """(softmax of scores [t, V], its logarithm at words [t, 1]), with one exponential for each score."""
     chances = torch.softmax(scores, -1)
@@ -181,11 +157,9 @@ def _to_gradients(
 ) -> Tensor:
     """The summed loss of scores [t, V], which become its gradient (scaled) where `wants`; fills `log_probs` [t]."""
     n_words = scores.shape[1]
-    is_cpu = scores.device.type == "cpu"
-    block_bytes = CPU_BLOCK_BYTES * torch.get_num_threads() if is_cpu else CUDA_BLOCK_BYTES
-    n_rows = max(1, block_bytes // (summed.itemsize * n_words))
-    if is_cpu:
-        n_rows = max(n_rows, torch.get_num_threads())
+    n_threads = torch.get_num_threads() if scores.device.type == "cpu" else 0
+    block_bytes = CPU_BLOCK_BYTES * n_threads or CUDA_BLOCK_BYTES
+    n_rows = max(1, n_threads, block_bytes // (summed.itemsize * n_words))
     smooth, cap, scale = how.label_smoothing, how.soft_cap, how.gradient_scale
     is_simple = cap is None and not smooth and not isinstance(scale, Tensor) and scale == 1
     total = torch.zeros((), dtype=torch.float64, device=scores.device)
