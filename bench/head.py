@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from farthing.model.head import default_tile_tokens, head_loss, language_model_loss
+from farthing.model.head import How, default_tile_tokens, head_loss, language_model_loss
 from farthing.model.loss import Labelled, summed_loss
 
 SHARE = 0.3
@@ -75,7 +75,7 @@ def head(args: argparse.Namespace) -> None:
                 return nn.functional.cross_entropy(scores.float(), labelled.targets, reduction="sum")
 
             def ours(tile: int, hidden: Tensor = hidden, weight: Tensor = weight) -> Tensor:
-                return head_loss(hidden, weight, None, labelled, tile_tokens=tile)
+                return head_loss(hidden, weight, None, labelled, How(tile))
 
             variants: dict[str, Callable[[], None]] = {
                 "plain": lambda run=run, plain=plain: run(plain),

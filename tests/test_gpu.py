@@ -40,6 +40,7 @@ from farthing.model.attention_choice import Asked, choose
 from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
 from farthing.model.documents import Documents
 from farthing.model.hardware import find_compiler
+from farthing.model.head import How as HeadHow
 from farthing.model.head import head_loss
 from farthing.model.lora_kernels import leave_low_rank
 from farthing.model.loss import Labelled
@@ -376,7 +377,7 @@ def test_a_head_in_tiles_is_a_head_at_once(precision: str, is_trained: bool) -> 
             if tile is None:  # at once, in fp32
                 loss = F.cross_entropy((states @ matrix.t())[places], targets, reduction="sum")
             else:
-                loss = head_loss(states, matrix, None, Labelled(places, targets), tile_tokens=tile)
+                loss = head_loss(states, matrix, None, Labelled(places, targets), HeadHow(tile))
         loss.backward()
         grads = {"hidden": states.grad, "weight": matrix.grad}
         return {"loss": loss.detach()} | {name: grad for name, grad in grads.items() if grad is not None}

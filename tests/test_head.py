@@ -22,6 +22,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.head import (
     Head,
+    How,
     default_tile_tokens,
     find_head,
     head_loss,
@@ -36,6 +37,8 @@ from traced import Alive
 
 N_WORDS = 61
 CLOSE, CLOSE_BF16 = 1e-5, 2e-2
+ONE_DNN = torch.ops.mkldnn._linear_pointwise
+KINDS_OF_PRODUCT = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, ONE_DNN)
 
 SMALL = {
     "vocab_size": N_WORDS,
@@ -143,9 +146,13 @@ def parts(dtype: torch.dtype = torch.float32, n: int = 23, n_all: int = 50, with
 @pytest.mark.parametrize("tile", [1, 7, 23, 1000])
 def test_loss_and_gradients_are_those_of_whole_logits(n: int, tile: int, soft_cap: Any, smoothing: float) -> None:
     results = []
-    for function, more in ((plain, {}), (head_loss, {"tile_tokens": tile})):
+    how = How(tile, soft_cap, smoothing)
+    for is_own in (False, True):
         hidden, weight, bias, labelled = parts(n=n)
-        loss = function(hidden, weight, bias, labelled, soft_cap=soft_cap, label_smoothing=smoothing, **more)
+        if is_own:
+            loss = head_loss(hidden, weight, bias, labelled, how)
+        else:
+            loss = plain(hidden, weight, bias, labelled, soft_cap=soft_cap, label_smoothing=smoothing)
         (loss / 7).backward()
         results.append((float(loss.detach()), {"x": hidden.grad, "W": weight.grad, "b": bias.grad}))
     (theirs, their_gradients), (ours, our_gradients) = results
@@ -165,7 +172,7 @@ def test_the_derivatives_hold_in_double_precision(soft_cap: Any, smoothing: floa
 
     how: dict[str, Any] = {"soft_cap": soft_cap, "label_smoothing": smoothing}
     theirs = torch.autograd.grad(plain(hidden, weight, bias, labelled, **how), (hidden, weight, bias))
-    loss = head_loss(hidden, weight, bias, labelled, tile_tokens=2, gradient_scale=0.3, **how)
+    loss = head_loss(hidden, weight, bias, labelled, How(2, gradient_scale=0.3, **how))
     for ours, expected in zip(torch.autograd.grad(loss, (hidden, weight, bias)), theirs, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
 
@@ -175,7 +182,7 @@ def test_what_needs_no_gradient_gets_none_and_costs_none() -> None:
         count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+            self.count += func.overloadpacket in KINDS_OF_PRODUCT
             return func(*args, **(kwargs or {}))
 
     for needs, n_products in (((True, True), 3), ((True, False), 2), ((False, True), 2), ((False, False), 1)):
@@ -193,6 +200,42 @@ def test_what_needs_no_gradient_gets_none_and_costs_none() -> None:
         hidden, weight, _, labelled = parts(with_bias=False)
         head_loss(hidden, weight, None, labelled)
     assert products.count == 1
+
+
+class Asked(TorchDispatchMode):
+    """Counts what is asked of oneDNN."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += func.overloadpacket == ONE_DNN
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spread", [1.0, 300.0])
+@pytest.mark.parametrize("is_lean", [True, False])
+def test_a_lean_head_is_as_right_as_another(is_lean: bool, spread: float) -> None:
+    hidden, weight, bias, labelled = parts()
+    with torch.no_grad():
+        weight.mul_(spread)  # at 300 the chances of most words are zero in fp32, their logarithms are not
+    exact = [one.detach().double().requires_grad_() for one in (hidden, weight, bias)]
+    wanted = plain(*exact, labelled)  # type: ignore[arg-type]
+    with Asked() as asked:
+        loss = head_loss(hidden, weight, bias, labelled, How(7, is_lean=is_lean))
+    assert asked.n == (8 if is_lean else 0), "two products of each of four tiles"
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=CLOSE)
+    found = torch.autograd.grad(loss, (hidden, weight, bias))
+    names = ("hidden", "weight", "bias")
+    right = dict(zip(names, torch.autograd.grad(wanted, exact), strict=True))
+    assert_same({name: one.double() for name, one in zip(names, found, strict=True)}, right)
+
+
+def test_only_fp32_is_lean() -> None:
+    with Asked() as asked:
+        head_loss(*parts(torch.float64)).backward()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            head_loss(*parts()).backward()
+    assert asked.n == 0
 
 
 def test_a_second_backward_pass_is_refused() -> None:
@@ -219,7 +262,7 @@ def test_a_foreseen_scale_keeps_fp16_gradients_from_vanishing() -> None:
 
     def gradient(dtype: torch.dtype, foreseen: Any, actual: float) -> Tensor:
         weight = words.to(dtype, copy=True).requires_grad_()
-        (head_loss(rows.to(dtype), weight, None, labelled, gradient_scale=foreseen) * actual).backward()
+        (head_loss(rows.to(dtype), weight, None, labelled, How(gradient_scale=foreseen)) * actual).backward()
         return weight.grad.double() / actual
 
     exact = gradient(torch.float64, 1.0, 1.0)
@@ -247,7 +290,7 @@ def test_no_logits_beyond_a_tile_are_ever_alive(trained: bool) -> None:
     labelled = Labelled(torch.arange(0, n_all, 4), torch.randint(0, n_words, (n,)))
     alive = Largest()
     with alive:
-        head_loss(hidden, weight, None, labelled, tile_tokens=tile).backward()
+        head_loss(hidden, weight, None, labelled, How(tile)).backward()
     of_weight, of_hidden = 4 * n_words * width * trained, 4 * n_all * width
     assert alive.largest <= max(4 * tile * n_words, of_weight, of_hidden, 1 << 20)
     block = 3 * max(1 << 20, 4 * n_words) * torch.get_num_threads()

@@ -217,14 +217,15 @@ def test_a_plan_counts_few_labels_and_no_compiled_layers() -> None:
     assert FARTHING.n_read(100, 0.25) is None
 
 
-def test_a_run_that_began_with_a_whole_last_layer_goes_on_with_it(
+def test_a_run_of_before_goes_on_with_a_whole_last_layer_and_the_head_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = workshop.make_job(tmp_path, max_steps=2, save_steps=1, probe=False)
-    run = workshop.begun_by_an_earlier_version(job, monkeypatch, reads_labelled=True)
+    run = workshop.begun_by_an_earlier_version(job, monkeypatch, reads_labelled=True, lean_head=True)
     assert workshop.train(job).state == "finished"
     after = kept(run / SETTINGS) or {}
-    assert (after["reads_labelled"], after["own_kernels"]) == (False, True)
+    assert (after["reads_labelled"], after["lean_head"], after["own_kernels"]) == (False, False, True)
+    assert not forward_of(model_of("llama"), settled=Settings.from_json(after)).head.is_lean
 
 
 def test_a_checkpointed_layer_is_measured_that_is_computed_for_all_tokens() -> None:

@@ -38,6 +38,8 @@ class Settings:
     """Whether a CPU has farthing's own attention of short documents, RMS norms and gradients of embeddings."""
     few_shapes: bool | None = None
     """Whether a CPU computes bf16 in few shapes: products are rounded up in size, those of short documents are fp32."""
+    lean_head: bool | None = None
+    """Whether a CPU's head takes its products from oneDNN, and one exponential a logit."""
     compiled: bool | None = None
     """Whether layers are compiled by torch."""
     kernels: str | None = None

@@ -104,6 +104,7 @@ class Forward:
         self.reads_labelled = says.reads_labelled is not False and numerics.device.type == "cpu"
         self.own_kernels = says.own_kernels is not False
         self.few_shapes = says.few_shapes is not False
+        self.lean_head = says.lean_head is not False
         self.label_smoothing = label_smoothing
         self.tile_tokens: int | None = None
         self.micro_batch_cost: MicroBatchCost = ON_CPU
@@ -118,6 +119,8 @@ class Forward:
             head = "all positions are scored: the head has an adapter, and labels are smoothed"
             if self.of.is_pair:  # whole logits are taken of padded batches
                 self.why_padded = self.why_padded or head
+        if isinstance(head, Head):
+            head = replace(head, is_lean=self.lean_head)
         self._found_head = head
         self.head = None if isinstance(head, str) else head
         self.why_all_scored = head if isinstance(head, str) else None

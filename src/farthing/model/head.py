@@ -29,46 +29,52 @@ from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_ti
 from farthing.tasks.registry import task_of
 
 TILE = 1024  # positions whose whole logits are taken at once
+HAS_ONE_DNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@dataclass(frozen=True)
+class How:
+    """How the head's loss is computed. But for `soft_cap` and `label_smoothing` nothing here changes more than rounding."""
+
+    tile_tokens: int | None = None
+    """Labelled positions taken at once; None: by the size of the head."""
+    soft_cap: float | None = None
+    """c makes logits c·tanh(logits / c)."""
+    label_smoothing: float = 0.0
+    gradient_scale: float | Tensor = 1.0
+    """A number, or a scalar on the device, which nobody waits for: what the gradient of the loss is expected to be, e.g. the
+    loss scale divided by the targets of the step. Gradients are multiplied by it, and the backward pass only makes up the
+    difference: in fp16, whose gradients would vanish unscaled, it has to be given; bf16 and fp32 can do without."""
+    is_lean: bool = True
+    """Where all is fp32 on a CPU: products by oneDNN, which are up to a fifth quicker than torch's own (docs/log.md), and one
+    exponential for each logit. Earlier runs go on without."""
 
 
 def head_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labelled: Labelled,
-    *,
-    tile_tokens: int | None = None,
-    soft_cap: float | None = None,
-    label_smoothing: float = 0.0,
-    gradient_scale: float | Tensor = 1.0,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How | None = None
 ) -> Tensor:
     """Sum of the cross-entropies of the labelled positions, a scalar in fp32 (fp64 for fp64 weights).
 
     hidden [..., h], weight [V, h], bias [V] or none. Under autocast the products are in its dtype and everything between
-    them in fp32; gradients of the weight are added up in fp32. `soft_cap` c makes logits c·tanh(logits / c).
-
-    `gradient_scale` (a number, or a scalar on the device, which nobody waits for) is what the gradient of the result is
-    expected to be, e.g. the loss scale divided by the targets of the step. The gradients made here are multiplied by it
-    and the backward pass only makes up the difference, so it changes nothing but the range: in fp16, whose gradients
-    would vanish unscaled, it has to be given; bf16 and fp32 can do without. The weight's gradient is handed out, not
-    copied: one backward pass.
+    them in fp32; gradients of the weight are added up in fp32, and handed out, not copied: one backward pass.
     """
+    how, device = how or How(), hidden.device.type
     rows = hidden.reshape(-1, hidden.shape[-1])
     n_words, width = weight.shape
-    tile = tile_tokens or default_tile_tokens(n_words, hidden.device.type, width if weight.requires_grad else 0)
-    how = _How(tile, soft_cap, label_smoothing, gradient_scale, torch.is_grad_enabled(), labelled.log_probs)
-    loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled.positions, labelled.targets, how)
+    tile = how.tile_tokens or default_tile_tokens(n_words, device, width if weight.requires_grad else 0)
+    is_fp32 = hidden.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(device)
+    how = replace(how, tile_tokens=tile, is_lean=how.is_lean and device == "cpu" and is_fp32 and HAS_ONE_DNN)
+    loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled, how, torch.is_grad_enabled())
     return loss
 
 
-@dataclass(frozen=True)
-class _How:
-    tile_tokens: int
-    soft_cap: float | None
-    label_smoothing: float
-    gradient_scale: float | Tensor
-    wants_gradients: bool
-    log_probs: Tensor | None
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, is_lean: bool) -> Tensor:
+    """rows [n, i], weight [o, i], bias [o] -> [n, o], without a gradient."""
+    if is_lean:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        return out
+    found = torch.mm(rows, weight.t())
+    return found if bias is None else found.add_(bias)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -76,15 +82,17 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, targets: Tensor, how: _How
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How, records: bool
     ) -> Tensor:
-        """hidden [N, h], weight [V, h], bias [V], positions and targets [n]; returns the summed loss."""
+        """hidden [N, h], weight [V, h], bias [V]; returns the summed loss. `records`: gradients are recorded."""
+        positions, targets, log_probs = labelled.positions, labelled.targets, labelled.log_probs
         device = hidden.device.type
         computed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         summed = torch.promote_types(computed, torch.float32)
-        of_hidden, of_weight, of_bias = (how.wants_gradients and needed for needed in ctx.needs_input_grad[:3])
+        of_hidden, of_weight, of_bias = (records and needed for needed in ctx.needs_input_grad[:3])
+        wants = of_hidden or of_weight or of_bias
         n, (n_words, width) = len(positions), weight.shape
-        tile = max(1, min(how.tile_tokens, n))
+        tile = max(1, min(how.tile_tokens or n, n))
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         new = hidden.new_empty
         grad_hidden = new((n, width), dtype=computed) if of_hidden else None
@@ -95,23 +103,20 @@ class _HeadLoss(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             matrix = weight.to(computed)
             shift = None if bias is None else bias.to(computed)
-            logits = new((tile, n_words), dtype=computed)
             product = new((n_words, width), dtype=computed) if of_weight and computed != summed and n > tile else None
             for start in range(0, n, tile):
                 part = slice(start, start + tile)
                 inputs = hidden.index_select(0, positions[part]).to(computed)
-                scores = logits[: len(inputs)]
-                torch.mm(inputs, matrix.t(), out=scores)
-                if shift is not None:
-                    scores += shift
-                into = None if how.log_probs is None else how.log_probs[part]
-                total += _to_gradients(scores, targets[part], how, of_hidden or of_weight or of_bias, summed, into)
+                scores = _product(inputs, matrix, shift, how.is_lean)
+                into = None if log_probs is None else log_probs[part]
+                total += _to_gradients(scores, targets[part], how, wants, summed, into)
                 if grad_hidden is not None:
-                    torch.mm(scores, matrix, out=grad_hidden[part])
+                    grad_hidden[part] = _product(scores, matrix.t(), None, how.is_lean)
                 if grad_weight is not None:
                     _add_product(grad_weight, scores.t(), inputs, product, is_first=start == 0)
                 if grad_bias is not None:
                     grad_bias += scores.sum(0, dtype=summed)
+                del scores  # before those of the next tile are made
         ctx.how, ctx.n_rows, ctx.dtypes = how, len(hidden), (hidden.dtype, weight.dtype)
         ctx.of_weight, ctx.of_bias, ctx.is_spent = grad_weight, grad_bias, False
         ctx.save_for_backward(positions, grad_hidden)
@@ -140,34 +145,41 @@ class _HeadLoss(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, None
 
 
+def _chances(scores: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """(softmax of scores [t, V], its logarithm at words [t, 1]), with one exponential for each score."""
+    chances = torch.softmax(scores, -1)
+    of_all = scores.amax(-1, keepdim=True) - chances.amax(-1, keepdim=True).log_()  # logarithm of the sum
+    return chances, scores.gather(1, words) - of_all
+
+
 def _to_gradients(
-    scores: Tensor, targets: Tensor, how: _How, wants: bool, summed: torch.dtype, log_probs: Tensor | None
+    scores: Tensor, targets: Tensor, how: How, wants: bool, summed: torch.dtype, log_probs: Tensor | None
 ) -> Tensor:
     """The summed loss of scores [t, V], which become its gradient (scaled) where `wants`; fills `log_probs` [t]."""
     n_words = scores.shape[1]
-    is_cpu = scores.device.type == "cpu"
-    block_bytes = CPU_BLOCK_BYTES * torch.get_num_threads() if is_cpu else CUDA_BLOCK_BYTES
-    n_rows = max(1, block_bytes // (summed.itemsize * n_words))
-    if is_cpu:
-        n_rows = max(n_rows, torch.get_num_threads())
+    n_threads = torch.get_num_threads() if scores.device.type == "cpu" else 0
+    block_bytes = CPU_BLOCK_BYTES * n_threads or CUDA_BLOCK_BYTES
+    n_rows = max(1, n_threads, block_bytes // (summed.itemsize * n_words))
     smooth, cap, scale = how.label_smoothing, how.soft_cap, how.gradient_scale
     is_simple = cap is None and not smooth and not isinstance(scale, Tensor) and scale == 1
     total = torch.zeros((), dtype=torch.float64, device=scores.device)
     for start in range(0, len(scores), n_rows):
         block, words = scores[start : start + n_rows], targets[start : start + n_rows].unsqueeze(1)
-        if cap is not None:
-            bent = torch.tanh(block.to(summed) / cap)
-            logs = torch.log_softmax(bent * cap, -1)
+        if is_simple and wants and how.is_lean:
+            chances, of_words = _chances(block, words)
+            block.copy_(chances)
         else:
-            logs = torch.log_softmax(block, -1, dtype=summed)
-        of_words = logs.gather(1, words)
+            bent = block if cap is None else torch.tanh(block.to(summed) / cap)
+            logs = torch.log_softmax(bent if cap is None else bent * cap, -1, dtype=summed)
+            of_words = logs.gather(1, words)
         total -= (1 - smooth) * of_words.sum()
         if log_probs is not None:
             log_probs[start : start + n_rows] = of_words[:, 0]
         if smooth:
             total -= smooth / n_words * logs.sum()
         if wants and is_simple:  # softmax minus one at the word, which is rounded only once
-            torch.exp(logs, out=block)
+            if not how.is_lean:
+                torch.exp(logs, out=block)
             block.scatter_(1, words, torch.expm1(of_words).to(block.dtype))
         elif wants:
             gradient = logs.exp_()
@@ -213,6 +225,8 @@ class Head:
     soft_cap: float | None
     shift: Tensor | None = None
     """[1, V], added to the logits beside the layer's own bias, and not trained: that of BART and its kin."""
+    is_lean: bool = True
+    """As in `How`."""
 
     @property
     def bias(self) -> Tensor | None:
@@ -278,10 +292,7 @@ def language_model_loss(
         head.linear.weight,
         head.bias,
         labelled_of(batch, task),
-        tile_tokens=tile_tokens,
-        soft_cap=head.soft_cap,
-        label_smoothing=label_smoothing,
-        gradient_scale=gradient_scale,
+        How(tile_tokens, head.soft_cap, label_smoothing, gradient_scale, head.is_lean),
     )
 
 
@@ -317,9 +328,7 @@ def loss_and_log_probs(
         head.linear.weight,
         head.bias,
         replace(labelled, log_probs=words),
-        tile_tokens=tile_tokens,
-        soft_cap=head.soft_cap,
-        label_smoothing=label_smoothing,
+        How(tile_tokens, head.soft_cap, label_smoothing, is_lean=head.is_lean),
     )
     return loss, _by_document(words, batch, labelled)
 

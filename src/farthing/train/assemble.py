@@ -145,6 +145,7 @@ def _steps_of(attempt: Attempt, settings: Settings) -> Steps:
         reads_labelled=forward.reads_labelled,
         own_kernels=forward.own_kernels,
         few_shapes=forward.few_shapes,
+        lean_head=forward.lean_head,
         compiled=isinstance(attempt.kernels.compiled, int),
         kernels="liger" if liger and not liger.startswith("no ") else "torch",
     )

@@ -21,7 +21,7 @@ from farthing.train.attempt import Attempt, Context
 from farthing.train.autotune_cache import PROBES, known_settings, subject_of
 from farthing.train.setup import Examples, Inputs
 
-SAID_LATER = ("reads_first", "reads_labelled", "own_kernels", "few_shapes")
+SAID_LATER = ("reads_first", "reads_labelled", "own_kernels", "few_shapes", "lean_head")
 """Settings that no run had before it said so."""
 
 
