@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from farthing.durability.opening import opened, opened_early
+    from farthing.durability.opening import likely_folder, opened, opened_early
 
     if arguments.ancestor is not None:
         arguments.set = [*arguments.set, f"model.from_run={json.dumps(arguments.ancestor)}"]
@@ -93,6 +93,11 @@ def _run(arguments: argparse.Namespace) -> int:
         attempt = None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
 
         from farthing.durability.run_folder import is_finished
+        from farthing.model.light_torch import load_libraries
+
+        may_be_finished = is_finished(likely_folder(Path(arguments.job), arguments.set) or Path())
+        loading = None if arguments.retry or seat.by or may_be_finished else load_libraries()
+
         from farthing.planner.preflight import load_job_or_tell_all
         from farthing.report.receipt import leave_receipt
 
@@ -121,7 +126,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if attempt is None:
             attempt = stack.enter_context(opened(folder, job.usd_per_hour))
         attempt.ledger.set_price(job.usd_per_hour)
-        outcome = _train_once(arguments, job, offer, attempt)
+        outcome = _train_once(arguments, job, offer, attempt, loading)
     if isinstance(outcome, str):
         receipt = leave_receipt(folder)
         return _show_end(arguments, rich_console(stderr=arguments.json), "limit", outcome, receipt, EXIT_LIMIT)
@@ -141,7 +146,7 @@ def _from_launchers(arguments: argparse.Namespace, *, is_told: bool) -> list[str
     return overrides
 
 
-def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> Any:
+def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any, loading: Any) -> Any:
     """The `Outcome` of an attempt that is on the bill; why it was not begun, where a limit has no room for it."""
     from farthing.events import Note, Working
     from farthing.planner.preflight import look_over
@@ -164,6 +169,8 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
 
     try:
         with handled(leave):  # until the run itself listens
+            if loading is not None:
+                loading.join()
             with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
                 from farthing.model.light_imports import import_lightly
 

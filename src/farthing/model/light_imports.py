@@ -17,10 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from farthing.model.light_torch import import_torch
+
 COMPILER = "torch._dynamo"
 HEAVY = (
     COMPILER,
-    *(f"torch.distributed.{part}" for part in ("_composable", "checkpoint", "fsdp", "tensor")),
+    *(
+        f"torch.distributed.{part}"
+        for part in ("_composable", "_functional_collectives", "checkpoint", "fsdp", "tensor")
+    ),
     "accelerate",
 )
 _LIBRARY = "transformers"
@@ -146,6 +151,7 @@ def import_lightly() -> None:
 
     Does nothing where it is imported already, and on a machine with a GPU of torch, where this was never run.
     """
+    import_torch()
     import torch
 
     if _LIBRARY in sys.modules or COMPILER in sys.modules or torch.cuda.is_available():

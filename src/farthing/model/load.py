@@ -24,6 +24,7 @@ from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 from farthing.model.hollow import hollow
+from farthing.model.light_torch import with_shapes
 from farthing.model.loss import decoder_inputs
 from farthing.model.positions import max_positions, most_unblocked, scale_positions, stretch
 from farthing.model.weights import ends_of_weights, weights_sha256
@@ -36,6 +37,7 @@ def auto_class(task: str) -> Any:
     return getattr(transformers, task_of(task).auto_class)
 
 
+@with_shapes
 def skeleton(config: Any, task: str, *, trust_remote_code: bool = False) -> Any:
     """A model without weights: its layers and their shapes."""
     with torch.device("meta"):
@@ -213,6 +215,7 @@ class FourBits(NamedTuple):
     but: tuple[str, ...] = ()
 
 
+@with_shapes
 def load_model(
     choice: ModelChoice,
     config: Any,
