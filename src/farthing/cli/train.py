@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from farthing.durability.opening import likely_folder, opened, opened_early
+    from farthing.durability.opening import opened, opened_early
 
     if arguments.ancestor is not None:
         arguments.set = [*arguments.set, f"model.from_run={json.dumps(arguments.ancestor)}"]
@@ -92,12 +92,9 @@ def _run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on
         attempt = None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
 
+        loading = None if arguments.retry or seat.by else _begin_to_load(arguments)
+
         from farthing.durability.run_folder import is_finished
-        from farthing.model.light_torch import load_libraries
-
-        may_be_finished = is_finished(likely_folder(Path(arguments.job), arguments.set) or Path())
-        loading = None if arguments.retry or seat.by or may_be_finished else load_libraries()
-
         from farthing.planner.preflight import load_job_or_tell_all
         from farthing.report.receipt import leave_receipt
 
@@ -132,6 +129,16 @@ def _run(arguments: argparse.Namespace) -> int:
         return _show_end(arguments, rich_console(stderr=arguments.json), "limit", outcome, receipt, EXIT_LIMIT)
     console = rich_console(stderr=arguments.json, goes_on=True)
     return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
+
+
+def _begin_to_load(arguments: argparse.Namespace) -> Any:
+    """The thread that links torch's libraries meanwhile; None where the run that is named is finished."""
+    from farthing.durability.opening import likely_folder
+    from farthing.durability.run_folder import is_finished
+    from farthing.model.light_torch import load_libraries
+
+    folder = likely_folder(Path(arguments.job), arguments.set)
+    return None if folder is not None and is_finished(folder) else load_libraries()
 
 
 def _from_launchers(arguments: argparse.Namespace, *, is_told: bool) -> list[str]:
