@@ -5,12 +5,12 @@ What a whole run imports, and that it ends in the same bits, is in `test_start_u
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,29 +179,59 @@ def test_the_compiler_hears_what_it_would_have_heard() -> None:
     assert heard == [left_alone]
 
 
-def test_files_are_looked_through_once_and_give_the_same_names(tmp_path: Path) -> None:
+def test_files_of_models_are_looked_through_when_a_name_of_theirs_is_asked_for_and_give_the_same_names() -> None:
+    import transformers
+
     scan = importlib.import_module("transformers.utils.import_utils")
-    texts = [
+    names = ("__name__", "__file__", "fetch__all__", "define_import_structure")
+    copy = SimpleNamespace(
+        **{name: getattr(scan, name) for name in names}, _LazyModule=type("Lazy", (scan._LazyModule,), {})
+    )
+    light_imports._look_later(copy)
+    later = copy.define_import_structure
+    light_imports._look_later(copy)
+    assert copy.define_import_structure is later
+    light_imports._look_later(object())  # another version of the library, which has no such functions
+    models = Path(scan.__file__).parents[1] / "models"
+
+    def module(kind: Any, structure: Any) -> Any:
+        structure[frozenset()].update({"activations": {"ACT2FN"}})  # as transformers does
+        return kind("transformers", transformers.__file__, structure, extra_objects={"__version__": "of a test"})
+
+    light = module(copy._LazyModule, later(models, prefix="models"))
+    plain = module(scan._LazyModule, scan.define_import_structure.__wrapped__(models, prefix="models"))
+    assert light.AutoConfig is transformers.AutoConfig
+    assert light.activations is transformers.activations
+    assert light.__version__ == "of a test"
+    assert not hasattr(light, "__wrapped__")
+    assert "LlamaConfig" not in light._class_to_module, "nobody has asked for it"
+    assert light.LlamaConfig is transformers.LlamaConfig
+    assert set(light.__all__) == set(plain.__all__)
+    for kept in ("_class_to_module", "_modules", "_object_missing_backend"):
+        assert getattr(light, kept) == getattr(plain, kept)
+    assert {k: set(v) for k, v in light._import_structure.items()} == {
+        k: set(v) for k, v in plain._import_structure.items()
+    }
+    with pytest.raises(AttributeError):
+        light.NoSuchModel  # noqa: B018
+    again = module(copy._LazyModule, later(models, prefix="models"))
+    assert set(again.__all__) == set(plain.__all__)
+
+
+def test_names_of_a_file_are_found_from_their_last_mention_on() -> None:
+    scan = importlib.import_module("transformers.utils.import_utils")
+    names = ("__name__", "__file__", "fetch__all__", "define_import_structure")
+    copy = SimpleNamespace(
+        **{name: getattr(scan, name) for name in names}, _LazyModule=type("Lazy", (scan._LazyModule,), {})
+    )
+    light_imports._look_later(copy)
+    for text in (
         "x = 1\n",
         "__all__ = ['A', 'B']",
         "import a\n__all__ = ['A']\n\nfor __all__ in []: pass\n__all__ = [\n    'C',\n    'D',\n]\n",
         "# about __all__\ny = 2\n",
-    ]
-    expected = [scan.fetch__all__(text) for text in texts]
-
-    class Copy:
-        __name__ = scan.__name__
-        fetch__all__ = staticmethod(scan.fetch__all__)
-        create_import_structure_from_path = staticmethod(functools.lru_cache(lambda path: path))
-
-    copy = Copy()
-    light_imports._look_once(copy)
-    assert [copy.fetch__all__(text) for text in texts] == expected
-    assert copy.create_import_structure_from_path.cache_info().maxsize is None
-    once = copy.fetch__all__
-    light_imports._look_once(copy)
-    assert copy.fetch__all__ is once
-    light_imports._look_once(object())  # another version of the library, which has no such functions
+    ):
+        assert copy.fetch__all__(text) == scan.fetch__all__(text)
 
 
 def test_beside_a_gpu_everything_is_imported_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ The slow import is a torch of our own that sleeps; twenty kills of real processe
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import pytest
 import workshop
 from farthing.durability.accounts import Account, read_ledger
 from farthing.errors import RunChanged
+from farthing.train.loop import rare_collections
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,8 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
         "import gc, sys, farthing.cli\n"
         f"code = farthing.cli.main(['train', {str(path)!r}, *sys.argv[1:]])\n"
         "heavy = ['torch', 'transformers', 'transformers.trainer_utils', 'peft', 'datasets', 'pandas', 'torch._dynamo',\n"
-        "         'sympy', 'accelerate', 'torch.distributed.tensor', 'torch.distributed.checkpoint']\n"
+        "         'sympy', 'accelerate', 'torch.distributed.tensor', 'torch.distributed.checkpoint',\n"
+        "         'torch._meta_registrations', 'torch._prims', 'torch.distributed._functional_collectives']\n"
         "print(','.join(name for name in heavy if name in sys.modules) or '-', file=sys.stderr)\n"
         "print(sum(each['collections'] for each in gc.get_stats()), file=sys.stderr)\n"
         "sys.exit(code)\n"
@@ -131,6 +134,25 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
         with pytest.raises(RunChanged):  # though it is finished
             workshop.train(workshop.load_job(path, words))
     assert [a.state for a in read_ledger(run / "ledger.jsonl").ordered] == ["finished"]
+
+
+def test_what_is_frozen_is_not_counted_where_the_collector_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("it walks through all that is imported"))
+    frozen: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append("frozen"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: frozen.append("unfrozen"))
+    gc.disable()
+    try:
+        with rare_collections():
+            assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert frozen == []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    with rare_collections():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert frozen == ["frozen", "unfrozen"]
 
 
 @pytest.mark.slow

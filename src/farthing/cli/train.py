@@ -92,6 +92,8 @@ def _run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on
         attempt = None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
 
+        loading = None if arguments.retry or seat.by else _begin_to_load(arguments)
+
         from farthing.durability.run_folder import is_finished
         from farthing.planner.preflight import load_job_or_tell_all
         from farthing.report.receipt import leave_receipt
@@ -121,12 +123,22 @@ def _run(arguments: argparse.Namespace) -> int:
         if attempt is None:
             attempt = stack.enter_context(opened(folder, job.usd_per_hour))
         attempt.ledger.set_price(job.usd_per_hour)
-        outcome = _train_once(arguments, job, offer, attempt)
+        outcome = _train_once(arguments, job, offer, attempt, loading)
     if isinstance(outcome, str):
         receipt = leave_receipt(folder)
         return _show_end(arguments, rich_console(stderr=arguments.json), "limit", outcome, receipt, EXIT_LIMIT)
     console = rich_console(stderr=arguments.json, goes_on=True)
     return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
+
+
+def _begin_to_load(arguments: argparse.Namespace) -> Any:
+    """The thread that links torch's libraries meanwhile; None where the run that is named is finished."""
+    from farthing.durability.opening import likely_folder
+    from farthing.durability.run_folder import is_finished
+    from farthing.model.light_torch import load_libraries
+
+    folder = likely_folder(Path(arguments.job), arguments.set)
+    return None if folder is not None and is_finished(folder) else load_libraries()
 
 
 def _from_launchers(arguments: argparse.Namespace, *, is_told: bool) -> list[str]:
@@ -141,7 +153,7 @@ def _from_launchers(arguments: argparse.Namespace, *, is_told: bool) -> list[str
     return overrides
 
 
-def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> Any:
+def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any, loading: Any) -> Any:
     """The `Outcome` of an attempt that is on the bill; why it was not begun, where a limit has no room for it."""
     from farthing.events import Note, Working
     from farthing.planner.preflight import look_over
@@ -164,6 +176,8 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
 
     try:
         with handled(leave):  # until the run itself listens
+            if loading is not None:
+                loading.join()
             with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
                 from farthing.model.light_imports import import_lightly
 

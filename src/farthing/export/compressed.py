@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 from farthing.durability.files import read_json
 from farthing.errors import UserMistake
-from farthing.model.load import skeleton
+from farthing.model.hollow import skeleton
+from farthing.model.load import auto_class
 
 METHODS = {
     "fp8": "FP8_DYNAMIC: weights by row and activations by token in 8-bit floats, rounded to nearest",
@@ -54,7 +55,7 @@ class Compression:
 
 def plan_compressed(config: Any, task: str, form: str, *, trust_remote_code: bool = False) -> Compression:
     """What is compressed of a model by its configuration. Raises `UserMistake` for what can't be."""
-    model = skeleton(config, task, trust_remote_code=trust_remote_code)
+    model = skeleton(auto_class(task), config, trust_remote_code=trust_remote_code)
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     output = model.get_output_embeddings()
     heads = {name for name, module in linear.items() if module is output or WHOLE & set(name.split("."))}

@@ -20,7 +20,8 @@ from safetensors import safe_open
 from farthing.errors import ModelError, UserMistake
 from farthing.export.gguf_families import Array, Family, family_of, lay_out, settings_of, taken_back
 from farthing.export.gguf_tokens import tokenizer_settings
-from farthing.model.load import skeleton
+from farthing.model.hollow import skeleton
+from farthing.model.load import auto_class
 
 BITS = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 """What is written here, by llama.cpp's names."""
@@ -64,7 +65,7 @@ def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str, *, i
         )
     family = family_of(config, task)
     places = _places(gguf, config, family)
-    model = skeleton(config, task)
+    model = skeleton(auto_class(task), config)
     own = dict(model.named_parameters())  # each once: what another weight is too is not written
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own.keys()
     for weight in model.state_dict():

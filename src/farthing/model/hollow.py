@@ -6,6 +6,15 @@ from typing import Any
 
 import torch
 
+from farthing.model.light_torch import with_shapes
+
+
+@with_shapes
+def skeleton(auto: Any, config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The layers of a model and their shapes, without memory."""
+    with torch.device("meta"):
+        return auto.from_config(config, trust_remote_code=trust_remote_code)
+
 
 def hollow(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
     """The model as it is read, but for its weights, one number in memory each: who has none gets them from another process."""

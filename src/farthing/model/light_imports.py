@@ -13,14 +13,21 @@ import functools
 import importlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from farthing.model.light_torch import import_torch
 
 COMPILER = "torch._dynamo"
 HEAVY = (
     COMPILER,
-    *(f"torch.distributed.{part}" for part in ("_composable", "checkpoint", "fsdp", "tensor")),
+    *(
+        f"torch.distributed.{part}"
+        for part in ("_composable", "_functional_collectives", "checkpoint", "fsdp", "tensor")
+    ),
     "accelerate",
 )
 _LIBRARY = "transformers"
@@ -146,6 +153,7 @@ def import_lightly() -> None:
 
     Does nothing where it is imported already, and on a machine with a GPU of torch, where this was never run.
     """
+    import_torch()
     import torch
 
     if _LIBRARY in sys.modules or COMPILER in sys.modules or torch.cuda.is_available():
@@ -196,14 +204,66 @@ def _import(
         return _Module(name)
     found = _plain_import(name, globals, locals, fromlist, level)
     if name == "utils.import_utils" and (scan := sys.modules.get(f"{_LIBRARY}.utils.import_utils")) is not None:
-        _look_once(scan)
+        _look_later(scan)
     return found
 
 
-def _look_once(scan: Any) -> None:
-    """transformers looks for `__all__` in its 1,600 files twice, line by line: once is enough, from the last mention on."""
-    structure_of = getattr(getattr(scan, "create_import_structure_from_path", None), "__wrapped__", None)
-    names_in = getattr(scan, "fetch__all__", None)
-    if structure_of is not None and names_in is not None and names_in.__module__ == scan.__name__:  # else it is done
-        scan.create_import_structure_from_path = functools.cache(structure_of)
-        scan.fetch__all__ = lambda text: names_in(text[text.rfind("\n__all__") + 1 :])
+class _Part(dict[Any, Any]):
+    """What is known of the names in a folder of transformers: those of its `auto`; `whole` finds all."""
+
+    whole: Callable[[], dict[Any, Any]]
+
+
+def _look_later(scan: Any) -> None:
+    """transformers looks for `__all__` in its 2,200 files of models: here only in those of `models/auto` until another name is
+    asked for, and from the last mention on."""
+    needs = "__file__", "fetch__all__", "define_import_structure", "_LazyModule"
+    if not all(hasattr(scan, name) for name in needs) or scan.fetch__all__.__module__ != scan.__name__:
+        return  # another version, or it is done
+    names_in, plain, lazy = scan.fetch__all__, scan.define_import_structure, scan._LazyModule
+    scan.fetch__all__ = lambda text: names_in(text[text.rfind("\n__all__") + 1 :])
+    begin, find, lock, models = (
+        lazy.__init__,
+        lazy.__getattr__,
+        threading.Lock(),
+        Path(scan.__file__).parents[1] / "models",
+    )
+    maps = "_class_to_module", "_modules", "_objects", "_object_missing_backend"
+    if not (models / "auto").is_dir() or not {*maps, "__all__", "__path__"} <= {*begin.__code__.co_names}:
+        return
+
+    def define(module_path: Any, prefix: str | None = None) -> Any:
+        if Path(module_path) not in (models, models / "__init__.py"):
+            return plain(module_path, prefix)
+        known = plain(models / "auto", f"{prefix}.auto" if prefix else "auto")
+        part = _Part({frozenset(): {}} | {backends: dict(names) for backends, names in known.items()})
+        part.whole = functools.partial(plain, module_path, prefix)
+        return part
+
+    def begin_with_part(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        for part in (*args, *kwargs.values()):
+            if isinstance(part, _Part):
+                del self.__all__
+                vars(self)["_part"] = part
+
+    def complete(self: Any) -> None:
+        with lock:
+            if (part := vars(self).get("_part")) is not None:
+                structure = part.whole()
+                structure[frozenset()].update(part[frozenset()])  # to which transformers has added its own
+                whole = vars(lazy(self.__name__, self.__file__, structure, self.__spec__, self._objects))
+                vars(self).update({key: whole[key] for key in whole if key == "__all__" or not key.startswith("__")})
+                del self._part
+
+    def find_in_all(self: Any, name: str) -> Any:
+        of_python = name.startswith("__") and name != "__all__"
+        if "_part" not in vars(self) or of_python or any(name in vars(self)[known] for known in maps):
+            return find(self, name)
+        file = Path(self.__path__[0]) / name
+        if file.is_dir() or file.with_suffix(".py").is_file():
+            return importlib.import_module(f"{self.__name__}.{name}")
+        complete(self)
+        return getattr(self, name)
+
+    lazy.__init__, lazy.__getattr__, scan.define_import_structure = begin_with_part, find_in_all, define

@@ -23,7 +23,8 @@ from farthing.data.encode import first_tokens, sides_of
 from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
-from farthing.model.hollow import hollow
+from farthing.model.hollow import hollow, skeleton
+from farthing.model.light_torch import with_shapes
 from farthing.model.loss import decoder_inputs
 from farthing.model.positions import max_positions, most_unblocked, scale_positions, stretch
 from farthing.model.weights import ends_of_weights, weights_sha256
@@ -34,12 +35,6 @@ from farthing.tasks.registry import task_of
 def auto_class(task: str) -> Any:
     """The class of transformers that loads models for a task."""
     return getattr(transformers, task_of(task).auto_class)
-
-
-def skeleton(config: Any, task: str, *, trust_remote_code: bool = False) -> Any:
-    """A model without weights: its layers and their shapes."""
-    with torch.device("meta"):
-        return auto_class(task).from_config(config, trust_remote_code=trust_remote_code)
 
 
 @dataclass(frozen=True)
@@ -213,6 +208,7 @@ class FourBits(NamedTuple):
     but: tuple[str, ...] = ()
 
 
+@with_shapes
 def load_model(
     choice: ModelChoice,
     config: Any,
@@ -390,7 +386,7 @@ def _without_places(value: Any) -> Any:
 
 def _head_of(config: Any, choice: ModelChoice, task: str) -> list[str]:
     """The names of a model's classification head or output layer."""
-    model = skeleton(config, task, trust_remote_code=choice.trust_remote_code)
+    model = skeleton(auto_class(task), config, trust_remote_code=choice.trust_remote_code)
     if not task_of(task).scores_tokens:
         return new_heads(model)
     output = model.get_output_embeddings()

@@ -56,14 +56,7 @@ from farthing.errors import (
 )
 from farthing.events import Emit, Note, Warned, Working
 from farthing.export.folders import write_card
-from farthing.model.hardware import (
-    Numerics,
-    choose_numerics,
-    device_name,
-    in_words,
-    of_models_code,
-    taken_bytes,
-)
+from farthing.model.hardware import Numerics, choose_numerics, device_name, in_words, of_models_code, taken_bytes
 from farthing.model.load import quiet_libraries
 from farthing.planner.left_out_loss import is_refused, left_out_loss
 from farthing.planner.software import fp16_risk
