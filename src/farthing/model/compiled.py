@@ -84,7 +84,9 @@ def n_kinds(model: Any) -> int:
     inner, layers = inner_of(model), _layers(model)
     config = inner.config.get_text_config()
     kinds = len({type(layer) for layer in layers}) * len(set(getattr(config, "layer_types", None) or [""]))
-    is_frozen = not any(weight.requires_grad for weight in inner.get_input_embeddings().parameters())
+    embeddings = inner.get_input_embeddings()  # Perceiver's are a weight by themselves
+    weights = [embeddings] if torch.is_tensor(embeddings) else embeddings.parameters()
+    is_frozen = not any(weight.requires_grad for weight in weights)
     if inner.config.is_encoder_decoder:
         kinds *= 4
     elif is_frozen and len(layers) > 1:
