@@ -184,3 +184,17 @@ def test_a_run_in_bf16_that_began_before_goes_on_as_it_did(
     assert workshop.train(job).state == "finished"
     assert (kept(run / SETTINGS) or {})["few_shapes"] is False
     assert not taken
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_a_run_in_bf16_that_was_stopped_has_the_losses_of_one_that_was_not(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"family": family, "max_steps": 3, "save_steps": 1, "probe": False, "bf16": True}
+    stopped, whole = (workshop.make_job(tmp_path / name, **keys) for name in ("stopped", "whole"))
+    with monkeypatch.context() as before:
+        before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 1)
+        workshop.train(stopped)
+    workshop.change_facts(Path(stopped.output_dir), finished=None, sealed=None)
+    assert {workshop.train(job).state for job in (stopped, whole)} == {"finished"}
+    assert workshop.losses_of(stopped) == workshop.losses_of(whole)
