@@ -32,9 +32,10 @@ WHOLE = "_meta_registrations _decomp _prims _refs "
 
 def imported(folder: Path, files: dict[str, str], then: str = "") -> str:
     """What `import_torch` of a torch of these files and `then` import, in their order; the last line of an error."""
-    (folder / "torch").mkdir()
+    (folder / "torch/lib").mkdir(parents=True)
     for name, text in files.items():
-        (folder / "torch" / f"{name}.py").write_text(f"print({name!r}, end=' ')\n{text}")
+        is_library = name.startswith("lib/")
+        (folder / "torch" / (name if is_library else f"{name}.py")).write_text(f"print({name!r}, end=' ')\n{text}")
     code = (
         "import importlib, sys\nfrom farthing.model import light_torch\n"
         f"sys.path.insert(0, {str(folder)!r})\nlight_torch.import_torch()\n{then}\n"
@@ -66,7 +67,7 @@ def test_who_asks_for_a_private_part_of_torch_finds_all_of_it_in_its_order_and_o
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("cuda", "def is_available(): return True\n"),
+        ("lib/libtorch_cuda.so", ""),
         ("__init__", "from torch import _meta_registrations, cuda\n"),
         (
             "__init__",
@@ -74,7 +75,7 @@ def test_who_asks_for_a_private_part_of_torch_finds_all_of_it_in_its_order_and_o
         ),
         ("__init__", "import torch._meta_registrations\nfrom torch import cuda\n_lazy_modules = set()\n"),
     ],
-    ids=["beside a GPU", "without names that come later", "a name is taken", "another way"],
+    ids=["a build for GPUs", "without names that come later", "a name is taken", "another way"],
 )
 def test_where_torch_is_not_as_expected_it_is_imported_whole(tmp_path: Path, name: str, text: str) -> None:
     found = imported(tmp_path, {**PLAIN, name: text}, "import torch; assert torch._meta_registrations.device_hint")

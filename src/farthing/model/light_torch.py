@@ -42,14 +42,20 @@ def load_libraries() -> threading.Thread:
     return thread
 
 
+def _libraries() -> Path | None:
+    """Where torch's libraries are; None for a build for GPUs, and where there is no torch or it is imported already."""
+    spec = importlib.util.find_spec("torch") if "torch" not in sys.modules else None
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent / "lib"
+    return None if any(next(folder.glob(pattern), None) for pattern in _OF_GPUS) else folder
+
+
 def _load_libraries() -> None:
     with contextlib.suppress(Exception):  # torch will say what is wrong with it
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None or "torch" in sys.modules:
-            return
-        folder, dlopen = Path(spec.origin).parent / "lib", ctypes.CDLL(None).dlopen  # called so, it leaves the lock
+        dlopen = ctypes.CDLL(None).dlopen  # called so, it leaves the lock
         dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-        if any(next(folder.glob(pattern), None) for pattern in _OF_GPUS):
+        if (folder := _libraries()) is None:
             return
         for name, how in _LIBRARIES:
             if not (folder / name).is_file() or not dlopen(os.fsencode(folder / name), os.RTLD_NOW | how):
@@ -93,9 +99,9 @@ class _Whole(MetaPathFinder, Loader):
 def import_torch() -> None:
     """`import torch` without `SHAPES`, which is imported before any private module of torch is, and by `with_shapes`.
 
-    With it beside a GPU, where this was never run, and where torch does not take it as expected.
+    A build for GPUs, with which this was never run, is imported as it is, and so is a torch that does not take it as expected.
     """
-    if "torch" in sys.modules:
+    if _libraries() is None:
         return
     left_out = sys.modules[SHAPES] = _LeftOut(SHAPES)
     try:
@@ -106,7 +112,7 @@ def import_torch() -> None:
     known, name = vars(torch), SHAPES.partition(".")[2]
     if known.get(name) is left_out:
         del known[name]
-        if isinstance(by_name := known.get("_lazy_modules"), set) and not torch.cuda.is_available():
+        if isinstance(by_name := known.get("_lazy_modules"), set):
             by_name |= {name, "_decomp", "_prims", "_refs"}
             sys.meta_path.insert(0, _Whole())
             return
