@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -37,6 +38,7 @@ class Console(http.server.BaseHTTPRequestHandler):
     """Takes deletions, the second time it is asked."""
 
     asked: list[tuple[str, str | None, bool]]
+    begun: list[subprocess.Popen[bytes]]
     done: Path
 
     def do_DELETE(self) -> None:
@@ -53,11 +55,15 @@ class Console(http.server.BaseHTTPRequestHandler):
 def console(tmp_path: Path) -> Iterator[type[Console]]:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(REDIRECT)
-    handler = type("Handler", (Console,), {"asked": [], "done": tmp_path / "done"})
+    handler: Any = type("Handler", (Console,), {"asked": [], "begun": [], "done": tmp_path / "done"})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        handler.address = f"http://127.0.0.1:{server.server_port}"  # type: ignore[attr-defined]
+        handler.address = f"http://127.0.0.1:{server.server_port}"
         yield handler
+        for process in handler.begun:  # what is left of a container ends with it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         server.shutdown()
 
 
@@ -79,45 +85,41 @@ def begun(tmp_path: Path, console: Any, farthing: str, most_s: int, created_at: 
     values = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path / "site"),
               "CONSOLE": console.address, "CONTAINER_ID": "77", "CONTAINER_API_KEY": KEY, "DONE": str(console.done),
               CREATED_AT: f"{created_at:.0f}"}  # fmt: skip
-    return subprocess.Popen(words, env=values, start_new_session=True)
+    process = subprocess.Popen(words, env=values, start_new_session=True)
+    console.begun.append(process)
+    return process
 
 
 @pytest.mark.parametrize("created_at", [0.0, 4e9], ids=["clock behind", "clock ahead"])
 def test_an_instance_deletes_itself_when_its_run_has_ended_and_asks_again(
     tmp_path: Path, console: Any, created_at: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vast, "AGAIN_S", 0)
+    monkeypatch.setattr(vast, "AGAIN_S", 0.5)
     process = begun(tmp_path, console, 'sleep 0.2; touch "$DONE"', 3600, created_at)
     assert process.wait(120) == 0
     assert console.asked == [("/api/v0/instances/77/", f"Bearer {KEY}", True)] * 2, "not before its run had ended"
-    os.killpg(process.pid, signal.SIGKILL)  # the watch for its end, which the end of a container ends too
 
 
 def test_an_instance_deletes_itself_at_its_end_though_its_run_hangs(
     tmp_path: Path, console: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vast, "AGAIN_S", 0)
+    monkeypatch.setattr(vast, "AGAIN_S", 0.5)
     process = begun(tmp_path, console, "trap '' TERM; while :; do sleep 0.1; done", 2, time.time())
-    try:
-        until(lambda: len(console.asked) == 2)
-        assert process.poll() is None
-        assert not any(KEY.encode() in title for title in titles_of_processes())
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    until(lambda: len(console.asked) == 2)
+    assert process.poll() is None
+    assert not any(KEY.encode() in title for title in titles_of_processes())
 
 
 def test_an_instance_that_is_taken_away_saves_first(
     tmp_path: Path, console: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vast, "AGAIN_S", 0)
+    monkeypatch.setattr(vast, "AGAIN_S", 0.5)
     farthing = """trap 'touch "$DONE"; exit 75' TERM; touch "$DONE.up"; while :; do sleep 0.05; done"""
     process = begun(tmp_path, console, farthing, 3600, time.time())
     until((tmp_path / "done.up").exists)
     process.terminate()
     assert process.wait(120) == 75
     assert [is_done for _, _, is_done in console.asked] == [True, True]
-    os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_an_image_with_an_entrypoint_runs_our_command_and_not_its_own() -> None:
