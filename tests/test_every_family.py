@@ -103,6 +103,8 @@ def test_what_a_models_own_code_cannot_compute_is_said_in_words(tmp_path: Path) 
         errors_in_words(tmp_path),
     ):
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    with pytest.raises(ModelError, match="no gradient for the weights that are trained"), errors_in_words(tmp_path):
+        torch.zeros(1).backward()
     with pytest.raises(ValueError, match="of our own"), errors_in_words(tmp_path):
         raise ValueError("of our own")
 

@@ -195,6 +195,12 @@ def in_words(error: BaseException) -> HardwareError | None:
 
 def of_models_code(error: Exception) -> ModelError | None:
     """An error out of the code of a model, which may want pictures or a longer text, in words; None for other errors."""
+    if "does not require grad" in str(error):  # as Reformer's, whose layers compute without one
+        return ModelError(
+            "the loss has no gradient for the weights that are trained: the model's own code passes none on",
+            where="method",
+            to_do="train other layers (method.target_modules), or all of them (method: full)",
+        )
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     of_model = [code for code in codes if re.search(r"transformers(_modules|[/\\]models)[/\\]", code.co_filename)]
     if not of_model:
