@@ -137,6 +137,15 @@ def keys_of(pairs: list[str], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def without_places(found: Any) -> Any:
+    """Results with the last part of every absolute path alone: they are read on other machines."""
+    if isinstance(found, dict):
+        return {key: without_places(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [without_places(value) for value in found]
+    return Path(found).name if isinstance(found, str) and Path(found).is_absolute() else found
+
+
 def machine(asked: argparse.Namespace) -> dict[str, Any]:
     """What it was run on, and how."""
     from farthing.planner.machine import local_cpu
@@ -244,7 +253,7 @@ def main(words: list[str] | None = None) -> int:
         print(draw(table))
     print(draw_leaks(found["leaks"]))
     if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        asked.json.write_text(json.dumps(without_places(found), indent=1), encoding="utf-8")
     if not found["is_whole"]:
         print("not finished: give the same command again")
     return 0 if found["is_whole"] else 1
