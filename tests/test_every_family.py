@@ -21,7 +21,8 @@ from farthing.model.compiled import n_kinds
 from farthing.model.head import find_head
 from farthing.model.load import ModelChoice, auto_class, check_fits, load_config, load_model
 from farthing.model.one_way import refuse_looking_ahead
-from farthing.model.positions import POSITIONS_AFTER_PADDING, max_positions
+from farthing.model.positions import max_positions
+from farthing.planner.families import POSITIONS_AFTER_PADDING
 from farthing.planner.families import PADS_SAFELY
 from farthing.tasks.registry import task_of
 from farthing.train.run import errors_in_words

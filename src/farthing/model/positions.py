@@ -11,25 +11,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farthing.errors import ModelError
-
-POSITIONS_AFTER_PADDING = frozenset(
-    {
-        *(
-            "camembert",
-            "data2vec-text",
-            "esm",
-            "ibert",
-            "layoutlmv3",
-            "lilt",
-            "longformer",
-            "luke",
-            "markuplm",
-            "mpnet",
-        ),
-        *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-    }
-)
-"""Families whose first token is at the position after the padding index."""
+from farthing.planner.families import POSITIONS_AFTER_PADDING
 
 
 def max_positions(config: Any) -> int | None:

@@ -85,6 +85,9 @@ WHY_NOT_PACKED: Mapping[str, str] = _TABLE["why_not_packed"]
 KNOWN_HEADS = {_HEADS[head]: frozenset(names) for head, names in _TABLE["known_heads"].items()}
 CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES = KNOWN_HEADS[_HEADS["next_token"]], KNOWN_HEADS[_HEADS["pair"]]
 
+POSITIONS_AFTER_PADDING = frozenset(_TABLE["positions_after_padding"])
+"""Families whose first token is at the position after the padding index."""
+
 MOST_READ = 0.65
 """Of a micro-batch's tokens, labelled ones and copies of keys, up to which the last layer is computed for those alone."""
 

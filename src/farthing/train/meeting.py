@@ -125,10 +125,9 @@ def _wait(store: Any, seat: Seat, most_s: float) -> None:
 
 
 def _who(device: torch.device) -> tuple[str, str]:
-    """(kind of device, which one it is of all machines)."""
-    if device.type != "cuda":
-        return device.type, ""
-    return device.type, f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    """(kind of device, which one it is of all machines; "" where that is not known)."""
+    number = str(getattr(torch.cuda.get_device_properties(device), "uuid", "")) if device.type == "cuda" else ""
+    return device.type, f"{socket.gethostname()} {number}" if number.strip("0-") else ""
 
 
 def _refuse_odd(seat: Seat, seen: list[list[str]]) -> None:
