@@ -64,7 +64,7 @@ rehearse-gpu: $(VENV)/rehearse/.ready  ## forward passes on CUDA tensors without
 $(VENV)/rehearse/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)/rehearse
 	$(VENV)/rehearse/bin/python -m pip install --quiet "torch===$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(VENV)/rehearse/bin/python -m pip install --quiet -c constraints.txt -e . liger-kernel
+	$(VENV)/rehearse/bin/python -m pip install --quiet -c constraints.txt -e . liger-kernel bitsandbytes nvidia-ml-py trl pytest
 	touch $@
 
 launch-tools: $(VENV)/launch/.ready $(VENV)/sky/.ready  ## validators of targets of `farthing launch`, apart: 600 MB
