@@ -506,6 +506,25 @@ def test_kernels_follow_the_formula(
                 torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kernel", ["documents", "padded"])
+def test_no_kernel_drops_a_bias(kernel: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: kernel)
+    lengths = [1, 4, 4, 2, 9]
+    q, k, v = heads(sum(lengths))
+    bias = torch.randn(1, 4, 9, 9)
+    hides = torch.full((9, 9), -torch.inf).triu(1) if causal else torch.zeros(9, 9)
+    ours, _ = attend(
+        Layer(), q, k, v, None, is_causal=causal, position_bias=bias + hides, documents=Documents.of(lengths)
+    )
+    parts = zip(*(each.split(lengths, 2) for each in (q, k, v)), lengths, strict=True)
+    theirs = torch.cat([
+        (q @ k.repeat_interleave(2, 1).mT * 16**-0.5 + (bias + hides)[..., :n, :n]).softmax(-1) @ v.repeat_interleave(2, 1)
+        for q, k, v, n in parts
+    ], 2)  # fmt: skip
+    torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=CLOSE, atol=CLOSE)
+
+
 def test_a_window_wider_than_every_document_needs_no_mask() -> None:
     documents = Documents.of([4, 9])
     attend(Layer(), *heads(13), None, sliding_window=9, documents=documents)

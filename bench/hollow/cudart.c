@@ -4,7 +4,7 @@
 //
 // HOLLOW_NAME, HOLLOW_CAPABILITY (9.0), HOLLOW_GIB, HOLLOW_SMS, HOLLOW_SHARED_KIB, HOLLOW_COUNT say what GPU this is.
 // The host reads back what it copied there, but values of up to 16 bytes, which kernels write as a rule: those are zero, and a
-// single byte is 1 (yes). HOLLOW_COPY_MIB: larger copies are counted and not made (weights of large
+// single byte is 1 (yes), unless HOLLOW_VALUES is set. HOLLOW_COPY_MIB: larger copies are counted and not made (weights of large
 // models). HOLLOW_REPORT: where a process that launched anything writes its counts at its end, as JSON; %d is its number. HOLLOW_US:
 // what a launch costs the host, in microseconds (none).
 #define _GNU_SOURCE
@@ -201,7 +201,7 @@ static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpy
   if (down && !up) hollow_counts.copies_down++, hollow_counts.bytes_down += size;
   if (waits || (up != down && !pinned && (down || size > 65536))) hollow_counts.waits_for_copies++;
   if (size > (size_t)(setting("HOLLOW_COPY_MIB", 1e9) * (1 << 20))) return 0;
-  if (down && !up && size <= 16) memset(to, size == 1, size);  // what kernels would have written: zero, and yes
+  if (down && !up && size <= 16 && !setting("HOLLOW_VALUES", 0)) memset(to, size == 1, size);  // what kernels would have written: zero, and yes
   else memmove(to, from, size);
   return 0;
 }

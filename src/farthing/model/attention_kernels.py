@@ -122,6 +122,8 @@ def _per_document(query: Tensor, key: Tensor, value: Tensor, documents: Document
 
 def _even(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
     """Documents of equally many tokens and of equally many keys: query [n, H, L, D], key and value [n, H, K, D]."""
+    if how.bias is not None:
+        return plain_attention(query, key, value, None, how)  # where it is causal, the bias hides what comes later
     length, keys = query.shape[2], key.shape[2]
     mask, is_cut = None, how.causal and how.window is not None and keys > how.window
     in_blocks = how.softcap is None and not how.dropout and not is_cut and is_quicker_in_blocks(query, keys)
@@ -212,9 +214,7 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how
         q = q.unflatten(0, (n, n_tokens)).transpose(1, 2)  # [n, H, L, D]
         k, v = (tensor.unflatten(0, (n, n_keys)).transpose(1, 2) for tensor in (k, v))
         places = None if is_even else plan.places[number]
-        if how.bias is not None and (how.causal or places is None):  # padding comes after all that is looked at
-            out = plain_attention(q, k, v, None, how)
-        elif places is None:
+        if places is None or (how.bias is not None and how.causal):  # padding comes after all that is looked at
             out = _even(q, k, v, documents, how)
         else:
             out = _uneven(q, k, v, documents, how, places)
