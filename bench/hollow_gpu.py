@@ -73,7 +73,12 @@ def environment(
     }
     if values:
         paths = [str(Path(__file__).resolve().parent / "hollow" / "values"), os.environ.get("PYTHONPATH", "")]
-        found |= {"HOLLOW_VALUES": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        found |= {
+            "HOLLOW_VALUES": "1",
+            "TRITON_INTERPRET": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
     return found | {
         name: str(value)
         for name, value in (("HOLLOW_COPY_MIB", copy_mib), ("HOLLOW_REPORT", report), ("HOLLOW_US", launch_us))
