@@ -36,7 +36,7 @@ from farthing.settings import Settings
 from farthing.train.lanes import LaneSums, lanes_of
 from farthing.train.ranks import GO_ON, Ranks, refuse
 from farthing.train.sending import Sending
-from farthing.train.update_guard import UpdateGuard, forget_unscaling, reserve_for_update
+from farthing.train.update_guard import UpdateGuard, forget_unscaling, load_update_kernels, reserve_for_update
 
 T = TypeVar("T")
 MOST_FREED = 3  # steps of an attempt that are taken again as they were: a device that is full again is too small
@@ -209,6 +209,7 @@ class Steps:
         with self.ranks.all_or_none():
             self.accumulate(iter([once, once]), counts=False)
             reserve_for_update(self.optimizer)
+            load_update_kernels(self.optimizer)
         if self.ranks.spreads is not None:
             self.ranks.spreads.begin_anew()
         for weight in self.trained:
