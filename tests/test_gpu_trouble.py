@@ -20,6 +20,7 @@ from farthing.errors import EXIT_CRASH, DeviceFailed, HardwareError, OutOfMemory
 from farthing.events import StepTaken
 from farthing.export.folders import export_run, trained_model
 from farthing.model.forward import Forward
+from farthing.model.hardware import pinned
 from farthing.train.run import opened_attempt
 from farthing.train.update_guard import load_update_kernels
 from test_out_of_memory import OPTIMIZERS, Failing, optimizer_of, small_model, step_of
@@ -135,6 +136,19 @@ def test_a_model_that_does_not_fit_is_not_called_damaged(tmp_path: Path, monkeyp
                 workshop.train(job)
         assert caught.value.where == "model.model_name_or_path"
         assert "qlora" in caught.value.to_do
+
+
+def test_memory_that_cannot_be_pinned_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(3)
+    monkeypatch.setattr(Tensor, "pin_memory", Failing(Tensor.pin_memory, 1))
+    assert pinned(tensor) is tensor
+
+    def wrong(_: Tensor) -> Tensor:
+        raise RuntimeError("cannot pin 'torch.cuda.LongTensor'")
+
+    monkeypatch.setattr(Tensor, "pin_memory", wrong)
+    with pytest.raises(RuntimeError, match="cannot pin"):
+        pinned(tensor)
 
 
 # ---- kernels of the update ----

@@ -58,6 +58,7 @@ static cudaError_t fail(cudaError_t code) { return last = code; }
 static cudaError_t broken;  // what every call ends in from now on
 API void hollow_fault(int which, long at, long count) {
   faults[which].n = 0, faults[which].at = at, faults[which].count = count, faults[which].known = 1;
+  if (which == BREAK) broken = 0;
 }
 API long hollow_asked(int which) { return faults[which].n; }
 API int hollow_fails(int which) {

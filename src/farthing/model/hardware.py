@@ -17,7 +17,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from farthing.device_memory import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, set_allocator
+from farthing.device_memory import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, is_out_of_memory, set_allocator
 from farthing.errors import HardwareError, ModelError
 from farthing.planner.machine import hardware_key as hardware_name
 from farthing.planner.machine import local_cpu
@@ -240,6 +240,16 @@ def free_cached(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory that a GPU reads by itself; as it is where the machine has none left to pin: copies are waited for."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return tensor
 
 
 def free_bytes(device: torch.device) -> int:

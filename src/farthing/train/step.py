@@ -31,7 +31,7 @@ from farthing.durability.ledger import Meter
 from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.forward import Forward, Host
-from farthing.model.hardware import free_cached
+from farthing.model.hardware import free_cached, pinned
 from farthing.settings import Settings
 from farthing.train.lanes import LaneSums, lanes_of
 from farthing.train.ranks import GO_ON, Ranks, refuse
@@ -229,7 +229,7 @@ class Steps:
             losses = self.ranks.sum_up(torch.stack(sums.losses).double() / sums.n_targets)
             arriving = None  # made before the update: after it nothing may fail
             if device.type == "cuda":
-                arriving = torch.empty(len(losses) + 1, dtype=losses.dtype, pin_memory=True)
+                arriving = pinned(torch.empty(len(losses) + 1, dtype=losses.dtype))
             began = _now_on(device)
             figures = self._update(rate, losses)
             update = None if began is None else (began, _now_on(device))
