@@ -21,6 +21,7 @@ from farthing.events import StepTaken
 from farthing.export.folders import export_run, trained_model
 from farthing.model.forward import Forward
 from farthing.model.hardware import pinned
+from farthing.model.liger import use_liger
 from farthing.train.run import opened_attempt
 from farthing.train.update_guard import load_update_kernels
 from test_out_of_memory import OPTIMIZERS, Failing, optimizer_of, small_model, step_of
@@ -86,7 +87,7 @@ def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
     with monkeypatch.context() as patch:
         calls = Broken(patch, 10**9)
         with pytest.raises(ZeroDivisionError):
-            workshop.train(make_job(tmp_path / "counted", **KEYS), _stop_after(3))  # type: ignore[arg-type]
+            workshop.train(make_job(tmp_path / "counted", **KEYS), _stop_after(3))
     with monkeypatch.context() as patch:
         Broken(patch, calls.n)
         assert main(["train", str(path)]) == EXIT_CRASH  # not 2, after which --retry would not go on
@@ -101,6 +102,36 @@ def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
     assert survive.differences(survive.result_of(Path(alone.output_dir)), survive.result_of(run)) == []
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows if "examples" in row] == losses_of(alone)
+
+
+def test_a_gpu_that_fails_in_a_restore_says_nothing_against_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, max_steps=4, save_steps=2)
+    with pytest.raises(ZeroDivisionError):
+        workshop.train(job, _stop_after(3))
+
+    def broken(*_: Any) -> None:
+        raise torch.AcceleratorError(ILLEGAL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("farthing.train.state.put_back", broken)
+        with pytest.raises(DeviceFailed, match="the GPU has failed"):
+            workshop.train(job)
+    assert workshop.train(job).state == "finished"
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError(ILLEGAL), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_gpu_that_fails_leaves_no_run_without_ligers_kernels(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("farthing.model.liger.why_not_liger", lambda model: None)
+    monkeypatch.setattr("farthing.model.liger.try_one_kernel", failing)
+    with pytest.raises(type(error)):
+        use_liger(small_model())
 
 
 def _stop_after(step: int) -> Any:

@@ -30,7 +30,16 @@ _FAILED = re.compile(
     r"|invalid program counter|hardware stack error|global/shared address space|launch timed out|CUDA error: unknown error"
     r"|CUDA-capable device\S* (is|are|is/are) (busy|detected)|hardware error|CU(BLAS|DNN)_STATUS_\w*EXECUTION_FAILED"
 )
+_FAILED_TO_DO = (
+    "run the same command again, a run goes on from its last checkpoint; if it fails again, look for Xid in `dmesg` and for ECC"
+    " errors in `nvidia-smi -q`, and use another GPU"
+)
 _OUT_OF_RANGE = "device-side assert triggered"
+_OUT_OF_RANGE_TO_DO = (
+    "a token, label or position may be one that the model has not: CUDA_LAUNCH_BLOCKING=1 names the operation"
+)
+_FULL_TO_DO = "lower data.max_length, use method: lora or qlora, or a larger GPU; see that nothing else is on this one"
+_NO_KERNELS_TO_DO = "set the first two to false and the third to sdpa"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -62,34 +71,19 @@ def is_out_of_resources(error: BaseException) -> bool:
 
 def in_words(error: BaseException, where: str = "") -> FarthingError | None:
     """What a device refuses, or how it has failed, in words; None for errors of another kind."""
+    kind: type[FarthingError] = DeviceFailed
     if is_out_of_resources(error):
-        return HardwareError(
-            f"a kernel does not fit on this GPU: {first_line(error)}",
-            where="train.use_liger_kernel, train.torch_compile, model.attn_implementation",
-            to_do="set the first two to false and the third to sdpa",
-        )
-    if is_out_of_memory(error):
-        return OutOfMemory(
-            f"the device has no memory left: {first_line(error)}",
-            where=where,
-            to_do="lower data.max_length, use method: lora or qlora, or a larger GPU; see that nothing else is on this one",
-        )
-    if not isinstance(error, RuntimeError):
+        kind, what, to_do = HardwareError, "a kernel does not fit on this GPU", _NO_KERNELS_TO_DO
+        where = "train.use_liger_kernel, train.torch_compile, model.attn_implementation"
+    elif is_out_of_memory(error):
+        kind, what, to_do = OutOfMemory, "the device has no memory left", _FULL_TO_DO
+    elif isinstance(error, RuntimeError) and _OUT_OF_RANGE in str(error):
+        what, to_do = "a kernel was given a number out of its range", _OUT_OF_RANGE_TO_DO
+    elif isinstance(error, RuntimeError) and _FAILED.search(str(error)):
+        what, to_do = "the GPU has failed", _FAILED_TO_DO
+    else:
         return None
-    if _OUT_OF_RANGE in str(error):
-        return DeviceFailed(
-            f"a kernel was given a number out of its range: {first_line(error)}",
-            where=where,
-            to_do="a token, label or position may be one that the model has not: CUDA_LAUNCH_BLOCKING=1 names the operation",
-        )
-    if _FAILED.search(str(error)):
-        return DeviceFailed(
-            f"the GPU has failed: {first_line(error)}",
-            where=where,
-            to_do="run the same command again, a run goes on from its last checkpoint; if it fails again, look for Xid in"
-            " `dmesg` and for ECC errors in `nvidia-smi -q`, and use another GPU",
-        )
-    return None
+    return kind(f"{what}: {first_line(error)}", where=where, to_do=to_do)
 
 
 def set_allocator(environment: MutableMapping[str, str]) -> str:

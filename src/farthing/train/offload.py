@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from farthing.device_memory import first_line, is_out_of_memory
-from farthing.errors import ModelError, OutOfMemory
+from farthing.errors import ModelError
+from farthing.train.update_guard import PINNED_TO_DO, out_of_memory_said
 from farthing.units import say_bytes
 
 BUCKET_BYTES = 64 << 20  # of gradients whose arrival is waited for together: a few ms of the bus
@@ -175,16 +175,9 @@ def _host_tensors(weights: list[Tensor]) -> list[Tensor]:
     if not weights or weights[0].device.type != "cuda":
         return [torch.empty_like(weight, device="cpu") for weight in weights]
     places, sizes = pack([weight.nbytes for weight in weights])
-    try:
+    what = f"{say_bytes(sum(sizes))} of main memory can't be pinned for the off-loaded optimizer"
+    with out_of_memory_said("train.optim", PINNED_TO_DO, what):
         blocks = [torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True) for n_bytes in sizes]
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(
-            f"{say_bytes(sum(sizes))} of main memory can't be pinned for the off-loaded optimizer: {first_line(error)}",
-            where="train.optim",
-            to_do="use adamw_8bit or method: lora, or a machine or container with more main memory (`ulimit -l` may limit it)",
-        ) from error
     return [
         blocks[place.block][place.start : place.start + weight.nbytes].view(weight.dtype).view(weight.shape)
         for weight, place in zip(weights, places, strict=True)

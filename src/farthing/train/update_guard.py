@@ -23,6 +23,7 @@ from farthing.errors import OutOfMemory
 SMALL_BYTES = 1 << 20  # tensors up to this come from blocks of their own in torch's allocator for CUDA
 
 
+PINNED_TO_DO = "use adamw_8bit or method: lora, or more main memory (`ulimit -l` and a container may limit it)"
 MODEL_TO_DO = "the model's weights do not fit: use method: qlora, a smaller model, or a larger GPU"
 OPTIMIZER_TO_DO = (
     "the optimizer's state does not fit beside the weights: use optim: adamw_8bit or adamw_torch_offload, method: lora or"
@@ -31,15 +32,14 @@ OPTIMIZER_TO_DO = (
 
 
 @contextlib.contextmanager
-def out_of_memory_said(where: str, to_do: str) -> Iterator[None]:
+def out_of_memory_said(where: str, to_do: str, what: str = "the device has no memory left") -> Iterator[None]:
     """Memory that runs out within the block is said with its place in the job and what to do. Raises `OutOfMemory`."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        what = f"the device has no memory left: {first_line(error)}"
-        raise OutOfMemory(what, where=where, to_do=to_do) from error
+        raise OutOfMemory(f"{what}: {first_line(error)}", where=where, to_do=to_do) from error
 
 
 class UpdateGuard:
