@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import survive
 import workshop
 from farthing.after.held_out import held_out_of
 from farthing.cli import command, main
-from farthing.device_memory import in_words
+from farthing.device_memory import in_words, reported
 from farthing.durability.accounts import read_ledger
 from farthing.errors import EXIT_CRASH, DeviceFailed, HardwareError, OutOfMemory
 from farthing.events import StepTaken
@@ -167,6 +168,17 @@ def test_a_model_that_does_not_fit_is_not_called_damaged(tmp_path: Path, monkeyp
                 workshop.train(job)
         assert caught.value.where == "model.model_name_or_path"
         assert "qlora" in caught.value.to_do
+
+
+def test_memory_that_runs_out_as_weights_are_converted_is_found_in_the_report() -> None:
+    def log_state_dict_report(loading_info: Any) -> None:
+        raise RuntimeError("We encountered some issues during automatic conversion of the weights.")
+
+    why = "Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    for said, expected in ((f"{why}\nError: Bnb4bit", "CUDA out of memory. Tried"), ("shapes", "We encountered")):
+        with pytest.raises(RuntimeError) as caught:
+            log_state_dict_report(SimpleNamespace(conversion_errors={"a.weight": said}))
+        assert str(reported(caught.value)).startswith(expected)
 
 
 def test_memory_that_cannot_be_pinned_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

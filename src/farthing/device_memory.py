@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
+import traceback
 from collections.abc import MutableMapping
 
 from farthing.errors import DeviceFailed, FarthingError, HardwareError, OutOfMemory
@@ -84,6 +85,17 @@ def in_words(error: BaseException, where: str = "") -> FarthingError | None:
     else:
         return None
     return kind(f"{what}: {first_line(error)}", where=where, to_do=to_do)
+
+
+def reported(error: BaseException) -> BaseException:
+    """What a device has refused while transformers converted weights, which keeps the words in a report and raises another
+    error; else the error itself."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        report = getattr(frame.f_locals.get("loading_info"), "conversion_errors", None) or {}
+        for line in "\n".join(report.values()).splitlines():
+            if in_words(found := RuntimeError(line.partition("Error: ")[2] or line)):
+                return found
+    return error
 
 
 def set_allocator(environment: MutableMapping[str, str]) -> str:

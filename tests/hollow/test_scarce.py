@@ -179,6 +179,15 @@ def test_memory_that_cannot_be_pinned_costs_time_or_is_said(
                 workshop.train(job)
 
 
+@pytest.mark.parametrize("at", [5, 30])
+def test_a_quantized_model_that_does_not_fit_is_not_called_damaged(at: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    job = job_of(tmp_path, method="qlora", pretrained=True)
+    with fault(MEMORY, at, ALWAYS), pytest.raises(OutOfMemory, match="out of memory") as caught:
+        workshop.train(job)
+    assert caught.value.where == "model.model_name_or_path"
+
+
 def test_an_export_leaves_the_gpu_alone(tmp_path: Path) -> None:
     job = job_of(tmp_path, method="lora", pretrained=True, max_steps=1)
     workshop.train(job)
