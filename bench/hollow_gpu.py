@@ -11,7 +11,7 @@ nothing of values (what a kernel would have written is whatever lay there, and t
 
 `--copy-mib`: copies larger than this are not made, so that weights of 8B or 70B need no memory. `--report`: counts of launches
 by kernel, waits, copies and products' floating-point operations, as JSON; %%d in the file's name is the process. `--launch-us`:
-what each launch costs the host.
+what each launch costs the host. `HOLLOW_FAIL_AT`, `HOLLOW_BREAK` and their kin make memory run out or break it (`cudart.c`).
 
 `--values`: operations are computed by torch's kernels for CPUs on the hollow GPU's memory (`bench/hollow/values/on_host.py`),
 and Triton's kernels in its interpreter. Then values are right as far as the GPU's kernels are, and runs compare to the bit.

@@ -5,6 +5,7 @@ There is no GPU: torch's answers about one are made up here.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 import torch
 
 import workshop
+from farthing.after.chat import answers_in
+from farthing.device_memory import ALLOCATOR_SETTING
 from farthing.errors import HardwareError
-from farthing.model.hardware import choose_numerics, in_words, must_be_built_for, why_not_deterministic
+from farthing.model.hardware import choose_numerics, must_be_built_for, not_deterministic, why_not_deterministic
 from farthing.train.setup import check_extras
 from workshop import make_job
 
@@ -82,6 +85,41 @@ def test_a_v100_is_refused_before_its_first_kernel_fails(gpu: dict[str, Any]) ->
         choose_numerics("auto", None, None)
     gpu["built_for"] = CU126
     assert choose_numerics("auto", None, None).name == "fp16"
+
+
+# ---- the allocator ----
+
+
+def test_the_allocator_is_told_before_anyone_starts_the_gpu(
+    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook, where torch was imported before: once the GPU was started its allocator is told no more."""
+    told: list[str] = []
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu["is_started"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: gpu.update(is_started=True) or gpu["name"])
+    gpu["is_started"] = False
+    choose_numerics("auto", None, None)
+    assert told == [ALLOCATOR_SETTING]
+    assert os.environ["PYTORCH_ALLOC_CONF"] == ALLOCATOR_SETTING
+
+
+# ---- answers after a run ----
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "precision"),
+    [((9, 0), {}, "bf16"), ((7, 5), {}, "fp16"), ((7, 5), {"dtype": "bfloat16"}, "fp32")],
+)
+def test_a_model_answers_on_a_gpu_in_what_that_has(
+    capability: tuple[int, int], config: dict[str, str], precision: str, gpu: dict[str, Any], tmp_path: Path
+) -> None:
+    gpu["capability"] = capability
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(config), encoding="utf-8")
+    numerics = answers_in(tmp_path)
+    assert (numerics.name, numerics.device.type) == (precision, "cuda")
 
 
 # ---- cuDNN attention ----
@@ -151,4 +189,4 @@ def test_an_operation_without_deterministic_kernels_ends_a_run_in_words(
     monkeypatch.setattr("farthing.model.forward.Forward.loss", refuses)
     with pytest.raises(HardwareError, match="cumsum_cuda_kernel, which is not deterministic on CUDA"):
         workshop.train(make_job(tmp_path))
-    assert in_words(RuntimeError("something else")) is None
+    assert not_deterministic(RuntimeError("something else")) is None

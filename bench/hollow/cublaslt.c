@@ -12,6 +12,8 @@ struct counts {
   double flops;
 };
 extern struct counts hollow_counts;
+enum { FAULT_PRODUCT = 2, FAULT_BREAK = 4, ALLOC_FAILED = 3, EXECUTION_FAILED = 13 };  // of cudart.c; CUBLAS_STATUS_...
+extern int hollow_fails(int which);
 typedef struct { uint64_t rows, cols; int32_t batch; } Layout;
 typedef struct { int32_t transposed; } Product;
 
@@ -59,6 +61,8 @@ API Enum cublasLtMatmul(void *h, Product *d, const void *alpha, const void *A, L
                                   const void *B, Layout *b, const void *beta, const void *C, Layout *c, void *D,
                                   Layout *to, const void *algo, void *work, size_t bytes, void *s) {
   (void)h, (void)alpha, (void)A, (void)B, (void)b, (void)beta, (void)C, (void)c, (void)D, (void)algo, (void)work, (void)bytes, (void)s;
+  if (hollow_fails(FAULT_PRODUCT)) return ALLOC_FAILED;
+  if (hollow_fails(FAULT_BREAK)) return EXECUTION_FAILED;
   double k = d->transposed ? a->rows : a->cols;
   hollow_counts.launches++, hollow_counts.products++;
   hollow_counts.flops += 2.0 * to->rows * to->cols * k * (to->batch ? to->batch : 1);

@@ -7,6 +7,12 @@
 // single byte is 1 (yes), unless HOLLOW_VALUES is set. HOLLOW_COPY_MIB: larger copies are counted and not made (weights of large
 // models). HOLLOW_REPORT: where a process that launched anything writes its counts at its end, as JSON; %d is its number. HOLLOW_US:
 // what a launch costs the host, in microseconds (none).
+//
+// What goes wrong on a GPU, each as "n" or "n,count", from 1: HOLLOW_FAIL_AT, the n-th piece of memory that is asked for
+// (cudaMalloc, cuMemCreate) can't be had; HOLLOW_FAIL_PINNED, of pinned memory; HOLLOW_FAIL_PRODUCT, cuBLAS has no memory for the
+// n-th product; HOLLOW_FAIL_LAUNCH, CUDA has none for the n-th kernel. HOLLOW_BREAK="n,error": from the n-th kernel on every call
+// ends in that error (700 illegal access, 719 launch failure, 214 ECC), as after a fault of the GPU or of a kernel. `hollow_fault`
+// does the same from within a process, counted from there.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -41,6 +47,36 @@ static double setting(const char *name, double otherwise) {
   const char *text = getenv(name);
   return text && *text ? atof(text) : otherwise;
 }
+// ---- what goes wrong ----
+
+enum { MEMORY, PINNED, PRODUCT, LAUNCH, BREAK, FAULTS };
+static struct { const char *name; long n, at, count; int known; } faults[FAULTS] = {
+  {"HOLLOW_FAIL_AT"}, {"HOLLOW_FAIL_PINNED"}, {"HOLLOW_FAIL_PRODUCT"}, {"HOLLOW_FAIL_LAUNCH"}, {"HOLLOW_BREAK"},
+};
+static __thread cudaError_t last;
+static cudaError_t fail(cudaError_t code) { return last = code; }
+static cudaError_t broken;  // what every call ends in from now on
+API void hollow_fault(int which, long at, long count) {
+  faults[which].n = 0, faults[which].at = at, faults[which].count = count, faults[which].known = 1;
+  if (which == BREAK) broken = 0;
+}
+API long hollow_asked(int which) { return faults[which].n; }
+API int hollow_fails(int which) {
+  if (!faults[which].known) {
+    char *text = getenv(faults[which].name), *rest = NULL;
+    long at = text ? strtol(text, &rest, 10) : 0;
+    hollow_fault(which, at, rest && *rest == ',' ? atol(rest + 1) : which == BREAK ? cudaErrorLaunchFailure : 1);
+  }
+  long n = __atomic_add_fetch(&faults[which].n, 1, __ATOMIC_RELAXED), at = faults[which].at;
+  if (which == BREAK) {
+    if (at && n == at) broken = (cudaError_t)faults[which].count;
+    return broken != 0;
+  }
+  return at && n >= at && n < at + faults[which].count;
+}
+#define WORKS if (broken) return fail(broken)
+#define DRIVER_WORKS if (broken) return (CUresult)broken
+
 static Kernel **bucket(const void *host) { return &kernels[((uintptr_t)host >> 4) % BUCKETS]; }
 static void add_kernel(const void *host, const char *name) {
   Kernel *new = calloc(1, sizeof *new);
@@ -103,12 +139,10 @@ static Block *blocks;
 enum { MOST = 64 };
 static size_t used[MOST];
 static __thread int current;
-static __thread cudaError_t last;
 
 static int count(void) { return (int)setting("HOLLOW_COUNT", 1); }
 static size_t capacity(void) { return (size_t)(setting("HOLLOW_GIB", 79.1) * (1 << 30)); }
 static const size_t CONTEXT = (size_t)520 << 20;  // what a context takes, as nvidia-smi shows on a Hopper GPU: rough
-static cudaError_t fail(cudaError_t code) { return last = code; }
 static Block *block_of(const void *pointer) {
   for (Block *each = blocks; each; each = each->next)
     if ((char *)pointer >= each->start && (char *)pointer < each->start + each->size) return each;
@@ -117,6 +151,8 @@ static Block *block_of(const void *pointer) {
 static cudaError_t take(void **pointer, size_t size, int kind) {
   size_t whole = (size + PAGE - 1) / PAGE * PAGE;
   if (!size) { *pointer = NULL; return 0; }
+  WORKS;
+  if (hollow_fails(kind == 1 ? MEMORY : PINNED)) return fail(cudaErrorMemoryAllocation);
   pthread_mutex_lock(&lock);
   if (kind == 1 && used[current] + whole + CONTEXT > capacity()) {
     pthread_mutex_unlock(&lock);
@@ -174,6 +210,7 @@ API cudaError_t cudaHostUnregister(void *pointer) {
   return 0;
 }
 API cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
+  WORKS;
   *total = capacity();
   *unused = *total - CONTEXT - used[current];
   return 0;
@@ -191,6 +228,7 @@ API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *to, const
 }
 static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, int waits) {
   if (!size) return 0;
+  WORKS;
   pthread_mutex_lock(&lock);
   Block *target = block_of(to), *source = block_of(from);
   int up = target && target->kind == 1, down = source && source->kind == 1;
@@ -227,6 +265,7 @@ API cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t 
 }
 API cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) { (void)symbol; return take(pointer, 4096, 1); }
 API cudaError_t cudaMemset(void *to, int value, size_t size) {
+  WORKS;
   if (size <= (size_t)(setting("HOLLOW_COPY_MIB", 1e9) * (1 << 20))) memset(to, value, size);
   return 0;
 }
@@ -314,17 +353,19 @@ API cudaError_t cudaDeviceGetPCIBusId(char *to, int size, int device) { snprintf
 API cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = a != b; return 0; }
 API cudaError_t cudaDeviceEnablePeerAccess(int a, unsigned b) { (void)a, (void)b; return 0; }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0, *greatest = -5; return 0; }
-API cudaError_t cudaDeviceSynchronize(void) { hollow_counts.waits++; return 0; }
+API cudaError_t cudaDeviceSynchronize(void) { WORKS; hollow_counts.waits++; return 0; }
 API cudaError_t cudaDeviceReset(void) { return 0; }
 API cudaError_t cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
 API cudaError_t cudaRuntimeGetVersion(int *version) { *version = 13000; return 0; }
-API cudaError_t cudaGetLastError(void) { cudaError_t was = last; last = 0; return was; }
-API cudaError_t cudaPeekAtLastError(void) { return last; }
+API cudaError_t cudaGetLastError(void) { cudaError_t was = broken ? broken : last; last = 0; return was; }
+API cudaError_t cudaPeekAtLastError(void) { return broken ? broken : last; }
 API const char *cudaGetErrorName(cudaError_t e) {
   return e == 0 ? "cudaSuccess" : e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaErrorHollow";
 }
 API const char *cudaGetErrorString(cudaError_t e) {
   return e == 0 ? "no error" : e == cudaErrorMemoryAllocation ? "out of memory" : e == cudaErrorInvalidValue ? "invalid argument" :
+    e == cudaErrorIllegalAddress ? "an illegal memory access was encountered" : e == cudaErrorLaunchFailure ? "unspecified launch failure" :
+    e == cudaErrorECCUncorrectable ? "uncorrectable ECC error encountered" : e == cudaErrorAssert ? "device-side assert triggered" :
     e == cudaErrorInvalidDevice ? "invalid device ordinal" : e == cudaErrorNoDevice ? "no CUDA-capable device is detected" : "hollow";
 }
 API cudaError_t cudaProfilerStart(void) { return 0; }
@@ -338,22 +379,23 @@ typedef struct { struct timespec when; int recorded; } Event;
 static __thread int capturing;
 static unsigned long long capture_id;
 
-API cudaError_t cudaStreamCreate(cudaStream_t *s) { *s = handle(); return 0; }
-API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned f) { (void)f; *s = handle(); return 0; }
-API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned f, int p) { (void)f, (void)p; *s = handle(); return 0; }
+API cudaError_t cudaStreamCreate(cudaStream_t *s) { WORKS; *s = handle(); return 0; }
+API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned f) { WORKS; (void)f; *s = handle(); return 0; }
+API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned f, int p) { WORKS; (void)f, (void)p; *s = handle(); return 0; }
 API cudaError_t cudaStreamDestroy(cudaStream_t s) { (void)s; return 0; }
 API cudaError_t cudaStreamGetPriority(cudaStream_t s, int *p) { (void)s; *p = 0; return 0; }
-API cudaError_t cudaStreamQuery(cudaStream_t s) { (void)s; return 0; }
-API cudaError_t cudaStreamSynchronize(cudaStream_t s) { (void)s; hollow_counts.waits++; return capturing ? fail(cudaErrorStreamCaptureUnsupported) : 0; }
-API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) { (void)s, (void)e, (void)f; return 0; }
+API cudaError_t cudaStreamQuery(cudaStream_t s) { WORKS; (void)s; return 0; }
+API cudaError_t cudaStreamSynchronize(cudaStream_t s) { WORKS; (void)s; hollow_counts.waits++; return capturing ? fail(cudaErrorStreamCaptureUnsupported) : 0; }
+API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) { WORKS; (void)s, (void)e, (void)f; return 0; }
 API cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t call, void *data, unsigned f) { (void)f; call(s, 0, data); return 0; }
 API cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t call, void *data) { (void)s; call(data); return 0; }
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) { (void)f; *e = calloc(1, sizeof(Event)); return 0; }
 API cudaError_t cudaEventCreate(cudaEvent_t *e) { return cudaEventCreateWithFlags(e, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return 0; }
-API cudaError_t cudaEventQuery(cudaEvent_t e) { (void)e; return 0; }
-API cudaError_t cudaEventSynchronize(cudaEvent_t e) { (void)e; hollow_counts.waits++; return 0; }
+API cudaError_t cudaEventQuery(cudaEvent_t e) { WORKS; (void)e; return 0; }
+API cudaError_t cudaEventSynchronize(cudaEvent_t e) { WORKS; (void)e; hollow_counts.waits++; return 0; }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned f) {
+  WORKS;
   (void)s, (void)f;
   clock_gettime(CLOCK_MONOTONIC, &((Event *)e)->when);
   ((Event *)e)->recorded = 1;
@@ -362,6 +404,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned
 API cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return cudaEventRecordWithFlags(e, s, 0); }
 API cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) {
   Event *from = (Event *)a, *to = (Event *)b;
+  WORKS;
   if (!from->recorded || !to->recorded) return fail(cudaErrorInvalidResourceHandle);
   *ms = (float)((to->when.tv_sec - from->when.tv_sec) * 1e3 + (to->when.tv_nsec - from->when.tv_nsec) * 1e-6);
   return 0;
@@ -428,6 +471,9 @@ static cudaError_t launch(const void *kernel, dim3 grid, dim3 block) {
   if (!grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z || grid.y > 65535 || grid.z > 65535 ||
       (uint64_t)block.x * block.y * block.z > 1024)
     return fail(cudaErrorInvalidConfiguration);
+  WORKS;
+  if (hollow_fails(LAUNCH)) return fail(cudaErrorMemoryAllocation);
+  hollow_fails(BREAK);  // the launch itself is well: the next call is told
   launched(kernel);
   return 0;
 }
@@ -489,7 +535,7 @@ API cudaError_t cudaGetDriverEntryPoint(const char *name, void **to, unsigned lo
 }
 API CUresult cuInit(unsigned f) { (void)f; return 0; }
 API CUresult cuDriverGetVersion(int *v) { *v = 13000; return 0; }
-API CUresult cuGetErrorString(CUresult e, const char **to) { *to = e == 2 ? "out of memory" : "hollow error"; return 0; }
+API CUresult cuGetErrorString(CUresult e, const char **to) { *to = cudaGetErrorString((cudaError_t)e); return 0; }
 API CUresult cuGetErrorName(CUresult e, const char **to) { (void)e; *to = "CUDA_ERROR_HOLLOW"; return 0; }
 API CUresult cuDeviceGetCount(int *n) { *n = count(); return 0; }
 API CUresult cuDeviceGet(CUdevice *to, int device) { *to = device; return device < count() ? 0 : 101; }
@@ -559,6 +605,9 @@ API CUresult cuLaunchKernel(CUfunction f, unsigned a, unsigned b, unsigned c, un
                             void **args, void **extra) {
   (void)shared, (void)s, (void)args, (void)extra;
   if (b > 65535 || c > 65535 || !x || x * y * z > 1024 || shared > (unsigned)setting("HOLLOW_SHARED_KIB", 227) * 1024) return CUDA_ERROR_INVALID_VALUE;
+  DRIVER_WORKS;
+  if (hollow_fails(LAUNCH)) return CUDA_ERROR_OUT_OF_MEMORY;
+  hollow_fails(BREAK);
   if (a && b && c) launched(f);
   return 0;
 }
@@ -601,6 +650,8 @@ typedef struct { size_t size; int device; } Pages;
 API CUresult cuMemCreate(CUmemGenericAllocationHandle *to, size_t size, const CUmemAllocationProp *p, unsigned long long f) {
   (void)f;
   int device = p->location.id;
+  DRIVER_WORKS;
+  if (hollow_fails(MEMORY)) return CUDA_ERROR_OUT_OF_MEMORY;
   pthread_mutex_lock(&lock);
   int full = used[device] + size + CONTEXT > capacity();
   if (!full) used[device] += size, hollow_counts.allocations++;
@@ -620,10 +671,12 @@ API CUresult cuMemRelease(CUmemGenericAllocationHandle h) {
   return 0;
 }
 API CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUmemGenericAllocationHandle h, unsigned long long f) {
+  DRIVER_WORKS;
   (void)offset, (void)h, (void)f;
   return mprotect((void *)at, size, PROT_READ | PROT_WRITE) ? CUDA_ERROR_INVALID_VALUE : 0;
 }
 API CUresult cuMemUnmap(CUdeviceptr at, size_t size) {
+  DRIVER_WORKS;
   void *start = mmap((void *)at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   return start == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : 0;
 }

@@ -1,4 +1,4 @@
-"""Memory that runs out, recognised in any library's words, and how torch's allocator for CUDA is set.
+"""Memory that runs out, and GPUs that fail, recognised in any library's words; how torch's allocator for CUDA is set.
 
 Refuses to import torch: the allocator has to be told before, and every wing has to recognise the errors.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import errno
 import re
+import traceback
 from collections.abc import MutableMapping
+
+from farthing.errors import DeviceFailed, FarthingError, HardwareError, OutOfMemory
 
 # torch 2.9 has renamed the variable, and reads the old one too
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -21,6 +24,23 @@ _WORDS = re.compile(
     r"|CU(BLAS|SOLVER|SPARSE)_STATUS_(ALLOC_FAILED|INSUFFICIENT_RESOURCES)"
     r"|CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED)"
 )
+# after these every call of the process fails (CUDA's driver_types.h: "the process must be terminated and relaunched"), or no
+# GPU was there
+_FAILED = re.compile(
+    r"illegal memory access|unspecified launch failure|uncorrectable (ECC|NVLink) error|illegal instruction|misaligned address"
+    r"|invalid program counter|hardware stack error|global/shared address space|launch timed out|CUDA error: unknown error"
+    r"|CUDA-capable device\S* (is|are|is/are) (busy|detected)|hardware error|CU(BLAS|DNN)_STATUS_\w*EXECUTION_FAILED"
+)
+_FAILED_TO_DO = (
+    "run the same command again, a run goes on from its last checkpoint; if it fails again, look for Xid in `dmesg` and for ECC"
+    " errors in `nvidia-smi -q`, and use another GPU"
+)
+_OUT_OF_RANGE = "device-side assert triggered"
+_OUT_OF_RANGE_TO_DO = (
+    "a token, label or position may be one that the model has not: CUDA_LAUNCH_BLOCKING=1 names the operation"
+)
+_FULL_TO_DO = "lower data.max_length, use method: lora or qlora, or a larger GPU; see that nothing else is on this one"
+_NO_KERNELS_TO_DO = "set the first two to false and the third to sdpa"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -48,6 +68,34 @@ def first_line(error: BaseException) -> str:
 def is_out_of_resources(error: BaseException) -> bool:
     """Whether a Triton kernel needs more of a GPU's processor than it has: no smaller micro-batch helps."""
     return type(error).__name__ == "OutOfResources" or "out of resource:" in str(error)
+
+
+def in_words(error: BaseException, where: str = "") -> FarthingError | None:
+    """What a device refuses, or how it has failed, in words; None for errors of another kind."""
+    kind: type[FarthingError] = DeviceFailed
+    if is_out_of_resources(error):
+        kind, what, to_do = HardwareError, "a kernel does not fit on this GPU", _NO_KERNELS_TO_DO
+        where = "train.use_liger_kernel, train.torch_compile, model.attn_implementation"
+    elif is_out_of_memory(error):
+        kind, what, to_do = OutOfMemory, "the device has no memory left", _FULL_TO_DO
+    elif isinstance(error, RuntimeError) and _OUT_OF_RANGE in str(error):
+        what, to_do = "a kernel was given a number out of its range", _OUT_OF_RANGE_TO_DO
+    elif isinstance(error, RuntimeError) and _FAILED.search(str(error)):
+        what, to_do = "the GPU has failed", _FAILED_TO_DO
+    else:
+        return None
+    return kind(f"{what}: {first_line(error)}", where=where, to_do=to_do)
+
+
+def reported(error: BaseException) -> BaseException:
+    """What a device has refused while transformers converted weights, which keeps the words in a report and raises another
+    error; else the error itself."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        report = getattr(frame.f_locals.get("loading_info"), "conversion_errors", None) or {}
+        for line in "\n".join(report.values()).splitlines():
+            if in_words(found := RuntimeError(line.partition("Error: ")[2] or line)):
+                return found
+    return error
 
 
 def set_allocator(environment: MutableMapping[str, str]) -> str:

@@ -122,6 +122,10 @@ class OutOfMemory(FarthingError):
     """The job does not fit on the device."""
 
 
+class DeviceFailed(FarthingError):
+    """A GPU, or a kernel on it, has failed: this process can compute nothing more."""
+
+
 class NotFinite(FarthingError):
     """Too many steps in a row had a loss or gradient that is not a number."""
 

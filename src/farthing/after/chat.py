@@ -18,8 +18,10 @@ from farthing.data.read import Row, open_sources
 from farthing.durability.files import Json
 from farthing.durability.run_folder import MODEL
 from farthing.errors import FarthingError, UserMistake
-from farthing.export.folders import trained_model, trusted_job, untrained_model
+from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
+from farthing.model.hardware import Numerics, choose_numerics
 from farthing.model.load import ModelChoice, load_tokenizer
+from farthing.planner.software import fp16_risk
 from farthing.tasks.registry import task_of
 
 Message = dict[str, str]
@@ -35,6 +37,12 @@ class Asked:
     seed: int = 0
 
 
+def answers_in(run: Path) -> Numerics:
+    """Where and in what the model of a run answers: in half precision on a GPU, whose memory it would fill twice otherwise."""
+    config = tuned_config(run / MODEL) if (run / MODEL).is_dir() else {}
+    return choose_numerics("auto", None, None, fp16_risk=fp16_risk(config))
+
+
 class Speaker:
     """A model of a run that answers."""
 
@@ -42,8 +50,8 @@ class Speaker:
         job = trusted_job(run, trust_remote_code)
         self.job, self.task = job, task_of(job["task"])
         make = untrained_model if is_base else trained_model
-        self.model = make(run, torch.float32, trust_remote_code=trust_remote_code)
-        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        numerics = answers_in(run)
+        self.model = make(run, numerics.base_dtype, trust_remote_code=trust_remote_code).to(numerics.device)
         self.tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
         self.is_chat = self.task.predicts_next and trained_on_chats(job)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from farthing.metrics import Metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.planner.software import fp16_risk
-from farthing.train.evaluate import Writing, evaluate
+from farthing.train.evaluate import Writing, evaluate, with_room
 from farthing.train.setup import Inputs, open_examples, open_inputs
 
 
@@ -50,7 +51,9 @@ class HeldOut:
     def measure(
         self, model: Any, numerics: Numerics, *, generates: bool = False, emit: Any = lambda done, total: None
     ) -> Metrics:
-        """Loss and the task's metrics of a model, in the run's own batches of evaluation."""
+        """Loss and the task's metrics of a model, in the run's own batches of evaluation. It is left where it was: another may
+        need the memory of the GPU."""
+        before = next(model.parameters()).device
         model.to(numerics.device)
         forward = Forward(
             model,
@@ -60,14 +63,18 @@ class HeldOut:
             may_go_packed=self.job.model.attn_implementation is None,
         )
         longest = int(self.tokens.lengths[self.indices].max())
-        return evaluate(
+        measure = partial(
+            evaluate,
             forward,
             self.tokens,
             self.indices,
-            micro_batch_tokens=self.job.train.per_device_eval_batch_size * longest,
             writing=Writing(self.inputs.tokenizer, self.job.data.max_target_length) if generates else None,
             progress=emit,
         )
+        most_tokens = self.job.train.per_device_eval_batch_size * longest
+        found = with_room(measure, most_tokens, longest, numerics.device)
+        model.to(before)
+        return found
 
 
 def job_of(run: Path, trust_remote_code: bool = False) -> Job:

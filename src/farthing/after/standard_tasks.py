@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from farthing.after.chat import answers_in
 from farthing.after.evaluation import Measure
 from farthing.after.held_out import job_of
 from farthing.durability.run_folder import MODEL, STANDARD_TASKS
@@ -50,15 +49,14 @@ def standard_tasks(run: Path, names: list[str], limit: int | None, *, trust_remo
     for path in sorted(path for folder in folders for path in Path(folder).rglob("*") if path.is_file()):
         identity.update(path.read_bytes())
     tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
-    better: dict[str, bool] = {}
+    better, numerics = dict[str, bool](), answers_in(run)
 
     def measured(model: Any, part: str, progress: Callable[[int, int], None]) -> Metrics:
         """lm-eval's figures of one task; it says with them in which direction they are better."""
         from lm_eval.models.huggingface import HFLM
 
         progress(names.index(part), len(names))
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
-        asked = HFLM(pretrained=model, tokenizer=tokenizer)
+        asked = HFLM(pretrained=model.to(numerics.device), tokenizer=tokenizer)
         found = lm_eval.simple_evaluate(model=asked, tasks=[part], limit=limit, task_manager=manager)
         for name, metrics in found["higher_is_better"].items():
             better.update({f"{name} {metric}": is_so for metric, is_so in metrics.items() if is_so is not None})
@@ -71,4 +69,7 @@ def standard_tasks(run: Path, names: list[str], limit: int | None, *, trust_remo
         }
 
     what = f"standard tasks: {', '.join(names)}" + (f", at most {limit:,} examples of each" if limit else "")
-    return Measure(job, what, identity.hexdigest(), measured, better, STANDARD_TASKS, names)
+    return Measure(
+        job, what, identity.hexdigest(), measured, better, STANDARD_TASKS, names,
+        dtype=numerics.base_dtype, precision=numerics.name,
+    )  # fmt: skip

@@ -14,9 +14,13 @@ from collections.abc import Sequence
 
 from farthing.cli.console import complain, discard, print_json, write
 from farthing.cli.parser import parse
-from farthing.device_memory import set_allocator
+from farthing.device_memory import in_words, set_allocator
 from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, FarthingError
 from farthing.printable import printable_lines
+
+_last: list[BaseException] = []
+"""The error that ends the process, and with it the tensors that its frames hold: where a GPU has failed, torch ends the process
+with a signal when it frees them."""
 
 
 def entry() -> None:
@@ -59,18 +63,20 @@ def _run(words: Sequence[str]) -> int:
     as_json: bool = getattr(arguments, "json", False)
     try:
         return int(verb.run(arguments))
-    except FarthingError as error:
-        if as_json:
-            print_json(error.as_dict())
-        if not as_json or not sys.stderr.isatty():
-            complain(error)
-        return error.exit_code
     except KeyboardInterrupt:
         complain("interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not getattr(verb, "GOES_ON_UNREAD", False):
             raise  # where a verb goes on when nobody reads, a broken pipe is not that of stdout
+        _last[:] = [error]
+        said = error if isinstance(error, FarthingError) else in_words(error)
+        if said is not None:
+            if as_json:
+                print_json(said.as_dict())
+            if not as_json or not sys.stderr.isatty():
+                complain(said)
+            return said.exit_code
         write(printable_lines(traceback.format_exc()).rstrip())
         complain(f"crashed: {type(error).__name__}: {error}")
         write("  to do: report the lines above; what was saved is intact, and the same command goes on from it")

@@ -23,7 +23,7 @@ import safetensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from farthing.device_memory import is_out_of_memory
+from farthing.device_memory import in_words, is_out_of_memory
 from farthing.durability.files import (
     Damaged,
     FileEntry,
@@ -252,7 +252,7 @@ class Checkpoints:
             try:
                 part.restore(read_part(folder, name, self._shared.rows_of), values[name])
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                if is_out_of_memory(error):  # nothing is wrong with the checkpoint
+                if in_words(error):  # of the device: nothing is wrong with the checkpoint
                     raise
                 raise RunDamaged(
                     f"the {name} of {step} is not what this run has saved ({type(error).__name__}: {error})",

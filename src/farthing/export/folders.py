@@ -231,7 +231,8 @@ def _adapted(job: Json, source: Path, dtype: torch.dtype, trust_remote_code: boo
         break_ties(base, weights.keys())
     with warnings.catch_warnings():  # of an output layer that is no longer tied to the embedding: it is saved beside it
         warnings.simplefilter("ignore")
-        return peft.PeftModel.from_pretrained(base, source).eval()
+        # else peft reads the adapter onto a GPU, which another run may have filled
+        return peft.PeftModel.from_pretrained(base, source, torch_device="cpu").eval()
 
 
 @with_shapes

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farthing.model.hardware import pinned
+
 Batch = dict[str, Any]
 """What the forward pass of a model of `transformers` takes of a micro-batch, by name: tensors, and where documents begin."""
 
@@ -96,7 +98,7 @@ def sent(array: NDArray[Any], device: torch.device | str) -> Tensor:
     """An array on a device. The host goes on at once: from pageable memory it would wait for the GPU from 64 KB on."""
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
+        tensor = pinned(tensor)
     return tensor.to(device, non_blocking=True)
 
 

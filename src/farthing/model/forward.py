@@ -45,7 +45,7 @@ from farthing.model.documents import Batch, Documents, packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.frozen_cache import FrozenCache
 from farthing.model.frozen_layers import FrozenLayers
-from farthing.model.hardware import Numerics
+from farthing.model.hardware import Numerics, pinned
 from farthing.model.head import (
     Head,
     find_head,
@@ -275,7 +275,7 @@ class Forward:
             arrays |= {POSITIONS: labelled.positions.numpy(), TARGETS: labelled.targets.numpy()}
         is_cuda = self.numerics.device.type == "cuda"
         if is_cuda:
-            arrays = {name: torch.from_numpy(array).pin_memory().numpy() for name, array in arrays.items()}
+            arrays = {name: pinned(torch.from_numpy(array)).numpy() for name, array in arrays.items()}
         for known, cache in self._caches:
             if known is tokens:
                 arrays[FROZEN_STATES] = cache.rows(examples, pin=is_cuda)

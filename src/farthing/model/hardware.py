@@ -17,7 +17,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from farthing.device_memory import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, set_allocator
+from farthing.device_memory import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, is_out_of_memory, set_allocator
 from farthing.errors import HardwareError, ModelError
 from farthing.planner.machine import hardware_key as hardware_name
 from farthing.planner.machine import local_cpu
@@ -82,8 +82,8 @@ def choose_numerics(
                 to_do="leave it out to use fp32, or set train.bf16: true",
             )
         return Numerics(where, torch.bfloat16 if bf16 else None)
+    _tell_allocator()  # whoever asks for the GPU's name starts it
     must_be_built_for(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
-    _tell_allocator()
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     # cuDNN builds a graph for each new shape, and micro-batches seldom have the same: pytorch/pytorch#187770, #191576
@@ -181,7 +181,7 @@ def why_not_deterministic(attn_implementation: str | None, torch_compile: bool |
     return None
 
 
-def in_words(error: BaseException) -> HardwareError | None:
+def not_deterministic(error: BaseException) -> HardwareError | None:
     """An operation that refused to run deterministically, as an error in words; None for other errors."""
     found = re.match(r"(\S+) does not have a deterministic implementation", str(error))
     if found is None:
@@ -240,6 +240,16 @@ def free_cached(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory that a GPU reads by itself; as it is where the machine has none left to pin: copies are waited for."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return tensor
 
 
 def free_bytes(device: torch.device) -> int:

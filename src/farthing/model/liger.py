@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from farthing.device_memory import in_words
+from farthing.errors import DeviceFailed, OutOfMemory
 from farthing.model.loss import inner_of
 
 FAMILIES = frozenset(
@@ -58,7 +60,10 @@ def use_liger(model: Any) -> str:
         try:
             try_one_kernel(model)
             counts = patch(model)
-        except Exception as error:  # a Triton without a compiler, a GPU it does not know, a version that is not ours
+        except Exception as error:
+            if isinstance(in_words(error), DeviceFailed | OutOfMemory):  # without Liger nothing would be better
+                raise
+            # a Triton without a compiler, a GPU it does not know, a version that is not ours
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     if reason is not None:
         return f"no Liger kernels: {reason}"

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from farthing.data.chat import TEXT_VERSION, default_template
 from farthing.data.encode import first_tokens, sides_of
+from farthing.device_memory import in_words, reported
 from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
@@ -256,9 +257,11 @@ def load_model(
                 **four_bit,
             )
             _body_must_be_whole(model, loaded, task, choice.name)
-    except (ModelError, HardwareError):
-        raise
     except Exception as error:
+        if isinstance(error, ModelError | HardwareError):
+            raise
+        if in_words(found := reported(error)):
+            raise found from error
         raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
     model.config.use_cache = False
     if task_of(task).is_pair:

@@ -66,7 +66,7 @@ def assemble(
     scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
     forward, kernels = _computed(job, context, inputs, numerics, model, settings)
     before_bytes, free = taken_bytes(numerics.device), ranks.least(free_bytes(numerics.device))
-    with out_of_memory_said(OPTIMIZER_TO_DO):
+    with out_of_memory_said("train.optim", OPTIMIZER_TO_DO):
         allocate_state(optimizer)
     several = accumulates(train_examples, batches, schedule.n_steps, settings.micro_batch_tokens)
     memory = settle_checkpointing(

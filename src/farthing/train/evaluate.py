@@ -14,9 +14,11 @@ from torch import Tensor
 from farthing.data.batches import collate
 from farthing.data.packing import target_lengths_of
 from farthing.data.token_set import TokenSet
+from farthing.device_memory import is_out_of_memory
 from farthing.errors import Interrupted
 from farthing.metrics import Metrics
 from farthing.model.forward import Forward
+from farthing.model.hardware import free_cached
 from farthing.tasks.task import Evaluated
 from farthing.train.ranks import Ranks
 
@@ -40,6 +42,29 @@ class Found(NamedTuple):
     answers: Tensor | None = None
     predictions: list[str] | None = None
     references: list[str] | None = None
+
+
+def with_room(
+    measure: Callable[..., Metrics],
+    micro_batch_tokens: int,
+    longest: int,
+    device: torch.device,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Metrics:
+    """What `measure(micro_batch_tokens=...)` finds. Where memory runs out it is tried once as before, then with half as much at
+    once, down to the `longest` example, in tokens."""
+    has_freed = False
+    while True:
+        try:
+            return measure(micro_batch_tokens=micro_batch_tokens)
+        except Exception as error:
+            if not is_out_of_memory(error) or (has_freed and micro_batch_tokens <= longest):
+                raise
+        if has_freed:
+            micro_batch_tokens = max(longest, micro_batch_tokens // 2)
+            warn(f"out of memory in the evaluation; it begins again with {micro_batch_tokens:,} tokens at a time")
+        free_cached(device)
+        has_freed = True
 
 
 @torch.no_grad()

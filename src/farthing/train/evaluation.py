@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from farthing.device_memory import is_out_of_memory
+from functools import partial
+
 from farthing.events import Evaluated, Evaluating
 from farthing.metrics import Metrics
-from farthing.model.hardware import free_cached
 from farthing.train.attempt import Attempt
-from farthing.train.evaluate import Writing, evaluate
+from farthing.train.evaluate import Writing, evaluate, with_room
 from farthing.train.step_log import settle
 
 
@@ -51,38 +51,21 @@ def _judge(attempt: Attempt, value: float | None) -> bool:
 
 
 def _measured(attempt: Attempt) -> Metrics:
-    """Metrics of the model as it is. Raises `Interrupted`.
-
-    Where memory runs out it is tried once as before, then with half as much at once, down to the longest example.
-    """
+    """Metrics of the model as it is. Raises `Interrupted`."""
     held_out, train, ranks = attempt.eval_examples, attempt.job.train, attempt.context.ranks
     assert held_out is not None
     writing = Writing(attempt.inputs.tokenizer, attempt.job.data.max_target_length)
     longest = int(held_out.tokens.lengths[held_out.indices].max())
     # as much at once as training was seen to have room for
-    micro_batch_tokens, has_freed = (
-        min(attempt.settings.micro_batch_tokens, train.per_device_eval_batch_size * longest),
-        False,
+    most_tokens = min(attempt.settings.micro_batch_tokens, train.per_device_eval_batch_size * longest)
+    measure = partial(
+        evaluate,
+        attempt.forward,
+        held_out.tokens,
+        held_out.indices,
+        writing=writing if train.predict_with_generate else None,
+        should_stop=lambda: bool(attempt.context.notice) or ranks.others_ask_to_leave,
+        ranks=ranks,
+        progress=lambda done, total: attempt.context.emit(Evaluating(done, total)),
     )
-    while True:
-        try:
-            return evaluate(
-                attempt.forward,
-                held_out.tokens,
-                held_out.indices,
-                micro_batch_tokens=micro_batch_tokens,
-                writing=writing if train.predict_with_generate else None,
-                should_stop=lambda: bool(attempt.context.notice) or ranks.others_ask_to_leave,
-                ranks=ranks,
-                progress=lambda done, total: attempt.context.emit(Evaluating(done, total)),
-            )
-        except Exception as error:
-            if not is_out_of_memory(error) or (has_freed and micro_batch_tokens <= longest):
-                raise
-        if has_freed:
-            micro_batch_tokens = max(longest, micro_batch_tokens // 2)
-            attempt.warn(
-                f"out of memory in the evaluation; it begins again with {micro_batch_tokens:,} tokens at a time"
-            )
-        free_cached(attempt.numerics.device)
-        has_freed = True
+    return with_room(measure, most_tokens, longest, attempt.numerics.device, attempt.warn)

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from farthing.errors import ModelError
+from farthing.train.update_guard import PINNED_TO_DO, out_of_memory_said
+from farthing.units import say_bytes
 
 BUCKET_BYTES = 64 << 20  # of gradients whose arrival is waited for together: a few ms of the bus
 ALIGNED_BYTES = 512
@@ -173,7 +175,9 @@ def _host_tensors(weights: list[Tensor]) -> list[Tensor]:
     if not weights or weights[0].device.type != "cuda":
         return [torch.empty_like(weight, device="cpu") for weight in weights]
     places, sizes = pack([weight.nbytes for weight in weights])
-    blocks = [torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True) for n_bytes in sizes]
+    what = f"{say_bytes(sum(sizes))} of main memory can't be pinned for the off-loaded optimizer"
+    with out_of_memory_said("train.optim", PINNED_TO_DO, what):
+        blocks = [torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True) for n_bytes in sizes]
     return [
         blocks[place.block][place.start : place.start + weight.nbytes].view(weight.dtype).view(weight.shape)
         for weight, place in zip(weights, places, strict=True)

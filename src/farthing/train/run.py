@@ -19,7 +19,7 @@ import transformers
 
 from farthing.config.job import Job
 from farthing.data.token_set import notes_of
-from farthing.device_memory import first_line, is_out_of_memory, is_out_of_resources
+from farthing.device_memory import in_words, is_out_of_memory
 from farthing.durability.cloud_preemption import Watch, services_for
 from farthing.durability.exported import damage_of
 from farthing.durability.files import Json, only_writer, set_aside, write_json
@@ -48,7 +48,6 @@ from farthing.errors import (
     EXIT_INTERRUPTED,
     EXIT_LIMIT,
     FarthingError,
-    HardwareError,
     Interrupted,
     NoSpace,
     OutOfMemory,
@@ -56,7 +55,14 @@ from farthing.errors import (
 )
 from farthing.events import Emit, Note, Warned, Working
 from farthing.export.folders import write_card
-from farthing.model.hardware import Numerics, choose_numerics, device_name, in_words, of_models_code, taken_bytes
+from farthing.model.hardware import (
+    Numerics,
+    choose_numerics,
+    device_name,
+    not_deterministic,
+    of_models_code,
+    taken_bytes,
+)
 from farthing.model.load import quiet_libraries
 from farthing.planner.left_out_loss import is_refused, left_out_loss
 from farthing.planner.software import fp16_risk
@@ -233,24 +239,10 @@ def errors_in_words(folder: Path) -> Iterator[None]:
             to_do="make room or repair the disk, then run the same command again",
         ) from error
     except Exception as error:
-        if refused := in_words(error):
-            raise refused from error
-        if is_out_of_resources(error):
-            raise HardwareError(
-                f"a kernel does not fit on this GPU: {first_line(error)}",
-                where="train.use_liger_kernel, train.torch_compile, model.attn_implementation",
-                to_do="set the first two to false and the third to sdpa",
-            ) from error
-        if not is_out_of_memory(error):
-            if of_model := of_models_code(error):
-                raise of_model from error
+        said = not_deterministic(error) or in_words(error, str(folder)) or of_models_code(error)
+        if said is None:
             raise
-        raise OutOfMemory(
-            f"the device has no memory left: {first_line(error)}",
-            where=str(folder),
-            to_do="one example at a time with full activation checkpointing is still too much: lower data.max_length, or use"
-            " method: qlora or a larger GPU",
-        ) from error
+        raise said from error
 
 
 def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tuple[str, str]:

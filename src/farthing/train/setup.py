@@ -55,7 +55,7 @@ from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.published import published_as
 from farthing.train.ranks import Ranks
-from farthing.train.update_guard import update_bytes
+from farthing.train.update_guard import MODEL_TO_DO, out_of_memory_said, update_bytes
 from farthing.units import plural
 
 T = TypeVar("T")
@@ -346,6 +346,7 @@ def meanwhile(compute: Callable[[], T]) -> Iterator[Future[T]]:
         thread.join(LEAVING_S)
 
 
+@out_of_memory_said("model.model_name_or_path", MODEL_TO_DO)
 def build_model(
     job: Job,
     inputs: Inputs,

@@ -31,12 +31,12 @@ from farthing.durability.ledger import Meter
 from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.forward import Forward, Host
-from farthing.model.hardware import free_cached
+from farthing.model.hardware import free_cached, pinned
 from farthing.settings import Settings
 from farthing.train.lanes import LaneSums, lanes_of
 from farthing.train.ranks import GO_ON, Ranks, refuse
 from farthing.train.sending import Sending
-from farthing.train.update_guard import UpdateGuard, forget_unscaling, reserve_for_update
+from farthing.train.update_guard import UpdateGuard, forget_unscaling, load_update_kernels, reserve_for_update
 
 T = TypeVar("T")
 MOST_FREED = 3  # steps of an attempt that are taken again as they were: a device that is full again is too small
@@ -209,6 +209,7 @@ class Steps:
         with self.ranks.all_or_none():
             self.accumulate(iter([once, once]), counts=False)
             reserve_for_update(self.optimizer)
+            load_update_kernels(self.optimizer)
         if self.ranks.spreads is not None:
             self.ranks.spreads.begin_anew()
         for weight in self.trained:
@@ -228,7 +229,7 @@ class Steps:
             losses = self.ranks.sum_up(torch.stack(sums.losses).double() / sums.n_targets)
             arriving = None  # made before the update: after it nothing may fail
             if device.type == "cuda":
-                arriving = torch.empty(len(losses) + 1, dtype=losses.dtype, pin_memory=True)
+                arriving = pinned(torch.empty(len(losses) + 1, dtype=losses.dtype))
             began = _now_on(device)
             figures = self._update(rate, losses)
             update = None if began is None else (began, _now_on(device))

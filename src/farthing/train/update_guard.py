@@ -23,6 +23,8 @@ from farthing.errors import OutOfMemory
 SMALL_BYTES = 1 << 20  # tensors up to this come from blocks of their own in torch's allocator for CUDA
 
 
+PINNED_TO_DO = "use adamw_8bit or method: lora, or more main memory (`ulimit -l` and a container may limit it)"
+MODEL_TO_DO = "the model's weights do not fit: use method: qlora, a smaller model, or a larger GPU"
 OPTIMIZER_TO_DO = (
     "the optimizer's state does not fit beside the weights: use optim: adamw_8bit or adamw_torch_offload, method: lora or"
     " qlora, or a larger GPU"
@@ -30,15 +32,14 @@ OPTIMIZER_TO_DO = (
 
 
 @contextlib.contextmanager
-def out_of_memory_said(to_do: str) -> Iterator[None]:
-    """Memory that runs out within the block is said with what to do about it. Raises `OutOfMemory`."""
+def out_of_memory_said(where: str, to_do: str, what: str = "the device has no memory left") -> Iterator[None]:
+    """Memory that runs out within the block is said with its place in the job and what to do. Raises `OutOfMemory`."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        what = f"the device has no memory left: {first_line(error)}"
-        raise OutOfMemory(what, where="train.optim", to_do=to_do) from error
+        raise OutOfMemory(f"{what}: {first_line(error)}", where=where, to_do=to_do) from error
 
 
 class UpdateGuard:
@@ -88,6 +89,17 @@ def reserve_for_update(optimizer: torch.optim.Optimizer) -> None:
         device = group["params"][0].device
         if n_bytes and device.type == "cuda":
             torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+
+def load_update_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Update a made-up weight in each group's way. CUDA loads a kernel into the GPU's memory when it is launched first: where
+    there is no room for that it is missed here, where no weight has changed. bitsandbytes would end the process."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for group in optimizer.param_groups:
+        weight = group["params"][0].detach().new_zeros(1).requires_grad_()
+        weight.grad = torch.zeros_like(weight)
+        type(optimizer)([{**group, "params": [weight]}]).step()
 
 
 def update_bytes(optimizer: torch.optim.Optimizer) -> int:

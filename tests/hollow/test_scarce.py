@@ -1,0 +1,196 @@
+"""A hollow GPU whose memory runs out anywhere, or that breaks: no update twice, no hang, words, and a run that goes on.
+
+Allocations, products and launches are made to fail by the hollow GPU (`hollow_fault` in `bench/hollow/cudart.c`). Nothing is
+computed, so that what is compared is which steps were taken and how often weights were updated, never a value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import farthing.train.assemble  # noqa: E402
+import workshop  # noqa: E402
+from farthing.durability.accounts import read_ledger  # noqa: E402
+from farthing.errors import DeviceFailed, OutOfMemory  # noqa: E402
+from farthing.export.folders import export_run  # noqa: E402
+from workshop import log_of, make_job  # noqa: E402
+
+MEMORY, PINNED, PRODUCT, LAUNCH, BREAK = range(5)
+ALWAYS = 1 << 30
+KEYS: dict[str, Any] = {
+    **{"max_steps": 3, "save_steps": 1, "n_rows": 16, "global_batch_size": 4, "use_liger_kernel": False},
+    **{"size": {"layers": 1, "hidden": 32}, "eval_strategy": "steps", "eval_steps": 2, "where": {"device": "cuda"}},
+}
+
+
+@cache
+def hollow() -> Any:
+    """The library that stands in for CUDA's runtime."""
+    return ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0])
+
+
+@contextlib.contextmanager
+def fault(which: int, at: int, count: int = 1) -> Iterator[None]:
+    """Within the block the at-th, counted from here, and the next ones fail."""
+    hollow().hollow_fault(which, at, count)
+    try:
+        yield
+    finally:
+        hollow().hollow_fault(which, 0, 0)
+
+
+def asked(which: int) -> int:
+    """How many there were since the fault was set."""
+    return int(hollow().hollow_asked(which))
+
+
+@pytest.fixture(autouse=True)
+def every_tensor_is_an_allocation() -> Iterator[None]:
+    """torch keeps no blocks: what it asks for is asked of CUDA."""
+    torch.cuda.init()
+    torch.cuda.memory.caching_allocator_enable(False)
+    torch._C._host_emptyCache()
+    yield
+    torch.cuda.memory.caching_allocator_enable(True)
+    gc.collect()
+
+
+def n_updates(folder: Path) -> int:
+    """Kernels of AdamW that this process has launched."""
+    hollow().hollow_write(str(folder / "kernels.json").encode())
+    launched = json.loads((folder / "kernels.json").read_text())["kernels"]
+    return sum(n for name, n in launched.items() if re.search("[aA]dam", name))
+
+
+def job_of(folder: Path, **keys: Any) -> Any:
+    return make_job(folder, eval_rows=workshop.rows_of("llama", 3, 5), **{**KEYS, **keys})
+
+
+def steps_of(job: Any) -> list[int]:
+    return [row["step"] for row in log_of(job) if "examples" in row]
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
+    """How often a whole run asks for memory, products and launches; and its updates, at -1."""
+    folder = tmp_path_factory.mktemp("untouched")
+    torch.cuda.init()  # which would turn the cache on again
+    torch.cuda.memory.caching_allocator_enable(False)
+    before = n_updates(folder)
+    for which in (MEMORY, PRODUCT, LAUNCH):
+        hollow().hollow_fault(which, 0, 0)
+    workshop.train(job_of(folder))
+    found = {which: asked(which) for which in (MEMORY, PRODUCT, LAUNCH)}
+    return found | {-1: n_updates(folder) - before}
+
+
+PLACES = [(MEMORY, share) for share in (0.004, 0.07, 0.15, 0.3, 0.44, 0.58, 0.73, 0.87, 0.99)]
+PLACES += [(PRODUCT, share) for share in (0.2, 0.5, 0.8)] + [(LAUNCH, share) for share in (0.15, 0.4, 0.65, 0.9)]
+
+
+@pytest.mark.parametrize(("which", "share"), PLACES)
+def test_memory_that_is_missing_once_is_survived_or_said(
+    which: int, share: float, untouched: dict[int, int], tmp_path: Path
+) -> None:
+    job, before = job_of(tmp_path), n_updates(tmp_path)
+    ended = "said"
+    with fault(which, 1 + int(share * untouched[which])):
+        with contextlib.suppress(OutOfMemory):
+            ended = workshop.train(job).state
+        assert asked(which) > share * untouched[which]
+    if ended == "said":
+        assert (which, share) in PLACES[:2] or share <= 0.15, "only what comes before the first step ends a run"
+        workshop.train(job)
+    else:
+        assert n_updates(tmp_path) - before == untouched[-1], "an update was made twice, or left out"
+    assert steps_of(job) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_memory_that_stays_away_ends_in_words_and_the_run_goes_on_later(
+    share: float, untouched: dict[int, int], tmp_path: Path
+) -> None:
+    job = job_of(tmp_path)
+    with fault(MEMORY, 1 + int(share * untouched[MEMORY]), ALWAYS), pytest.raises(OutOfMemory, match="out of memory"):
+        workshop.train(job)
+    accounts = read_ledger(Path(job.output_dir) / "ledger.jsonl").ordered
+    assert accounts[-1].state == "failed"
+    assert workshop.train(job).state == "finished"
+    assert steps_of(job) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("share", "error", "words"), [
+    (0.1, 700, "illegal memory access"),
+    (0.5, 719, "unspecified launch failure"),
+    (0.7, 214, "uncorrectable ECC error"),
+    (0.95, 710, "device-side assert"),
+])  # fmt: skip
+def test_a_gpu_that_breaks_ends_in_words_and_the_run_goes_on_later(
+    share: float, error: int, words: str, untouched: dict[int, int], tmp_path: Path
+) -> None:
+    job = job_of(tmp_path)
+    with fault(BREAK, int(share * untouched[LAUNCH]), error):
+        try:
+            workshop.train(job)
+            said = ""
+        except DeviceFailed as failed:
+            said = str(failed)
+            hollow().hollow_fault(BREAK, 0, 0)  # while nothing of the attempt has been freed
+    assert words in said or "CUBLAS_STATUS_EXECUTION_FAILED" in said
+    assert read_ledger(Path(job.output_dir) / "ledger.jsonl").ordered[-1].state == "failed"
+    assert workshop.train(job).state == "finished"
+    assert steps_of(job) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch_offload"])
+def test_memory_that_cannot_be_pinned_costs_time_or_is_said(
+    optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays go without; torch itself pins a little for every number that it reads, and can't."""
+    job, state = (
+        job_of(tmp_path, optim=optim, save_steps=10, eval_strategy="no"),
+        farthing.train.assemble.allocate_state,
+    )
+
+    def scarce(optimizer: Any) -> None:
+        hollow().hollow_fault(PINNED, 1, 6)
+        state(optimizer)
+
+    monkeypatch.setattr(farthing.train.assemble, "allocate_state", scarce)
+    with fault(PINNED, 0):
+        if optim == "adamw_torch_fused":
+            assert workshop.train(job).state == "finished"
+            assert asked(PINNED) > 6
+        else:
+            with pytest.raises(OutOfMemory, match="of main memory can't be pinned"):
+                workshop.train(job)
+
+
+@pytest.mark.parametrize("at", [6, 15, 30])
+def test_a_quantized_model_that_does_not_fit_is_not_called_damaged(at: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    job = job_of(tmp_path, method="qlora", pretrained=True)
+    with fault(MEMORY, at), pytest.raises(OutOfMemory, match="out of memory") as caught:
+        workshop.train(job)
+    assert caught.value.where == "model.model_name_or_path"
+
+
+def test_an_export_leaves_the_gpu_alone(tmp_path: Path) -> None:
+    job = job_of(tmp_path, method="lora", pretrained=True, max_steps=1)
+    workshop.train(job)
+    with fault(MEMORY, 1, ALWAYS):
+        export_run(Path(job.output_dir), tmp_path / "merged", "merged")
+        assert asked(MEMORY) == 0

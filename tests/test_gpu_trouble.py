@@ -1,0 +1,265 @@
+"""A GPU that fails, and memory that it lacks outside of a step: in words, with the right exit code, and a run that goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import survive
+import workshop
+from farthing.after.held_out import held_out_of
+from farthing.cli import command, main
+from farthing.device_memory import in_words, reported
+from farthing.durability.accounts import read_ledger
+from farthing.errors import EXIT_CRASH, DeviceFailed, HardwareError, OutOfMemory
+from farthing.events import StepTaken
+from farthing.export.folders import export_run, trained_model
+from farthing.model.forward import Forward
+from farthing.model.hardware import pinned
+from farthing.model.liger import use_liger
+from farthing.train.run import opened_attempt
+from farthing.train.update_guard import load_update_kernels
+from test_out_of_memory import OPTIMIZERS, Failing, optimizer_of, small_model, step_of
+from workshop import Heard, job_file, losses_of, make_job
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+BROKEN = [
+    torch.AcceleratorError(f"{ILLEGAL}\nCUDA kernel errors might be asynchronously reported"),
+    torch.AcceleratorError("CUDA error: unspecified launch failure"),
+    torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+    torch.AcceleratorError("CUDA error: device-side assert triggered"),
+    torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+    RuntimeError("CUDA error: unknown error"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
+    RuntimeError("Triton Error [CUDA]: misaligned address"),
+]
+WHOLE = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm(...)`"),
+    torch.AcceleratorError("CUDA error: invalid argument"),
+    ValueError(ILLEGAL),
+]
+
+
+@pytest.mark.parametrize("error", BROKEN, ids=lambda error: str(error)[:40])
+def test_a_gpu_that_has_failed_is_said(error: RuntimeError) -> None:
+    said = in_words(error, "the run")
+    assert isinstance(said, DeviceFailed)
+    assert (said.where, said.exit_code) == ("the run", EXIT_CRASH)
+    assert str(error).splitlines()[0] in said.what
+    assert len(str(said).splitlines()) == 2
+
+
+@pytest.mark.parametrize("error", WHOLE, ids=lambda error: str(error)[:40])
+def test_an_error_that_is_not_the_gpus_is_not_said_to_be(error: Exception) -> None:
+    assert in_words(error) is None
+
+
+KEYS: dict[str, Any] = {"max_steps": 5, "save_steps": 2, "n_rows": 40}
+
+
+class Broken:
+    """A product that ends as on a GPU that has failed, from its n-th call on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int) -> None:
+        self.n, honest = 0, torch.nn.functional.silu
+
+        def silu(*args: Any, **how: Any) -> Tensor:
+            self.n += 1
+            if self.n >= at:
+                raise torch.AcceleratorError(f"{ILLEGAL}\nmore of it")
+            return honest(*args, **how)
+
+        patch.setattr(torch.nn.functional, "silu", silu)
+
+
+def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = make_job(tmp_path / "alone", **KEYS)
+    workshop.train(alone)
+    path = job_file(tmp_path / "broken", **KEYS)
+    with monkeypatch.context() as patch:
+        calls = Broken(patch, 10**9)
+        with pytest.raises(ZeroDivisionError):
+            workshop.train(make_job(tmp_path / "counted", **KEYS), _stop_after(3))
+    with monkeypatch.context() as patch:
+        Broken(patch, calls.n)
+        assert main(["train", str(path)]) == EXIT_CRASH  # not 2, after which --retry would not go on
+    said = capsys.readouterr().err
+    assert f"the GPU has failed: {ILLEGAL}\n  to do: run the same command again" in said
+    assert "Traceback" not in said
+    assert isinstance(command._last[0], DeviceFailed), "what its frames hold is not freed before the process ends"
+    run = tmp_path / "broken/run"
+    assert read_ledger(run / "ledger.jsonl").ordered[-1].state == "failed"
+    assert not [each for each in (run / "checkpoints").iterdir() if "00003" in each.name]
+    assert main(["train", str(path)]) == 0
+    assert survive.differences(survive.result_of(Path(alone.output_dir)), survive.result_of(run)) == []
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows if "examples" in row] == losses_of(alone)
+
+
+def test_a_gpu_that_fails_in_a_restore_says_nothing_against_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, max_steps=4, save_steps=2)
+    with pytest.raises(ZeroDivisionError):
+        workshop.train(job, _stop_after(3))
+
+    def broken(*_: Any) -> None:
+        raise torch.AcceleratorError(ILLEGAL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("farthing.train.state.put_back", broken)
+        with pytest.raises(DeviceFailed, match="the GPU has failed"):
+            workshop.train(job)
+    assert workshop.train(job).state == "finished"
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError(ILLEGAL), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_gpu_that_fails_leaves_no_run_without_ligers_kernels(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("farthing.model.liger.why_not_liger", lambda model: None)
+    monkeypatch.setattr("farthing.model.liger.try_one_kernel", failing)
+    with pytest.raises(type(error)):
+        use_liger(small_model())
+
+
+def _stop_after(step: int) -> Any:
+    def stop(event: object) -> None:
+        if isinstance(event, StepTaken) and event.step == step:
+            raise ZeroDivisionError
+
+    return stop
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_memory_that_runs_out_in_any_verb_is_said(
+    as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job_file(tmp_path, max_steps=2)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("farthing.train.profiling.opened_attempt", full)
+    assert main(["profile", str(path), *(["--json"] if as_json else [])]) == EXIT_CRASH
+    out, err = capsys.readouterr()
+    assert "the device has no memory left: CUDA out of memory" in (out if as_json else err)
+    assert "Traceback" not in out + err
+
+
+def test_a_model_that_does_not_fit_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(tmp_path, max_steps=2, pretrained=True)
+    for place in ("farthing.model.load._body_must_be_whole", "farthing.train.setup.refuse_looking_ahead"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, Failing(print, 1))
+            with pytest.raises(OutOfMemory, match="CUDA error: out of memory") as caught:
+                workshop.train(job)
+        assert caught.value.where == "model.model_name_or_path"
+        assert "qlora" in caught.value.to_do
+
+
+def test_memory_that_runs_out_as_weights_are_converted_is_found_in_the_report() -> None:
+    def log_state_dict_report(loading_info: Any) -> None:
+        raise RuntimeError("We encountered some issues during automatic conversion of the weights.")
+
+    why = "Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    for said, expected in ((f"{why}\nError: Bnb4bit", "CUDA out of memory. Tried"), ("shapes", "We encountered")):
+        with pytest.raises(RuntimeError) as caught:
+            log_state_dict_report(SimpleNamespace(conversion_errors={"a.weight": said}))
+        assert str(reported(caught.value)).startswith(expected)
+
+
+def test_memory_that_cannot_be_pinned_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(3)
+    monkeypatch.setattr(Tensor, "pin_memory", Failing(Tensor.pin_memory, 1))
+    assert pinned(tensor) is tensor
+
+    def wrong(_: Tensor) -> Tensor:
+        raise RuntimeError("cannot pin 'torch.cuda.LongTensor'")
+
+    monkeypatch.setattr(Tensor, "pin_memory", wrong)
+    with pytest.raises(RuntimeError, match="cannot pin"):
+        pinned(tensor)
+
+
+# ---- kernels of the update ----
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_kernels_of_the_update_are_loaded_without_a_trace(name: str) -> None:
+    models = [small_model(), small_model()]
+    tried, other = (optimizer_of(model, name) for model in models)
+    for seed in range(2):
+        load_update_kernels(tried)
+        step_of(models[0], tried, seed)
+        step_of(models[1], other, seed)
+    assert len(tried.state) == len(other.state)
+    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_an_update_without_room_for_its_kernels_is_missed_where_nothing_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, max_steps=2)
+    Path(job.output_dir).mkdir(parents=True)
+    heard, failing = Heard(), Failing(torch.optim.AdamW.step, 1)
+    with opened_attempt(job, heard) as run:
+        before = {name: weight.clone() for name, weight in run.model.state_dict().items()}
+        monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args: failing(*args))
+        run.steps.rehearse(0)
+        assert failing.n > 1
+        assert "step 1: out of memory (CUDA error: out of memory); unused memory was freed" in heard.warnings
+        assert all(torch.equal(weight, before[name]) for name, weight in run.model.state_dict().items())
+
+
+# ---- after a run ----
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an adapter."""
+    folder = tmp_path_factory.mktemp("finished")
+    keys: dict[str, Any] = {"method": "lora", "pretrained": True, "eval_rows": workshop.rows_of("llama", 9, 5)}
+    job = make_job(folder, max_steps=3, **keys)
+    workshop.train(job)
+    return Path(job.output_dir)
+
+
+def test_an_evaluation_afterwards_goes_on_with_less_where_memory_runs_out(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out = held_out_of(finished)
+    model, numerics = trained_model(finished), held_out.numerics()
+    expected = held_out.measure(model, numerics)
+    honest, asked = Forward.loss_and_log_probs, list[int]()
+
+    def loss(forward: Any, batch: dict[str, Any]) -> Any:
+        asked.append(batch["input_ids"].numel())
+        if asked[-1] > 90:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return honest(forward, batch)
+
+    monkeypatch.setattr(Forward, "loss_and_log_probs", loss)
+    found = held_out.measure(model, numerics)
+    assert max(asked) > 90 >= asked[-1]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_an_adapter_is_merged_without_a_gpu(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy() -> str:
+        raise HardwareError("the GPU belongs to another run")
+
+    monkeypatch.setattr("peft.peft_model.infer_device", busy)
+    assert export_run(finished, tmp_path / "merged", "merged")["bytes"] > 0
