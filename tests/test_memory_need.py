@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
 import farthing.model.head
+import farthing.planner.tiles
 from farthing.model.activation_checkpointing import Beside, Linear, MemoryNeed, Sample, choose_checkpointing
 from farthing.model.attention import Documents
 from farthing.model.forward import Forward
@@ -112,6 +113,7 @@ def seen(case: Case) -> int:
 def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer operations to trace than with a CPU's own blocks of logits."""
     monkeypatch.setattr(farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads())
+    monkeypatch.setattr(farthing.planner.tiles, "CPU_BLOCK_BYTES", BLOCK_BYTES)
 
 
 def agree(case: Case, rel: float = 0.05) -> None:

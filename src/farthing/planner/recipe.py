@@ -56,6 +56,8 @@ class Stack:
     fused_norms: bool = False
     fused_mlp: bool = False
     is_compiled: bool = False
+    lean_mlp: bool = False
+    """A gated activation is one node: of what is as wide as the feed-forward both halves are kept, and their product."""
     is_flash: bool = False
     """Attention without a padding mask: keys and values are not repeated for their groups."""
     is_eager: bool = False
