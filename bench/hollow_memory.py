@@ -176,11 +176,11 @@ def _words() -> list[str]:
     return ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(N_WORDS - 4))]
 
 
-def write_job(folder: Path, case: Case, n_steps: int) -> Path:
+def write_job(folder: Path, case: Case) -> Path:
     """The job of a case."""
     task, draw, rows = write_model(folder / "base", case), random.Random(0), []
     words = _words()[4:]
-    for _ in range(min(400, case.batch * n_steps) if case.lengths == "chat" else max(8, case.batch)):
+    for _ in range(min(400, 2 * case.batch) if case.lengths == "chat" else max(8, case.batch)):
         n = {"full": 2048, "long": 8192}.get(case.lengths) or min(900, int(draw.lognormvariate(5.5, 0.6)) + 60)
         text = draw.choices(words, k=n)
         if task == "classification":
@@ -209,7 +209,7 @@ def write_job(folder: Path, case: Case, n_steps: int) -> Path:
         "where": {"device": "cuda", "usd_per_hour": 2.0},
         "output_dir": "./run",
         "cache_dir": "./cache",
-        "train": {"max_steps": n_steps + 2, "global_batch_size": case.batch, "probe": False, **flags, **case.train},
+        "train": {"max_steps": 4, "global_batch_size": case.batch, "probe": False, **flags, **case.train},
     }
     (folder / "job.yaml").write_text(json.dumps(job), encoding="utf-8")
     return folder / "job.yaml"
@@ -222,7 +222,7 @@ def measured(folder: Path, case: Case, n_steps: int, blocks: bool) -> dict[str, 
     """Train for some steps in this process, which sees a GPU; figures in bytes."""
     import torch
 
-    path = write_job(folder, case, n_steps)
+    path = write_job(folder, case)
     from farthing.config.load import load_job
     from farthing.train import loop, run
     from farthing.train.attempt import Attempt
