@@ -223,7 +223,11 @@ def _adapter_input(weight: Weight, shape: Shape, recipe: Recipe, is_cuda: bool, 
     kept = 0.0
     if recipe.trained_bytes == 4 and c == 2 and not stack.has_autocast:
         kept = 4.0 * width  # the adapter casts its input, and keeps the copy
-    elif recipe.trained_bytes == 4 and c == 2 and not stack.fuses_adapters:
+    elif (
+        recipe.trained_bytes == 4
+        and c == 2
+        and not (stack.fuses_adapters or (stack.shares_quantized_inputs and recipe.method == "qlora"))
+    ):
         kept = 0.0 if is_down else float(c * width)  # a down projection's is counted with the feed-forward
     elif not is_down:  # products of one input share it where dtypes agree, and so does attention with what it gave
         is_output = weight.part == "attention" and weight.name.rsplit(".", 1)[-1] in _ATTENTION_OUTPUTS
