@@ -202,3 +202,28 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
     assert not found[None, True][0].device.knows_link
     assert told.step.parts["communication"] < guessed.step.parts["communication"]
     assert link_error(told.step, known.device) < link_error(guessed.step, table.device)
+
+
+def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farthing.planner.inputs.installed_torch", lambda: ("2.13.0", "cu126"))
+    wanted = JobSpec(shape=shape_of("meta-llama/Llama-3.2-1B"), method="full", optim="adamw_torch_fused", global_batch=64,
+                     n_epochs=1.0, checkpoint_every=0, micro_batch_tokens=8192,
+                     lengths=from_arrays(np.full(64, 200), source="made"))  # fmt: skip
+    values = {"model": "m", "data": "d", "task": "causal-lm", "output_dir": "run"}
+    found = {}
+    for gpu, memory, is_there, wants in (
+        *(("NVIDIA H100 80GB HBM3", 80, is_there, wants) for is_there in (True, False) for wants in ("auto", False)),
+        ("Tesla T4", 15, True, "auto"),
+    ):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, is_there=is_there: is_there or None)
+        machine = Machine("cuda", gpu, 1, memory << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
+        job = Job.model_validate({**values, "train": {"use_liger_kernel": wants}})
+        place = place_here(wanted, machine, job, [], date(2026, 11, 22))
+        assert isinstance(place, Place)
+        assert place.has_liger == (gpu != "Tesla T4" and is_there and wants == "auto")
+        if gpu != "Tesla T4":
+            plan = plan_here(wanted, machine, job, [], date(2026, 11, 22))
+            assert isinstance(plan, Plan)
+            found[place.has_liger] = plan.memory.parts["activations"]
+    # of a layer, for each token: fp32 copies of two norms' inputs, and one number as wide as the feed-forward
+    assert found[False] - found[True] == pytest.approx(16 * 8192 * (2 * 4 * 2048 + 2 * 8192), rel=0.1)

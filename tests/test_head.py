@@ -564,7 +564,7 @@ def test_smoothed_labels_under_an_adapted_head_take_the_plain_path_and_say_why()
     model, batch = with_lora(make_model("llama"), target_modules=["lm_head"], task_type="CAUSAL_LM"), make_batch()
     forward = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None), label_smoothing=0.1)
     assert "smoothed" in str(forward.why_all_scored)
-    assert forward.head_bytes(100) == 0, "its memory is measured with the body's"
+    assert forward.head_bytes(100, 0.5) == 4 * N_WORDS * 150, "logits, and a copy of those that are scored"
     assert torch.equal(forward.loss(batch), summed_loss(model, batch, "causal-lm", 0.1)[0])
     exact = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None))
     assert exact.why_all_scored is None

@@ -13,7 +13,7 @@ from transformers.integrations import moe
 from transformers.modeling_outputs import BaseModelOutput
 
 import farthing.model.head
-import farthing.planner.memory
+import farthing.planner.tiles
 from farthing.planner.lengths import Largest
 from farthing.planner.memory import (
     COMMUNICATION_BYTES,
@@ -24,6 +24,7 @@ from farthing.planner.memory import (
     estimate_memory,
     evaluation_memory,
     in_layers,
+    logits_bytes,
     writing_memory,
 )
 from farthing.planner.model_config import known_config
@@ -268,7 +269,7 @@ def agree(case: Traced, is_ours: bool) -> None:
 
 @pytest.fixture
 def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(farthing.planner.memory, "CPU_BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(farthing.planner.tiles, "CPU_BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads())
 
 
@@ -445,7 +446,7 @@ def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most() -> No
 
     def logits(n_tokens: int, share: float, is_trained: bool | None = False) -> float:
         largest = Largest(1, n_tokens, 0)
-        return farthing.planner.memory.logits_bytes(shape, recipe, largest, share, is_trained=is_trained)
+        return logits_bytes(shape, recipe, largest, share, is_trained=is_trained)
 
     h, words = shape.hidden, shape.vocab
     gradients = 2 * h * 8192
@@ -453,7 +454,9 @@ def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most() -> No
     block = 4 * (CUDA_BLOCK_BYTES // (4 * words)) * words
     assert logits(8192, 1.0) == 2 * 2048 * (words + h) + 2 * block + 2 * 8192 * h
     assert logits(8192, 1.0, None) == logits(8192, 1.0) - 2 * 8192 * h, "an evaluation has no gradients"
-    assert logits(1000, 0.1) == 2 * 100 * (words + h) + 4 * 100 * words + 2 * 100 * h, "fewer than a tile or a block"
+    assert logits(1000, 0.1) == 2 * 100 * (words + h) + 2 * 4 * 100 * words + 2 * 100 * h, (
+        "fewer than a tile or a block"
+    )
     whole = estimate_memory(shape, replace(recipe, stack=FARTHING), Largest(1, 65_536, 0), adapters)
     tiled = estimate_memory(shape, recipe, Largest(1, 65_536, 0), adapters)
     assert whole.allocated_bytes > 4 * tiled.allocated_bytes
@@ -497,6 +500,14 @@ def test_what_the_trainer_does_with_a_model_is_known_without_it() -> None:
     flat = stack_for("llama", "causal-lm", "bf16", "lora")
     assert (flat.is_packed, flat.loss, flat.fuses_adapters) == (True, POSITIONS, True)
     assert not stack_for("llama", "causal-lm", "bf16", "lora", may_go_packed=False).is_packed
+    shape, quantized = shape_of("llama"), stack_for("llama", "causal-lm", "bf16", "qlora")
+    recipe = Recipe("qlora", Settings(4096, precision="bf16"), "adamw_torch_fused", 8, lora_r=16, stack=quantized)
+    theirs = replace(recipe, stack=replace(quantized, shares_quantized_inputs=False))
+    each = [estimate_memory(shape, how, Largest(1, 4096, 0), shape.with_lora(16)) for how in (recipe, theirs)]
+    saved = (
+        shape.n_layers * 4096 * 2 * (3 * shape.hidden + shape.n_heads * shape.head_dim)
+    )  # of k, v, up and what attention gave
+    assert each[1].parts["activations"] - each[0].parts["activations"] == saved
     assert stack_for("llama", "causal-lm", "bf16", "lora", has_plain_head=False).loss == LABELLED
     assert not stack_for("llama", "causal-lm", "bf16", "lora", has_plain_adapters=False).fuses_adapters
     assert not stack_for("llama", "causal-lm", "bf16", "qlora").fuses_adapters, "peft's own layers are kept there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,15 +11,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
 import farthing.model.head
+import farthing.planner.tiles
 from farthing.model.activation_checkpointing import Beside, Linear, MemoryNeed, Sample, choose_checkpointing
 from farthing.model.attention import Documents
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.model.loss import POSITIONS, TARGETS
+from farthing.model.head import How, head_loss
+from farthing.model.loss import POSITIONS, TARGETS, Labelled
+from farthing.planner.tiles import head_bytes
+from farthing.train.prefix_budget import accumulates
+from farthing.train.run import opened_attempt
 from on_gpu.work import config_of
 from test_memory import BLOCK_BYTES, cut_config
 from thinned import thinned
-from traced import fake_model, own_loss, traced_peak
+from traced import Alive, fake_model, own_loss, traced_peak
+from workshop import Heard, make_job
 
 CPU = torch.device("cpu")
 LENGTH = 512  # of a document
@@ -112,6 +119,7 @@ def seen(case: Case) -> int:
 def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer operations to trace than with a CPU's own blocks of logits."""
     monkeypatch.setattr(farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads())
+    monkeypatch.setattr(farthing.planner.tiles, "CPU_BLOCK_BYTES", BLOCK_BYTES)
 
 
 def agree(case: Case, rel: float = 0.05) -> None:
@@ -183,3 +191,47 @@ def test_gradients_and_activations_are_not_there_at_once_but_where_gradients_are
     held, _ = judged(Case("1B", "full", 0, 8, accumulates=True, n_layers=2))
     assert held.moments()["loss"] - once.moments()["loss"] == once.gradients.all_bytes
     assert once.moments()["update"] == held.moments()["update"] == once.gradients.all_bytes
+
+
+@pytest.mark.parametrize("budget", [16_384, 200])
+def test_the_need_is_that_of_the_largest_micro_batch_that_comes(
+    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is rehearsed adds up gradients where a step will."""
+    size = {"hidden": 32, "layers": 1}
+    job = make_job(tmp_path, n_rows=40, max_steps=5, micro_batch_tokens=budget, size=size)
+    Path(job.output_dir).mkdir()
+    with opened_attempt(job, Heard()) as attempt:
+        steps, has_several = attempt.steps, budget == 200
+        assert attempt.memory.n_tokens == max(steps.largest_of(step)[1] for step in range(5))
+        assert attempt.memory.n_tokens <= min(budget, 8 * 100)
+        assert attempt.memory.gradients.accumulate == has_several
+        asked = (attempt.forward, attempt.train_examples, attempt.batches, 5)
+        assert accumulates(*asked, budget) == has_several
+        n_passes, loss = [0], Forward.loss
+
+        def counted(forward: Forward, *more: Any) -> Any:
+            n_passes[0] += 1
+            return loss(forward, *more)
+
+        monkeypatch.setattr(Forward, "loss", counted)
+        steps.rehearse(0, lambda: accumulates(*asked, budget))
+        assert n_passes == [2 if has_several else 1]
+
+
+@pytest.mark.parametrize("cap", [None, 30.0])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_head_has_one_block_of_rows_at_work(
+    precision: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, n_words, width = 256, 4000, 8
+    block_bytes = 64 * n_words * 4
+    monkeypatch.setattr(farthing.model.head, "CPU_BLOCK_BYTES", block_bytes // torch.get_num_threads())
+    monkeypatch.setattr(farthing.planner.tiles, "CPU_BLOCK_BYTES", block_bytes)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    hidden, weight = torch.zeros(n, width, dtype=dtype, requires_grad=True), torch.zeros(n_words, width, dtype=dtype)
+    labelled = Labelled(torch.arange(n), torch.zeros(n, dtype=torch.long))
+    with Alive() as alive:
+        head_loss(hidden, weight, None, labelled, How(n, soft_cap=cap))
+    said = head_bytes(n, n_words, width, precision, is_cuda=False, has_cap=cap is not None, tile_tokens=n)
+    assert alive.peak == pytest.approx(said, rel=0.05)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -56,7 +57,7 @@ from farthing.model.last_layer import computed_for, labelled_alone, last_layer
 from farthing.model.loss import POSITIONS, TARGETS, find_labelled, inner_of, summed_loss
 from farthing.model.pairs import collate_pairs, pair_batch, source_states
 from farthing.planner.families import MOST_READ
-from farthing.planner.tiles import WRITES_MORE, default_tile_tokens
+from farthing.planner.tiles import WRITES_MORE, default_tile_tokens, head_bytes
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 
@@ -285,6 +286,16 @@ class Forward:
         """Tokens that a micro-batch makes the model compute; seq2seq: of both sides."""
         return arrays["input_ids"].size + (arrays["labels"].size if self.of.is_pair else 0)
 
+    def n_tokens_of(self, tokens: TokenSet, examples: NDArray[np.int64]) -> int:
+        """`n_computed` of a micro-batch of these examples, from their lengths."""
+        lengths = tokens.lengths[examples]
+        if self.is_packed:
+            return int(lengths.sum())
+        if not self.of.is_pair:
+            return len(lengths) * int(lengths.max())
+        targets = target_lengths_of(tokens, examples)
+        return len(lengths) * int((lengths - targets).max() + targets.max())
+
     # ---- on the device ----
 
     def to_device(self, arrays: Host) -> Batch:
@@ -382,14 +393,29 @@ class Forward:
         with self._resumed(batch, is_whole=True) as rest, self.numerics.autocasting():
             return self.head.hidden_states(rest).float().sum()
 
-    def head_bytes(self, n_tokens: int) -> int:
-        """What the head takes besides, when it is known: a tile of logits, and gradients of the hidden states [T, h]."""
+    def head_bytes(self, n_tokens: int, scored_share: float = 1.0) -> int:
+        """What the head takes of so many tokens beside what `before_head` keeps: a tile of logits, what it reads [T, h], and
+        gradients of what is scored; where all positions are scored, their logits and fp32 copies."""
+        size, is_cuda = self.numerics.base_dtype.itemsize, self.numerics.device.type == "cuda"
+        n_scored = math.ceil(n_tokens * scored_share)
         if self.head is None:
-            return 0
-        weight, device = self.head.linear.weight, self.numerics.device.type
+            n_words = getattr(self._inner.config.get_text_config(), "vocab_size", 0) if self.of.scores_tokens else 0
+            n_all = n_scored if self.of.is_pair else n_tokens
+            return int(n_words) * (size * n_all + (size + 4 if size < 4 else 4) * n_scored)
+        weight = self.head.linear.weight
         n_words, width = weight.shape
-        tile = self.tile_tokens or default_tile_tokens(n_words, device, width if weight.requires_grad else 0)
-        casts = 2 * n_words * width if weight.requires_grad and self.numerics.base_dtype.itemsize < 4 else 0
-        size = self.numerics.base_dtype.itemsize
-        of_logit = size if self.head.is_matrix else size + 12  # rows in fp32 of what is made again
-        return of_logit * min(tile, n_tokens) * n_words + size * (n_tokens * width + casts)
+        trained = weight.itemsize if weight.requires_grad else 0
+        if not self.head.is_matrix:  # rows in fp32 of what is made again
+            tile = self.tile_tokens or default_tile_tokens(n_words, self.numerics.device.type, 0)
+            return (size + 12) * min(tile, n_scored) * n_words + size * n_scored * width
+        found = head_bytes(
+            n_scored,
+            n_words,
+            width,
+            self.numerics.name,
+            trained_bytes=trained,
+            is_cuda=is_cuda,
+            has_cap=self.head.soft_cap is not None,
+            tile_tokens=self.tile_tokens,
+        )
+        return found + size * n_scored * width + (trained or size) * (n_scored if self.of.is_pair else n_tokens) * width

@@ -160,38 +160,50 @@ def _to_gradients(
     n_threads = torch.get_num_threads() if scores.device.type == "cpu" else 0
     block_bytes = CPU_BLOCK_BYTES * n_threads or CUDA_BLOCK_BYTES
     n_rows = max(1, n_threads, block_bytes // (summed.itemsize * n_words))
-    smooth, cap, scale = how.label_smoothing, how.soft_cap, how.gradient_scale
-    is_simple = cap is None and not smooth and not isinstance(scale, Tensor) and scale == 1
     total = torch.zeros((), dtype=torch.float64, device=scores.device)
     for start in range(0, len(scores), n_rows):
         block, words = scores[start : start + n_rows], targets[start : start + n_rows].unsqueeze(1)
-        if is_simple and wants and how.is_lean:
-            chances, of_words = _chances(block, words)
-            block.copy_(chances)
-        else:
-            bent = block if cap is None else torch.tanh(block.to(summed) / cap)
-            logs = torch.log_softmax(bent if cap is None else bent * cap, -1, dtype=summed)
-            of_words = logs.gather(1, words)
-        total -= (1 - smooth) * of_words.sum()
+        of_words, of_all = _block_to_gradients(block, words, how, wants, summed)
+        total -= (1 - how.label_smoothing) * of_words.sum()
         if log_probs is not None:
             log_probs[start : start + n_rows] = of_words[:, 0]
-        if smooth:
-            total -= smooth / n_words * logs.sum()
-        if wants and is_simple:  # softmax minus one at the word, which is rounded only once
-            if not how.is_lean:
-                torch.exp(logs, out=block)
-            block.scatter_(1, words, torch.expm1(of_words).to(block.dtype))
-        elif wants:
-            gradient = logs.exp_()
-            if smooth:
-                gradient -= smooth / n_words
-            gradient.scatter_add_(1, words, gradient.new_full((1, 1), smooth - 1).expand_as(words))
-            if cap is not None:
-                gradient *= bent.square_().neg_().add_(1)
-            if isinstance(scale, Tensor) or scale != 1:
-                gradient *= scale
-            block.copy_(gradient)
+        if of_all is not None:
+            total -= how.label_smoothing / n_words * of_all
     return total
+
+
+def _block_to_gradients(
+    block: Tensor, words: Tensor, how: How, wants: bool, summed: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """(log-probabilities [t, 1] of the words [t, 1], the sum of all where labels are smoothed); scores [t, V] become gradients.
+
+    What it makes in fp32 is gone when it returns: the next block finds it free (`planner.tiles.head_bytes`).
+    """
+    n_words, smooth, cap, scale = block.shape[1], how.label_smoothing, how.soft_cap, how.gradient_scale
+    is_simple = cap is None and not smooth and not isinstance(scale, Tensor) and scale == 1
+    if is_simple and wants and how.is_lean:
+        chances, of_words = _chances(block, words)
+        block.copy_(chances)
+    else:
+        bent = block if cap is None else torch.tanh(block.to(summed) / cap)
+        logs = torch.log_softmax(bent if cap is None else bent * cap, -1, dtype=summed)
+        of_words = logs.gather(1, words)
+    of_all = logs.sum() if smooth else None
+    if wants and is_simple:  # softmax minus one at the word, which is rounded only once
+        if not how.is_lean:
+            torch.exp(logs, out=block)
+        block.scatter_(1, words, torch.expm1(of_words).to(block.dtype))
+    elif wants:
+        gradient = logs.exp_()
+        if smooth:
+            gradient -= smooth / n_words
+        gradient.scatter_add_(1, words, gradient.new_full((1, 1), smooth - 1).expand_as(words))
+        if cap is not None:
+            gradient *= bent.square_().neg_().add_(1)
+        if isinstance(scale, Tensor) or scale != 1:
+            gradient *= scale
+        block.copy_(gradient)
+    return of_words, of_all
 
 
 def _add_product(into: Tensor, left: Tensor, right: Tensor, product: Tensor | None, *, is_first: bool) -> None:

@@ -5,9 +5,10 @@ to come. `use_liger` lets it, puts the module back as it was, and gives the rota
 Its cross-entropies are not used: `model/head.py` makes no logits either, and is quicker. Weights, names and what is saved
 stay as they are.
 
-Families are those whose loss and gradients agreed with the plain model when Liger's own kernels ran in Triton's interpreter
-on a CPU (tests/test_liger.py). Never run on a GPU. Refuses other families, models that are not on CUDA, GPUs before Ampere,
-a machine on which Triton's first kernel fails, and feed-forwards with an activation that the kernel does not have.
+`FUSED_BY_LIGER` has the families whose loss and gradients agreed with the plain model when Liger's own kernels ran in
+Triton's interpreter on a CPU (tests/test_liger.py). Never run on a GPU. Refuses other families, models that are not on CUDA,
+GPUs before Ampere, a machine on which Triton's first kernel fails, and feed-forwards with an activation that the kernel does
+not have.
 """
 
 from __future__ import annotations
@@ -26,13 +27,8 @@ import torch.nn.functional as F
 from farthing.device_memory import in_words
 from farthing.errors import DeviceFailed, OutOfMemory
 from farthing.model.loss import inner_of
+from farthing.planner.families import FUSED_BY_LIGER
 
-FAMILIES = frozenset(
-    {
-        *("exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral", "mistral", "olmo2", "olmo3"),
-        *("phi3", "qwen2", "qwen3", "smollm3"),
-    }
-)
 WANTED = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True}
 NOT_WANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 ROTATION = "apply_rotary_pos_emb"
@@ -48,7 +44,7 @@ def why_not_liger(model: Any) -> str | None:
         return "they are for GPUs from Ampere on"
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed: pip install 'farthing[gpu]'"
-    if kind not in FAMILIES or not type(inner).__module__.startswith("transformers."):
+    if kind not in FUSED_BY_LIGER or not type(inner).__module__.startswith("transformers."):
         return f"{kind}: not among the families that are tested"
     return None
 

@@ -67,7 +67,7 @@ def layers_of(shape: Shape, recipe: Recipe, largest: Largest, adapters: Adapters
     top = max(layer, decoder)
     is_plain = recipe.stack.is_packed and block_of(shape).activation == 1
     works: float = (WORKING_MLP_PLAIN if is_plain else WORKING_MLP) * shape.ffn + WORKING_STREAM * shape.hidden
-    if recipe.stack.fused_mlp or recipe.stack.is_compiled:
+    if recipe.stack.fused_mlp or recipe.stack.lean_mlp or recipe.stack.is_compiled:
         works = 2 * shape.ffn + 4 * shape.hidden
     if shape.n_active:
         works = _routed_working(shape, recipe)
@@ -102,7 +102,10 @@ def saved_per_token(
     else:  # autocast on a GPU normalizes in fp32
         norm = h * (4 if stack.has_autocast and is_cuda and not is_fused else r)
     mask = h * (1 if is_cuda else c) * block.dropouts / 2
-    both = block.n_norms / 2 * norm + mask
+    n_norms = block.n_norms
+    if shape.model_type == "gpt_neox" and is_cuda and stack.has_autocast and r < 4:
+        n_norms = 2  # each makes its own fp32 copy of the input that they share
+    both = n_norms / 2 * norm + mask
     to_attention = to_mlp = 0
     keeps_inputs = is_full or (stack.keeps_quantized_inputs and recipe.method == "qlora")
     if keeps_inputs:
@@ -119,15 +122,19 @@ def saved_per_token(
         attention = 3 * c * q + (c * q if is_full else 0)
     elif _is_math(shape, is_cuda):
         attention = 12 * q + (c * q if is_full else 0)
+    if stack.is_packed and stack.is_flash and is_cuda:
+        attention += 4 * shape.n_heads  # the logarithm of each row's sum
     if block.is_sliced:
         attention += c * (q + k)
-        attention += 0 if is_cuda or not is_full else c * q  # a CPU leaves heads in an order that has to be copied
+        # heads are left in an order that has to be copied: on GPUs where rotated parts are put together head by head
+        on_gpu = shape.model_type == "gpt_neox" and stack.is_flash and _keeps_outputs(shape, adapters)
+        attention += c * q if (on_gpu if is_cuda else is_full) else 0
     if block.has_head_norms:
         of_scaled = 4 if block.scales_fp32 and not is_fused else c
         is_short = is_fused or (is_one_pass and c == 4)
         attention += (q + k) * ((0 if is_short else 4) + (of_scaled if is_full or is_short else 0))
 
-    is_lean = stack.fused_mlp or stack.is_compiled
+    is_lean = stack.fused_mlp or stack.lean_mlp or stack.is_compiled
     activation = (2 if is_lean and block.is_gated else block.activation) * c * f
     if (keeps_inputs or _adapts_down(shape, adapters)) and not stack.fused_mlp:
         activation += c * f
@@ -216,7 +223,11 @@ def _adapter_input(weight: Weight, shape: Shape, recipe: Recipe, is_cuda: bool, 
     kept = 0.0
     if recipe.trained_bytes == 4 and c == 2 and not stack.has_autocast:
         kept = 4.0 * width  # the adapter casts its input, and keeps the copy
-    elif recipe.trained_bytes == 4 and c == 2 and not stack.fuses_adapters:
+    elif (
+        recipe.trained_bytes == 4
+        and c == 2
+        and not (stack.fuses_adapters or (stack.shares_quantized_inputs and recipe.method == "qlora"))
+    ):
         kept = 0.0 if is_down else float(c * width)  # a down projection's is counted with the feed-forward
     elif not is_down:  # products of one input share it where dtypes agree, and so does attention with what it gave
         is_output = weight.part == "attention" and weight.name.rsplit(".", 1)[-1] in _ATTENTION_OUTPUTS

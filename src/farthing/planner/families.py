@@ -98,3 +98,11 @@ PADS_SAFELY = {
     _HEADS["classes"]: DECODERS | ENCODERS | frozenset(_TABLE["pads_safely"]["classes"]),
     _HEADS["pair"]: frozenset(_TABLE["pads_safely"]["pair"]),
 }
+
+FUSED_BY_LIGER = frozenset(
+    {
+        *("exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral", "mistral", "olmo2", "olmo3"),
+        *("phi3", "qwen2", "qwen3", "smollm3"),
+    }
+)
+"""Whose norms, rotations and gated feed-forwards the trainer computes by Liger's kernels, on GPUs from Ampere on."""

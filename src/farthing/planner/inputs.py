@@ -8,6 +8,7 @@ Refuses to import torch, to train and to print. The clock's time is handed in.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
@@ -19,6 +20,7 @@ from farthing.errors import FarthingError, UserMistake
 from farthing.planner.alternatives import Rung, is_rented, other_methods, what_choices_save
 from farthing.planner.calibration import calibrate, past_errors
 from farthing.planner.estimate import Estimate
+from farthing.planner.families import FUSED_BY_LIGER
 from farthing.planner.job_lengths import read_lengths
 from farthing.planner.lengths import Lengths, from_mean
 from farthing.planner.machine import Machine, free_memory_bytes, installed_torch, local_machine
@@ -374,7 +376,7 @@ def place_here(
     memory_bytes -= memory_bytes % 2**30 if memory_bytes > 2**30 else 0  # what is free moves; a plan should not
     return Place(
         offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda, precision_note=note,
-        is_part=is_cuda and n_gpus < machine.n_gpus,
+        is_part=is_cuda and n_gpus < machine.n_gpus, has_liger=is_cuda and _has_liger(wanted, job, offer.gpu),
     )  # fmt: skip
 
 
@@ -388,6 +390,13 @@ def rented_torch() -> Torch:
         return parse_torch(f"{version}+{build}" if build and build != "cpu" else version)
     except UserMistake:
         return Torch(OLDEST_TORCH)
+
+
+def _has_liger(wanted: JobSpec, job: Job, gpu: str) -> bool:
+    """Whether the trainer would take Liger's kernels on a GPU of this machine: see `model/liger.py`."""
+    is_wanted = job.train.use_liger_kernel is not False and wanted.shape.model_type in FUSED_BY_LIGER
+    is_new = float(gpus()[gpu].compute_capability or 0) >= 8.0
+    return is_wanted and is_new and importlib.util.find_spec("liger_kernel") is not None
 
 
 def plan_here(

@@ -23,7 +23,7 @@ from farthing.planner.activations import Layers, layers_of
 from farthing.planner.lengths import Largest
 from farthing.planner.recipe import CHUNKED, DDP, FREED, FSDP, FUSED, LABELLED, POSITIONS, TILED, UNCAST, WHOLE, Recipe
 from farthing.planner.shapes import Shape
-from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
+from farthing.planner.tiles import head_bytes
 from farthing.planner.weights import Adapters
 
 SLACK = 0.05  # of what torch has allocated: blocks that the allocator can't use
@@ -382,21 +382,17 @@ def logits_bytes(
 
 
 def _tiles_bytes(shape: Shape, recipe: Recipe, n_scored: int, is_cuda: bool, is_trained: bool | None) -> float:
-    """What `head_loss` takes besides the gradient of a trained head: a tile, fp32 rows, gradients of the positions, casts."""
-    n_words, h, c = shape.vocab, shape.hidden, recipe.compute_bytes
-    tile = min(n_scored, default_tile_tokens(n_words, "cuda" if is_cuda else "cpu", h if is_trained else 0))
-    rows = min(tile, max(1, (CUDA_BLOCK_BYTES if is_cuda else CPU_BLOCK_BYTES) // (4 * n_words)))
-    n_blocks = 2 if rows < tile else 1  # the last ones are there while the next are made
-    if shape.model_type in _CAPS_LOGITS:
-        n_blocks += 2
-    elif c == 2 and not is_cuda:
-        n_blocks += 1
-    found = c * tile * (n_words + h) + 4.0 * n_blocks * rows * n_words
-    if is_trained is not None:
-        found += c * n_scored * h
-    if is_trained and recipe.trained_bytes > c:  # the matrix in the precision of the run, and the product of a tile
-        found += c * n_words * h * (2 if n_scored > tile else 1)
-    return found
+    """What `head_loss` takes besides the gradient of a trained head: tiles, and gradients of the positions."""
+    found = head_bytes(
+        n_scored,
+        shape.vocab,
+        shape.hidden,
+        recipe.precision,
+        trained_bytes=recipe.trained_bytes if is_trained else 0,
+        is_cuda=is_cuda,
+        has_cap=shape.model_type in _CAPS_LOGITS,
+    )
+    return found + (0.0 if is_trained is None else recipe.compute_bytes * n_scored * shape.hidden)
 
 
 def _dora_working(recipe: Recipe, adapters: Adapters | None) -> float:

@@ -56,6 +56,8 @@ class Stack:
     fused_norms: bool = False
     fused_mlp: bool = False
     is_compiled: bool = False
+    lean_mlp: bool = False
+    """A gated activation is one node: of what is as wide as the feed-forward both halves are kept, and their product."""
     is_flash: bool = False
     """Attention without a padding mask: keys and values are not repeated for their groups."""
     is_eager: bool = False
@@ -75,6 +77,8 @@ class Stack:
     keeps_quantized_inputs: bool = False
     """bitsandbytes before 0.43.2 of July 2024: layers in 4 bits keep what they read, as if their weights were trained
     (github.com/bitsandbytes-foundation/bitsandbytes/pull/1270)."""
+    shares_quantized_inputs: bool = False
+    """Adapters of layers in 4 bits read one input, which autocast leaves as it is (peft's `Linear4bit` with autocast)."""
     keeps_unpacked: bool = False
     """A layer's quantized weights are unpacked by plain operations, and what comes of them is kept for its backward pass."""
     frees_gradients: bool = False
@@ -129,6 +133,7 @@ def stack_for(
         is_flash=is_packed and precision != "fp16",
         loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ()) else LABELLED,
         fuses_adapters=method == "lora" and has_plain_adapters,
+        shares_quantized_inputs=True,
     )
 
 

@@ -78,7 +78,9 @@ class _Search:
         self.wanted, self.explains = wanted, explains
         self.assumptions = assumptions
         self.hazard = hazard
-        self._candidates: dict[tuple[str, int, bool, MicroBatchCost, bool], list[tuple[Recipe, Memory, Work]]] = {}
+        self._candidates: dict[
+            tuple[str, int, bool, MicroBatchCost, bool, bool], list[tuple[Recipe, Memory, Work]]
+        ] = {}
         self._chosen: dict[Any, Chosen | Rejected] = {}
         self._pricing = Pricing(wanted, assumptions, hazard)
         self._changes: dict[Any, tuple[list[tuple[str, int]], Iterator[JobSpec]]] = {}
@@ -118,6 +120,7 @@ class _Search:
             place.precision,
             place.is_local,
             place.is_cuda,
+            place.has_liger,
             place.memory_bytes,
             None if place.calibration is UNCALIBRATED else place.calibration,  # quicker to look up
         )
@@ -128,16 +131,22 @@ class _Search:
     # ---- recipes ----
 
     def candidates(
-        self, precision: str, n_gpus: int, is_cuda: bool, cost: MicroBatchCost = ON_CPU, offloads: bool = False
+        self,
+        precision: str,
+        n_gpus: int,
+        is_cuda: bool,
+        cost: MicroBatchCost = ON_CPU,
+        offloads: bool = False,
+        has_liger: bool = False,
     ) -> list[tuple[Recipe, Memory, Work]]:
         """Every recipe that is worth a look where micro-batches `cost` that, with its memory and its work."""
-        key = precision, n_gpus, is_cuda, cost, offloads
+        key = precision, n_gpus, is_cuda, cost, offloads, has_liger
         if key not in self._candidates:
             self._candidates[key] = list(self._make_candidates(*key))
         return self._candidates[key]
 
     def _make_candidates(
-        self, precision: str, n_gpus: int, is_cuda: bool, cost: MicroBatchCost, offloads: bool
+        self, precision: str, n_gpus: int, is_cuda: bool, cost: MicroBatchCost, offloads: bool, has_liger: bool
     ) -> Iterable[tuple[Recipe, Memory, Work]]:
         wanted = self.wanted
         if n_gpus > wanted.global_batch:
@@ -150,6 +159,8 @@ class _Search:
                 for sharding in shardings:
                     recipe = recipe_of(wanted, precision, most, every, n_gpus, sharding, cost)
                     recipe = replace(recipe, offloads_weights=offloads)
+                    if has_liger:
+                        recipe = replace(recipe, stack=replace(recipe.stack, fused_norms=True, lean_mlp=True))
                     yield recipe, self.memory_of(wanted, recipe, is_cuda), self.work_of(recipe, example)
 
     def cost_on(self, place: Place) -> MicroBatchCost:
@@ -204,7 +215,7 @@ class _Search:
                 "gradients in fp16 are not scaled there" if place.precision == "fp16" else "they can't be spread"
             )
             return Rejected(place.offer, what, "leave where.offload_weights out", 3.0)
-        found = self.candidates(place.precision, n_gpus, place.is_cuda, self.cost_on(place), offloads)
+        found = self.candidates(place.precision, n_gpus, place.is_cuda, self.cost_on(place), offloads, place.has_liger)
         if not found:
             what = f"a step of {self.wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
             return Rejected(place.offer, what, f"train.global_batch_size: {n_gpus}", n_gpus / self.wanted.global_batch)

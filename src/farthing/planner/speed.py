@@ -403,7 +403,13 @@ def _traffic(
     norms = block.n_norms * h * (4.0 * r if is_fused else 28.0 + 4.0 * r)
     rotations = (3.0 if is_fused else 10.0) * c * (q + k)
     activation = (
-        c * f * ((3.0 if stack.fused_mlp or stack.is_compiled else 5.0) if block.is_gated else 2.0 * block.activation)
+        c
+        * f
+        * (
+            (3.0 if stack.fused_mlp or stack.lean_mlp or stack.is_compiled else 5.0)
+            if block.is_gated
+            else 2.0 * block.activation
+        )
     )
     layer = norms + 6.0 * r * h + rotations + activation
     adapted = 0.0

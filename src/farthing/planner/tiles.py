@@ -24,3 +24,33 @@ def default_tile_tokens(n_words: int, device_type: str, trained_width: int = 0) 
         return CUDA_TILE_TOKENS
     fitting = CPU_TILE_BYTES // (4 * n_words) // 32 * 32
     return min(CPU_MOST_TILE_TOKENS, max(CPU_TILE_TOKENS, fitting, trained_width))
+
+
+def head_bytes(
+    n_scored: int,
+    n_words: int,
+    width: int,
+    precision: str,
+    *,
+    trained_bytes: int = 0,
+    is_cuda: bool = True,
+    has_cap: bool = False,
+    tile_tokens: int | None = None,
+) -> int:
+    """What `model/head.py` takes for so many labelled positions beside the gradients of a trained head and of the positions: a
+    tile of logits, fp32 rows of it, casts.
+
+    `trained_bytes` are those of a number of a trained matrix, 0 where it is frozen. Of the rows at work there are log-softmax
+    and, in bf16, the fp32 copy that it is made of (of fp16 CUDA's kernel makes none); with a cap three.
+    """
+    c = 4 if precision == "fp32" else 2
+    tile = min(
+        n_scored,
+        tile_tokens or default_tile_tokens(n_words, "cuda" if is_cuda else "cpu", width if trained_bytes else 0),
+    )
+    rows = min(tile, max(1, (CUDA_BLOCK_BYTES if is_cuda else CPU_BLOCK_BYTES) // (4 * n_words)))
+    n_blocks = 3 if has_cap else 1 if c == 4 or (is_cuda and precision == "fp16") else 2
+    found = c * tile * (n_words + width) + 4 * n_blocks * rows * n_words
+    if trained_bytes > c:  # the matrix in the precision of the run, and the product of a tile
+        found += 2 * c * n_words * width
+    return found

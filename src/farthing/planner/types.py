@@ -259,6 +259,8 @@ class Place:
     """Since the price was read."""
     is_part: bool = False
     """Whether the machine has more GPUs than these."""
+    has_liger: bool = False
+    """Whether Liger's kernels are there, and the trainer takes them."""
     host_note: str = ""
     """What has to be installed by hand; empty where nothing has."""
 

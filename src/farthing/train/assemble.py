@@ -34,7 +34,7 @@ from farthing.settings import Settings
 from farthing.train.attempt import Attempt, Clocks, Context, Kernels, Saving
 from farthing.train.learning_rate import first_schedule
 from farthing.train.optim import allocate_state
-from farthing.train.prefix_budget import accumulates
+from farthing.train.prefix_budget import micro_batches_of
 from farthing.train.saver import wait_for_copies
 from farthing.train.setup import Examples, Inputs, build_optimizer, settle_checkpointing
 from farthing.train.state import Progress, parts_of
@@ -68,9 +68,9 @@ def assemble(
     before_bytes, free = taken_bytes(numerics.device), ranks.least(free_bytes(numerics.device))
     with out_of_memory_said("train.optim", OPTIMIZER_TO_DO):
         allocate_state(optimizer)
-    several = accumulates(train_examples, batches, schedule.n_steps, settings.micro_batch_tokens)
+    ahead = micro_batches_of(forward, train_examples, batches, schedule.n_steps, settings.micro_batch_tokens)
     memory = settle_checkpointing(
-        job, forward, train_examples, settings, optimizer=optimizer, free_bytes=free, accumulates=several, ranks=ranks
+        job, forward, train_examples, settings, optimizer=optimizer, free_bytes=free, ahead=ahead, ranks=ranks
     )
     if not ranks.is_spread:
         kernels.compiled = _compile(job, model, kernels.liger, settings, estimate, schedule.n_steps)

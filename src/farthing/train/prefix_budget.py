@@ -10,6 +10,7 @@ from dataclasses import replace
 from farthing.data.batches import Batches
 from farthing.events import Note
 from farthing.model.activation_checkpointing import MemoryNeed
+from farthing.model.forward import Forward
 from farthing.train.attempt import Attempt
 from farthing.train.setup import Examples
 
@@ -47,12 +48,23 @@ def _need_of(attempt: Attempt, micro_batch_tokens: int) -> MemoryNeed:
     n_steps = attempt.n_steps
     gradients = replace(
         attempt.memory.gradients,
-        accumulate=accumulates(attempt.train_examples, attempt.batches, n_steps, micro_batch_tokens),
+        accumulate=accumulates(attempt.forward, attempt.train_examples, attempt.batches, n_steps, micro_batch_tokens),
     )
     return replace(attempt.memory, n_tokens=micro_batch_tokens, gradients=gradients)
 
 
-def accumulates(examples: Examples, batches: Batches, n_steps: int, micro_batch_tokens: int) -> bool:
+def accumulates(forward: Forward, examples: Examples, batches: Batches, n_steps: int, micro_batch_tokens: int) -> bool:
     """Whether a step may have several micro-batches of so many tokens, by the first steps."""
-    lengths, steps = examples.tokens.lengths, range(min(n_steps, LOOKED_AT_STEPS))
-    return any(int(lengths[batches.examples_of(step)].sum()) > micro_batch_tokens for step in steps)
+    return micro_batches_of(forward, examples, batches, n_steps, micro_batch_tokens)[1]
+
+
+def micro_batches_of(
+    forward: Forward, examples: Examples, batches: Batches, n_steps: int, micro_batch_tokens: int
+) -> tuple[int, bool]:
+    """(computed tokens of the largest micro-batch, whether a step has several), by the first steps of a run."""
+    tokens, largest, has_several = examples.tokens, 1, False
+    for step in range(min(n_steps, LOOKED_AT_STEPS)):
+        cells = forward.split(tokens, batches.examples_of(step), micro_batch_tokens)
+        largest = max(largest, *(forward.n_tokens_of(tokens, cell) for cell in cells))
+        has_several = has_several or len(cells) > 1
+    return largest, has_several

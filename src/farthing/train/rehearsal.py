@@ -15,6 +15,7 @@ from farthing.train.attempt import Attempt
 from farthing.train.budget import over_limit
 from farthing.train.forecast import is_done
 from farthing.train.joining import keeps_statistics
+from farthing.train.prefix_budget import accumulates
 from farthing.units import plural
 
 N_STEPS = 8
@@ -34,9 +35,15 @@ def rehearse(attempt: Attempt) -> None:
     if step is None:
         return
     with attempt.context.meter.span("probe"):
-        n_examples, n_tokens = steps.rehearse(step)
+        n_examples, n_tokens = steps.rehearse(step, lambda: _adds_up(attempt))
     text = f"the largest micro-batch was rehearsed: {plural(n_examples, 'example')} of step {step + 1}, {n_tokens:,} tokens"
     attempt.context.emit(Note(text))
+
+
+def _adds_up(attempt: Attempt) -> bool:
+    """Whether a step has several micro-batches, by what is at once now."""
+    budget = attempt.settings.micro_batch_tokens
+    return accumulates(attempt.forward, attempt.train_examples, attempt.batches, attempt.n_steps, budget)
 
 
 def dearest_step(attempt: Attempt) -> int | None:

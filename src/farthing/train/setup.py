@@ -22,6 +22,7 @@ from torch import nn
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.chat import TEXT_VERSION, asks_for_the_date
+from farthing.data.packing import target_lengths_of
 from farthing.data.read import Source, open_sources
 from farthing.data.token_set import LINE_BITS, Recipe, TokenSet, notes_of
 from farthing.data.tokens import tokenize
@@ -426,16 +427,19 @@ def settle_checkpointing(
     *,
     optimizer: torch.optim.Optimizer,
     free_bytes: int,
-    accumulates: bool,
+    ahead: tuple[int, bool],
     ranks: Ranks,
 ) -> MemoryNeed:
     """Measure small forward passes and switch on as much activation checkpointing as the largest micro-batch needs.
 
     With `auto` no less is tried than `settings` have. `free_bytes` are those before the optimizer's
-    state was made; `accumulates` says that a step may have several micro-batches.
+    state was made; `ahead` has the tokens of the largest micro-batch, and whether a step has several.
     """
-    lengths = train.tokens.lengths[train.indices]
-    middle = int(train.indices[int(np.argsort(lengths)[len(lengths) // 2])])
+    lengths = train.tokens.lengths[train.indices].astype(np.int64)
+    # as many pairs for each token as all have together: where scores are kept, they grow with the squares of lengths
+    middle = int(train.indices[int(np.argmin(abs(lengths - (lengths**2).sum() / lengths.sum())))])
+    some = train.indices[:: max(1, len(lengths) // 4096)]
+    scored = float(target_lengths_of(train.tokens, some).sum()) / max(1.0, float(train.tokens.lengths[some].sum()))
     spread = ranks.spreads
 
     def sample_of(n_copies: int) -> Sample:
@@ -443,15 +447,15 @@ def settle_checkpointing(
         batch = forward.to_device(arrays)
         return Sample(forward.n_computed(arrays), lambda: forward.before_head(batch))
 
-    wanted, n_tokens = job.train.gradient_checkpointing, settings.micro_batch_tokens
-    head, twice = forward.head_bytes(n_tokens), forward.head_bytes(2 * n_tokens)
+    wanted, (n_tokens, has_several) = job.train.gradient_checkpointing, ahead
+    head, twice = forward.head_bytes(n_tokens, scored), forward.head_bytes(2 * n_tokens, scored)
     is_cuda = forward.numerics.device.type == "cuda"
     need = choose_checkpointing(
         forward.model,
         (sample_of(1), sample_of(2)),
         Beside(
             largest_tokens=n_tokens,
-            accumulates=accumulates,
+            accumulates=has_several or bool(settings.lanes and settings.lanes > 1),
             optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
             update_bytes=update_bytes(optimizer) if is_cuda else 0,
             free_bytes=free_bytes,

@@ -164,10 +164,10 @@ class Steps:
         `NoRoomLeft`."""
         return self._with_room(step, self._take)
 
-    def rehearse(self, step: int) -> tuple[int, int]:
-        """Take the largest micro-batch of a step forward and backward, twice as gradients add up, for nothing; (examples,
-        computed tokens) of it. Raises as `take`."""
-        return self._with_room(step, self._rehearse)
+    def rehearse(self, step: int, adds_up: Callable[[], bool] = lambda: True) -> tuple[int, int]:
+        """Take the largest micro-batch of a step forward and backward for nothing, twice where `adds_up` says that gradients of
+        several add up; (examples, computed tokens) of it. Raises as `take`."""
+        return self._with_room(step, lambda step: self._rehearse(step, adds_up))
 
     def _with_room(self, step: int, call: Callable[[int], T]) -> T:
         """What `call(step)` gives, called again with less at once where memory runs out."""
@@ -199,7 +199,7 @@ class Steps:
             else:
                 self._make_room(step, why)
 
-    def _rehearse(self, step: int) -> tuple[int, int]:
+    def _rehearse(self, step: int, adds_up: Callable[[], bool]) -> tuple[int, int]:
         self._is_agreed = False
         seed_everything(self.seed, step)
         examples = self.batches.examples_of(step)
@@ -207,7 +207,8 @@ class Steps:
         arrays = self.forward.collate(self.tokens, largest)
         once = MicroBatch(step, examples, largest, arrays, True)
         with self.ranks.all_or_none():
-            self.accumulate(iter([once, once]), counts=False)
+            is_one = self.n_lanes == 1 and not self.ranks.is_spread and not adds_up()
+            self.accumulate(iter([once] if is_one else [once, once]), counts=False)
             reserve_for_update(self.optimizer)
             load_update_kernels(self.optimizer)
         if self.ranks.spreads is not None:

@@ -1,0 +1,38 @@
+"""What a run expects of memory before its first step, held against what torch's allocator then gives out, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from farthing.train.loop import take_step  # noqa: E402
+from farthing.train.rehearsal import rehearse  # noqa: E402
+from farthing.train.run import opened_attempt  # noqa: E402
+from farthing.train.step_log import settle  # noqa: E402
+from workshop import Heard, make_job, rows_of  # noqa: E402
+
+WORKSPACES = 72 << 20  # of cuBLAS, one for each thread that multiplies: nobody counts them
+
+
+@pytest.mark.parametrize("budget", [16_384, 3000], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize(("method", "every"), [("full", False), ("full", True), ("lora", 2)])
+def test_what_is_expected_is_the_peak(method: str, every: bool | int, budget: int, tmp_path: Path) -> None:
+    rows = [{**row, "prompt": row["prompt"] * (1 + i % 5)} for i, row in enumerate(rows_of("llama", 64))]
+    keys = {"size": {"hidden": 1024, "layers": 6}, "method": method, "gradient_checkpointing": every}
+    keys |= {"bf16": True, "probe": False, "torch_compile": False, "where": {"device": "cuda"}}
+    job = make_job(tmp_path, rows=rows, max_steps=2, global_batch_size=64, micro_batch_tokens=budget, **keys)
+    Path(job.output_dir).mkdir()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    resting = torch.cuda.memory_allocated()
+    with opened_attempt(job, Heard()) as run:
+        rehearse(run)
+        take_step(run)
+        settle(run)
+        peak = torch.cuda.max_memory_allocated() - resting
+        assert run.memory.n_tokens <= budget
+        assert run.memory.gradients.accumulate == (budget == 3000)
+        assert run.expected_bytes - resting == pytest.approx(peak, rel=0.05, abs=WORKSPACES), run.memory.moments()
