@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,12 @@ from farthing.model.casts import Casts, add_up, in_precision
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.lora_kernels import use_low_rank
+from farthing.train.loop import take_step
+from farthing.train.run import opened_attempt
+from farthing.train.step_log import settle
 from test_attention import model_of
 from test_waits import documents
+from workshop import Heard, make_job
 
 NUMERICS = Numerics(torch.device("cpu"), torch.bfloat16)
 
@@ -173,3 +178,24 @@ def test_a_layer_without_autocast_computes_as_it_is() -> None:
     x = torch.randn(3, 8)
     with kept.kept(adds=True):
         assert torch.equal(model[0](x), torch.nn.functional.linear(x, model[0].weight, model[0].bias))
+
+
+@pytest.mark.parametrize("method", ["full", {"name": "lora", "lora_r": 4}])
+def test_steps_with_casts_are_those_without(method: Any, tmp_path: Path) -> None:
+    """Whole steps of several micro-batches: copies are those of the weights that the step before has left."""
+    weights: list[dict[str, Tensor]] = []
+    for has_casts in (False, True):
+        how = {"bf16": True, "optim": "sgd", "learning_rate": 0.1, "micro_batch_tokens": 100, "probe": False}
+        job = make_job(tmp_path, method=method, output_dir=f"./run-{has_casts}", **how)
+        Path(job.output_dir).mkdir()
+        with opened_attempt(job, Heard()) as run:
+            begun = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+            run.forward.casts = Casts(run.model, torch.bfloat16) if has_casts else None
+            for _ in range(3):
+                take_step(run)
+            settle(run)
+            weights.append({name: weight.detach() - begun[name] for name, weight in run.model.named_parameters()})
+    changed = [name for name, change in weights[0].items() if change.any()]
+    assert len(changed) > 10
+    for name in changed:
+        assert (weights[1][name] - weights[0][name]).norm() < 0.02 * weights[0][name].norm(), name
