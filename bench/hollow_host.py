@@ -196,6 +196,7 @@ def main() -> int:
                 print(f"{shape} {method} {who}: failed", flush=True)
                 continue
             row = json.loads(done.stdout.splitlines()[-1])
+            print(in_words([row]).splitlines()[-1], flush=True)
             known = best.get(place)
             if known is None or row["cpu_ms_a_micro_batch"] < known["cpu_ms_a_micro_batch"]:
                 best[place] = row

@@ -6,8 +6,8 @@ product and the cast adapters are kept for the backward pass; frozen weights get
 where something below is trained. Refuses variants, quantized weights, adapter biases, dropout at work and several
 adapters at once: those layers compute as `peft` has them compute, and are counted with the reason. Never run on a GPU.
 
-Shapes: n positions, i inputs, o outputs, r rank. Adapters are cast to the precision of the run in every forward pass: a
-copy kept for a whole step would have to hear of optimizers that write weights behind torch's back (bitsandbytes does).
+Shapes: n positions, i inputs, o outputs, r rank. Adapters are cast to the precision of the run in every forward pass, on a GPU
+once a step (`casts.py`).
 """
 
 from __future__ import annotations
