@@ -20,7 +20,7 @@ from hollow_host import COUNTS, counted
 from small_models import make_model_folder
 from workshop import TASK, rows_of
 
-N_LAYERS, N_STEPS = 2, 3
+N_LAYERS, N_STEPS = 3, 3
 
 
 def kernels(folder: Path) -> Counter[str]:
@@ -102,11 +102,11 @@ def test_attention_is_one_kernel_a_layer_and_direction(tmp_path: Path) -> None:
         found = steps_of(tmp_path / family, family)
         assert times(found, "flash_fwd") == times(found, "flash_bwd_dq_dk_dv") == N_LAYERS
         assert times(found, "fmha") == 0
-        assert times(found, "softmax_warp") < N_LAYERS  # a classifier's loss has one
+        assert times(found, "softmax_warp") <= 2  # a classifier's loss, forward and backward
 
 
 def test_weights_and_gradients_are_not_cast_in_every_micro_batch(tmp_path: Path) -> None:
-    """14 adapters, of which each was cast in every micro-batch, as was its gradient, and added by itself."""
+    """Adapters, of which each was cast in every micro-batch, as was its gradient, and added by itself."""
     found = steps_of(tmp_path, "llama", LORA)
-    assert times(found, "bfloat16_copy") < 2 * N_LAYERS + 4
-    assert found["launches"] * N_STEPS / found["micro_batches"] < 270
+    assert times(found, "bfloat16_copy") < 3 * N_LAYERS
+    assert found["launches"] * N_STEPS / found["micro_batches"] < 400
