@@ -27,7 +27,7 @@ from farthing.model.hardware import Numerics
 from farthing.model.lora_kernels import use_low_rank
 from farthing.model.loss import POSITIONS, TARGETS, find_labelled, summed_loss
 from farthing.planner.families import DECODERS, ENCODERS
-from farthing.train.optim import _waiting_once
+from farthing.train.optim import waiting_once
 from test_attention import model_of
 from test_shared import token_set
 
@@ -206,7 +206,7 @@ def test_optimizers_of_bitsandbytes_wait_once_at_most(is_paged: bool) -> None:
         weight.grad = torch.ones(2)
     optimizer: Any = Blockwise(weights, lr=1.0)
     optimizer.is_paged = is_paged
-    _waiting_once(optimizer, module).step()
+    waiting_once(optimizer, module).step()
     assert len(waited) == is_paged
     assert not any(weight.any() for weight in weights)
     module.sync_gpu(weights[0])

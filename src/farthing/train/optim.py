@@ -84,10 +84,10 @@ def make_optimizer(
         "paged_adamw_32bit": bitsandbytes.optim.PagedAdamW32bit,
     }[name]
     optimizer: torch.optim.Optimizer = kind(groups, **adam)
-    return _waiting_once(optimizer, bitsandbytes.optim.optimizer)
+    return waiting_once(optimizer, bitsandbytes.optim.optimizer)
 
 
-def _waiting_once(optimizer: Any, module: Any) -> torch.optim.Optimizer:
+def waiting_once(optimizer: Any, module: Any) -> torch.optim.Optimizer:
     """An optimizer of bitsandbytes that waits for the GPU once a step where its state is paged, which the host reads; else not
     at all. By itself it would after each weight (`sync_gpu` in its `step`, 0.50.2)."""
     step, wait = optimizer.step, module.sync_gpu
