@@ -27,6 +27,7 @@ from farthing.model.hardware import Numerics
 from farthing.model.lora_kernels import use_low_rank
 from farthing.model.loss import POSITIONS, TARGETS, find_labelled, summed_loss
 from farthing.planner.families import DECODERS, ENCODERS
+from farthing.train.optim import waiting_once
 from test_attention import model_of
 from test_shared import token_set
 
@@ -186,3 +187,27 @@ def test_owners_of_keys_are_counted_on_the_device() -> None:
     with mock.patch("torch.from_numpy", side_effect=AssertionError), no_waits():
         owners = owners_of(made)
     assert owners.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_optimizers_of_bitsandbytes_wait_once_at_most(is_paged: bool) -> None:
+    """By themselves they wait after each weight; the host may read what is paged."""
+    waited: list[Tensor] = []
+    module = SimpleNamespace(sync_gpu=waited.append)
+
+    class Blockwise(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for weight in self.param_groups[0]["params"]:
+                module.sync_gpu(weight)
+            return super().step(closure)
+
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    optimizer: Any = Blockwise(weights, lr=1.0)
+    optimizer.is_paged = is_paged
+    waiting_once(optimizer, module).step()
+    assert len(waited) == is_paged
+    assert not any(weight.any() for weight in weights)
+    module.sync_gpu(weights[0])
+    assert len(waited) == is_paged + 1

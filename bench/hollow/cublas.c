@@ -12,12 +12,13 @@ struct counts {
 extern struct counts hollow_counts;
 enum { FAULT_PRODUCT = 2, FAULT_BREAK = 4, ALLOC_FAILED = 3, EXECUTION_FAILED = 13 };  // of cudart.c; CUBLAS_STATUS_...
 extern int hollow_fails(int which);
+void hollow_launched(const char *name);
 typedef struct { Enum math; Enum pointers; void * stream; } Handle;
 
 static Enum product(double m, double n, double k, double batch) {
   if (hollow_fails(FAULT_PRODUCT)) return ALLOC_FAILED;
   if (hollow_fails(FAULT_BREAK)) return EXECUTION_FAILED;
-  hollow_counts.launches++, hollow_counts.products++;
+  hollow_launched("product"), hollow_counts.products++;
   hollow_counts.flops += 2 * m * n * k * batch;
   return 0;
 }

@@ -14,6 +14,7 @@ struct counts {
 extern struct counts hollow_counts;
 enum { FAULT_PRODUCT = 2, FAULT_BREAK = 4, ALLOC_FAILED = 3, EXECUTION_FAILED = 13 };  // of cudart.c; CUBLAS_STATUS_...
 extern int hollow_fails(int which);
+void hollow_launched(const char *name);
 typedef struct { uint64_t rows, cols; int32_t batch; } Layout;
 typedef struct { int32_t transposed; } Product;
 
@@ -64,7 +65,7 @@ API Enum cublasLtMatmul(void *h, Product *d, const void *alpha, const void *A, L
   if (hollow_fails(FAULT_PRODUCT)) return ALLOC_FAILED;
   if (hollow_fails(FAULT_BREAK)) return EXECUTION_FAILED;
   double k = d->transposed ? a->rows : a->cols;
-  hollow_counts.launches++, hollow_counts.products++;
+  hollow_launched("product"), hollow_counts.products++;
   hollow_counts.flops += 2.0 * to->rows * to->cols * k * (to->batch ? to->batch : 1);
   return 0;
 }

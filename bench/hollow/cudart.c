@@ -37,6 +37,9 @@ struct counts {
   double flops;
 };
 API struct counts hollow_counts;
+API void (*hollow_hears)(const char *what, const char *name, size_t size);  // a process that wants to know who asks sets it
+static void hear(const char *what, const char *name, size_t size) { if (hollow_hears) hollow_hears(what, name, size); }
+static void waited(const char *name) { __atomic_add_fetch(&hollow_counts.waits, 1, __ATOMIC_RELAXED), hear("wait", name, 0); }
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 typedef struct Kernel { const void *host; const char *name; uint64_t launches; struct Kernel *next; } Kernel;
@@ -94,12 +97,19 @@ static void launched(const void *host) {
   __atomic_add_fetch(&hollow_counts.launches, 1, __ATOMIC_RELAXED);
   Kernel *kernel = find_kernel(host);
   if (kernel) __atomic_add_fetch(&kernel->launches, 1, __ATOMIC_RELAXED);
+  hear("launch", kernel ? kernel->name : "", 0);
   if (cost > 0) {
     struct timespec now, end;
     clock_gettime(CLOCK_MONOTONIC, &end);
     do clock_gettime(CLOCK_MONOTONIC, &now);
     while ((now.tv_sec - end.tv_sec) + (now.tv_nsec - end.tv_nsec) * 1e-9 < cost);
   }
+}
+API void hollow_launched(const char *name) {  // what has no kernel of its own here, under a name that stays
+  pthread_mutex_lock(&lock);
+  if (!find_kernel(name)) add_kernel(name, name);
+  pthread_mutex_unlock(&lock);
+  launched(name);
 }
 static void not_made(const char *name) { fprintf(stderr, "hollow GPU: %s is not made here\n", name); }
 API void hollow_not_made(const char *name) { not_made(name); }
@@ -235,9 +245,11 @@ static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpy
   int pinned = (!up && target && target->kind == 2) || (!down && source && source->kind == 2);
   pthread_mutex_unlock(&lock);
   if ((kind == cudaMemcpyHostToDevice && !up) || (kind == cudaMemcpyDeviceToHost && !down)) return fail(cudaErrorInvalidValue);
+  int stays = waits || (up != down && !pinned && (down || size > 65536));
   if (up && !down) hollow_counts.copies_up++, hollow_counts.bytes_up += size;
   if (down && !up) hollow_counts.copies_down++, hollow_counts.bytes_down += size;
-  if (waits || (up != down && !pinned && (down || size > 65536))) hollow_counts.waits_for_copies++;
+  if (stays) hollow_counts.waits_for_copies++;
+  hear(stays ? "copy waited for" : "copy", up && down ? "within" : up ? "up" : down ? "down" : "host", size);
   if (size > (size_t)(setting("HOLLOW_COPY_MIB", 1e9) * (1 << 20))) return 0;
   if (down && !up && size <= 16 && !setting("HOLLOW_VALUES", 0)) memset(to, size == 1, size);  // what kernels would have written: zero, and yes
   else memmove(to, from, size);
@@ -269,7 +281,11 @@ API cudaError_t cudaMemset(void *to, int value, size_t size) {
   if (size <= (size_t)(setting("HOLLOW_COPY_MIB", 1e9) * (1 << 20))) memset(to, value, size);
   return 0;
 }
-API cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t s) { (void)s; return cudaMemset(to, value, size); }
+API cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t s) {
+  (void)s;
+  hollow_launched("memset");
+  return cudaMemset(to, value, size);
+}
 
 API cudaError_t cudaMemPrefetchAsync(const void *pointer, size_t size, struct cudaMemLocation to, unsigned f, cudaStream_t s) {
   (void)pointer, (void)size, (void)to, (void)f, (void)s;
@@ -353,7 +369,7 @@ API cudaError_t cudaDeviceGetPCIBusId(char *to, int size, int device) { snprintf
 API cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = a != b; return 0; }
 API cudaError_t cudaDeviceEnablePeerAccess(int a, unsigned b) { (void)a, (void)b; return 0; }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0, *greatest = -5; return 0; }
-API cudaError_t cudaDeviceSynchronize(void) { WORKS; hollow_counts.waits++; return 0; }
+API cudaError_t cudaDeviceSynchronize(void) { WORKS; waited("device"); return 0; }
 API cudaError_t cudaDeviceReset(void) { return 0; }
 API cudaError_t cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
 API cudaError_t cudaRuntimeGetVersion(int *version) { *version = 13000; return 0; }
@@ -385,7 +401,7 @@ API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned f, int p)
 API cudaError_t cudaStreamDestroy(cudaStream_t s) { (void)s; return 0; }
 API cudaError_t cudaStreamGetPriority(cudaStream_t s, int *p) { (void)s; *p = 0; return 0; }
 API cudaError_t cudaStreamQuery(cudaStream_t s) { WORKS; (void)s; return 0; }
-API cudaError_t cudaStreamSynchronize(cudaStream_t s) { WORKS; (void)s; hollow_counts.waits++; return capturing ? fail(cudaErrorStreamCaptureUnsupported) : 0; }
+API cudaError_t cudaStreamSynchronize(cudaStream_t s) { WORKS; (void)s; waited("stream"); return capturing ? fail(cudaErrorStreamCaptureUnsupported) : 0; }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) { WORKS; (void)s, (void)e, (void)f; return 0; }
 API cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t call, void *data, unsigned f) { (void)f; call(s, 0, data); return 0; }
 API cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t call, void *data) { (void)s; call(data); return 0; }
@@ -393,7 +409,7 @@ API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) { (void)f; 
 API cudaError_t cudaEventCreate(cudaEvent_t *e) { return cudaEventCreateWithFlags(e, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return 0; }
 API cudaError_t cudaEventQuery(cudaEvent_t e) { WORKS; (void)e; return 0; }
-API cudaError_t cudaEventSynchronize(cudaEvent_t e) { WORKS; (void)e; hollow_counts.waits++; return 0; }
+API cudaError_t cudaEventSynchronize(cudaEvent_t e) { WORKS; (void)e; waited("event"); return 0; }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned f) {
   WORKS;
   (void)s, (void)f;

@@ -34,13 +34,13 @@ HasTime = Callable[[str], bool]
 
 def measured(run: Any, n_warm: int, n_timed: int) -> dict[str, Any]:
     """Figures of the next steps of a run, by the clock that everyone gets."""
-    from farthing.train.loop import take_step
+    from farthing.train.loop import rare_collections, take_step
     from farthing.train.step_log import settle
 
     clock = Clock(torch.cuda.is_available())
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with Busy() as busy:
+    with Busy() as busy, rare_collections():
         clock.begin()
         for number in range(n_warm + n_timed):
             busy.is_on = number >= n_warm

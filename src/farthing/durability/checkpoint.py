@@ -41,7 +41,7 @@ from farthing.durability.files import (
 )
 from farthing.durability.parts import ALONE, Shared, files_of, read_part
 from farthing.durability.run_folder import Save, saves_in
-from farthing.durability.snapshot import CudaLane, Later, can_wait
+from farthing.durability.snapshot import AT_ONCE_BYTES, CudaLane, Later, can_wait, fetched_together
 from farthing.errors import RunChanged, RunDamaged, SaveFailing
 
 SCHEMA = 1
@@ -419,7 +419,12 @@ def _snapshot(parts: Mapping[str, Part], shared: Shared) -> tuple[dict[str, Stat
 def _copied(state: State) -> State:
     """The state apart from what training will change next: tensors copied to the CPU, values through JSON."""
     tensors, values = state
-    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    small = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda and tensor.nbytes <= AT_ONCE_BYTES}
+    fetched = fetched_together(small)
+    copies = {
+        name: fetched[name] if name in fetched else tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in tensors.items()
+    }
     return copies, json.loads(json.dumps(values, allow_nan=False))
 
 

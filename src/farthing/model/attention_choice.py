@@ -10,6 +10,7 @@ the checks in its flash_api.cpp; flash-attn is by its README. No kernel of CUDA 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class Choice:
     """(kernel, why not), from the quickest on."""
 
 
+@functools.lru_cache(maxsize=64)  # every layer asks
 def choose(asked: Asked, machine: Machine) -> Choice:
     """The quickest kernel that can do what is asked on this machine; there always is one."""
     if machine.device != "cuda":

@@ -42,6 +42,7 @@ from farthing.model.attention import (
     packed_logits,
     reads_first_tokens,
 )
+from farthing.model.casts import Casts
 from farthing.model.documents import Batch, Documents, packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.frozen_cache import FrozenCache
@@ -144,6 +145,8 @@ class Forward:
         self.noise: EmbeddingNoise | None = None
         self.n_sent_tokens = 0  # computed tokens of everything that was brought to the device
         self.frozen_layers: FrozenLayers | None = None
+        self.casts: Casts | None = None
+        """Where weights are cast once a step: on a GPU, see `Casts`."""
         self._caches: list[tuple[TokenSet, FrozenCache]] = []
 
     @property

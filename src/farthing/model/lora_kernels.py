@@ -6,15 +6,13 @@ product and the cast adapters are kept for the backward pass; frozen weights get
 where something below is trained. Refuses variants, quantized weights, adapter biases, dropout at work and several
 adapters at once: those layers compute as `peft` has them compute, and are counted with the reason. Never run on a GPU.
 
-Shapes: n positions, i inputs, o outputs, r rank. Adapters are cast to the precision of the run in every forward pass: a
-copy kept for a whole step would have to hear of optimizers that write weights behind torch's back (bitsandbytes does).
+Shapes: n positions, i inputs, o outputs, r rank. Adapters are cast to the precision of the run in every forward pass, on a GPU
+once a step (`casts.py`).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +21,8 @@ from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from farthing.model.casts import LAST_CAST, gradient_of, in_precision
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class _LowRank(torch.autograd.Function):
     ) -> Tensor:
         """x [..., i] -> [..., o] in `computed`."""
         # a compiler casts once by itself, and can't follow a memory of tensors
-        seen = x.to(computed) if torch.compiler.is_compiling() else _LAST_CAST.cast(x, computed)
+        seen = x.to(computed) if torch.compiler.is_compiling() else LAST_CAST.cast(x, computed)
         rows = seen.reshape(-1, seen.shape[-1])
-        thin_a, thin_b = a.to(computed), b.to(computed)
+        thin_a, thin_b = in_precision(a, computed), in_precision(b, computed)
         y = rows.new_empty((*x.shape[:-1], weight.shape[0]))
         flat = y.view(-1, weight.shape[0])
         if bias is None:
@@ -169,7 +169,7 @@ class _LowRank(torch.autograd.Function):
         thin = torch.mm(rows, thin_a.t())  # [n, r]
         flat.addmm_(thin, thin_b.t(), alpha=scale)
         ctx.save_for_backward(seen, thin, weight, thin_a, thin_b)
-        ctx.scale, ctx.dtypes = scale, (x.dtype, a.dtype, b.dtype)
+        ctx.scale, ctx.dtype, ctx.trained = scale, x.dtype, (a, b)
         return y
 
     @staticmethod
@@ -182,41 +182,20 @@ class _LowRank(torch.autograd.Function):
         grad = grad_y.reshape(-1, grad_y.shape[-1]).to(seen.dtype)
         needs_x, _, _, needs_a, needs_b, _, _ = ctx.needs_input_grad
         of_x = of_a = of_b = None
-        scaled_b = thin_b * ctx.scale  # [o, r]: small, so that nothing of the size of the inputs has to be scaled
-        if needs_b:
-            of_b = torch.mm(grad.t(), thin).to(ctx.dtypes[2]).mul_(ctx.scale)
+        (a, b), on_cuda = ctx.trained, grad.is_cuda
+        if needs_b and on_cuda:  # where a product scales by itself
+            of_b = gradient_of(b, thin_b.new_empty(thin_b.shape).addmm_(grad.t(), thin, beta=0, alpha=ctx.scale))
+        elif needs_b:
+            of_b = torch.mm(grad.t(), thin).to(b.dtype).mul_(ctx.scale)
         if needs_x or needs_a:
-            of_thin = torch.mm(grad, scaled_b)  # [n, r]
+            if on_cuda:
+                of_thin = thin.new_empty(thin.shape).addmm_(grad, thin_b, beta=0, alpha=ctx.scale)  # [n, r]
+            else:
+                of_thin = torch.mm(grad, thin_b * ctx.scale)
             if needs_a:
-                of_a = torch.mm(of_thin.t(), rows).to(ctx.dtypes[1])
+                of_a = gradient_of(a, torch.mm(of_thin.t(), rows))
             if needs_x:
                 of_x = torch.mm(grad, weight.to(seen.dtype))
                 of_x.addmm_(of_thin, thin_a)
-                of_x = of_x.view(seen.shape).to(ctx.dtypes[0])
+                of_x = of_x.view(seen.shape).to(ctx.dtype)
         return of_x, None, None, of_a, of_b, None, None
-
-
-class _LastCast:
-    """The last input that was cast, so that the layers that read one tensor keep one copy of it."""
-
-    def __init__(self) -> None:
-        self._of: Callable[[], Tensor | None] = lambda: None
-        self._copy: Callable[[], Tensor | None] = lambda: None
-        self._version = 0
-
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x in `dtype`: itself, the copy that another layer was given, or a new copy."""
-        if x.dtype == dtype:
-            return x
-        if x.is_inference():
-            return x.to(dtype)
-        known = self._of()
-        is_same = known is not None and known is x and known._version == self._version
-        copy = self._copy() if is_same else None
-        if copy is None or copy.dtype != dtype:
-            copy = x.to(dtype)
-            self._of, self._version, self._copy = weakref.ref(x), x._version, weakref.ref(copy)
-        return copy
-
-
-_LAST_CAST = _LastCast()

@@ -1,10 +1,10 @@
-"""RMS norms in fp32 on a CPU as one node of autograd, which keeps its input and one number a row.
+"""RMS norms in fp32 as one node of autograd, which keeps its input and one number a row.
 
 Those of transformers are a chain of eight operations that keep their input twice. The backward pass is that of torch's layer
 norm, which is one kernel, with a mean of 0 and what it then takes too much given back (Zhang and Sennrich 2019, arXiv
 1910.07467, section 4).
 
-Refuses other norms than those of `KINDS`, other precisions and CUDA: they stay as they are.
+On a GPU torch has a kernel for it. Refuses other norms than those of `KINDS` and other precisions: they stay as they are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from farthing.model.casts import linear
 
 KINDS = frozenset(
     {
@@ -27,12 +30,12 @@ KINDS = frozenset(
 
 
 def use_one_pass(inner: nn.Module) -> int:
-    """Let the RMS norms of a model be computed so where they are on a CPU and in fp32; how many were changed."""
+    """Let the RMS norms of a model be computed so where they are in fp32; how many were changed. Liger's stay."""
     found = 0
     for module in inner.modules():
         kind = type(module)
         is_known = kind.__name__ in KINDS and kind.__module__.startswith("transformers.models.")
-        is_here = is_known and module.weight.device.type == "cpu"
+        is_here = is_known and module.weight.device.type in ("cpu", "cuda")
         if is_here and "forward" not in vars(module):
             module.forward = functools.partial(_forward, module, module.forward)
             found += 1
@@ -40,10 +43,10 @@ def use_one_pass(inner: nn.Module) -> int:
 
 
 def leave_to_compiler(inner: nn.Module) -> None:
-    """Let RMS norms be those of transformers again: one program then serves all layers, and fuses them itself."""
+    """Let norms and linear layers be those of transformers again: one program then serves all layers, and fuses them itself."""
     for module in inner.modules():
         own = vars(module).get("forward")
-        if isinstance(own, functools.partial) and own.func is _forward:
+        if isinstance(own, functools.partial) and own.func in (_forward, linear):
             del module.forward
 
 
@@ -55,10 +58,12 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def _forward(module: Any, original: Any, hidden: Tensor) -> Tensor:
     weight: Tensor = module.weight
-    is_plain = hidden.dtype == weight.dtype == torch.float32 and hidden.device.type == weight.device.type == "cpu"
+    is_plain = hidden.dtype == weight.dtype == torch.float32 and hidden.device.type == weight.device.type
     if not is_plain or torch.compiler.is_compiling():
         plain: Tensor = original(hidden)
         return plain
+    if hidden.is_cuda:
+        return F.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)
     return rms_norm(hidden, weight, module.variance_epsilon)
 
 

@@ -21,6 +21,7 @@ from farthing.durability.summed_lines import SummedLines
 from farthing.events import Warned
 from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_layers
 from farthing.model.adapters import count_parameters
+from farthing.model.casts import Casts
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
 from farthing.model.embedding_gradients import add_by_rows
 from farthing.model.embedding_noise import EmbeddingNoise
@@ -129,6 +130,8 @@ def _computed(
     forward.within = context.ranks.within
     if forward.own_kernels and not context.ranks.is_spread:
         add_by_rows(model)
+    if numerics.device.type == "cuda" and numerics.autocast is not None and not context.ranks.is_spread:
+        forward.casts = Casts(model, numerics.autocast)
     if job.train.neftune_noise_alpha:
         forward.noise = EmbeddingNoise(model, job.train.neftune_noise_alpha)
     return forward, Kernels(lora, liger, "layers are not compiled where their weights are gathered")

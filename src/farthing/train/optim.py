@@ -84,7 +84,26 @@ def make_optimizer(
         "paged_adamw_32bit": bitsandbytes.optim.PagedAdamW32bit,
     }[name]
     optimizer: torch.optim.Optimizer = kind(groups, **adam)
-    return optimizer
+    return waiting_once(optimizer, bitsandbytes.optim.optimizer)
+
+
+def waiting_once(optimizer: Any, module: Any) -> torch.optim.Optimizer:
+    """An optimizer of bitsandbytes that waits for the GPU once a step where its state is paged, which the host reads; else not
+    at all. By itself it would after each weight (`sync_gpu` in its `step`, 0.50.2)."""
+    step, wait = optimizer.step, module.sync_gpu
+
+    def step_and_wait(*args: Any, **kwargs: Any) -> Any:
+        module.sync_gpu = lambda weight: None
+        try:
+            return step(*args, **kwargs)
+        finally:
+            module.sync_gpu = wait
+            if optimizer.is_paged:
+                wait(optimizer.param_groups[0]["params"][0])
+
+    optimizer.step = step_and_wait
+    made: torch.optim.Optimizer = optimizer
+    return made
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:

@@ -11,6 +11,7 @@ Refuses to know what a run is: it saves, logs and judges nothing.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from farthing.device_memory import first_line, is_out_of_memory
 from farthing.durability.ledger import Meter
 from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import checkpoint_layers
+from farthing.model.casts import add_up
 from farthing.model.forward import Forward, Host
 from farthing.model.hardware import free_cached, pinned
 from farthing.settings import Settings
@@ -301,6 +303,22 @@ class Steps:
         With `gradients` those of each lane are kept apart there, and dropout follows from the place in the table;
         `last_pass_begins` is called before the step's last backward pass.
         """
+        first, casts = next(micro_batches, None), self.forward.casts
+        if first is None:
+            return Sums()
+        micro_batches = itertools.chain([first], micro_batches)
+        if casts is None or self.settings.compiled:
+            return self._accumulate(micro_batches, gradients, last_pass_begins, counts)
+        with casts.kept(adds=self.ranks.n == 1, several=not first.is_last):
+            return self._accumulate(micro_batches, gradients, last_pass_begins, counts)
+
+    def _accumulate(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        gradients: LaneSums | None,
+        last_pass_begins: Callable[[], None],
+        counts: bool,
+    ) -> Sums:
         sums = Sums()
         for micro_batch in micro_batches:
             if not sums.micro_batches:
@@ -323,6 +341,7 @@ class Steps:
                 last_pass_begins()
             with self.meter.span("compute"), self.ranks.computing():
                 self.scaler.scale(loss / sums.n_targets if counts else 0.0 * loss).backward()
+                add_up()
             if self.forward.numerics.device.type == "cpu":
                 sums.forward_s += forward_s
                 sums.compute_s += self.meter.spans["compute"] - before_s

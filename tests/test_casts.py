@@ -1,0 +1,201 @@
+"""Weights cast once a step and gradients added up together: the numbers of autocast and autograd, on a CPU."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from farthing.model import casts
+from farthing.model.activation_checkpointing import checkpoint_layers
+from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.casts import Casts, add_up, in_precision
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
+from farthing.model.lora_kernels import use_low_rank
+from farthing.train.loop import take_step
+from farthing.train.run import opened_attempt
+from farthing.train.step_log import settle
+from test_attention import model_of
+from test_waits import documents
+from workshop import Heard, make_job
+
+NUMERICS = Numerics(torch.device("cpu"), torch.bfloat16)
+
+
+def made(family: str, task: str, adapter: dict[str, Any] | None) -> Any:
+    model = model_of(family, task)
+    if adapter is not None:
+        model = add_adapter(model, Adapter(r=4, **adapter), task, seed=0)
+        for name, weight in model.named_parameters():  # B begins with zeros, and A would get no gradient
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        use_low_rank(model)
+    return model.train()
+
+
+def gradients(model: Any, task: str, *, with_casts: bool, adds: bool = True) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """(losses, gradients by name) of two micro-batches."""
+    forward, tokens, losses = Forward(model, task, 1, NUMERICS), documents(), []
+
+    def go_through() -> None:
+        for examples in (np.arange(4), np.arange(4, 6)):
+            torch.manual_seed(len(examples))
+            loss = forward.loss(forward.to_device(forward.collate(tokens, examples)))
+            losses.append(loss.detach())
+            loss.backward()
+            add_up()
+
+    if with_casts:
+        with Casts(model, torch.bfloat16).kept(adds=adds):
+            go_through()
+    else:
+        go_through()
+    return losses, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "adapter"),
+    [
+        ("llama", "causal-lm", None),
+        ("llama", "causal-lm", {}),
+        ("llama", "causal-lm", {"dropout": 1e-9}),
+        ("bert", "classification", None),
+        ("bert", "classification", {}),
+        ("gpt2", "causal-lm", None),
+        ("mixtral", "causal-lm", None),
+    ],
+)
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_same_gradients(family: str, task: str, adapter: dict[str, Any] | None, adds: bool) -> None:
+    plain = made(family, task, adapter)
+    other = copy.deepcopy(plain)
+    losses, expected = gradients(plain, task, with_casts=False)
+    again, found = gradients(other, task, with_casts=True, adds=adds)
+    assert [float(each) for each in again] == [float(each) for each in losses]
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        if name.endswith("key.bias"):  # nothing but rounding: softmax takes away what all keys have in common
+            continue
+        assert found[name].dtype == gradient.dtype
+        # gradients of an input that several layers read are added in bf16, 8 bits, and in fp32 without
+        torch.testing.assert_close(found[name], gradient, rtol=0.03, atol=0.02 * float(gradient.abs().max()), msg=name)
+
+
+def test_the_same_gradients_where_layers_are_computed_again() -> None:
+    plain = made("llama", "causal-lm", None)
+    other = copy.deepcopy(plain)
+    checkpoint_layers(other, 1)
+    _, expected = gradients(plain, "causal-lm", with_casts=True)
+    _, found = gradients(other, "causal-lm", with_casts=True)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def two_layers() -> tuple[torch.nn.Module, Casts]:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)])
+    return model, Casts(model, torch.bfloat16)
+
+
+def test_no_copy_outlives_its_step() -> None:
+    model, kept = two_layers()
+    weight = model[0].weight
+
+    def fails() -> None:
+        with kept.kept(adds=True):
+            assert in_precision(weight, torch.bfloat16) is in_precision(weight, torch.bfloat16)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    with torch.no_grad():
+        weight.zero_()
+    assert not in_precision(weight, torch.bfloat16).any()
+    with kept.kept(adds=True):
+        assert not in_precision(weight, torch.bfloat16).any()
+
+
+def test_an_input_is_cast_once_for_all_that_read_it() -> None:
+    model, kept = two_layers()
+    x, seen = torch.randn(3, 8, requires_grad=True), set()
+    with (
+        kept.kept(adds=True),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(t.data_ptr()) or t, lambda t: t),
+    ):
+        out = [layer(x) for layer in model]
+    assert len(seen) == 3  # the input and two matrices
+    torch.autograd.backward([each.sum() for each in out])
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted() -> None:
+    model, kept = two_layers()
+    x = torch.randn(3, 8, requires_grad=True)
+    with kept.kept(adds=True), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            held = casts.LAST_CAST.cast(x, torch.bfloat16)
+        model[0](x).sum().backward()
+    assert held is not None
+    assert x.grad is not None
+    assert x.grad.any()
+
+
+@pytest.mark.parametrize("small", [0, 1 << 18])
+@pytest.mark.parametrize("most_waiting", [0, 1 << 24])
+def test_a_weight_that_several_layers_share(monkeypatch: pytest.MonkeyPatch, small: int, most_waiting: int) -> None:
+    monkeypatch.setattr(casts, "SMALL", small)
+    monkeypatch.setattr(casts, "MOST_WAITING", most_waiting)
+    model, kept = two_layers()
+    model[1].weight = model[0].weight
+    kept = Casts(model, torch.bfloat16)
+    x = torch.ones(1, 8)
+    for _ in range(2):
+        with kept.kept(adds=True), torch.autocast("cpu", torch.bfloat16):
+            (model[0](x).sum() + model[1](x).sum()).backward()
+            add_up()
+    assert torch.equal(model[0].weight.grad, torch.full((8, 8), 4.0))
+    assert torch.equal(model[0].bias.grad, torch.full((8,), 2.0))
+
+
+def test_hooks_hear_of_gradients_where_autograd_adds_them() -> None:
+    model, kept = two_layers()
+    heard: list[Tensor] = []
+    model[0].weight.register_post_accumulate_grad_hook(heard.append)
+    with kept.kept(adds=False), torch.autocast("cpu", torch.bfloat16):
+        model[0](torch.ones(1, 8)).sum().backward()
+    assert len(heard) == 1
+
+
+def test_a_layer_without_autocast_computes_as_it_is() -> None:
+    model, kept = two_layers()
+    x = torch.randn(3, 8)
+    with kept.kept(adds=True):
+        assert torch.equal(model[0](x), torch.nn.functional.linear(x, model[0].weight, model[0].bias))
+
+
+@pytest.mark.parametrize("method", ["full", {"name": "lora", "lora_r": 4}])
+def test_steps_with_casts_are_those_without(method: Any, tmp_path: Path) -> None:
+    """Whole steps of several micro-batches: copies are those of the weights that the step before has left."""
+    weights: list[dict[str, Tensor]] = []
+    for has_casts in (False, True):
+        how = {"bf16": True, "optim": "sgd", "learning_rate": 0.1, "micro_batch_tokens": 100, "probe": False}
+        job = make_job(tmp_path, method=method, output_dir=f"./run-{has_casts}", **how)
+        Path(job.output_dir).mkdir()
+        with opened_attempt(job, Heard()) as run:
+            begun = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+            run.forward.casts = Casts(run.model, torch.bfloat16) if has_casts else None
+            for _ in range(3):
+                take_step(run)
+            settle(run)
+            weights.append({name: weight.detach() - begun[name] for name, weight in run.model.named_parameters()})
+    changed = [name for name, change in weights[0].items() if change.any()]
+    assert len(changed) > 10
+    for name in changed:
+        assert (weights[1][name] - weights[0][name]).norm() < 0.02 * weights[0][name].norm(), name
