@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# Everything that farthing says of GPUs, in two calls on a machine that has one. Not run yet: there was no GPU to run it on.
+# Everything that farthing says of GPUs, in three calls on a machine that has one. Not run yet: there was no GPU to run it on.
 #
-#   bash bench/gpu.sh right OUT [--wheels DIR] [--minutes 9]     is it right: tests/test_gpu.py, and the ceilings of the machine
-#   bash bench/gpu.sh fast OUT [--wheels DIR] [--minutes 9] [options of bench/gpu.py]     is it quick: bench/gpu.py
+#   bash bench/gpu.sh right OUT [--wheels DIR] [--minutes 9]     is it right: tests/test_gpu.py, kills, ceilings of the machine
+#   bash bench/gpu.sh fast OUT [--wheels DIR] [--minutes 9] [options of bench/gpu.py]     is it quick, beside its peers
+#   bash bench/gpu.sh vary OUT [--wheels DIR] [--minutes 9] [options of bench/gpu.py]     one thing changed at a time
 #
 # Needs python3 (or PYTHON) with a CUDA build of torch, transformers and peft; no network, no data and no model weights. Nothing is
 # installed into that environment: wheels in DIR go to a folder of their own, as they are, so what they need has to be there or
 # in DIR. Often missing: pydantic with pydantic-core, annotated-types and typing-inspection, and pytest. Without these, the tests
-# and rows that need them are skipped and say so: bitsandbytes, liger-kernel, nvidia-ml-py, rouge-score with nltk; to compare
-# with others, accelerate, datasets with dill and multiprocess, and trl.
+# and rows that need them are skipped and say so: bitsandbytes, liger-kernel, nvidia-ml-py; kills of T5 want rouge-score with
+# nltk, absl-py and six. To compare with others: accelerate, datasets with dill and multiprocess, and trl. pytest-timeout and
+# pytest-xdist are used where they are.
 set -euo pipefail
 
-usage() { sed -n '2,11p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//' >&2; exit 2; }
+usage() { sed -n '2,13p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//' >&2; exit 2; }
 
-[[ $# -ge 2 && ($1 == right || $1 == fast) && $2 != -* ]] || usage
+[[ $# -ge 2 && ($1 == right || $1 == fast || $1 == vary) && $2 != -* ]] || usage
 verb=$1 out=$2
 shift 2
 wheels="" minutes=9 rest=()
@@ -38,12 +40,14 @@ if [[ -n $wheels ]]; then
 fi
 export PYTHONPATH="$site:$root/src:$root/bench${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 
-missing=$("$python" - <<'PY'
-import importlib.util
-names = "torch transformers peft pydantic safetensors tokenizers psutil yaml rich fsspec jinja2 pytest"
-print(*(name for name in names.split() if importlib.util.find_spec(name) is None))
+# what_is WHICH NAME...: those of these modules that are "missing" or "there"
+what_is() {
+  "$python" - "$@" <<'PY'
+import importlib.util, sys
+print(*(name for name in sys.argv[2:] if (importlib.util.find_spec(name) is None) == (sys.argv[1] == "missing")))
 PY
-)
+}
+missing=$(what_is missing torch transformers peft pydantic safetensors tokenizers psutil yaml rich fsspec jinja2 pytest)
 if [[ -n $missing ]]; then
   echo "not installed: $missing; bring their wheels in a folder and name it: --wheels DIR" >&2
   exit 2
@@ -55,34 +59,72 @@ fi
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit --format=csv || true
   "$python" -m pip list --format=freeze || true
   ls "$site"
+  df -h "$site" . || true
 } > "$out/environment.txt" 2>&1
 left() { echo $((minutes * 60 - (SECONDS - began))); }
 
 cd "$root"
 # part NAME COMMAND...: one part of the work; the others follow whatever becomes of it
 part() {
-  local name=$1
+  local name=$1 at=$SECONDS
   shift
   if (($(left) < 5)); then
     left_out+=("$name: no time left")
   elif ! "$@"; then
     failed+=("$name")
   fi
+  echo "took $((SECONDS - at)) s: $name"
 }
-tests() {  # tests LOG WHICH: those of tests/test_gpu.py, into LOG.txt and LOG.xml
-  FARTHING_GPU=${FARTHING_GPU:-1} timeout -s INT "$(left)" "$python" -m pytest tests/test_gpu.py -k "$2" -p no:cacheprovider \
-    -rA --tb=short --durations=15 -o junit_logging=no --junitxml="$out/$1.xml" 2>&1 | tee "$out/$1.txt"
+# a test that hangs ends after 100 s where pytest-timeout is there, all of them when the time is over, also where none listens
+plugins=$(what_is there pytest_timeout xdist)
+each=() beside=()
+[[ $plugins == *pytest_timeout* ]] && each=(--timeout 100)
+[[ $plugins == *xdist* ]] && beside=(-n 4)
+tests() {  # tests LOG WHICH SECONDS [OPTIONS]: those of tests/test_gpu.py, into LOG.txt and LOG.xml
+  local log=$1 which=$2 seconds=$3
+  shift 3
+  FARTHING_GPU=${FARTHING_GPU:-1} timeout -k 15 -s INT "$seconds" "$python" -m pytest tests/test_gpu.py -k "$which" \
+    -p no:cacheprovider -rfEs --tb=short --show-capture=stdout --durations=15 -o junit_logging=no \
+    ${each[@]+"${each[@]}"} "$@" > "$out/$log.txt" 2>&1 || { shorter "$out/$log.txt"; return 1; }
+  shorter "$out/$log.txt"
+}
+shorter() { grep -E '^(FAILED|ERROR|SKIPPED)|^E   |(passed|failed|error).* in [0-9.]+s' "$1" | cut -c1-200 | tail -n 25 || true; }
+kills() {  # kills LOG FIRST_SEED [OPTIONS]: two chains of 3 to 5 SIGKILLs each, a line for each into LOG
+  local log=$1 seed=$2
+  shift 2
+  timeout -k 5 "$(($(left) > 25 ? $(left) - 20 : 5))" "$python" bench/survive.py --spawn --seeds 2 --first-seed "$seed" "$@" \
+    > "$site/$log" 2>&1
+}
+all_kills() {  # six chains with full_determinism, which have to be equal to the bit, and two without, of which it is told
+  local at pids=()
+  for at in 0 2 4; do kills "kills-$at.txt" "$at" --full-determinism & pids+=($!); done
+  kills kills-plain.txt 10 & pids+=($!)
+  wait "${pids[@]}" || true
+  "$python" bench/on_gpu/verdict.py --kills "$site"/kills-[024].txt > "$out/kills.txt" && local is_well=0 || local is_well=1
+  "$python" bench/on_gpu/verdict.py --kills-without "$site/kills-plain.txt" >> "$out/kills.txt" || true
+  return $is_well
 }
 if [[ $verb == right ]]; then
   slow="flex or compile or fp32_gets"  # kernels that are compiled first: tens of seconds each
-  part "the quick tests" tests tests "not ($slow)"
-  part "the ceilings" "$python" bench/gpu.py "$out" --only-ceilings --minutes 2 ${rest[@]+"${rest[@]}"}
-  part "the tests that compile" tests tests-compiled "$slow"
+  part "the quick tests" tests tests "not ($slow)" "$(($(left) * 2 / 3))" --junitxml="$out/tests.xml"
+  part "the ceilings" "$python" bench/gpu.py "$out" --only-ceilings --minutes 1 ${rest[@]+"${rest[@]}"}
+  killing=""
+  if (($(left) < 30)); then
+    left_out+=("the kills: no time left")
+  else
+    all_kills & killing=$!  # beside what is compiled: neither is timed, and both leave most of the memory alone
+  fi
+  part "the tests that compile" tests tests-compiled "$slow" "$(left)" ${beside[@]+"${beside[@]}"}
+  [[ -z $killing ]] || wait "$killing" || failed+=("the kills")
+  [[ ! -f $out/kills.txt ]] || cut -c1-250 "$out/kills.txt"
 else
-  fast() {
-    "$python" bench/gpu.py "$out" --minutes "$("$python" -c "print(max(0.2, $(left) / 60))")" "$@" 2>&1 | tee "$out/log.txt"
+  who=(--who farthing hf hf-tuned trl-tuned)
+  [[ $verb == vary ]] && who=(--who variants --shapes 1B)
+  bench() {
+    "$python" bench/gpu.py "$out" --minutes "$("$python" -c "print(max(0.2, $(left) / 60))")" "${who[@]}" "$@" 2>&1 |
+      tee "$out/log.txt"
   }
-  part "the bench" fast ${rest[@]+"${rest[@]}"}
+  part "the bench" bench ${rest[@]+"${rest[@]}"}
 fi
 for name in ${failed[@]+"${failed[@]}"}; do echo "failed: $name"; done | tee "$out/failed.txt"
 for name in ${left_out[@]+"${left_out[@]}"}; do echo "left out: $name"; done | tee -a "$out/failed.txt"

@@ -1,7 +1,7 @@
 """Kill a training run at random moments, again and again, and hold the result against one that was left alone.
 
     python bench/survive.py --seeds 50 --first-seed 0 [--data FILE.jsonl] [--anywhere] [--new-machine [EVERY]]
-                            [--next-day] [--spawn] [--json] [--peer hf [--peers-python PATH]]
+                            [--next-day] [--spawn] [--full-determinism] [--json] [--peer hf [--peers-python PATH]]
 
 For each seed a small model is trained twice: once uninterrupted, once through a chain of 3 to 5 SIGKILLs, then to the end
 by the same command. Most kills are aimed at a part of the run (a training step, a save, an evaluation, tokenization, with
@@ -26,6 +26,7 @@ environment (`make peers`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import json
@@ -52,6 +53,8 @@ from small_models import make_model_folder
 
 N_STEPS = 18
 DATED = "dated.jinja"
+MORE_KEYS: dict[str, bool] = {}
+"""Of `train` in every job."""
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
 PEERS_PYTHON = Path(__file__).parents[1] / ".venv" / "peers" / "bin" / "python"
 
@@ -125,8 +128,10 @@ class Farthing:
 
     def prepare(self, where: Whereabouts) -> None:
         """See `Contestant`."""
-        for module in ("farthing.cli", "farthing.train.run", "peft", "rouge_score.rouge_scorer"):
+        for module in ("farthing.cli", "farthing.train.run", "peft"):
             importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # it is wanted by seq2seq jobs, which say so where it is not there
+            importlib.import_module("rouge_score.rouge_scorer")
         importlib.import_module("transformers.integrations.peft")
         for family in FAMILY.values():
             importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -392,6 +397,7 @@ def _job(
             "save_total_limit": 3,
             "eval_steps": 6,
             "seed": seed,
+            **MORE_KEYS,
         },
         "output_dir": str(folder / name),
         "output_store": store and str(store),
@@ -411,7 +417,7 @@ def _in_a_child(work: Callable[[], object]) -> None:
 
 def _last_words(job: Path, code: int) -> str:
     words = job.with_suffix(".out").read_text("utf-8", errors="replace").strip()
-    return f"exit {code}: {words[-500:]}"
+    return f"exit {code}: {words[-1000:]}"
 
 
 # ---- the figures ----
@@ -465,7 +471,7 @@ def _table(columns: list[dict[str, Any]]) -> str:
 
 def _line(chain: Chain) -> str:
     verdict = {"identical": "identical", "differs": f"DIFFERS: {'; '.join(chain.differences)}"}.get(
-        chain.outcome, f"COULD NOT GO ON: {chain.failure.splitlines()[-1] if chain.failure else ''}"
+        chain.outcome, f"COULD NOT GO ON: {' | '.join(chain.failure.splitlines())}"
     )
     struck = ", ".join(f"{place} ({step})" for place, step in zip(chain.places, chain.kills, strict=True))
     return (
@@ -505,6 +511,9 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="train on this JSONL file instead of made-up rows")
     parser.add_argument("--next-day", action="store_true", help="after each kill it is the next day, the cache empty")
     parser.add_argument("--anywhere", action="store_true", help="aim no kill: all strike at any time")
+    parser.add_argument(
+        "--full-determinism", action="store_true", help="on a GPU nothing else gives the same bits twice"
+    )
     parser.add_argument("--spawn", action="store_true", help="a fresh Python for each attempt")
     parser.add_argument(
         "--new-machine",
@@ -522,6 +531,7 @@ def main() -> int:
         parser.add_argument(inner, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    MORE_KEYS["full_determinism"] = arguments.full_determinism
     contestant, chains = _contestant(arguments.contestant or "farthing"), []
     if arguments.attempt:
         become(Path(arguments.home) if arguments.home else None)

@@ -411,7 +411,7 @@ def test_what_is_computed_again_is_what_was_kept(method: str, dropout: float, tm
     found = {}
     for every in (False, 2, True):
         with opened(make_job(tmp_path / str(every), gradient_checkpointing=every, **strict(**keys))) as run:
-            assert run.steps.checkpoint_every == int(every)
+            assert run.steps.settings.checkpoint_every == int(every)
             found[every] = gradients(run)
     for every in (2, True):
         assert found[every][0] == pytest.approx(found[False][0], rel=1e-6)

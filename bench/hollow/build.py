@@ -27,12 +27,12 @@ def build(folder: Path) -> list[Path]:
         raise SystemExit("torch is not installed beside this Python")
     torch = Path(spec.origin).parent
     wanted = _wanted([*torch.glob("lib/*.so*")])
-    for version, names in _wanted(
-        [*torch.parent.glob("bitsandbytes/*_cuda*.so")]
-    ).items():  # it has a library for each CUDA
-        wanted.get(version, set()).update(names)
-    # the wheel of the runtime leaves out some of its headers; Triton brings them all
-    headers = [*torch.parent.glob("triton/backends/nvidia/include"), *torch.parent.glob("nvidia/*/include")]
+    of_others = importlib.util.find_spec("bitsandbytes")  # it has a library for each CUDA
+    for folder_of in of_others.submodule_search_locations or [] if of_others is not None else []:
+        for version, names in _wanted([*Path(folder_of).glob("*_cuda*.so")]).items():
+            wanted.get(version, set()).update(names)
+    # the wheel of the runtime leaves out some of its headers; Triton brings them all, if of an older CUDA
+    headers = [*torch.parent.glob("nvidia/*/include"), *torch.parent.glob("triton/backends/nvidia/include")]
     folder.mkdir(parents=True, exist_ok=True)
     built = []
     for name, sources in SOURCES.items():

@@ -54,6 +54,33 @@ class Busy:
                 self._found.append(percent)
 
 
+def idle_percent(step: Any, n: int) -> float | None:
+    """The share of time in which nothing ran or was copied on the GPU, in percent, over `n` calls, by CUPTI's records.
+
+    From the first kernel's begin to the last one's end. None without a GPU, or where CUPTI records nothing.
+    """
+    if not torch.cuda.is_available():
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(n):
+            step()
+        torch.cuda.synchronize()
+    kineto = profile.profiler.kineto_results if profile.profiler is not None else None
+    events = kineto.events() if kineto is not None else []
+    spans = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in events
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
+    )
+    if not spans:
+        return None
+    busy_ns, until = 0, spans[0][0]
+    for start, stop in spans:
+        busy_ns += max(0, stop - max(start, until))
+        until = max(until, stop)
+    return 100 * (1 - busy_ns / max(1, until - spans[0][0]))
+
+
 def clean() -> None:
     """Give back what the last model had, and begin to look for a peak."""
     gc.collect()

@@ -1,8 +1,10 @@
-"""The rows of Hugging Face's Trainer and of TRL, tuned, on the same random weights, tokens and steps.
+"""The rows of Hugging Face's Trainer and of TRL on the same random weights, tokens and steps.
 
-The trainers are those of bench/compare.py (`peers.hugging`); only where the weights come from is replaced. Two settings are
-tried on chat lengths and the quicker is kept, on full ones the first that fits; where none fits, with checkpointing.
-torch.compile is not tried: it would take a minute a row. Needs nothing that farthing needs. Never run on a GPU so far.
+"hf" is the Trainer as people run it: 8 examples at once, as they come, padded to the longest. "hf-tuned" and "trl-tuned" have
+Liger, fused AdamW and flash attention, and group by length or pack; two settings are tried and the quicker is kept. Where
+nothing fits, the same with checkpointing. The trainers are those of bench/compare.py (`peers.hugging`); only where the weights
+come from is replaced. torch.compile is not tried: it would take a minute a row. Needs nothing that farthing needs. Never run
+on a GPU so far.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from peers.assignment import Assignment
 from peers.clock import Clock
 
 NEEDS = {
+    "hf": ("transformers", "accelerate", "datasets", "peft"),
     "hf-tuned": ("transformers", "accelerate", "datasets", "peft"),
     "trl-tuned": ("transformers", "accelerate", "datasets", "peft", "trl"),
 }
@@ -50,9 +53,11 @@ def candidates(who: str, batch: int) -> Iterator[dict[str, Any]]:
     """Settings to try, each pair's quicker one to be kept; the later pairs recompute activations."""
     loader = {"workers": 2} if torch.cuda.is_available() else {}
     for checkpointing in (False, True):
-        if who == "trl-tuned":
-            yield {**loader, "checkpointing": checkpointing, "packing": True, "rows": 1}
-            yield {**loader, "checkpointing": checkpointing, "packing": False, "rows": max(1, batch // 4)}
+        if who == "hf":
+            yield {"checkpointing": checkpointing, "micro_batch": hugging.DEFAULT_MICRO_BATCH}
+        elif who == "trl-tuned":
+            for n_rows in (batch, 2):  # all of a step at once, or a few
+                yield {**loader, "checkpointing": checkpointing, "packing": True, "rows": n_rows}
         else:
             for micro in (batch, max(1, batch // 4)):
                 yield {**loader, "checkpointing": checkpointing, "micro_batch": micro}
@@ -83,7 +88,7 @@ def rows(
         best: dict[str, Any] | None = None
         why = ""
         for settings in candidates(who, assignment.batch):
-            if best is not None and (settings["checkpointing"] or what["lengths"] == "full"):
+            if best is not None and settings["checkpointing"]:
                 break
             if not has_time(name):
                 break
@@ -118,12 +123,13 @@ def trained(assignment: Assignment, n_warm: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    with Busy() as busy, mock.patch.object(models, "auto_class", return_value=RandomWeights):
+    weights = RandomWeights(models.auto_class(assignment.task), assignment.contestant)
+    with Busy() as busy, mock.patch.object(models, "auto_class", return_value=weights):
         clock = Watching(busy, n_warm)
         if assignment.contestant.startswith("trl"):
             import trl
 
-            with mock.patch.object(trl, "SFTTrainer", with_random_weights(trl.SFTTrainer)):
+            with mock.patch.object(trl, "SFTTrainer", with_random_weights(trl.SFTTrainer, weights)):
                 trainer = hugging._sft_trainer(assignment, clock)
         else:
             trainer = hugging._trainer(assignment, clock)
@@ -135,23 +141,27 @@ def trained(assignment: Assignment, n_warm: int) -> dict[str, Any]:
 class RandomWeights:
     """In place of the class that would read weights: they are drawn where they will be used."""
 
-    @staticmethod
-    def from_pretrained(folder: str, *, dtype: Any, attn_implementation: str) -> Any:
-        """A model by the configuration in `folder`."""
+    def __init__(self, auto: Any, who: str) -> None:
+        self._auto, self._who = auto, who
+
+    def from_pretrained(self, folder: str, *, dtype: Any, attn_implementation: str) -> Any:
+        """A model by the configuration in `folder`; for who is tuned with flash attention where it has any."""
         import transformers
 
-        if importlib.util.find_spec("flash_attn") is not None:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        has_flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
+        if has_flash and self._who.endswith("-tuned") and config.model_type != "t5":
             attn_implementation = "flash_attention_2"
         torch.manual_seed(0)
         with torch.device(models.device()):
-            return transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.from_pretrained(folder),
+            return self._auto.from_config(
+                config,
                 dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
                 attn_implementation=attn_implementation,
             )
 
 
-def with_random_weights(base: Any) -> Any:
+def with_random_weights(base: Any, weights: RandomWeights) -> Any:
     """The SFT trainer, given a model instead of the name of a folder."""
     import transformers
 
@@ -159,8 +169,8 @@ def with_random_weights(base: Any) -> Any:
         def __init__(self, model: str, args: Any, **others: Any) -> None:
             how, args.model_init_kwargs = args.model_init_kwargs, None
             tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-            weights = RandomWeights.from_pretrained(model, **how)
-            weights.config.use_cache = False
-            super().__init__(model=weights, args=args, processing_class=tokenizer, **others)
+            drawn = weights.from_pretrained(model, **how)
+            drawn.config.use_cache = False
+            super().__init__(model=drawn, args=args, processing_class=tokenizer, **others)
 
     return Given

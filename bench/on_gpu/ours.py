@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,13 +22,15 @@ from unittest import mock
 import torch
 
 from farthing.train.optim import state_bytes
-from on_gpu.clocks import Busy, clean
-from on_gpu.work import LENGTHS, METHODS, Scale, job_values, opened
+from on_gpu.clocks import Busy, clean, idle_percent
+from on_gpu.work import METHODS, Scale, job_values, lengths_of, methods_of, opened
 from peers import figures
 from peers.assignment import Examples as Drawn
 from peers.clock import Clock
 
 MOST_STEPS = 1000  # of a run whose settings are changed: more than are ever taken
+COMPILED = ("default", "reduce-overhead", "max-autotune")
+N_PROFILED = 2  # steps of which every kernel is recorded, after the timed ones
 Emit = Callable[[dict[str, Any]], None]
 HasTime = Callable[[str], bool]
 """Asked before anything is begun, by its name; what gets no time is put on record."""
@@ -72,35 +76,59 @@ def row_of(facts: dict[str, Any], n_warm: int, busy_percent: float | None) -> di
 
 
 def rows(shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit, has_time: HasTime) -> None:
-    """Both methods on both lengths. The first of a method is planned by formulas alone, the second after one measurement."""
-    for method in METHODS:
+    """Every method on every law of lengths. The first of a method is planned by formulas alone, the second after one
+    measurement."""
+    for method in methods_of(shape):
         out = work / f"ours-{shape}-{method}"
-        for lengths in LENGTHS:
+        for lengths in lengths_of(shape):
             folder = work / f"{shape}-{lengths}"
             what = {"kind": "row", "who": "farthing", "shape": shape, "method": method, "lengths": lengths}
+            if why := does_not_fit(folder, method):
+                emit({**what, "failed": why})
+                continue
             if not has_time(f"farthing {shape} {method} {lengths}"):
                 continue
-            n_steps = scale.warm_up + scale.n_timed(shape)
+            n_steps = scale.warm_up + scale.n_timed(shape) + N_PROFILED
             values = job_values(folder, out, method, scale.batch(lengths), n_steps, usd_per_hour)
             with failing(what, emit):
                 emit({**what, **as_planned(values, Drawn.load(folder / "train.npz"), scale.warm_up)})
             clean()
 
 
+def does_not_fit(folder: Path, method: str) -> str:
+    """Why it can't be trained on this GPU whatever is done, in words; "" if it can."""
+    if not torch.cuda.is_available():
+        return ""
+    least_bytes = json.loads((folder / "facts.json").read_text(encoding="utf-8"))["state_bytes"][method]
+    room_bytes = torch.cuda.get_device_properties(0).total_memory
+    return (
+        f"{least_bytes / 2**30:.0f} GiB of weights, gradients and moments do not fit"
+        if least_bytes > room_bytes
+        else ""
+    )
+
+
 def as_planned(values: dict[str, Any], drawn: Drawn, n_warm: int) -> dict[str, Any]:
     """A run as the plan has it: its figures, what was promised and what happened. It leaves a measurement."""
+    from farthing.train.loop import take_step
     from farthing.train.measure import leave_measured
+    from farthing.train.step_log import settle
 
     rested, said = resting_bytes(), list[str]()
     with opened(values, drawn, said) as run:
         if run.estimate is None:
             raise RuntimeError("; ".join(said) or "no estimate")
         planned = run.settings
-        found = measured(run, n_warm, run.n_steps - n_warm)
+        found = measured(run, n_warm, run.n_steps - n_warm - N_PROFILED)
         row = {**found, "settings": settings_of(run), "promised": run.estimate.to_json()}
         row["ran_out_of_memory"] = planned != run.settings
         row["happened"] = happened_to(run, found, rested)
         leave_measured(run)
+        try:
+            row["idle_percent"] = idle_percent(lambda: take_step(run), N_PROFILED)
+        except RuntimeError as error:  # no permission to look, say
+            row["idle_percent"], row["why_no_idle"] = None, str(error)[:200]
+        settle(run)
         return row
 
 
@@ -190,17 +218,53 @@ def variants(
                 emit({**what, **opened_anew(values(method, **keys), drawn, scale, is_smoke)})
             clean()
 
+    has_bitsandbytes = torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None
     for method in METHODS:
         with failing({**base(method), "group": "all", "way": "all"}, emit):
             changed(values(method), drawn, base(method), scale, emit, has_time)
         clean()
         anew(method, "optimizer", "off-loaded", optim="adamw_torch_offload")
-        if torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None:
+        if has_bitsandbytes:
             anew(method, "optimizer", "8-bit", optim="adamw_8bit")
         if torch.cuda.is_available():
             anew(method, "liger", "off" if on_by_default() else "on", use_liger_kernel=not on_by_default())
-    for method in METHODS:  # what takes a minute to begin comes last
-        anew(method, "compile", "each layer, no Liger", torch_compile=True, use_liger_kernel=False)
+    if has_bitsandbytes:
+        what = {**base("qlora"), "group": "qlora", "way": "weights in 4 bits"}
+        if has_time(f"qlora: variant of {shape}"):
+            with failing(what, emit):
+                given = job_values(
+                    with_weights(folder), work / "qlora", "qlora", scale.batch("chat"), MOST_STEPS, usd_per_hour
+                )
+                emit({**what, **opened_anew(given, drawn, scale, is_smoke)})
+            clean()
+    for mode in COMPILED:  # what takes minutes to begin comes last
+        for method in METHODS if mode == COMPILED[0] else METHODS[:1]:
+            with compiled_in(mode):
+                anew(method, "compile", f"{mode}, no Liger", torch_compile=True, use_liger_kernel=False)
+
+
+def with_weights(folder: Path) -> Path:
+    """A folder like this one whose model has weights: random, in bf16, for those who can't draw them."""
+    import transformers
+
+    copied = folder.with_name(f"{folder.name}-weights")
+    if not copied.exists():
+        shutil.copytree(folder, copied)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            config = transformers.AutoConfig.from_pretrained(copied / "model")
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(copied / "model")
+    return copied
+
+
+@contextlib.contextmanager
+def compiled_in(mode: str) -> Iterator[None]:
+    """Layers are compiled by this mode of torch's; farthing itself has only the default one."""
+    from farthing.model import compiled
+
+    more = {} if mode == "default" else torch._inductor.list_mode_options(mode)
+    with mock.patch.dict(compiled.OPTIONS, more):
+        yield
 
 
 def changed(

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from on_gpu.verdict import draw_verdict
+
 Row = dict[str, Any]
 GIB = 2**30
 FARTHING = "farthing"
@@ -65,6 +67,7 @@ def draw_speed(rows: list[Row], usd_per_hour: float) -> str:
         "of matmul",
         "peak GiB",
         "busy %",
+        "idle %",
         "useful %",
         "$/Mtok",
     ]
@@ -75,7 +78,7 @@ def draw_speed(rows: list[Row], usd_per_hour: float) -> str:
         who = row["who"] + " (memory ran out)" * bool(row.get("ran_out_of_memory"))
         what = [row["shape"], row["method"], row["lengths"], who]
         if "failed" in row:
-            lines.append([*what, f"failed: {row['failed']}", *[""] * 7])
+            lines.append([*what, f"failed: {row['failed']}", *[""] * 8])
             continue
         speed = row["tokens_per_s"]
         used = speed * flops[row["shape"], row["lengths"]][row["method"]]["needed"]
@@ -90,6 +93,7 @@ def draw_speed(rows: list[Row], usd_per_hour: float) -> str:
                 number(used / best if best else None, ".1%"),
                 f"{row['peak_bytes'] / GIB:.1f}",
                 number(row["busy_percent"], ".0f"),
+                number(row.get("idle_percent"), ".1f"),
                 f"{row['useful_share']:.1%}",
                 f"{1e6 / speed / 3600 * usd_per_hour:.4f}",
             ]
@@ -195,6 +199,14 @@ def draw_truth(rows: list[Row]) -> str:
 # ---- all of it ----
 
 
+def drawn_or_why(make: Callable[[], str]) -> str:
+    """A table; where a row is not as it should be, why there is none, so that the others are."""
+    try:
+        return make()
+    except Exception as error:
+        return f"could not be drawn: {type(error).__name__}: {error}"
+
+
 def draw(rows: list[Row], usd_per_hour: float) -> str:
     """Every table, and what was left out."""
     facts = next((row for row in rows if row["kind"] == "facts"), {})
@@ -203,11 +215,14 @@ def draw(rows: list[Row], usd_per_hour: float) -> str:
         words.append(f"bf16 product of {facts['matmul_size']}: {facts['matmul_flops'] / 1e12:.1f} TFLOP/s")
         words.append(f"copy: {facts['copy_bytes_per_s'] / 1e12:.3f} TB/s")
     left = [f"  {row['what']}: {row['why']}" for row in rows if row["kind"] == "left out"]
+    took = [f"  {row['what']}: {row['seconds']:g}" for row in rows if row["kind"] == "took"]
     sections: list[tuple[str, Callable[[], str]]] = [
         ("Speed: useful tokens a second; x is farthing's over this one's", lambda: draw_speed(rows, usd_per_hour)),
         ("One thing changed at a time", lambda: draw_variants(rows)),
         ("Promised and happened", lambda: draw_truth(rows)),
+        ("Seconds", lambda: "\n".join(took) or "  -"),
         ("Left out", lambda: "\n".join(left) or "  nothing"),
+        ("Targets", lambda: draw_verdict(rows)),
     ]
-    drawn = [f"{title}\n\n{make()}" for title, make in sections]
+    drawn = [f"{title}\n\n{drawn_or_why(make)}" for title, make in sections]
     return "\n\n\n".join(["; ".join(words), *drawn]) + "\n"

@@ -45,6 +45,8 @@ def _trainer(assignment: Assignment, clock: Clock) -> Any:
     if is_tuned:
         sampling = settings.get("sampling", "group_by_length")
         own = tuned(assignment) | {"train_sampling_strategy": sampling, "use_liger_kernel": _has_liger()}
+    elif settings.get("checkpointing"):
+        own |= {"gradient_checkpointing": True}
     arguments = transformers.TrainingArguments(
         **common(assignment, epochs=assignment.epochs if is_tuned else 1),
         per_device_train_batch_size=micro,
@@ -80,7 +82,7 @@ def _sft_trainer(assignment: Assignment, clock: Clock) -> Any:
     if is_tuned:
         # without an adapter the weights are trained, and stay in fp32 as everyone's
         loaded = {"dtype": str(models.dtype_of(assignment)).removeprefix("torch."), "attn_implementation": "sdpa"}
-        own |= tuned(assignment) | {"model_init_kwargs": loaded}
+        own |= tuned(assignment) | {"model_init_kwargs": loaded, "use_liger_kernel": _has_liger()}
     arguments = trl.SFTConfig(
         **common(assignment, epochs=assignment.epochs),
         per_device_train_batch_size=rows,

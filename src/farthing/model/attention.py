@@ -88,12 +88,16 @@ def can_share(model: Any, task: str) -> str | None:
 def go_packed(model: Any, *, own_kernels: bool = True) -> None:
     """Set the model's attention to this entry. It still takes padded batches, as `sdpa` does. With `own_kernels` norms too."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():  # it may be there as an entry that is never compiled
         ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-    inner_of(model).set_attn_implementation(NAME)
+    for part in inner_of(
+        model
+    ).modules():  # transformers 5.17 by itself leaves out T5's, whose configurations are copies
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation != NAME:
+            part.set_attn_implementation(NAME)
     take_documents(inner_of(model))
     if own_kernels:
         use_one_pass(inner_of(model))

@@ -359,9 +359,10 @@ def _flex_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents
 
     n_tokens, n_keys, device = len(query), len(key), query.device
 
+    cap = torch.full((), how.softcap or 0.0, device=device)  # torch 2.11 compiles no function that closes over a float
+
     def capped(score: Tensor, batch: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
-        assert how.softcap is not None
-        return torch.tanh(score / how.softcap) * how.softcap
+        return torch.tanh(score / cap) * cap
 
     def find_blocks() -> Any:
         owners = owners_of(documents)

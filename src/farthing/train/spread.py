@@ -89,7 +89,14 @@ class Spread:
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
         self._may_skip = any(name.rpartition(".")[2] == "experts" and isinstance(each, nn.ModuleList)
                              for name, each in model.named_modules())  # fmt: skip
-        self._units()[-1].set_reduce_scatter_unused_params(self._may_skip)
+        if self._may_skip:
+            if not hasattr(self._root, "set_reduce_scatter_unused_params"):
+                raise ModelError(
+                    f"the weights can't be spread: torch {torch.__version__} has no sums for experts that some ranks skip",
+                    where="where.strategy",
+                    to_do="install torch 2.13 or later, or use ddp",
+                )
+            self._units()[-1].set_reduce_scatter_unused_params(True)
         self._is_within = self._has_begun = False
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._spread = {name: cast(DTensor, weight) for name, weight in trained.items() if weight not in whole}
