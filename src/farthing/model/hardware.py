@@ -295,7 +295,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Dense peak of the GPU in FLOP/s from `facts/gpus.csv`; None where it is not known."""
     if device.type != "cuda":
         return None
-    gpu = gpu_of_device(torch.cuda.get_device_name(device))
+    gpu = gpu_of_device(torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1])
     return gpu.flops.get(precision) if gpu else None
 
 
