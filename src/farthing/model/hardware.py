@@ -10,6 +10,7 @@ import resource
 import shutil
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +83,7 @@ def choose_numerics(
                 to_do="leave it out to use fp32, or set train.bf16: true",
             )
         return Numerics(where, torch.bfloat16 if bf16 else None)
-    must_be_built_for(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
+    must_be_built_for_gpu()
     _tell_allocator()
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
@@ -112,6 +113,17 @@ def find_compiler(device: str) -> str | None:
 
 # CUDA 13 has dropped everything before sm_75; torch 2.14 is the last with wheels of CUDA 12.6 (pytorch/pytorch#190385)
 CUDA_12_WHEELS = "https://download.pytorch.org/whl/cu126"
+
+
+def must_be_built_for_gpu(number: int | None = None) -> None:
+    """`must_be_built_for` of a GPU of this machine, without a number the current one.
+
+    torch's own warning, eight lines for each such GPU, is left out.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found GPU")
+        name, capability = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
+    must_be_built_for(name, capability, torch.cuda.get_arch_list())
 
 
 def must_be_built_for(name: str, capability: tuple[int, int], built_for: list[str]) -> None:
@@ -227,6 +239,11 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"CPU, {plural(torch.get_num_threads(), 'thread')}"
+
+
+def n_devices(device: torch.device) -> int:
+    """Devices of this kind that the process sees."""
+    return torch.cuda.device_count() if device.type == "cuda" else 1
 
 
 def hardware_key(device: torch.device) -> str:
