@@ -8,7 +8,10 @@ from typing import Any
 
 from farthing.model.attention_choice import FLASH_ATTN, VARLEN, Asked, Machine, choose
 
-_GPUS = {"T4 (7.5)": (7, 5), "A100 (8.0)": (8, 0), "RTX 4090 (8.9)": (8, 9), "H100 (9.0)": (9, 0)}
+_GPUS = {
+    **{"T4 (7.5)": (7, 5), "A100 (8.0)": (8, 0), "RTX 4090 (8.9)": (8, 9), "H100 (9.0)": (9, 0)},
+    **{"B200 (10.0)": (10, 0), "RTX 5090 (12.0)": (12, 0)},
+}
 _BESIDES = {
     "nothing": (frozenset[str](), False),
     "Triton and a C compiler": (frozenset[str](), True),

@@ -66,10 +66,15 @@ def test_before_ampere_documents_are_padded_whatever_is_asked() -> None:
 
 def test_wide_heads_train_where_shared_memory_is_large_enough() -> None:
     assert chosen(RTX, head_size=256) == "varlen"
-    assert chosen(RTX, head_size=208) == "flex"
+    assert chosen(RTX, head_size=208) == "padded"
     assert chosen(RTX, head_size=256, has_dropout=True) == "padded"
     assert chosen(A100, head_size=208) == "varlen"
     assert chosen(A100, head_size=256, has_dropout=True) == "flash"
+    bare = FULL | {"flash": frozenset()}
+    for small, large in ((RTX, A100), ((8, 6), H100), ((12, 0), (10, 0))):
+        assert chosen(small, here=bare, head_size=128, has_softcap=True) == "flex"
+        assert chosen(small, here=bare, head_size=256, has_softcap=True) == "padded"
+        assert chosen(large, here=bare, head_size=256, has_softcap=True) == "flex"
 
 
 def test_older_versions_are_asked_for_no_more_than_they_have() -> None:
@@ -128,6 +133,7 @@ def test_every_case_of_the_table_has_a_kernel_that_can_do_it() -> None:
             assert not exact
             assert not dropout
             assert size >= 16
+            assert size <= 128 or capability in (A100, H100, (10, 0), (10, 3))
         else:
             assert dtype != "fp32"
             assert size % 8 == 0

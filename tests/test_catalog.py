@@ -172,6 +172,20 @@ def test_names_of_nothing_get_a_hint(text: str, words: str) -> None:
     assert words in caught.value.to_do
 
 
+NOT_KNOWN = [  # cut down, with other memory, a part of one, or of another generation
+    *("NVIDIA A100X", "NVIDIA A100-SXM-64GB", "NVIDIA A100-40C", "NVIDIA A100D-1-10C", "NVIDIA H100XM-80C"),
+    *(
+        "NVIDIA H100 64GB HBM2",
+        "NVIDIA H100 96GB HBM3",
+        "NVIDIA GH200 144G HBM3e",
+        "NVIDIA L40S-48C",
+        "NVIDIA A10G-24Q",
+    ),
+    *("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 5090 D v2", "NVIDIA RTX 6000D", "NVIDIA RTX A2000 12GB"),
+    *("NVIDIA RTX 4000 SFF Ada Generation", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA T4G"),
+]
+
+
 @pytest.mark.parametrize(
     ("device", "name"),
     [
@@ -182,11 +196,46 @@ def test_names_of_nothing_get_a_hint(text: str, words: str) -> None:
         ("NVIDIA GeForce RTX 3080 Laptop GPU", None),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
         ("NVIDIA Something New", None),
+        ("Tesla V100-DGXS-32GB", "V100-32GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("AMD Instinct MI300X VF", "MI300X"),
+        *((like_another, None) for like_another in NOT_KNOWN),
     ],
 )
 def test_devices_are_known_by_the_name_torch_gives(device: str, name: str | None) -> None:
     gpu = gpu_of_device(device)
     assert (gpu.name if gpu else None) == name
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "name"),
+    [
+        ("NVIDIA GeForce RTX 4060 Ti", 15.6, "RTX 4060 Ti 16GB"),
+        ("NVIDIA GeForce RTX 4060 Ti", 7.6, "RTX 4060 Ti 8GB"),
+        ("NVIDIA GeForce RTX 5060 Ti", 7.5, None),
+        ("NVIDIA GeForce RTX 3080", 9.6, "RTX 3080"),
+        ("NVIDIA GeForce RTX 3080", 11.6, None),
+        ("NVIDIA RTX A2000 12GB", 11.7, None),
+        ("Tesla T4", 14.56, "T4"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA GH200 480GB", 94.5, "GH200"),
+        ("NVIDIA GH200 480GB", 143.0, None),
+    ],
+)
+def test_cards_of_several_sizes_are_told_apart_by_memory(device: str, gib: float, name: str | None) -> None:
+    gpu = gpu_of_device(device, int(gib * 2**30))
+    assert (gpu.name if gpu else None) == name
+
+
+def test_every_gpu_is_known_by_its_own_memory() -> None:
+    for gpu in gpus().values():
+        for alias in (gpu.name, *gpu.aliases):
+            assert gpu_of_device(alias) is gpu, alias
+            assert gpu_of_device(alias, gpu.usable_bytes) in (gpu, gpus().get(f"{alias}-40GB")), alias
 
 
 def test_peaks_of_a_run_come_from_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +244,10 @@ def test_peaks_of_a_run_come_from_the_same_table(monkeypatch: pytest.MonkeyPatch
     from farthing.model.hardware import peak_flops
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 << 30, 79 << 30))
     assert peak_flops(torch.device("cuda"), "bf16") == 989e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (14 << 30, 15 << 30))
     assert peak_flops(torch.device("cuda"), "bf16") is None
     assert peak_flops(torch.device("cuda"), "fp16") == 65e12
     assert peak_flops(torch.device("cpu"), "fp32") is None

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,14 +26,14 @@ from transformers import (
 
 import workshop
 from farthing.events import Decided
-from farthing.model import compiled
+from farthing.model import attention_kernels, compiled
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import go_packed, packed_logits
+from farthing.model.attention_kernels import KERNELS, How
 from farthing.model.compiled import (
     CUDA_S_PER_KIND,
     CUDA_SAVED_SHARE,
-    MOST_PROGRAMS,
     compile_blocks,
     compile_seconds,
     find_compiler,
@@ -42,9 +43,10 @@ from farthing.model.compiled import (
     why_not_compiled,
     worth_compiling,
 )
-from farthing.model.documents import packed_batch
+from farthing.model.documents import Documents, packed_batch
 from farthing.model.lora_kernels import use_low_rank
 from farthing.model.norms import leave_to_compiler
+from farthing.model.programs import MOST_PROGRAMS, in_programs
 
 SMALL = {
     **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
@@ -249,10 +251,11 @@ def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every: int) -> 
 
 def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
     """torch keeps them by thread, and on CUDA what is recomputed is computed in a thread of autograd."""
-    seen: list[tuple[bool, int]] = []
+    seen: list[tuple[bool, int, bool, bool]] = []
 
     def backend(graph: Any, _: Any) -> Any:
-        seen.append((torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit))
+        has_float, has_duck = torch._dynamo.config.specialize_float, torch.fx.experimental._config.use_duck_shape
+        seen.append((torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit, has_float, has_duck))
         return graph
 
     for every in (0, 1):
@@ -264,8 +267,23 @@ def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
         thread.start()
         thread.join()
         assert seen
-        assert set(seen) == {(True, MOST_PROGRAMS)}
+        assert set(seen) == {(True, MOST_PROGRAMS, True, False)}
         torch._dynamo.reset()
+
+
+def test_flex_attention_is_one_program_also_with_as_many_blocks_as_heads() -> None:
+    """Four heads, and four blocks of 128 tokens in the first batch: torch takes sizes that are equal once for one size."""
+    flex = in_programs(flex_attention, backend="aot_eager", fullgraph=True)
+    how = How(causal=True, scale=0.25, softcap=5.0)
+    before = n_graphs()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(attention_kernels, "_flex", lambda: flex)
+        for lengths in ([300, 196], [500, 180], [900, 20]):
+            documents = Documents.of(lengths, "cpu")
+            tensors = [torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2)]
+            found, expected = (KERNELS[name](*tensors, documents, how) for name in ("flex", "documents"))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert n_graphs() - before == 1
 
 
 def leave_uncompiled(model: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import workshop
 from farthing.after.chat import answers_in
 from farthing.device_memory import ALLOCATOR_SETTING
+from farthing.doctor import check_machine
 from farthing.errors import HardwareError
 from farthing.model.hardware import choose_numerics, must_be_built_for, not_deterministic, why_not_deterministic
 from farthing.train.setup import check_extras
@@ -47,6 +49,39 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 # ---- kernels for this GPU ----
+
+
+def test_the_doctor_says_of_each_gpu_whether_it_can_be_used(
+    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (79 << 30, 79 << 30))
+
+    def found() -> tuple[str, str]:
+        return next((one.state, one.found) for one in check_machine(tmp_path) if one.name == "gpu 0")
+
+    gpu["name"] = "NVIDIA H100 80GB HBM3"
+    assert found() == ("ok", "NVIDIA H100 80GB HBM3, compute 9.0, 79.0 GiB of 79.0 GiB free, bf16")
+    gpu["name"] = "NVIDIA H100 80GB HBM3 MIG 7g.80gb"
+    assert found()[0] == "ok"
+    assert "no estimate before a run" in found()[1]
+    gpu |= {"name": "Tesla V100-SXM2-16GB", "capability": (7, 0)}
+    state, words = found()
+    assert state == "failed"
+    assert "no kernels for Tesla V100-SXM2-16GB (sm_70)" in words
+
+
+def test_torchs_own_warning_of_a_gpu_is_left_out(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def name(*_: Any) -> str:
+        warnings.warn("Found GPU0 Tesla V100 which is of compute capability (CC) 7.0.", stacklevel=1)
+        return "Tesla V100"
+
+    gpu["capability"] = (7, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(HardwareError, match="no kernels for Tesla V100"):
+            choose_numerics("auto", None, None)
 
 
 @pytest.mark.parametrize(

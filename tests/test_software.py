@@ -172,8 +172,8 @@ def test_the_trainer_does_as_the_plan_says(
     risk: str, asked: bool | None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
     assert choose_numerics("auto", None, asked, fp16_risk=risk).name == name
     with pytest.raises(HardwareError):
         choose_numerics("auto", True, None, fp16_risk=risk)

@@ -511,7 +511,11 @@ API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *k, 
 API cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *to, const void *f) {
   (void)f;
   memset(to, 0, sizeof *to);
-  to->maxThreadsPerBlock = 1024, to->numRegs = 64, to->ptxVersion = to->binaryVersion = capability(0) * 10 + capability(1);
+  static const int built_for[] = {75, 80, 86, 90, 100, 120};  // torch's wheels for CUDA 13: an RTX 4090 runs what is for 86
+  int own = capability(0) * 10 + capability(1);
+  to->maxThreadsPerBlock = 1024, to->numRegs = 64, to->ptxVersion = to->binaryVersion = own;
+  for (size_t i = 0; i < sizeof built_for / sizeof *built_for; i++)
+    if (built_for[i] <= own) to->ptxVersion = to->binaryVersion = built_for[i];
   to->maxDynamicSharedSizeBytes = 49152;
   return 0;
 }

@@ -152,7 +152,8 @@ def machine() -> dict[str, Any]:
     }
     if not torch.cuda.is_available():
         return found
-    gpu, properties = gpu_of_device(torch.cuda.get_device_name()), torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
+    gpu = gpu_of_device(properties.name, properties.total_memory)
     found |= {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
     found |= {
         "capability": list(torch.cuda.get_device_capability()),

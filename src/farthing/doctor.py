@@ -88,18 +88,11 @@ def check_machine(folder: Path, *, with_device: bool = True) -> Iterator[Check]:
 def _device() -> Iterator[Check]:
     import torch
 
-    from farthing.model.compiled import find_compiler
+    from farthing.model.hardware import find_compiler
 
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            major, minor = torch.cuda.get_device_capability(index)
-            free, total = torch.cuda.mem_get_info(index)
-            precision = "bf16" if major >= 8 else "fp16 with a gradient scaler"
-            memory_words = f"{say_bytes(free)} of {say_bytes(total)} free"
-            found = f"{torch.cuda.get_device_name(index)}, compute {major}.{minor}, {memory_words}, {precision}"
-            yield Check(
-                f"gpu {index}", "ok" if free > 0.5 * total else "warning", found, "something else holds its memory"
-            )
+            yield _gpu(index)
     else:
         built = "torch has no CUDA" if torch.version.cuda is None else f"no usable driver for CUDA {torch.version.cuda}"
         yield Check("gpu", "warning", f"none ({built})", "training runs on the CPU: fine for small models")
@@ -113,6 +106,29 @@ def _device() -> Iterator[Check]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     compiler = find_compiler(device) or f"no {'C' if device == 'cuda' else 'C++'} one; only for train.torch_compile"
     yield Check("compiler", "ok", compiler)
+
+
+def _gpu(index: int) -> Check:
+    """One GPU: whether torch has code for it, which it is, its memory, and what it would compute in."""
+    import torch
+
+    from farthing.model.hardware import must_be_built_for_gpu
+    from farthing.prices.gpus import gpu_of_device
+
+    try:
+        must_be_built_for_gpu(index)
+    except FarthingError as error:  # only the first that torch may see is computed on
+        return Check(f"gpu {index}", "failed" if index == 0 else "warning", error.what, error.to_do)
+    (major, minor), name = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+    free, total = torch.cuda.mem_get_info(index)
+    precision = "bf16" if major >= 8 else "fp16 with a gradient scaler"
+    found = f"{name}, compute {major}.{minor}, {say_bytes(free)} of {say_bytes(total)} free, {precision}"
+    if free <= 0.5 * total:
+        return Check(f"gpu {index}", "warning", found, "something else holds its memory")
+    unknown = (
+        "" if gpu_of_device(name, total) else "; its peak is not known here: no estimate before a run, no MFU in it"
+    )
+    return Check(f"gpu {index}", "ok", found + unknown)
 
 
 def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:

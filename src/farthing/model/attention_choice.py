@@ -5,7 +5,8 @@
 ask a machine anything: `attention_kernels.here` does. No torch.
 
 Sources: what torch's varlen takes in each version is by its Python sources of 2.10 to 2.15; what its flash kernels take is by
-the checks in its flash_api.cpp; flash-attn is by its README. No kernel of CUDA was ever run by farthing.
+the checks in its flash_api.cpp; flash-attn is by its README; flex was compiled by torch 2.13's Inductor, Triton and ptxas. No
+kernel of CUDA was ever run by farthing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ VARLEN = {
 }
 FLASH_ATTN = frozenset({"window_size", "softcap", "deterministic"})  # flash-attn 2.6 and later
 WIDE_HEADS_ON = ((8, 0), (9, 0))  # whose shared memory is large enough for the backward pass of 193 to 224 wide heads
-MOST_FLEX_FP32 = 64  # of a head: wider tiles in fp32 may be more than the shared memory of consumer GPUs (100 KB)
+# flex for heads of 129 to 256 in half takes 114,688 bytes of shared memory in the backward pass (torch 2.13, compiled
+# 2026-11-22), where GPUs of 8.6, 8.9 and 12.0 have 101,376
+WIDE_FLEX_ON = (*WIDE_HEADS_ON, (10, 0), (10, 3))
+MOST_FLEX_FP32 = (
+    64  # of a head: for 96 and more it compiles on all, with 10 KB of a thread's registers spilled to memory
+)
 
 # Launching and feeding one more call takes the host about 75 µs forward and backward, in which a GPU computes 2 GFLOP of
 # attention at 27 TFLOP/s: estimates, never measured
@@ -119,7 +125,9 @@ def _obstacles(asked: Asked, machine: Machine) -> dict[str, dict[str, bool]]:
             "it needs Ampere or later": is_old,
             "torch does not promise that its gradients are deterministic": machine.is_deterministic,
             "its heads are 16 or wider": size < 16,
-            f"heads this wide may not fit in {asked.dtype}": size > (256 if asked.dtype in HALVES else MOST_FLEX_FP32),
+            "heads this wide spill its registers in fp32": asked.dtype not in HALVES and size > MOST_FLEX_FP32,
+            "its heads are up to 256 wide": size > 256,
+            "heads this wide train on A100, H100 and B200 only": size > 128 and machine.capability not in WIDE_FLEX_ON,
         },
     }
 

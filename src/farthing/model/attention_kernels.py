@@ -27,7 +27,7 @@ from farthing.model.cpu_attention import blocked_attention, is_quicker_in_blocks
 from farthing.model.documents import Documents, owners_of, sent
 from farthing.model.half_attention import half_attention
 from farthing.model.hardware import find_compiler
-from farthing.model.light_imports import tell_compiler
+from farthing.model.programs import in_programs
 from farthing.model.short_attention import short_attention
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -364,6 +364,7 @@ def _flex_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents
     def capped(score: Tensor, batch: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
         return torch.tanh(score / cap) * cap
 
+    @torch.no_grad()  # one program for training and for evaluation
     def find_blocks() -> Any:
         owners = owners_of(documents)
         numbers = torch.arange(len(documents.lengths), device=device)
@@ -430,8 +431,7 @@ def _flex() -> Callable[..., Any] | None:
         from torch.nn.attention.flex_attention import flex_attention
     except ImportError:
         return None
-    tell_compiler()
-    return None if find_compiler("cuda") is None else torch.compile(flex_attention, dynamic=True)
+    return None if find_compiler("cuda") is None else in_programs(flex_attention, fullgraph=True)
 
 
 @functools.cache

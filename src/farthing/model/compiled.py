@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -24,9 +23,9 @@ import torch
 from farthing.model.attention import NAME as ATTENTION
 from farthing.model.attention import attend
 from farthing.model.hardware import find_compiler
-from farthing.model.light_imports import tell_compiler
 from farthing.model.loss import inner_of
 from farthing.model.norms import leave_to_compiler
+from farthing.model.programs import in_programs
 
 # of a step's seconds. Published: torchtune 21 % (Llama 3.2 3B, A100, README), Axolotl 14 to 19 % (8B LoRA, RTX 3090 and 5090),
 # torchtitan 14 % (Llama 3.1 8B, H100), all as of 2026; the least of them is expected
@@ -37,7 +36,6 @@ CPU_S_PER_KIND = (
     28.0  # measured on one core with g++ 12, 2026-11: 28 to 30 for a layer of Llama, 41 to 55 for two with LoRA
 )
 
-MOST_PROGRAMS = 16  # of one layer's code: torch gives up at 8, which T5 needs already, with one row and with several
 # dropout draws what it would draw uncompiled, so that it stays a function of the step
 OPTIONS = {"fallback_random": True}
 
@@ -119,7 +117,7 @@ def compile_blocks(model: Any, backend: str = "inductor") -> int | str:
         return reason
     _keep_attention_out()
     leave_to_compiler(model)
-    how: dict[str, object] = {"dynamic": True, "backend": backend}
+    how: dict[str, object] = {"backend": backend}
     if backend == "inductor":
         how["options"] = OPTIONS
     layers = _layers(model)
@@ -136,7 +134,7 @@ def n_graphs() -> int:
 
 def _in_training(layer: Any, how: dict[str, object]) -> Callable[..., Any]:
     """What calling the layer does: the compiled program in training; one that is recomputed has it further within."""
-    compiled = _compile(layer._call_impl, how)
+    compiled = in_programs(layer._call_impl, **how)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not (layer.training and torch.is_grad_enabled()):
@@ -146,27 +144,6 @@ def _in_training(layer: Any, how: dict[str, object]) -> Callable[..., Any]:
         if not isinstance(layer._gradient_checkpointing_func, _Recomputed):
             layer._gradient_checkpointing_func = _Recomputed(layer._gradient_checkpointing_func, how)
         return layer._call_impl(*args, **kwargs)
-
-    return call
-
-
-_SETTLED = threading.local()
-
-
-def _compile(function: Callable[..., Any], how: dict[str, object]) -> Callable[..., Any]:
-    """`function` compiled with our settings, in whatever thread it is called.
-
-    torch keeps its settings by thread, and layers on CUDA are recomputed in autograd's.
-    """
-    tell_compiler()
-    compiled = torch.compile(function, **how)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not hasattr(_SETTLED, "is_done"):
-            torch._dynamo.config.suppress_errors = True
-            torch._dynamo.config.recompile_limit = max(MOST_PROGRAMS, torch._dynamo.config.recompile_limit)
-            _SETTLED.is_done = True
-        return compiled(*args, **kwargs)
 
     return call
 
@@ -185,7 +162,7 @@ class _Recomputed:
         """`function` is what transformers wants recomputed: a partial of the layer's own forward."""
         body = function.func
         if body not in self._compiled:
-            self._compiled[body] = _compile(body, self._how)
+            self._compiled[body] = in_programs(body, **self._how)
         compiled = functools.partial(self._compiled[body], *function.args, **function.keywords)
         return self.checkpointing(compiled, *args, **kwargs)
 

@@ -10,6 +10,7 @@ import resource
 import shutil
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -83,7 +84,7 @@ def choose_numerics(
             )
         return Numerics(where, torch.bfloat16 if bf16 else None)
     _tell_allocator()  # whoever asks for the GPU's name starts it
-    must_be_built_for(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
+    must_be_built_for_gpu()
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     # cuDNN builds a graph for each new shape, and micro-batches seldom have the same: pytorch/pytorch#187770, #191576
@@ -112,6 +113,17 @@ def find_compiler(device: str) -> str | None:
 
 # CUDA 13 has dropped everything before sm_75; torch 2.14 is the last with wheels of CUDA 12.6 (pytorch/pytorch#190385)
 CUDA_12_WHEELS = "https://download.pytorch.org/whl/cu126"
+
+
+def must_be_built_for_gpu(number: int | None = None) -> None:
+    """`must_be_built_for` of a GPU of this machine, without a number the current one.
+
+    torch's own warning, eight lines for each such GPU, is left out.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found GPU")
+        name, capability = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
+    must_be_built_for(name, capability, torch.cuda.get_arch_list())
 
 
 def must_be_built_for(name: str, capability: tuple[int, int], built_for: list[str]) -> None:
@@ -229,6 +241,11 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {plural(torch.get_num_threads(), 'thread')}"
 
 
+def n_devices(device: torch.device) -> int:
+    """Devices of this kind that the process sees."""
+    return torch.cuda.device_count() if device.type == "cuda" else 1
+
+
 def hardware_key(device: torch.device) -> str:
     """The name that measurements on this device are kept under."""
     name = str(torch.cuda.get_device_name(device)) if device.type == "cuda" else local_cpu().name
@@ -305,7 +322,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Dense peak of the GPU in FLOP/s from `facts/gpus.csv`; None where it is not known."""
     if device.type != "cuda":
         return None
-    gpu = gpu_of_device(torch.cuda.get_device_name(device))
+    gpu = gpu_of_device(torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1])
     return gpu.flops.get(precision) if gpu else None
 
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ def why_not_liger(model: Any) -> str | None:
 def use_liger(model: Any) -> str:
     """Replace what can be replaced in `model`; says what that was, or why nothing was."""
     reason = why_not_liger(model)
+    # it warns of each kind of hardware, of those that it has kernels for, that this machine has not; what matters is an error
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     if reason is None:
         try:
             try_one_kernel(model)
@@ -127,15 +130,24 @@ def _rotate_with(inner: Any, family: str, rotate: Callable[..., Any]) -> int:
         for module in inner.modules()
         if type(module).__module__ == family and ROTATION in type(module).forward.__code__.co_names
     ]
+    twin = _module_with(family, ROTATION, rotate)
+    forwards = {kind: _of_module(kind.forward, twin) for kind in {type(module) for module in rotating}}
     for module in rotating:
-        module.forward = MethodType(_with_global(type(module).forward, ROTATION, rotate), module)
+        module.forward = MethodType(forwards[type(module)], module)
     return len(rotating)
 
 
-def _with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
-    """A copy of `function` that finds `value` under the global `name`."""
-    others = function.__globals__ | {name: value}
-    twin = FunctionType(function.__code__, others, function.__name__, function.__defaults__, function.__closure__)
+def _module_with(family: str, name: str, value: Any) -> ModuleType:
+    """A copy of a module in which `name` is `value`, known by a name of its own: torch.compile looks for globals by it."""
+    twin = ModuleType(f"{family}_with_liger")
+    vars(twin).update({key: of for key, of in vars(sys.modules[family]).items() if key != "__name__"} | {name: value})
+    sys.modules[twin.__name__] = twin
+    return twin
+
+
+def _of_module(function: FunctionType, module: ModuleType) -> FunctionType:
+    """A copy of `function` that finds its globals in `module`."""
+    twin = FunctionType(function.__code__, vars(module), function.__name__, function.__defaults__, function.__closure__)
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
 

@@ -352,7 +352,7 @@ def place_here(
         job.usd_per_hour, "the job's own price: where.usd_per_hour and electricity", today, Billing(HERE),
     )  # fmt: skip
     if is_cuda:
-        gpu = gpu_of_device(machine.device_name)
+        gpu = gpu_of_device(machine.device_name, machine.memory_bytes)
         if gpu is None:
             return None
         version, build = installed_torch()

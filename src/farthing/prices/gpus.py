@@ -117,15 +117,12 @@ def find_gpu(text: str, memory_gib: float | None = None) -> Gpu:
     raise UserMistake(what, where="gpu", to_do=f"{hint}known: {', '.join(gpus())}")
 
 
-def gpu_of_device(name: str) -> Gpu | None:
-    """The GPU behind the name that torch gives a device; None for laptops, slices of a GPU, and names not known."""
-    key = name_key(name)
-    if "laptop" in key or "maxq" in key or re.search(r"mig\d+g", key):
-        return None
-    if key in _by_key():
-        return _by_key()[key]
-    begins = [known for known in _by_key() if len(known) > 3 and key.startswith(known)]
-    return _by_key()[max(begins, key=len)] if begins else None
+def gpu_of_device(name: str, memory_bytes: int | None = None) -> Gpu | None:
+    """The GPU behind the name that torch or `nvidia-smi` gives a device; None for laptops, slices, and names not known.
+
+    Cards of several sizes share a name (RTX 4060 Ti): the driver's `memory_bytes` says which, and that none in the table is it.
+    """
+    return gpu_named(name, None if memory_bytes is None else memory_bytes / 2**30)
 
 
 @cache

@@ -11,7 +11,7 @@ from pathlib import Path
 from farthing.config.job import Job
 from farthing.device_memory import set_allocator
 from farthing.events import Decided
-from farthing.model.hardware import device_name
+from farthing.model.hardware import device_name, n_devices
 from farthing.planner.estimate import Estimate
 from farthing.train.attempt import Attempt
 from farthing.units import plural, say_bytes, say_seconds, say_usd
@@ -40,7 +40,7 @@ def emit_summary(attempt: Attempt) -> None:
             memory=_memory_in_words(attempt),
             checkpointing=attempt.settings.checkpointing,
             checkpoints=_interval_in_words(attempt),
-            price=_price_in_words(job),
+            price=_price_in_words(job) + _idle_in_words(attempt),
             estimate=_estimate_in_words(attempt.estimate),
         )
     )
@@ -51,6 +51,12 @@ def emit_summary(attempt: Attempt) -> None:
         )
     if job.limits.max_usd is not None and job.usd_per_hour == 0:
         attempt.warn("limits.max_usd has no effect at $0 an hour: set where.usd_per_hour")
+
+
+def _idle_in_words(attempt: Attempt) -> str:
+    """Of the GPUs that a process on its own sees, those that compute nothing; empty where there are none."""
+    n_idle = n_devices(attempt.numerics.device) - 1 if attempt.context.ranks.n == 1 else 0
+    return f"; {plural(n_idle, 'other GPU')} here not used (where.gpus)" if n_idle > 0 else ""
 
 
 def _memory_in_words(attempt: Attempt) -> str:
@@ -96,7 +102,7 @@ def _interval_in_words(attempt: Attempt) -> str:
 
 def _estimate_in_words(estimate: Estimate | None) -> str:
     if estimate is None:
-        return "none: the planner does not know this model or device"
+        return "none: the planner does not know this model, or this GPU by its name and memory"
     low, likely, high = estimate.wall_range_s
     words = f"{say_seconds(likely)} ({say_seconds(low)} to {say_seconds(high)})"
     if estimate.usd > 0:
