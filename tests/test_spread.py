@@ -26,6 +26,7 @@ from farthing.durability.parts import Shared, files_of, read_part
 from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import ModelError, UserMistake
 from farthing.model.forward import Forward
+from farthing.train.joining import joined
 from farthing.train.ranks import NoRoomLeft, Ranks
 from farthing.train.rehearsal import dearest_step
 from farthing.train.run import opened_attempt
@@ -368,6 +369,15 @@ def test_weights_that_cannot_be_spread_are_refused_in_words(
     with pytest.raises(UserMistake, match=f"can't be spread: .*{why}") as refused:
         spread_weights(job, Ranks(), torch.nn.Linear(1, 1), torch.float16, Heard())
     assert refused.value.to_do
+
+
+@pytest.mark.parametrize(("asked", "found"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
+def test_a_process_alone_spreads_weights_over_the_device_that_computes(
+    asked: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with joined(make_job(tmp_path, where={"device": asked, "strategy": "fsdp"})) as (ranks, _):
+        assert (ranks.n, ranks.device.type) == (1, found)
 
 
 def test_auto_spreads_what_leaves_no_room_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
