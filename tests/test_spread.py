@@ -26,10 +26,14 @@ from farthing.durability.parts import Shared, files_of, read_part
 from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import ModelError, UserMistake
 from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
+from farthing.planner import machine
+from farthing.train.estimate import estimated
 from farthing.train.joining import joined
 from farthing.train.ranks import NoRoomLeft, Ranks
 from farthing.train.rehearsal import dearest_step
 from farthing.train.run import opened_attempt
+from farthing.train.setup import open_examples, open_inputs
 from farthing.train.spread import How, Spread
 from farthing.train.step import Steps
 from farthing.train.strategy import read_where_it_differs, resident_bytes, spread_weights
@@ -378,6 +382,30 @@ def test_a_process_alone_spreads_weights_over_the_device_that_computes(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with joined(make_job(tmp_path, where={"device": asked, "strategy": "fsdp"})) as (ranks, _):
         assert (ranks.n, ranks.device.type) == (1, found)
+
+
+def test_a_run_is_planned_for_all_gpus_that_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process sees its own GPU alone."""
+    name, size = "NVIDIA H100 80GB HBM3", 80 << 30
+    monkeypatch.setattr(machine, "_gpus", lambda: [(name, size)])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size, size))
+    found = {}
+    for n_ranks, strategy in ((1, "ddp"), (2, "ddp"), (4, "fsdp")):
+        where = {"device": "auto", "gpus": n_ranks, "strategy": strategy}
+        job = make_job(tmp_path / f"{n_ranks}", size={"hidden": 64}, n_rows=64, global_batch_size=64, where=where)
+        inputs = open_inputs(job)
+        examples, _ = open_examples(job, inputs, Heard(), lambda: False)
+        numerics = Numerics(torch.device("cuda"), torch.bfloat16)
+        folder = Path(job.output_dir)
+        folder.mkdir()
+        found[n_ranks] = estimated(job, folder, inputs, numerics, examples, None, Heard(), n_ranks)
+    one, two, four = found.values()
+    assert one is not None
+    assert two is not None
+    assert four is not None
+    assert two.memory["cache"] - one.memory.get("cache", 0) >= 2**29
+    assert two.memory["weights"] == one.memory["weights"] == pytest.approx(4 * four.memory["weights"], rel=1e-3)
 
 
 def test_auto_spreads_what_leaves_no_room_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -400,10 +400,15 @@ def _has_liger(wanted: JobSpec, job: Job, gpu: str) -> bool:
 
 
 def plan_here(
-    wanted: JobSpec, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
+    wanted: JobSpec,
+    machine: Machine,
+    job: Job,
+    measurements: Sequence[Measurement],
+    today: date,
+    n_gpus: int | None = None,
 ) -> Plan | Rejected | None:
-    """The plan for this machine alone, limits aside; None where it can't be planned on."""
-    place = place_here(wanted, machine, job, measurements, today)
+    """The plan for this machine alone, limits aside, `n_gpus` as for `place_here`; None where it can't be planned on."""
+    place = place_here(wanted, machine, job, measurements, today, n_gpus)
     if place is None or isinstance(place, Rejected):
         return place
     answer = decide(open_ended(wanted), [place])
