@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import farthing.train.run
 import farthing.train.setup
@@ -33,7 +34,7 @@ from farthing.train.joining import joined
 from farthing.train.ranks import NoRoomLeft, Ranks
 from farthing.train.rehearsal import dearest_step
 from farthing.train.run import opened_attempt
-from farthing.train.setup import open_examples, open_inputs
+from farthing.train.setup import build_model, open_examples, open_inputs
 from farthing.train.spread import How, Spread
 from farthing.train.step import Steps
 from farthing.train.strategy import read_where_it_differs, resident_bytes, spread_weights
@@ -310,6 +311,44 @@ class Shares(torch.nn.Module):
                 return found
 
         self.layers = torch.nn.ModuleList([Layer(), Layer()])
+
+
+def test_what_is_gathered_is_counted_at_the_moment_when_it_is_there(tmp_path: Path) -> None:
+    """Bytes as torch's allocator has them on a GPU: the root and one layer in the loss, two in the backward pass."""
+    found = {}
+    for trains, reshards, dtype in ((True, True, torch.bfloat16), (True, False, torch.bfloat16), (True, True, None),
+                                    (False, True, torch.bfloat16)):  # fmt: skip
+        job = make_job(
+            tmp_path / f"{len(found)}", method="full" if trains else "lora", size={"hidden": 32, "layers": 3}
+        )
+        inputs = open_inputs(job)
+        model = build_model(job, inputs, Numerics(torch.device("cpu"), None), ())
+        layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+        base = [weight for weight in model.parameters() if weight.requires_grad == trains]
+        n_layer = sum(weight.numel() for weight in layers[0].parameters() if weight.requires_grad == trains)
+        n_root = sum(weight.numel() for weight in base) - 3 * n_layer
+        with contextlib.closing(Ranks()) as ranks:
+            ranks.spread(model, How(reshards, gathers_in=dtype))
+            assert ranks.spreads is not None
+            found[trains, reshards, dtype] = ranks.spreads.gathered
+    n_head = n_root - 32  # tied to the embeddings; the last norm is there too
+    of_layer, of_root = 2 * n_layer, 2 * n_root
+    assert found[True, True, torch.bfloat16] == (
+        of_root + of_layer + 2 * n_head,
+        of_root + 3 * of_layer + 2 * n_head + 4 * n_layer,
+        2 * of_root + 4 * n_root + 4 * n_layer,
+    )
+    assert found[True, False, torch.bfloat16] == (
+        of_root + 3 * of_layer + 2 * n_head,
+        of_root + 4 * of_layer + 2 * n_head + 4 * n_layer,
+        2 * of_root + 4 * n_root + 4 * n_layer + 3 * of_layer,
+    )
+    assert found[True, True, None].loss == 4 * (n_root + n_layer + n_head)
+    assert found[False, True, torch.bfloat16] == (
+        4 * (n_root + n_layer),
+        4 * (n_root + 2 * n_layer),
+        4 * (n_root + n_layer),
+    )
 
 
 def test_weights_that_fsdp_would_compute_wrongly_are_refused() -> None:

@@ -245,6 +245,7 @@ def wanted_of(
         micro_batch_tokens=micro_batch_tokens,
         spreads=spreads(job),
         may_spread=_may_spread(job),
+        reshards=job.where.reshard_after_forward,
         offloads_weights=job.where.offload_weights,
         may_go_packed=job.model.attn_implementation is None,
         caches_frozen=train.num_train_epochs > 1

@@ -138,7 +138,7 @@ def _gathers(recipe: Recipe) -> bool:
 
 def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Standing:
     """Weights, gradients, the optimizer's state and casts. Sharding divides what it divides evenly."""
-    stack, shards = recipe.stack, _shards(recipe)
+    stack = recipe.stack
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
     # of trained weights and of frozen ones: what this GPU keeps
     own = 1.0 if adapters is not None and stack.keeps_adapters_whole else _share_kept(recipe)
@@ -146,9 +146,9 @@ def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Stand
     weights = own * of_trained + _share_kept(recipe) * (_weights_bytes(shape, recipe, adapters) - of_trained)
     # beside the part of a step that is being computed: the sums of those that this GPU has computed
     gradients = (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) * of_trained * own
-    head_gradients = shape.n_head_matmul * recipe.trained_bytes / shards if adapters is None else 0.0
-    if adapters is None and recipe.offloads_weights:  # whole until the backward pass is over
-        head_gradients = float(shape.n_head_matmul * recipe.compute_bytes)
+    head_gradients = shape.n_head_matmul * recipe.trained_bytes if adapters is None else 0.0
+    if adapters is None and _gathers(recipe):  # whole until the backward pass is over
+        head_gradients = float(shape.n_head_matmul * recipe.gathered_bytes)
     if stack.frees_gradients:
         gradients = max(gradients / max(1, shape.n_layers), head_gradients)
     return _Standing(
@@ -156,7 +156,7 @@ def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Stand
         gradients,
         gradients if recipe.n_micro_batches > 1 and not stack.frees_gradients else 0.0,
         n_trained * optimizer_bytes(recipe) * own,
-        _casts_bytes(shape, recipe, adapters) / shards,
+        _casts_bytes(shape, recipe, adapters),
         _gathered_bytes(shape, recipe) if _gathers(recipe) else 0.0,
         head_gradients,
     )
@@ -180,6 +180,9 @@ def _moments(
     # made in the forward pass; where the embeddings share its weight it waits for theirs, beside what is held
     in_loss = head_gradients if stack.loss == POSITIONS and shape.scores_tokens else 0.0
     in_backward = in_loss if shape.is_tied and held else 0.0
+    is_whole = _gathers(recipe) and adapters is None
+    if is_whole:  # beside the rows; in the loss it is in fp32, but its matrix needs no cast
+        in_backward = head_gradients if held else 0.0
     last = largest.n_rows * (largest.targets or largest.tokens) * shape.hidden * (4 + recipe.residual_bytes)
     more = _embeddings_working(shape, recipe, held > 0) if adapters is None else 0.0
     is_plain = recipe.optim == "adamw_torch" and not stack.frees_gradients
@@ -193,8 +196,12 @@ def _moments(
     base = {"weights": standing.weights, "optimizer": standing.state}
     at_work = base | {"gathered weights": gathered}
     # a trained layer's gradient is whole, in fp32 as it is summed, until each GPU has its part of the sum
-    of_layer = 4.0 * in_layers(shape) / n_layers if _gathers(recipe) and adapters is None else 0.0
-    going_back = base | {"gathered weights": gathered + of_layer}
+    # while those of the next one are made; and that layer's weights are gathered meanwhile
+    of_layer = in_layers(shape) / n_layers
+    more_gathered = recipe.gathered_bytes * of_layer if _gathers(recipe) and recipe.reshards else 0.0
+    going_back = base | {
+        "gathered weights": gathered + more_gathered + (of_layer * (4.0 + recipe.gathered_bytes) if is_whole else 0.0)
+    }
     going_on = at_work | {"gradients": held, "casts": standing.casts}
     moments = {
         "forward": going_on | {"activations": saved, "working": beside},
@@ -225,8 +232,8 @@ def _moments(
 
 def _embeddings_working(shape: Shape, recipe: Recipe, adds_up: bool) -> float:
     """Bytes beside the gradients when those of the embeddings are made: tied ones' two, and what is added to those before."""
-    if recipe.offloads_weights:  # embeddings and head whole, as computed and in fp32 as they are summed
-        return (4.0 + recipe.compute_bytes) * (shape.n_parameters - in_layers(shape))
+    if _gathers(recipe):  # embeddings and head whole, as computed and in fp32 as they are summed
+        return (4.0 + recipe.gathered_bytes) * (shape.n_parameters - in_layers(shape))
     embedding = shape.vocab * shape.hidden * recipe.trained_bytes / _shards(recipe)
     return embedding * ((2 if shape.is_tied else 0) + (1 if adds_up else 0))
 
@@ -301,7 +308,7 @@ def _casts_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> flo
     """Autocast's copies of the weights it has cast: kept until the forward pass is over, by autograd longer."""
     if not recipe.stack.has_autocast or recipe.trained_bytes <= recipe.compute_bytes:
         return 0.0
-    if recipe.sharding == "fsdp" and adapters is None:
+    if recipe.sharding == FSDP and adapters is None and recipe.gathered_bytes == recipe.compute_bytes:
         return 0.0  # gathered in the precision of the run, and given back layer by layer
     if adapters is not None:  # fused layers keep the casts of their thin matrices, unless they are computed again
         kept = 1 - (1 / recipe.settings.checkpoint_every if recipe.settings.checkpoint_every else 0)
@@ -316,13 +323,13 @@ def _gathered_bytes(shape: Shape, recipe: Recipe) -> float:
     the end of the backward pass, and the layer at work (FSDP2; held against fms-acceleration's runs on 2 and 4 GPUs).
     """
     root = shape.n_parameters - in_layers(shape)
-    of_layer = in_layers(shape) / max(1, shape.n_layers + shape.n_decoder_layers)
+    of_layer = in_layers(shape) / (max(1, shape.n_layers + shape.n_decoder_layers) if recipe.reshards else 1)
     if recipe.method == "qlora":
         return root * recipe.frozen_bytes + of_layer * NF4_BYTES
     copied = 0.0
     if recipe.offloads_weights:  # rows as the host has them, until they are cast and gathered
         copied = of_layer / recipe.n_gpus * (recipe.trained_bytes if recipe.method == "full" else recipe.frozen_bytes)
-    return float((root + of_layer) * recipe.compute_bytes) + copied
+    return float((root + of_layer) * recipe.gathered_bytes) + copied
 
 
 def in_layers(shape: Shape) -> int:

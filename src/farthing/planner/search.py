@@ -397,4 +397,5 @@ def _one_pass(wanted: JobSpec, precision: str, settings: Settings = UNDECIDED) -
         modules_to_save=() if is_full else wanted.modules_to_save,
         use_dora=not is_full and wanted.use_dora,
         stack=wanted.stack(precision),
+        reshards=wanted.reshards,
     )

@@ -115,6 +115,12 @@ class Sending:
         self._sums.forget()
 
 
+def sums_bytes(ranks: Ranks, weights: Sequence[Tensor]) -> int:
+    """What sums of whole gradients take besides: a bucket as this rank has it, as others send it, and as it comes out."""
+    n_numbers = min(BUCKET, sum(weight.numel() for weight in weights))
+    return 0 if ranks.n == 1 or ranks.trains_rows else 3 * 4 * n_numbers
+
+
 def buckets_of(wanted: Iterable[int], weights: Sequence[Tensor]) -> list[list[Piece]]:
     """Weights at these places, in order, in buckets of one dtype and at most `BUCKET` numbers; larger ones in pieces."""
     buckets: list[list[Piece]] = []
