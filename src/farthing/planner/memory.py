@@ -21,7 +21,20 @@ from typing import NamedTuple
 
 from farthing.planner.activations import Layers, layers_of
 from farthing.planner.lengths import Largest
-from farthing.planner.recipe import CHUNKED, DDP, FREED, FSDP, FUSED, LABELLED, POSITIONS, TILED, UNCAST, WHOLE, Recipe
+from farthing.planner.recipe import (
+    CHUNKED,
+    DDP,
+    FARTHING,
+    FREED,
+    FSDP,
+    FUSED,
+    LABELLED,
+    POSITIONS,
+    TILED,
+    UNCAST,
+    WHOLE,
+    Recipe,
+)
 from farthing.planner.shapes import Shape
 from farthing.planner.tiles import head_bytes
 from farthing.planner.weights import Adapters
@@ -136,6 +149,11 @@ def _gathers(recipe: Recipe) -> bool:
     return recipe.offloads_weights or _shards(recipe) > 1
 
 
+def _is_traced(recipe: Recipe) -> bool:
+    """Whether FSDP2's own buffers are known moment by moment; published runs of other trainers have less."""
+    return _gathers(recipe) and (recipe.offloads_weights or recipe.stack.name == FARTHING.name)
+
+
 def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Standing:
     """Weights, gradients, the optimizer's state and casts. Sharding divides what it divides evenly."""
     stack = recipe.stack
@@ -146,8 +164,8 @@ def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Stand
     weights = own * of_trained + _share_kept(recipe) * (_weights_bytes(shape, recipe, adapters) - of_trained)
     # beside the part of a step that is being computed: the sums of those that this GPU has computed
     gradients = (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) * of_trained * own
-    head_gradients = shape.n_head_matmul * recipe.trained_bytes if adapters is None else 0.0
-    if adapters is None and _gathers(recipe):  # whole until the backward pass is over
+    head_gradients = shape.n_head_matmul * recipe.trained_bytes / _shards(recipe) if adapters is None else 0.0
+    if adapters is None and _is_traced(recipe):  # whole until the backward pass is over
         head_gradients = float(shape.n_head_matmul * recipe.gathered_bytes)
     if stack.frees_gradients:
         gradients = max(gradients / max(1, shape.n_layers), head_gradients)
@@ -180,7 +198,7 @@ def _moments(
     # made in the forward pass; where the embeddings share its weight it waits for theirs, beside what is held
     in_loss = head_gradients if stack.loss == POSITIONS and shape.scores_tokens else 0.0
     in_backward = in_loss if shape.is_tied and held else 0.0
-    is_whole = _gathers(recipe) and adapters is None
+    is_whole = _is_traced(recipe) and adapters is None
     if is_whole:  # beside the rows; in the loss it is in fp32, but its matrix needs no cast
         in_backward = head_gradients if held else 0.0
     last = largest.n_rows * (largest.targets or largest.tokens) * shape.hidden * (4 + recipe.residual_bytes)
@@ -195,12 +213,14 @@ def _moments(
         before_last = gradients
     base = {"weights": standing.weights, "optimizer": standing.state}
     at_work = base | {"gathered weights": gathered}
-    # a trained layer's gradient is whole, in fp32 as it is summed, until each GPU has its part of the sum
+    # a trained layer's gradient is whole, in fp32 as it is summed, until each GPU has its part of the sum,
     # while those of the next one are made; and that layer's weights are gathered meanwhile
     of_layer = in_layers(shape) / n_layers
-    more_gathered = recipe.gathered_bytes * of_layer if _gathers(recipe) and recipe.reshards else 0.0
+    more_gathered = recipe.gathered_bytes * of_layer if _is_traced(recipe) and recipe.reshards else 0.0
     going_back = base | {
-        "gathered weights": gathered + more_gathered + (of_layer * (4.0 + recipe.gathered_bytes) if is_whole else 0.0)
+        "gathered weights": gathered
+        + more_gathered
+        + (of_layer * (4.0 + recipe.gathered_bytes * is_whole) if _gathers(recipe) and adapters is None else 0.0)
     }
     going_on = at_work | {"gradients": held, "casts": standing.casts}
     moments = {
@@ -232,7 +252,7 @@ def _moments(
 
 def _embeddings_working(shape: Shape, recipe: Recipe, adds_up: bool) -> float:
     """Bytes beside the gradients when those of the embeddings are made: tied ones' two, and what is added to those before."""
-    if _gathers(recipe):  # embeddings and head whole, as computed and in fp32 as they are summed
+    if _is_traced(recipe):  # embeddings and head whole, as computed and in fp32 as they are summed
         return (4.0 + recipe.gathered_bytes) * (shape.n_parameters - in_layers(shape))
     embedding = shape.vocab * shape.hidden * recipe.trained_bytes / _shards(recipe)
     return embedding * ((2 if shape.is_tied else 0) + (1 if adds_up else 0))
