@@ -213,15 +213,7 @@ def _moments(
         before_last = gradients
     base = {"weights": standing.weights, "optimizer": standing.state}
     at_work = base | {"gathered weights": gathered}
-    # a trained layer's gradient is whole, in fp32 as it is summed, until each GPU has its part of the sum,
-    # while those of the next one are made; and that layer's weights are gathered meanwhile
-    of_layer = in_layers(shape) / n_layers
-    more_gathered = recipe.gathered_bytes * of_layer if _is_traced(recipe) and recipe.reshards else 0.0
-    going_back = base | {
-        "gathered weights": gathered
-        + more_gathered
-        + (of_layer * (4.0 + recipe.gathered_bytes * is_whole) if _gathers(recipe) and adapters is None else 0.0)
-    }
+    going_back = base | {"gathered weights": gathered + _gathered_beside(shape, recipe, adapters)}
     going_on = at_work | {"gradients": held, "casts": standing.casts}
     moments = {
         "forward": going_on | {"activations": saved, "working": beside},
@@ -248,6 +240,16 @@ def _moments(
         both = {"gradients": held or so_far, "activations": layers.of_encoder, "working": more}
         moments["decoder's embeddings"] = at_work | both
     return moments
+
+
+def _gathered_beside(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
+    """Bytes that spread weights take in the backward pass alone: the next layer's, gathered meanwhile; and of a trained layer
+    its gradient, whole in fp32 as it is summed, while those of the next one are made."""
+    if not _gathers(recipe):
+        return 0.0
+    of_layer = in_layers(shape) / max(1, shape.n_layers + shape.n_decoder_layers)
+    c = recipe.gathered_bytes if _is_traced(recipe) else 0
+    return of_layer * ((c if recipe.reshards else 0) + (4.0 + c if adapters is None else 0.0))
 
 
 def _embeddings_working(shape: Shape, recipe: Recipe, adds_up: bool) -> float:
