@@ -63,6 +63,7 @@ def environment(
         stamp.write_text(":".join(map(str, libraries)))
     found = {
         "LD_PRELOAD": stamp.read_text(),
+        "PATH": f"{Path(__file__).resolve().parent / 'hollow'}{os.pathsep}{os.environ['PATH']}",  # its nvidia-smi
         "TRITON_LIBCUDA_PATH": str(folder),
         "HOLLOW_NAME": name,
         "HOLLOW_CAPABILITY": capability,

@@ -160,6 +160,16 @@ def test_a_model_answers_on_a_gpu_in_what_that_has(
 # ---- cuDNN attention ----
 
 
+def test_the_allocator_is_told_before_cuda_starts(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, where torch is imported before farthing: asking for a name starts CUDA."""
+    order: list[str] = []
+    monkeypatch.setattr("farthing.model.hardware._tell_allocator", lambda: order.append("told"))
+    name = torch.cuda.get_device_name
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: order.append("started") or name(*device))
+    choose_numerics("cuda", None, None)
+    assert order[:2] == ["told", "started"]
+
+
 def test_cudnn_attention_is_off_on_every_gpu(gpu: dict[str, Any]) -> None:
     """It builds a graph for each new shape."""
     torch.backends.cuda.enable_cudnn_sdp(True)

@@ -344,6 +344,17 @@ def test_eight_bytes_with_a_fused_optimizer_and_sixteen_with_master_weights() ->
     assert estimate_memory(shape, master, SHORT).allocated_bytes == pytest.approx(16 * shape.n_parameters, rel=1e-6)
 
 
+def test_layers_that_are_kept_to_the_backward_pass_and_fp16_take_more_of_spread_weights() -> None:
+    shape = shape_of("llama")
+    on_four = replace(FULL, n_gpus=4, sharding="fsdp", stack=FARTHING)
+    root = shape.n_parameters - in_layers(shape)
+    for reshards, precision, of_each in ((True, "bf16", 2), (False, "bf16", 2), (True, "fp16", 4)):
+        recipe = replace(on_four, reshards=reshards).with_settings(precision=precision)
+        found = evaluation_memory(shape, recipe, SHORT).parts["gathered weights"]
+        layers = in_layers(shape) / (shape.n_layers if reshards else 1)
+        assert found == pytest.approx(of_each * (root + layers), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("optim", "of_each"),
     [
@@ -542,7 +553,8 @@ def test_spread_frozen_weights_leave_adapters_whole_and_gather_a_layer_and_what_
     frozen, trained = 2 * shape.n_parameters, 4 * adapters.n_trainable
     assert spread["weights"] == pytest.approx(frozen / 4 + trained, abs=4)
     layers = in_layers(shape)
-    assert spread["gathered weights"] == 2 * (shape.n_parameters - layers + layers // shape.n_layers)
+    at_work = layers // shape.n_layers  # and the one that comes after
+    assert spread["gathered weights"] == 2 * (shape.n_parameters - layers + 2 * at_work)
     two = replace(lora, n_gpus=2, sharding="ddp")  # computes two of four parts, one after the other
     more = estimate_memory(shape, two, SHORT, adapters).parts["gradients"] - copied["gradients"]
     assert more == 4 * adapters.n_trainable

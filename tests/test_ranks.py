@@ -34,10 +34,10 @@ from farthing.planner.measurements import MEASUREMENTS, append_measurement, read
 from farthing.settings import Settings
 from farthing.train.forecast import WRITE_BYTES_PER_S, reserve_with_start_s
 from farthing.train.joining import with_lanes
-from farthing.train.lanes import LaneSums, add_up, lanes_of, n_lanes_for, nodes_of
+from farthing.train.lanes import LaneSums, Piece, add_up, lanes_of, n_lanes_for, nodes_of
 from farthing.train.ranks import GO_ON, LEAVE, Ranks
 from farthing.train.run import Outcome, opened_attempt
-from farthing.train.sending import Sending
+from farthing.train.sending import Sending, buckets_of
 from farthing.train.step import Steps
 from patience import until
 from together import on_ranks
@@ -216,8 +216,9 @@ class Sends:
     def __init__(self) -> None:
         self.sent: list[tuple[tuple[int, ...], list[bool]]] = []
 
-    def sum_bucket(self, bucket: list[int], sums: LaneSums) -> None:
-        self.sent.append((tuple(bucket), [bool(sums.nodes[at] and sums.nodes[at][0] is not None) for at in bucket]))
+    def sum_bucket(self, bucket: list[Piece], sums: LaneSums) -> None:
+        has = [bool(sums.nodes[piece.at] and sums.nodes[piece.at][0] is not None) for piece in bucket]
+        self.sent.append((tuple(bucket), has))
 
     together = staticmethod(contextlib.nullcontext)
 
@@ -256,6 +257,35 @@ def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(monkeypatch: pyte
         assert not any(weight.grad is not None for weight in weights)
     assert len(sent["whole"]) == 6
     assert all(each == sent["whole"] for each in sent.values())
+
+
+def test_large_gradients_are_sent_in_pieces_and_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that sums take a few buckets of memory, and not some times the largest weight."""
+    monkeypatch.setattr("farthing.train.sending.BUCKET", 9)
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((7, 4), (3,), (0,), (5, 2))]
+    gradients = [torch.randn(weight.shape) for weight in weights]
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient.clone()
+    own = [weight.grad.data_ptr() for weight in weights if weight.grad is not None]
+    sums = LaneSums(2, weights, range(1))
+    sums.end(range(4))
+    ranks, sent, sizes = Ranks(), list[torch.Tensor](), []
+    ranks.n = 2
+
+    def to_all(got: torch.Tensor, mine: torch.Tensor, *shares: Any) -> None:  # the other has no gradient at all
+        sent[:] = mine.view(2, -1)
+        got.zero_()[: len(got) // 2] = sent[0]
+
+    monkeypatch.setattr("farthing.train.ranks.dist.all_to_all_single", to_all)
+    monkeypatch.setattr("farthing.train.ranks._all_gather", lambda flat, mine: flat.copy_(torch.cat([mine, sent[1]])))
+    for bucket in buckets_of(range(4), weights):
+        sizes.append(sum(piece.end - piece.start for piece in bucket))
+        ranks.sum_bucket(bucket, sums)
+    assert sum(sizes) == 41
+    assert max(sizes) == 9
+    assert [weight.grad.data_ptr() for weight in weights if weight.grad is not None] == own
+    assert all(torch.equal(weight.grad, each) for weight, each in zip(weights, gradients, strict=True))  # type: ignore[arg-type]
+    assert sums.nodes == [[]] * 4
 
 
 def test_lanes_are_as_many_as_ranks_or_as_many_as_share_bits() -> None:
@@ -335,7 +365,7 @@ def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_e
     """Train the job on this rank; `mishap` is (rank, step, what): kill, leave, no room."""
     heard, take = Heard(), Steps._take
     if sends_early:  # as where gradients are large and there are GPUs
-        farthing.train.sending.BUCKET = 100
+        farthing.train.sending.BUCKET = 50  # less than some gradients have numbers
         farthing.train.sending.pays_early = lambda ranks, weights: ranks.n > 1
     if mishap is not None and mishap[0] == rank:
         happened: list[int] = []

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import farthing.train.run
 import farthing.train.setup
@@ -26,9 +27,14 @@ from farthing.durability.parts import Shared, files_of, read_part
 from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import ModelError, UserMistake
 from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
+from farthing.planner import machine
+from farthing.train.estimate import estimated
+from farthing.train.joining import joined
 from farthing.train.ranks import NoRoomLeft, Ranks
 from farthing.train.rehearsal import dearest_step
 from farthing.train.run import opened_attempt
+from farthing.train.setup import build_model, open_examples, open_inputs
 from farthing.train.spread import How, Spread
 from farthing.train.step import Steps
 from farthing.train.strategy import read_where_it_differs, resident_bytes, spread_weights
@@ -307,6 +313,44 @@ class Shares(torch.nn.Module):
         self.layers = torch.nn.ModuleList([Layer(), Layer()])
 
 
+def test_what_is_gathered_is_counted_at_the_moment_when_it_is_there(tmp_path: Path) -> None:
+    """Bytes as torch's allocator has them on a GPU: the root and one layer in the loss, two in the backward pass."""
+    found = {}
+    for trains, reshards, dtype in ((True, True, torch.bfloat16), (True, False, torch.bfloat16), (True, True, None),
+                                    (False, True, torch.bfloat16)):  # fmt: skip
+        job = make_job(
+            tmp_path / f"{len(found)}", method="full" if trains else "lora", size={"hidden": 32, "layers": 3}
+        )
+        inputs = open_inputs(job)
+        model = build_model(job, inputs, Numerics(torch.device("cpu"), None), ())
+        layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+        base = [weight for weight in model.parameters() if weight.requires_grad == trains]
+        n_layer = sum(weight.numel() for weight in layers[0].parameters() if weight.requires_grad == trains)
+        n_root = sum(weight.numel() for weight in base) - 3 * n_layer
+        with contextlib.closing(Ranks()) as ranks:
+            ranks.spread(model, How(reshards, gathers_in=dtype))
+            assert ranks.spreads is not None
+            found[trains, reshards, dtype] = ranks.spreads.gathered
+    n_head = n_root - 32  # tied to the embeddings; the last norm is there too
+    of_layer, of_root = 2 * n_layer, 2 * n_root
+    assert found[True, True, torch.bfloat16] == (
+        of_root + of_layer + 2 * n_head,
+        of_root + 3 * of_layer + 2 * n_head + 4 * n_layer,
+        2 * of_root + 4 * n_root + 4 * n_layer,
+    )
+    assert found[True, False, torch.bfloat16] == (
+        of_root + 3 * of_layer + 2 * n_head,
+        of_root + 4 * of_layer + 2 * n_head + 4 * n_layer,
+        2 * of_root + 4 * n_root + 4 * n_layer + 3 * of_layer,
+    )
+    assert found[True, True, None].loss == 4 * (n_root + n_layer + n_head)
+    assert found[False, True, torch.bfloat16] == (
+        4 * (n_root + n_layer),
+        4 * (n_root + 2 * n_layer),
+        4 * (n_root + n_layer),
+    )
+
+
 def test_weights_that_fsdp_would_compute_wrongly_are_refused() -> None:
     shared, single = Shares(), Shares()
     shared.layers[1].linear.weight = shared.layers[0].linear.weight
@@ -368,6 +412,39 @@ def test_weights_that_cannot_be_spread_are_refused_in_words(
     with pytest.raises(UserMistake, match=f"can't be spread: .*{why}") as refused:
         spread_weights(job, Ranks(), torch.nn.Linear(1, 1), torch.float16, Heard())
     assert refused.value.to_do
+
+
+@pytest.mark.parametrize(("asked", "found"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
+def test_a_process_alone_spreads_weights_over_the_device_that_computes(
+    asked: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with joined(make_job(tmp_path, where={"device": asked, "strategy": "fsdp"})) as (ranks, _):
+        assert (ranks.n, ranks.device.type) == (1, found)
+
+
+def test_a_run_is_planned_for_all_gpus_that_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process sees its own GPU alone."""
+    name, size = "NVIDIA H100 80GB HBM3", 80 << 30
+    monkeypatch.setattr(machine, "_gpus", lambda: [(name, size)])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size, size))
+    found = {}
+    for n_ranks, strategy in ((1, "ddp"), (2, "ddp"), (4, "fsdp")):
+        where = {"device": "auto", "gpus": n_ranks, "strategy": strategy}
+        job = make_job(tmp_path / f"{n_ranks}", size={"hidden": 64}, n_rows=64, global_batch_size=64, where=where)
+        inputs = open_inputs(job)
+        examples, _ = open_examples(job, inputs, Heard(), lambda: False)
+        numerics = Numerics(torch.device("cuda"), torch.bfloat16)
+        folder = Path(job.output_dir)
+        folder.mkdir()
+        found[n_ranks] = estimated(job, folder, inputs, numerics, examples, None, Heard(), n_ranks)
+    one, two, four = found.values()
+    assert one is not None
+    assert two is not None
+    assert four is not None
+    assert two.memory["cache"] - one.memory.get("cache", 0) >= 2**29
+    assert two.memory["weights"] == one.memory["weights"] == pytest.approx(4 * four.memory["weights"], rel=1e-3)
 
 
 def test_auto_spreads_what_leaves_no_room_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

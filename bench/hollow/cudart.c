@@ -150,7 +150,24 @@ enum { MOST = 64 };
 static size_t used[MOST];
 static __thread int current;
 
-static int count(void) { return (int)setting("HOLLOW_COUNT", 1); }
+// CUDA_VISIBLE_DEVICES as CUDA reads it: numbers or UUIDs up to the first that is not there; not set: all
+static int visible[MOST];
+API int hollow_count(void) { return (int)setting("HOLLOW_COUNT", 1); }
+static int count(void) {
+  static int found = -1;
+  if (found >= 0) return found;
+  const char *each = getenv("CUDA_VISIBLE_DEVICES");
+  int n = 0;
+  if (!each) while (n < hollow_count()) visible[n] = n, n++;
+  while (each && *each && n < MOST) {
+    char *end = (char *)each;
+    long number = strncmp(each, "GPU-", 4) ? strtol(each, &end, 10) : (long)(strtoul(each + 4, &end, 16) / 0x1010101) - 1;
+    if (end == each || number < 0 || number >= hollow_count()) break;
+    visible[n++] = (int)number;
+    each = strchr(end, ',') ? strchr(end, ',') + 1 : NULL;
+  }
+  return found = n;
+}
 static size_t capacity(void) { return (size_t)(setting("HOLLOW_GIB", 79.1) * (1 << 30)); }
 static const size_t CONTEXT = (size_t)520 << 20;  // what a context takes, as nvidia-smi shows on a Hopper GPU: rough
 static Block *block_of(const void *pointer) {
@@ -225,7 +242,17 @@ API cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
   *unused = *total - CONTEXT - used[current];
   return 0;
 }
-API void hollow_memory(int device, size_t *taken, size_t *total) { *taken = used[device] + CONTEXT, *total = capacity(); }
+API void hollow_memory(int number, size_t *taken, size_t *total) {  // by the number on the machine; what others take is not seen
+  *taken = 0, *total = capacity();
+  for (int i = 0; i < count(); i++) if (visible[i] == number) *taken = used[i] + CONTEXT;
+}
+API int hollow_is_there(const void *pointer, size_t size) {  // on the device that is current
+  pthread_mutex_lock(&lock);
+  Block *block = block_of(pointer);
+  int is_there = block && block->kind == 1 && block->device == current && (char *)pointer + size <= block->start + block->size;
+  pthread_mutex_unlock(&lock);
+  return is_there;
+}
 API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *to, const void *pointer) {
   memset(to, 0, sizeof *to);
   pthread_mutex_lock(&lock);
@@ -340,7 +367,7 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *to, int device) {
   if (device < 0 || device >= count()) return fail(cudaErrorInvalidDevice);
   memset(to, 0, sizeof *to);
   snprintf(to->name, sizeof to->name, "%s", name_of());
-  memset(to->uuid.bytes, device + 1, sizeof to->uuid.bytes);
+  memset(to->uuid.bytes, visible[device] + 1, sizeof to->uuid.bytes);
   int value;
 #define ASK(field, attribute) cudaDeviceGetAttribute(&value, attribute, device), to->field = value
   to->totalGlobalMem = capacity();
@@ -362,10 +389,10 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *to, int device) {
   to->maxGridSize[0] = 2147483647, to->maxGridSize[1] = to->maxGridSize[2] = 65535;
   to->maxBlocksPerMultiProcessor = 32, to->totalConstMem = 65536, to->memPitch = 2147483647, to->textureAlignment = 512;
   to->unifiedAddressing = to->concurrentKernels = to->canMapHostMemory = to->cooperativeLaunch = to->asyncEngineCount = 1;
-  to->pciBusID = device + 1;
+  to->pciBusID = visible[device] + 1;
   return 0;
 }
-API cudaError_t cudaDeviceGetPCIBusId(char *to, int size, int device) { snprintf(to, size, "0000:%02x:00.0", device + 1); return 0; }
+API cudaError_t cudaDeviceGetPCIBusId(char *to, int size, int device) { snprintf(to, size, "0000:%02x:00.0", visible[device] + 1); return 0; }
 API cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = a != b; return 0; }
 API cudaError_t cudaDeviceEnablePeerAccess(int a, unsigned b) { (void)a, (void)b; return 0; }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0, *greatest = -5; return 0; }

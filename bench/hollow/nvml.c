@@ -9,7 +9,7 @@
 #define API __attribute__((visibility("default")))
 typedef int Enum;
 enum { NOT_SUPPORTED = 3, NOT_FOUND = 6 };
-extern int cudaGetDeviceCount(int *), cuDeviceGetName(char *, int, int);
+extern int hollow_count(void), cuDeviceGetName(char *, int, int);
 extern void hollow_memory(int device, size_t *used, size_t *total);
 
 API Enum nvmlInit_v2(void) { return 0; }
@@ -19,7 +19,7 @@ API const char *nvmlErrorString(Enum e) { return e ? "Not Supported" : "Success"
 API Enum nvmlSystemGetDriverVersion(char *to, unsigned n) { snprintf(to, n, "580.00.hollow"); return 0; }
 API Enum nvmlSystemGetCudaDriverVersion_v2(int *to) { *to = 13000; return 0; }
 API Enum nvmlSystemGetCudaDriverVersion(int *to) { *to = 13000; return 0; }
-API Enum nvmlDeviceGetCount_v2(unsigned *n) { return cudaGetDeviceCount((int *)n) ? NOT_FOUND : 0; }
+API Enum nvmlDeviceGetCount_v2(unsigned *n) { *n = (unsigned)hollow_count(); return 0; }
 API Enum nvmlDeviceGetHandleByIndex_v2(unsigned i, void **to) {
   unsigned n;
   nvmlDeviceGetCount_v2(&n);

@@ -37,6 +37,18 @@ class Linear(NamedTuple):
         return self.constant_bytes + self.bytes_per_token * n_tokens
 
 
+class Gathered(NamedTuple):
+    """Bytes of weights that are spread over ranks and whole for the moment, and of their gradients on the way to the ranks."""
+
+    loss: int = 0
+    backward: int = 0
+    end: int = 0
+    """When the backward pass is over but for the embeddings."""
+
+
+NOTHING = Gathered()
+
+
 @dataclass(frozen=True)
 class Gradients:
     """Bytes of gradients, and what some of them take besides."""
@@ -76,8 +88,7 @@ class MemoryNeed:
     free_bytes: int
     checkpoint_every: int
     """0: no layer is checkpointed; 1: each; 2: each second."""
-    gathered_bytes: int = 0
-    """Weights of other ranks, while they are computed with."""
+    gathered: Gathered = NOTHING
     begins_with_a_layer: bool = False
     """The last layer is checkpointed: the backward pass begins with computing it again, beside all that was saved."""
 
@@ -97,9 +108,10 @@ class MemoryNeed:
             "last layer": (held or almost_all) + waiting + self.layer.at(n) + working,
             "embeddings": grad.all_bytes + sums,
         }
-        return {moment: n_bytes + self.gathered_bytes for moment, n_bytes in taken.items()} | {
-            "update": grad.all_bytes + self.update_bytes
-        }
+        of_others = {"loss": self.gathered.loss, "embeddings": self.gathered.end}
+        return {
+            moment: n_bytes + of_others.get(moment, self.gathered.backward) for moment, n_bytes in taken.items()
+        } | {"update": grad.all_bytes + self.update_bytes}
 
     @property
     def total_bytes(self) -> int:
@@ -190,8 +202,7 @@ class Beside(NamedTuple):
     head: Linear
     """What the head and the loss take of a micro-batch."""
     autocast: torch.dtype | None = None
-    gathered_bytes: int = 0
-    """Weights of other ranks that are here at the worst moment, where weights are spread."""
+    gathered: Gathered = NOTHING
 
 
 def choose_checkpointing(
@@ -236,7 +247,7 @@ def choose_checkpointing(
             free_bytes=beside.free_bytes,
             checkpoint_every=every,
             begins_with_a_layer=bool(every) and _last_layer_is_checkpointed(model),
-            gathered_bytes=beside.gathered_bytes,
+            gathered=beside.gathered,
         )
         if fits_all(need.fits):
             break
@@ -265,11 +276,14 @@ def saved_of_a_layer(model: Any, samples: tuple[Sample, Sample], saved: Linear) 
 
 
 def gradients_of(model: Any, accumulate: bool) -> Gradients:
-    """The gradients of the weights that are trained, fp32 as these are."""
+    """The gradients of the weights that are trained, fp32 as these are; of spread ones rows, and of the ends whole ones in
+    `Gathered`."""
     trained = [p for p in model.parameters() if p.requires_grad]
     layers = checkpointed_layers(model)
     inner = inner_of(model)
     embedding, head = (getattr(module, "weight", None) for module in _ends(inner))
+    if any(hasattr(weight, "_local_tensor") for weight in trained):
+        embedding = head = None
 
     def bytes_of(weight: Tensor | None) -> int:
         return _held_bytes(weight) if isinstance(weight, Tensor) and weight.requires_grad else 0

@@ -245,6 +245,7 @@ def wanted_of(
         micro_batch_tokens=micro_batch_tokens,
         spreads=spreads(job),
         may_spread=_may_spread(job),
+        reshards=job.where.reshard_after_forward,
         offloads_weights=job.where.offload_weights,
         may_go_packed=job.model.attn_implementation is None,
         caches_frozen=train.num_train_epochs > 1
@@ -400,10 +401,15 @@ def _has_liger(wanted: JobSpec, job: Job, gpu: str) -> bool:
 
 
 def plan_here(
-    wanted: JobSpec, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
+    wanted: JobSpec,
+    machine: Machine,
+    job: Job,
+    measurements: Sequence[Measurement],
+    today: date,
+    n_gpus: int | None = None,
 ) -> Plan | Rejected | None:
-    """The plan for this machine alone, limits aside; None where it can't be planned on."""
-    place = place_here(wanted, machine, job, measurements, today)
+    """The plan for this machine alone, limits aside, `n_gpus` as for `place_here`; None where it can't be planned on."""
+    place = place_here(wanted, machine, job, measurements, today, n_gpus)
     if place is None or isinstance(place, Rejected):
         return place
     answer = decide(open_ended(wanted), [place])

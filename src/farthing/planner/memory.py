@@ -21,7 +21,20 @@ from typing import NamedTuple
 
 from farthing.planner.activations import Layers, layers_of
 from farthing.planner.lengths import Largest
-from farthing.planner.recipe import CHUNKED, DDP, FREED, FSDP, FUSED, LABELLED, POSITIONS, TILED, UNCAST, WHOLE, Recipe
+from farthing.planner.recipe import (
+    CHUNKED,
+    DDP,
+    FARTHING,
+    FREED,
+    FSDP,
+    FUSED,
+    LABELLED,
+    POSITIONS,
+    TILED,
+    UNCAST,
+    WHOLE,
+    Recipe,
+)
 from farthing.planner.shapes import Shape
 from farthing.planner.tiles import head_bytes
 from farthing.planner.weights import Adapters
@@ -136,9 +149,14 @@ def _gathers(recipe: Recipe) -> bool:
     return recipe.offloads_weights or _shards(recipe) > 1
 
 
+def _is_traced(recipe: Recipe) -> bool:
+    """Whether FSDP2's own buffers are known moment by moment; published runs of other trainers have less."""
+    return _gathers(recipe) and (recipe.offloads_weights or recipe.stack.name == FARTHING.name)
+
+
 def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Standing:
     """Weights, gradients, the optimizer's state and casts. Sharding divides what it divides evenly."""
-    stack, shards = recipe.stack, _shards(recipe)
+    stack = recipe.stack
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
     # of trained weights and of frozen ones: what this GPU keeps
     own = 1.0 if adapters is not None and stack.keeps_adapters_whole else _share_kept(recipe)
@@ -146,9 +164,9 @@ def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Stand
     weights = own * of_trained + _share_kept(recipe) * (_weights_bytes(shape, recipe, adapters) - of_trained)
     # beside the part of a step that is being computed: the sums of those that this GPU has computed
     gradients = (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) * of_trained * own
-    head_gradients = shape.n_head_matmul * recipe.trained_bytes / shards if adapters is None else 0.0
-    if adapters is None and recipe.offloads_weights:  # whole until the backward pass is over
-        head_gradients = float(shape.n_head_matmul * recipe.compute_bytes)
+    head_gradients = shape.n_head_matmul * recipe.trained_bytes / _shards(recipe) if adapters is None else 0.0
+    if adapters is None and _is_traced(recipe):  # whole until the backward pass is over
+        head_gradients = float(shape.n_head_matmul * recipe.gathered_bytes)
     if stack.frees_gradients:
         gradients = max(gradients / max(1, shape.n_layers), head_gradients)
     return _Standing(
@@ -156,7 +174,7 @@ def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Stand
         gradients,
         gradients if recipe.n_micro_batches > 1 and not stack.frees_gradients else 0.0,
         n_trained * optimizer_bytes(recipe) * own,
-        _casts_bytes(shape, recipe, adapters) / shards,
+        _casts_bytes(shape, recipe, adapters),
         _gathered_bytes(shape, recipe) if _gathers(recipe) else 0.0,
         head_gradients,
     )
@@ -180,6 +198,9 @@ def _moments(
     # made in the forward pass; where the embeddings share its weight it waits for theirs, beside what is held
     in_loss = head_gradients if stack.loss == POSITIONS and shape.scores_tokens else 0.0
     in_backward = in_loss if shape.is_tied and held else 0.0
+    is_whole = _is_traced(recipe) and adapters is None
+    if is_whole:  # beside the rows; in the loss it is in fp32, but its matrix needs no cast
+        in_backward = head_gradients if held else 0.0
     last = largest.n_rows * (largest.targets or largest.tokens) * shape.hidden * (4 + recipe.residual_bytes)
     more = _embeddings_working(shape, recipe, held > 0) if adapters is None else 0.0
     is_plain = recipe.optim == "adamw_torch" and not stack.frees_gradients
@@ -192,9 +213,7 @@ def _moments(
         before_last = gradients
     base = {"weights": standing.weights, "optimizer": standing.state}
     at_work = base | {"gathered weights": gathered}
-    # a trained layer's gradient is whole, in fp32 as it is summed, until each GPU has its part of the sum
-    of_layer = 4.0 * in_layers(shape) / n_layers if _gathers(recipe) and adapters is None else 0.0
-    going_back = base | {"gathered weights": gathered + of_layer}
+    going_back = base | {"gathered weights": gathered + _gathered_beside(shape, recipe, adapters)}
     going_on = at_work | {"gradients": held, "casts": standing.casts}
     moments = {
         "forward": going_on | {"activations": saved, "working": beside},
@@ -223,10 +242,20 @@ def _moments(
     return moments
 
 
+def _gathered_beside(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
+    """Bytes that spread weights take in the backward pass alone: the next layer's, gathered meanwhile; and of a trained layer
+    its gradient, whole in fp32 as it is summed, while those of the next one are made."""
+    if not _gathers(recipe):
+        return 0.0
+    of_layer = in_layers(shape) / max(1, shape.n_layers + shape.n_decoder_layers)
+    c = recipe.gathered_bytes if _is_traced(recipe) else 0
+    return of_layer * ((c if recipe.reshards else 0) + (4.0 + c if adapters is None else 0.0))
+
+
 def _embeddings_working(shape: Shape, recipe: Recipe, adds_up: bool) -> float:
     """Bytes beside the gradients when those of the embeddings are made: tied ones' two, and what is added to those before."""
-    if recipe.offloads_weights:  # embeddings and head whole, as computed and in fp32 as they are summed
-        return (4.0 + recipe.compute_bytes) * (shape.n_parameters - in_layers(shape))
+    if _is_traced(recipe):  # embeddings and head whole, as computed and in fp32 as they are summed
+        return (4.0 + recipe.gathered_bytes) * (shape.n_parameters - in_layers(shape))
     embedding = shape.vocab * shape.hidden * recipe.trained_bytes / _shards(recipe)
     return embedding * ((2 if shape.is_tied else 0) + (1 if adds_up else 0))
 
@@ -301,7 +330,7 @@ def _casts_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> flo
     """Autocast's copies of the weights it has cast: kept until the forward pass is over, by autograd longer."""
     if not recipe.stack.has_autocast or recipe.trained_bytes <= recipe.compute_bytes:
         return 0.0
-    if recipe.sharding == "fsdp" and adapters is None:
+    if recipe.sharding == FSDP and adapters is None and recipe.gathered_bytes == recipe.compute_bytes:
         return 0.0  # gathered in the precision of the run, and given back layer by layer
     if adapters is not None:  # fused layers keep the casts of their thin matrices, unless they are computed again
         kept = 1 - (1 / recipe.settings.checkpoint_every if recipe.settings.checkpoint_every else 0)
@@ -316,13 +345,13 @@ def _gathered_bytes(shape: Shape, recipe: Recipe) -> float:
     the end of the backward pass, and the layer at work (FSDP2; held against fms-acceleration's runs on 2 and 4 GPUs).
     """
     root = shape.n_parameters - in_layers(shape)
-    of_layer = in_layers(shape) / max(1, shape.n_layers + shape.n_decoder_layers)
+    of_layer = in_layers(shape) / (max(1, shape.n_layers + shape.n_decoder_layers) if recipe.reshards else 1)
     if recipe.method == "qlora":
         return root * recipe.frozen_bytes + of_layer * NF4_BYTES
     copied = 0.0
     if recipe.offloads_weights:  # rows as the host has them, until they are cast and gathered
         copied = of_layer / recipe.n_gpus * (recipe.trained_bytes if recipe.method == "full" else recipe.frozen_bytes)
-    return float((root + of_layer) * recipe.compute_bytes) + copied
+    return float((root + of_layer) * recipe.gathered_bytes) + copied
 
 
 def in_layers(shape: Shape) -> int:

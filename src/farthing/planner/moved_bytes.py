@@ -97,7 +97,7 @@ def hauled_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> flo
     if not recipe.offloads_weights:
         return 0.0
     of_weight = recipe.trained_bytes if adapters is None else recipe.frozen_bytes
-    rows = of_weight * (shape.n_parameters + in_layers(shape))
+    rows = of_weight * (shape.n_parameters + (in_layers(shape) if recipe.reshards else 0))
     gradients = recipe.trained_bytes * shape.n_parameters if adapters is None else 0.0
     return recipe.n_micro_batches * (rows + gradients) / recipe.n_gpus
 
@@ -113,8 +113,8 @@ def sent_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float
     """Gradients (ddp), or weights and gradients (fsdp), that a GPU sends to others.
 
     A ring moves 2 (n - 1) / n of the gradients (Patarasuk and Yuan 2009). With fsdp, for every micro-batch, layers are
-    gathered twice, recomputed or not, embeddings and head once, and gradients are scattered; adapters that are whole are
-    added up once a step.
+    gathered twice, recomputed or not, or once where they are kept, embeddings and head once, and gradients are scattered;
+    adapters that are whole are added up once a step.
     """
     n = recipe.n_gpus
     if n == 1:
@@ -123,8 +123,8 @@ def sent_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float
     share, gradients = (n - 1) / n, float(n_trained * recipe.trained_bytes)
     if recipe.sharding != FSDP:
         return 2 * share * gradients
-    of_weight = NF4_BYTES if recipe.method == "qlora" else float(recipe.compute_bytes)
-    gathered = of_weight * (shape.n_parameters + in_layers(shape))
+    of_weight = NF4_BYTES if recipe.method == "qlora" else float(recipe.gathered_bytes)
+    gathered = of_weight * (shape.n_parameters + (in_layers(shape) if recipe.reshards else 0))
     if adapters is not None and recipe.stack.keeps_adapters_whole:
         return share * (recipe.n_micro_batches * gathered + 2 * gradients)
     return share * recipe.n_micro_batches * (gathered + gradients)

@@ -160,6 +160,8 @@ class Recipe:
     stack: Stack = FARTHING
     mean_passes: float = 1.0
     """Forward passes of one GPU in a mean step, where tokens are counted: what `Lengths.cut` makes of them."""
+    reshards: bool = True
+    """fsdp: layers are gathered again for the backward pass, and not kept for it."""
     offloads_weights: bool = False
     """fsdp: rows of the spread weights stay in main memory, with gradients and state of those that are trained."""
 
@@ -195,6 +197,12 @@ class Recipe:
         return 4 if self.method == "qlora" and self.stack.upcasts_frozen else self.compute_bytes
 
     @property
+    def gathered_bytes(self) -> int:
+        """Of a weight that is spread, while it is whole: the trainer casts rows of trained ones to bf16, and not to fp16."""
+        is_as_kept = self.method == "full" and self.precision == "fp16" and self.stack.keeps_adapters_whole
+        return self.trained_bytes if is_as_kept else self.compute_bytes
+
+    @property
     def cost(self) -> MicroBatchCost:
         """What padded work is cut by."""
         return MicroBatchCost(self.settings.least_tokens, self.settings.more_tokens)
@@ -214,7 +222,7 @@ class Recipe:
         which fsdp casts when it gathers it."""
         if self.method == "full" and self.sharding != "fsdp":
             return self.trained_bytes
-        return self.compute_bytes if self.method == "full" else self.frozen_bytes
+        return self.gathered_bytes if self.method == "full" else self.frozen_bytes
 
     def with_settings(self, **changed: Any) -> Recipe:
         """The same recipe with other settings."""

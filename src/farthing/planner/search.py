@@ -19,7 +19,7 @@ from farthing.planner.limits import meet_deadline, within_limits
 from farthing.planner.memory import Memory, estimate_memory, evaluation_memory, host_bytes, writing_memory
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
-from farthing.planner.recipe import DDP, FSDP, NONE, Recipe
+from farthing.planner.recipe import DDP, FSDP, NONE, Recipe, n_lanes_of
 from farthing.planner.speed import StepTime, Work, micro_batch_cost, step_time, work_of
 from farthing.planner.spot import Interruptions, prior
 from farthing.planner.types import UNCALIBRATED, Answer, Assumptions, JobSpec, Place, Plan, Rejected
@@ -288,7 +288,7 @@ def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
     if not is_cuda:
         return sorted({longest, max(longest, FEWEST_TOKENS), max(longest, CPU_TOKENS)})
     found, most = [longest], FEWEST_TOKENS
-    n_each = -(-wanted.global_batch // n_gpus)
+    n_each = -(-wanted.global_batch // n_lanes_of(wanted.method, n_gpus))
     of_step = wanted.lengths.largest_step(n_each) if wanted.is_packed else n_each * longest  # padding counts
     while most <= MOST_TOKENS and found[-1] < of_step:
         if most > longest:
@@ -397,4 +397,5 @@ def _one_pass(wanted: JobSpec, precision: str, settings: Settings = UNDECIDED) -
         modules_to_save=() if is_full else wanted.modules_to_save,
         use_dora=not is_full and wanted.use_dora,
         stack=wanted.stack(precision),
+        reshards=wanted.reshards,
     )

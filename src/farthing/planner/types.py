@@ -81,6 +81,8 @@ class JobSpec:
     """Whether the job asks for weights that are spread over GPUs, or for whole ones on each; None: it leaves that open."""
     may_spread: bool = True
     """Whether they can be, as far as the job says beside its method and optimizer."""
+    reshards: bool = True
+    """Whether spread layers are gathered again for the backward pass (ZeRO-3), or kept (ZeRO-2)."""
     offloads_weights: bool = False
     """Whether the job asks for rows of spread weights in main memory."""
     may_go_packed: bool = True

@@ -36,8 +36,12 @@ def estimated(
     train: Examples,
     held_out: Examples | None,
     emit: Emit,
+    n_ranks: int = 1,
 ) -> Estimate | None:
-    """The estimate of this run: the first attempt's, or a new one; None where the planner can say nothing."""
+    """The estimate of this run: the first attempt's, or a new one; None where the planner can say nothing.
+
+    `n_ranks` processes share it, each of which sees one GPU alone.
+    """
 
     def warn(text: str) -> None:
         emit(Warned(text))
@@ -49,7 +53,7 @@ def estimated(
         warn(f"{PLAN} is gone: it is made again, and the run goes on equal to rounding, not to the bit")
     made: Estimate | Rejected | None = None
     try:
-        made = _make(job, inputs, numerics, train, held_out)
+        made = _make(job, inputs, numerics, train, held_out, n_ranks)
     except FarthingError as error:
         emit(Note(f"no plan for this run: {error.what}"))
     if isinstance(made, Rejected):
@@ -61,7 +65,7 @@ def estimated(
 
 
 def _make(
-    job: Job, inputs: Inputs, numerics: Numerics, train: Examples, held_out: Examples | None
+    job: Job, inputs: Inputs, numerics: Numerics, train: Examples, held_out: Examples | None, n_ranks: int
 ) -> Estimate | Rejected | None:
     def lengths_of(examples: Examples) -> Lengths:
         words = f"{len(examples):,} tokenized examples"
@@ -80,5 +84,5 @@ def _make(
     else:
         machine = replace(machine, device_name=machine.cpu.name)
     measurements = read_measurements(Path(job.cache_dir or ".") / MEASUREMENTS)
-    plan = plan_here(wanted, machine, job, measurements, clock.today())
+    plan = plan_here(wanted, machine, job, measurements, clock.today(), n_ranks)
     return estimate_of(plan, wanted) if isinstance(plan, Plan) else plan

@@ -43,12 +43,12 @@ def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
     An error that the first rank speaks of is marked `is_told`.
     """
     seat = seat_in(os.environ)
+    device = torch.device("cuda" if torch.cuda.is_available() and job.where.device != "cpu" else "cpu")
     if not seat.by:
-        with contextlib.closing(Ranks()) as alone:
+        with contextlib.closing(Ranks(device=device)) as alone:
             yield alone, job
         return
-    is_cuda = torch.cuda.is_available() and job.where.device != "cpu"
-    ranks = Ranks(seat, torch.device("cuda" if is_cuda else "cpu"), job.where.patience_s)
+    ranks = Ranks(seat, device, job.where.patience_s)
     with contextlib.ExitStack() as stack:
         try:
             if not ranks.is_first:

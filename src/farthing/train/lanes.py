@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,15 @@ Node = tuple[int, int]
 """(first lane, end) of a subtree."""
 Gradients = list[Tensor | None]
 """None where a weight had no part in the loss."""
+
+
+class Piece(NamedTuple):
+    """Numbers of a weight, laid out flat, that are sent with one bucket."""
+
+    at: int
+    """Its place among the weights."""
+    start: int
+    end: int
 
 
 def n_lanes_for(n_ranks: int, fixed_order: bool) -> int:
@@ -107,6 +117,11 @@ class LaneSums:
             totals = _added([self.nodes[at].pop() for at in places], others)
             for at, total in zip(places, totals, strict=True):
                 self.nodes[at].append(total)
+
+    def room_for(self, at: int) -> Tensor:
+        """Where the sum of all lanes of a weight's gradients may be written: over one of them, else it is new."""
+        found = next((each for each in self.nodes[at] if each is not None and each.is_contiguous()), None)
+        return torch.empty_like(self.weights[at], memory_format=torch.contiguous_format) if found is None else found
 
     def give_back(self) -> None:
         """Put the gradients of the one subtree that is left, all lanes, to the weights."""

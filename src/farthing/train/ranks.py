@@ -30,7 +30,7 @@ from farthing.durability.checkpoint import Part
 from farthing.durability.group import EXIT_RANK_LOST, Seat
 from farthing.durability.parts import Shared
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, Interrupted
-from farthing.train.lanes import LaneSums, add_up, lanes_of, nodes_of
+from farthing.train.lanes import LaneSums, Piece, add_up, lanes_of, nodes_of
 from farthing.train.meeting import JOIN_HERE_S, RankLost, bounded, lost, meet
 
 if TYPE_CHECKING:
@@ -407,37 +407,41 @@ class Ranks:
             if not self.is_first:
                 parts[name].restore(told, values)
 
-    def sum_bucket(self, bucket: Sequence[int], sums: LaneSums) -> None:
-        """Leave the gradients of all lanes, added up by the tree, with the weights at these places on every rank.
+    def sum_bucket(self, bucket: Sequence[Piece], sums: LaneSums) -> None:
+        """Leave the gradients of all lanes, added up by the tree, with these pieces of the weights on every rank. Pieces of a
+        weight come in order, and are written over its gradients: what is taken besides is some times the bucket.
 
         Each rank adds up a slice, then the slices go to all. A rank that has one lane sends 2 (n - 1) / n of the gradient, as
         in a ring. What a rank does not have counts as zeros. Called within `together`.
         """
-        weights = [sums.weights[at] for at in bucket]
-        size = -(-sum(weight.numel() for weight in weights) // self.n)  # of a slice
-        like = weights[0]
+        like = sums.weights[bucket[0].at]
+        size = -(-sum(piece.end - piece.start for piece in bucket) // self.n)  # of a slice
         held = [nodes_of(lanes_of(rank, self.n, sums.n_lanes), sums.n_lanes) for rank in range(self.n)]
-        mine = like.new_zeros(len(held[self.index]), size * self.n)
-        start = 0
-        for at, weight in zip(bucket, weights, strict=True):
+        n_own = len(held[self.index])
+        mine = like.new_zeros(n_own, size * self.n)
+        place = 0
+        for at, start, end in bucket:
             for row, gradient in zip(mine, sums.nodes[at], strict=False):
                 if gradient is not None:
-                    row[start : start + weight.numel()].copy_(gradient.reshape(-1))
-            sums.nodes[at] = []
-            start += weight.numel()
-        sent = torch.cat([mine[:, rank * size : (rank + 1) * size].reshape(-1) for rank in range(self.n)])
+                    row[place : place + end - start].copy_(gradient.reshape(-1)[start:end])
+            place += end - start
+        sent = mine.view(n_own, self.n, size).transpose(0, 1).reshape(-1)
         got = like.new_empty(sum(len(nodes) for nodes in held) * size)
         self.n_sums += 2
-        dist.all_to_all_single(
-            got, sent, [len(nodes) * size for nodes in held], [len(held[self.index]) * size] * self.n
-        )
+        dist.all_to_all_single(got, sent, [len(nodes) * size for nodes in held], [n_own * size] * self.n)
         slices = dict(zip([node for nodes in held for node in nodes], got.view(-1, size), strict=True))
         flat = like.new_empty(size * self.n)
         _all_gather(flat, add_up(slices, sums.n_lanes).contiguous())
-        start = 0
-        for weight in weights:
-            weight.grad = flat[start : start + weight.numel()].view_as(weight).clone()
-            start += weight.numel()
+        place = 0
+        for at, start, end in bucket:
+            weight = sums.weights[at]
+            if start == 0:
+                weight.grad = sums.room_for(at)
+            assert weight.grad is not None
+            weight.grad.view(-1)[start:end] = flat[place : place + end - start]
+            place += end - start
+            if end == weight.numel():
+                sums.nodes[at] = []
 
 
 def refuse(word: int) -> None:

@@ -449,7 +449,7 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, has_be
         sets = [each.tokens for each in (examples, held_out) if each is not None]
         notes = list(dict.fromkeys(note for each in sets for note in notes_of(each.facts)))
         write_json(context.folder / DATA_NOTES, notes)
-        estimate = estimated(job, context.folder, inputs, numerics, examples, held_out, emit)
+        estimate = estimated(job, context.folder, inputs, numerics, examples, held_out, emit, ranks.n)
         settings = first_settings(job, context, inputs, numerics, examples, estimate)
         settings = with_lanes(job, ranks, settings, has_begun, emit)
         if ranks.is_first:

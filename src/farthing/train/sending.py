@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farthing.train.lanes import LaneSums
+from farthing.train.lanes import LaneSums, Piece
 from farthing.train.ranks import Ranks
 
 BUCKET = 1 << 24
@@ -42,7 +42,8 @@ class Sending:
         self._under_way: list[Future[None]] = []
         if self._is_early:
             self._buckets = buckets_of(reversed(range(len(sums.weights))), sums.weights)
-            self._missing = {at: number for number, bucket in enumerate(self._buckets) for at in bucket}
+            begin = [(piece.at, number) for number, bucket in enumerate(self._buckets) for piece in bucket]
+            self._missing = dict(reversed(begin))  # with its first piece
             self._thread = ThreadPoolExecutor(1, "farthing-sending")
             self._stream = torch.cuda.Stream() if ranks.device.type == "cuda" else None
 
@@ -62,17 +63,17 @@ class Sending:
 
     def _send_next(self) -> None:
         bucket = self._buckets[len(self._under_way)]
-        self._sums.end(bucket)
+        self._sums.end([piece.at for piece in bucket if piece.start == 0])
         there = None if self._stream is None else torch.cuda.current_stream().record_event()
         self._under_way.append(self._thread.submit(self._send, bucket, there))
 
-    def _send(self, bucket: list[int], there: Any) -> None:
+    def _send(self, bucket: list[Piece], there: Any) -> None:
         if self._stream is None:
             self._ranks.sum_bucket(bucket, self._sums)
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(there)
-            for gradient in (each for at in bucket for each in self._sums.nodes[at] if each is not None):
+            for gradient in (each for piece in bucket for each in self._sums.nodes[piece.at] if each is not None):
                 gradient.record_stream(self._stream)
             self._ranks.sum_bucket(bucket, self._sums)
 
@@ -114,15 +115,24 @@ class Sending:
         self._sums.forget()
 
 
-def buckets_of(wanted: Iterable[int], weights: Sequence[Tensor]) -> list[list[int]]:
-    """Places of weights, in order, of one dtype and about `BUCKET` numbers each."""
-    buckets: list[list[int]] = []
+def sums_bytes(ranks: Ranks, weights: Sequence[Tensor]) -> int:
+    """What sums of whole gradients take besides: a bucket as this rank has it, as others send it, and as it comes out."""
+    n_numbers = min(BUCKET, sum(weight.numel() for weight in weights))
+    return 0 if ranks.n == 1 or ranks.trains_rows else 3 * 4 * n_numbers
+
+
+def buckets_of(wanted: Iterable[int], weights: Sequence[Tensor]) -> list[list[Piece]]:
+    """Weights at these places, in order, in buckets of one dtype and at most `BUCKET` numbers; larger ones in pieces."""
+    buckets: list[list[Piece]] = []
     n, dtype = 0, None
     for at in wanted:
         weight = weights[at]
-        if not buckets or weight.dtype != dtype or n + weight.numel() > BUCKET:
-            buckets.append([])
-            n, dtype = 0, weight.dtype
-        buckets[-1].append(at)
-        n += weight.numel()
+        for start in range(0, max(1, weight.numel()), BUCKET):
+            piece = Piece(at, start, min(start + BUCKET, weight.numel()))
+            size = piece.end - start
+            if not buckets or weight.dtype != dtype or n + size > BUCKET:
+                buckets.append([])
+                n, dtype = 0, weight.dtype
+            buckets[-1].append(piece)
+            n += size
     return buckets

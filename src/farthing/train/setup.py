@@ -29,7 +29,7 @@ from farthing.data.tokens import tokenize
 from farthing.durability.run_folder import RULES, began, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
-from farthing.model.activation_checkpointing import Beside, Linear, MemoryNeed, Sample, choose_checkpointing
+from farthing.model.activation_checkpointing import Beside, Gathered, Linear, MemoryNeed, Sample, choose_checkpointing
 from farthing.model.adapters import Adapter, add_adapter, refuse_unreached
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, why_not_deterministic
@@ -56,6 +56,7 @@ from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.published import published_as
 from farthing.train.ranks import Ranks
+from farthing.train.sending import sums_bytes
 from farthing.train.update_guard import MODEL_TO_DO, out_of_memory_said, update_bytes
 from farthing.units import plural
 
@@ -450,6 +451,7 @@ def settle_checkpointing(
     wanted, (n_tokens, has_several) = job.train.gradient_checkpointing, ahead
     head, twice = forward.head_bytes(n_tokens, scored), forward.head_bytes(2 * n_tokens, scored)
     is_cuda = forward.numerics.device.type == "cuda"
+    trained = [weight for group in optimizer.param_groups for weight in group["params"]]
     need = choose_checkpointing(
         forward.model,
         (sample_of(1), sample_of(2)),
@@ -457,11 +459,11 @@ def settle_checkpointing(
             largest_tokens=n_tokens,
             accumulates=has_several or bool(settings.lanes and settings.lanes > 1),
             optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
-            update_bytes=update_bytes(optimizer) if is_cuda else 0,
+            update_bytes=max(update_bytes(optimizer), sums_bytes(ranks, trained)) if is_cuda else 0,
             free_bytes=free_bytes,
             head=Linear(2 * head - twice, (twice - head) / max(1, n_tokens)),
-            autocast=forward.numerics.autocast,
-            gathered_bytes=0 if spread is None else spread.gathered_bytes,
+            autocast=None if spread is not None and spread.casts_rows else forward.numerics.autocast,
+            gathered=Gathered() if spread is None else spread.gathered,
         ),
         wanted=wanted if wanted == "auto" else int(wanted),
         planned=settings.checkpoint_every,

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from farthing.errors import ModelError
+from farthing.model.activation_checkpointing import Gathered
+from farthing.model.loss import inner_of
 
 
 class How(NamedTuple):
@@ -71,9 +73,9 @@ class Spread:
         self.n_shards = how.n_shards or n
         self.shard, self.is_copy = index % self.n_shards, index >= self.n_shards
         self.trains_rows = not is_adapter
-        self._layer_bytes, self._root_bytes = _bytes_of_units(model, layers, whole, how.gathers_in)
-        self._keeps_layers = not how.reshard_after_forward
-        self._n_layers = len(layers)
+        self.casts_rows = self.trains_rows and how.gathers_in is not None
+        """Rows of fp32 are cast before they are gathered, and nothing is after."""
+        self.gathered = _gathered(model, layers, whole, how, self.trains_rows)
         policy = MixedPrecisionPolicy()
         if how.gathers_in is not None and self.trains_rows:
             policy = MixedPrecisionPolicy(how.gathers_in, torch.float32, cast_forward_inputs=False)
@@ -162,16 +164,6 @@ class Spread:
             if not n_used:
                 weight.grad = None
 
-    # ---- memory ----
-
-    @property
-    def gathered_bytes(self) -> int:
-        """What is gathered at the worst moment: the root, two layers (all of them, where they are kept), and the gradient of a
-        layer or of the root on its way to the ranks, in the weights' precision and in fp32."""
-        layers = self._n_layers if self._keeps_layers else min(2, self._n_layers)
-        kept = self._root_bytes + layers * self._layer_bytes
-        return kept + (3 * max(self._layer_bytes, self._root_bytes) if self.trains_rows else 0)
-
 
 def _mesh(device: torch.device, n: int, n_shards: int) -> DeviceMesh:
     if not dist.is_initialized():  # one process alone
@@ -215,15 +207,32 @@ def _refuse_odd(model: nn.Module, layers: list[Any], whole: set[nn.Parameter]) -
             )
 
 
-def _bytes_of_units(
-    model: nn.Module, layers: list[Any], whole: set[nn.Parameter], gathers_in: torch.dtype | None
-) -> tuple[int, int]:
-    """(bytes of the largest layer, of what is in no layer) as they are gathered."""
-    found: dict[int, int] = {}
+def _gathered(model: nn.Module, layers: list[Any], whole: set[nn.Parameter], how: How, trains: bool) -> Gathered:
+    """What FSDP2 gathers: the root, from the forward to the end of the backward pass, and the layer at work; in the backward
+    pass the next one too (ZeRO-2 keeps all). Where rows are trained their gradients are whole, in the precision of the weights,
+    and once more in fp32 while they are summed: those of a layer until the next one's are there, of a head and the embeddings
+    to the end. `head_loss` sums a head's in fp32 and has no cast to make of one that was gathered in less.
+    """
+    n_of: dict[int, int] = {}
+    bytes_of: dict[int, int] = {}
     seen: set[Tensor] = set(whole)
     for _, weight, owner in _owners(model, layers):
         if weight not in seen:
             seen.add(weight)
-            size = weight.element_size() if gathers_in is None or not weight.requires_grad else gathers_in.itemsize
-            found[owner] = found.get(owner, 0) + weight.numel() * size
-    return max((n_bytes for owner, n_bytes in found.items() if owner >= 0), default=0), found.get(-1, 0)
+            size = how.gathers_in.itemsize if trains and how.gathers_in is not None else weight.element_size()
+            n_of[owner] = n_of.get(owner, 0) + weight.numel()
+            bytes_of[owner] = bytes_of.get(owner, 0) + weight.numel() * size
+    root, of_layers = bytes_of.pop(-1, 0), list(bytes_of.values())
+    layer, n_root = max(of_layers, default=0), n_of.pop(-1, 0)
+    n_kept = 1 if how.reshard_after_forward else len(of_layers)
+    found = Gathered(root + n_kept * layer, root + max(n_kept, min(2, len(of_layers))) * layer, root + n_kept * layer)
+    if not trains:
+        return found
+    ends = getattr(inner_of(model), "get_output_embeddings", lambda: None)()
+    n_head = ends.weight.numel() if ends is not None else 0
+    size, sums = (how.gathers_in.itemsize if how.gathers_in is not None else 4), 4 * max(n_of.values(), default=0)
+    return Gathered(
+        found.loss + (4 if size == 4 else 4 - size) * n_head,
+        found.backward + size * n_head + layer + sums,
+        2 * root + 4 * n_root + sums + (0 if how.reshard_after_forward else n_kept * layer),
+    )
