@@ -256,6 +256,10 @@ def no_cuda(desk: Desk) -> None:
     desk.set("where", device="cuda")
 
 
+def gpu_by_its_number(desk: Desk) -> None:
+    desk.set("where", device="cuda:1")
+
+
 def output_is_a_file(desk: Desk) -> None:
     desk.bytes(b"in the way", "run")
 
@@ -326,6 +330,7 @@ BAD = [
     (code_of_others_unpinned, ["job.yaml:{trust_remote_code}: trust_remote_code", "full commit (40 hex digits)"]),
     (unknown_target_modules, ["method.target_modules: no adapter", "all-linear", "q_proj"]),
     (no_cuda, ["where.device: no CUDA GPU", "where.device: auto"]),
+    (gpu_by_its_number, ["job.yaml:{device}: `where.device` can't be 'cuda:1'", "CUDA_VISIBLE_DEVICES"]),
     (output_is_a_file, ["/run: the run folder can't be made", "another output_dir"]),
     (cache_is_a_file, ["/cache: the token cache can't be written", "set cache_dir"]),
     (template_that_is_not_there, ["chat.jinja: the chat template can't be read", "data.chat_template"]),

@@ -11,8 +11,7 @@ import pytest
 
 import farthing.train.profiling
 import workshop
-from farthing.config.load import load_job
-from farthing.errors import FarthingError, HardwareError
+from farthing.errors import HardwareError
 from farthing.model.load import quiet_libraries
 
 
@@ -77,10 +76,3 @@ def test_a_profile_without_kernels_is_refused(tmp_path: Path) -> None:
     job = workshop.make_job(tmp_path, where={"device": "cuda"}, max_steps=6)
     with pytest.raises(HardwareError, match="sees no kernels"):
         farthing.train.profiling.profile_job(job, workshop.Heard(), tmp_path / "profile", 2)
-
-
-@pytest.mark.parametrize("device", ["cuda:1", "gpu"])
-def test_a_gpu_by_its_number_is_refused_in_words(device: str, tmp_path: Path) -> None:
-    path = workshop.job_file(tmp_path)
-    with pytest.raises(FarthingError, match="CUDA_VISIBLE_DEVICES"):
-        load_job(path, [f"where.device={device}"])

@@ -345,13 +345,6 @@ class WhereSection(Section):
     """Whose metadata service is asked whether the machine is about to be taken. auto: the one whose machine this is seen
     to be; where it can't be seen, all of them, with spot: true; else none."""
 
-    @field_validator("device", mode="before")
-    @classmethod
-    def _has_no_number(cls, device: Any) -> Any:
-        if str(device).startswith(("cuda:", "gpu")):
-            raise ValueError(f"can't be {device!r}; use cuda, and choose among GPUs by CUDA_VISIBLE_DEVICES=NUMBER")
-        return device
-
     @model_validator(mode="before")
     @classmethod
     def _as_it_was_called(cls, values: Any) -> Any:
