@@ -490,9 +490,7 @@ def _in_words(what: str, name: str, error: Exception) -> ModelError:
     if isinstance(error, ModelError | HardwareError):
         return error  # type: ignore[return-value]
     if message.startswith("Unrecognized configuration class"):
-        return ModelError(
-            f"{what}: transformers has no such class for this model", where=name, to_do="change task: or model:"
-        )
+        return ModelError(f"{what}: transformers has no such class for it", where=name, to_do="change task: or model:")
     if "trust_remote_code" in message:
         to_do = "read that code; if you trust it: model.trust_remote_code: true with a pinned model.revision"
         return ModelError(f"{what}: it needs Python code that comes with it", where=name, to_do=to_do)
