@@ -57,8 +57,10 @@ $(VENV)/llama-factory/.ready: bench/llama_factory.txt
 	$(VENV)/llama-factory/bin/python -m pip install --quiet --no-deps llamafactory==0.9.5
 	touch $$($(VENV)/llama-factory/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py $@
 
-rehearse-gpu: $(VENV)/rehearse/.ready  ## forward passes on CUDA tensors without data: no GPU is needed, 6 GB of disk are
-	$(VENV)/rehearse/bin/python bench/rehearse_gpu.py
+rehearse-gpu: $(VENV)/rehearse/.ready  ## whole runs on a GPU that computes nothing: none is needed, 6 GB of disk are
+	OMP_NUM_THREADS=1 $(VENV)/rehearse/bin/python bench/hollow_gpu.py -- \
+	  $(VENV)/rehearse/bin/python -m pytest -q -p no:cacheprovider tests/hollow
+	OMP_NUM_THREADS=1 $(VENV)/rehearse/bin/python bench/rehearse_gpu.py
 
 # `===`: the build without a local version, which on Linux is for CUDA; constraints.txt may name a CPU's elsewhere
 $(VENV)/rehearse/.ready: pyproject.toml constraints.txt

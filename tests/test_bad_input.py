@@ -211,6 +211,14 @@ def tokenizer_larger_than_the_model(desk: Desk) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 100}))
 
 
+def attention_that_is_not_installed(desk: Desk) -> None:
+    desk.set("model", attn_implementation="flash_attention_2")
+
+
+def attention_that_nobody_knows(desk: Desk) -> None:
+    desk.set("model", attn_implementation="fast")
+
+
 def hub_model_without_network(desk: Desk) -> None:
     desk.values["model"] = "some-org/some-model"
 
@@ -246,6 +254,10 @@ def unknown_target_modules(desk: Desk) -> None:
 
 def no_cuda(desk: Desk) -> None:
     desk.set("where", device="cuda")
+
+
+def gpu_by_its_number(desk: Desk) -> None:
+    desk.set("where", device="cuda:1")
 
 
 def output_is_a_file(desk: Desk) -> None:
@@ -307,6 +319,8 @@ BAD = [
     (missing_shard, ["/model: can't be loaded for causal-lm", "model-00002-of-00002.safetensors", "to do:"]),
     (config_that_is_no_json, ["/model: the model's configuration can't be loaded", "to do:"]),
     (tokenizer_larger_than_the_model, ["/model: the tokenizer has", "the model embeds 100", "model's own tokenizer"]),
+    (attention_that_is_not_installed, ["lashAttention", "leave model.attn_implementation out"]),
+    (attention_that_nobody_knows, ["fast", "leave model.attn_implementation out"]),
     (hub_model_without_network, ["some-org/some-model: the model's configuration", "check the name or the network"]),
     (hub_data_without_network, ["some-org/some-data: neither a local file nor a data set", "the network"]),
     (metric_of_another_task, ["job.yaml:{metric_for_best_model}: `rouge` is not measured", "loss, perplexity"]),
@@ -316,6 +330,7 @@ BAD = [
     (code_of_others_unpinned, ["job.yaml:{trust_remote_code}: trust_remote_code", "full commit (40 hex digits)"]),
     (unknown_target_modules, ["method.target_modules: no adapter", "all-linear", "q_proj"]),
     (no_cuda, ["where.device: no CUDA GPU", "where.device: auto"]),
+    (gpu_by_its_number, ["job.yaml:{device}: `where.device` can't be 'cuda:1'", "CUDA_VISIBLE_DEVICES"]),
     (output_is_a_file, ["/run: the run folder can't be made", "another output_dir"]),
     (cache_is_a_file, ["/cache: the token cache can't be written", "set cache_dir"]),
     (template_that_is_not_there, ["chat.jinja: the chat template can't be read", "data.chat_template"]),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from farthing.durability import checkpoint as checkpoint_module
 from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.files import seal, write_text
+from farthing.durability.files import commit_folder, seal, write_text
 from farthing.errors import RunChanged, RunDamaged, SaveFailing
 
 
@@ -99,6 +99,17 @@ def test_only_the_newest_and_the_best_are_kept(checkpoints: Checkpoints) -> None
     for step in range(1, 8):
         save(checkpoints, step, best=2 if step >= 2 else None)
     assert checkpoints.steps() == [7, 6, 5, 2]
+
+
+def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_path: Path) -> None:
+    def fill(draft: Path) -> None:
+        (draft / "mine").write_text("late")
+        commit_folder(tmp_path / "set", lambda other: (other / "theirs").write_text("quick") and None, {})
+
+    with pytest.raises(FileExistsError):
+        commit_folder(tmp_path / "set", fill, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+    assert (tmp_path / "set" / "theirs").read_text() == "quick"
 
 
 def test_a_second_save_of_a_step_replaces_the_first_only_when_it_is_whole(checkpoints: Checkpoints) -> None:

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from farthing.durability.run_folder import PLAN, kept
+from farthing.model.hardware import Numerics
 from farthing.planner import machine
 from farthing.planner.machine import Cpu, free_memory_bytes, hardware_key, local_cpu, local_machine, read_cpuinfo
+from farthing.train.estimate import estimated
+from farthing.train.setup import open_examples, open_inputs
 from thinned import thinned
+from workshop import Heard, make_job
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -179,3 +185,20 @@ def test_no_gpu_after_all(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_machine().kind == "cpu", "this torch can't use it"
     (smi / "says").write_text("nothing that we know\n")
     assert local_machine().kind == "cpu"
+
+
+def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, where={"spot": True, "gpus": "all"})
+    inputs = open_inputs(job)
+    examples, _ = open_examples(job, inputs, Heard(), lambda: False)
+    answers = {"mem_get_info": (15 << 30, 15 << 30), "get_device_name": "Tesla T4", "device_count": 2}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(machine, "_gpus", list)
+    job = job.model_copy(update={"where": job.where.model_copy(update={"device": "cuda"})})
+    heard = Heard()
+    estimated(job, tmp_path, inputs, Numerics(torch.device("cuda"), torch.float16), examples, None, heard)
+    assert kept(tmp_path / PLAN)
+    assert "no plan" not in str(heard)

@@ -16,6 +16,7 @@ import transformers
 
 import workshop
 from farthing.errors import ModelError, UserMistake
+from farthing.export.folders import export_run
 from farthing.model.activation_checkpointing import (
     Beside,
     Linear,
@@ -117,6 +118,18 @@ def test_modules_to_save_are_trained_whole(tmp_path: Path, watched: Watched) -> 
     trained = {name for name in watched.changed() if "modules_to_save" in name}
     assert [name.split(".modules_to_save")[0].split(".")[-1] for name in trained] == ["lm_head"]
     assert not [name for name in watched.changed() if "original_module" in name]
+
+
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [("llama", ["lm_head"]), ("llama", ["embed_tokens", "lm_head"]), ("t5", ["lm_head"]), ("bert", ["pooler"])],
+)
+def test_modules_in_fp32_go_with_a_base_in_half_precision(tmp_path: Path, family: str, saved: list[str]) -> None:
+    method = {"name": "lora", "target_modules": "all-linear", "modules_to_save": saved}
+    keys: dict[str, Any] = {"max_steps": 2, "bf16": True, "predict_with_generate": False}
+    job = make_job(tmp_path, family, method=method, pretrained=True, data={"eval_fraction": 0.2}, **keys)
+    assert workshop.train(job).state == "finished"
+    assert export_run(Path(job.output_dir), tmp_path / "merged", "merged")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import browser
 from farthing.cli import main
 from farthing.durability.run_folder import PAGE
+from farthing.report.chart import ticks
 from farthing.report.receipt import build_receipt, compare
 from farthing.report.receipt_types import Receipt
 from farthing.report.run_page import compared_page, run_page
@@ -34,6 +35,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         assert train(job).state == "finished"
         found.append(Path(job.output_dir))
     return found
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 5e-324), (1.0, 1.0), (0.0, 1e-300), (0.0, float("nan"))])
+def test_values_that_are_next_to_equal_have_ticks(low: float, high: float) -> None:
+    assert 1 <= len(ticks(low, high, 5)) <= 6
 
 
 def test_a_run_leaves_its_page_and_it_is_whole(runs: list[Path]) -> None:

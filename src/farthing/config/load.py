@@ -288,6 +288,8 @@ def _explain(
         expected = item.get("ctx", {}).get("expected", "")
         near = difflib.get_close_matches(str(value), re.findall(r"'([^']+)'", expected), n=1)
         to_do = f"did you mean `{near[0]}`?" if near else f"use {expected}"
+        if str(value).startswith(("cuda:", "gpu")):
+            to_do = "use cuda; CUDA_VISIBLE_DEVICES=NUMBER in the environment chooses among GPUs"
         return UserMistake(f"`{key}` can't be {given}", where=where, to_do=to_do)
     if kind == "value_error":
         named = next((name for name in re.findall(r"\w+", message) if (*loc, name) in lines), None)

@@ -239,7 +239,12 @@ def commit_folder(final: Path, fill: Callable[[Path], Iterable[FileEntry] | None
         text = seal({**facts, "files": entries})
         write_text(draft / MANIFEST, text)
         (draft / MANIFEST).chmod(0o600)
-        os.rename(draft, final)
+        try:
+            os.rename(draft, final)
+        except OSError as error:  # onto a folder with files: who has made it meanwhile was quicker
+            if error.errno == errno.ENOTEMPTY:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final)) from error
+            raise
     manifest: Json = parse_json(text)
     return manifest
 

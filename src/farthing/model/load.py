@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,8 @@ def quiet_libraries() -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.logging.set_verbosity_error()
+    for name in ("liger_kernel", "torch._inductor.utils"):  # backends that are not installed; a GPU that is a small one
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def load_config(choice: ModelChoice) -> Any:
@@ -487,11 +490,11 @@ def _in_words(what: str, name: str, error: Exception) -> ModelError:
     if isinstance(error, ModelError | HardwareError):
         return error  # type: ignore[return-value]
     if message.startswith("Unrecognized configuration class"):
-        return ModelError(
-            f"{what}: transformers has no such class for this model", where=name, to_do="change task: or model:"
-        )
+        return ModelError(f"{what}: transformers has no such class for it", where=name, to_do="change task: or model:")
     if "trust_remote_code" in message:
         to_do = "read that code; if you trust it: model.trust_remote_code: true with a pinned model.revision"
         return ModelError(f"{what}: it needs Python code that comes with it", where=name, to_do=to_do)
     to_do = "copy the folder again: it is damaged" if Path(name).is_absolute() else "see the model's own page"
+    if re.search(r"attn_implementation|attention implementation|FlashAttention|flash_attn", message):
+        to_do = "leave model.attn_implementation out, or set it to eager, sdpa or another whose package is installed"
     return ModelError(f"{what}: {type(error).__name__}: {message[:300]}", where=name, to_do=to_do)

@@ -45,7 +45,8 @@ def refuse_looking_ahead(model: Any, name: str) -> None:
             + (", or a copy of this one with `rescale_every: 0` in its config.json" * hasattr(config, "rescale_every")),
         )
     # experts are given other numbers of tokens, which rounds otherwise; all else is the same to the bit
-    share = ROUNDING if next(model.parameters()).dtype == torch.float32 else ROUNDING_HALF
+    is_half = any(p.dtype != torch.float32 for p in model.parameters()) or torch.is_autocast_enabled(device.type)
+    share = ROUNDING_HALF if is_half else ROUNDING
     if float((before - after).abs().max()) > share * float(before.abs().max()):
         own = next((words for key, words in _LOOKS_BACK.items() if hasattr(type(config), key)), "")
         raise ModelError(

@@ -7,6 +7,7 @@ is drawn at its edge. Refuses to compute what it draws.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,7 +72,7 @@ class Axes:
 
 def ticks(low: float, high: float, most: int) -> list[float]:
     """Round values between two: 1, 2 or 5 times a power of ten apart."""
-    if not high > low:
+    if not (high - low) / most >= sys.float_info.min:  # nor where no power of ten is so small
         return [low]
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     size = next(power * n for n in (1, 2, 5, 10, 20) if (high - low) / (power * n) <= most)

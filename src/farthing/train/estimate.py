@@ -80,7 +80,8 @@ def _make(
     if numerics.device.type == "cuda":
         memory_bytes = int(torch.cuda.mem_get_info(numerics.device)[1])
         name = torch.cuda.get_device_name(numerics.device)
-        machine = replace(machine, kind="cuda", device_name=name, memory_bytes=memory_bytes)
+        n_gpus = torch.cuda.device_count()  # a container may be without nvidia-smi
+        machine = replace(machine, kind="cuda", device_name=name, n_gpus=n_gpus, memory_bytes=memory_bytes)
     else:
         machine = replace(machine, device_name=machine.cpu.name)
     measurements = read_measurements(Path(job.cache_dir or ".") / MEASUREMENTS)

@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from farthing.config.job import Job
+from farthing.errors import HardwareError
 from farthing.events import Emit, Working
 from farthing.model.hardware import Numerics, device_name, wait_for
 from farthing.train.attempt import Attempt
@@ -58,6 +59,12 @@ def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
     trace = folder / "farthing.pt.trace.json"
     profiler.export_chrome_trace(str(trace))
     rows = seconds_by_name(profiler.events(), device.type)
+    if device.type == "cuda" and not rows.keys() - {"launches"}:
+        raise HardwareError(
+            "torch.profiler sees no kernels of this GPU: its driver may show them to administrators alone",
+            where="farthing profile",
+            to_do="run it as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
+        )
     waited_s = meter.spans.get("data_wait", 0.0) - before_spans.get("data_wait", 0.0)
     rows["data"] = rows.get("data", 0.0) + waited_s
     rest_s = wall_s - sum(rows.values())

@@ -389,10 +389,12 @@ def build_model(
         model = add_adapter(model, adapter, job.task, job.train.seed)
     if not quantize and not on_host:
         model.to(numerics.device)
-    if task_of(job.task).predicts_next and reads:
-        refuse_looking_ahead(model, inputs.choice.name)
-    if method.name != "full" and reads:
-        refuse_unreached(model, adapter, job.task)
+    if reads:
+        with replace(numerics, device=next(model.parameters()).device).autocasting():  # modules that are saved are fp32
+            if task_of(job.task).predicts_next:
+                refuse_looking_ahead(model, inputs.choice.name)
+            if method.name != "full":
+                refuse_unreached(model, adapter, job.task)
     model.train()
     return model
 

@@ -1,0 +1,78 @@
+"""Which kernels a run launches, by their names, and what a stranger reads: what only a GPU decides, and no CPU shows."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import farthing.train.profiling
+import workshop
+from farthing.errors import HardwareError
+from farthing.model.load import quiet_libraries
+
+
+def launched(tmp_path: Path) -> dict[str, int]:
+    """Kernels by their (mangled) names, and how often each was launched by this process."""
+    path = tmp_path / "kernels.json"
+    ctypes.CDLL(None).hollow_write(str(path).encode())
+
+    def added_up(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # one name may have several programs
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            found[key] = found[key] + value if key in found else value
+        return found
+
+    kernels: dict[str, int] = json.loads(path.read_text(), object_pairs_hook=added_up)["kernels"]
+    return kernels
+
+
+def launched_by_a_run(tmp_path: Path, family: str, **keys: Any) -> str:
+    """The names of what a run of three steps launches, with its evaluation."""
+    before = launched(tmp_path)
+    rows = workshop.rows_of(family, 8, 5)
+    keys = {"where": {"device": "cuda"}, "max_steps": 3, "eval_rows": rows, "predict_with_generate": False} | keys
+    assert workshop.train(workshop.make_job(tmp_path / "run", family, **keys)).state == "finished"
+    return "\n".join(name for name, n in launched(tmp_path).items() if n > before.get(name, 0))
+
+
+LIGER = ("_rms_norm_backward_kernel", "_triton_rope", "_swiglu_backward_kernel")
+CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    "bf16": ("llama", {}, (*LIGER, "flash_fwd_kernel", "flash_bwd_dq_dk_dv", "FusedOptimizer"), ("fmha", "flex")),
+    "fp16": ("llama", {"fp16": True}, ("flash_fwd_kernel", "flash_bwd_dq_dk_dv", "amp"), ("fmha", "flex")),
+    "fp32": ("llama", {"bf16": False}, ("flex_attention", "flex_attention_backward"), ("flash_fwd", "fmha")),
+    "without Liger": ("llama", {"use_liger_kernel": False}, ("flash_fwd_kernel",), LIGER),
+    "compiled": (
+        "llama",
+        {"torch_compile": True, "use_liger_kernel": False},
+        ("flash_bwd_dq_dk_dv", "triton_"),
+        (*LIGER, "flex"),
+    ),
+    "both ways": ("bert", {}, ("flash_fwd_kernel", "flash_bwd_dq_dk_dv"), ("fmha", "flex")),
+    "dropout": ("bert", {"size": {"dropout": 0.1}}, ("flash_bwd_dq_dk_dv",), ("flex",)),
+    "biases": ("t5", {}, ("flash_bwd_dq_dk_dv", "softmax_warp_backward"), ("flex",)),
+    "lora": ("llama", {"method": "lora"}, (*LIGER, "flash_bwd_dq_dk_dv"), ("flex",)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_launches_the_kernels_that_were_chosen_for_it(name: str, tmp_path: Path) -> None:
+    family, keys, wanted, unwanted = CASES[name]
+    names = launched_by_a_run(tmp_path, family, **keys)
+    assert [each for each in wanted if each not in names] == []
+    assert [each for each in unwanted if each in names] == []
+
+
+def test_libraries_say_nothing_beside_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    quiet_libraries()
+    workshop.train(workshop.make_job(tmp_path, where={"device": "cuda"}, max_steps=2))
+    assert "could not be imported" not in capfd.readouterr().err
+
+
+def test_a_profile_without_kernels_is_refused(tmp_path: Path) -> None:
+    job = workshop.make_job(tmp_path, where={"device": "cuda"}, max_steps=6)
+    with pytest.raises(HardwareError, match="sees no kernels"):
+        farthing.train.profiling.profile_job(job, workshop.Heard(), tmp_path / "profile", 2)
