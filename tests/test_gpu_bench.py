@@ -335,7 +335,7 @@ def test_ceilings_that_fail_leave_the_rows(tmp_path: Path, monkeypatch: pytest.M
     gpu.prepare(asked, SMALL, gpu.Rows(tmp_path / "rows.jsonl", say=False))
     rows = table.read_rows(tmp_path / "rows.jsonl")
     assert [row["kind"] for row in rows[:2]] == ["left out", "facts"]
-    assert [row["kind"] for row in rows[2:]] == ["work", "work"]
+    assert {row["kind"] for row in rows[2:]} == {"work"}
     assert "Promised and happened" in table.draw(rows, 3.0) or "no row" in table.draw(rows, 3.0)
 
 

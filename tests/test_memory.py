@@ -502,9 +502,10 @@ def test_old_gpus_repeat_keys_and_other_kernels_take_them_as_they_are() -> None:
         name: Recipe("lora", Settings(precision=name), "adamw_torch_fused", 8, lora_r=16, stack=one)
         for name, one in stacks.items()
     }
-    found = {name: estimate_memory(shape, one, largest, adapters, labelled_share=0.1) for name, one in recipes.items()}
+    found = {name: estimate_memory(shape, one, largest, adapters, labelled_share=0.01) for name, one in recipes.items()}
     repeated = 2 * 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_dim * 16_384 * shape.n_layers
-    assert found["fp16"].parts["activations"] - found["bf16"].parts["activations"] == repeated
+    sums = 4 * shape.n_heads * 16_384 * shape.n_layers  # of scores, which varlen keeps in fp32
+    assert found["fp16"].parts["activations"] - found["bf16"].parts["activations"] == repeated - sums
 
 
 def test_what_the_trainer_does_with_a_model_is_known_without_it() -> None:
