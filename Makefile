@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
+ON_HOLLOW_GPU := OMP_NUM_THREADS=1 FARTHING_GPU=1 $(VENV)/rehearse/bin/python bench/hollow_gpu.py
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test test-all check pages setup peers peers-llama-factory rehearse-gpu launch-tools clean
@@ -58,8 +59,10 @@ $(VENV)/llama-factory/.ready: bench/llama_factory.txt
 	touch $$($(VENV)/llama-factory/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py $@
 
 rehearse-gpu: $(VENV)/rehearse/.ready  ## whole runs on a GPU that computes nothing: none is needed, 6 GB of disk are
-	OMP_NUM_THREADS=1 $(VENV)/rehearse/bin/python bench/hollow_gpu.py -- \
-	  $(VENV)/rehearse/bin/python -m pytest -q -p no:cacheprovider tests/hollow
+	$(ON_HOLLOW_GPU) -- $(VENV)/rehearse/bin/python -m pytest -q -p no:cacheprovider tests/hollow
+	$(ON_HOLLOW_GPU) -- $(VENV)/rehearse/bin/python -m pytest -q -p no:cacheprovider tests/test_gpu.py \
+	  -k "need_judged or runs_out or grows or pinned"
+	$(ON_HOLLOW_GPU) --values -- $(VENV)/rehearse/bin/python -m pytest -q -p no:cacheprovider tests/test_gpu.py
 	OMP_NUM_THREADS=1 $(VENV)/rehearse/bin/python bench/rehearse_gpu.py
 
 # `===`: the build without a local version, which on Linux is for CUDA; constraints.txt may name a CPU's elsewhere

@@ -169,7 +169,44 @@ def _softmax(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-SPECIAL = {"native_dropout": _dropout, "_softmax": _softmax, "_log_softmax": _softmax}
+def _softmax_backward(op: Any) -> Callable[..., Any]:
+    def kernel(upper: Tensor, result: Tensor, dim: int, input_dtype: torch.dtype, **settings: Any) -> Any:
+        return _on_host(op)(upper, result, dim, result.dtype, **settings).to(input_dtype)
+
+    return kernel
+
+
+def _rms_norm_backward(op: Any) -> Callable[..., Any]:  # CPUs have none
+    def kernel(
+        upper: Tensor, given: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, wanted: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        with _below():
+            above, x, scale = (on_host(each).float() for each in (upper, given, rstd))
+            normed = x * scale
+            scaled = above if weight is None else above * on_host(weight).float()
+            dims = list(range(x.ndim - len(shape), x.ndim))
+            found = (
+                (scaled - normed * (scaled * normed).mean(dims, keepdim=True)) * scale,
+                None if weight is None else (above * normed).flatten(0, x.ndim - len(shape) - 1).sum(0),
+            )
+            made: list[Tensor | None] = []
+            for one, like, is_wanted in zip(found, (given, weight), wanted, strict=True):
+                made.append(torch.empty_like(like) if is_wanted and one is not None and like is not None else None)
+                if made[-1] is not None and one is not None:
+                    on_host(made[-1]).copy_(one)
+            return made[0], made[1]
+
+    return kernel
+
+
+SPECIAL = {
+    "native_dropout": _dropout,
+    "_softmax": _softmax,
+    "_log_softmax": _softmax,
+    "_softmax_backward_data": _softmax_backward,
+    "_log_softmax_backward_data": _softmax_backward,
+    "_fused_rms_norm_backward": _rms_norm_backward,
+}
 
 
 # ---- attention of documents laid end to end, by its definition ----
