@@ -514,7 +514,7 @@ def test_what_the_trainer_does_with_a_model_is_known_without_it() -> None:
     assert not stack_for("llama", "causal-lm", "bf16", "lora", may_go_packed=False).is_packed
     shape, quantized = shape_of("llama"), stack_for("llama", "causal-lm", "bf16", "qlora")
     recipe = Recipe("qlora", Settings(4096, precision="bf16"), "adamw_torch_fused", 8, lora_r=16, stack=quantized)
-    theirs = replace(recipe, stack=replace(quantized, shares_quantized_inputs=False))
+    theirs = replace(recipe, stack=replace(quantized, shares_inputs=False))
     each = [estimate_memory(shape, how, Largest(1, 4096, 0), shape.with_lora(16)) for how in (recipe, theirs)]
     saved = (
         shape.n_layers * 4096 * 2 * (3 * shape.hidden + shape.n_heads * shape.head_dim)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from farthing.planner.blocks import block_of
 from farthing.planner.lengths import Largest
-from farthing.planner.recipe import Recipe
+from farthing.planner.recipe import FSDP, Recipe
 from farthing.planner.shapes import Shape
 from farthing.planner.weights import Adapters, Weight
 
@@ -109,8 +109,9 @@ def saved_per_token(
     to_attention = to_mlp = 0
     keeps_inputs = is_full or (stack.keeps_quantized_inputs and recipe.method == "qlora")
     if keeps_inputs:
-        to_attention = c * h * (block.n_attention_inputs if is_mixed else 1)
-        to_mlp = c * h * (block.n_mlp_inputs if is_mixed else 1)
+        has_copies = is_mixed and not (stack.shares_inputs and is_cuda and recipe.sharding != FSDP)
+        to_attention = c * h * (block.n_attention_inputs if has_copies else 1)
+        to_mlp = c * h * (block.n_mlp_inputs if has_copies else 1)
 
     # queries, keys, values and what comes out; keys and values are repeated for their groups but in flash attention
     attention = 4 * c * q if not stack.is_flash and shape.n_kv_heads > 1 else 2 * c * q + 2 * c * k
@@ -226,7 +227,7 @@ def _adapter_input(weight: Weight, shape: Shape, recipe: Recipe, is_cuda: bool, 
     elif (
         recipe.trained_bytes == 4
         and c == 2
-        and not (stack.fuses_adapters or (stack.shares_quantized_inputs and recipe.method == "qlora"))
+        and not (stack.fuses_adapters or (stack.shares_inputs and recipe.method == "qlora"))
     ):
         kept = 0.0 if is_down else float(c * width)  # a down projection's is counted with the feed-forward
     elif not is_down:  # products of one input share it where dtypes agree, and so does attention with what it gave

@@ -77,8 +77,9 @@ class Stack:
     keeps_quantized_inputs: bool = False
     """bitsandbytes before 0.43.2 of July 2024: layers in 4 bits keep what they read, as if their weights were trained
     (github.com/bitsandbytes-foundation/bitsandbytes/pull/1270)."""
-    shares_quantized_inputs: bool = False
-    """Adapters of layers in 4 bits read one input, which autocast leaves as it is (peft's `Linear4bit` with autocast)."""
+    shares_inputs: bool = False
+    """One copy of an input in the run's precision serves all layers that read it (model/casts.py), on GPUs; adapters of layers
+    in 4 bits read the input as autocast leaves it (peft's `Linear4bit`)."""
     keeps_unpacked: bool = False
     """A layer's quantized weights are unpacked by plain operations, and what comes of them is kept for its backward pass."""
     frees_gradients: bool = False
@@ -133,7 +134,7 @@ def stack_for(
         is_flash=is_packed and precision != "fp16",
         loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ()) else LABELLED,
         fuses_adapters=method == "lora" and has_plain_adapters,
-        shares_quantized_inputs=True,
+        shares_inputs=True,
     )
 
 
