@@ -137,6 +137,8 @@ def saved_per_token(
 
     is_lean = stack.fused_mlp or stack.lean_mlp or stack.is_compiled
     activation = (2 if is_lean and block.is_gated else block.activation) * c * f
+    if block.takes_powers and is_cuda and stack.has_autocast and c < 4:
+        activation += 3 * (4 - c) * f
     if (keeps_inputs or _adapts_down(shape, adapters)) and not stack.fused_mlp:
         activation += c * f
     if shape.n_active:

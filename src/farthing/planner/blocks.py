@@ -20,6 +20,7 @@ class Block(NamedTuple):
     has_head_norms: bool = False  # queries and keys are normalized head by head
     scales_fp32: bool = False  # norms multiply with their weight in fp32, and keep that copy too
     is_sliced: bool = False  # values are a slice of one product, which stays whole, while queries and keys are rotated
+    takes_powers: bool = False  # in its activation (gelu_new), which autocast computes in fp32 on GPUs from there on
 
 
 _GATED = Block(2, 3, True, 3, 2, 0, True)
@@ -32,7 +33,7 @@ BLOCKS = {
     "olmoe": _GATED._replace(has_head_norms=True),
     "gpt_oss": _GATED._replace(activation=6),  # clamped halves, a sigmoid, and both factors
     "phi3": _GATED._replace(n_attention_inputs=1, n_mlp_inputs=1, is_sliced=True),
-    "gpt2": Block(2, 4, False, 1, 1, 2, False),
+    "gpt2": Block(2, 4, False, 1, 1, 2, False, takes_powers=True),
     "gpt_bigcode": Block(2, 1, False, 1, 1, 2, False),
     "gpt_neox": Block(1, 1, False, 1, 1, 0, False, is_sliced=True),  # two norms of one input
     "t5": Block(2, 7, True, 3, 2, 2, True),
