@@ -135,15 +135,22 @@ def saved_per_token(
         is_short = is_fused or (is_one_pass and c == 4)
         attention += (q + k) * ((0 if is_short else 4) + (of_scaled if is_full or is_short else 0))
 
-    is_lean = stack.fused_mlp or stack.lean_mlp or stack.is_compiled
-    activation = (2 if is_lean and block.is_gated else block.activation) * c * f
-    if block.takes_powers and is_cuda and stack.has_autocast and c < 4:
-        activation += 3 * (4 - c) * f
+    activation = _activation_per_token(shape, recipe, is_cuda)
     if (keeps_inputs or _adapts_down(shape, adapters)) and not stack.fused_mlp:
         activation += c * f
     if shape.n_active:
         activation += _routed_per_token(shape, recipe, adapters)
     return both + to_attention + attention, both + to_mlp + activation
+
+
+def _activation_per_token(shape: Shape, recipe: Recipe, is_cuda: bool) -> float:
+    """Bytes that a feed-forward's activation keeps for a token."""
+    block, stack, c = block_of(shape), recipe.stack, recipe.compute_bytes
+    is_lean = stack.fused_mlp or stack.lean_mlp or stack.is_compiled
+    found = float((2 if is_lean and block.is_gated else block.activation) * c)
+    if block.takes_powers and is_cuda and stack.has_autocast and c < 4:
+        found += 3 * (4 - c)
+    return found * shape.ffn
 
 
 def _routed_per_token(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
