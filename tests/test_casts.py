@@ -199,3 +199,24 @@ def test_steps_with_casts_are_those_without(method: Any, tmp_path: Path) -> None
     assert len(changed) > 10
     for name in changed:
         assert (weights[1][name] - weights[0][name]).norm() < 0.02 * weights[0][name].norm(), name
+
+
+def test_a_shared_weight_whose_layer_is_computed_again_after_its_copy_is_gone() -> None:
+    """As Zamba's: the backward pass of the last use gives the copy up, and the first use is computed again after that."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    shared, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    plain = copy.deepcopy(shared)
+
+    def twice(layer: torch.nn.Module, given: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                given = checkpoint(lambda each: torch.tanh(layer(each)), given, use_reentrant=False).float()
+            return given.sum()
+
+    with Casts(shared, torch.bfloat16).kept(adds=True, several=False):
+        twice(shared, x.clone().requires_grad_()).backward()
+        add_up()
+    twice(plain, x.clone().requires_grad_()).backward()
+    torch.testing.assert_close(shared.weight.grad, plain.weight.grad, rtol=0.02, atol=0.02)

@@ -27,6 +27,10 @@ def build(folder: Path) -> list[Path]:
         raise SystemExit("torch is not installed beside this Python")
     torch = Path(spec.origin).parent
     wanted = _wanted([*torch.glob("lib/*.so*")])
+    if not any(soname.startswith("libcudart.so") for soname in wanted):
+        raise SystemExit(
+            "the torch beside this Python is not built for CUDA; .venv/rehearse has one after make rehearse-gpu"
+        )
     of_others = importlib.util.find_spec("bitsandbytes")  # it has a library for each CUDA
     for folder_of in of_others.submodule_search_locations or [] if of_others is not None else []:
         for version, names in _wanted([*Path(folder_of).glob("*_cuda*.so")]).items():

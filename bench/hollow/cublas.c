@@ -1,18 +1,9 @@
 // Matrix products that are counted and not computed: 2 m n k floating-point operations each, by batch.
-#include <stdint.h>
+#include "hollow.h"
 #include <stdlib.h>
 #include <string.h>
 
-#define API __attribute__((visibility("default")))
 typedef int Enum;  // whatever cuBLAS lists by name; its headers want more of CUDA than the wheels bring
-struct counts {
-  uint64_t launches, waits, copies_up, copies_down, bytes_up, bytes_down, waits_for_copies, products, allocations;
-  double flops;
-};
-extern struct counts hollow_counts;
-enum { FAULT_PRODUCT = 2, FAULT_BREAK = 4, ALLOC_FAILED = 3, EXECUTION_FAILED = 13 };  // of cudart.c; CUBLAS_STATUS_...
-extern int hollow_fails(int which);
-void hollow_launched(const char *name);
 typedef struct { Enum math; Enum pointers; void * stream; } Handle;
 
 static Enum product(double m, double n, double k, double batch) {

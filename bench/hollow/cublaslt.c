@@ -1,20 +1,11 @@
 // cuBLASLt's products, counted likewise. Opaque objects are what this file puts behind their pointers.
-#include <stdint.h>
+#include "hollow.h"
 #include <stdlib.h>
 #include <string.h>
 
-#define API __attribute__((visibility("default")))
 typedef int Enum;
 enum { TRANSPOSED_A = 3, BATCH_COUNT = 5 };  // CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT (cublasLt.h, 13.1)
 enum { FOUND_BYTES = 96 };                   // sizeof(cublasLtMatmulHeuristicResult_t)
-struct counts {
-  uint64_t launches, waits, copies_up, copies_down, bytes_up, bytes_down, waits_for_copies, products, allocations;
-  double flops;
-};
-extern struct counts hollow_counts;
-enum { FAULT_PRODUCT = 2, FAULT_BREAK = 4, ALLOC_FAILED = 3, EXECUTION_FAILED = 13 };  // of cudart.c; CUBLAS_STATUS_...
-extern int hollow_fails(int which);
-void hollow_launched(const char *name);
 typedef struct { uint64_t rows, cols; int32_t batch; } Layout;
 typedef struct { int32_t transposed; } Product;
 

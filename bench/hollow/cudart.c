@@ -14,11 +14,11 @@
 // ends in that error (700 illegal access, 719 launch failure, 214 ECC), as after a fault of the GPU or of a kernel. `hollow_fault`
 // does the same from within a process, counted from there.
 #define _GNU_SOURCE
+#include "hollow.h"
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <pthread.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,15 +27,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#define API __attribute__((visibility("default")))
 #define PAGE ((size_t)2 << 20)
 
 // ---- counts ----
 
-struct counts {
-  uint64_t launches, waits, copies_up, copies_down, bytes_up, bytes_down, waits_for_copies, products, allocations;
-  double flops;
-};
 API struct counts hollow_counts;
 API void (*hollow_hears)(const char *what, const char *name, size_t size);  // a process that wants to know who asks sets it
 static void hear(const char *what, const char *name, size_t size) { if (hollow_hears) hollow_hears(what, name, size); }

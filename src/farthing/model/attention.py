@@ -93,9 +93,8 @@ def go_packed(model: Any, *, own_kernels: bool = True) -> None:
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():  # it may be there as an entry that is never compiled
         ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-    for part in inner_of(
-        model
-    ).modules():  # transformers 5.17 by itself leaves out T5's, whose configurations are copies
+    # each part by itself: transformers 5.17 leaves out T5's, whose configurations are copies
+    for part in inner_of(model).modules():
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation != NAME:
             part.set_attn_implementation(NAME)
     take_documents(inner_of(model))

@@ -31,9 +31,8 @@ WIDE_HEADS_ON = ((8, 0), (9, 0))  # whose shared memory is large enough for the 
 # flex for heads of 129 to 256 in half takes 114,688 bytes of shared memory in the backward pass (torch 2.13, compiled
 # 2026-11-22), where GPUs of 8.6, 8.9 and 12.0 have 101,376
 WIDE_FLEX_ON = (*WIDE_HEADS_ON, (10, 0), (10, 3))
-MOST_FLEX_FP32 = (
-    64  # of a head: for 96 and more it compiles on all, with 10 KB of a thread's registers spilled to memory
-)
+# of a head: for 96 and more it compiles on all, with 10 KB of a thread's registers spilled to memory
+MOST_FLEX_FP32 = 64
 
 # Launching and feeding one more call takes the host about 75 µs forward and backward, in which a GPU computes 2 GFLOP of
 # attention at 27 TFLOP/s: estimates, never measured

@@ -3,7 +3,7 @@ many at a time: what autocast and autograd do for each layer in every micro-batc
 
 The same numbers: a weight's copy is what autocast would make, gradients are products in the run's precision that are added
 in fp32. Only where several layers read one input, their gradients of it are added in the run's precision, as in a model whose
-weights are in it. On GPUs; CPUs go on as before. Only ever run on a GPU that computes nothing (docs/log.md).
+weights are in it. On GPUs; CPUs go on as before. Never run on a GPU, but on a hollow one, with values (docs/gpu.md).
 
 Refuses weights that are not fp32 or spread over processes, and layers that something else computes. Copies are there within
 `Casts.kept` alone, where no optimizer writes: no copy is ever older than its weight.
@@ -103,9 +103,8 @@ def gradient_of(weight: Tensor, gradient: Tensor) -> Tensor | None:
 def add_up() -> None:
     """Add the gradients that wait to those of their weights. After every backward pass."""
     while waiting := _STEP.waiting:
-        now = {
-            id(weight): (weight, gradient) for weight, gradient in reversed(waiting)
-        }  # of a shared weight one at a time
+        # of a shared weight one at a time
+        now = {id(weight): (weight, gradient) for weight, gradient in reversed(waiting)}
         _STEP.waiting = [one for one in waiting if now[id(one[0])][1] is not one[1]]
         whole = [torch.empty_like(weight) for weight, _ in now.values()]
         torch._foreach_copy_(whole, [gradient for _, gradient in now.values()])
