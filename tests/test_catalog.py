@@ -388,11 +388,18 @@ def test_a_file_of_ones_own_is_taken_alone(tmp_path: Path) -> None:
 
 def test_four_columns_are_enough(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.csv", "provider,gpu,n_gpus,usd", "Lab,h100,1,$2")
-    os.utime(path, (1795000000, 1795000000))  # November 2026
-    offer = read_catalog(path, date(2026, 12, 1)).offers[0]
+    os.utime(path, (1795000000, 1795000000))  # November 2026: a file's own time is another clock
+    offer = read_catalog(path, date(2025, 12, 1)).offers[0]
     assert (offer.gpu, offer.usd, offer.unit, offer.kind) == ("H100-80GB", 2.0, "machine_hour", "on-demand")
     assert offer.source == "mine.csv"
-    assert offer.date.year == 2026, "the day the file was written"
+    assert offer.date == date(2025, 12, 1), "a price without a date is of the day on which it is given"
+
+
+def test_a_price_of_tomorrow_is_of_another_time_zone(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.csv", HEADER, change(date="2026-11-22"))
+    assert read_catalog(path, TODAY).offers[0].date == date(2026, 11, 22)
+    with pytest.raises(UserMistake, match="2026-11-23 is after today"):
+        read_catalog(write(tmp_path / "late.csv", HEADER, change(date="2026-11-23")), TODAY)
 
 
 def change(**cells: str) -> str:

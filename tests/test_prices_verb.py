@@ -172,7 +172,7 @@ def test_update_names_what_is_new_and_what_failed(
     assert str(cache_path()) in out.replace("\n", "")
     found = run_json(capsys, "--provider", "gcp")
     assert [offer["instance"] for offer in found["offers"]] == ["box"]
-    assert found["offers"][0]["date"] == date.today().isoformat()
+    assert found["offers"][0]["date"] == os.environ["FARTHING_TODAY"]
     assert str(cache_path()) in found["where"]
 
 

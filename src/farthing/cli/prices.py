@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from farthing import clock
 from farthing.cli.console import print_json, rich_console
 from farthing.errors import EXIT_FINISHED, UserMistake
 
@@ -23,8 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the prices, or refresh them."""
-    from datetime import date
-
     from farthing.prices.catalog import cache_path, read_catalog, select, sort_offers
 
     if arguments.action == "update":
@@ -34,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         console = rich_console(stderr=arguments.json)
         with console.status("asking the price feeds") as status:
-            result = update(cache_path(), date.today(), progress=lambda text: status.update(escape(text)))
+            result = update(cache_path(), clock.today(), progress=lambda text: status.update(escape(text)))
         if arguments.json:
             print_json(update_as_json(result))
         else:
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_FINISHED
     if arguments.limit is not None and arguments.limit < 0:
         raise UserMistake(f"{arguments.limit} rows can't be shown", where="--limit", to_do="give 0 (all) or more")
-    catalog = read_catalog(arguments.prices, date.today())
+    catalog = read_catalog(arguments.prices, clock.today())
     found = select(catalog, arguments.gpu, arguments.provider, arguments.region, arguments.kind)
     if not found:
         raise UserMistake("no offer matches", where="prices", to_do="leave out --region, --kind or --provider")

@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import csv
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from datetime import date
+from datetime import date, timedelta
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -58,13 +57,14 @@ def read_prices(
 ) -> tuple[tuple[Offer, ...], Mapping[str, int]]:
     """The offers of a price file, and the GPU names that are not known with their rows.
 
-    In columns of our own in a file of one's own, GPUs must be known and offers be there once.
+    In columns of our own in a file of one's own, GPUs must be known and offers be there once. A price without a date
+    counts as read `today`; a date may be one day later, which it is already in other time zones.
     """
     offers: list[Offer] = []
     skipped: dict[str, int] = {}
     bad: list[UserMistake] = []
     seen: dict[tuple[str, str, str, int, str, str, bool, str], int] = {}
-    with _opened(path) as (layout, rows):
+    with _opened(path, today) as (layout, rows):
         is_strict = is_own and layout is _own_line
         parse = _Parser(today, is_strict)
         for number, lines in rows:
@@ -99,15 +99,14 @@ def read_prices(
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[_Layout, Iterator[tuple[int, list[_Line]]]]]:
+def _opened(path: Path, today: date) -> Iterator[tuple[_Layout, Iterator[tuple[int, list[_Line]]]]]:
     """The layout of a file and its rows with their lines; what is wrong with the file as a whole is said in words."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, strict=True)
             header = [name.strip() for name in next(rows, [])]
             layout = _layout_of(header, path)
-            read_on = date.fromtimestamp(os.fstat(file.fileno()).st_mtime).isoformat()
-            yield layout, _lines(rows, header, layout, path, read_on)
+            yield layout, _lines(rows, header, layout, path, today.isoformat())
     except FileNotFoundError:
         raise UserMistake("no such file", where=str(path), to_do="name a CSV file of prices") from None
     except IsADirectoryError:
@@ -309,7 +308,7 @@ class _Parser:
             except ValueError:
                 what = f"{text!r} is not a date"
                 raise UserMistake(what, where="date", to_do="write it as in 2026-11-21") from None
-            if day > self._today and self._is_strict:
+            if day > self._today + timedelta(days=1) and self._is_strict:  # a day later elsewhere on Earth
                 what = f"{text} is after today ({self._today.isoformat()})"
                 raise UserMistake(what, where="date", to_do="write the day the price was read")
             self._dates[text] = day
