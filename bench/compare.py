@@ -1,19 +1,26 @@
-"""farthing beside its peers: useful tokens a CPU-second, memory, dollars and final loss, side by side in one run.
+"""farthing beside its peers: useful tokens a CPU-second, memory, dollars and final loss, side by
+side in one run.
 
-    make peers                                                           # once: trl, accelerate ... in .venv/peers
-    python bench/compare.py --workload chat --methods full --precision fp32 bf16 --seeds 3 --tune --json chat.json
-    python bench/compare.py --workload chat --data FILE.jsonl ...        # real texts instead of drawn ones
+    make peers                                                           # once: trl, accelerate ...
+    in .venv/peers
+    python bench/compare.py --workload chat --methods full --precision fp32 bf16 --seeds 3 --tune
+    --json chat.json
+    python bench/compare.py --workload chat --data FILE.jsonl ...        # real texts instead of
+    drawn ones
 
-Every contestant runs in its own process on the same tokenized examples, from the same first weights, with the same number
-of examples a step, optimizer and schedule, on `--threads` threads; contestants take turns in a drawn order, a round for
-each seed. The final loss is judged by one evaluator, packers are tested for leaks, and whatever a contestant says of its own
-speed is not looked at. `--tune` first looks for the peers' best settings. Finished runs are kept in `--folder`; with
-`--minutes M` the same command, given again, goes on where it stopped. What is fair and what the figures are:
-docs/compare.md.
+Every contestant runs in its own process on the same tokenized examples, from the same first
+weights, with the same number of examples a step, optimizer and schedule, on `--threads` threads;
+contestants take turns in a drawn order, a round for each seed. The final loss is judged by one
+evaluator, packers are tested for leaks, and whatever a contestant says of its own speed is not
+looked at. `--tune` first looks for the peers' best settings. Finished runs are kept in `--folder`;
+with
+`--minutes M` the same command, given again, goes on where it stopped. What is fair and what the
+figures are: docs/compare.md.
 
-farthing and the naive loop run in this Python, the others in `--peers-python`. LLaMA-Factory pins other versions, so it runs in
-an environment of its own (`make peers-llama-factory`), and only when `--contestants` names it. Where there is a GPU, seconds
-are the GPU's and memory is what torch allocated; that path was never run on a GPU.
+farthing and the naive loop run in this Python, the others in `--peers-python`. LLaMA-Factory pins
+other versions, so it runs in an environment of its own (`make peers-llama-factory`), and only when
+`--contestants` names it. Where there is a GPU, seconds are the GPU's and memory is what torch
+allocated; that path was never run on a GPU.
 """
 
 from __future__ import annotations
@@ -49,12 +56,25 @@ def compare(asked: argparse.Namespace, race: Race) -> dict[str, Any]:
             epochs = asked.epochs or EPOCHS.get(method, 1)
             n_train = max(1, round(asked.steps / epochs)) * asked.batch
             size = workloads.Size(asked.hidden, asked.layers, asked.words)
-            given = workloads.Given(asked.data, asked.model, tuple(tuple(pair.split("=")) for pair in asked.columns))
-            place = workloads.prepare(race.root / "workloads", shape, size, n_train, asked.eval_examples, given)
+            given = workloads.Given(
+                asked.data, asked.model, tuple(tuple(pair.split("=")) for pair in asked.columns)
+            )
+            place = workloads.prepare(
+                race.root / "workloads", shape, size, n_train, asked.eval_examples, given
+            )
             by_precision = {}
             for precision in asked.precision:
                 out = race.root / "runs" / f"{place[0].name}-{method}-{precision}"
-                piece = Piece(*place, method, precision, epochs, asked.batch, asked.threads, asked.usd_per_hour, out)
+                piece = Piece(
+                    *place,
+                    method,
+                    precision,
+                    epochs,
+                    asked.batch,
+                    asked.threads,
+                    asked.usd_per_hour,
+                    out,
+                )
                 race.say(f"{name}, {method}, {precision}")
                 table = table_of(asked, race, piece, name)
                 by_precision[precision] = table["rows"]
@@ -62,17 +82,25 @@ def compare(asked: argparse.Namespace, race: Race) -> dict[str, Any]:
             if len(by_precision) > 1:
                 found = against_best(by_precision, name, method, shape.task)
                 if found:
-                    tables.append({"workload": name, "method": method, "precision": "best", "targets": found})
+                    tables.append(
+                        {"workload": name, "method": method, "precision": "best", "targets": found}
+                    )
     found_leaks = {}
     if asked.leaks:
         found_leaks = {name: leaks.check(race, name) for name in asked.contestants}
-    is_whole = all(table.get("is_whole", True) for table in tables) and None not in found_leaks.values()
+    is_whole = (
+        all(table.get("is_whole", True) for table in tables) and None not in found_leaks.values()
+    )
     return {"is_whole": is_whole, "tables": tables, "leaks": found_leaks}
 
 
-def against_best(by_precision: dict[str, figures.Table], workload: str, method: str, task: str) -> list[dict[str, Any]]:
+def against_best(
+    by_precision: dict[str, figures.Table], workload: str, method: str, task: str
+) -> list[dict[str, Any]]:
     """The targets that leave the precision to each."""
-    return figures.against_targets(figures.best_precision(by_precision), workload, method, "best", task)
+    return figures.against_targets(
+        figures.best_precision(by_precision), workload, method, "best", task
+    )
 
 
 def table_of(asked: argparse.Namespace, race: Race, piece: Piece, workload: str) -> dict[str, Any]:
@@ -85,7 +113,9 @@ def table_of(asked: argparse.Namespace, race: Race, piece: Piece, workload: str)
     is_whole = True
     for name in names if asked.tune else []:
         if name in TUNABLE and not settings[name]:
-            best = race.tuned(piece.entry(name, seed=0), asked.tune_steps, compiles=asked.tune == "all")
+            best = race.tuned(
+                piece.entry(name, seed=0), asked.tune_steps, compiles=asked.tune == "all"
+            )
             is_whole = is_whole and best is not None
             settings[name] = best
             swept |= {name}
@@ -110,7 +140,12 @@ def table_of(asked: argparse.Namespace, race: Race, piece: Piece, workload: str)
             said = judge.Verdict("reference")
         if not all(record["saw_all"] for record in records[name]):
             said = judge.Verdict("other tokens")
-        row |= {"verdict": said.as_dict(), "void": said.is_void, "swept": name in swept, "records": records[name]}
+        row |= {
+            "verdict": said.as_dict(),
+            "void": said.is_void,
+            "swept": name in swept,
+            "records": records[name],
+        }
     rows |= {name: {"failed": why, "void": True} for name, why in failed.items()}
     return {
         "workload": workload,
@@ -158,13 +193,18 @@ def machine(asked: argparse.Namespace) -> dict[str, Any]:
         "threads": asked.threads,
         "malloc": MALLOC if asked.malloc else {},
         "warm_up_steps": WARM_UP,
-        "asked": {key: str(value) if isinstance(value, Path) else value for key, value in vars(asked).items()},
+        "asked": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(asked).items()
+        },
     }
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="farthing beside its peers", epilog="see docs/compare.md")
+    parser = argparse.ArgumentParser(
+        description="farthing beside its peers", epilog="see docs/compare.md"
+    )
     add = parser.add_argument
     add("--workload", nargs="+", choices=tuple(workloads.WORKLOADS), default=["chat"])
     add("--methods", nargs="+", choices=METHODS, default=["full"])
@@ -177,15 +217,38 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         help="default: what `make peers` suffices for",
     )
     add("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
-    add("--seeds", type=int, default=1, metavar="N", help="rounds; the loss is judged from three on")
+    add(
+        "--seeds", type=int, default=1, metavar="N", help="rounds; the loss is judged from three on"
+    )
     add("--steps", type=int, default=12, metavar="N", help="optimizer steps of all epochs")
     add("--epochs", type=int, metavar="N", help="default: 3 for lora-top, else 1")
     add("--batch", type=int, default=8, metavar="N", help="examples of an optimizer step")
     add("--threads", type=int, default=1)
-    add("--data", default="", metavar="FILE.jsonl", help="texts in any format of farthing, instead of drawn ones")
-    add("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help="as data.columns of a job: label=product")
-    add("--model", default="", metavar="DIR", help="configuration and tokenizer, with or without weights")
-    add("--hidden", type=int, default=256, help="width of the model that is made where none is given")
+    add(
+        "--data",
+        default="",
+        metavar="FILE.jsonl",
+        help="texts in any format of farthing, instead of drawn ones",
+    )
+    add(
+        "--columns",
+        nargs="+",
+        default=[],
+        metavar="NAME=COLUMN",
+        help="as data.columns of a job: label=product",
+    )
+    add(
+        "--model",
+        default="",
+        metavar="DIR",
+        help="configuration and tokenizer, with or without weights",
+    )
+    add(
+        "--hidden",
+        type=int,
+        default=256,
+        help="width of the model that is made where none is given",
+    )
     add("--layers", type=int, default=6)
     add("--words", type=int, default=16000, help="its vocabulary")
     add(
@@ -195,15 +258,36 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         help="multiplies the lengths (default on a CPU: chat 1/3, full 1/4, shared 0.4)",
     )
     add("--eval-examples", type=int, default=24, metavar="N")
-    add("--tune", nargs="?", const="all", choices=("quick", "all"), help="find the peers' best settings first; "
-        "quick: without torch.compile")  # fmt: skip
+    add(
+        "--tune",
+        nargs="?",
+        const="all",
+        choices=("quick", "all"),
+        help="find the peers' best settings first; quick: without torch.compile",
+    )
     add("--tune-steps", type=int, default=6, metavar="N")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of farthing's job (repeatable)")
-    add("--peer-set", action="append", default=[], metavar="NAME.KEY=VALUE", help="a peer's setting, as a sweep found it "
-        "elsewhere: hf-tuned.micro_batch=2 (repeatable)")  # fmt: skip
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key of farthing's job (repeatable)",
+    )
+    add(
+        "--peer-set",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="a peer's setting, as a sweep found it elsewhere: hf-tuned.micro_batch=2 (repeatable)",
+    )
     add("--usd-per-hour", type=float, default=0.10)
     add("--no-leaks", dest="leaks", action="store_false", help="leave out the test for leaks")
-    add("--plain-malloc", dest="malloc", action="store_false", help="glibc's own thresholds, for all")
+    add(
+        "--plain-malloc",
+        dest="malloc",
+        action="store_false",
+        help="glibc's own thresholds, for all",
+    )
     add(
         "--minutes",
         type=float,
@@ -213,15 +297,28 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     add("--folder", type=Path, default=Path("build/compare"), help="where finished runs are kept")
     add("--peers-python", type=Path, default=Path(".venv/peers/bin/python"))
-    add("--python", action="append", default=[], metavar="NAME=PATH", help="of a contestant with an environment of its own: "
-        "llama-factory=DIR/bin/python (repeatable)")  # fmt: skip
+    add(
+        "--python",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help=(
+            "of a contestant with an environment of its own: "
+            "llama-factory=DIR/bin/python (repeatable)"
+        ),
+    )
     add("--json", type=Path, metavar="FILE", help="write everything")
     asked = parser.parse_args(words)
     if set(asked.contestants) - {*OWN, *ENVIRONMENTS} and not asked.peers_python.exists():
-        parser.error(f"no {asked.peers_python}: `make peers` makes it, or ask for --contestants naive farthing")
+        parser.error(
+            f"no {asked.peers_python}: `make peers` makes it, or ask for --contestants naive"
+            " farthing"
+        )
     for name, path in pythons_of(asked).items():
         if name not in ENVIRONMENTS:
-            parser.error(f"--python: {name} has no environment of its own, only {', '.join(ENVIRONMENTS)}")
+            parser.error(
+                f"--python: {name} has no environment of its own, only {', '.join(ENVIRONMENTS)}"
+            )
         if name in asked.contestants and not path.is_file():
             parser.error(f"no {path}: `make peers-{name}` makes it, or give --python {name}=PATH")
     if asked.data and len(asked.workload) > 1:

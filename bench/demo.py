@@ -1,9 +1,10 @@
-"""The demo: the bill before the start, a fine-tune that is killed without warning, carries on exactly, and its receipt.
+"""The demo: the bill before the start, a fine-tune that is killed without warning, carries on
+exactly, and its receipt.
 
     make demo
 
-A small Llama and its data are made on the spot; no network and no GPU are needed. The same job is then run once more
-without interruption, to show that the two results are equal to the bit.
+A small Llama and its data are made on the spot; no network and no GPU are needed. The same job is
+then run once more without interruption, to show that the two results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def write_one(model_folder: Path, prompt: str) -> str:
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
-    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+    return str(
+        tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    ).strip()
 
 
 def main() -> int:
@@ -71,15 +74,25 @@ def main() -> int:
     subprocess.run([*FARTHING, "train", str(job)], check=True)
     say("5. The same job without interruption, to compare")
     alone = f"output_dir={FOLDER / 'alone'}"
-    subprocess.run([*FARTHING, "train", str(job), "--set", alone, "--json"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*FARTHING, "train", str(job), "--set", alone, "--json"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     different = differences(result_of(FOLDER / "alone"), result_of(FOLDER / "run"))
     if different:
         print(f"the killed run differs from the uninterrupted one in: {', '.join(different)}")
         return 1
-    say("Every loss, every weight and the optimizer's state of the two runs are identical to the bit.")
+    say(
+        "Every loss, every weight and the optimizer's state of the two runs are identical to the"
+        " bit."
+    )
     prompt = "name: Blue Spice; food: Indian; area: riverside; price: cheap =>"
     print(f"\nprompt: {prompt}\nmodel:  {write_one(FOLDER / 'run' / 'model', prompt)}")
-    print(f"\nthe model: {FOLDER / 'run' / 'model'}    the receipt again: farthing report {FOLDER / 'run'}")
+    print(
+        f"\nthe model: {FOLDER / 'run' / 'model'}    the receipt again: farthing report"
+        f" {FOLDER / 'run'}"
+    )
     return 0
 
 

@@ -1,12 +1,14 @@
-"""Is the diagnosis right? Eight causes of waste, each made real in a run on this machine: named, and the saving foretold.
+"""Is the diagnosis right? Eight causes of waste, each made real in a run on this machine: named,
+and the saving foretold.
 
     python bench/diagnose.py --json
 
-Each cause is trained with and without: what `report.diagnosis` says of the first run is held against the seconds that the
-second one spares. The second run does what the diagnosis says where it names a key and a value; what was slowed down on
-purpose is as it was. Runs are timed by the processor time of the thread that trains, so that other programs on the machine
-don't count, nor checkpoints that are written meanwhile; those that wait for a disk by the clock on the wall. Refuses to
-train for long: sizes are chosen so that the cause shows.
+Each cause is trained with and without: what `report.diagnosis` says of the first run is held
+against the seconds that the second one spares. The second run does what the diagnosis says where it
+names a key and a value; what was slowed down on purpose is as it was. Runs are timed by the
+processor time of the thread that trains, so that other programs on the machine don't count, nor
+checkpoints that are written meanwhile; those that wait for a disk by the clock on the wall. Refuses
+to train for long: sizes are chosen so that the cause shows.
 """
 
 from __future__ import annotations
@@ -40,12 +42,29 @@ TOLERANCE = 0.25
 def long_rows(n: int, words: int, seed: int = 0, long_every: int = 0) -> list[dict[str, str]]:
     """Rows of so many words; every so many are thirty times as long."""
     chance = random.Random(seed)
-    vocabulary = ["bread", "cheese", "soup", "apple", "rice", "goal", "match", "race", "team", "ball"]
+    vocabulary = [
+        "bread",
+        "cheese",
+        "soup",
+        "apple",
+        "rice",
+        "goal",
+        "match",
+        "race",
+        "team",
+        "ball",
+    ]
     return [
         {
             "prompt": f"number {i}:",
-            "completion": " "
-            + " ".join(chance.choices(vocabulary, k=words * (30 if long_every and i % long_every == 0 else 1))),
+            "completion": (
+                " "
+                + " ".join(
+                    chance.choices(
+                        vocabulary, k=words * (30 if long_every and i % long_every == 0 else 1)
+                    )
+                )
+            ),
         }
         for i in range(n)
     ]
@@ -54,7 +73,15 @@ def long_rows(n: int, words: int, seed: int = 0, long_every: int = 0) -> list[di
 class Case:
     """A run that wastes something, and the same run without."""
 
-    def __init__(self, area: str, cause: str, *, rows: list[dict[str, str]], size: dict[str, int], **keys: Any) -> None:
+    def __init__(
+        self,
+        area: str,
+        cause: str,
+        *,
+        rows: list[dict[str, str]],
+        size: dict[str, int],
+        **keys: Any,
+    ) -> None:
         self.area, self.cause, self.rows, self.size, self.keys = area, cause, rows, size, keys
         self.slowed: Callable[[], Any] | None = None
         self.keeps_cache = self.waits = False
@@ -62,7 +89,11 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """The eight."""
-    small, middle, wide = ({"hidden": 64, "layers": 2}, {"hidden": 192, "layers": 6}, {"hidden": 384, "layers": 4})
+    small, middle, wide = (
+        {"hidden": 64, "layers": 2},
+        {"hidden": 192, "layers": 6},
+        {"hidden": 384, "layers": 4},
+    )
     short = demo_rows(200, 0)
     case = Case("data", "slow storage", rows=short, size=small, max_steps=40)
     case.waits = True
@@ -79,13 +110,38 @@ def cases() -> Iterator[Case]:
         max_steps=40,
         gradient_checkpointing=True,
     )
-    yield Case("memory", "micro-batches too small", rows=short, size=small, max_steps=80, micro_batch_tokens=24)
-    yield Case("compute", "max_length too long", rows=long_rows(240, 12, long_every=25), size=middle, max_steps=45)
     yield Case(
-        "evaluation", "evaluation too often", rows=short, size=middle, max_steps=60, eval_steps=2, eval_fraction=0.3
+        "memory",
+        "micro-batches too small",
+        rows=short,
+        size=small,
+        max_steps=80,
+        micro_batch_tokens=24,
+    )
+    yield Case(
+        "compute",
+        "max_length too long",
+        rows=long_rows(240, 12, long_every=25),
+        size=middle,
+        max_steps=45,
+    )
+    yield Case(
+        "evaluation",
+        "evaluation too often",
+        rows=short,
+        size=middle,
+        max_steps=60,
+        eval_steps=2,
+        eval_fraction=0.3,
     )
     case = Case(
-        "checkpoints", "saves too often", rows=short, size=wide, max_steps=40, save_steps=1, global_batch_size=1
+        "checkpoints",
+        "saves too often",
+        rows=short,
+        size=wide,
+        max_steps=40,
+        save_steps=1,
+        global_batch_size=1,
     )
     case.waits = True
     yield case
@@ -119,7 +175,9 @@ def _as_it_is() -> Iterator[None]:
 def run(case: Case, folder: Path, name: str, fixed: dict[str, Any], *, is_slowed: bool) -> Receipt:
     """Train the case in `folder`, with other keys where it is `fixed`."""
     if not (folder / "base").exists():
-        make_model_folder(folder / "base", [" ".join(row.values()) for row in case.rows[:200]], **case.size)
+        make_model_folder(
+            folder / "base", [" ".join(row.values()) for row in case.rows[:200]], **case.size
+        )
         write_jsonl(folder / "data.jsonl", case.rows)
     keys = dict(case.keys)
     values: dict[str, Any] = {
@@ -143,11 +201,15 @@ def run(case: Case, folder: Path, name: str, fixed: dict[str, Any], *, is_slowed
     slowed = case.slowed if is_slowed else None
     timed = functools.partial(Meter, clock=time.monotonic if case.waits else time.thread_time)
     with (slowed or _as_it_is)(), patch("farthing.durability.opening.Meter", timed):
-        return farthing.train.run.train(load_job(path, [f"{k}={v}" for k, v in fixed.items()]), ignore).receipt
+        return farthing.train.run.train(
+            load_job(path, [f"{k}={v}" for k, v in fixed.items()]), ignore
+        ).receipt
 
 
 def seconds_of(receipt: Receipt) -> float:
-    """Seconds of a run without what the import of libraries takes, which only the first run in a process pays."""
+    """Seconds of a run without what the import of libraries takes, which only the first run in a
+    process pays.
+    """
     return receipt.wall_s - sum(span.seconds for span in receipt.spans if span.name == "start_up")
 
 
@@ -156,7 +218,9 @@ def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         wasteful = run(case, Path(scratch), "wasteful", {}, is_slowed=True)
         assert wasteful.diagnosis is not None
-        found: Finding | None = next((f for f in wasteful.diagnosis.findings if f.cause == case.cause), None)
+        found: Finding | None = next(
+            (f for f in wasteful.diagnosis.findings if f.cause == case.cause), None
+        )
         fix = dict([found.fix.split("=", 1)]) if found and "=" in found.fix else {}
         thrifty = run(case, Path(scratch), "thrifty", fix, is_slowed=False)
     assert thrifty.diagnosis is not None
@@ -179,13 +243,20 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print; 1 where a cause is not named or its saving is off by more than a quarter."""
+    """Measure and print; 1 where a cause is not named or its saving is off by more than a quarter."""  # noqa: E501
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="one cause")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:  # what a process pays once
-        warm = Case("", "", rows=demo_rows(60, 0), size={"hidden": 64, "layers": 2}, max_steps=4, eval_fraction=0.2)
+        warm = Case(
+            "",
+            "",
+            rows=demo_rows(60, 0),
+            size={"hidden": 64, "layers": 2},
+            max_steps=4,
+            eval_fraction=0.2,
+        )
         run(warm, Path(scratch), "warm", {}, is_slowed=False)
     results = []
     for case in cases():
@@ -199,7 +270,8 @@ def main() -> None:
         for row in results:
             verdict = "named" if row["named"] else "not named"
             print(
-                f"{row['cause']:26} {verdict:10} foretold {row['foretold_s']} s, saved {row['saved_s']} s, {row['fix']}"
+                f"{row['cause']:26} {verdict:10} foretold {row['foretold_s']} s, saved"
+                f" {row['saved_s']} s, {row['fix']}"
             )
     sys.exit(len(good) < len(results))
 

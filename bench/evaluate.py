@@ -1,12 +1,16 @@
-"""An evaluation by farthing beside that of transformers on the same rows, in CPU-seconds: loss, classes, written texts.
+"""An evaluation by farthing beside that of transformers on the same rows, in CPU-seconds: loss,
+classes, written texts.
 
-    python bench/evaluate.py --json evaluation.json            # all three tasks, drawn texts, two rounds
+    python bench/evaluate.py --json evaluation.json            # all three tasks, drawn texts, two
+    rounds
     python bench/evaluate.py --tasks seq2seq --data FILE.jsonl # real texts
 
-`transformers` is `Trainer.evaluate` as it comes (8 rows at a time), for seq2seq `Seq2SeqTrainer.evaluate` with
-`predict_with_generate`; `--peer-batch` gives it another number of rows. Each is a process of its own with the model loaded and
-one small evaluation done before the clock runs; they take turns. The losses must agree to 1e-3, else nothing is reported:
-transformers takes the mean of its batches' means.
+`transformers` is `Trainer.evaluate` as it comes (8 rows at a time), for seq2seq
+`Seq2SeqTrainer.evaluate` with
+`predict_with_generate`; `--peer-batch` gives it another number of rows. Each is a process of its
+own with the model loaded and one small evaluation done before the clock runs; they take turns. The
+losses must agree to 1e-3, else nothing is reported: transformers takes the mean of its batches'
+means.
 """
 
 from __future__ import annotations
@@ -47,27 +51,45 @@ def ours(folder: Path, asked: argparse.Namespace, task: str) -> dict[str, Any]:
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     shape = facts["workload"]
     assignment = Assignment(
-        contestant="farthing", folder=str(folder), out=str(folder / "evaluating"), task=task, method="full", precision="fp32",
-        order=[[0] * facts["train"]["examples"]], epochs=1, seed=0, max_length=shape["max_length"],
-        max_target_length=shape["max_target_length"], learning_rate=1e-3, targets=[],
+        contestant="farthing",
+        folder=str(folder),
+        out=str(folder / "evaluating"),
+        task=task,
+        method="full",
+        precision="fp32",
+        order=[[0] * facts["train"]["examples"]],
+        epochs=1,
+        seed=0,
+        max_length=shape["max_length"],
+        max_target_length=shape["max_target_length"],
+        learning_rate=1e-3,
+        targets=[],
         columns=dict(facts["given"]["columns"]),
-    )  # fmt: skip
+    )
     values = job_values(assignment, cache_dir=str(folder / "cache"))
     values["data"] |= {"eval": str(folder / "eval.jsonl"), "max_eval_samples": asked.examples}
     job = load_job(write_job(Path(assignment.out), values))
     _, held_out = open_examples(job, open_inputs(job), lambda event: None, lambda: False)
     assert held_out is not None
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    forward = Forward(models.load(assignment), task, tokenizer.pad_token_id, Numerics(torch.device("cpu"), None))
+    forward = Forward(
+        models.load(assignment), task, tokenizer.pad_token_id, Numerics(torch.device("cpu"), None)
+    )
     writing = Writing(tokenizer, asked.new_tokens) if asked.new_tokens else None
 
     def once(n: int) -> dict[str, Any]:
-        return evaluate(forward, held_out.tokens, held_out.indices[:n], micro_batch_tokens=2048, writing=writing)
+        return evaluate(
+            forward, held_out.tokens, held_out.indices[:n], micro_batch_tokens=2048, writing=writing
+        )
 
     once(N_WARM)
     started = time.process_time()
     metrics = once(len(held_out.indices))
-    return {"cpu_s": time.process_time() - started, "loss": metrics["loss"], "n": len(held_out.indices)}
+    return {
+        "cpu_s": time.process_time() - started,
+        "loss": metrics["loss"],
+        "n": len(held_out.indices),
+    }
 
 
 def theirs(folder: Path, asked: argparse.Namespace, task: str) -> dict[str, Any]:
@@ -81,9 +103,12 @@ def theirs(folder: Path, asked: argparse.Namespace, task: str) -> dict[str, Any]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     model = models.auto_class(task).from_pretrained(folder / "model", dtype=torch.float32)
     options: dict[str, Any] = {
-        "output_dir": str(folder / "evaluating"), "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+        "output_dir": str(folder / "evaluating"),
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
         "per_device_eval_batch_size": asked.peer_batch,
-    }  # fmt: skip
+    }
     judges: dict[str, Any] = {}
     kind, arguments = transformers.Trainer, transformers.TrainingArguments
     collator: Any = transformers.DataCollatorForSeq2Seq(tokenizer, model=model, padding=True)
@@ -93,8 +118,16 @@ def theirs(folder: Path, asked: argparse.Namespace, task: str) -> dict[str, Any]
         kind, arguments = transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments
         options |= {"predict_with_generate": True}
         model.generation_config.max_new_tokens = asked.new_tokens
-        judges["compute_metrics"] = lambda found: {}  # without any it takes the loss alone, and writes nothing
-    trainer = kind(model=model, args=arguments(**options), data_collator=collator, processing_class=tokenizer, **judges)
+        judges["compute_metrics"] = (
+            lambda found: {}
+        )  # without any it takes the loss alone, and writes nothing
+    trainer = kind(
+        model=model,
+        args=arguments(**options),
+        data_collator=collator,
+        processing_class=tokenizer,
+        **judges,
+    )
     data = datasets.Dataset.from_list(rows.rows(list(range(n))))
     trainer.evaluate(data.select(range(N_WARM)))
     started = time.process_time()
@@ -127,7 +160,9 @@ def compare(asked: argparse.Namespace, task: str, new_tokens: int) -> dict[str, 
     """Both on the rows of a task, in turns; medians and their ratio."""
     shape = workloads.WORKLOADS[WORKLOADS[task]]
     given = workloads.Given(asked.data)
-    folder, _ = workloads.prepare(asked.folder.resolve(), shape, workloads.Size(), N_TRAIN, asked.examples, given)
+    folder, _ = workloads.prepare(
+        asked.folder.resolve(), shape, workloads.Size(), N_TRAIN, asked.examples, given
+    )
     asked.new_tokens = new_tokens
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "transformers": []}
     for _ in range(asked.rounds):
@@ -135,21 +170,33 @@ def compare(asked: argparse.Namespace, task: str, new_tokens: int) -> dict[str, 
             found.append(measured(folder, asked, shape.task, who))
     losses = [found[-1]["loss"] for found in runs.values()]
     if abs(losses[0] - losses[1]) > 1e-3 * abs(losses[1]):
-        raise SystemExit(f"{task}: the losses are {losses[0]} and {losses[1]}: not the same rows or not the same model")
+        raise SystemExit(
+            f"{task}: the losses are {losses[0]} and {losses[1]}: not the same rows or not the same"
+            " model"
+        )
     seconds = {who: median(run["cpu_s"] for run in found) for who, found in runs.items()}
     return {
-        "task": task, "written_tokens": new_tokens, "rows": runs["ours"][0]["n"], "losses": losses,
-        "cpu_s": seconds, "ratio": seconds["ours"] / seconds["transformers"], "runs": runs,
-    }  # fmt: skip
+        "task": task,
+        "written_tokens": new_tokens,
+        "rows": runs["ours"][0]["n"],
+        "losses": losses,
+        "cpu_s": seconds,
+        "ratio": seconds["ours"] / seconds["transformers"],
+        "runs": runs,
+    }
 
 
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description="an evaluation beside that of transformers")
     parser.add_argument("--tasks", nargs="+", default=list(WORKLOADS), metavar="TASK")
-    parser.add_argument("--data", default="", metavar="FILE.jsonl", help="texts of one task instead of drawn ones")
+    parser.add_argument(
+        "--data", default="", metavar="FILE.jsonl", help="texts of one task instead of drawn ones"
+    )
     parser.add_argument("--examples", type=int, default=96)
-    parser.add_argument("--new-tokens", type=int, default=16, help="written for each row of seq2seq")
+    parser.add_argument(
+        "--new-tokens", type=int, default=16, help="written for each row of seq2seq"
+    )
     parser.add_argument("--peer-batch", type=int, default=8, help="rows at a time of transformers")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("build/evaluate"))
@@ -163,15 +210,19 @@ def main() -> None:
         print(json.dumps(run(asked.folder, asked, asked.tasks[0])))
         return
     wanted = [(task, 0) for task in asked.tasks]
-    wanted += [("seq2seq", asked.new_tokens)] if "seq2seq" in asked.tasks and asked.new_tokens else []
+    wanted += (
+        [("seq2seq", asked.new_tokens)] if "seq2seq" in asked.tasks and asked.new_tokens else []
+    )
     found = [compare(asked, task, n) for task, n in wanted]
     for row in found:
         ours_s, theirs_s = row["cpu_s"].values()
-        words = f"{row['task']}, {row['rows']} rows" + f", {row['written_tokens']} tokens written" * bool(
-            row["written_tokens"]
+        words = (
+            f"{row['task']}, {row['rows']} rows"
+            + f", {row['written_tokens']} tokens written" * bool(row["written_tokens"])
         )
         print(
-            f"{words:40} {ours_s:7.2f} s, transformers {theirs_s:7.2f} s: {row['ratio']:.2f}   losses {row['losses']}"
+            f"{words:40} {ours_s:7.2f} s, transformers {theirs_s:7.2f} s: {row['ratio']:.2f}  "
+            f" losses {row['losses']}"
         )
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1), encoding="utf-8")

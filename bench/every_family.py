@@ -1,12 +1,15 @@
-"""Every model family of transformers for every task: is what farthing computes what plain transformers computes?
+"""Every model family of transformers for every task: is what farthing computes what plain
+transformers computes?
 
     python bench/every_family.py --task causal-lm                 # all families of the task
     python bench/every_family.py --task classification xlnet bert
 
-Of each family a model of a few thousand weights is made, with a configuration as its own class makes it, all sizes small. Six
-documents of uneven lengths go through farthing as it would train them, and through transformers one at a time: loss,
-gradients (whole and with an adapter), evaluation. Then a run of two steps is trained, exported and read back, and planned.
-Each family gets one line: `exact` (and how), `refused` (in words), or what went wrong. Needs no network and no data.
+Of each family a model of a few thousand weights is made, with a configuration as its own class
+makes it, all sizes small. Six documents of uneven lengths go through farthing as it would train
+them, and through transformers one at a time: loss, gradients (whole and with an adapter),
+evaluation. Then a run of two steps is trained, exported and read back, and planned. Each family
+gets one line: `exact` (and how), `refused` (in words), or what went wrong. Needs no network and no
+data.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import farthing.train.run
 from farthing.config.load import load_job
-from farthing.errors import FarthingError, UserMistake
+from farthing.errors import FarthingError, InputError
 from farthing.export.folders import export_run
 from farthing.model.embedding_gradients import add_by_rows
 from farthing.model.forward import Forward
@@ -66,16 +69,30 @@ CLOSE = 1e-5
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SIZES: dict[str, Any] = {name: size for size, names in _TABLE["sizes"].items() for name in names}
-QUIET = ("dropout", "layerdrop", "drop_rate", "pdrop", "jitter", "attention_probs_dropout_prob", "hidden_dropout_prob")
+QUIET = (
+    "dropout",
+    "layerdrop",
+    "drop_rate",
+    "pdrop",
+    "jitter",
+    "attention_probs_dropout_prob",
+    "hidden_dropout_prob",
+)
 LOOKS_BACK = {"is_decoder": True, "causal": True}
-OWN: dict[str, dict[str, Any]] = {family: row["has"] for row in _TABLE["families"] for family in row["of"]}
+OWN: dict[str, dict[str, Any]] = {
+    family: row["has"] for row in _TABLE["families"] for family in row["of"]
+}
 """What a family needs besides: found by its own checks."""
 
 
 def known_names(kind: Any) -> set[str]:
     """The names that a configuration class takes."""
     fields: set[str] = set(getattr(kind, "__dataclass_fields__", {}))
-    return fields | {each for each in inspect.signature(kind.__init__).parameters if each not in ("self", "kwargs")}
+    return fields | {
+        each
+        for each in inspect.signature(kind.__init__).parameters
+        if each not in ("self", "kwargs")
+    }
 
 
 def small_values(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +116,11 @@ def small_values(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
         part = of_made(name)
         part_kind = type(part) if part is not None else of
         if hasattr(part_kind, "model_type") and part_kind.__name__ != "AutoConfig":
-            given = own.get(name) or OWN.get(f"{part_kind.model_type}.part") or OWN.get(part_kind.model_type, {})
+            given = (
+                own.get(name)
+                or OWN.get(f"{part_kind.model_type}.part")
+                or OWN.get(part_kind.model_type, {})
+            )
             values[name] = small_values(part_kind, given) | (
                 {"model_type": part_kind.model_type} if of.__name__ == "AutoConfig" else {}
             )
@@ -108,19 +129,28 @@ def small_values(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
         kinds = list(dict.fromkeys(layers))
         kinds += [kinds[0]] * (len(kinds) < 2)
         values |= {"layer_types": kinds}
-        values |= {name: len(kinds) for name in ("num_hidden_layers", "n_layer", "num_layers") if name in values}
+        values |= {
+            name: len(kinds)
+            for name in ("num_hidden_layers", "n_layer", "num_layers")
+            if name in values
+        }
     return values | own
 
 
 def small_config(family: str, task: str) -> Any:
-    """A small configuration of a family, of its own class; an encoder that is to predict the next token looks back only."""
+    """A small configuration of a family, of its own class; an encoder that is to predict the next
+    token looks back only.
+    """
     kind = CONFIG_MAPPING[family]
     values = small_values(kind, OWN.get(family, {}))
     if task == "causal-lm":
         names = known_names(kind)
         values |= {key: value for key, value in LOOKS_BACK.items() if key in names}
     config = kind(**values)
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and getattr(config, "decoder_start_token_id", None) is None
+    ):
         config.decoder_start_token_id = 1
     return config
 
@@ -158,9 +188,13 @@ def plain_loss(
     of, own = task_of(task), None
     if of.is_pair:
         source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
-        found = model(input_ids=source, attention_mask=torch.ones_like(source), labels=labels, use_cache=False)
+        found = model(
+            input_ids=source, attention_mask=torch.ones_like(source), labels=labels, use_cache=False
+        )
         if found.logits.shape[1] != labels.shape[1]:
-            raise ValueError(f"logits of {found.logits.shape[1]} tokens for {labels.shape[1]} targets")
+            raise ValueError(
+                f"logits of {found.logits.shape[1]} tokens for {labels.shape[1]} targets"
+            )
         loss = F.cross_entropy(found.logits[0].float(), labels[0], reduction="sum")
         return loss, None if found.loss is None else found.loss * labels.numel()
     rows = ids[None]
@@ -192,7 +226,9 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def off_by(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
-    """(the largest relative difference of a gradient, its name): to its own size or a thousandth of the whole."""
+    """(the largest relative difference of a gradient, its name): to its own size or a thousandth of
+    the whole.
+    """
     names = {*ours, *theirs}
     floor = 1e-3 * float(torch.stack([g.norm() for g in theirs.values()]).norm())
     worst = (0.0, "")
@@ -235,12 +271,18 @@ def write_job(folder: Path, task: str, method: str, **train: Any) -> Path:
     values = {
         "task": task,
         "model": {"model_name_or_path": "./base"},
-        "data": {"train": "data.jsonl", "max_length": 200} | ({"max_target_length": 60} if task == "seq2seq" else {}),
+        "data": {"train": "data.jsonl", "max_length": 200}
+        | ({"max_target_length": 60} if task == "seq2seq" else {}),
         "method": {"name": method, "lora_r": 2} if method == "lora" else "full",
         "where": {"device": "cpu", "usd_per_hour": 1.0},
         "output_dir": f"./run-{method}",
         "cache_dir": "./cache",
-        "train": {"max_steps": 2, "global_batch_size": 6, "learning_rate": 0.01, "lr_scheduler_type": "constant"}
+        "train": {
+            "max_steps": 2,
+            "global_batch_size": 6,
+            "learning_rate": 0.01,
+            "lr_scheduler_type": "constant",
+        }
         | train,
     }
     path = folder / f"{method}.yaml"
@@ -267,7 +309,11 @@ def compare(path: Path, row: dict[str, Any], method: str) -> None:
         use_low_rank(model)
     forward = Forward(model, job.task, inputs.pad_id, numerics)
     add_by_rows(model)
-    row["how"] = "packed" if forward.is_packed else "padded" + ("" if forward.apart is None else ", of one length")
+    row["how"] = (
+        "packed"
+        if forward.is_packed
+        else "padded" + ("" if forward.apart is None else ", of one length")
+    )
     row["head"] = "labelled" if forward.why_all_scored is None else "all"
     pieces = forward.split(tokens, np.arange(len(tokens)), MICRO_BATCH_TOKENS)
     for is_training in (True, False):
@@ -283,9 +329,11 @@ def compare(path: Path, row: dict[str, Any], method: str) -> None:
                     loss = forward.loss(batch)
                     loss.backward()
                 else:
-                    loss = (forward.loss_and_log_probs if forward.of.scores_tokens else forward.loss_and_scores)(batch)[
-                        0
-                    ]
+                    loss = (
+                        forward.loss_and_log_probs
+                        if forward.of.scores_tokens
+                        else forward.loss_and_scores
+                    )(batch)[0]
                 ours += float(loss.detach())
             for ids, is_target, label in documents_of(tokens):
                 torch.manual_seed(5)
@@ -331,7 +379,10 @@ def logits_of(model: Any, tokens: list[Tensor], task: str) -> Tensor:
     found = []
     with torch.no_grad():
         for ids in tokens:
-            inputs = {"input_ids": ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+            inputs = {
+                "input_ids": ids[None],
+                "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
+            }
             if task != "classification":
                 inputs["use_cache"] = False  # with a cache some read the last token alone
             if task == "seq2seq":
@@ -372,7 +423,7 @@ def plan(path: Path, row: dict[str, Any], n_weights: int) -> None:
     try:
         shape = read_shape(config, job.task, 3 if task_of(job.task).labels else 0)
         row["planned parameters off"] = shape.n_parameters - n_weights
-    except UserMistake as error:
+    except InputError as error:
         row["plan refused"] = str(error)[:200]
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -404,13 +455,18 @@ def look_at(family: str, task: str, folder: Path, *, runs: bool) -> dict[str, An
     try:
         model.save_pretrained(base)
         make_framing_tokenizer(base, task)
-        again = getattr(transformers, task_of(task).auto_class).from_pretrained(base, dtype=torch.float32)
+        again = getattr(transformers, task_of(task).auto_class).from_pretrained(
+            base, dtype=torch.float32
+        )
     except Exception as error:
         return row | {"outcome": "not made", "why": f"saving: {problem(error)}"}
     try:
         ids = torch.tensor([5, 9, 30, 44, 17, 60, 2])
         is_target = torch.tensor([0, 0, 0, 1, 1, 1, 1])
-        first = [float(plain_loss(each.eval(), ids, is_target, 1, task)[0].detach()) for each in (model, again)]
+        first = [
+            float(plain_loss(each.eval(), ids, is_target, 1, task)[0].detach())
+            for each in (model, again)
+        ]
         row["reload off"] = abs(first[0] - first[1])
     except Exception as error:
         row["plain"] = problem(error)
@@ -443,7 +499,11 @@ def outcome(row: dict[str, Any]) -> str:
     for key, value in row.items():
         size = value[0] if isinstance(value, tuple) else value
         most = 20 * CLOSE if "gradients" in key or "export" in key else CLOSE
-        is_off = key.endswith(("loss off", "gradients off", "export off")) and "own" not in key and not size <= most
+        is_off = (
+            key.endswith(("loss off", "gradients off", "export off"))
+            and "own" not in key
+            and not size <= most
+        )
         if is_off or (key.endswith("moved") and not size > 1e-4):
             return "wrong"
     if row.get("planned parameters off"):
@@ -455,7 +515,9 @@ def outcome(row: dict[str, Any]) -> str:
 
 def main_(arguments: list[str] | None = None) -> int:
     """Look at the families that are named, or all of a task."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("families", nargs="*")
     parser.add_argument("--task", choices=MAPPINGS, required=True)
     parser.add_argument("--no-runs", action="store_true", help="only losses and gradients")

@@ -1,4 +1,6 @@
-"""Small models of each family that GGUF files are written of, with tokenizers of both kinds: for tests and the benchmark."""
+"""Small models of each family that GGUF files are written of, with tokenizers of both kinds: for
+tests and the benchmark.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,26 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 LLAMA_3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
-GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 16, "sliding_window": 16, "tie_word_embeddings": True}
+}
+GEMMA: dict[str, Any] = {
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 16,
+    "tie_word_embeddings": True,
+}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "gpt2", {}),
     "llama-3.1": ("llama", "llama-3", {"rope_parameters": LLAMA_3}),
-    "llama-linear": ("llama", "gpt2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-linear": (
+        "llama",
+        "gpt2",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
     "llama-bias": ("llama", "gpt2", {"attention_bias": True, "mlp_bias": True}),
     "llama-2": ("llama", "mistral-7b-v0.1", {"attention_bias": True, "tie_word_embeddings": True}),
     "mistral": ("mistral", "mistral-7b-v0.1", {"sliding_window": 256}),
@@ -43,7 +57,16 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def regex_tokenizer(texts: list[str], name: str) -> Any:
     """A byte-level BPE tokenizer trained on `texts` that splits them as Llama 3 or Qwen 2 does."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import (
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     from farthing.export.gguf_tokens import LLAMA_3 as PATTERN
 
@@ -52,10 +75,17 @@ def regex_tokenizer(texts: list[str], name: str) -> Any:
     tokenizer = Tokenizer(models.BPE(ignore_merges=is_llama))
     tokenizer.normalizer = None if is_llama else normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|begin_of_text|>", "<|eot_id|>"] if is_llama else ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = (
+        ["<|begin_of_text|>", "<|eot_id|>"]
+        if is_llama
+        else ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=2000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
@@ -90,7 +120,9 @@ def make_family(folder: Path, family: str, texts: list[str], seed: int = 0) -> P
     size = {} if model_type == "gpt2" else SMALL
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
     ids |= {"eos_token_id": tokenizer.eos_token_id}
-    config = transformers.AutoConfig.for_model(model_type, vocab_size=len(tokenizer) + 3, **(size | ids | more))
+    config = transformers.AutoConfig.for_model(
+        model_type, vocab_size=len(tokenizer) + 3, **(size | ids | more)
+    )
     torch.manual_seed(seed)
     model: Any = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)

@@ -1,7 +1,9 @@
-"""Scripted clouds that nobody bills for: the HTTP of RunPod and Vast.ai over a clock of their own, with faults by order.
+"""Scripted clouds that nobody bills for: the HTTP of RunPod and Vast.ai over a clock of their own,
+with faults by order.
 
-A machine here boots, trains, saves and leaves as farthing aboard a real one would, in virtual seconds, so that hundreds of
-faulty launches take a minute. What a machine has really cost is kept here, apart from the ledger of the launch.
+A machine here boots, trains, saves and leaves as farthing aboard a real one would, in virtual
+seconds, so that hundreds of faulty launches take a minute. What a machine has really cost is kept
+here, apart from the ledger of the launch.
 """
 
 from __future__ import annotations
@@ -17,10 +19,23 @@ from farthing.durability.accounts import Account
 from farthing.launch.words import Word
 
 FAULTS = (
-    "", "create answers 500 after creating", "create never answers after creating", "create never answers", "no stock",
-    "never boots", "dies in boot", "taken away", "falls silent", "leaves with 75", "terminate fails three times",
-    "list is late", "list shows the dead", "the API is away", "its end can't be scheduled", "refused for good",
-)  # fmt: skip
+    "",
+    "create answers 500 after creating",
+    "create never answers after creating",
+    "create never answers",
+    "no stock",
+    "never boots",
+    "dies in boot",
+    "taken away",
+    "falls silent",
+    "leaves with 75",
+    "terminate fails three times",
+    "list is late",
+    "list shows the dead",
+    "the API is away",
+    "its end can't be scheduled",
+    "refused for good",
+)
 BOOT_S, STEP_S, SAVE_EVERY = 120.0, 10.0, 12
 
 
@@ -94,7 +109,9 @@ class World:
                 continue
             if machine.fault == "never boots" or age < BOOT_S:
                 continue
-            if machine.own_end is not None and (machine.left is not None or self.now >= machine.own_end):
+            if machine.own_end is not None and (
+                machine.left is not None or self.now >= machine.own_end
+            ):
                 machine.gone_at, machine.why_gone = self.now, "it deleted itself"
                 continue
             if machine.left is not None:
@@ -131,13 +148,21 @@ class World:
 
     @property
     def loading(self) -> list[Machine]:
-        """Machines of Vast.ai that never booted and are still there: as long as one is loading its disk is charged, its GPU
-        is not (docs.vast.ai/guides/reference/billing)."""
-        return [m for m in self.machines if self.provider == "vast" and m.gone_at is None and m.fault == "never boots"]
+        """Machines of Vast.ai that never booted and are still there: as long as one is loading its
+        disk is charged, its GPU is not (docs.vast.ai/guides/reference/billing)."""
+        return [
+            m
+            for m in self.machines
+            if self.provider == "vast" and m.gone_at is None and m.fault == "never boots"
+        ]
 
     def usd_of(self, machine: Machine) -> float:
         """What a machine has cost up to now, counted from its making."""
-        return ((self.now if machine.gone_at is None else machine.gone_at) - machine.made_at) / 3600 * self.usd_per_hour
+        return (
+            ((self.now if machine.gone_at is None else machine.gone_at) - machine.made_at)
+            / 3600
+            * self.usd_per_hour
+        )
 
     @property
     def usd(self) -> float:
@@ -149,7 +174,11 @@ class World:
     def of(self, name: str) -> Word:
         """See `farthing.launch.words.StoreWords`."""
         machine = next((each for each in reversed(self.machines) if each.name == name), None)
-        if machine is None or self.now - machine.made_at < BOOT_S or machine.fault in ("never boots", "dies in boot"):
+        if (
+            machine is None
+            or self.now - machine.made_at < BOOT_S
+            or machine.fault in ("never boots", "dies in boot")
+        ):
             return Word()
         code, why = machine.left or (None, "")
         is_silent = machine.fault == "falls silent" and machine.trained_s > 300
@@ -167,11 +196,17 @@ class World:
 
     def accounts(self) -> list[Account]:
         """See `StoreWords`."""
-        trained = [(n, machine) for n, machine in enumerate(self.machines, 1) if machine.trained_from is not None]
+        trained = [
+            (n, machine)
+            for n, machine in enumerate(self.machines, 1)
+            if machine.trained_from is not None
+        ]
         return [
             Account(
                 n,
-                state="finished" if machine.left is not None and machine.left[0] == 0 else "running",
+                state="finished"
+                if machine.left is not None and machine.left[0] == 0
+                else "running",
                 started_at=machine.trained_from or 0.0,
                 spans={"compute": machine.trained_s},
                 usd_per_hour=self.usd_per_hour,
@@ -199,7 +234,9 @@ class World:
         if self.now < self.away_until:
             self.sleep(seconds)
             raise TimeoutError("away")
-        status, value = getattr(self, f"_{self.provider}")(method, path, json.loads(body) if body else None)
+        status, value = getattr(self, f"_{self.provider}")(
+            method, path, json.loads(body) if body else None
+        )
         return status, b"" if value is None else json.dumps(value).encode()
 
     def _make(self, name: str, ends_at: float | None, own_end: float | None) -> Machine:
@@ -214,7 +251,9 @@ class World:
     def _create(
         self, name: str, ends_at: float | None, own_end: float | None, refusal: Any, made: Any
     ) -> tuple[int, Any]:
-        """A creation, as the script has it. `refusal(is_stock)` and `made(id)` are the provider's answers."""
+        """A creation, as the script has it. `refusal(is_stock)` and `made(id)` are the provider's
+        answers.
+        """
         machine = self._make(name, ends_at, own_end)
         self.n_created += 1
         fault = machine.fault
@@ -236,7 +275,11 @@ class World:
     def _listed(self) -> list[Machine]:
         found = []
         for machine in self.machines:
-            late = 90.0 if machine.fault in ("list is late", "create never answers after creating") else 0.0
+            late = (
+                90.0
+                if machine.fault in ("list is late", "create never answers after creating")
+                else 0.0
+            )
             dead = 60.0 if machine.fault == "list shows the dead" else 0.0
             is_there = machine.gone_at is None or self.now - machine.gone_at < dead
             if is_there and self.now - machine.made_at >= late:
@@ -260,15 +303,25 @@ class World:
             kind = "podRentInterruptable" if "bidPerGpu" in pod else "podFindAndDeployOnDemand"
 
             def refusal(is_stock: bool) -> tuple[int, Any]:
-                why = "There are no longer any instances available" if is_stock else "insufficient funds"
+                why = (
+                    "There are no longer any instances available"
+                    if is_stock
+                    else "insufficient funds"
+                )
                 return 200, {"errors": [{"message": why}], "data": {kind: None}}
 
             return self._create(
-                pod["name"], ends, None, refusal, lambda number: (200, {"data": {kind: {"id": number}}})
+                pod["name"],
+                ends,
+                None,
+                refusal,
+                lambda number: (200, {"data": {kind: {"id": number}}}),
             )
         if method == "DELETE":
             return self._end(path.rsplit("/", 1)[1])
-        return 200, {"pods": [{"id": m.id, "name": m.name, "status": "RUNNING"} for m in self._listed()]}
+        return 200, {
+            "pods": [{"id": m.id, "name": m.name, "status": "RUNNING"} for m in self._listed()]
+        }
 
     def _vast(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         if path == "/api/v0/bundles/":
@@ -276,23 +329,36 @@ class World:
         if path.startswith("/api/v0/asks/"):
 
             def refusal(is_stock: bool) -> tuple[int, Any]:
-                return (404, {"error": "no_such_ask"}) if is_stock else (403, {"msg": "insufficient credit"})
+                return (
+                    (404, {"error": "no_such_ask"})
+                    if is_stock
+                    else (403, {"msg": "insufficient credit"})
+                )
 
             script, asked_at = body["args"][-1], float(body["env"]["FARTHING_CREATED_AT"])
             most = re.search(r"^left=\$\(\(FARTHING_CREATED_AT \+ (\d+) - ", script, re.MULTILINE)
             own_end = asked_at + float(most[1]) if most else None
             return self._create(
-                body["label"], None, own_end, refusal, lambda n: (200, {"success": True, "new_contract": int(n)})
+                body["label"],
+                None,
+                own_end,
+                refusal,
+                lambda n: (200, {"success": True, "new_contract": int(n)}),
             )
         if path == "/api/v0/commands/schedule_job/":
             machine = next(each for each in self.machines if each.id == str(body["instance_id"]))
             if machine.fault == "its end can't be scheduled":
                 return 400, {"msg": "bad request"}
-            if body["request_method"] == "DELETE" and body["api_endpoint"].endswith(f"/{machine.id}/"):
+            if body["request_method"] == "DELETE" and body["api_endpoint"].endswith(
+                f"/{machine.id}/"
+            ):
                 machine.ends_at = float(body["start_time"])
             return 200, {"success": True}
         if method == "DELETE":
             return self._end(path.rstrip("/").rsplit("/", 1)[1])
         return 200, {
-            "instances": [{"id": int(m.id), "label": m.name, "actual_status": "running"} for m in self._listed()]
+            "instances": [
+                {"id": int(m.id), "label": m.name, "actual_status": "running"}
+                for m in self._listed()
+            ]
         }

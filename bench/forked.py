@@ -1,5 +1,5 @@
-"""Small runs on several processes for benchmarks: forks of a server that has imported torch, started and ended as `farthing
-train` starts and ends its ranks. Refuses GPUs.
+"""Small runs on several processes for benchmarks: forks of a server that has imported torch,
+started and ended as `farthing train` starts and ends its ranks. Refuses GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ server = multiprocessing.get_context("forkserver")
 class Forked:
     """A process of `farthing train`, as `subprocess.Popen` shows one."""
 
-    def __init__(self, words: list[str], environ: dict[str, str], before: Callable[..., None], *given: Any) -> None:
+    def __init__(
+        self, words: list[str], environ: dict[str, str], before: Callable[..., None], *given: Any
+    ) -> None:
         server.set_forkserver_preload(["farthing.train.run", "farthing.cli.train", "forked"])
         self._process = server.Process(target=_train, args=(words, environ, before, given))
         self._process.start()
@@ -51,7 +53,9 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def _train(words: list[str], environ: dict[str, str], before: Callable[..., None], given: tuple[Any, ...]) -> None:
+def _train(
+    words: list[str], environ: dict[str, str], before: Callable[..., None], given: tuple[Any, ...]
+) -> None:
     os.environ |= environ
     log = os.open(environ["LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -68,13 +72,19 @@ def nothing() -> None:
     """Before a process that nothing happens to."""
 
 
-def start_of(folder: Path, before: Callable[..., None] = nothing, *given: Any) -> Callable[[Seat, int, int], Any]:
-    """What starts a rank of the job in `folder`; `before(*given, seat index, attempt)` runs in the process first."""
+def start_of(
+    folder: Path, before: Callable[..., None] = nothing, *given: Any
+) -> Callable[[Seat, int, int], Any]:
+    """What starts a rank of the job in `folder`; `before(*given, seat index, attempt)` runs in the
+    process first.
+    """
 
     nonce = os.urandom(4).hex()
 
     def start(seat: Seat, slot: int, attempt: int) -> Any:
-        environ = environ_of(seat, slot, folder / f"meeting-{nonce}-{attempt}", {"CUDA_VISIBLE_DEVICES": ""})
+        environ = environ_of(
+            seat, slot, folder / f"meeting-{nonce}-{attempt}", {"CUDA_VISIBLE_DEVICES": ""}
+        )
         environ |= {"LOG": str(folder / "out.txt")}
         more = (*given, seat.index, attempt) if before is not nothing else ()
         return Forked(["train", str(folder / "job.yaml")], environ, before, *more)
@@ -83,7 +93,8 @@ def start_of(folder: Path, before: Callable[..., None] = nothing, *given: Any) -
 
 
 def run_alone(runs: Sequence[tuple[Any, ...]]) -> list[int]:
-    """Run jobs at the same time, each as one process that nobody has given a seat among others; their exit codes.
+    """Run jobs at the same time, each as one process that nobody has given a seat among others;
+    their exit codes.
 
     A run is the job's folder and, as for `start_of`, what is called first.
     """
@@ -100,7 +111,9 @@ def make_job(folder: Path, base: Path, seed: int = 0, **keys: Any) -> Path:
     """A job of a small model in a folder of its own; the model folder `base` is made if need be."""
     rows = demo_rows(60, seed)
     if not base.exists():
-        make_model_folder(base, (row["prompt"] + row["completion"] for row in rows), hidden=32, layers=2)
+        make_model_folder(
+            base, (row["prompt"] + row["completion"] for row in rows), hidden=32, layers=2
+        )
     write_jsonl(folder / "data.jsonl", rows[:45])
     write_jsonl(folder / "eval.jsonl", rows[45:])
     job: dict[str, Any] = {
@@ -110,27 +123,40 @@ def make_job(folder: Path, base: Path, seed: int = 0, **keys: Any) -> Path:
         "method": {"name": "lora", "lora_r": 2, "lora_dropout": 0.1},
         "where": {"device": "cpu", "usd_per_hour": 1.0, "gpus": 1, "patience_s": 6},
         "train": {
-            "max_steps": 9, "global_batch_size": 11, "learning_rate": 0.01, "micro_batch_tokens": 120, "save_steps": 2,
-            "eval_strategy": "steps", "eval_steps": 4, "save_total_limit": 3, "seed": seed,
+            "max_steps": 9,
+            "global_batch_size": 11,
+            "learning_rate": 0.01,
+            "micro_batch_tokens": 120,
+            "save_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+            "save_total_limit": 3,
+            "seed": seed,
         },
         "output_dir": "run",
         "cache_dir": "cache",
-    }  # fmt: skip
+    }
     for section, values in keys.items():
         merged = {**job[section], **values} if isinstance(job.get(section), dict) else values
-        job[section] = {k: v for k, v in merged.items() if v is not None} if isinstance(merged, dict) else merged
+        job[section] = (
+            {k: v for k, v in merged.items() if v is not None}
+            if isinstance(merged, dict)
+            else merged
+        )
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job), encoding="utf-8")
     return path
 
 
 def sha256_of(run: Path, step: int) -> str:
-    """Of weights, moments and progress as they were saved at a step, and of the losses on the way."""
+    """Of weights, moments and progress as they were saved at a step, and of the losses on the way."""  # noqa: E501
     saves = sorted((run / "checkpoints").glob(f"step-{step:08d}-*[0-9]"))
     digest = hashlib.sha256()
     for path in sorted(saves[-1].iterdir()):
         if path.suffix == ".safetensors" or path.name == "state.json":
             digest.update(path.read_bytes())
-    rows = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     digest.update(json.dumps([row["loss"] for row in rows if "examples" in row]).encode())
     return digest.hexdigest()

@@ -1,18 +1,23 @@
-"""How quick farthing is on this GPU, beside its peers and its own promises: `bash bench/gpu.sh fast OUT`, `... vary OUT`.
+"""How quick farthing is on this GPU, beside its peers and its own promises: `bash bench/gpu.sh fast
+OUT`, `... vary OUT`.
 
-    python bench/gpu.py OUT [--minutes 9] [--shapes 1B 8B ...] [--who farthing hf hf-tuned trl-tuned variants]
-    python bench/gpu.py OUT --smoke      # the whole program at toy sizes on a CPU: proves that it runs, and nothing else
+    python bench/gpu.py OUT [--minutes 9] [--shapes 1B 8B ...] [--who farthing hf hf-tuned trl-tuned
+    variants]
+    python bench/gpu.py OUT --smoke      # the whole program at toy sizes on a CPU: proves that it
+    runs, and nothing else
 
-Shapes of 0.5B to 8B, T5-base and BERT-base with random weights and random tokens, 40 % of them labelled; chat lengths
-(lognormal, mean about 660, 2048 at most) and full ones (2048); LoRA of rank 16 on all linear layers and full fine-tuning.
-farthing, Hugging Face's Trainer (as people run it, and tuned) and TRL each in a process of its own, so many steps by events of
-the GPU after a warm-up. On the 1B shape one thing after the other is changed; every row of farthing stands beside what the
+Shapes of 0.5B to 8B, T5-base and BERT-base with random weights and random tokens, 40 % of them
+labelled; chat lengths (lognormal, mean about 660, 2048 at most) and full ones (2048); LoRA of rank
+16 on all linear layers and full fine-tuning. farthing, Hugging Face's Trainer (as people run it,
+and tuned) and TRL each in a process of its own, so many steps by events of the GPU after a warm-up.
+On the 1B shape one thing after the other is changed; every row of farthing stands beside what the
 planner had said of it, and beside the share of time in which the GPU had nothing to do.
 
-What the targets ask for comes first (`IN_ORDER`). The next process is started while one is at work, and waits with its
-libraries imported. What would end after `--minutes` is not begun, or is stopped, and is listed as left out; so is a process
-that has nothing to show for a long time. Every row is in OUT/rows.jsonl as soon as it is measured; the tables in
-OUT/tables.txt, with the targets at the end, come last. There was no GPU yet to run it on.
+What the targets ask for comes first (`IN_ORDER`). The next process is started while one is at work,
+and waits with its libraries imported. What would end after `--minutes` is not begun, or is stopped,
+and is listed as left out; so is a process that has nothing to show for a long time. Every row is in
+OUT/rows.jsonl as soon as it is measured; the tables in OUT/tables.txt, with the targets at the end,
+come last. There was no GPU yet to run it on.
 """
 
 from __future__ import annotations
@@ -31,7 +36,19 @@ from pathlib import Path
 from typing import Any
 
 from on_gpu import flash, table
-from on_gpu.work import FULL, LORA_R, SEED, SHAPES, SMALL, TARGETS, TASKS, Scale, lengths_of, methods_of, task_of
+from on_gpu.work import (
+    FULL,
+    LORA_R,
+    SEED,
+    SHAPES,
+    SMALL,
+    TARGETS,
+    TASKS,
+    Scale,
+    lengths_of,
+    methods_of,
+    task_of,
+)
 
 BENCH = Path(__file__).resolve().parent
 WHO = ("farthing", "hf", "hf-tuned", "trl-tuned", "variants")
@@ -44,7 +61,14 @@ IN_ORDER = (
         ("farthing", "3B"),
         ("trl-tuned", "8B"),
     ),
-    *(("hf", "8B"), ("farthing", "T5"), ("farthing", "BERT"), ("hf", "T5"), ("hf", "BERT"), ("hf-tuned", "1B")),
+    *(
+        ("hf", "8B"),
+        ("farthing", "T5"),
+        ("farthing", "BERT"),
+        ("hf", "T5"),
+        ("hf", "BERT"),
+        ("hf-tuned", "1B"),
+    ),
     *(
         ("farthing", "0.5B"),
         ("trl-tuned", "3B"),
@@ -53,7 +77,13 @@ IN_ORDER = (
         ("hf", "0.5B"),
         ("hf-tuned", "BERT"),
     ),
-    *(("hf-tuned", "T5"), ("hf-tuned", "8B"), ("hf-tuned", "3B"), ("hf-tuned", "0.5B"), ("variants", "1B")),
+    *(
+        ("hf-tuned", "T5"),
+        ("hf-tuned", "8B"),
+        ("hf-tuned", "3B"),
+        ("hf-tuned", "0.5B"),
+        ("variants", "1B"),
+    ),
 )
 """What is measured, the first first: what targets hang on, then what stands beside it."""
 CAUSAL_ONLY = ("trl-tuned",)
@@ -86,7 +116,9 @@ def in_words(row: dict[str, Any]) -> str:
     words = " ".join(str(row[name]) for name in names if row.get(name))
     if "failed" in row:
         return f"  {words}: failed: {row['failed']}"
-    return f"  {words}: {row['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in row else f"  {words}"
+    return (
+        f"  {words}: {row['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in row else f"  {words}"
+    )
 
 
 class Budget:
@@ -138,7 +170,15 @@ def run_group(group: dict[str, Any], asked: argparse.Namespace) -> None:
     elif who == "variants":
         from on_gpu import ours
 
-        ours.variants(shape, asked.work, scale, asked.usd_per_hour, rows.emit, budget.has_time, is_smoke=asked.smoke)
+        ours.variants(
+            shape,
+            asked.work,
+            scale,
+            asked.usd_per_hour,
+            rows.emit,
+            budget.has_time,
+            is_smoke=asked.smoke,
+        )
     else:
         from on_gpu import others
 
@@ -167,7 +207,9 @@ def preload(who: str) -> None:
 
 
 def prepare(asked: argparse.Namespace, scale: Scale, rows: Rows) -> None:
-    """Facts and ceilings of the machine; the folders of every shape, with the steps that the others take."""
+    """Facts and ceilings of the machine; the folders of every shape, with the steps that the others
+    take.
+    """
     from on_gpu import clocks, work
     from peers.assignment import Examples
 
@@ -175,7 +217,13 @@ def prepare(asked: argparse.Namespace, scale: Scale, rows: Rows) -> None:
     try:
         facts |= clocks.ceilings(scale)
     except Exception as error:  # the rows do not need them
-        rows.emit({"kind": "left out", "what": "the ceilings", "why": f"{type(error).__name__}: {error}"[:300]})
+        rows.emit(
+            {
+                "kind": "left out",
+                "what": "the ceilings",
+                "why": f"{type(error).__name__}: {error}"[:300],
+            }
+        )
     rows.emit(facts)
     if asked.only_ceilings:
         return
@@ -184,14 +232,20 @@ def prepare(asked: argparse.Namespace, scale: Scale, rows: Rows) -> None:
         work.prepare(asked.work, shape, scale)
         for lengths in lengths_of(shape):
             folder = asked.work / f"{shape}-{lengths}"
-            order = work.order_of(Examples.load(folder / "train.npz"), scale.batch(lengths), n_steps)
+            order = work.order_of(
+                Examples.load(folder / "train.npz"), scale.batch(lengths), n_steps
+            )
             (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
             facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
             rows.emit({"kind": "work", "shape": shape, "lengths": lengths, **facts})
 
 
-def assignments(who: str, shape: str, work: Path, scale: Scale) -> list[tuple[dict[str, Any], Any, int]]:
-    """(what it is, assignment, bytes that it takes at the least) of everything that a peer has to do: lengths that vary."""
+def assignments(
+    who: str, shape: str, work: Path, scale: Scale
+) -> list[tuple[dict[str, Any], Any, int]]:
+    """(what it is, assignment, bytes that it takes at the least) of everything that a peer has to
+    do: lengths that vary.
+    """
     import torch
 
     from peers.assignment import Assignment
@@ -229,24 +283,41 @@ def groups_of(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """The processes in their order; the toy has all of them."""
     toys = [(who, "toy") for who in WHO]
     return [
-        {"who": who, "shape": shape} for who, shape in [*IN_ORDER, *toys] if who in asked.who and shape in asked.shapes
+        {"who": who, "shape": shape}
+        for who, shape in [*IN_ORDER, *toys]
+        if who in asked.who and shape in asked.shapes
     ]
 
 
-def started(group: dict[str, Any], asked: argparse.Namespace, ends_at: float) -> subprocess.Popen[str]:
+def started(
+    group: dict[str, Any], asked: argparse.Namespace, ends_at: float
+) -> subprocess.Popen[str]:
     """The process of a group, which imports its libraries and waits for a line."""
     who = group["who"]
     of_peers = who not in ("farthing", "variants", "prepare")
-    command = [str(asked.peers_python if of_peers else sys.executable), str(BENCH / "gpu.py"), str(asked.out), "--wait"]
+    command = [
+        str(asked.peers_python if of_peers else sys.executable),
+        str(BENCH / "gpu.py"),
+        str(asked.out),
+        "--wait",
+    ]
     command += ["--group", json.dumps(group), "--until", str(ends_at), "--work", str(asked.work)]
     command += ["--usd-per-hour", str(asked.usd_per_hour), "--shapes", *asked.shapes]
     command += ["--smoke"] * asked.smoke + ["--only-ceilings"] * asked.only_ceilings
     has_flash = importlib.util.find_spec("flash_attn") is not None
-    paths = [str(asked.work / FLASH)] * (who.endswith("-tuned") and not has_flash and not asked.smoke)
+    paths = [str(asked.work / FLASH)] * (
+        who.endswith("-tuned") and not has_flash and not asked.smoke
+    )
     paths += [str(BENCH.parent / "src"), str(BENCH), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "HF_HUB_OFFLINE": "1",
+    }
     environment |= {"CUDA_VISIBLE_DEVICES": ""} if asked.smoke else {}
-    return subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, start_new_session=True, stdin=subprocess.PIPE, text=True
+    )
 
 
 def finish(process: subprocess.Popen[str], who: str, rows: Path, ends_at: float) -> str:
@@ -294,7 +365,10 @@ def main(words: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="farthing-gpu-") as work:
         asked.work = Path(work)
         flash.install(asked.work / FLASH)
-        groups = [{"who": "prepare", "shape": ""}, *([] if asked.only_ceilings else groups_of(asked))]
+        groups = [
+            {"who": "prepare", "shape": ""},
+            *([] if asked.only_ceilings else groups_of(asked)),
+        ]
         ahead = started(groups[0], asked, ends_at)
         for index, group in enumerate(groups):
             process, what = ahead, f"{group['who']} {group['shape']}".strip()
@@ -318,15 +392,50 @@ def main(words: list[str] | None = None) -> int:
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="farthing on a GPU, beside its peers and its promises")
+    parser = argparse.ArgumentParser(
+        description="farthing on a GPU, beside its peers and its promises"
+    )
     add = parser.add_argument
     add("out", type=Path, metavar="OUT", help="folder for rows.jsonl and tables.txt")
-    add("--minutes", type=float, default=9.0, metavar="M", help="of everything; what would end later is left out")
-    add("--shapes", nargs="+", choices=(*SHAPES, "toy"), metavar="SHAPE", help=f"of {', '.join(SHAPES)}; default: all")
-    add("--who", nargs="+", choices=WHO, default=list(WHO), metavar="WHO", help=f"of {', '.join(WHO)}; default: all")
-    add("--usd-per-hour", type=float, default=3.0, help="of the machine, for dollars a million tokens")
-    add("--peers-python", type=Path, default=Path(sys.executable), help="where transformers and trl are, if elsewhere")
-    add("--smoke", action="store_true", help="toy sizes on the CPU: whether the program runs, and nothing else")
+    add(
+        "--minutes",
+        type=float,
+        default=9.0,
+        metavar="M",
+        help="of everything; what would end later is left out",
+    )
+    add(
+        "--shapes",
+        nargs="+",
+        choices=(*SHAPES, "toy"),
+        metavar="SHAPE",
+        help=f"of {', '.join(SHAPES)}; default: all",
+    )
+    add(
+        "--who",
+        nargs="+",
+        choices=WHO,
+        default=list(WHO),
+        metavar="WHO",
+        help=f"of {', '.join(WHO)}; default: all",
+    )
+    add(
+        "--usd-per-hour",
+        type=float,
+        default=3.0,
+        help="of the machine, for dollars a million tokens",
+    )
+    add(
+        "--peers-python",
+        type=Path,
+        default=Path(sys.executable),
+        help="where transformers and trl are, if elsewhere",
+    )
+    add(
+        "--smoke",
+        action="store_true",
+        help="toy sizes on the CPU: whether the program runs, and nothing else",
+    )
     add("--only-ceilings", action="store_true", help="a copy and a matrix product, no training")
     add("--wait", action="store_true", help=argparse.SUPPRESS)
     for name, kind in (("--group", str), ("--work", Path), ("--until", float)):

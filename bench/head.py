@@ -1,11 +1,12 @@
-"""What the head and the LoRA path cost, against the plain head and peft's path, in CPU-seconds of one thread.
+"""What the head and the LoRA path cost, against the plain head and peft's path, in CPU-seconds of
+one thread.
 
     OMP_NUM_THREADS=1 python bench/head.py head [--words 16000] [--hidden 384] [--tiles 64,256,1024]
     OMP_NUM_THREADS=1 python bench/head.py step [--words 16000]
     OMP_NUM_THREADS=1 python bench/head.py lora
 
-Each variant in turn, several rounds, the least of each; the ratio is the plain one's time over ours. Weights and states
-are random, 30 % of the positions are labelled.
+Each variant in turn, several rounds, the least of each; the ratio is the plain one's time over
+ours. Weights and states are random, 30 % of the positions are labelled.
 """
 
 from __future__ import annotations
@@ -41,11 +42,17 @@ def compare(variants: dict[str, Callable[[], None]], rounds: int, title: str) ->
             if number:
                 least[name] = min(least[name], seconds)
     first = next(iter(least.values()))
-    print(title, *(f"{name} {seconds:.3f} s ({first / seconds:.2f}x)" for name, seconds in least.items()), sep="  ")
+    print(
+        title,
+        *(f"{name} {seconds:.3f} s ({first / seconds:.2f}x)" for name, seconds in least.items()),
+        sep="  ",
+    )
 
 
 def head(args: argparse.Namespace) -> None:
-    """The head alone: all positions and whole logits, labelled ones by tile, and the labelled ones undivided."""
+    """The head alone: all positions and whole logits, labelled ones by tile, and the labelled ones
+    undivided.
+    """
     n_all, h, n_words = args.tokens, args.hidden, args.words
     picked = torch.randperm(n_all)[: int(SHARE * n_all)].sort()[0]
     labelled = Labelled(picked, torch.randint(0, n_words, (len(picked),)))
@@ -58,7 +65,9 @@ def head(args: argparse.Namespace) -> None:
             weight = (torch.randn(n_words, h, dtype=kept) / h**0.5).requires_grad_(is_trained)
 
             def run(
-                loss: Callable[[], Tensor], is_bf16: bool = is_bf16, leaves: tuple[Tensor, ...] = (hidden, weight)
+                loss: Callable[[], Tensor],
+                is_bf16: bool = is_bf16,
+                leaves: tuple[Tensor, ...] = (hidden, weight),
             ) -> None:
                 for one in leaves:
                     one.grad = None
@@ -68,11 +77,15 @@ def head(args: argparse.Namespace) -> None:
 
             def plain(hidden: Tensor = hidden, weight: Tensor = weight) -> Tensor:
                 scores = nn.functional.linear(hidden, weight)[labelled.positions]
-                return nn.functional.cross_entropy(scores.float(), labelled.targets, reduction="sum")
+                return nn.functional.cross_entropy(
+                    scores.float(), labelled.targets, reduction="sum"
+                )
 
             def gathered(hidden: Tensor = hidden, weight: Tensor = weight) -> Tensor:
                 scores = nn.functional.linear(hidden[labelled.positions], weight)
-                return nn.functional.cross_entropy(scores.float(), labelled.targets, reduction="sum")
+                return nn.functional.cross_entropy(
+                    scores.float(), labelled.targets, reduction="sum"
+                )
 
             def ours(tile: int, hidden: Tensor = hidden, weight: Tensor = weight) -> Tensor:
                 return head_loss(hidden, weight, None, labelled, How(tile))
@@ -82,7 +95,9 @@ def head(args: argparse.Namespace) -> None:
                 "labelled, undivided": lambda run=run, gathered=gathered: run(gathered),
             }
             for tile in tiles:
-                variants[f"tile {tile}"] = lambda run=run, ours=ours, tile=tile: run(lambda: ours(tile))
+                variants[f"tile {tile}"] = lambda run=run, ours=ours, tile=tile: run(
+                    lambda: ours(tile)
+                )
             kind = f"{'trained' if is_trained else 'frozen'} {'bf16' if is_bf16 else 'fp32'}"
             compare(variants, args.rounds, f"V {n_words} h {h} n {len(picked)} {kind}:")
 
@@ -130,7 +145,9 @@ def step(args: argparse.Namespace) -> None:
 
 
 def lora(args: argparse.Namespace) -> None:
-    """Forward and backward with LoRA on all linear layers: peft's path and ours, both with the labelled-only head."""
+    """Forward and backward with LoRA on all linear layers: peft's path and ours, both with the
+    labelled-only head.
+    """
     import peft
 
     from farthing.model.lora_kernels import leave_low_rank, use_low_rank
@@ -138,13 +155,16 @@ def lora(args: argparse.Namespace) -> None:
     batch = batch_of(args)
     for is_bf16 in (False, True):
         model = peft.get_peft_model(
-            small_model(args), peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+            small_model(args),
+            peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
         )
         for weight in model.parameters():
             if is_bf16 and not weight.requires_grad:
                 weight.data = weight.data.bfloat16()
 
-        def run(swap: Callable[[Any], Any], loss: Any, is_bf16: bool = is_bf16, model: Any = model) -> None:
+        def run(
+            swap: Callable[[Any], Any], loss: Any, is_bf16: bool = is_bf16, model: Any = model
+        ) -> None:
             swap(model)
             model.zero_grad(set_to_none=True)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
@@ -162,7 +182,9 @@ def lora(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the arguments and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["head", "step", "lora"])
     parser.add_argument("--words", type=int, default=16_000)
     parser.add_argument("--hidden", type=int, default=384)

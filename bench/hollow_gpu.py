@@ -1,20 +1,26 @@
-"""Run a command on a GPU that is hollow: a CUDA build of torch believes that it is there, and nothing is computed on it.
+"""Run a command on a GPU that is hollow: a CUDA build of torch believes that it is there, and
+nothing is computed on it.
 
-    python bench/hollow_gpu.py [--gpu H100] [--count 1] [--gib 79.1] [--copy-mib 1] [--report FILE] [--launch-us 3]
+    python bench/hollow_gpu.py [--gpu H100] [--count 1] [--gib 79.1] [--copy-mib 1] [--report FILE]
+    [--launch-us 3]
                                 [--values] COMMAND ...
 
-For machines without a GPU. Below torch everything is stood in for (`bench/hollow/`); torch, its allocator, streams, autograd,
-Triton's compiler, bitsandbytes' and NCCL's callers are the real ones. So this finds what fails on a GPU for other reasons than
-what a kernel computes: devices, dtypes, arguments, backward passes, streams, growing segments, memory that runs out; and it
-counts, to the byte and to the launch, what torch's own allocator gives out, what is launched and where the host waits. It says
-nothing of values (what a kernel would have written is whatever lay there, and the host reads zeros) nor of time on the GPU.
+For machines without a GPU. Below torch everything is stood in for (`bench/hollow/`); torch, its
+allocator, streams, autograd, Triton's compiler, bitsandbytes' and NCCL's callers are the real ones.
+So this finds what fails on a GPU for other reasons than what a kernel computes: devices, dtypes,
+arguments, backward passes, streams, growing segments, memory that runs out; and it counts, to the
+byte and to the launch, what torch's own allocator gives out, what is launched and where the host
+waits. It says nothing of values (what a kernel would have written is whatever lay there, and the
+host reads zeros) nor of time on the GPU.
 
-`--copy-mib`: copies larger than this are not made, so that weights of 8B or 70B need no memory. `--report`: counts of launches
-by kernel, waits, copies and products' floating-point operations, as JSON; %%d in the file's name is the process. `--launch-us`:
-what each launch costs the host. `HOLLOW_FAIL_AT`, `HOLLOW_BREAK` and their kin make memory run out or break it (`cudart.c`).
+`--copy-mib`: copies larger than this are not made, so that weights of 8B or 70B need no memory.
+`--report`: counts of launches by kernel, waits, copies and products' floating-point operations, as
+JSON; %%d in the file's name is the process. `--launch-us`: what each launch costs the host.
+`HOLLOW_FAIL_AT`, `HOLLOW_BREAK` and their kin make memory run out or break it (`cudart.c`).
 
-`--values`: operations are computed by torch's kernels for CPUs on the hollow GPU's memory (`bench/hollow/values/on_host.py`),
-and Triton's kernels in its interpreter. Then values are right as far as the GPU's kernels are, and runs compare to the bit.
+`--values`: operations are computed by torch's kernels for CPUs on the hollow GPU's memory
+(`bench/hollow/values/on_host.py`), and Triton's kernels in its interpreter. Then values are right
+as far as the GPU's kernels are, and runs compare to the bit.
 """
 
 from __future__ import annotations
@@ -27,8 +33,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "hollow"))
 from build import build
 
-# name, compute capability, GiB that CUDA reports, multiprocessors, KiB of shared memory a block may ask for
-# (NVIDIA's CUDA C++ programming guide, table of compute capabilities, and its data sheets, read 2026-11-22)
+# name, compute capability, GiB that CUDA reports, multiprocessors, KiB of shared memory a block may
+# ask for (NVIDIA's CUDA C++ programming guide, table of compute capabilities, and its data sheets,
+# read 2026-11-22)
 GPUS = {
     "V100": ("Tesla V100-SXM2-16GB", "7.0", 15.8, 80, 96),
     "T4": ("Tesla T4", "7.5", 14.6, 40, 64),
@@ -52,18 +59,23 @@ def environment(
     launch_us: float = 0,
     values: bool = False,
 ) -> dict[str, str]:
-    """The variables with which a process of this Python's torch sees `count` hollow GPUs. Builds the libraries where needed."""
+    """The variables with which a process of this Python's torch sees `count` hollow GPUs. Builds
+    the libraries where needed.
+    """
     name, capability, memory_gib, multiprocessors, shared_kib = GPUS[gpu]
     folder = Path(sys.prefix, "hollow")
     sources = [*Path(__file__).resolve().parent.glob("hollow/*")]
     stamp = folder / "built"
-    if not stamp.exists() or stamp.stat().st_mtime < max(path.stat().st_mtime for path in sources if path.is_file()):
+    if not stamp.exists() or stamp.stat().st_mtime < max(
+        path.stat().st_mtime for path in sources if path.is_file()
+    ):
         stamp.parent.mkdir(exist_ok=True)
         libraries = build(folder)
         stamp.write_text(":".join(map(str, libraries)))
     found = {
         "LD_PRELOAD": stamp.read_text(),
-        "PATH": f"{Path(__file__).resolve().parent / 'hollow'}{os.pathsep}{os.environ['PATH']}",  # its nvidia-smi
+        # its nvidia-smi
+        "PATH": f"{Path(__file__).resolve().parent / 'hollow'}{os.pathsep}{os.environ['PATH']}",
         "TRITON_LIBCUDA_PATH": str(folder),
         "HOLLOW_NAME": name,
         "HOLLOW_CAPABILITY": capability,
@@ -73,7 +85,10 @@ def environment(
         "HOLLOW_COUNT": str(count),
     }
     if values:
-        paths = [str(Path(__file__).resolve().parent / "hollow" / "values"), os.environ.get("PYTHONPATH", "")]
+        paths = [
+            str(Path(__file__).resolve().parent / "hollow" / "values"),
+            os.environ.get("PYTHONPATH", ""),
+        ]
         found |= {
             "HOLLOW_VALUES": "1",
             "TRITON_INTERPRET": "1",
@@ -82,17 +97,25 @@ def environment(
         }
     return found | {
         name: str(value)
-        for name, value in (("HOLLOW_COPY_MIB", copy_mib), ("HOLLOW_REPORT", report), ("HOLLOW_US", launch_us))
+        for name, value in (
+            ("HOLLOW_COPY_MIB", copy_mib),
+            ("HOLLOW_REPORT", report),
+            ("HOLLOW_US", launch_us),
+        )
         if value
     }
 
 
 def main() -> None:
     """Run the command in place of this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpu", choices=GPUS, default="H100")
     parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("--gib", type=float, default=0, help="memory of each, instead of that GPU's")
+    parser.add_argument(
+        "--gib", type=float, default=0, help="memory of each, instead of that GPU's"
+    )
     parser.add_argument("--copy-mib", type=float, default=0)
     parser.add_argument("--report", default="")
     parser.add_argument("--launch-us", type=float, default=0)

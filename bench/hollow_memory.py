@@ -1,13 +1,18 @@
-"""What a run promises of a GPU's memory, held against what torch's allocator gives out in it, on a hollow GPU.
+"""What a run promises of a GPU's memory, held against what torch's allocator gives out in it, on a
+hollow GPU.
 
-    .venv/rehearse/bin/python bench/hollow_memory.py OUT.json [--only WORD ...] [--blocks] [--steps 4]
+    .venv/rehearse/bin/python bench/hollow_memory.py OUT.json [--only WORD ...] [--blocks] [--steps
+    4]
 
-Each case is a `train` of a real model's shapes, in a process of its own on a GPU that computes nothing (`bench/hollow_gpu.py`):
-weights are a file with a hole in it, texts are words drawn at random. Compared are the peak that the plan has (of torch's own
-allocator, without a measured factor), the one that the run expects before its first step, and
-`torch.cuda.max_memory_allocated` of its steps. So the bytes are what torch's allocator counts; it was no run on a GPU.
+Each case is a `train` of a real model's shapes, in a process of its own on a GPU that computes
+nothing (`bench/hollow_gpu.py`): weights are a file with a hole in it, texts are words drawn at
+random. Compared are the peak that the plan has (of torch's own allocator, without a measured
+factor), the one that the run expects before its first step, and
+`torch.cuda.max_memory_allocated` of its steps. So the bytes are what torch's allocator counts; it
+was no run on a GPU.
 
-`--blocks` also lists what was alive at the peak by where it was asked for. Needs the configurations in `FARTHING_DATA`.
+`--blocks` also lists what was alive at the peak by where it was asked for. Needs the configurations
+in `FARTHING_DATA`.
 """
 
 from __future__ import annotations
@@ -37,41 +42,102 @@ MIB = 2**20
 # sizes as published, of families that the folder of configurations has none of
 OTHERS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {
-        **{"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
-        **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+        **{
+            "model_type": "qwen3",
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+        },
+        **{
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+        },
         **{"max_position_embeddings": 40960, "tie_word_embeddings": True},
     },
     "gemma-3-1b": {
-        **{"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26},
-        **{"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144},
+        **{
+            "model_type": "gemma3_text",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+        },
+        **{
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "vocab_size": 262144,
+        },
         **{"max_position_embeddings": 32768, "sliding_window": 512, "tie_word_embeddings": True},
     },
     "OLMo-2-1B": {
-        **{"model_type": "olmo2", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+        **{
+            "model_type": "olmo2",
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+        },
         **{"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 100352},
         **{"max_position_embeddings": 4096, "tie_word_embeddings": False},
     },
-    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024},
+    "gpt2-medium": {
+        "model_type": "gpt2",
+        "n_embd": 1024,
+        "n_layer": 24,
+        "n_head": 16,
+        "n_positions": 1024,
+    },
     "pythia-1b": {
-        **{"model_type": "gpt_neox", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+        **{
+            "model_type": "gpt_neox",
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+        },
         **{"num_attention_heads": 8, "vocab_size": 50304, "max_position_embeddings": 2048},
         **{"rotary_pct": 0.25, "tie_word_embeddings": False},
     },
     "bert-large": {
-        **{"model_type": "bert", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24},
+        **{
+            "model_type": "bert",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+        },
         **{"num_attention_heads": 16, "vocab_size": 30522},
     },
     "ModernBERT-large": {
-        **{"model_type": "modernbert", "hidden_size": 1024, "intermediate_size": 2624, "num_hidden_layers": 28},
+        **{
+            "model_type": "modernbert",
+            "hidden_size": 1024,
+            "intermediate_size": 2624,
+            "num_hidden_layers": 28,
+        },
         **{"num_attention_heads": 16, "vocab_size": 50368, "max_position_embeddings": 8192},
     },
     "small Mixtral": {
-        **{"model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8},
-        **{"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8},
+        **{
+            "model_type": "mixtral",
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 8,
+        },
+        **{
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "vocab_size": 32000,
+            "num_local_experts": 8,
+        },
         **{"max_position_embeddings": 4096},
     },
 }
-TASKS = {"bert": "classification", "modernbert": "classification", "xlm-roberta": "classification", "t5": "seq2seq"}
+TASKS = {
+    "bert": "classification",
+    "modernbert": "classification",
+    "xlm-roberta": "classification",
+    "t5": "seq2seq",
+}
 
 
 @dataclass(frozen=True)
@@ -91,20 +157,50 @@ class Case:
     def name(self) -> str:
         """All of it in words."""
         more = [f"{key}={value}" for key, value in self.train.items()]
-        return " ".join([self.model, self.method, self.precision, self.gpu, self.lengths, f"b{self.batch}", *more])
+        return " ".join(
+            [
+                self.model,
+                self.method,
+                self.precision,
+                self.gpu,
+                self.lengths,
+                f"b{self.batch}",
+                *more,
+            ]
+        )
 
 
 def cases() -> Iterator[Case]:
-    """Families, methods, precisions, checkpointing, lengths, optimizers and GPUs, each against a few of the others."""
-    small, middle, large, every = "Qwen2.5-0.5B", "Llama-3.2-3B", "Llama-3.1-8B", "gradient_checkpointing"
+    """Families, methods, precisions, checkpointing, lengths, optimizers and GPUs, each against a
+    few of the others.
+    """
+    small, middle, large, every = (
+        "Qwen2.5-0.5B",
+        "Llama-3.2-3B",
+        "Llama-3.1-8B",
+        "gradient_checkpointing",
+    )
     for method in ("full", "lora"):
         for value in (False, 2, True):
             yield Case(small, method, train={every: value})
-            yield Case(small, method, lengths="full", train={every: value, "micro_batch_tokens": 4096})
+            yield Case(
+                small, method, lengths="full", train={every: value, "micro_batch_tokens": 4096}
+            )
     for model in ("Qwen3-0.6B", "gpt2-medium", "bert-large", "flan-t5-base", "OLMo-2-1B"):
         yield Case(model)
-    for model in ("gemma-3-1b", "OLMo-2-1B", "gpt2-medium", "pythia-1b", "bert-large", "ModernBERT-large", "flan-t5-base",
-                  "small Mixtral", "gemma-2-2b", "Phi-3-mini-4k-instruct", "Mistral-7B-v0.1"):  # fmt: skip
+    for model in (
+        "gemma-3-1b",
+        "OLMo-2-1B",
+        "gpt2-medium",
+        "pythia-1b",
+        "bert-large",
+        "ModernBERT-large",
+        "flan-t5-base",
+        "small Mixtral",
+        "gemma-2-2b",
+        "Phi-3-mini-4k-instruct",
+        "Mistral-7B-v0.1",
+    ):
         yield Case(model, "lora")
     yield Case(large, "lora")
     yield Case(large, "qlora", gpu="L4")
@@ -112,7 +208,14 @@ def cases() -> Iterator[Case]:
     yield Case(large, "qlora", lengths="full", train={every: True})
     yield Case(large, "lora", lengths="long", train={every: True})
     yield Case(middle, "full", lengths="full", train={every: True})
-    for optim in ("adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_offload", "adafactor", "sgd"):
+    for optim in (
+        "adamw_torch",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        "adamw_torch_offload",
+        "adafactor",
+        "sgd",
+    ):
         yield Case("Qwen3-0.6B", lengths="full", batch=2, train={"optim": optim, every: True})
     for method in ("full", "lora", "qlora"):
         yield Case(small, method, "fp16", "T4")
@@ -130,7 +233,9 @@ def cases() -> Iterator[Case]:
 
 def config_of(model: str) -> dict[str, Any]:
     """The configuration of a model by its name."""
-    found = OTHERS.get(model) or json.loads((CONFIGS / model / "config.json").read_text(encoding="utf-8"))
+    found = OTHERS.get(model) or json.loads(
+        (CONFIGS / model / "config.json").read_text(encoding="utf-8")
+    )
     for name in ("auto_map", "quantization_config"):
         found.pop(name, None)
     return dict(found) | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -148,10 +253,20 @@ def write_model(folder: Path, case: Case) -> str:
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(_words())}, "<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder.parent / "words")  # beside it: in the folder its family would read it in its own way
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    ).save_pretrained(
+        folder.parent / "words"
+    )  # beside it: in the folder its family would read it in its own way
     task = TASKS.get(config["model_type"], "causal-lm")
-    auto = {"classification": "SequenceClassification", "seq2seq": "Seq2SeqLM", "causal-lm": "CausalLM"}[task]
+    auto = {
+        "classification": "SequenceClassification",
+        "seq2seq": "Seq2SeqLM",
+        "causal-lm": "CausalLM",
+    }[task]
     with torch.device("meta"):
         model = getattr(transformers, f"AutoModelFor{auto}").from_config(
             transformers.AutoConfig.from_pretrained(folder)
@@ -162,7 +277,11 @@ def write_model(folder: Path, case: Case) -> str:
     for key, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            header[key] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [at, at + size * tensor.numel()]}
+            header[key] = {
+                "dtype": name,
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + size * tensor.numel()],
+            }
             at += size * tensor.numel()
     written = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
     written += b" " * (-len(written) % 8)
@@ -181,7 +300,9 @@ def write_job(folder: Path, case: Case) -> Path:
     task, draw, rows = write_model(folder / "base", case), random.Random(0), []
     words = _words()[4:]
     for _ in range(min(400, 2 * case.batch) if case.lengths == "chat" else max(8, case.batch)):
-        n = {"full": 2048, "long": 8192}.get(case.lengths) or min(900, int(draw.lognormvariate(5.5, 0.6)) + 60)
+        n = {"full": 2048, "long": 8192}.get(case.lengths) or min(
+            900, int(draw.lognormvariate(5.5, 0.6)) + 60
+        )
         text = draw.choices(words, k=n)
         if task == "classification":
             rows.append({"text": " ".join(text[:510]), "label": draw.choice(["a", "b", "c"])})
@@ -190,26 +311,41 @@ def write_job(folder: Path, case: Case) -> Path:
         else:
             cut = 2 * n // 3
             names = ("input", "target") if task == "seq2seq" else ("prompt", "completion")
-            rows.append(dict(zip(names, (" ".join(text[:cut]), " " + " ".join(text[cut:])), strict=True)))
+            rows.append(
+                dict(zip(names, (" ".join(text[:cut]), " " + " ".join(text[cut:])), strict=True))
+            )
     if task == "classification":
         for row, label in zip(rows, "abc", strict=False):
             row["label"] = label
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    flags = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False, "tf32": False}}[case.precision]
+    flags = {
+        "bf16": {"bf16": True},
+        "fp16": {"fp16": True},
+        "fp32": {"bf16": False, "tf32": False},
+    }[case.precision]
     job = {
         "task": task,
         "model": {"model_name_or_path": "./base", "tokenizer_name_or_path": "./words"},
         "data": {
             "train": "data.jsonl",
-            "max_length": {"long": 8192}.get(
-                case.lengths, 512 if task == "classification" else 1024 if "gpt2" in case.model else 2048
+            "max_length": (
+                {"long": 8192}.get(
+                    case.lengths,
+                    512 if task == "classification" else 1024 if "gpt2" in case.model else 2048,
+                )
             ),
         },
         "method": case.method,
         "where": {"device": "cuda", "usd_per_hour": 2.0},
         "output_dir": "./run",
         "cache_dir": "./cache",
-        "train": {"max_steps": 4, "global_batch_size": case.batch, "probe": False, **flags, **case.train},
+        "train": {
+            "max_steps": 4,
+            "global_batch_size": case.batch,
+            "probe": False,
+            **flags,
+            **case.train,
+        },
     }
     (folder / "job.yaml").write_text(json.dumps(job), encoding="utf-8")
     return folder / "job.yaml"
@@ -313,7 +449,12 @@ def _place(frames: list[dict[str, Any]]) -> str:
     said = []
     for frame in frames:
         name = frame["filename"]
-        if "torch/nn/modules/module" in name or "/torch/_" in name or "hollow_memory" in name or "<" in name:
+        if (
+            "torch/nn/modules/module" in name
+            or "/torch/_" in name
+            or "hollow_memory" in name
+            or "<" in name
+        ):
             continue
         said.append(f"{'/'.join(Path(name).parts[-2:])}:{frame['line']}")
         if len(said) == 4:
@@ -325,7 +466,9 @@ def _place(frames: list[dict[str, Any]]) -> str:
 
 
 def tried(case: Case, n_steps: int, blocks: bool) -> dict[str, Any]:
-    """A case in a process of its own, forked from this one, which has imported everything and has not looked for a GPU."""
+    """A case in a process of its own, forked from this one, which has imported everything and has
+    not looked for a GPU.
+    """
     folder = Path(tempfile.mkdtemp(prefix="hollow-memory-"))
     child = os.fork()
     if not child:
@@ -352,8 +495,13 @@ def line_of(row: dict[str, Any]) -> str:
     """One case on a line."""
     if "failed" in row:
         return f"{row['case']}: FAILED {row['failed']}"
-    ratios = [f"{row[key] / row['peak']:5.2f}" if row[key] else "    -" for key in ("plan", "expected")]
-    return f"{row['case']:70} peak {row['peak'] / MIB:9,.0f} MiB  plan {ratios[0]}  expected {ratios[1]}  {row['settings']}"
+    ratios = [
+        f"{row[key] / row['peak']:5.2f}" if row[key] else "    -" for key in ("plan", "expected")
+    ]
+    return (
+        f"{row['case']:70} peak {row['peak'] / MIB:9,.0f} MiB  plan {ratios[0]}  expected"
+        f" {ratios[1]}  {row['settings']}"
+    )
 
 
 def summed_up(rows: list[dict[str, Any]]) -> str:
@@ -366,22 +514,33 @@ def summed_up(rows: list[dict[str, Any]]) -> str:
             n_good = sum(one <= math.log(1.05) for one in off)
             said = [f"{math.expm1(one):.1%}" for one in (statistics.median(off), p90, off[-1])]
             lines.append(
-                f"{key}: {len(off)} cases, {n_good} within 5 %, median {said[0]}, p90 {said[1]}, worst {said[2]}"
+                f"{key}: {len(off)} cases, {n_good} within 5 %, median {said[0]}, p90 {said[1]},"
+                f" worst {said[2]}"
             )
     return "\n".join(lines)
 
 
 def main() -> None:
     """Try the cases, one after another."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--only", nargs="*", default=[], help="words that a case must have, all of them")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="words that a case must have, all of them"
+    )
     parser.add_argument("--blocks", action="store_true")
     parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), help="the I-th of N parts of the cases")
+    parser.add_argument(
+        "--part", nargs=2, type=int, default=(0, 1), help="the I-th of N parts of the cases"
+    )
     asked = parser.parse_args()
     if "HOLLOW_NAME" not in os.environ:
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment("H100", copy_mib=1)})
+        os.execve(
+            sys.executable,
+            [sys.executable, *sys.argv],
+            {**os.environ, **environment("H100", copy_mib=1)},
+        )
     import farthing.train.run  # noqa: F401  # once, for all cases
 
     rows = []

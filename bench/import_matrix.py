@@ -2,9 +2,10 @@
 
     python bench/import_matrix.py --configs DIR [--json]
 
-The keys of each file are counted here, apart from the importer: the leaves of a YAML or JSON file; for a script the keyword
-arguments of its configuration calls, or else the flags of its command lines. A key is lost that is neither mapped nor named.
-A file that can't be read is listed with the reason; each job that is written is read back as a job.
+The keys of each file are counted here, apart from the importer: the leaves of a YAML or JSON file;
+for a script the keyword arguments of its configuration calls, or else the flags of its command
+lines. A key is lost that is neither mapped nor named. A file that can't be read is listed with the
+reason; each job that is written is read back as a job.
 """
 
 from __future__ import annotations
@@ -27,21 +28,35 @@ from farthing.config.load import load_job
 from farthing.errors import FarthingError
 
 ENDINGS = (".yaml", ".yml", ".json", ".py", ".ipynb", ".sh")
-CALLS = ("SFTConfig", "TrainingArguments", "Seq2SeqTrainingArguments", "UnslothTrainingArguments", "LoraConfig",
-         "BitsAndBytesConfig", "SFTTrainer", "load_dataset")  # fmt: skip
+CALLS = (
+    "SFTConfig",
+    "TrainingArguments",
+    "Seq2SeqTrainingArguments",
+    "UnslothTrainingArguments",
+    "LoraConfig",
+    "BitsAndBytesConfig",
+    "SFTTrainer",
+    "load_dataset",
+)
 
 
 def leaves(value: Any, at: str = "") -> list[str]:
     """Dotted names of all leaves of a mapping."""
     if isinstance(value, dict) and value:
-        return [leaf for key, each in value.items() for leaf in leaves(each, f"{at}.{key}" if at else str(key))]
+        return [
+            leaf
+            for key, each in value.items()
+            for leaf in leaves(each, f"{at}.{key}" if at else str(key))
+        ]
     if isinstance(value, list) and value and all(isinstance(each, dict) and each for each in value):
         return [leaf for i, each in enumerate(value) for leaf in leaves(each, f"{at}[{i}]")]
     return [at]
 
 
 def keys_of(path: Path) -> list[str]:
-    """The keys that an importer has to account for; for scripts only names, as a call may be read once."""
+    """The keys that an importer has to account for; for scripts only names, as a call may be read
+    once.
+    """
     text = path.read_text(encoding="utf-8-sig")
     if path.suffix in (".yaml", ".yml"):
         return leaves(yaml.safe_load(text))
@@ -69,13 +84,18 @@ def accounted(imported: Imported, path: Path) -> tuple[list[str], list[str]]:
     """(keys that the importer has dealt with, keys that are lost)."""
     dealt = set(imported.lines)
     if path.suffix in (".py", ".ipynb"):
-        without_number = {key.partition("#")[0] + "." + key.rpartition(".")[2] if "#" in key else key for key in dealt}
+        without_number = {
+            key.partition("#")[0] + "." + key.rpartition(".")[2] if "#" in key else key
+            for key in dealt
+        }
         without_depth = without_number | {".".join(key.split(".")[:2]) for key in without_number}
         is_by_command = not any("." in key and key[0].isupper() for key in dealt)
         wanted = [] if is_by_command else keys_of(path)
         return sorted(dealt), sorted({key for key in wanted if key not in without_depth})
     parents = {key for line in dealt for key in _prefixes(line)}
-    return sorted(dealt), sorted({key for key in keys_of(path) if key not in dealt and key not in parents})
+    return sorted(dealt), sorted(
+        {key for key in keys_of(path) if key not in dealt and key not in parents}
+    )
 
 
 def _prefixes(key: str) -> list[str]:
@@ -117,7 +137,9 @@ def look_at(path: Path, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Prints the table; 1 where a key is lost or a job is refused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--configs", type=Path, required=True, metavar="DIR")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -143,7 +165,10 @@ def main() -> int:
     else:
         for row in rows:
             if row.get("unread") or row.get("lost") or row.get("job_refused"):
-                print(row["file"], row.get("unread") or f"lost {row['lost']} refused {row['job_refused']}")
+                print(
+                    row["file"],
+                    row.get("unread") or f"lost {row['lost']} refused {row['job_refused']}",
+                )
         print(json.dumps(total, indent=1))
     return 1 if total["lost"] or total["jobs_refused"] else 0
 

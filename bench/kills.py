@@ -1,7 +1,7 @@
 """When a process is killed and where it was: the half of survive.py that knows nothing of training.
 
-An attempt says in memory that it shares with its killer which part of a run it is in; moments are drawn from a seed, some
-anywhere, some aimed at a part. Refuses to kill what it did not start.
+An attempt says in memory that it shares with its killer which part of a run it is in; moments are
+drawn from a seed, some anywhere, some aimed at a part. Refuses to kill what it did not start.
 """
 
 from __future__ import annotations
@@ -29,13 +29,24 @@ PLACES = (
     "export",
     "between",
 )
-_MEANWHILE = ("save", "upload")  # what threads do while the run goes on; the last that is under way gives the place
+_MEANWHILE = (
+    "save",
+    "upload",
+)  # what threads do while the run goes on; the last that is under way gives the place
 _AIMS = (None, "training step", "save", "save", "evaluation", "tokenization")
-_LASTS_S = {"training step": 0.1, "save": 0.01, "evaluation": 0.03, "tokenization": 0.04, "upload": 0.03}
+_LASTS_S = {
+    "training step": 0.1,
+    "save": 0.01,
+    "evaluation": 0.03,
+    "tokenization": 0.04,
+    "upload": 0.03,
+}
 
 
 class Whereabouts:
-    """The part of a run that a process is in, in a file that its parent maps too: what was written outlives a kill."""
+    """The part of a run that a process is in, in a file that its parent maps too: what was written
+    outlives a kill.
+    """
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -79,7 +90,9 @@ class Whereabouts:
 
 
 class Moment(NamedTuple):
-    """When to kill: after `share` of the time that is left to do, then, if aimed, `late_s` into the next such part."""
+    """When to kill: after `share` of the time that is left to do, then, if aimed, `late_s` into the
+    next such part.
+    """
 
     aim: str | None
     share: float
@@ -91,7 +104,11 @@ def moments(seed: int, *, with_upload: bool = False, anywhere: bool = False) -> 
     chance = random.Random(seed)
     drawn = []
     for _ in range(chance.randint(3, 5)):
-        aim = None if anywhere else chance.choice(_AIMS + (("upload", "upload") if with_upload else ()))
+        aim = (
+            None
+            if anywhere
+            else chance.choice(_AIMS + (("upload", "upload") if with_upload else ()))
+        )
         share = 0.0 if aim == "tokenization" else chance.uniform(0, 0.8 if aim is None else 0.5)
         drawn.append(Moment(aim, share, chance.uniform(0, _LASTS_S.get(aim or "", 0.0))))
     return drawn
@@ -107,14 +124,17 @@ class Attempt(Protocol):
 
 
 class Forked:
-    """`work()` in a child forked from this process, which has the libraries already; its words go to a file."""
+    """`work()` in a child forked from this process, which has the libraries already; its words go
+    to a file.
+    """
 
     def __init__(self, work: Callable[[], int], words: Path) -> None:
         self.code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             code = 70
-            gc.freeze()  # what was imported before the fork is no garbage, as the command line has it
+            # what was imported before the fork is no garbage, as the command line has it
+            gc.freeze()
             try:
                 output = os.open(words, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(output, 1)
@@ -144,7 +164,9 @@ def finish(attempt: Attempt) -> int:
 
 
 def kill_at(moment: Moment, left_s: float, attempt: Attempt, where: Whereabouts) -> bool:
-    """SIGKILL an attempt that has `left_s` to do at a moment; False when it came to its end before that."""
+    """SIGKILL an attempt that has `left_s` to do at a moment; False when it came to its end before
+    that.
+    """
     until = time.monotonic() + moment.share * left_s
     while time.monotonic() < until and attempt.poll() is None:
         time.sleep(0.002)

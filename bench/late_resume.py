@@ -2,10 +2,11 @@
 
     python bench/late_resume.py [--rows 10000000] [--done 0.99] [--json]
 
-A run of a tiny model is begun and stopped after two steps; its checkpoint is then made to say that `--done` of the epoch
-is behind it, and the same command goes on in a fresh process, from a token set of that many rows, every byte checked.
-Trainers that replay their data loader take hours here. Exits with 1 when the first step is not done within five seconds
-of the checkpoint's being loaded. The rows repeat each other and are tokenized once: only how many there are matters.
+A run of a tiny model is begun and stopped after two steps; its checkpoint is then made to say that
+`--done` of the epoch is behind it, and the same command goes on in a fresh process, from a token
+set of that many rows, every byte checked. Trainers that replay their data loader take hours here.
+Exits with 1 when the first step is not done within five seconds of the checkpoint's being loaded.
+The rows repeat each other and are tokenized once: only how many there are matters.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Kept:
 def prepare(folder: Path, n_rows: int, done: float) -> tuple[Path, int]:
     """The data, its token set and the job; returns the job file and the step to resume at."""
     rows = demo_rows(BLOCK, seed=1)
-    make_model_folder(folder / "model", (row["prompt"] + row["completion"] for row in rows), hidden=32)
+    make_model_folder(
+        folder / "model", (row["prompt"] + row["completion"] for row in rows), hidden=32
+    )
     write_jsonl(folder / "block.jsonl", rows)
     n_blocks = math.ceil(n_rows / BLOCK)
     with open(folder / "data.jsonl", "wb") as file:
@@ -86,7 +89,10 @@ def write_token_set(folder: Path, n_blocks: int) -> None:
     inputs = open_inputs(load_job(folder / "job.yaml"))
     one = open_inputs(load_job(folder / "job.yaml", [f"data.train={folder / 'block.jsonl'}"]))
     tokens = tokenize(one.train_sources, one.tokenizer, one.recipe, folder / "block")
-    facts = {key: tokens.facts[key] * n_blocks for key in ("n_rows", "n_examples", "n_tokens", "n_targets")}
+    facts = {
+        key: tokens.facts[key] * n_blocks
+        for key in ("n_rows", "n_examples", "n_tokens", "n_targets")
+    }
     name = inputs.train_sources[0].name
     facts |= {"sources": [{"name": name, "sha256": inputs.train_sources[0].sha256}]}
     at = np.arange(n_blocks)[:, None]
@@ -121,7 +127,9 @@ def move_on(run: Path, late: int) -> None:
 
 
 def attempt(job: Path, told: Connection, stop_after: int | None) -> None:
-    """In a process of its own: run the job; tells at which age of the process the checkpoint was there, and each step."""
+    """In a process of its own: run the job; tells at which age of the process the checkpoint was
+    there, and each step.
+    """
     import torch
 
     from farthing.train.run import train
@@ -145,7 +153,9 @@ def attempt(job: Path, told: Connection, stop_after: int | None) -> None:
 def events_of(job: Path, stop_after: int | None = None) -> list[tuple[str, int, float, float]]:
     """What an attempt told."""
     mine, its = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=attempt, args=(job, its, stop_after))
+    process = multiprocessing.get_context("spawn").Process(
+        target=attempt, args=(job, its, stop_after)
+    )
     process.start()
     its.close()
     events = []
@@ -162,7 +172,9 @@ def events_of(job: Path, stop_after: int | None = None) -> list[tuple[str, int, 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--done", type=float, default=0.99)
     parser.add_argument("--json", action="store_true")

@@ -1,12 +1,15 @@
-"""Machines lost under a launch, again and again: the run goes on elsewhere, to the same bits, with one bill.
+"""Machines lost under a launch, again and again: the run goes on elsewhere, to the same bits, with
+one bill.
 
-    python bench/launch_chains.py --chains 100 --first-seed 0 --json [--kind ssh|slurm|both] [--lanes 3] [--minutes M]
+    python bench/launch_chains.py --chains 100 --first-seed 0 --json [--kind ssh|slurm|both]
+    [--lanes 3] [--minutes M]
 
-Several chains go side by side, each in a lane with machines of its own. A chain over ssh: three machines (namespaces, see
-ssh_machines.py), one or two of which are lost at a moment that the seed draws, disk and all. A chain over Slurm: a controller
-and two nodes (see slurm_cluster.py), where a job of a better partition preempts the run, or its node is lost. Each is held
-against one run of the same job that was left alone: every logged step and the exported model, to the bit. What all machines
-have cost must be the sum of their seconds, each confirmed gone.
+Several chains go side by side, each in a lane with machines of its own. A chain over ssh: three
+machines (namespaces, see ssh_machines.py), one or two of which are lost at a moment that the seed
+draws, disk and all. A chain over Slurm: a controller and two nodes (see slurm_cluster.py), where a
+job of a better partition preempts the run, or its node is lost. Each is held against one run of the
+same job that was left alone: every logged step and the exported model, to the bit. What all
+machines have cost must be the sum of their seconds, each confirmed gone.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ import yaml
 import ssh_machines
 from farthing.config.load import load_job
 from farthing.durability.commits import list_commits
-from farthing.durability.object_store import LocalStore, StoreFault
-from farthing.errors import UserMistake
+from farthing.durability.object_store import LocalStore, StoreError
+from farthing.errors import InputError
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.session import Session
 from farthing.launch.supervise import Patience
@@ -55,15 +58,27 @@ def write_job(folder: Path, store: Path | None, n_steps: int = N_STEPS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     rows = demo_rows(120)
     with _ONE_AT_A_TIME:  # it seeds the random numbers of the whole process
-        make_model_folder(folder / "base", [row["prompt"] + row["completion"] for row in rows], dropout=0.1)
+        make_model_folder(
+            folder / "base", [row["prompt"] + row["completion"] for row in rows], dropout=0.1
+        )
     write_jsonl(folder / "data.jsonl", rows)
     values = {
-        "task": "causal-lm", "model": {"model_name_or_path": "./base", "init": "random"}, "data": "data.jsonl",
-        "method": "full", "where": {"device": "cpu", "usd_per_hour": 3.6}, "limits": {"max_usd": 50},
-        "output_dir": "./run", "cache_dir": "./cache",
-        "train": {"max_steps": n_steps, "global_batch_size": 8, "learning_rate": 0.003, "save_steps": SAVE_STEPS},
+        "task": "causal-lm",
+        "model": {"model_name_or_path": "./base", "init": "random"},
+        "data": "data.jsonl",
+        "method": "full",
+        "where": {"device": "cpu", "usd_per_hour": 3.6},
+        "limits": {"max_usd": 50},
+        "output_dir": "./run",
+        "cache_dir": "./cache",
+        "train": {
+            "max_steps": n_steps,
+            "global_batch_size": 8,
+            "learning_rate": 0.003,
+            "save_steps": SAVE_STEPS,
+        },
         **({"output_store": str(store)} if store else {}),
-    }  # fmt: skip
+    }
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
@@ -72,15 +87,27 @@ def write_job(folder: Path, store: Path | None, n_steps: int = N_STEPS) -> Path:
 def result_of(run: Path) -> dict[str, Any]:
     """What a run has come to, to be compared to the bit."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    steps = {row["step"]: [row.get("examples"), row["loss"], row.get("grad_norm")] for row in rows if "examples" in row}
+    steps = {
+        row["step"]: [row.get("examples"), row["loss"], row.get("grad_norm")]
+        for row in rows
+        if "examples" in row
+    }
     files = sorted(path for path in (run / "model").rglob("*.safetensors"))
-    return {"steps": steps, "model": [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]}
+    return {
+        "steps": steps,
+        "model": [hashlib.sha256(path.read_bytes()).hexdigest() for path in files],
+    }
 
 
 def left_alone(folder: Path, n_steps: int = N_STEPS) -> dict[str, Any]:
     """The same job on this machine, uninterrupted."""
     job = write_job(folder, None, n_steps)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     words = [sys.executable, "-m", "farthing", "train", str(job)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
@@ -92,14 +119,14 @@ def saved_step(store: LocalStore) -> int:
     """The newest step in a store."""
     try:
         return max((commit.step for commit in list_commits(store)), default=0)
-    except StoreFault:
+    except StoreError:
         return 0
 
 
 def judged(session: Session, code: int, reference: dict[str, Any]) -> list[str]:
     """What of a launch is not as it should be."""
     if code != 0:
-        with contextlib.suppress(UserMistake):
+        with contextlib.suppress(InputError):
             return [f"it ended with {code}: {session.log()[-2000:]}"]
         return [f"it ended with {code}"]
     wrong = [] if result_of(session.folder) == reference else ["it is not the same to the bit"]
@@ -149,8 +176,14 @@ def ssh_chain(
         stop.set()
         thread.join()
     wrong = judged(session, code, reference)
-    return {"seed": seed, "kind": "ssh", "lost": lost, "n_machines": len(session.ledger.machines), "wrong": wrong,
-            "said": said if wrong else []}  # fmt: skip
+    return {
+        "seed": seed,
+        "kind": "ssh",
+        "lost": lost,
+        "n_machines": len(session.ledger.machines),
+        "wrong": wrong,
+        "said": said if wrong else [],
+    }
 
 
 MACHINES_OF_A_LANE = 3
@@ -167,16 +200,23 @@ def run_ssh(
     ):
 
         def chain(seed: int, lane: int) -> dict[str, Any]:
-            return ssh_chain(seed, folder / f"ssh{seed}", fleet.machines[lane * n : (lane + 1) * n], reference)
+            return ssh_chain(
+                seed, folder / f"ssh{seed}", fleet.machines[lane * n : (lane + 1) * n], reference
+            )
 
         return side_by_side(chain, seeds, folder, n_lanes, until)
 
 
 def side_by_side(
-    chain: Callable[[int, int], dict[str, Any]], seeds: range, folder: Path, n_lanes: int, until: float
+    chain: Callable[[int, int], dict[str, Any]],
+    seeds: range,
+    folder: Path,
+    n_lanes: int,
+    until: float,
 ) -> list[dict[str, Any]]:
-    """`chain(seed, lane)` of every seed, as many at a time as there are lanes; what one finds goes to stderr at once. The
-    folder of a chain that is as it should be is removed. None is begun after `until`, by the monotonic clock."""
+    """`chain(seed, lane)` of every seed, as many at a time as there are lanes; what one finds goes
+    to stderr at once. The folder of a chain that is as it should be is removed. None is begun after
+    `until`, by the monotonic clock."""
     lanes: queue.SimpleQueue[int] = queue.SimpleQueue()
     for lane in range(n_lanes):
         lanes.put(lane)
@@ -191,7 +231,11 @@ def side_by_side(
             lanes.put(lane)
         if not found["wrong"]:
             shutil.rmtree(folder / f"{found['kind']}{seed}")
-        print(f"{found['kind']} {seed}: {found['wrong'] or 'equal'}; lost {found['lost']}", file=sys.stderr, flush=True)
+        print(
+            f"{found['kind']} {seed}: {found['wrong'] or 'equal'}; lost {found['lost']}",
+            file=sys.stderr,
+            flush=True,
+        )
         return [found]
 
     with ThreadPoolExecutor(n_lanes) as pool:
@@ -215,20 +259,33 @@ def environment(**values: str) -> Any:
 
 def main() -> int:
     """Run the chains; 1 where one is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chains", type=int, default=4, metavar="N", help="of each kind")
     parser.add_argument("--first-seed", type=int, default=0, metavar="K")
     parser.add_argument("--kind", choices=("ssh", "slurm", "both"), default="both")
-    parser.add_argument("--lanes", type=int, default=3, metavar="L", help="chains side by side (default: 3)")
-    parser.add_argument("--minutes", type=float, default=math.inf, metavar="M", help="of each kind: then none is begun")
+    parser.add_argument(
+        "--lanes", type=int, default=3, metavar="L", help="chains side by side (default: 3)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        metavar="M",
+        help="of each kind: then none is begun",
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # machines and daemons are taken down then too
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(1)
+    )  # machines and daemons are taken down then too
     import slurm_cluster
 
     kinds: dict[str, tuple[Callable[[], str], Callable[..., list[dict[str, Any]]]]] = {
-        "ssh": (ssh_machines.why_not, run_ssh), "slurm": (slurm_cluster.why_not, slurm_cluster.run_slurm),
-    }  # fmt: skip
+        "ssh": (ssh_machines.why_not, run_ssh),
+        "slurm": (slurm_cluster.why_not, slurm_cluster.run_slurm),
+    }
     chosen = list(kinds) if arguments.kind == "both" else [arguments.kind]
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.chains)
     began, chains, skipped = time.perf_counter(), [], {}
@@ -245,12 +302,18 @@ def main() -> int:
                 chains += run(seeds, folder, reference, arguments.lanes, until)
     bad = [chain for chain in chains if chain["wrong"]]
     result = {
-        "kind": "farthing launch chains", "chains": len(chains), "equal": len(chains) - len(bad), "bad": bad,
-        "skipped": skipped, "lost": sum(len(chain["lost"]) for chain in chains),
-        "undisturbed": [chain["seed"] for chain in chains if not chain["lost"]], "first_seed": arguments.first_seed,
-        "kinds": {kind: sum(chain["kind"] == kind for chain in chains) for kind in chosen}, "lanes": arguments.lanes,
+        "kind": "farthing launch chains",
+        "chains": len(chains),
+        "equal": len(chains) - len(bad),
+        "bad": bad,
+        "skipped": skipped,
+        "lost": sum(len(chain["lost"]) for chain in chains),
+        "undisturbed": [chain["seed"] for chain in chains if not chain["lost"]],
+        "first_seed": arguments.first_seed,
+        "kinds": {kind: sum(chain["kind"] == kind for chain in chains) for kind in chosen},
+        "lanes": arguments.lanes,
         "wall_s": time.perf_counter() - began,
-    }  # fmt: skip
+    }
     print(json.dumps(result, indent=1) if arguments.json else result)
     return 1 if bad or not chains else 0
 

@@ -1,13 +1,16 @@
-"""Launches that go wrong in every way a scripted provider knows, watched by a supervisor that may be killed at any line.
+"""Launches that go wrong in every way a scripted provider knows, watched by a supervisor that may
+be killed at any line.
 
     python bench/launch_faults.py --faults 500 --first-seed 0 --json
 
-A case is a provider (RunPod, Vast.ai), a series of faults, and moments at which our process dies and is started anew; in
-some it never comes back. Afterwards no machine may be left, no two may have trained at once, and what all have really cost
-may pass the cap by the boot limit times the price at most.
+A case is a provider (RunPod, Vast.ai), a series of faults, and moments at which our process dies
+and is started anew; in some it never comes back. Afterwards no machine may be left, no two may have
+trained at once, and what all have really cost may pass the cap by the boot limit times the price at
+most.
 
-One thing can be left, and is counted apart as `left_loading`: where our process dies for ever between the two requests of a
-creation at Vast.ai, and that instance never boots, nothing ends it. It costs its disk then, not its GPU.
+One thing can be left, and is counted apart as `left_loading`: where our process dies for ever
+between the two requests of a creation at Vast.ai, and that instance never boots, nothing ends it.
+It costs its disk then, not its GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from fake_clouds import FAULTS, World
 from farthing.config.job import Job
 from farthing.durability.accounts import Account
 from farthing.durability.machines import MachineLedger
-from farthing.errors import EXIT_MISTAKE, UserMistake
+from farthing.errors import EXIT_MISTAKE, InputError
 from farthing.launch.ask import Ask
 from farthing.launch.clients import RunPod, Vast
 from farthing.launch.http import Api
@@ -48,7 +51,9 @@ class Killed(BaseException):
 
 
 class Mortal:
-    """A value whose calls count down to the death of the process: it dies before or after one of them is carried out."""
+    """A value whose calls count down to the death of the process: it dies before or after one of
+    them is carried out.
+    """
 
     def __init__(self, inner: Any, fate: Fate) -> None:
         self._inner, self._fate = inner, fate
@@ -89,22 +94,46 @@ class Fate:
 def prepared_for(provider: str, folder: Path, max_usd: float, usd_per_hour: float) -> Prepared:
     """A launch over six offers."""
     job = Job.model_validate(
-        {"task": "causal-lm", "model": "org/model", "data": "org/data", "output_dir": str(folder),
-         "output_store": f"s3://bucket/{folder.name}", "limits": {"max_usd": max_usd}}
-    )  # fmt: skip
+        {
+            "task": "causal-lm",
+            "model": "org/model",
+            "data": "org/data",
+            "output_dir": str(folder),
+            "output_store": f"s3://bucket/{folder.name}",
+            "limits": {"max_usd": max_usd},
+        }
+    )
     offers = tuple(
-        Offer(PROVIDERS[provider], f"1x {gpu} secure", gpu, 1, "any", "", n % 2 == 1, "machine_hour", usd_per_hour, "made up",
-              DAY, Billing(PROVIDERS[provider]))
+        Offer(
+            PROVIDERS[provider],
+            f"1x {gpu} secure",
+            gpu,
+            1,
+            "any",
+            "",
+            n % 2 == 1,
+            "machine_hour",
+            usd_per_hour,
+            "made up",
+            DAY,
+            Billing(PROVIDERS[provider]),
+        )
         for n, gpu in enumerate(GPUS)
-    )  # fmt: skip
+    )
     return Prepared(job, TARGETS[provider], "", Wishes(), offers, {}, Packed())
 
 
 def supervise(
-    world: World, prepared: Prepared, folder: Path, fate: Fate, *, stop: bool = False,
+    world: World,
+    prepared: Prepared,
+    folder: Path,
+    fate: Fate,
+    *,
+    stop: bool = False,
     say: Callable[[str], None] = lambda text: None,
-) -> int:  # fmt: skip
-    """One life of our process, or one `--stop`; its exit code. It dies between two requests of one creation too. Raises
+) -> int:
+    """One life of our process, or one `--stop`; its exit code. It dies between two requests of one
+    creation too. Raises
     `Killed`."""
     ledger = MachineLedger(folder)
     send = Mortal(world, fate).send
@@ -117,9 +146,15 @@ def supervise(
         return ask
 
     launch = Launch(
-        Mortal(ledger, fate), Mortal(driver, fate), prepared.offers, make_ask, world,
-        say=say, clock=world.clock, sleep=world.sleep,
-    )  # fmt: skip
+        Mortal(ledger, fate),
+        Mortal(driver, fate),
+        prepared.offers,
+        make_ask,
+        world,
+        say=say,
+        clock=world.clock,
+        sleep=world.sleep,
+    )
     try:
         if stop:
             launch.stop(prepared.launch_id)
@@ -144,11 +179,14 @@ def run_case(seed: int) -> dict[str, Any]:
         code: int | None = None
         for life in range(n_deaths + 1):
             is_last = life == n_deaths
-            fate = Fate(None if is_last and returns else dice.randrange(1, 60), is_before=dice.random() < 0.5)
+            fate = Fate(
+                None if is_last and returns else dice.randrange(1, 60),
+                is_before=dice.random() < 0.5,
+            )
             try:
                 code = supervise(world, prepared, folder, fate)
                 break
-            except UserMistake:
+            except InputError:
                 code = EXIT_MISTAKE
                 break
             except Killed:
@@ -163,48 +201,86 @@ def run_case(seed: int) -> dict[str, Any]:
     loading = [] if returns else world.loading
     usd = world.usd - sum(map(world.usd_of, loading))
     return {
-        "seed": seed, "provider": provider, "script": world.script, "max_usd": max_usd, "n_deaths": n_deaths,
-        "returns": returns, "code": code, "saved": world.saved, "n_steps": world.n_steps, "n_machines": len(world.machines),
-        "leaked": world.n_alive - len(loading), "left_loading": len(loading), "double": world.n_double, "usd": usd,
-        "counted_usd": counted, "open": open_, "over_usd": max(0.0, usd - max_usd), "may_be_over_usd": boot_usd,
-    }  # fmt: skip
+        "seed": seed,
+        "provider": provider,
+        "script": world.script,
+        "max_usd": max_usd,
+        "n_deaths": n_deaths,
+        "returns": returns,
+        "code": code,
+        "saved": world.saved,
+        "n_steps": world.n_steps,
+        "n_machines": len(world.machines),
+        "leaked": world.n_alive - len(loading),
+        "left_loading": len(loading),
+        "double": world.n_double,
+        "usd": usd,
+        "counted_usd": counted,
+        "open": open_,
+        "over_usd": max(0.0, usd - max_usd),
+        "may_be_over_usd": boot_usd,
+    }
 
 
 def is_good(case: dict[str, Any]) -> bool:
-    """Whether a case kept every promise. What was counted is what it cost; more where our process was away when it ended."""
+    """Whether a case kept every promise. What was counted is what it cost; more where our process
+    was away when it ended.
+    """
     off_usd = case["counted_usd"] - case["usd"]
     counted = not case["returns"] or (off_usd > -0.05 and (off_usd < 0.05 or case["n_deaths"] > 0))
     ended = not case["returns"] or (case["code"] is not None and not case["open"])
-    kept = case["leaked"] == 0 and case["double"] == 0 and case["over_usd"] <= case["may_be_over_usd"] + 1e-9
+    kept = (
+        case["leaked"] == 0
+        and case["double"] == 0
+        and case["over_usd"] <= case["may_be_over_usd"] + 1e-9
+    )
     return kept and ended and counted
 
 
 def main() -> int:
     """Run the cases; 1 where one is bad."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=500, metavar="N", help="launches")
     parser.add_argument("--first-seed", type=int, default=0, metavar="K")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    cases = [run_case(seed) for seed in range(arguments.first_seed, arguments.first_seed + arguments.faults)]
+    cases = [
+        run_case(seed)
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.faults)
+    ]
     bad = [case for case in cases if not is_good(case)]
     result = {
-        "kind": "farthing launch faults", "launches": len(cases), "bad": bad,
-        "leaked": sum(case["leaked"] for case in cases), "left_loading": sum(case["left_loading"] for case in cases),
+        "kind": "farthing launch faults",
+        "launches": len(cases),
+        "bad": bad,
+        "leaked": sum(case["leaked"] for case in cases),
+        "left_loading": sum(case["left_loading"] for case in cases),
         "double_trainers": sum(case["double"] > 0 for case in cases),
-        "most_over_usd": max(case["over_usd"] for case in cases), "may_be_over_usd": cases[0]["may_be_over_usd"],
-        "machines": sum(case["n_machines"] for case in cases), "deaths": sum(case["n_deaths"] for case in cases),
-        "finished": sum(case["code"] == 0 for case in cases), "wall_s": time.perf_counter() - began,
-    }  # fmt: skip
+        "most_over_usd": max(case["over_usd"] for case in cases),
+        "may_be_over_usd": cases[0]["may_be_over_usd"],
+        "machines": sum(case["n_machines"] for case in cases),
+        "deaths": sum(case["n_deaths"] for case in cases),
+        "finished": sum(case["code"] == 0 for case in cases),
+        "wall_s": time.perf_counter() - began,
+    }
     if arguments.json:
         print(json.dumps(result, indent=1))
     else:
-        print(f"{len(cases)} launches, {result['machines']} machines, {result['deaths']} deaths of our process")
         print(
-            f"{result['leaked']} leaked ({result['left_loading']} left loading), {result['double_trainers']} double trainers"
+            f"{len(cases)} launches, {result['machines']} machines, {result['deaths']} deaths of"
+            " our process"
         )
-        print(f"{len(bad)} bad, {result['finished']} finished; most over the cap ${result['most_over_usd']:.3f}")
+        print(
+            f"{result['leaked']} leaked ({result['left_loading']} left loading),"
+            f" {result['double_trainers']} double trainers"
+        )
+        print(
+            f"{len(bad)} bad, {result['finished']} finished; most over the cap"
+            f" ${result['most_over_usd']:.3f}"
+        )
         for case in bad:
             print(json.dumps(case))
     return 1 if bad else 0

@@ -1,10 +1,12 @@
-"""Every offer of the price table on every target: rendered, checked by farthing's own rules and by the target's schema.
+"""Every offer of the price table on every target: rendered, checked by farthing's own rules and by
+the target's schema.
 
     python bench/launch_matrix.py --json
-    python bench/launch_matrix.py --tools .venv/launch --sky .venv/sky     # with the targets' own validators
+    python bench/launch_matrix.py --tools .venv/launch --sky .venv/sky     # with the targets' own
+    validators
 
-An offer that a target cannot rent (another provider's, a GPU that it does not have, several GPUs) is refused with a reason and
-counted apart; of what is rendered everything has to be right.
+An offer that a target cannot rent (another provider's, a GPU that it does not have, several GPUs)
+is refused with a reason and counted apart; of what is rendered everything has to be right.
 """
 
 from __future__ import annotations
@@ -33,19 +35,25 @@ from launch_rules import RULES
 
 DAY = date(2026, 11, 22)
 AT = {
-    "ssh": "ssh:gpu1.example", "vertex": "vertex:project/us-central1", "lambda": "lambda:us-east-1/key",
-    "slurm": "slurm:gpu", "kubernetes": "kubernetes:ml", "hf": "hf:team",
-}  # fmt: skip
+    "ssh": "ssh:gpu1.example",
+    "vertex": "vertex:project/us-central1",
+    "lambda": "lambda:us-east-1/key",
+    "slurm": "slurm:gpu",
+    "kubernetes": "kubernetes:ml",
+    "hf": "hf:team",
+}
 """Where, for targets that are told."""
 HERE = Path(__file__).resolve().parent
 
 
 def cases(every: int = 1) -> Iterator[tuple[str, Offer]]:
-    """(target, offer), of all or of every so-manieth offer; one that each target has is among them."""
+    """(target, offer), of all or of every so-manieth offer; one that each target has is among them."""  # noqa: E501
     offers = [offer for offer in read_catalog(None, DAY).offers if offer.usd_per_hour is not None]
     for target in TARGETS:
         known = [offer for offer in offers if why_not(target, offer) == ""]
-        yield from ((target, offer) for offer in {id(o): o for o in [*offers[::every], *known[:1]]}.values())
+        yield from (
+            (target, offer) for offer in {id(o): o for o in [*offers[::every], *known[:1]]}.values()
+        )
 
 
 def why_not(target: str, offer: Offer) -> str:
@@ -60,18 +68,34 @@ def why_not(target: str, offer: Offer) -> str:
 def prepared_on(target: str, offer: Offer) -> Prepared:
     """A launch of a plain job on one offer."""
     job = Job.model_validate(
-        {"task": "causal-lm", "model": "org/model", "data": "org/data", "output_dir": "/shared/run", "limits": {"max_usd": 50},
-         "output_store": "s3://bucket/run"}
-    )  # fmt: skip
+        {
+            "task": "causal-lm",
+            "model": "org/model",
+            "data": "org/data",
+            "output_dir": "/shared/run",
+            "limits": {"max_usd": 50},
+            "output_store": "s3://bucket/run",
+        }
+    )
     at = AT.get(target, "").partition(":")[2]
     if target not in PROVIDERS:
         offer = replace_provider(offer, target)
-    return Prepared(job, TARGETS[target], at, Wishes(image="registry.example/farthing:1"), (offer,), {}, Packed())
+    return Prepared(
+        job,
+        TARGETS[target],
+        at,
+        Wishes(image="registry.example/farthing:1"),
+        (offer,),
+        {},
+        Packed(),
+    )
 
 
 def replace_provider(offer: Offer, target: str) -> Offer:
     """The same machine as one's own, at that price."""
-    return offer._replace(provider=TARGETS[target].title, instance="gpu1.example", billing=Billing(target))
+    return offer._replace(
+        provider=TARGETS[target].title, instance="gpu1.example", billing=Billing(target)
+    )
 
 
 @cache
@@ -116,11 +140,15 @@ def replace_offer(offer: Offer) -> Offer:
 
 
 def validated(rows: list[dict[str, Any]], python: Path, kinds: tuple[str, ...]) -> list[str]:
-    """What the targets' own validators, installed beside `python`, say of the files; the number of files looked at last."""
+    """What the targets' own validators, installed beside `python`, say of the files; the number of
+    files looked at last.
+    """
     files = [
         {"target": row["target"], "offer": row["offer"], "name": name, "text": text}
-        for row in rows if row["state"] == "ok" and row["target"] in kinds for name, text in row["files"].items()
-    ]  # fmt: skip
+        for row in rows
+        if row["state"] == "ok" and row["target"] in kinds
+        for name, text in row["files"].items()
+    ]
     done = subprocess.run(
         [str(python), str(HERE / "launch_schemas.py")],
         input=json.dumps(files),
@@ -135,29 +163,54 @@ def validated(rows: list[dict[str, Any]], python: Path, kinds: tuple[str, ...]) 
 
 def main() -> int:
     """Run it; 1 where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--tools", type=Path, help="an environment with kubernetes-validate and google-cloud-aiplatform"
+        "--tools",
+        type=Path,
+        help="an environment with kubernetes-validate and google-cloud-aiplatform",
     )
     parser.add_argument("--sky", type=Path, help="an environment with skypilot")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th offer (default: all)")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="only each N-th offer (default: all)"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     began = time.perf_counter()
     rows = [outcome_of(target, offer) for target, offer in cases(arguments.every)]
-    wrong = [f"{row['target']}, {row['offer']}: {row['why']}" for row in rows if row["state"] == "wrong"]
+    wrong = [
+        f"{row['target']}, {row['offer']}: {row['why']}" for row in rows if row["state"] == "wrong"
+    ]
     by_schema: dict[str, int] = {}
-    for folder, kinds in ((arguments.tools, ("kubernetes", "vertex")), (arguments.sky, ("skypilot",))):
+    for folder, kinds in (
+        (arguments.tools, ("kubernetes", "vertex")),
+        (arguments.sky, ("skypilot",)),
+    ):
         if folder is not None:
             wrong += validated(rows, folder / "bin" / "python", kinds)
-            by_schema |= {kind: sum(row["state"] == "ok" and row["target"] == kind for row in rows) for kind in kinds}
-    counts = {target: dict(Counter(row["state"] for row in rows if row["target"] == target)) for target in TARGETS}
+            by_schema |= {
+                kind: sum(row["state"] == "ok" and row["target"] == kind for row in rows)
+                for kind in kinds
+            }
+    counts = {
+        target: dict(Counter(row["state"] for row in rows if row["target"] == target))
+        for target in TARGETS
+    }
     result = {
-        "kind": "farthing launch matrix", "cases": len(rows), "targets": counts, "wrong": wrong, "by_schema": by_schema,
+        "kind": "farthing launch matrix",
+        "cases": len(rows),
+        "targets": counts,
+        "wrong": wrong,
+        "by_schema": by_schema,
         "refused": dict(Counter(row["why"] for row in rows if row["state"] == "refused")),
         "wall_s": time.perf_counter() - began,
-    }  # fmt: skip
-    print(json.dumps(result, indent=1) if arguments.json else f"{len(rows)} cases, {len(wrong)} wrong: {counts}")
+    }
+    print(
+        json.dumps(result, indent=1)
+        if arguments.json
+        else f"{len(rows)} cases, {len(wrong)} wrong: {counts}"
+    )
     return 1 if wrong else 0
 
 

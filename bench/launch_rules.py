@@ -1,7 +1,9 @@
-"""What a target would refuse or misunderstand in files that `farthing launch` has rendered, where its schema is blind.
+"""What a target would refuse or misunderstand in files that `farthing launch` has rendered, where
+its schema is blind.
 
-Fields that it does not know, values that exclude each other, ends that are missing: these rules hold the rendering. What
-the words of a user can bring about is refused by `farthing.launch` itself, see `Target.check`.
+Fields that it does not know, values that exclude each other, ends that are missing: these rules
+hold the rendering. What the words of a user can bring about is refused by `farthing.launch` itself,
+see `Target.check`.
 """
 
 from __future__ import annotations
@@ -14,23 +16,75 @@ from typing import Any
 import yaml
 
 from farthing.launch.ask import SCRIPT
-from farthing.launch.targets import hf_jobs, kubernetes, lambda_cloud, runpod, skypilot, slurm, vast, vertex
+from farthing.launch.targets import (
+    hf_jobs,
+    kubernetes,
+    lambda_cloud,
+    runpod,
+    skypilot,
+    slurm,
+    vast,
+    vertex,
+)
 
 RUNPOD_FIELDS = {
-    "name", "imageName", "dockerArgs", "gpuTypeId", "gpuCount", "cloudType", "containerDiskInGb", "volumeInGb", "env",
-    "terminateAfter", "bidPerGpu", "dataCenterId",
-}  # fmt: skip
+    "name",
+    "imageName",
+    "dockerArgs",
+    "gpuTypeId",
+    "gpuCount",
+    "cloudType",
+    "containerDiskInGb",
+    "volumeInGb",
+    "env",
+    "terminateAfter",
+    "bidPerGpu",
+    "dataCenterId",
+}
 """Of its input types, those that are used."""
 VAST_FIELDS = {
-    *("client_id", "image", "env", "price", "disk", "label", "onstart", "runtype", "args", "cancel_unavail", "force"),
+    *(
+        "client_id",
+        "image",
+        "env",
+        "price",
+        "disk",
+        "label",
+        "onstart",
+        "runtype",
+        "args",
+        "cancel_unavail",
+        "force",
+    ),
 }
-HF_FIELDS = {"image", "command", "env", "secrets", "flavor", "timeout", "labels", "name", "namespace"}
-FAMILIES = {"g2": "L4", "a2": "A100", "a3": "H100|H200", "n1": "T4|V100|P100|K80", "g4": "RTX_PRO", "a4": "B200"}
-"""Which accelerators a family of machine types has: the prefix of the type, and words of the accelerator's name."""
+HF_FIELDS = {
+    "image",
+    "command",
+    "env",
+    "secrets",
+    "flavor",
+    "timeout",
+    "labels",
+    "name",
+    "namespace",
+}
+FAMILIES = {
+    "g2": "L4",
+    "a2": "A100",
+    "a3": "H100|H200",
+    "n1": "T4|V100|P100|K80",
+    "g4": "RTX_PRO",
+    "a4": "B200",
+}
+"""Which accelerators a family of machine types has: the prefix of the type, and words of the
+accelerator's name.
+"""
 
 
 def _missing(value: Any, where: str, *paths: str) -> list[str]:
-    """Which of the dotted paths lead to nothing in a document: what a schema without required fields lets pass."""
+    """Which of the dotted paths lead to nothing in a document: what a schema without required
+    fields lets pass.
+    """
     found = []
     for path in paths:
         at = value
@@ -47,26 +101,39 @@ def _missing(value: Any, where: str, *paths: str) -> list[str]:
 def _not_a_name(name: str, most: int = 63) -> list[str]:
     """A complaint about a name that is none for DNS: what most targets ask of the names of jobs."""
     is_name = re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name) and len(name) <= most
-    return [] if is_name else [f"`{name}` is no name: small letters, digits and dashes, at most {most}"]
+    return (
+        []
+        if is_name
+        else [f"`{name}` is no name: small letters, digits and dashes, at most {most}"]
+    )
 
 
 def _hosts(files: Mapping[str, str]) -> list[str]:
     """What our own rules find wrong."""
     script = files.get(SCRIPT, "")
     found = [] if script.startswith("#!/bin/sh\n") else [f"{SCRIPT}: no shell script"]
-    return found + ([] if "\ntimeout --signal=TERM" in script else [f"{SCRIPT}: nothing ends it in time"])
+    return found + (
+        [] if "\ntimeout --signal=TERM" in script else [f"{SCRIPT}: nothing ends it in time"]
+    )
 
 
 def _slurm(files: Mapping[str, str]) -> list[str]:
-    """What our own rules find wrong; `sbatch --test-only` knows more, where there is a controller."""
+    """What our own rules find wrong; `sbatch --test-only` knows more, where there is a controller."""  # noqa: E501
     text = files.get(slurm.BATCH, "")
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE))
-    found = [f"{slurm.BATCH}: --{name} is missing" for name in ("job-name", "output", "requeue", "signal", "open-mode")
-             if name not in options]  # fmt: skip
+    found = [
+        f"{slurm.BATCH}: --{name} is missing"
+        for name in ("job-name", "output", "requeue", "signal", "open-mode")
+        if name not in options
+    ]
     if not options.get("output", "").startswith("/"):
-        found.append(f"{slurm.BATCH}: --output has to be an absolute path on the shared file system")
+        found.append(
+            f"{slurm.BATCH}: --output has to be an absolute path on the shared file system"
+        )
     lines = text.splitlines()
-    first = next((at for at, line in enumerate(lines) if line and not line.startswith("#")), len(lines))
+    first = next(
+        (at for at, line in enumerate(lines) if line and not line.startswith("#")), len(lines)
+    )
     if any(line.startswith("#SBATCH") for line in lines[first:]):
         found.append(f"{slurm.BATCH}: an #SBATCH line behind the first command is ignored")
     if "scontrol requeue" not in text:
@@ -75,14 +142,18 @@ def _slurm(files: Mapping[str, str]) -> list[str]:
 
 
 def _kubernetes(files: Mapping[str, str]) -> list[str]:
-    """Enums and rules across fields, which the schema does not hold, and what it does not require."""
+    """Enums and rules across fields, which the schema does not hold, and what it does not require."""  # noqa: E501
     documents = list(yaml.safe_load_all(files.get(kubernetes.MANIFEST, "")))
     if [document.get("kind") for document in documents] != ["ConfigMap", "Job"]:
         return [f"{kubernetes.MANIFEST}: a ConfigMap and a Job are wanted"]
     config, job = documents
     pod = job["spec"]["template"]["spec"]
     found = _missing(
-        job, kubernetes.MANIFEST, "metadata.name", "spec.activeDeadlineSeconds", "spec.template.spec.containers.0.image"
+        job,
+        kubernetes.MANIFEST,
+        "metadata.name",
+        "spec.activeDeadlineSeconds",
+        "spec.template.spec.containers.0.image",
     )
     found += _not_a_name(job["metadata"]["name"])
     rules = job["spec"].get("podFailurePolicy", {}).get("rules", [])
@@ -103,19 +174,29 @@ def _kubernetes(files: Mapping[str, str]) -> list[str]:
 
 
 def _vertex(files: Mapping[str, str]) -> list[str]:
-    """What its schema lets pass: missing fields, and machine types that do not have the accelerator."""
+    """What its schema lets pass: missing fields, and machine types that do not have the
+    accelerator.
+    """
     document = json.loads(files.get(vertex.DOCUMENT, "{}"))
     spec = "jobSpec.workerPoolSpecs.0"
     found = _missing(
-        document, vertex.DOCUMENT, "displayName", f"{spec}.machineSpec.machineType", f"{spec}.replicaCount",
-        f"{spec}.containerSpec.imageUri", "jobSpec.scheduling.timeout",
-    )  # fmt: skip
+        document,
+        vertex.DOCUMENT,
+        "displayName",
+        f"{spec}.machineSpec.machineType",
+        f"{spec}.replicaCount",
+        f"{spec}.containerSpec.imageUri",
+        "jobSpec.scheduling.timeout",
+    )
     if found:
         return found
     if not re.fullmatch(r"[1-9]\d*s", document["jobSpec"]["scheduling"]["timeout"]):
         found.append(f"{vertex.DOCUMENT}: timeout is seconds, as in 3600s")
     machine = document["jobSpec"]["workerPoolSpecs"][0]["machineSpec"]
-    family, accelerator = machine["machineType"].partition("-")[0], machine.get("acceleratorType", "")
+    family, accelerator = (
+        machine["machineType"].partition("-")[0],
+        machine.get("acceleratorType", ""),
+    )
     if accelerator and not re.search(FAMILIES.get(family, "no such"), accelerator):
         found.append(f"{vertex.DOCUMENT}: machines {machine['machineType']} have no {accelerator}")
     return found
@@ -125,7 +206,12 @@ def _skypilot(files: Mapping[str, str]) -> list[str]:
     """What its schema lets pass."""
     task = yaml.safe_load(files.get(skypilot.TASK, "")) or {}
     found = _missing(
-        task, skypilot.TASK, "name", "run", "resources.ordered.0.accelerators", "resources.ordered.0.infra"
+        task,
+        skypilot.TASK,
+        "name",
+        "run",
+        "resources.ordered.0.accelerators",
+        "resources.ordered.0.infra",
     )
     recovery = (task.get("resources") or {}).get("job_recovery") or {}
     if recovery.get("recover_on_exit_codes") != [75] or recovery.get("max_restarts_on_errors") != 0:
@@ -137,8 +223,11 @@ def _skypilot(files: Mapping[str, str]) -> list[str]:
     if "\ntimeout --signal=TERM" not in task.get("run", ""):
         found.append(f"{skypilot.TASK}: nothing ends it in time")
     config = yaml.safe_load(files.get(skypilot.CONFIG, "")) or {}
-    found += [f"{skypilot.CONFIG}: {cloud} would get the credentials of this machine" for cloud in skypilot.STRANGERS
-              if config.get(cloud, {}).get("remote_identity") != "NO_UPLOAD"]  # fmt: skip
+    found += [
+        f"{skypilot.CONFIG}: {cloud} would get the credentials of this machine"
+        for cloud in skypilot.STRANGERS
+        if config.get(cloud, {}).get("remote_identity") != "NO_UPLOAD"
+    ]
     return found + _not_a_name(task.get("name", ""))
 
 
@@ -147,15 +236,26 @@ def _runpod(files: Mapping[str, str]) -> list[str]:
     request = json.loads(files.get(runpod.REQUEST, "{}"))
     pod = request.get("variables", {}).get("input", {})
     found = _missing(
-        pod, runpod.REQUEST, "name", "imageName", "gpuTypeId", "gpuCount", "terminateAfter", "containerDiskInGb"
+        pod,
+        runpod.REQUEST,
+        "name",
+        "imageName",
+        "gpuTypeId",
+        "gpuCount",
+        "terminateAfter",
+        "containerDiskInGb",
     )
-    found += [f"{runpod.REQUEST}: no such field: {name}" for name in sorted(set(pod) - RUNPOD_FIELDS)]
+    found += [
+        f"{runpod.REQUEST}: no such field: {name}" for name in sorted(set(pod) - RUNPOD_FIELDS)
+    ]
     if pod.get("cloudType") not in ("SECURE", "COMMUNITY", "ALL"):
         found.append(f"{runpod.REQUEST}: no such cloudType: {pod.get('cloudType')}")
     if ("Interruptable" in request.get("query", "")) != ("bidPerGpu" in pod):
         found.append(f"{runpod.REQUEST}: spot, and nothing else, has a bidPerGpu")
     if "entrypoint" not in str(pod.get("dockerArgs")):
-        found.append(f"{runpod.REQUEST}: the ENTRYPOINT of an image would get the command as its arguments")
+        found.append(
+            f"{runpod.REQUEST}: the ENTRYPOINT of an image would get the command as its arguments"
+        )
     if pod.get("volumeInGb"):
         found.append(f"{runpod.REQUEST}: a volume is paid for after the pod is gone")
     return found
@@ -163,7 +263,9 @@ def _runpod(files: Mapping[str, str]) -> list[str]:
 
 def _vast(files: Mapping[str, str]) -> list[str]:
     """Fields that it does not know, and those that it needs."""
-    search, create, end = (json.loads(files.get(name, "{}")) for name in (vast.SEARCH, vast.CREATE, vast.END))
+    search, create, end = (
+        json.loads(files.get(name, "{}")) for name in (vast.SEARCH, vast.CREATE, vast.END)
+    )
     found = _missing(create, vast.CREATE, "image", "label", "disk", "args.2", "onstart")
     found += _missing(search, vast.SEARCH, "gpu_name.eq", "num_gpus.eq", "dph_total.lte")
     found += _missing(end, vast.END, "start_time", "api_endpoint", "request_method", "instance_id")
@@ -171,8 +273,12 @@ def _vast(files: Mapping[str, str]) -> list[str]:
     if (search.get("type") == "bid") != ("price" in create):
         found.append(f"{vast.CREATE}: a bid, and nothing else, has a price")
     if create.get("cancel_unavail") is not True:
-        found.append(f"{vast.CREATE}: without cancel_unavail an instance that can't start is paid for")
-    if not re.search(r'^\(sleep "\$left"; end_it\) &$', "".join(create.get("args", [])), re.MULTILINE):
+        found.append(
+            f"{vast.CREATE}: without cancel_unavail an instance that can't start is paid for"
+        )
+    if not re.search(
+        r'^\(sleep "\$left"; end_it\) &$', "".join(create.get("args", [])), re.MULTILINE
+    ):
         found.append(f"{vast.CREATE}: nothing in the instance ends it")
     return found
 
@@ -180,7 +286,14 @@ def _vast(files: Mapping[str, str]) -> list[str]:
 def _lambda(files: Mapping[str, str]) -> list[str]:
     """What it needs, and its limits."""
     request = json.loads(files.get(lambda_cloud.REQUEST, "{}"))
-    found = _missing(request, lambda_cloud.REQUEST, "region_name", "instance_type_name", "ssh_key_names.0", "name")
+    found = _missing(
+        request,
+        lambda_cloud.REQUEST,
+        "region_name",
+        "instance_type_name",
+        "ssh_key_names.0",
+        "name",
+    )
     if len(request.get("ssh_key_names", [])) != 1:
         found.append(f"{lambda_cloud.REQUEST}: exactly one ssh key")
     return found + (lambda_cloud.check(files) if not found else [])
@@ -191,11 +304,21 @@ def _hf(files: Mapping[str, str]) -> list[str]:
     call = json.loads(files.get(hf_jobs.CALL, "{}"))
     found = _missing(call, hf_jobs.CALL, "image", "command.2", "flavor", "timeout", "name")
     found += [f"{hf_jobs.CALL}: no such field: {name}" for name in sorted(set(call) - HF_FIELDS)]
-    return found + ([] if isinstance(call.get("secrets"), list) else [f"{hf_jobs.CALL}: secrets are names"])
+    return found + (
+        [] if isinstance(call.get("secrets"), list) else [f"{hf_jobs.CALL}: secrets are names"]
+    )
 
 
 RULES: dict[str, Callable[[Mapping[str, str]], list[str]]] = {
-    "local": _hosts, "ssh": _hosts, "slurm": _slurm, "kubernetes": _kubernetes, "vertex": _vertex, "skypilot": _skypilot,
-    "runpod": _runpod, "vast": _vast, "lambda": _lambda, "hf": _hf,
-}  # fmt: skip
+    "local": _hosts,
+    "ssh": _hosts,
+    "slurm": _slurm,
+    "kubernetes": _kubernetes,
+    "vertex": _vertex,
+    "skypilot": _skypilot,
+    "runpod": _runpod,
+    "vast": _vast,
+    "lambda": _lambda,
+    "hf": _hf,
+}
 """By target: what is wrong with its files."""

@@ -1,7 +1,9 @@
-"""Files of targets, judged by the targets' own validators. Reads a list of files as JSON, prints what is wrong as JSON.
+"""Files of targets, judged by the targets' own validators. Reads a list of files as JSON, prints
+what is wrong as JSON.
 
-Runs in an environment of its own (`make launch-tools`), so it imports nothing of farthing. Kubernetes: strict schemas of
-kubernetes-validate; Vertex AI: the CustomJob proto; SkyPilot: `Task.from_yaml_config`.
+Runs in an environment of its own (`make launch-tools`), so it imports nothing of farthing.
+Kubernetes: strict schemas of kubernetes-validate; Vertex AI: the CustomJob proto; SkyPilot:
+`Task.from_yaml_config`.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def main() -> int:
                 raise
             except Exception as error:
                 wrong.append(
-                    f"{file['target']}, {file['offer']}, {file['name']}: {type(error).__name__}: {error}"[:500]
+                    f"{file['target']}, {file['offer']}, {file['name']}: {type(error).__name__}: {error}"[  # noqa: E501
+                        :500
+                    ]
                 )
     print(json.dumps(wrong))
     return 0

@@ -1,4 +1,6 @@
-"""llama.cpp itself, from the wheel `xllamacpp`: what it makes of a text and of a model in a GGUF file."""
+"""llama.cpp itself, from the wheel `xllamacpp`: what it makes of a text and of a model in a GGUF
+file.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,24 @@ class LlamaCpp:
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text, with what begins and ends it."""
-        found: list[int] = self._ask("/tokenize", content=text, add_special=True, parse_special=True)["tokens"]
+        found: list[int] = self._ask(
+            "/tokenize", content=text, add_special=True, parse_special=True
+        )["tokens"]
         return found
 
     def greedy(self, prompt: list[int], n: int) -> tuple[list[int], float]:
         """(`n` most likely tokens after a prompt, log-probability of the first)."""
         found = self._ask(
-            "/completion", prompt=prompt, n_predict=n, temperature=0, top_k=1, n_probs=1, return_tokens=True,
-            ignore_eos=True, cache_prompt=False,
-        )  # fmt: skip
+            "/completion",
+            prompt=prompt,
+            n_predict=n,
+            temperature=0,
+            top_k=1,
+            n_probs=1,
+            return_tokens=True,
+            ignore_eos=True,
+            cache_prompt=False,
+        )
         return found["tokens"], found["completion_probabilities"][0]["logprob"]
 
 

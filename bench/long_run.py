@@ -1,10 +1,12 @@
-"""A run of a month, made up: how large its ledger is, what `farthing report` takes for it, and a browser for its page.
+"""A run of a month, made up: how large its ledger is, what `farthing report` takes for it, and a
+browser for its page.
 
     python bench/long_run.py --json
 
-A million steps, ten thousand evaluations and a thousand attempts, each of which ended by a kill: their ledger is written by
-the code that writes it in a run, their log line by line. A page's seconds are those of chromium until it is drawn, less
-those of an empty page. Refuses to train anything.
+A million steps, ten thousand evaluations and a thousand attempts, each of which ended by a kill:
+their ledger is written by the code that writes it in a run, their log line by line. A page's
+seconds are those of chromium until it is drawn, less those of an empty page. Refuses to train
+anything.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from farthing.report.training_log import keep_digest
 USD_PER_HOUR = 2.5
 
 
-def make_run(folder: Path, n_steps: int, n_evaluations: int, n_attempts: int, seed: int = 0) -> float:
+def make_run(
+    folder: Path, n_steps: int, n_evaluations: int, n_attempts: int, seed: int = 0
+) -> float:
     """Write the run folder; returns the dollars that its attempts have cost."""
     chance = random.Random(seed)
     folder.mkdir(parents=True)
@@ -39,9 +43,16 @@ def make_run(folder: Path, n_steps: int, n_evaluations: int, n_attempts: int, se
     every = max(1, n_steps // max(1, n_evaluations))
     with open(folder / LOG, "w", encoding="utf-8") as log:
         for step in range(1, n_steps + 1):
-            row: dict[str, Any] = {"step": step, "loss": 1 + chance.random(), "grad_norm": chance.random(), "lr": 1e-4}
+            row: dict[str, Any] = {
+                "step": step,
+                "loss": 1 + chance.random(),
+                "grad_norm": chance.random(),
+                "lr": 1e-4,
+            }
             row |= {"n_targets": chance.randrange(4000), "n_tokens": chance.randrange(4000, 9000)}
-            log.write(json.dumps({**row, "examples": [chance.randrange(10**6) for _ in range(8)]}) + "\n")
+            log.write(
+                json.dumps({**row, "examples": [chance.randrange(10**6) for _ in range(8)]}) + "\n"
+            )
             if step % every == 0:
                 metrics = {"loss": 1 + chance.random(), "perplexity": 3 + chance.random()}
                 log.write(json.dumps({"step": step, "metrics": metrics, "is_best": False}) + "\n")
@@ -55,10 +66,16 @@ def _make_ledger(folder: Path, n_steps: int, n_attempts: int, chance: random.Ran
     for number in range(1, n_attempts):
         first, last = n_steps * (number - 1) // n_attempts, n_steps * number // n_attempts
         spans = {name: round(chance.uniform(0, 300), 4) for name in SPANS if name != "lost"}
-        account = Account(number, f"{number:012x}", 900, "running", 1e9 + spent_s, 1e9 + spent_s, USD_PER_HOUR)
+        account = Account(
+            number, f"{number:012x}", 900, "running", 1e9 + spent_s, 1e9 + spent_s, USD_PER_HOUR
+        )
         account.first_step, account.step, account.began, account.spans = first, last, True, spans
         account.past_s, account.past_usd = spent_s, spent_s / 3600 * USD_PER_HOUR
-        account.facts = {"tokens_per_s": 1e4, "mfu": 0.4, "takes": {"start_s": 9.0, "step_s": 1.0, "save_s": 1.0}}
+        account.facts = {
+            "tokens_per_s": 1e4,
+            "mfu": 0.4,
+            "takes": {"start_s": 9.0, "step_s": 1.0, "save_s": 1.0},
+        }
         account.marks = account.saved = [[float(last - 10), 900.0], [float(last), 910.0]]
         account.utilisation = [[float(last), 90.0, 100]] * 4
         spent_s += account.wall_s
@@ -108,12 +125,20 @@ def measure(n_steps: int, n_evaluations: int, n_attempts: int) -> dict[str, Any]
 
 
 def _seconds_to_draw(page: Path) -> float:
-    """From the start of a browser without a window to the picture of the page; 0 where there is no chromium."""
+    """From the start of a browser without a window to the picture of the page; 0 where there is no
+    chromium.
+    """
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         return 0.0
     began, picture = time.monotonic(), f"--screenshot={page.with_suffix('.png')}"
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,6000", picture]
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1280,6000",
+        picture,
+    ]
     subprocess.run([browser, *options, page.as_uri()], capture_output=True, check=True, timeout=120)
     return time.monotonic() - began
 

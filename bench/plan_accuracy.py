@@ -2,12 +2,14 @@
 
     python bench/plan_accuracy.py --measurements FILE.csv [--json] [--rows] [--all-gpus]
 
-FILE has the columns source, model, params_b, method, precision, quant, optimizer, seq_len, micro_batch, grad_ckpt, gpu,
-n_gpu, peak_gb, tokens_per_s, notes. Each row is read into the way its code computes (kernels, loss, dtypes, adapters) from
-its source and notes; a row that says too little, or does what the planner can't express, is listed with the reason.
+FILE has the columns source, model, params_b, method, precision, quant, optimizer, seq_len,
+micro_batch, grad_ckpt, gpu, n_gpu, peak_gb, tokens_per_s, notes. Each row is read into the way its
+code computes (kernels, loss, dtypes, adapters) from its source and notes; a row that says too
+little, or does what the planner can't express, is listed with the reason.
 
-Speed is judged twice: as predicted, and with one row of the same source and GPU calibrating the others (each in turn; the
-mean error over all choices of that row). Errors are |predicted / measured - 1|.
+Speed is judged twice: as predicted, and with one row of the same source and GPU calibrating the
+others (each in turn; the mean error over all choices of that row). Errors are |predicted / measured
+- 1|.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ def judge(rows: list[dict[str, str]], all_gpus: bool = False) -> dict[str, Any]:
         row = {name: value or "" for name, value in row.items() if name is not None}
         if not all_gpus and row["n_gpu"].strip() not in ("1", "1.0", ""):
             unexpressed.append(
-                {"line": number, "model": row["model"], "why": "more than one GPU (judged with --all-gpus)"}
+                {
+                    "line": number,
+                    "model": row["model"],
+                    "why": "more than one GPU (judged with --all-gpus)",
+                }
             )
             continue
         try:
@@ -73,21 +79,30 @@ def judge(rows: list[dict[str, str]], all_gpus: bool = False) -> dict[str, Any]:
         judged.append(
             {
                 "line": number,
-                "source": re.sub(r"https?://(github\.com/)?", "", row["source"]).split("/blob")[0][:40],
+                "source": (
+                    re.sub(r"https?://(github\.com/)?", "", row["source"]).split("/blob")[0][:40]
+                ),
                 "model": row["model"].split("/")[-1],
                 "method": row["method"],
                 "family": case.shape.model_type,
                 "gpu": case.gpu,
                 "n_gpus": case.recipe.n_gpus,
                 "meter": case.meter,
-                "recipe": f"{case.recipe.stack.name}, {case.recipe.micro_batch} x {row['seq_len']}, {case.recipe.stack.loss}",
+                "recipe": (
+                    f"{case.recipe.stack.name}, {case.recipe.micro_batch} x {row['seq_len']},"
+                    f" {case.recipe.stack.loss}"
+                ),
                 "moment": memory.moment,
                 "measured_gib": case.measured_bytes / GIB if case.measured_bytes else None,
                 "predicted_gib": by_meter / GIB,
                 "memory_error": by_meter / case.measured_bytes - 1 if case.measured_bytes else None,
                 "measured_tokens_per_s": case.measured_tokens_per_s,
                 "predicted_tokens_per_s": tokens_per_s,
-                "speed_error": tokens_per_s / case.measured_tokens_per_s - 1 if case.measured_tokens_per_s else None,
+                "speed_error": (
+                    tokens_per_s / case.measured_tokens_per_s - 1
+                    if case.measured_tokens_per_s
+                    else None
+                ),
             }
         )
     return {
@@ -102,8 +117,8 @@ def judge(rows: list[dict[str, str]], all_gpus: bool = False) -> dict[str, Any]:
 
 
 def _limit_row(number: int, row: dict[str, str], case: Case, memory: Memory) -> dict[str, Any]:
-    """A row that says what fits: what is needed, over what the GPU has. `is_right`: within 9 % of it, or above where it
-    did not fit."""
+    """A row that says what fits: what is needed, over what the GPU has. `is_right`: within 9 % of
+    it, or above where it did not fit."""
     usable = gpu_of(case.gpu).usable_bytes
     error = memory.total_bytes / usable - 1
     return {
@@ -121,10 +136,14 @@ def _limit_row(number: int, row: dict[str, str], case: Case, memory: Memory) -> 
 
 
 def coverage_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many rows the 80 % ranges hold: of sources left out, of families left out, and those that a plan prints today."""
+    """How many rows the 80 % ranges hold: of sources left out, of families left out, and those that
+    a plan prints today.
+    """
 
     def place(row: dict[str, Any]) -> Place:
-        offer = Offer("", "", row["gpu"], 1, "", "", False, "machine_hour", 1.0, "", date.min, Billing(""))
+        offer = Offer(
+            "", "", row["gpu"], 1, "", "", False, "machine_hour", 1.0, "", date.min, Billing("")
+        )
         device = device_of(find_gpu(row["gpu"]), "fp32")
         assert device is not None
         return Place(offer, device, "fp32", 1)
@@ -140,7 +159,9 @@ def coverage_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "by facts/estimate_errors.csv": held_by(
                 rows, key, lambda row, error=error: error(place(row), row["family"])
             ),  # type: ignore[misc]
-            "as plans say it": held_by(rows, key, lambda row, error=said[name]: error(place(row), row["family"])),  # type: ignore[misc]
+            "as plans say it": held_by(
+                rows, key, lambda row, error=said[name]: error(place(row), row["family"])
+            ),  # type: ignore[misc]
         }
     return found
 
@@ -149,13 +170,19 @@ def print_coverage(found: dict[str, Any]) -> None:
     """The share of rows in their ranges."""
     for name, ways in found.items():
         whole = ways["source left out"][0] if ways["source left out"] else None
-        said = f": {whole['share_of_groups']:.1%}, each source alike ({whole['share']:.1%} of rows)" if whole else ""
+        said = (
+            f": {whole['share_of_groups']:.1%}, each source alike ({whole['share']:.1%} of rows)"
+            if whole
+            else ""
+        )
         print(f"\n80 % ranges of {name}{said}")
         for way in ("source left out", "family left out"):
             for one in ways[way]:
                 held = f"{one['n_held']:4d} of {one['n']:3d} = {one['share']:.1%}"
                 alike = (
-                    f"; each {way.split()[0]} alike {one['share_of_groups']:.1%}" if "share_of_groups" in one else ""
+                    f"; each {way.split()[0]} alike {one['share_of_groups']:.1%}"
+                    if "share_of_groups" in one
+                    else ""
                 )
                 print(f"  {way}: {one['left_out']:42} within {one['width']:6.1%}: {held}{alike}")
         for way in ("by facts/estimate_errors.csv", "as plans say it"):
@@ -170,12 +197,15 @@ def table(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
             for group in (("all", "", ""), (row["source"], row["method"], row["gpu"])):
                 groups[group].append(row[key])
     return [
-        _summary(group, errors) for group, errors in sorted(groups.items(), key=lambda item: item[0] != ("all", "", ""))
+        _summary(group, errors)
+        for group, errors in sorted(groups.items(), key=lambda item: item[0] != ("all", "", ""))
     ]
 
 
 def calibrated_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same for tokens/s when each row in turn sets the pace for the others of its source and GPU."""
+    """The same for tokens/s when each row in turn sets the pace for the others of its source and
+    GPU.
+    """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["speed_error"] is not None:
@@ -187,7 +217,9 @@ def calibrated_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         errors = []
         for reference in members:
             factor = 1 + reference["speed_error"]
-            errors += [(1 + row["speed_error"]) / factor - 1 for row in members if row is not reference]
+            errors += [
+                (1 + row["speed_error"]) / factor - 1 for row in members if row is not reference
+            ]
         all_errors += errors
         found.append(_summary((source, "", gpu), errors))
     return [_summary(("all", "", ""), all_errors), *found] if all_errors else []
@@ -196,16 +228,21 @@ def calibrated_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _summary(group: tuple[str, str, str], errors: list[float]) -> dict[str, Any]:
     sizes = sorted(abs(error) for error in errors)
     return {
-        "source": group[0], "method": group[1], "gpu": group[2], "n": len(sizes),
+        "source": group[0],
+        "method": group[1],
+        "gpu": group[2],
+        "n": len(sizes),
         "median_percent": 100 * statistics.median(sizes),
         "p90_percent": 100 * sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))],
         "bias_percent": 100 * statistics.median(errors),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
     """Read, judge, print."""
-    parser = argparse.ArgumentParser(description="the planner's memory and speed against published measurements")
+    parser = argparse.ArgumentParser(
+        description="the planner's memory and speed against published measurements"
+    )
     parser.add_argument("--measurements", type=Path, required=True)
     parser.add_argument("--all-gpus", action="store_true", help="rows with several GPUs too")
     parser.add_argument("--rows", action="store_true", help="print every row")
@@ -218,11 +255,13 @@ def main() -> None:
         return
     for name in ("memory", "speed", "speed, one row of the source calibrates"):
         print(f"\n{name}")
-        print(f"  {'source':42}{'method':8}{'GPU':14}{'rows':>6}{'median':>10}{'p90':>9}{'bias':>9}")
+        print(
+            f"  {'source':42}{'method':8}{'GPU':14}{'rows':>6}{'median':>10}{'p90':>9}{'bias':>9}"
+        )
         for row in result[name]:
             print(
-                f"  {row['source']:42}{row['method']:8}{row['gpu']:14}{row['n']:6d}{row['median_percent']:8.1f} %"
-                f"{row['p90_percent']:7.1f} %{row['bias_percent']:+7.1f} %"
+                f"  {row['source']:42}{row['method']:8}{row['gpu']:14}{row['n']:6d}{row['median_percent']:8.1f}"  # noqa: E501
+                f" %{row['p90_percent']:7.1f} %{row['bias_percent']:+7.1f} %"
             )
     print_coverage(result["coverage"])
     if asked.rows:
@@ -230,20 +269,30 @@ def main() -> None:
         for row in result["rows"]:
             gib = f"{row['predicted_gib']:6.1f} / {row['measured_gib'] or 0:6.1f} GiB"
             gib += f" {100 * (row['memory_error'] or 0):+6.1f} %"
-            speed = f"{row['predicted_tokens_per_s']:8.0f} / {row['measured_tokens_per_s'] or 0:8.0f} tok/s"
+            speed = (
+                f"{row['predicted_tokens_per_s']:8.0f} / {row['measured_tokens_per_s'] or 0:8.0f}"
+                " tok/s"
+            )
             error = 100 * (row["speed_error"] or 0)
             print(
-                f"  {row['line']:4d} {row['model'][:20]:20} {row['method']:5} {row['recipe'][:34]:34} {row['moment'][:9]:9} "
-                f"{gib}  {speed} {error:+6.1f} %"
+                f"  {row['line']:4d} {row['model'][:20]:20} {row['method']:5}"
+                f" {row['recipe'][:34]:34} {row['moment'][:9]:9} {gib}  {speed} {error:+6.1f} %"
             )
     if result["boundaries"]:
         print(
-            "\nboundaries: what a row says to be the longest that fits, or too much; what it needs over what there is"
+            "\nboundaries: what a row says to be the longest that fits, or too much; what it needs"
+            " over what there is"
         )
         for row in result["boundaries"]:
             model = f"{row['line']:4d} {row['model'][:24]:24} {row['method']:6} {row['gpu']:12}"
-            needs = f"{row['needs_gib']:7.1f} / {row['usable_gib']:5.1f} GiB {100 * row['error']:+6.1f} %"
-            print(f"  {model} {row['seq_len']:>8} {row['says']:9}{needs} {'' if row['is_right'] else '!'}")
+            needs = (
+                f"{row['needs_gib']:7.1f} / {row['usable_gib']:5.1f} GiB"
+                f" {100 * row['error']:+6.1f} %"
+            )
+            print(
+                f"  {model} {row['seq_len']:>8} {row['says']:9}{needs}"
+                f" {'' if row['is_right'] else '!'}"
+            )
     reasons = Counter(row["why"] for row in result["not_expressed"])
     print(f"\nnot expressed: {sum(reasons.values())} rows")
     for why, n in reasons.most_common():

@@ -1,6 +1,8 @@
-"""Rows of published measurements as the planner would have them: how the code behind each computes, from its source and notes.
+"""Rows of published measurements as the planner would have them: how the code behind each computes,
+from its source and notes.
 
-A row that says too little, or does what the planner can't express, is `NotExpressed` with the reason.
+A row that says too little, or does what the planner can't express, is `NotExpressed` with the
+reason.
 """
 
 from __future__ import annotations
@@ -23,19 +25,36 @@ from farthing.settings import Settings
 from plan_beside import beside_bytes, saves_products
 from plan_meters import meter_of_source
 from plan_padding import padded_by_number
-from plan_stacks import QWEN, attention_share_of, deepspeed_of_qwen, stack_of, takes_logits_as_they_are, trains_ends
+from plan_stacks import (
+    QWEN,
+    attention_share_of,
+    deepspeed_of_qwen,
+    stack_of,
+    takes_logits_as_they_are,
+    trains_ends,
+)
 
 GPUS_OF_MACHINE = 8
-# bytes a second of the network of a machine of eight, where a row does not say: one card of 200 or 400 Gbit/s for each GPU, as
-# in the makers' own machines (NVIDIA DGX A100 and DGX H100 datasheets); nine tenths of it are reached
+# bytes a second of the network of a machine of eight, where a row does not say: one card of 200 or
+# 400 Gbit/s for each GPU, as in the makers' own machines (NVIDIA DGX A100 and DGX H100 datasheets);
+# nine tenths of it are reached
 NETWORK_BYTES_PER_S = {"Ampere": 200e9, "Hopper": 400e9, "Blackwell": 400e9}
 NETWORK_SHARE = 0.9
-SPREAD = 0.5  # of ln(length) in a set of questions and worked answers, where only the mean is stated
-# Models that are not in farthing's table, or whose code is not in transformers, by layers of the same sizes.
+SPREAD = (
+    0.5  # of ln(length) in a set of questions and worked answers, where only the mean is stated
+)
+# Models that are not in farthing's table, or whose code is not in transformers, by layers of the
+# same sizes.
 _QWEN = {"model_type": "qwen2", "tie_word_embeddings": False, "max_position_embeddings": 8192}
 _LLAMA = {"model_type": "llama", "tie_word_embeddings": False}
 _NEOX = {"model_type": "gpt_neox", "tie_word_embeddings": False}
-_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 STAND_INS: dict[str, dict[str, Any]] = {
     name: base | dict(zip(_KEYS, sizes, strict=True)) | {"vocab_size": vocab}
     for name, base, sizes, vocab in (
@@ -59,14 +78,26 @@ STAND_INS: dict[str, dict[str, Any]] = {
     )
 }
 STAND_INS |= {  # of llm-foundry: layers without gates
-    f"mpt-{name}": _NEOX
-    | dict(zip(_KEYS, (width, 4 * width, n_layers, n_heads, n_heads), strict=True))
-    | {"vocab_size": 50368, "tie_word_embeddings": True}
-    for name, width, n_layers, n_heads in (
-        ("125m", 768, 12, 12), ("350m", 1024, 24, 16), ("760m", 1536, 24, 12), ("1b", 2048, 24, 16), ("3b", 2560, 32, 20),
-        ("7b", 4096, 32, 32), ("13b", 5120, 40, 40), ("30b", 7168, 48, 56), ("70b", 8192, 80, 64),
+    f"mpt-{name}": (
+        _NEOX
+        | dict(zip(_KEYS, (width, 4 * width, n_layers, n_heads, n_heads), strict=True))
+        | {
+            "vocab_size": 50368,
+            "tie_word_embeddings": True,
+        }
     )
-}  # fmt: skip
+    for name, width, n_layers, n_heads in (
+        ("125m", 768, 12, 12),
+        ("350m", 1024, 24, 16),
+        ("760m", 1536, 24, 12),
+        ("1b", 2048, 24, 16),
+        ("3b", 2560, 32, 20),
+        ("7b", 4096, 32, 32),
+        ("13b", 5120, 40, 40),
+        ("30b", 7168, 48, 56),
+        ("70b", 8192, 80, 64),
+    )
+}
 STAND_INS["santacoder"] = {
     **{"model_type": "gpt_bigcode", "n_embd": 2048, "n_layer": 24, "n_head": 16},
     **{"n_positions": 2048, "vocab_size": 49280},
@@ -76,9 +107,11 @@ STAND_INS["falcon-7b"] = {
     **{"n_positions": 2048, "vocab_size": 65024},
 }
 STAND_INS |= {  # attention and feed-forward side by side, without gates
-    name: {"model_type": "gpt_neox", "tie_word_embeddings": False}
-    | dict(zip(_KEYS, sizes, strict=True))
-    | {"vocab_size": vocab}
+    name: (
+        {"model_type": "gpt_neox", "tie_word_embeddings": False}
+        | dict(zip(_KEYS, sizes, strict=True))
+        | {"vocab_size": vocab}
+    )
     for name, sizes, vocab in (
         ("phi-1", (2048, 8192, 24, 32, 32), 51200),
         ("phi-1.5", (2048, 8192, 24, 32, 32), 51200),
@@ -103,8 +136,18 @@ STAND_INS |= {  # gated layers
         ("internlm2-7b", _LLAMA, (4096, 14336, 32, 32, 8), 92544),
         ("internlm2-20b", _LLAMA, (6144, 16384, 48, 48, 8), 92544),
         ("deepseek-llm-7b", _LLAMA, (4096, 11008, 30, 32, 32), 102400),
-        ("granite-3b-code", _LLAMA | {"tie_word_embeddings": True}, (2560, 10240, 32, 32, 32), 49152),
-        ("granite-8b-code", _LLAMA | {"tie_word_embeddings": True}, (4096, 14336, 36, 32, 8), 49152),
+        (
+            "granite-3b-code",
+            _LLAMA | {"tie_word_embeddings": True},
+            (2560, 10240, 32, 32, 32),
+            49152,
+        ),
+        (
+            "granite-8b-code",
+            _LLAMA | {"tie_word_embeddings": True},
+            (4096, 14336, 36, 32, 8),
+            49152,
+        ),
         ("granite-7b", _LLAMA, (4096, 11008, 32, 32, 32), 32008),
         ("granite-3.0-2b", _LLAMA | {"tie_word_embeddings": True}, (2048, 8192, 40, 32, 8), 49155),
         ("granite-3.0-8b", _LLAMA | {"tie_word_embeddings": True}, (4096, 12800, 40, 32, 8), 49155),
@@ -114,25 +157,54 @@ STAND_INS |= {  # gated layers
     )
 }
 EXPERTS = {  # sizes with one expert, experts, those that a token goes to
-    "mixtral-8x7b": (_LLAMA | dict(zip(_KEYS, (4096, 14336, 32, 32, 8), strict=True)) | {"vocab_size": 32000}, 8, 2),
-    "mixtral-8x22b": (_LLAMA | dict(zip(_KEYS, (6144, 16384, 56, 48, 8), strict=True)) | {"vocab_size": 32768}, 8, 2),
+    "mixtral-8x7b": (
+        _LLAMA | dict(zip(_KEYS, (4096, 14336, 32, 32, 8), strict=True)) | {"vocab_size": 32000},
+        8,
+        2,
+    ),
+    "mixtral-8x22b": (
+        _LLAMA | dict(zip(_KEYS, (6144, 16384, 56, 48, 8), strict=True)) | {"vocab_size": 32768},
+        8,
+        2,
+    ),
     "qwen-3-30b-a3b": (
         {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 128, "vocab_size": 151936}
-        | dict(zip(_KEYS, (2048, 768, 48, 32, 4), strict=True)), 128, 8,
+        | dict(zip(_KEYS, (2048, 768, 48, 32, 4), strict=True)),
+        128,
+        8,
     ),
     "gpt-oss-20b": (
-        _QWEN | {"head_dim": 64, "vocab_size": 201088} | dict(zip(_KEYS, (2880, 2880, 24, 64, 8), strict=True)), 32, 4,
+        _QWEN
+        | {"head_dim": 64, "vocab_size": 201088}
+        | dict(zip(_KEYS, (2880, 2880, 24, 64, 8), strict=True)),
+        32,
+        4,
     ),
     "gpt-oss-120b": (
-        _QWEN | {"head_dim": 64, "vocab_size": 201088} | dict(zip(_KEYS, (2880, 2880, 36, 64, 8), strict=True)), 128, 4,
+        _QWEN
+        | {"head_dim": 64, "vocab_size": 201088}
+        | dict(zip(_KEYS, (2880, 2880, 36, 64, 8), strict=True)),
+        128,
+        4,
     ),
-}  # fmt: skip
+}
 SAME_AS = {  # the first Llama has the sizes of the second
     **{"llama-7b": "meta-llama/Llama-2-7b-hf", "llama-13b": "meta-llama/Llama-2-13b-hf"},
     **{"mistral-7b": "mistralai/Mistral-7B-v0.1", "llama-3-8b": "meta-llama/Meta-Llama-3-8B"},
     **{"tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "pythia-1b": "EleutherAI/pythia-1b"},
 }
-NO_FAMILY = ("mpt", "moe", "deepseek", "falcon", "bloom", "glm", "baichuan", "internlm", "stablelm", "vl")
+NO_FAMILY = (
+    "mpt",
+    "moe",
+    "deepseek",
+    "falcon",
+    "bloom",
+    "glm",
+    "baichuan",
+    "internlm",
+    "stablelm",
+    "vl",
+)
 GPUS = {"RTX6000Ada": "RTX 6000 Ada", "6000Ada": "RTX 6000 Ada"}
 TARGETS_OF = {  # adapters where a source does not name them: what its scripts are known to adapt
     "peft": ("q_proj", "v_proj"),
@@ -159,7 +231,9 @@ class Case:
     measured_bytes: float | None
     measured_tokens_per_s: float | None
     network_bytes_per_s: float = math.inf
-    """Between machines, as each GPU of a ring over all of them finds it: the machine's whole network is in every ring."""
+    """Between machines, as each GPU of a ring over all of them finds it: the machine's whole
+    network is in every ring.
+    """
     limit: str = ""
     """Of a row that says what fits and not how much it takes: see `limit_of`."""
     attention_share: float | None = None
@@ -178,16 +252,18 @@ class Case:
         if self.attention_share is not None:
             of_products = device.flops_per_s / gpu.flops[self.recipe.precision]
             device = device._replace(attention_share=self.attention_share / of_products)
-        return device._replace(link_bytes_per_s=min(device.link_bytes_per_s, self.network_bytes_per_s))
+        return device._replace(
+            link_bytes_per_s=min(device.link_bytes_per_s, self.network_bytes_per_s)
+        )
 
 
-_SUFFIXES = (
-    "instruct|chat|base|it|hf|pt|gptq|awq|int4|int8|bnb|4bit|8bit|nf4|bf16|fp16|v0.\\d|alpaca|intermediate|step.*"
-)
+_SUFFIXES = "instruct|chat|base|it|hf|pt|gptq|awq|int4|int8|bnb|4bit|8bit|nf4|bf16|fp16|v0.\\d|alpaca|intermediate|step.*"  # noqa: E501
 
 
 def plain_name(model: str) -> str:
-    """A model's name without its owner and the words for how it was trained or packed: `qwen1half-7b-chat` is `qwen-1.5-7b`."""
+    """A model's name without its owner and the words for how it was trained or packed:
+    `qwen1half-7b-chat` is `qwen-1.5-7b`.
+    """
     name = re.sub(r"(?<=\d)_(?=\d)", ".", model.strip().split("/")[-1].lower())
     name = re.sub(r"[\s_]+", "-", name).replace("meta-", "")
     name = name.replace("qwen1half", "qwen1.5")
@@ -217,16 +293,22 @@ def shape_of(model: str) -> Shape:
 
 
 def mixture(shape: Shape, n_experts: int, n_active: int) -> Shape:
-    """The model with so many experts instead of each feed-forward layer, of which a token goes to `n_active`."""
+    """The model with so many experts instead of each feed-forward layer, of which a token goes to
+    `n_active`.
+    """
     share = n_active / n_experts
 
     def widened(w: Weight) -> Weight:
         if w.part != "mlp" or w.kind != "linear":
             return w
-        n_in, n_out = (w.n_in, w.n_out * n_experts) if w.n_out == shape.ffn else (w.n_in * n_experts, w.n_out)
+        n_in, n_out = (
+            (w.n_in, w.n_out * n_experts) if w.n_out == shape.ffn else (w.n_in * n_experts, w.n_out)
+        )
         return w._replace(n_in=n_in, n_out=n_out, share=share)
 
-    return shape._replace(weights=tuple(widened(w) for w in shape.weights), ffn=shape.ffn * n_active)
+    return shape._replace(
+        weights=tuple(widened(w) for w in shape.weights), ffn=shape.ffn * n_active
+    )
 
 
 @functools.cache
@@ -236,22 +318,35 @@ def _by_plain_name() -> dict[str, str]:
 
 
 def gpu_of(text: str, peak_gb: float | None = None) -> Gpu:
-    """The GPU that a table means: `A100 80G`, `1x RTX4090`, `NVIDIA A100 (80GB)`, `H100-80GB (SXM5, node of 8)`.
+    """The GPU that a table means: `A100 80G`, `1x RTX4090`, `NVIDIA A100 (80GB)`, `H100-80GB (SXM5,
+    node of 8)`.
 
-    What is in brackets and what is not known of a name is left out where the rest names one. Raises `FarthingError`.
+    What is in brackets and what is not known of a name is left out where the rest names one. Raises
+    `FarthingError`.
     """
     name = re.sub(r"^\s*\d+\s*[x*]\s*", "", text)
-    name = re.sub(r"(?<![a-zA-Z\d])(\d+)\s*(?:g|gb|gib)\b", r"\1GB", name, flags=re.IGNORECASE).strip()
+    name = re.sub(
+        r"(?<![a-zA-Z\d])(\d+)\s*(?:g|gb|gib)\b", r"\1GB", name, flags=re.IGNORECASE
+    ).strip()
     name = re.sub(r"^(\d{4})( ?ti| ?super)?$", r"RTX \1\2", name, flags=re.IGNORECASE)
     if found := re.match(r"(?:nvidia )?h100\W*9([46])\s?GB", name, re.IGNORECASE):
-        name = "H100-NVL" if found[1] == "4" else "H100-80GB"  # SXM cards of machines of eight, with more memory
+        name = (
+            "H100-NVL" if found[1] == "4" else "H100-80GB"
+        )  # SXM cards of machines of eight, with more memory
     if re.fullmatch(r"(?:nvidia )?a100", name, re.IGNORECASE) and peak_gb and peak_gb > 40:
         name = "A100 80GB"  # more than the smaller one has
     whole = re.sub(r"[()\[\],]", " ", name)
     without = re.sub(r"\(.*?\)|\[.*?\]", " ", name)
-    plain = re.sub(r"\b(sxm\d?|hbm\d?e?|nvlink|nodes?|x\d+|nvidia|geforce|gpu)\b", " ", without, flags=re.IGNORECASE)
+    plain = re.sub(
+        r"\b(sxm\d?|hbm\d?e?|nvlink|nodes?|x\d+|nvidia|geforce|gpu)\b",
+        " ",
+        without,
+        flags=re.IGNORECASE,
+    )
     error: FarthingError | None = None
-    for one in dict.fromkeys(" ".join(each.split()).strip(" -") for each in (whole, without, plain)):
+    for one in dict.fromkeys(
+        " ".join(each.split()).strip(" -") for each in (whole, without, plain)
+    ):
         try:
             return find_gpu(GPUS.get(one.replace(" ", ""), one))
         except FarthingError as failed:
@@ -262,7 +357,9 @@ def gpu_of(text: str, peak_gb: float | None = None) -> Gpu:
 
 def refuse(row: dict[str, str], words: str, method: str) -> None:
     """Raise `NotExpressed` for what no recipe has."""
-    if row["quant"] and not re.search(r"nf4|bnb|gptq|awq|4bit|4-bit|fp4|int4", row["quant"].lower()):
+    if row["quant"] and not re.search(
+        r"nf4|bnb|gptq|awq|4bit|4-bit|fp4|int4", row["quant"].lower()
+    ):
         raise NotExpressed(f"{row['quant']} weights")
     if method == "ia3":
         raise NotExpressed("method ia3: activations are scaled, no weight is adapted")
@@ -301,14 +398,18 @@ def read_case(row: dict[str, str]) -> Case:
         words += deepspeed_of_qwen(row["model"].lower(), method, n_gpus)
     all_words = f"{words} {row['quant'].lower()}"
     stack = stack_of(source, all_words, method)
-    if "fsdp" in words and stack.has_autocast and "fms-acceleration" in source:  # accelerate makes what is trained fp32
+    if (
+        "fsdp" in words and stack.has_autocast and "fms-acceleration" in source
+    ):  # accelerate makes what is trained fp32
         stack = replace(stack, has_master_weights=True, upcasts_frozen=False)
     if shape.model_type == "gpt_bigcode" and stack.loss == WHOLE and not stack.has_autocast:
         stack = replace(stack, loss=FUSED)  # its loss is computed in the precision of the logits
     if stack.loss == WHOLE and takes_logits_as_they_are(source, row["model"], int(micro)):
         stack = replace(stack, loss=FREED)
     precision = precision_of(row["precision"])
-    if "universal-llm-trainer" in source and method == "qlora":  # what is not quantized is loaded in fp32 (src/models)
+    if (
+        "universal-llm-trainer" in source and method == "qlora"
+    ):  # what is not quantized is loaded in fp32 (src/models)
         precision = "fp32"
     adapters, r, targets, saved = None, 0, (), ()
     if method != "full":
@@ -321,11 +422,15 @@ def read_case(row: dict[str, str]) -> Case:
     sharding = (
         "none"
         if n_gpus == 1
-        else "ddp"
-        if re.search(r"\bddp\b|no_shard", words)
-        else "fsdp"
-        if of_torchtune or re.search(r"fsdp|zero-?3|zero3|full.?shard", f"{words} {source}")
-        else "ddp"
+        else (
+            "ddp"
+            if re.search(r"\bddp\b|no_shard", words)
+            else (
+                "fsdp"
+                if of_torchtune or re.search(r"fsdp|zero-?3|zero3|full.?shard", f"{words} {source}")
+                else "ddp"
+            )
+        )
     )
     optim = "adamw_8bit" if "8bit" in words or "8-bit" in words else "adamw_torch_fused"
     if (
@@ -340,11 +445,24 @@ def read_case(row: dict[str, str]) -> Case:
         optim = "adamw_torch"
     n_micro = n_micro_batches_of(words, int(micro) * n_gpus)
     recipe = Recipe(
-        method, Settings(checkpoint_every=every, precision=precision), optim, int(micro) * n_gpus * n_micro, int(micro), r,
-        dropout_of(words, source) if r else 0.0, tuple(targets), tuple(saved), "dora" in words, n_gpus, sharding, stack,
-    )  # fmt: skip
+        method,
+        Settings(checkpoint_every=every, precision=precision),
+        optim,
+        int(micro) * n_gpus * n_micro,
+        int(micro),
+        r,
+        dropout_of(words, source) if r else 0.0,
+        tuple(targets),
+        tuple(saved),
+        "dora" in words,
+        n_gpus,
+        sharding,
+        stack,
+    )
     variable = re.search(r"mean (\d+) real tokens", words)
-    is_cut = "variable length" in words and not variable  # the longest is the limit, what is usual is not told
+    is_cut = (
+        "variable length" in words and not variable
+    )  # the longest is the limit, what is usual is not told
     if is_cut and "swift" not in source and "max_length" not in words:
         raise NotExpressed("lengths of the data are not stated")
     if variable:  # batches of similar lengths: twenty of them are sorted together
@@ -354,7 +472,11 @@ def read_case(row: dict[str, str]) -> Case:
         mean = lengths.mean
     else:
         n = int(seq_len)
-        padded, largest, mean = Padded(n, 0.0, float(n * n), 0.0, 0.0), Largest(int(micro), n, 0), float(n)
+        padded, largest, mean = (
+            Padded(n, 0.0, float(n * n), 0.0, 0.0),
+            Largest(int(micro), n, 0),
+            float(n),
+        )
     peak, speed = _number(row["peak_gb"]), _number(row["tokens_per_s"])
     gpu = gpu_of(row["gpu"], peak).name
     meter, unit = meter_of_source(source, words)
@@ -369,13 +491,28 @@ def read_case(row: dict[str, str]) -> Case:
     older = attention_share_of(source, find_gpu(gpu).architecture)
     beside = beside_bytes(source, all_words, shape, recipe, adapters, largest)
     return Case(
-        shape, recipe, adapters, largest, padded, mean, gpu, meter, measured, speed, network, limit, older, beside,
+        shape,
+        recipe,
+        adapters,
+        largest,
+        padded,
+        mean,
+        gpu,
+        meter,
+        measured,
+        speed,
+        network,
+        limit,
+        older,
+        beside,
         saves_products(source, all_words),
-    )  # fmt: skip
+    )
 
 
 def network_of(words: str, gpu: str) -> float:
-    """Bytes a second between machines of eight, from the row or as the maker's own machine has it. Raises `NotExpressed`."""
+    """Bytes a second between machines of eight, from the row or as the maker's own machine has it.
+    Raises `NotExpressed`.
+    """
     said = re.search(r"([\d.]+) ?gbps", words)
     rate = float(said[1]) * 1e9 / 8 if said else NETWORK_BYTES_PER_S.get(find_gpu(gpu).architecture)
     if rate is None:
@@ -384,17 +521,27 @@ def network_of(words: str, gpu: str) -> float:
 
 
 def limit_of(words: str, cells: str) -> str:
-    """What a row says of memory without a figure: `longest` (no longer input fits), `too much`, or nothing."""
-    if "boundary" in words or re.search(r"(?:longest|max\w*) (?:sequence|context|seq\w*|length) that fits", words):
+    """What a row says of memory without a figure: `longest` (no longer input fits), `too much`, or
+    nothing.
+    """
+    if "boundary" in words or re.search(
+        r"(?:longest|max\w*) (?:sequence|context|seq\w*|length) that fits", words
+    ):
         return "longest"
-    is_over = re.search(r"\boom\b|out of memory|does(?:n't| not) fit", f"{words.split(';')[0]} {cells}")
+    is_over = re.search(
+        r"\boom\b|out of memory|does(?:n't| not) fit", f"{words.split(';')[0]} {cells}"
+    )
     return "too much" if is_over else ""
 
 
 def precision_of(text: str) -> str:
     """bf16, fp16 or fp32: `bf16-true`, `amp_bf16`, `bfloat16 mixed`. Raises `NotExpressed`."""
     words = text.lower()
-    for name, pattern in (("bf16", r"bf16|bfloat16"), ("fp16", r"fp16|float16|half"), ("fp32", r"fp32|float32|tf32")):
+    for name, pattern in (
+        ("bf16", r"bf16|bfloat16"),
+        ("fp16", r"fp16|float16|half"),
+        ("fp32", r"fp32|float32|tf32"),
+    ):
         if re.search(pattern, words):
             return name
     if not words.strip() or re.search(r"nf4|int4|4-?bit", words):
@@ -404,7 +551,10 @@ def precision_of(text: str) -> str:
 
 def rank_of(words: str, source: str) -> int:
     """The rank that a row names, else that of its source's scripts."""
-    found = re.search(r"(?:\br|lora_r|lora_rank|\brank|\brank of)(?:\s?[=:]\s?|\s)([1-9]\d*)|\br([1-9]\d*)\b", words)
+    found = re.search(
+        r"(?:\br|lora_r|lora_rank|\brank|\brank of)(?:\s?[=:]\s?|\s)([1-9]\d*)|\br([1-9]\d*)\b",
+        words,
+    )
     if found:
         return int(found[1] or found[2])
     defaults = {"qwen": 64, "fsdp_qlora": 64, "lit": 8, "swift": 8, "factory": 8}
@@ -416,11 +566,17 @@ def dropout_of(words: str, source: str) -> float:
     found = re.search(r"dropout(?:_p)?\s?[=: ]\s?(0?\.\d+|0)", words)
     if found:
         return float(found[1])
-    return 0.05 if any(name in source.lower() for name in ("qwen", "swift", "lit-gpt", "litgpt")) else 0.0
+    return (
+        0.05
+        if any(name in source.lower() for name in ("qwen", "swift", "lit-gpt", "litgpt"))
+        else 0.0
+    )
 
 
 def every_of(cell: str, words: str, source: str) -> int:
-    """Activation checkpointing: every layer or none; where a row says nothing, as the source's scripts have it."""
+    """Activation checkpointing: every layer or none; where a row says nothing, as the source's
+    scripts have it.
+    """
     said = cell.strip().lower()
     if said.startswith(("true", "yes", "1", "full", "on", "every", "y")):
         return 1
@@ -428,12 +584,17 @@ def every_of(cell: str, words: str, source: str) -> int:
         return 0
     if "selective" in said:  # of every second layer; by operation is about as much
         return 2
-    if re.search(r"no (?:gradient |activation )?checkpointing|checkpointing[=: ]*(?:false|off)", words):
+    if re.search(
+        r"no (?:gradient |activation )?checkpointing|checkpointing[=: ]*(?:false|off)", words
+    ):
         return 0
     if re.search(r"(?:gradient|activation)[_ ]checkpointing", words):
         return 1
     return int(
-        any(name in source.lower() for name in ("torchtune", "qwen", "swift", "factory", "unsloth", "fsdp_qlora"))
+        any(
+            name in source.lower()
+            for name in ("torchtune", "qwen", "swift", "factory", "unsloth", "fsdp_qlora")
+        )
     )
 
 
@@ -460,16 +621,26 @@ def targets_of(words: str, shape: Shape, source: str) -> tuple[str, ...]:
     listed = re.search(r"targets=\[([^\]]*)\]", words)
     if listed:
         found = re.findall(r"[\w-]+", listed[1])
-        return tuple(name for word in found for name in ((word,) if word in names else _OF_QWEN.get(word, (word,))))
+        return tuple(
+            name
+            for word in found
+            for name in ((word,) if word in names else _OF_QWEN.get(word, (word,)))
+        )
     if "q,k,v,o" in words or "qkvo" in words:
-        wanted = ("q_proj", "k_proj", "v_proj", "o_proj") if "q_proj" in names else ("c_attn", "c_proj")
+        wanted = (
+            ("q_proj", "k_proj", "v_proj", "o_proj") if "q_proj" in names else ("c_attn", "c_proj")
+        )
         return tuple(name for name in wanted if name in names)
     if re.search(r"all[- ]linear|all linear", words):
         return ("all-linear",)
     if re.search(r"q,\s?v\b|q_proj,? ?v_proj|\bqv\b|query,? ?value", words):
         return _one_product(shape) or shape.query_and_value
-    if "swift" in source.lower() or re.search(r"q_proj,? ?k_proj,? ?v_proj|q,\s?k,\s?v\b|c_attn\b(?!,)", words):
-        return _one_product(shape) or tuple(name for name in ("q_proj", "k_proj", "v_proj") if name in names)
+    if "swift" in source.lower() or re.search(
+        r"q_proj,? ?k_proj,? ?v_proj|q,\s?k,\s?v\b|c_attn\b(?!,)", words
+    ):
+        return _one_product(shape) or tuple(
+            name for name in ("q_proj", "k_proj", "v_proj") if name in names
+        )
     if "lit-gpt" in source.lower() or "litgpt" in source.lower():
         return _one_product(shape) or shape.query_and_value
     return TARGETS_OF["peft" if "peft" in source else "default"]

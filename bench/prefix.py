@@ -1,10 +1,12 @@
-"""What a step costs with adapters on the top layers only, by what is done about the frozen layers, in CPU-seconds.
+"""What a step costs with adapters on the top layers only, by what is done about the frozen layers,
+in CPU-seconds.
 
     OMP_NUM_THREADS=1 python bench/prefix.py [--layers 8] [--trained 2] [--share 1.0] [--bf16]
 
-Each variant in turn, several rounds, the least of each; the ratio is the first one's time over it. The first pushes
-gradients down to the embeddings and recomputes every layer, as trainers do that call `enable_input_require_grads`. The
-last begins at the first trained layer with rows read from a cache on the disk. Random weights, two documents.
+Each variant in turn, several rounds, the least of each; the ratio is the first one's time over it.
+The first pushes gradients down to the embeddings and recomputes every layer, as trainers do that
+call `enable_input_require_grads`. The last begins at the first trained layer with rows read from a
+cache on the disk. Random weights, two documents.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def two_documents(args: argparse.Namespace) -> TokenSet:
 
 def main() -> None:
     """Read the arguments and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--words", type=int, default=16_000)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=8)
@@ -63,7 +67,9 @@ def main() -> None:
     torch.manual_seed(0)
     top = list(range(args.layers - args.trained, args.layers))
     linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = peft.LoraConfig(r=16, target_modules=linear, layers_to_transform=top, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=16, target_modules=linear, layers_to_transform=top, task_type="CAUSAL_LM"
+    )
     model = peft.get_peft_model(small_model(args), config)
     for weight in model.parameters():
         if args.bf16 and not weight.requires_grad:
@@ -75,11 +81,18 @@ def main() -> None:
     numerics = Numerics(torch.device("cpu"), torch.bfloat16 if args.bf16 else None)
     with tempfile.TemporaryDirectory() as folder:
         cache = open_frozen_cache(
-            frozen, tokens, examples, Path(folder), numerics=numerics, micro_batch_tokens=args.tokens
+            frozen,
+            tokens,
+            examples,
+            Path(folder),
+            numerics=numerics,
+            micro_batch_tokens=args.tokens,
         )
     assert not isinstance(cache, str), cache
     batch = packed_batch(collate_packed(tokens, examples, "causal-lm"))
-    labelled = find_labelled(batch["labels"], predicts_next=True, position_ids=batch["position_ids"])
+    labelled = find_labelled(
+        batch["labels"], predicts_next=True, position_ids=batch["position_ids"]
+    )
     batch |= {POSITIONS: labelled.positions, TARGETS: labelled.targets}
 
     def run() -> None:
@@ -90,7 +103,9 @@ def main() -> None:
 
     def forced(checkpoint_every: int) -> Callable[[], None]:
         def step() -> None:
-            hook = model.get_input_embeddings().register_forward_hook(lambda _, __, y: y.requires_grad_(True))
+            hook = model.get_input_embeddings().register_forward_hook(
+                lambda _, __, y: y.requires_grad_(True)
+            )
             checkpoint_layers(model, checkpoint_every)
             try:
                 run()
@@ -111,7 +126,10 @@ def main() -> None:
         "resumed": resumed,
         "the frozen layers alone": lambda: frozen.hidden_states(batch),
     }
-    size = f"V {args.words} h {args.hidden}, LoRA on {args.trained} of {args.layers} layers, {args.tokens} tokens"
+    size = (
+        f"V {args.words} h {args.hidden}, LoRA on {args.trained} of {args.layers} layers,"
+        f" {args.tokens} tokens"
+    )
     compare(variants, args.rounds, f"{size}, {args.share:.0%} labelled, {numerics.name}:")
 
 

@@ -1,15 +1,19 @@
-"""Several processes against one: the same gradients, as many collectives, the same bits after kills, and the time they take.
+"""Several processes against one: the same gradients, as many collectives, the same bits after
+kills, and the time they take.
 
     python bench/ranks.py --json [--seeds 3] [--first-seed 0]
-    python bench/ranks.py --json --pace [--steps 24] [--rounds 3]     # two free cores, a minute and a half a round
+    python bench/ranks.py --json --pace [--steps 24] [--rounds 3]     # two free cores, a minute and
+    a half a round
 
-Gradients of the first step: for each task, method, tied or untied embeddings, uneven lengths, and fewer examples than ranks;
-the worst relative error of any weight against one process. Bits: a seed draws a job, on how many processes it begins, which of
-them is killed and when, and on how many it goes on; one sha256 of weights, moments and losses is wanted of all, and of 1, 2, 3
-and 4 processes undisturbed, half of them with frozen weights that are spread. Full training whose weights are spread: killed
-and resumed in the same way, its losses and last weights are to be those of one process to rounding. `--pace` takes
-the wall time of 1 and 2 processes instead, each on a core of its own: at least 1.85 times as fast is wanted, and how much of
-what two runs that know nothing of each other reach at the same time is told beside it. CPU only.
+Gradients of the first step: for each task, method, tied or untied embeddings, uneven lengths, and
+fewer examples than ranks; the worst relative error of any weight against one process. Bits: a seed
+draws a job, on how many processes it begins, which of them is killed and when, and on how many it
+goes on; one sha256 of weights, moments and losses is wanted of all, and of 1, 2, 3 and 4 processes
+undisturbed, half of them with frozen weights that are spread. Full training whose weights are
+spread: killed and resumed in the same way, its losses and last weights are to be those of one
+process to rounding. `--pace` takes the wall time of 1 and 2 processes instead, each on a core of
+its own: at least 1.85 times as fast is wanted, and how much of what two runs that know nothing of
+each other reach at the same time is told beside it. CPU only.
 """
 
 from __future__ import annotations
@@ -38,13 +42,22 @@ TASKS = {"llama": "causal-lm", "t5": "seq2seq", "bert": "classification"}
 TOLERANCE = 1e-5
 
 
-COLLECTIVES = ("all_reduce", "all_to_all_single", "broadcast", "all_gather_into_tensor", "all_gather_single",
-               "reduce_scatter_tensor", "reduce_scatter_single")  # fmt: skip
+COLLECTIVES = (
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+)
 """Those that carry weights and gradients; some are names of torch 2.13, some of before."""
 
 
 def note_gradients(folder: str, rank: int, attempt: int) -> None:
-    """In a rank: keep the gradients of the first step as they are before clipping, and the number of collectives on them."""
+    """In a rank: keep the gradients of the first step as they are before clipping, and the number
+    of collectives on them.
+    """
     import torch
     import torch.distributed as dist
     from safetensors.torch import save_file
@@ -52,14 +65,18 @@ def note_gradients(folder: str, rank: int, attempt: int) -> None:
     from farthing.train.step import Steps
 
     update, done = Steps._update, []
-    calls: list[str] = []  # appended to: the thread that beats goes through here too, and an addition could be lost
+    calls: list[
+        str
+    ] = []  # appended to: the thread that beats goes through here too, and an addition could be lost  # noqa: E501
 
     def counted(name: str) -> None:
         plain = getattr(dist, name, None)
 
         def call(*arguments: Any, **more: Any) -> Any:
             given = (*arguments, *more.values())
-            if not done and any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given):
+            if not done and any(
+                isinstance(each, torch.Tensor) and each.is_floating_point() for each in given
+            ):
                 calls.append(name)
             return plain(*arguments, **more)
 
@@ -72,7 +89,11 @@ def note_gradients(folder: str, rank: int, attempt: int) -> None:
         if not done:
             done.append(1)
             weights = steps.ranks.trained_of(steps.forward.model)
-            found = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+            found = {
+                name: weight.grad.clone()
+                for name, weight in weights.items()
+                if weight.grad is not None
+            }
             save_file(found, Path(folder) / f"gradients-{rank}.safetensors")
             (Path(folder) / f"collectives-{rank}").write_text(str(steps.ranks.n_sums + len(calls)))
         return update(steps, *arguments)
@@ -89,7 +110,10 @@ def rows_for(family: str, n: int, seed: int) -> list[dict[str, str]]:
     if family == "t5":
         return [{"input": row["prompt"], "target": row["completion"]} for row in rows]
     if family == "bert":
-        return [{"text": row["prompt"] + row["completion"], "label": row["prompt"].split(";")[0]} for row in rows]
+        return [
+            {"text": row["prompt"] + row["completion"], "label": row["prompt"].split(";")[0]}
+            for row in rows
+        ]
     return rows
 
 
@@ -99,29 +123,53 @@ def gradient_cases() -> Iterator[dict[str, Any]]:
         if family != "bert" or tied:  # a classifier has no output embeddings
             ways = "replicated", "sharded" if method == "full" else "frozen sharded"
             for way, (n, batch) in itertools.product(ways, ((2, 13), (3, 2))):
-                yield {"way": way, "family": family, "method": method, "tied": tied, "n": n, "batch": batch}
+                yield {
+                    "way": way,
+                    "family": family,
+                    "method": method,
+                    "tied": tied,
+                    "n": n,
+                    "batch": batch,
+                }
 
 
 def compare_gradients(case: dict[str, Any], folder: Path, seed: int) -> dict[str, Any]:
-    """The worst relative error of a weight's gradient on every rank, and the collectives of each."""
+    """The worst relative error of a weight's gradient on every rank, and the collectives of each."""  # noqa: E501
     rows = rows_for(case["family"], 40, seed)
     base = folder / "base"
-    make_model_folder(base, (" ".join(row.values()) for row in rows), case["family"], hidden=32, layers=2)
+    make_model_folder(
+        base, (" ".join(row.values()) for row in rows), case["family"], hidden=32, layers=2
+    )
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": case["tied"]}))
     method = (
-        {"name": case["method"]} if case["method"] == "full" else {"name": "lora", "lora_r": 2, "lora_dropout": 0.0}
+        {"name": case["method"]}
+        if case["method"] == "full"
+        else {"name": "lora", "lora_r": 2, "lora_dropout": 0.0}
     )
     for n in (1, case["n"]):
         place = folder / str(n)
         make_job(
-            place, base, seed, task=TASKS[case["family"]], method=method,
-            where={"gpus": n, "same_bits": "auto" if n > 1 else False,
-                   "strategy": "fsdp" if n > 1 and case["way"] != "replicated" else "ddp"},
-            train={"max_steps": 1, "global_batch_size": case["batch"], "max_grad_norm": 0, "micro_batch_tokens": 200,
-                   "eval_strategy": "no", "predict_with_generate": False},
+            place,
+            base,
+            seed,
+            task=TASKS[case["family"]],
+            method=method,
+            where={
+                "gpus": n,
+                "same_bits": "auto" if n > 1 else False,
+                "strategy": "fsdp" if n > 1 and case["way"] != "replicated" else "ddp",
+            },
+            train={
+                "max_steps": 1,
+                "global_batch_size": case["batch"],
+                "max_grad_norm": 0,
+                "micro_batch_tokens": 200,
+                "eval_strategy": "no",
+                "predict_with_generate": False,
+            },
             data={"eval": None},
-        )  # fmt: skip
+        )
         write_jsonl(place / "data.jsonl", rows)
         code = Elastic(n, start_of(place, note_gradients, str(place)), lambda text: None).wait()
         assert code == 0, (place / "out.txt").read_text()[-2000:]
@@ -137,7 +185,9 @@ def _difference(alone: Path, together: Path, n: int, way: str) -> dict[str, Any]
     if way == "sharded":  # each has rows
         ranks = [{name: torch.cat([each[name] for each in ranks]) for name in ranks[0]}]
     worst, has_same = 0.0, True
-    least = 1e-6 * max(float(each.abs().max()) for each in wanted.values())  # below are sums that should be 0
+    least = 1e-6 * max(
+        float(each.abs().max()) for each in wanted.values()
+    )  # below are sums that should be 0
     for found in ranks:
         has_same = has_same and found.keys() == wanted.keys()
         for name in wanted.keys() & found.keys():
@@ -164,11 +214,18 @@ def kill_at(folder: str, victim: int, step: int, rank: int, attempt: int) -> Non
 
 
 def compare_bits(seed: int, folder: Path) -> dict[str, Any]:
-    """One digest of runs on 1 to 4 processes, and of one that loses a process and goes on with another number."""
+    """One digest of runs on 1 to 4 processes, and of one that loses a process and goes on with
+    another number.
+    """
     drawn = random.Random(seed)
     n_steps = drawn.randint(5, 12)
-    train = {"max_steps": n_steps, "global_batch_size": drawn.randint(2, 17), "micro_batch_tokens": drawn.randint(60, 300),
-             "save_steps": drawn.randint(1, 4), "eval_steps": drawn.randint(2, 5)}  # fmt: skip
+    train = {
+        "max_steps": n_steps,
+        "global_batch_size": drawn.randint(2, 17),
+        "micro_batch_tokens": drawn.randint(60, 300),
+        "save_steps": drawn.randint(1, 4),
+        "eval_steps": drawn.randint(2, 5),
+    }
     digests, base = {}, folder / "base"
     for n in (1, 2, 3, 4):
         strategy = "fsdp" if n in (2, 4) and seed % 2 else "ddp"
@@ -184,19 +241,30 @@ def compare_bits(seed: int, folder: Path) -> dict[str, Any]:
     first._group.wait()  # nothing goes on by itself here: another number does
     code = Elastic(goes_on, start_of(place), lambda text: None).wait()
     digests["killed"] = sha256_of(place / "run", n_steps) if code == 0 else f"ended with {code}"
-    said = f"began on {begins}, rank {victim} killed in step {step + 1} of {n_steps}, went on with {goes_on}"
+    said = (
+        f"began on {begins}, rank {victim} killed in step {step + 1} of {n_steps}, went on with"
+        f" {goes_on}"
+    )
     return {"seed": seed, "said": said, "sha256": digests[1], "ok": len(set(digests.values())) == 1}
 
 
 def compare_spread(seed: int, folder: Path) -> dict[str, Any]:
-    """Full training on one process, and spread over some, of which one is killed, then over another number: how far apart."""
+    """Full training on one process, and spread over some, of which one is killed, then over another
+    number: how far apart.
+    """
     from farthing.durability.parts import read_part
 
     drawn = random.Random(seed + 1000)
     n_steps, base = drawn.randint(5, 10), folder / "base"
-    train = {"max_steps": n_steps, "global_batch_size": drawn.randint(2, 13), "micro_batch_tokens": drawn.randint(60, 300),
-             "save_steps": drawn.randint(1, 3), "eval_steps": drawn.randint(2, 5), "learning_rate": 0.001,
-             "optim": drawn.choice(("adamw_torch", "adamw_torch_fused", "adamw_torch_offload", "sgd"))}  # fmt: skip
+    train = {
+        "max_steps": n_steps,
+        "global_batch_size": drawn.randint(2, 13),
+        "micro_batch_tokens": drawn.randint(60, 300),
+        "save_steps": drawn.randint(1, 3),
+        "eval_steps": drawn.randint(2, 5),
+        "learning_rate": 0.001,
+        "optim": drawn.choice(("adamw_torch", "adamw_torch_fused", "adamw_torch_offload", "sgd")),
+    }
     begins, goes_on = drawn.randint(2, 4), drawn.randint(1, 4)
     victim, step = drawn.randrange(begins), drawn.randrange(1, n_steps)
     where = {"strategy": "fsdp", "reshard_after_forward": drawn.random() < 0.5}
@@ -218,21 +286,30 @@ def compare_spread(seed: int, folder: Path) -> dict[str, Any]:
         where={**where, "gpus": begins},
         train=train,
     )
-    Elastic(begins, start_of(place, kill_at, str(place), victim, step), lambda text: None)._group.wait()
+    Elastic(
+        begins, start_of(place, kill_at, str(place), victim, step), lambda text: None
+    )._group.wait()
     code = Elastic(goes_on, start_of(place), lambda text: None).wait()
     worst = float("inf")
     if code == 0:
         saves = [
-            sorted((each / "run/checkpoints").glob(f"step-{n_steps:08d}-*"))[-1] for each in (folder / "alone", place)
+            sorted((each / "run/checkpoints").glob(f"step-{n_steps:08d}-*"))[-1]
+            for each in (folder / "alone", place)
         ]
         one, other = (read_part(save, "model") for save in saves)
-        worst = max(float((one[name] - other[name]).abs().max() / one[name].abs().max()) for name in one)
-    said = f"{train['optim']}, {begins} ranks, {victim} killed in step {step + 1} of {n_steps}, then {goes_on}: {code}"
+        worst = max(
+            float((one[name] - other[name]).abs().max() / one[name].abs().max()) for name in one
+        )
+    said = (
+        f"{train['optim']}, {begins} ranks, {victim} killed in step {step + 1} of {n_steps}, then"
+        f" {goes_on}: {code}"
+    )
     return {"seed": seed, "said": said, "worst": worst, "ok": worst < 1e-3}
 
 
 def clock(folder: str, first_core: int, n_at_once: int, rank: int, attempt: int) -> None:
-    """In a rank: a core of its own, and notes of when its steps began and ended, and what of the processor they took.
+    """In a rank: a core of its own, and notes of when its steps began and ended, and what of the
+    processor they took.
 
     `n_at_once` processes with notes in this folder begin their steps together.
     """
@@ -249,16 +326,27 @@ def clock(folder: str, first_core: int, n_at_once: int, rank: int, attempt: int)
         while len(list(Path(folder).glob("ready-*"))) < n_at_once:
             time.sleep(0.005)
         spans = attempt.context.meter.spans
-        began, before, computing_s = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF), dict(spans)
+        began, before, computing_s = (
+            time.monotonic(),
+            resource.getrusage(resource.RUSAGE_SELF),
+            dict(spans),
+        )
         found = loop(attempt)
         after = resource.getrusage(resource.RUSAGE_SELF)
         cpu_s, start_cpu_s = after.ru_utime + after.ru_stime, before.ru_utime + before.ru_stime
         in_steps = {name: round(spans[name] - computing_s.get(name, 0.0), 3) for name in spans}
-        notes.write_text(json.dumps({
-            "began": began, "steps_s": time.monotonic() - began, "steps_cpu_s": cpu_s - start_cpu_s,
-            "start_cpu_s": start_cpu_s, "spans_s": {name: s for name, s in in_steps.items() if s > 0.001},
-            "largest_bytes": after.ru_maxrss << 10,
-        }))  # fmt: skip
+        notes.write_text(
+            json.dumps(
+                {
+                    "began": began,
+                    "steps_s": time.monotonic() - began,
+                    "steps_cpu_s": cpu_s - start_cpu_s,
+                    "start_cpu_s": start_cpu_s,
+                    "spans_s": {name: s for name, s in in_steps.items() if s > 0.001},
+                    "largest_bytes": after.ru_maxrss << 10,
+                }
+            )
+        )
         return found
 
     run.loop = clocked
@@ -294,16 +382,28 @@ def stolen_s() -> float:
 def take_way(
     way: Way, place: Path, base: Path, rows: list[dict[str, str]], max_length: int, core: int
 ) -> dict[str, Any]:
-    """Run the job once as `way` says; notes of each process, and seconds of steps: of the slowest process of a run, of runs at
-    the same time the harmonic mean, which their pace together follows from."""
+    """Run the job once as `way` says; notes of each process, and seconds of steps: of the slowest
+    process of a run, of runs at the same time the harmonic mean, which their pace together follows
+    from."""
     folders, n_steps = [place / str(number) for number in range(way.n_runs)], len(rows) // 8
     for folder in folders:
         make_job(
-            folder, base, where={"gpus": None, **way.where}, data={"eval": None, "max_length": max_length},
+            folder,
+            base,
+            where={"gpus": None, **way.where},
+            data={"eval": None, "max_length": max_length},
             method={"name": "lora", "lora_r": 16, "lora_dropout": 0.0},
-            train={"max_steps": n_steps, "global_batch_size": 8, "learning_rate": 1e-4, "micro_batch_tokens": None,
-                   "eval_strategy": "no", "eval_steps": None, "save_steps": 10000, "probe": False},
-        )  # fmt: skip
+            train={
+                "max_steps": n_steps,
+                "global_batch_size": 8,
+                "learning_rate": 1e-4,
+                "micro_batch_tokens": None,
+                "eval_strategy": "no",
+                "eval_steps": None,
+                "save_steps": 10000,
+                "probe": False,
+            },
+        )
         write_jsonl(folder / "data.jsonl", rows)
     began, stolen_before_s = time.monotonic(), stolen_s()
     if way.where:
@@ -311,27 +411,37 @@ def take_way(
         codes = [Elastic(way.n, start, lambda text: None).wait()]
     else:
         codes = run_alone(
-            [(folder, clock, str(place), core + number, way.n_runs) for number, folder in enumerate(folders)]
+            [
+                (folder, clock, str(place), core + number, way.n_runs)
+                for number, folder in enumerate(folders)
+            ]
         )
     said = "".join((folder / "out.txt").read_text()[-2000:] for folder in folders)
     assert not any(codes), said
     wall_s, n_all = time.monotonic() - began, way.n * way.n_runs
-    clocks = [json.loads((place / f"clock-{core + number}.json").read_text()) for number in range(n_all)]
+    clocks = [
+        json.loads((place / f"clock-{core + number}.json").read_text()) for number in range(n_all)
+    ]
     starts_s = [round(each.pop("began") - began, 2) for each in clocks]
     of_all = statistics.harmonic_mean if way.n_runs > 1 else max
     return {
-        "wall_s": round(wall_s, 2), "start_s": starts_s, "stolen_s": round(stolen_s() - stolen_before_s, 2),
+        "wall_s": round(wall_s, 2),
+        "start_s": starts_s,
+        "stolen_s": round(stolen_s() - stolen_before_s, 2),
         "steps_s": round(of_all([each["steps_s"] for each in clocks]), 3),
-        "steps_cpu_s": round(of_all([each["steps_cpu_s"] for each in clocks]), 3), "processes": clocks,
-    }  # fmt: skip
+        "steps_cpu_s": round(of_all([each["steps_cpu_s"] for each in clocks]), 3),
+        "processes": clocks,
+    }
 
 
 def pace(folder: Path, n_steps: int, n_rounds: int) -> dict[str, Any]:
-    """LoRA on chats: `n_steps` steps of one process with a core, as a job without `where.gpus` takes them, and of two with one
-    each; of one with the lanes of several, and of two that are equal to rounding; in turns, medians of the rounds.
+    """LoRA on chats: `n_steps` steps of one process with a core, as a job without `where.gpus`
+    takes them, and of two with one each; of one with the lanes of several, and of two that are
+    equal to rounding; in turns, medians of the rounds.
 
-    What the machine allows is the ceiling: two such runs of one process each at the same time, which share nothing but caches,
-    memory and the host, against one alone. Seconds are by the clock and by processors.
+    What the machine allows is the ceiling: two such runs of one process each at the same time,
+    which share nothing but caches, memory and the host, against one alone. Seconds are by the clock
+    and by processors.
     """
     import transformers
 
@@ -340,16 +450,28 @@ def pace(folder: Path, n_steps: int, n_rounds: int) -> dict[str, Any]:
     chats, base, n_words = WORKLOADS["chat"].scaled(SCALES["chat"]), folder / "base", 16000
     word_tokenizer(base, n_words, "llama")
     transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
-        max_position_embeddings=chats.max_length + 8, tie_word_embeddings=True, vocab_size=n_words,
-    ).save_pretrained(base)  # fmt: skip
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=chats.max_length + 8,
+        tie_word_embeddings=True,
+        vocab_size=n_words,
+    ).save_pretrained(base)
     rows = drawn_rows(chats, n_words, 8 * n_steps, 1)
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(n_rounds):
         found = {}
         for way in WAYS:
-            found[way.name] = take_way(way, folder / f"{number}-{way.name}", base, rows, chats.max_length, number % 2)
-            print(json.dumps({way.name: {**found[way.name], "processes": None}}), file=sys.stderr, flush=True)
+            found[way.name] = take_way(
+                way, folder / f"{number}-{way.name}", base, rows, chats.max_length, number % 2
+            )
+            print(
+                json.dumps({way.name: {**found[way.name], "processes": None}}),
+                file=sys.stderr,
+                flush=True,
+            )
         rounds.append(found)
     return {**judged(rounds), "rounds": rounds}
 
@@ -368,8 +490,12 @@ def judged(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         return float(max(compute_s) / statistics.mean(compute_s))
 
     return {
-        "steps_s": {way.name: median(lambda found, name=way.name: found[name]["steps_s"]) for way in WAYS},  # type: ignore[misc]
-        "stolen_s": {way.name: median(lambda found, name=way.name: found[name]["stolen_s"]) for way in WAYS},  # type: ignore[misc]
+        "steps_s": {
+            way.name: median(lambda found, name=way.name: found[name]["steps_s"]) for way in WAYS
+        },  # type: ignore[misc]
+        "stolen_s": {
+            way.name: median(lambda found, name=way.name: found[name]["stolen_s"]) for way in WAYS
+        },  # type: ignore[misc]
         "ceiling": round(2 * faster("two alone", "one"), 3),
         "times_faster": faster("two", "one"),
         "share_of_ceiling": round(faster("two", "two alone") / 2, 3),
@@ -380,12 +506,14 @@ def judged(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         "times_faster_to_rounding": faster("two to rounding", "one"),
         "busiest_over_mean": median(busiest_over_mean),
         "times_faster_with_start": faster("two", "one", "wall_s"),
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
     """Everything that was asked for; 1 where something differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--pace", action="store_true", help="only the pace, on two free cores")
@@ -401,14 +529,18 @@ def main() -> int:
     result: dict[str, Any] = {"gradients": [], "bits": [], "spread": []}
     with tempfile.TemporaryDirectory(prefix="farthing-ranks-") as top:
         for number, case in enumerate(gradient_cases()):
-            result["gradients"].append(compare_gradients(case, Path(top) / f"gradients-{number}", arguments.first_seed))
+            result["gradients"].append(
+                compare_gradients(case, Path(top) / f"gradients-{number}", arguments.first_seed)
+            )
             print(json.dumps(result["gradients"][-1]), file=sys.stderr, flush=True)
         for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
             result["bits"].append(compare_bits(seed, Path(top) / f"bits-{seed}"))
             print(json.dumps(result["bits"][-1]), file=sys.stderr, flush=True)
             result["spread"].append(compare_spread(seed, Path(top) / f"spread-{seed}"))
             print(json.dumps(result["spread"][-1]), file=sys.stderr, flush=True)
-    n_failed = sum(not each["ok"] for each in [*result["gradients"], *result["bits"], *result["spread"]])
+    n_failed = sum(
+        not each["ok"] for each in [*result["gradients"], *result["bits"], *result["spread"]]
+    )
     result["n_failed"] = n_failed
     print(json.dumps(result) if arguments.json else f"{n_failed} failed")
     return 1 if n_failed else 0

@@ -1,12 +1,14 @@
-"""Several processes share a run, and one of them is killed, stopped, slowed or fails: everything must end or go on in time.
+"""Several processes share a run, and one of them is killed, stopped, slowed or fails: everything
+must end or go on in time.
 
     python bench/ranks_kill.py --json [--seeds 12] [--first-seed 0] [--all]
 
-A seed draws what happens, to which rank of how many, and in which part of the run; `--all` goes through every pair of mishap
-and part instead. The processes are started and ended by what `farthing train` uses. After each mishap: how long until all
-processes of the attempt had ended, whether any is left, whether the run came to its end by itself, and whether weights,
-moments and losses are those of one process that nothing happened to: to the bit where each has all of an adapter, to rounding
-where full training is spread over them. CPU only.
+A seed draws what happens, to which rank of how many, and in which part of the run; `--all` goes
+through every pair of mishap and part instead. The processes are started and ended by what `farthing
+train` uses. After each mishap: how long until all processes of the attempt had ended, whether any
+is left, whether the run came to its end by itself, and whether weights, moments and losses are
+those of one process that nothing happened to: to the bit where each has all of an adapter, to
+rounding where full training is spread over them. CPU only.
 """
 
 from __future__ import annotations
@@ -32,20 +34,45 @@ from small_models import make_model_folder
 PATIENCE_S, MARGIN_S = 6.0, 10.0
 N_STEPS = 9
 WAYS = ("replicated", "sharded")
-PARTS = ("joining", "tokenizing", "loading", "restoring", "rehearsal", "step", "sums", "update", "evaluation", "saving",
-         "writing", "between parts and commit", "export")  # fmt: skip
+PARTS = (
+    "joining",
+    "tokenizing",
+    "loading",
+    "restoring",
+    "rehearsal",
+    "step",
+    "sums",
+    "update",
+    "evaluation",
+    "saving",
+    "writing",
+    "between parts and commit",
+    "export",
+)
 FAMILIES = ("llama", "t5", "bert")
 SHARDED_ONLY = ("rehearsal", "writing")
 REPLICATED_ONLY = ("sums",)
 BY_FIRST_ONLY = ("tokenizing", "saving", "between parts and commit", "export")
-MISHAPS = ("SIGKILL", "SIGSTOP", "SIGSTOP 5 s", "SIGTERM to one", "SIGTERM to all", "Ctrl-C", "exception", "out of memory",
-           "full disk", "slow")  # fmt: skip
+MISHAPS = (
+    "SIGKILL",
+    "SIGSTOP",
+    "SIGSTOP 5 s",
+    "SIGTERM to one",
+    "SIGTERM to all",
+    "Ctrl-C",
+    "exception",
+    "out of memory",
+    "full disk",
+    "slow",
+)
 SAME_BITS = set(MISHAPS) - {"out of memory"}
 
 
 def can_happen(what: str, part: str, way: str) -> bool:
     """Whether a mishap belongs to a part of a run."""
-    if (part in SHARDED_ONLY and way != "sharded") or (part in REPLICATED_ONLY and way == "sharded"):
+    if (part in SHARDED_ONLY and way != "sharded") or (
+        part in REPLICATED_ONLY and way == "sharded"
+    ):
         return False
     if what == "full disk":
         return part in ("joining", "tokenizing", "restoring", "saving", "writing", "export")
@@ -78,7 +105,11 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
         nonlocal calls
         by_signal = what.startswith(("SIG", "Ctrl"))
         calls += 1
-        if calls < case["calls"] or rank != (0 if by_signal else victim) or (place / "fired").exists():
+        if (
+            calls < case["calls"]
+            or rank != (0 if by_signal else victim)
+            or (place / "fired").exists()
+        ):
             if what == "slow" and rank == victim and (place / "fired").exists():
                 time.sleep(0.3)
             return
@@ -122,12 +153,19 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
         checkpoint.commit_folder = between
     else:
         module, name = {
-            "joining": (joining, "_own_folder" if what == "full disk" else "Ranks"), "restoring": (run, "take_over"),
-            "tokenizing": (setup, "tokenize"), "loading": (run, "build_model"), "step": (Steps, "_gradient_scale"),
-            "sums": (Ranks, "sum_bucket"), "rehearsal": (Steps, "_rehearse"), "writing": (checkpoint, "save_file"),
-            "update": (Steps, "_update"), "evaluation": (evaluation, "evaluate"), "saving": (checkpoint, "commit_folder"),
+            "joining": (joining, "_own_folder" if what == "full disk" else "Ranks"),
+            "restoring": (run, "take_over"),
+            "tokenizing": (setup, "tokenize"),
+            "loading": (run, "build_model"),
+            "step": (Steps, "_gradient_scale"),
+            "sums": (Ranks, "sum_bucket"),
+            "rehearsal": (Steps, "_rehearse"),
+            "writing": (checkpoint, "save_file"),
+            "update": (Steps, "_update"),
+            "evaluation": (evaluation, "evaluate"),
+            "saving": (checkpoint, "commit_folder"),
             "export": (saver, "export_model"),
-        }[part]  # fmt: skip
+        }[part]
         within(module, name)
 
 
@@ -135,14 +173,26 @@ def draw(seed: int) -> dict[str, Any]:
     """What happens, in which part, to which rank of how many."""
     drawn = random.Random(seed)
     while True:
-        what, part, n, way = drawn.choice(MISHAPS), drawn.choice(PARTS), drawn.choice((2, 3, 4)), drawn.choice(WAYS)
+        what, part, n, way = (
+            drawn.choice(MISHAPS),
+            drawn.choice(PARTS),
+            drawn.choice((2, 3, 4)),
+            drawn.choice(WAYS),
+        )
         if can_happen(what, part, way):
             return case_of(what, part, n, way, drawn)
 
 
 def case_of(what: str, part: str, n: int, way: str, drawn: random.Random) -> dict[str, Any]:
     by_first = part in BY_FIRST_ONLY and not what.startswith("SIG")
-    calls = {"step": 5, "sums": 4, "update": 4, "saving": 2, "writing": 3, "between parts and commit": 2}.get(part, 1)
+    calls = {
+        "step": 5,
+        "sums": 4,
+        "update": 4,
+        "saving": 2,
+        "writing": 3,
+        "between parts and commit": 2,
+    }.get(part, 1)
     return {
         "way": way,
         "what": what,
@@ -164,11 +214,15 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_job_of(folder: Path, base: Path, way: str, family: str, where: dict[str, Any] | None = None) -> None:
+def make_job_of(
+    folder: Path, base: Path, way: str, family: str, where: dict[str, Any] | None = None
+) -> None:
     """The job of a way to share weights and a family of models, whose folder is in `base`."""
     rows = rows_for(family, 60, 0)
     if not (base / family).exists():
-        make_model_folder(base / family, (" ".join(row.values()) for row in rows), family, hidden=32, layers=2)
+        make_model_folder(
+            base / family, (" ".join(row.values()) for row in rows), family, hidden=32, layers=2
+        )
     train = {"max_steps": N_STEPS, **({"learning_rate": 0.001} if way == "sharded" else {})}
     train |= {"predict_with_generate": way == "replicated"} if family == "t5" else {}
     make_job(folder, base / family, where=where or {}, train=train, task=TASKS[family], **JOBS[way])
@@ -182,18 +236,27 @@ def is_same(way: str, run: Path, alone: Path) -> bool:
         return sha256_of(run, N_STEPS) == sha256_of(alone, N_STEPS)
     from farthing.durability.parts import read_part
 
-    one, other = (read_part(sorted((each / "checkpoints").glob(f"step-{N_STEPS:08d}-*[0-9]"))[-1], "model")
-                  for each in (alone, run))  # fmt: skip
+    one, other = (
+        read_part(sorted((each / "checkpoints").glob(f"step-{N_STEPS:08d}-*[0-9]"))[-1], "model")
+        for each in (alone, run)
+    )
     least = 1e-3 * max(
         float(each.abs().max()) for each in one.values()
     )  # below are sums that should be 0: biases of keys
     scales = {name: max(float(each.abs().max()), least) for name, each in one.items()}
-    return all(float((one[name] - other[name]).abs().max()) < 1e-3 * scale for name, scale in scales.items())
+    return all(
+        float((one[name] - other[name]).abs().max()) < 1e-3 * scale
+        for name, scale in scales.items()
+    )
 
 
 def try_case(case: dict[str, Any], folder: Path, base: Path, alone: Path) -> dict[str, Any]:
     """Run the job with the mishap, and once more where it has left as asked; what came of it."""
-    where = {"gpus": case["n"], "patience_s": PATIENCE_S, **({"strategy": "fsdp"} if case["way"] == "sharded" else {})}
+    where = {
+        "gpus": case["n"],
+        "patience_s": PATIENCE_S,
+        **({"strategy": "fsdp"} if case["way"] == "sharded" else {}),
+    }
     make_job_of(folder, base, case["way"], case["family"], where)
     case = {**case, "starter": os.getpid()}
     began, children, said = [], [], []
@@ -226,18 +289,29 @@ def try_case(case: dict[str, Any], folder: Path, base: Path, alone: Path) -> dic
     ends = not is_lossless and case["what"] not in ("SIGSTOP 5 s", "slow", "full disk")
     end_s = next_at - fired_at if fired and ends else 0.0
     return {
-        **{key: case[key] for key in ("way", "family", "what", "part", "n", "victim")}, "happened": fired, "codes": codes,
-        "end_s": round(end_s, 2), "n_left": len(lives), "went_on_by_itself": code == 0, "same_bits": same, "said": said,
-        "ok": fired and not lives and codes[-1] == 0 and end_s <= PATIENCE_S + MARGIN_S
+        **{key: case[key] for key in ("way", "family", "what", "part", "n", "victim")},
+        "happened": fired,
+        "codes": codes,
+        "end_s": round(end_s, 2),
+        "n_left": len(lives),
+        "went_on_by_itself": code == 0,
+        "same_bits": same,
+        "said": said,
+        "ok": fired
+        and not lives
+        and codes[-1] == 0
+        and end_s <= PATIENCE_S + MARGIN_S
         and (same or (case["way"] == "replicated" and case["what"] not in SAME_BITS)),
-    }  # fmt: skip
+    }
 
 
 def _continue_later(folder: Path, children: list[Any]) -> None:
     """Wake the stopped process 5 s (within the patience) after it was stopped."""
 
     def look(*_: Any) -> None:
-        if (folder / "fired").exists() and time.monotonic() - float((folder / "fired").read_text() or 0) > 5.0:
+        if (folder / "fired").exists() and time.monotonic() - float(
+            (folder / "fired").read_text() or 0
+        ) > 5.0:
             for child in children:
                 if child.poll() is None:
                     child.send_signal(signal.SIGCONT)
@@ -247,17 +321,26 @@ def _continue_later(folder: Path, children: list[Any]) -> None:
 
 def main() -> int:
     """Every case that was asked for; 1 where one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--all", action="store_true", help="every pair of mishap and part")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    cases = [draw(seed) for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)]
+    cases = [
+        draw(seed) for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    ]
     if arguments.all:
         drawn = random.Random(arguments.first_seed)
-        cases = [case_of(what, part, drawn.choice((2, 3, 4)), way, drawn) for way in WAYS for what in MISHAPS for part in PARTS
-                 if can_happen(what, part, way)]  # fmt: skip
+        cases = [
+            case_of(what, part, drawn.choice((2, 3, 4)), way, drawn)
+            for way in WAYS
+            for what in MISHAPS
+            for part in PARTS
+            if can_happen(what, part, way)
+        ]
     found = []
     with tempfile.TemporaryDirectory(prefix="farthing-ranks-kill-") as top:
         folder, base = Path(top), Path(top) / "base"
@@ -265,17 +348,26 @@ def main() -> int:
             alone = folder / f"{case['way']}-{case['family']}"
             if not alone.exists():
                 make_job_of(alone, base, case["way"], case["family"])
-                assert Elastic(1, start_of(alone), print).wait() == 0, (alone / "out.txt").read_text()
+                assert Elastic(1, start_of(alone), print).wait() == 0, (
+                    alone / "out.txt"
+                ).read_text()
             found.append(try_case(case, folder / f"case-{number}", base, alone))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
             if not found[-1]["ok"]:
                 print((folder / f"case-{number}" / "out.txt").read_text()[-3000:], file=sys.stderr)
     n_failed = sum(not each["ok"] for each in found)
     longest = max((each["end_s"] for each in found), default=0.0)
-    result = {"n_cases": len(found), "n_failed": n_failed, "longest_end_s": longest,
-              "bound_s": PATIENCE_S + MARGIN_S, "cases": found}  # fmt: skip
+    result = {
+        "n_cases": len(found),
+        "n_failed": n_failed,
+        "longest_end_s": longest,
+        "bound_s": PATIENCE_S + MARGIN_S,
+        "cases": found,
+    }
     print(
-        json.dumps(result) if arguments.json else f"{len(found)} cases, {n_failed} failed, longest end {longest:.1f} s"
+        json.dumps(result)
+        if arguments.json
+        else f"{len(found)} cases, {n_failed} failed, longest end {longest:.1f} s"
     )
     return 1 if n_failed else 0
 

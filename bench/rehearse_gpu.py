@@ -1,19 +1,22 @@
-"""Whole runs of every family, task, method, precision and setting on a GPU that computes nothing: `make rehearse-gpu`.
+"""Whole runs of every family, task, method, precision and setting on a GPU that computes nothing:
+`make rehearse-gpu`.
 
     python bench/rehearse_gpu.py [--only WORD ...] [--verbose] [--every-family] [--jobs 2]
 
-Needs a CUDA build of torch and no GPU: `bench/hollow_gpu.py` stands in for what is below torch. Each case is a job with a small
-model that goes through `farthing.train.run.train`: it is asked to leave after its first step, and goes on from the checkpoint
-through four steps, evaluations and the export. So forward and backward passes, optimizers, scalers, adapters, generation,
-Triton's compiler and torch's allocator are those of a real run, and what fails in them for other reasons than what a kernel
-computes, fails here: devices, dtypes, arguments, kernels that this GPU does not have. Where documents are packed, a wait of the
-host within a step is a failure too. It finds nothing that a kernel computes: what the host reads is zero.
+Needs a CUDA build of torch and no GPU: `bench/hollow_gpu.py` stands in for what is below torch.
+Each case is a job with a small model that goes through `farthing.train.run.train`: it is asked to
+leave after its first step, and goes on from the checkpoint through four steps, evaluations and the
+export. So forward and backward passes, optimizers, scalers, adapters, generation, Triton's compiler
+and torch's allocator are those of a real run, and what fails in them for other reasons than what a
+kernel computes, fails here: devices, dtypes, arguments, kernels that this GPU does not have. Where
+documents are packed, a wait of the host within a step is a failure too. It finds nothing that a
+kernel computes: what the host reads is zero.
 
-The families are those that farthing knows by name; `--every-family` takes all that `bench/every_family.py` makes, in the better
-part of an hour.
+The families are those that farthing knows by name; `--every-family` takes all that
+`bench/every_family.py` makes, in the better part of an hour.
 
-Only what fails is printed, and the sums; with `--verbose` a line a case: ok, failed or refused (in farthing's own words). The
-exit code is 1 where a case failed, 2 where this torch has no CUDA.
+Only what fails is printed, and the sums; with `--verbose` a line a case: ok, failed or refused (in
+farthing's own words). The exit code is 1 where a case failed, 2 where this torch has no CUDA.
 """
 
 from __future__ import annotations
@@ -57,10 +60,31 @@ from farthing.tiny import write_jsonl
 from farthing.train.step import Steps
 from hollow_gpu import environment
 
-PRECISIONS: dict[str, dict[str, bool]] = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}}
-HARD = ("bert", "gemma2", "gpt2", "llama", "mistral", "mixtral", "qwen3", "roberta", "t5")  # tried with more besides
+PRECISIONS: dict[str, dict[str, bool]] = {
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "fp32": {"bf16": False},
+}
+HARD = (
+    "bert",
+    "gemma2",
+    "gpt2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen3",
+    "roberta",
+    "t5",
+)  # tried with more besides
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-RATES = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate", "dropout", "resid_pdrop")
+RATES = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "dropout_rate",
+    "dropout",
+    "resid_pdrop",
+)
 CRASH = "the model's own code can't compute this"
 CASE_CPU_S = 300  # a case that takes more goes round in circles
 
@@ -84,12 +108,15 @@ class Case:
     """dropout, flash-attn, or keys of the job with their values, as YAML."""
 
     def __str__(self) -> str:
-        return " ".join(getattr(self, field.name) for field in fields(self) if getattr(self, field.name))
+        return " ".join(
+            getattr(self, field.name) for field in fields(self) if getattr(self, field.name)
+        )
 
 
 def known_families() -> Iterator[tuple[str, str]]:
-    """(family, task) of all that farthing knows by name. Left out are classifiers of encoder-decoder models, which count on
-    the device how often their end token stands in a text: nothing is counted on this one."""
+    """(family, task) of all that farthing knows by name. Left out are classifiers of
+    encoder-decoder models, which count on the device how often their end token stands in a text:
+    nothing is counted on this one."""
     causal, pairs = {*FAMILIES, *DECODERS, *WHY_NOT_PACKED}, PACKED[task_of("seq2seq").head]
     by_task = {"causal-lm": causal, "classification": (causal | ENCODERS) - pairs, "seq2seq": pairs}
     for task, names in by_task.items():
@@ -97,9 +124,13 @@ def known_families() -> Iterator[tuple[str, str]]:
 
 
 def all_cases(every_family: bool = False) -> Iterator[Case]:
-    """Each family in full and with adapters, in half precision on a new and an old GPU and in fp32, packed and padded; a few
-    with more besides; the settings; Liger's kernels at real widths."""
-    pairs = [(name, task) for task in MAPPINGS for name in sorted(MAPPINGS[task])] if every_family else known_families()
+    """Each family in full and with adapters, in half precision on a new and an old GPU and in fp32,
+    packed and padded; a few with more besides; the settings; Liger's kernels at real widths."""
+    pairs = (
+        [(name, task) for task in MAPPINGS for name in sorted(MAPPINGS[task])]
+        if every_family
+        else known_families()
+    )
     for family, task in pairs:
         yield Case(family, task, "full", "bf16", "packed", "H100")
         yield Case(family, task, "lora", "bf16", "shared", "H100")
@@ -137,7 +168,9 @@ def model_folder(folder: Path, case: Case) -> Path:
     draft = Path(tempfile.mkdtemp(dir=folder))
     try:
         config = small_config(case.family, case.task)
-        config.forced_eos_token_id = None  # what may be forced is asked of the device, which says yes to all
+        config.forced_eos_token_id = (
+            None  # what may be forced is asked of the device, which says yes to all
+        )
         for name in RATES if case.besides == "dropout" else ():
             if isinstance(getattr(config, name, None), float):
                 setattr(config, name, 0.1)
@@ -155,7 +188,10 @@ def rows_for(case: Case) -> list[dict[str, str]]:
     rows = rows_of(case.task)
     if case.layout == "shared":
         first = next(iter(rows[0]))
-        rows = [{**row, first: "the red old bread and the soup of the old race " * 4 + row[first]} for row in rows]
+        rows = [
+            {**row, first: "the red old bread and the soup of the old race " * 4 + row[first]}
+            for row in rows
+        ]
     return rows
 
 
@@ -168,7 +204,12 @@ def job_of(case: Case, base: Path, folder: Path) -> Path:
     values: dict[str, Any] = {
         "task": case.task,
         "model": model | ({"attn_implementation": "eager"} if case.layout == "padded" else {}),
-        "data": {"train": "data.jsonl", "eval": "data.jsonl", "max_length": 200, "max_target_length": 20},
+        "data": {
+            "train": "data.jsonl",
+            "eval": "data.jsonl",
+            "max_length": 200,
+            "max_target_length": 20,
+        },
         "method": {"name": case.method, "lora_r": 4},
         "where": {"device": "cuda", "usd_per_hour": 1.0},
         "output_dir": "./run",
@@ -177,8 +218,12 @@ def job_of(case: Case, base: Path, folder: Path) -> Path:
     }
     if case.besides.startswith("{"):
         for section, keys in yaml.safe_load(case.besides).items():
-            values[section] = {**values.get(section, {}), **keys} if isinstance(keys, dict) else keys
-            values[section] = {key: value for key, value in values[section].items() if value is not None}
+            values[section] = (
+                {**values.get(section, {}), **keys} if isinstance(keys, dict) else keys
+            )
+            values[section] = {
+                key: value for key, value in values[section].items() if value is not None
+            }
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path
@@ -189,15 +234,22 @@ def flash_attn(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, **option
     known = {"dropout_p", "softmax_scale", "causal", "window_size", "softcap", "deterministic"}
     if unknown := set(options) - known:
         raise TypeError(f"flash-attn knows no {unknown}")
-    if query.dtype not in (torch.float16, torch.bfloat16) or {key.dtype, value.dtype} != {query.dtype}:
+    if query.dtype not in (torch.float16, torch.bfloat16) or {key.dtype, value.dtype} != {
+        query.dtype
+    }:
         raise TypeError("flash-attn takes fp16 and bf16, the same for all")
-    if query.shape[1] % key.shape[1] or bounds[0].dtype != torch.int32 or bounds[1].dtype != torch.int32:
+    if (
+        query.shape[1] % key.shape[1]
+        or bounds[0].dtype != torch.int32
+        or bounds[1].dtype != torch.int32
+    ):
         raise TypeError("flash-attn takes grouped heads and int32 bounds")
     return query * (key.mean() + value.mean())
 
 
 class Watch:
-    """Which kernels attend in a run, and where the host waits for the device in its steps, but for the first two.
+    """Which kernels attend in a run, and where the host waits for the device in its steps, but for
+    the first two.
 
     Models with experts are left alone: docs/gpu.md says when they are waited for.
     """
@@ -210,17 +262,25 @@ class Watch:
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """Within the block runs are watched."""
-        kernels = {name: self._counted(name, kernel) for name, kernel in attention_kernels.KERNELS.items()}
+        kernels = {
+            name: self._counted(name, kernel) for name, kernel in attention_kernels.KERNELS.items()
+        }
         honest, parameters_of = Steps.take, attention_kernels._parameters_of
         attention_kernels.here.cache_clear()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(Steps, "take", lambda steps, step: self._take(honest, steps, step)))
+            stack.enter_context(
+                mock.patch.object(
+                    Steps, "take", lambda steps, step: self._take(honest, steps, step)
+                )
+            )
             stack.enter_context(mock.patch.dict(attention_kernels.KERNELS, kernels))
             if self._has_flash:
                 answers = {
                     "_flash": lambda: flash_attn,
                     "_varlen": lambda: None,
-                    "_parameters_of": lambda one: FLASH_ATTN if one is flash_attn else parameters_of(one),
+                    "_parameters_of": lambda one: (
+                        FLASH_ATTN if one is flash_attn else parameters_of(one)
+                    ),
                 }
                 for name, answer in answers.items():
                     stack.enter_context(mock.patch.object(attention_kernels, name, answer))
@@ -235,7 +295,9 @@ class Watch:
         return call
 
     def _take(self, honest: Any, steps: Steps, step: int) -> Any:
-        has_experts = any(name.endswith("experts") for name, _ in steps.forward.model.named_modules())
+        has_experts = any(
+            name.endswith("experts") for name, _ in steps.forward.model.named_modules()
+        )
         if step < 2 or has_experts or not steps.forward.is_packed:
             return honest(steps, step)
         torch.cuda.set_sync_debug_mode("warn")
@@ -265,7 +327,10 @@ def rehearse(case: Case, folder: Path) -> str:
     try:
         job = load_job(job_of(case, model_folder(of_family, case), here))
         with watch():
-            states = [farthing.train.run.train(job, hear).state for hear in (leave_after_a_step, heard.append)]
+            states = [
+                farthing.train.run.train(job, hear).state
+                for hear in (leave_after_a_step, heard.append)
+            ]
     except FarthingError as error:
         words = " ".join(str(error).split())
         if CRASH in words:  # a model of transformers that has failed for whatever reason
@@ -274,8 +339,12 @@ def rehearse(case: Case, folder: Path) -> str:
     finally:
         shutil.rmtree(here, ignore_errors=True)
     if states != ["interrupted", "finished"]:
-        raise AssertionError(f"a run that was asked to leave after a step, and began again, was {states}")
-    is_shared = any("beginnings that examples share" in event.text for event in heard if isinstance(event, Note))
+        raise AssertionError(
+            f"a run that was asked to leave after a step, and began again, was {states}"
+        )
+    is_shared = any(
+        "beginnings that examples share" in event.text for event in heard if isinstance(event, Note)
+    )
     words = ["+".join(sorted(watch.kernels)) or "the model's attention", "shared"][: 1 + is_shared]
     if watch.waits:
         words += [f"the host waits for the device within a step: {dict(watch.waits)}"]
@@ -285,7 +354,9 @@ def rehearse(case: Case, folder: Path) -> str:
 
 
 def launch_ligers_kernels(dtype: torch.dtype) -> str:
-    """Norms, rotations and gated feed-forwards of a model of 8B, forward and backward: compiled for this GPU and launched."""
+    """Norms, rotations and gated feed-forwards of a model of 8B, forward and backward: compiled for
+    this GPU and launched.
+    """
     from liger_kernel.ops.geglu import LigerGELUMulFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.rope import LigerRopeFunction
@@ -297,7 +368,10 @@ def launch_ligers_kernels(dtype: torch.dtype) -> str:
     weight = torch.empty(4096, device="cuda", requires_grad=True)
     outs = [LigerRMSNormFunction.apply(some(300, 4096), weight, 1e-6, 0.0, "llama", False, None)]
     outs += [LigerRMSNormFunction.apply(some(300, 4096), weight, 1e-6, 1.0, "gemma", False, None)]
-    outs += [each.apply(some(300, 14336), some(300, 14336)) for each in (LigerSiLUMulFunction, LigerGELUMulFunction)]
+    outs += [
+        each.apply(some(300, 14336), some(300, 14336))
+        for each in (LigerSiLUMulFunction, LigerGELUMulFunction)
+    ]
     turns = torch.empty(1, 300, 128, device="cuda", dtype=dtype)
     outs += LigerRopeFunction.apply(some(1, 32, 300, 128), some(1, 8, 300, 128), turns, turns)
     torch.autograd.backward([out.float().sum() for out in outs])
@@ -310,11 +384,19 @@ def launch_ligers_kernels(dtype: torch.dtype) -> str:
 def ended(case: Case, folder: Path) -> tuple[str, str]:
     """(ok, failed or refused; what is said of it)."""
     try:
-        return "ok", launch_ligers_kernels(DTYPES[case.precision]) if case.family == "liger" else rehearse(case, folder)
+        return "ok", (
+            launch_ligers_kernels(DTYPES[case.precision])
+            if case.family == "liger"
+            else rehearse(case, folder)
+        )
     except Refused as reason:
         return "refused", str(reason).replace(str(folder), "...")
     except Exception as error:
-        at = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename][-1]
+        at = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "site-packages" not in frame.filename
+        ][-1]
         text = " ".join(str(error).split())[:300]
         return "failed", f"{type(error).__name__}: {text} ({Path(at.filename).name}:{at.lineno})"
 
@@ -366,9 +448,13 @@ def _refuse_to_go_on(*_: Any) -> None:
 
 
 def in_children(cases: list[Case], folder: Path, n_jobs: int) -> Iterator[tuple[Case, str, str]]:
-    """(case, end, what is said of it) of all, as they end, by so many processes at a time; a process knows one GPU."""
+    """(case, end, what is said of it) of all, as they end, by so many processes at a time; a
+    process knows one GPU.
+    """
     waiting: list[list[Case]] = []
-    for _, of_gpu in itertools.groupby(sorted(cases, key=lambda case: case.gpu), key=lambda case: case.gpu):
+    for _, of_gpu in itertools.groupby(
+        sorted(cases, key=lambda case: case.gpu), key=lambda case: case.gpu
+    ):
         found = list(of_gpu)
         waiting += [part for n in range(2 * n_jobs) if (part := found[n :: 2 * n_jobs])]
     with selectors.DefaultSelector() as running:
@@ -392,16 +478,23 @@ def say(text: str, indent: str = "  ") -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Try every case, or those whose line has all the words of `--only`; print what failed and the sums."""
+    """Try every case, or those whose line has all the words of `--only`; print what failed and the
+    sums.
+    """
     parser = argparse.ArgumentParser(description="whole runs on a GPU that computes nothing")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose line has all these words")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="cases whose line has all these words"
+    )
     parser.add_argument("--every-family", action="store_true", help="all families of transformers")
     parser.add_argument("--verbose", action="store_true", help="print a line a case")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time"
+    )
     options = parser.parse_args(arguments)
     if torch.version.cuda is None:
         print(
-            f"torch {torch.__version__} is not built for CUDA: `make rehearse-gpu` installs one that is",
+            f"torch {torch.__version__} is not built for CUDA: `make rehearse-gpu` installs one"
+            " that is",
             file=sys.stderr,
         )
         return 2
@@ -409,7 +502,9 @@ def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     cases = [
-        case for case in all_cases(options.every_family) if all(word in str(case).split() for word in options.only)
+        case
+        for case in all_cases(options.every_family)
+        if all(word in str(case).split() for word in options.only)
     ]
     say(f"{len(cases)} cases: whole runs on GPUs that compute nothing, torch {torch.__version__}")
     began_s, ends, reasons = time.monotonic(), Counter[str](), Counter[str]()

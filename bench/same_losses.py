@@ -1,23 +1,34 @@
-"""The first losses of an imported job beside those of the tool that it was imported from, on one CPU.
+"""The first losses of an imported job beside those of the tool that it was imported from, on one
+CPU.
 
-    python bench/same_losses.py [--tool trainer|trl|llama-factory|axolotl] [--python PATH] [--steps 20] [--json]
+    python bench/same_losses.py [--tool trainer|trl|llama-factory|axolotl] [--python PATH] [--steps
+    20] [--json]
 
-A script or a configuration of the tool is written, imported with `farthing import` and trained by farthing; then the tool
-trains on the same rows in the order that farthing took them in (each tool shuffles in its own way, so the order is given to
-it). The model is a small Llama with random weights in fp32, full and LoRA. Ends with 1 where a loss differs by more than 1e-4.
+A script or a configuration of the tool is written, imported with `farthing import` and trained by
+farthing; then the tool trains on the same rows in the order that farthing took them in (each tool
+shuffles in its own way, so the order is given to it). The model is a small Llama with random
+weights in fp32, full and LoRA. Ends with 1 where a loss differs by more than 1e-4.
 
-Trainer and TRL run in this process, and TRL has to be installed beside farthing. LLaMA-Factory and Axolotl pin other versions:
-they run as their command lines from an environment of their own, whose Python --python names. Unsloth has no CPU path, and the
-services (OpenAI, Together, Fireworks) show no losses of a model that one has. The environments that were used, with
-Python 3.11, and pip install --no-deps for Axolotl's first lines:
+Trainer and TRL run in this process, and TRL has to be installed beside farthing. LLaMA-Factory and
+Axolotl pin other versions: they run as their command lines from an environment of their own, whose
+Python --python names. Unsloth has no CPU path, and the services (OpenAI, Together, Fireworks) show
+no losses of a model that one has. The environments that were used, with Python 3.11, and pip
+install --no-deps for Axolotl's first lines:
 
-    LLaMA-Factory: `make peers-llama-factory`, which makes .venv/llama-factory. Not transformers 5.2.0: it divides gradients by
-                   gradient_accumulation_steps once more than it should, which shows once they are clipped.
-    Axolotl:       axolotl==0.18.0 torch==2.13.0+cpu transformers==5.14.1 datasets==4.8.4 accelerate==1.13.0 peft==0.19.1
-                   trl==1.8.0 kernels==0.15.2 kernels-data bitsandbytes==0.49.1 torchao==0.17.0 triton==3.6.0 wandb trackio
-                   axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 huggingface_hub==1.17.0 tokenizers==0.22.2
-      with addict fire colorama art numba tomlkit python-dotenv zstandard fastcore posthog schedulefree evaluate optimum==1.16.2
-      mistral-common==1.11.5 s3fs gcsfs; nothing is stubbed, none of the packages for GPUs computes anything.
+    LLaMA-Factory: `make peers-llama-factory`, which makes .venv/llama-factory. Not transformers
+    5.2.0: it divides gradients by
+                   gradient_accumulation_steps once more than it should, which shows once they are
+                   clipped.
+    Axolotl:       axolotl==0.18.0 torch==2.13.0+cpu transformers==5.14.1 datasets==4.8.4
+    accelerate==1.13.0 peft==0.19.1
+                   trl==1.8.0 kernels==0.15.2 kernels-data bitsandbytes==0.49.1 torchao==0.17.0
+                   triton==3.6.0 wandb trackio
+                   axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 huggingface_hub==1.17.0
+                   tokenizers==0.22.2
+      with addict fire colorama art numba tomlkit python-dotenv zstandard fastcore posthog
+      schedulefree evaluate optimum==1.16.2
+      mistral-common==1.11.5 s3fs gcsfs; nothing is stubbed, none of the packages for GPUs computes
+      anything.
 """
 
 from __future__ import annotations
@@ -39,10 +50,23 @@ from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 
 BOUND = 1e-4
 ARGUMENTS: dict[str, Any] = {
-    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "weight_decay": 0.01,
-    "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "max_grad_norm": 1.0, "seed": 42, "bf16": False, "logging_steps": 1,
-}  # fmt: skip
-LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-3,
+    "weight_decay": 0.01,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "max_grad_norm": 1.0,
+    "seed": 42,
+    "bf16": False,
+    "logging_steps": 1,
+}
+LORA: dict[str, Any] = {
+    "r": 8,
+    "lora_alpha": 16,
+    "target_modules": ["q_proj", "v_proj"],
+    "lora_dropout": 0.0,
+}
 Rows = list[dict[str, str]]
 
 
@@ -67,52 +91,81 @@ def script_of_trainer(run: Run) -> str:
     """A script with Trainer."""
     settings = said({**ARGUMENTS, "max_steps": run.steps})
     return (
-        "from datasets import load_dataset\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
-        'rows = load_dataset("json", data_files="rows.jsonl", split="train")\n'
-        "model = AutoModelForCausalLM.from_pretrained('model')\n"
-        f"trainer = Trainer(model=model, args=TrainingArguments('out', {settings}), train_dataset=rows)\n"
+        "from datasets import load_dataset\nfrom transformers import AutoModelForCausalLM,"
+        ' Trainer, TrainingArguments\nrows = load_dataset("json", data_files="rows.jsonl",'
+        " split=\"train\")\nmodel = AutoModelForCausalLM.from_pretrained('model')\ntrainer ="
+        f" Trainer(model=model, args=TrainingArguments('out', {settings}), train_dataset=rows)\n"
     )
 
 
 def script_of_trl(run: Run) -> str:
     """A script with SFTTrainer."""
     settings = said({**ARGUMENTS, "max_steps": run.steps})
-    peft = f"from peft import LoraConfig\npeft_config = LoraConfig({said(LORA)})\n" if run.with_lora else ""
+    peft = (
+        f"from peft import LoraConfig\npeft_config = LoraConfig({said(LORA)})\n"
+        if run.with_lora
+        else ""
+    )
     return (
-        f"from datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n{peft}"
-        'rows = load_dataset("json", data_files="rows.jsonl", split="train")\n'
-        f"trainer = SFTTrainer(model='model', args=SFTConfig('out', max_length=64, {settings}), train_dataset=rows"
-        f"{', peft_config=peft_config' if run.with_lora else ''})\n"
+        f"from datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n{peft}rows ="
+        ' load_dataset("json", data_files="rows.jsonl", split="train")\ntrainer ='
+        f" SFTTrainer(model='model', args=SFTConfig('out', max_length=64, {settings}),"
+        f" train_dataset=rows{', peft_config=peft_config' if run.with_lora else ''})\n"
     )
 
 
 def yaml_of_llama_factory(run: Run) -> str:
     """A file for `llamafactory-cli train`, and the `dataset_info.json` that it needs."""
     (run.folder / "dataset_info.json").write_text(json.dumps({"demo": {"file_name": "rows.jsonl"}}))
-    lora = {"lora_rank": LORA["r"], "lora_alpha": LORA["lora_alpha"], "lora_dropout": 0.0,
-            "lora_target": ",".join(LORA["target_modules"])}  # fmt: skip
+    lora = {
+        "lora_rank": LORA["r"],
+        "lora_alpha": LORA["lora_alpha"],
+        "lora_dropout": 0.0,
+        "lora_target": ",".join(LORA["target_modules"]),
+    }
     values = {
-        "stage": "sft", "do_train": True, "model_name_or_path": "model", "dataset": "demo", "dataset_dir": ".",
-        "template": "alpaca", "cutoff_len": 512, "output_dir": "out", "overwrite_output_dir": True,
-        "finetuning_type": "lora" if run.with_lora else "full", "max_steps": run.steps, **ARGUMENTS,
+        "stage": "sft",
+        "do_train": True,
+        "model_name_or_path": "model",
+        "dataset": "demo",
+        "dataset_dir": ".",
+        "template": "alpaca",
+        "cutoff_len": 512,
+        "output_dir": "out",
+        "overwrite_output_dir": True,
+        "finetuning_type": "lora" if run.with_lora else "full",
+        "max_steps": run.steps,
+        **ARGUMENTS,
         **(lora if run.with_lora else {}),
-    }  # fmt: skip
+    }
     return yaml.safe_dump(values)
 
 
 def yaml_of_axolotl(run: Run) -> str:
-    """A file for `axolotl train`. One micro-batch a step: Axolotl takes the mean of its micro-batches' means, whatever number
-    of targets each has, where farthing (as Trainer) weighs every target of a step alike."""
+    """A file for `axolotl train`. One micro-batch a step: Axolotl takes the mean of its
+    micro-batches' means, whatever number of targets each has, where farthing (as Trainer) weighs
+    every target of a step alike."""
     own = {"per_device_train_batch_size": "micro_batch_size", "lr_scheduler_type": "lr_scheduler"}
     arguments = {**ARGUMENTS, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     values = {
-        "base_model": "model", "datasets": [{"path": "rows.jsonl", "type": "alpaca", "ds_type": "json"}],
-        "sequence_len": 512, "sample_packing": False, "optimizer": "adamw_torch", "output_dir": "out", "num_epochs": 1,
-        "max_steps": run.steps, **{own.get(key, key): value for key, value in arguments.items()},
-    }  # fmt: skip
+        "base_model": "model",
+        "datasets": [{"path": "rows.jsonl", "type": "alpaca", "ds_type": "json"}],
+        "sequence_len": 512,
+        "sample_packing": False,
+        "optimizer": "adamw_torch",
+        "output_dir": "out",
+        "num_epochs": 1,
+        "max_steps": run.steps,
+        **{own.get(key, key): value for key, value in arguments.items()},
+    }
     if run.with_lora:
-        values |= {"adapter": "lora", "lora_r": LORA["r"], "lora_alpha": LORA["lora_alpha"], "lora_dropout": 0.0,
-                   "lora_target_modules": LORA["target_modules"]}  # fmt: skip
+        values |= {
+            "adapter": "lora",
+            "lora_r": LORA["r"],
+            "lora_alpha": LORA["lora_alpha"],
+            "lora_dropout": 0.0,
+            "lora_target_modules": LORA["target_modules"],
+        }
     return yaml.safe_dump(values)
 
 
@@ -125,12 +178,22 @@ def losses_of_command(run: Run, command: list[str]) -> list[float]:
         "WANDB_DISABLED": "true",
     }
     found = subprocess.run(
-        [run.python, *command], cwd=run.folder, env=os.environ | told, capture_output=True, text=True
+        [run.python, *command],
+        cwd=run.folder,
+        env=os.environ | told,
+        capture_output=True,
+        text=True,
     )
     if found.returncode:
-        raise SystemExit(f"{' '.join(command)} has failed:\n{found.stdout[-3000:]}\n{found.stderr[-3000:]}")
-    states = sorted((run.folder / "out").rglob("trainer_state.json"), key=lambda path: len(path.parts))
-    return [row["loss"] for row in json.loads(states[0].read_text())["log_history"] if "loss" in row]
+        raise SystemExit(
+            f"{' '.join(command)} has failed:\n{found.stdout[-3000:]}\n{found.stderr[-3000:]}"
+        )
+    states = sorted(
+        (run.folder / "out").rglob("trainer_state.json"), key=lambda path: len(path.parts)
+    )
+    return [
+        row["loss"] for row in json.loads(states[0].read_text())["log_history"] if "loss" in row
+    ]
 
 
 def losses_of_llama_factory(run: Run, ordered: Rows) -> list[float]:
@@ -144,7 +207,12 @@ def losses_of_axolotl(run: Run, ordered: Rows) -> list[float]:
     """`axolotl train` in the given order."""
     write_jsonl(run.folder / "rows.jsonl", ordered)
     values = yaml.safe_load((run.folder / "config.yaml").read_text())
-    values |= {"shuffle_merged_datasets": False, "curriculum_sampling": True, "use_cpu": True, "saves_per_epoch": 1}
+    values |= {
+        "shuffle_merged_datasets": False,
+        "curriculum_sampling": True,
+        "use_cpu": True,
+        "saves_per_epoch": 1,
+    }
     if run.with_lora:  # it draws other numbers before it draws the adapter
         adapted(run).save_pretrained(run.folder / "start")
         values["lora_model_dir"] = "start"
@@ -158,7 +226,9 @@ def adapted(run: Run) -> Any:
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        run.folder / "model", dtype=torch.float32
+    )
     torch.manual_seed(ARGUMENTS["seed"])
     return peft.get_peft_model(model, peft.LoraConfig(**LORA, task_type="CAUSAL_LM"))
 
@@ -170,16 +240,27 @@ def losses_here(run: Run, ordered: Rows, of_trl: bool) -> list[float]:
     import transformers
 
     datasets.disable_progress_bars()
-    settings = {**ARGUMENTS, "max_steps": run.steps, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
-                "train_sampling_strategy": "sequential", "use_cpu": True}  # fmt: skip
+    settings = {
+        **ARGUMENTS,
+        "max_steps": run.steps,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "train_sampling_strategy": "sequential",
+        "use_cpu": True,
+    }
     settings["warmup_steps"] = settings.pop("warmup_ratio")  # transformers 5 takes a share there
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.folder / "model")
-    whole = transformers.AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        run.folder / "model", dtype=torch.float32
+    )
     model = adapted(run) if run.with_lora else whole
     if of_trl:
         from trl import SFTConfig, SFTTrainer
 
-        arguments = SFTConfig(str(run.folder / "out"), max_length=64, shuffle_dataset=False, **settings)
+        arguments = SFTConfig(
+            str(run.folder / "out"), max_length=64, shuffle_dataset=False, **settings
+        )
         rows = datasets.Dataset.from_list(ordered)
         trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
     else:
@@ -193,16 +274,23 @@ def losses_here(run: Run, ordered: Rows, of_trl: bool) -> list[float]:
             longest = max(len(each["input_ids"]) for each in batch)
 
             def filled(key: str, value: int) -> Any:
-                return torch.tensor([each[key] + [value] * (longest - len(each[key])) for each in batch])
+                return torch.tensor(
+                    [each[key] + [value] * (longest - len(each[key])) for each in batch]
+                )
 
-            mask = [[1] * len(each["input_ids"]) + [0] * (longest - len(each["input_ids"])) for each in batch]
+            mask = [
+                [1] * len(each["input_ids"]) + [0] * (longest - len(each["input_ids"]))
+                for each in batch
+            ]
             return {
                 "input_ids": filled("input_ids", 0),
                 "labels": filled("labels", -100),
                 "attention_mask": torch.tensor(mask),
             }
 
-        arguments = transformers.TrainingArguments(str(run.folder / "out"), remove_unused_columns=False, **settings)
+        arguments = transformers.TrainingArguments(
+            str(run.folder / "out"), remove_unused_columns=False, **settings
+        )
         data: Any = [encoded(row) for row in ordered]
         trainer = transformers.Trainer(model, arguments, train_dataset=data, data_collator=padded)
     trainer.train()
@@ -210,7 +298,9 @@ def losses_here(run: Run, ordered: Rows, of_trl: bool) -> list[float]:
 
 
 class Tool(NamedTuple):
-    """A tool whose losses can be had: the ending of its file, its methods, columns of a row, its file and its losses."""
+    """A tool whose losses can be had: the ending of its file, its methods, columns of a row, its
+    file and its losses.
+    """
 
     ending: str
     kinds: tuple[str, ...]
@@ -226,19 +316,39 @@ def alpaca(row: dict[str, str]) -> dict[str, str]:
 
 BOTH = ("full", "lora")
 TOOLS = {
-    "trainer": Tool(".py", ("full",), lambda row: {"text": row["prompt"] + row["completion"]}, script_of_trainer,
-                    lambda run, rows: losses_here(run, rows, of_trl=False)),
-    "trl": Tool(".py", BOTH, dict, script_of_trl, lambda run, rows: losses_here(run, rows, of_trl=True)),
+    "trainer": Tool(
+        ".py",
+        ("full",),
+        lambda row: {"text": row["prompt"] + row["completion"]},
+        script_of_trainer,
+        lambda run, rows: losses_here(run, rows, of_trl=False),
+    ),
+    "trl": Tool(
+        ".py", BOTH, dict, script_of_trl, lambda run, rows: losses_here(run, rows, of_trl=True)
+    ),
     "llama-factory": Tool(".yaml", BOTH, alpaca, yaml_of_llama_factory, losses_of_llama_factory),
     "axolotl": Tool(".yaml", BOTH, alpaca, yaml_of_axolotl, losses_of_axolotl),
-}  # fmt: skip
+}
 
 
 def of_farthing(run: Run, config: Path) -> tuple[list[float], list[list[int]]]:
     """(losses, rows of each step) of the imported job."""
     job, output = run.folder / "job.yaml", run.folder / "run"
     assert farthing(["import", str(config), "-o", str(job)]) == 0
-    assert farthing(["train", str(job), "--set", f"output_dir={output}", "--set", "where.device=cpu", "--json"]) == 0
+    assert (
+        farthing(
+            [
+                "train",
+                str(job),
+                "--set",
+                f"output_dir={output}",
+                "--set",
+                "where.device=cpu",
+                "--json",
+            ]
+        )
+        == 0
+    )
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     steps = [row for row in log if "examples" in row]
     return [row["loss"] for row in steps], [row["examples"] for row in steps]
@@ -250,7 +360,12 @@ def compare(name: str, run: Run) -> dict[str, Any]:
     import transformers
 
     tool, demo = TOOLS[name], demo_rows(200)
-    make_model_folder(run.folder / "model", [row["prompt"] + row["completion"] for row in demo], hidden=64, layers=2)
+    make_model_folder(
+        run.folder / "model",
+        [row["prompt"] + row["completion"] for row in demo],
+        hidden=64,
+        layers=2,
+    )
     torch.manual_seed(1)
     config = transformers.AutoConfig.from_pretrained(run.folder / "model")
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(run.folder / "model")
@@ -268,9 +383,16 @@ def compare(name: str, run: Run) -> dict[str, Any]:
 
 def main() -> int:
     """Prints the losses of both; 1 where one differs by more than the bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tool", choices=tuple(TOOLS), default="trainer")
-    parser.add_argument("--python", default=sys.executable, metavar="PATH", help="of the environment that has the tool")
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="PATH",
+        help="of the environment that has the tool",
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -278,12 +400,17 @@ def main() -> int:
     python, found = str(Path(arguments.python).absolute()), {}
     for kind in TOOLS[arguments.tool].kinds:
         with tempfile.TemporaryDirectory() as folder:
-            found[kind] = compare(arguments.tool, Run(Path(folder), arguments.steps, kind == "lora", python))
+            found[kind] = compare(
+                arguments.tool, Run(Path(folder), arguments.steps, kind == "lora", python)
+            )
     if arguments.json:
         print(json.dumps(found))
     else:
         for kind, each in found.items():
-            print(f"{kind}: {len(each['farthing'])} losses, largest difference {each['largest_difference']:.2e}")
+            print(
+                f"{kind}: {len(each['farthing'])} losses, largest difference"
+                f" {each['largest_difference']:.2e}"
+            )
     return 0 if all(each["same"] for each in found.values()) else 1
 
 

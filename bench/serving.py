@@ -2,9 +2,10 @@
 
     python bench/serving.py [--rows FILE.csv] [--json] [--list]
 
-FILE has the columns source, date, model, gpu, n_gpus, precision, batch (empty: as many as fit), input, output and
-tokens_per_s (output tokens of all streams and GPUs). Errors are |predicted / published - 1|. A row whose one stream reads
-the weights faster than the memory can is refused: no engine does that.
+FILE has the columns source, date, model, gpu, n_gpus, precision, batch (empty: as many as fit),
+input, output and tokens_per_s (output tokens of all streams and GPUs). Errors are |predicted /
+published - 1|. A row whose one stream reads the weights faster than the memory can is refused: no
+engine does that.
 """
 
 from __future__ import annotations
@@ -33,14 +34,19 @@ def judge(rows: list[dict[str, str]]) -> dict[str, Any]:
         if config is None:
             refused.append({"line": number, "why": f"no sizes of {row['model']}"})
             continue
-        server = Server(read_shape(config), find_gpu(row["gpu"]), int(row["n_gpus"]), row["precision"])
+        server = Server(
+            read_shape(config), find_gpu(row["gpu"]), int(row["n_gpus"]), row["precision"]
+        )
         traffic = Traffic(1.0, float(row["input"]), float(row["output"]))
         n_streams = int(row["batch"]) if row["batch"] else server.streams(traffic)
         published = float(row["tokens_per_s"])
         bound = server.n_gpus * server.gpu.bandwidth_bytes_per_s / server.weights_bytes
         if n_streams == 1 and published > bound:
             refused.append(
-                {"line": number, "why": f"one stream reads the weights {published / bound:.1f} times too fast"}
+                {
+                    "line": number,
+                    "why": f"one stream reads the weights {published / bound:.1f} times too fast",
+                }
             )
             continue
         if n_streams < 1:
@@ -48,13 +54,23 @@ def judge(rows: list[dict[str, str]]) -> dict[str, Any]:
             continue
         predicted = server.tokens_per_s(traffic, n_streams)
         judged.append(
-            row | {"line": number, "n_streams": n_streams, "predicted": predicted, "error": predicted / published - 1}
+            row
+            | {
+                "line": number,
+                "n_streams": n_streams,
+                "predicted": predicted,
+                "error": predicted / published - 1,
+            }
         )
     groups: dict[str, list[float]] = defaultdict(list)
     for one in judged:
         for group in ("all", f"{one['source'].split(' (')[0]}, {one['gpu']}"):
             groups[group].append(one["error"])
-    return {"table": [_summary(*item) for item in groups.items()], "rows": judged, "refused": refused}
+    return {
+        "table": [_summary(*item) for item in groups.items()],
+        "rows": judged,
+        "refused": refused,
+    }
 
 
 def _summary(name: str, errors: list[float]) -> dict[str, Any]:
@@ -71,7 +87,9 @@ def _summary(name: str, errors: list[float]) -> dict[str, Any]:
 
 def main() -> None:
     """Read, judge, print."""
-    parser = argparse.ArgumentParser(description="serving: the planner against published tokens a second")
+    parser = argparse.ArgumentParser(
+        description="serving: the planner against published tokens a second"
+    )
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--list", action="store_true", help="print every row")
     parser.add_argument("--json", action="store_true")
@@ -82,13 +100,19 @@ def main() -> None:
         print(json.dumps(result, indent=1))
         return
     for one in result["table"]:
-        figures = f"{one['median_percent']:7.1f} % {one['p90_percent']:7.1f} % {one['bias_percent']:+7.1f} %"
+        figures = (
+            f"{one['median_percent']:7.1f} % {one['p90_percent']:7.1f} %"
+            f" {one['bias_percent']:+7.1f} %"
+        )
         print(f"{one['rows']:52} {one['n']:4d} {figures}")
     if asked.list:
         for row in result["rows"]:
             what = f"{row['model'][-18:]:18} {row['n_gpus']}x {row['gpu']:10} {row['precision']:5}"
             speeds = f"{row['n_streams']:5d} {row['predicted']:8.0f} / {row['tokens_per_s']:>6}"
-            print(f"{row['line']:4d} {what} {row['input']:>6}/{row['output']:<5} {speeds} {100 * row['error']:+6.1f} %")
+            print(
+                f"{row['line']:4d} {what} {row['input']:>6}/{row['output']:<5} {speeds}"
+                f" {100 * row['error']:+6.1f} %"
+            )
     for row in result["refused"]:
         print(f"refused: line {row['line']}: {row['why']}")
 

@@ -1,7 +1,9 @@
-"""A Slurm cluster on one machine: a controller, nodes with GPUs that are plain files, and everything that happens to jobs.
+"""A Slurm cluster on one machine: a controller, nodes with GPUs that are plain files, and
+everything that happens to jobs.
 
-Needs root and Debian's packages: apt-get install slurmctld slurmd slurm-client munge. All state is in one folder, no service
-of the system is touched. As a target of `farthing launch` it is a real one: sbatch, squeue and scancel talk to it.
+Needs root and Debian's packages: apt-get install slurmctld slurmd slurm-client munge. All state is
+in one folder, no service of the system is touched. As a target of `farthing launch` it is a real
+one: sbatch, squeue and scancel talk to it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sc
 
 def why_not() -> str:
     """Why there can be no cluster here; empty where there can."""
-    lacks = [name for name in PROGRAMS if not shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin")]
+    lacks = [
+        name for name in PROGRAMS if not shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin")
+    ]
     if lacks:
         return f"{', '.join(lacks)} not found: apt-get install slurmctld slurmd slurm-client munge"
     return "" if os.geteuid() == 0 else "slurmctld wants to be root here"
@@ -40,10 +44,12 @@ def _port() -> int:
 
 
 class Cluster:
-    """A controller and pairs of nodes, up within the block: n1 and n2 in the partitions low1 and high1, n3 and n4 in low2 and
-    high2. `environment` is what its jobs have beside their own."""
+    """A controller and pairs of nodes, up within the block: n1 and n2 in the partitions low1 and
+    high1, n3 and n4 in low2 and high2. `environment` is what its jobs have beside their own."""
 
-    def __init__(self, folder: Path, environment: dict[str, str] | None = None, n_pairs: int = 1) -> None:
+    def __init__(
+        self, folder: Path, environment: dict[str, str] | None = None, n_pairs: int = 1
+    ) -> None:
         self.folder, self.environment, self.n_pairs = folder, environment or {}, n_pairs
         self.nodes = [f"n{n}" for n in range(1, 2 * n_pairs + 1)]
         self.config = folder / "slurm.conf"
@@ -62,14 +68,18 @@ class Cluster:
         for node in self.nodes:
             (folder / f"gpu-{node}").write_text("")
         host = socket.gethostname().split(".")[0]
-        (folder / "gres.conf").write_text("".join(f"NodeName={n} Name=gpu File={folder}/gpu-{n}\n" for n in self.nodes))
+        (folder / "gres.conf").write_text(
+            "".join(f"NodeName={n} Name=gpu File={folder}/gpu-{n}\n" for n in self.nodes)
+        )
         nodes = "".join(
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={_port()} CPUs=1 RealMemory=1000 Gres=gpu:1 "
-            "State=UNKNOWN\n" for node in self.nodes
-        )  # fmt: skip
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={_port()} CPUs=1"
+            " RealMemory=1000 Gres=gpu:1 State=UNKNOWN\n"
+            for node in self.nodes
+        )
         partitions = "".join(
-            f"PartitionName=low{n} Nodes=n{2 * n - 1},n{2 * n} PriorityTier=1 GraceTime=5 State=UP MaxTime=INFINITE\n"
-            f"PartitionName=high{n} Nodes=n{2 * n - 1},n{2 * n} PriorityTier=10 PreemptMode=OFF State=UP MaxTime=INFINITE\n"
+            f"PartitionName=low{n} Nodes=n{2 * n - 1},n{2 * n} PriorityTier=1 GraceTime=5 State=UP"
+            f" MaxTime=INFINITE\nPartitionName=high{n} Nodes=n{2 * n - 1},n{2 * n} PriorityTier=10"
+            " PreemptMode=OFF State=UP MaxTime=INFINITE\n"
             for n in range(1, self.n_pairs + 1)
         )
         self.config.write_text(f"""\
@@ -106,7 +116,10 @@ MinJobAge=300
 ReturnToService=2
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 {nodes}{partitions}""")
-        self.variables = {"SLURM_CONF": str(self.config), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+        self.variables = {
+            "SLURM_CONF": str(self.config),
+            "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
+        }
         try:
             self._start()
         except BaseException:
@@ -117,9 +130,15 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
     def _start(self) -> None:
         munge = self.folder / "munge"
         self._munged = self._spawn(
-            "munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={munge}/sock", f"--pid-file={munge}/pid",
-            f"--log-file={munge}/log", f"--seed-file={munge}/seed",
-        )  # fmt: skip
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={munge}/key",
+            f"--socket={munge}/sock",
+            f"--pid-file={munge}/pid",
+            f"--log-file={munge}/log",
+            f"--seed-file={munge}/seed",
+        )
         self._wait(lambda: (munge / "sock").exists(), "munged")
         self._controller = self._spawn("slurmctld", "-D", "-c")
         for name in self.nodes:
@@ -132,7 +151,9 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
         path = shutil.which(words[0], path=self.variables["PATH"]) or words[0]
         environment = {**os.environ, **self.variables, **self.environment}
         with open(self.folder / "daemons.log", "ab") as log:
-            return subprocess.Popen([path, *words[1:]], stdout=log, stderr=log, env=environment, start_new_session=True)
+            return subprocess.Popen(
+                [path, *words[1:]], stdout=log, stderr=log, env=environment, start_new_session=True
+            )
 
     def _wait(self, is_so: Any, what: str) -> None:
         until = time.monotonic() + 60
@@ -156,7 +177,9 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
                 command = (path / "cmdline").read_bytes().decode(errors="replace")
                 variables = (path / "environ").read_bytes().decode(errors="replace")
                 is_step = "slurmstepd" in command and f"SLURM_CONF={mine}" in variables
-                is_task = f"SLURMD_NODENAME={name}\0" in variables and f"SLURM_CONF={mine}" in variables
+                is_task = (
+                    f"SLURMD_NODENAME={name}\0" in variables and f"SLURM_CONF={mine}" in variables
+                )
                 if is_step or is_task:
                     os.kill(int(path.name), signal.SIGKILL)
         process = self._nodes.pop(name)
@@ -166,7 +189,12 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
     def ask(self, *words: str) -> str:
         """What a command of Slurm prints."""
         done = subprocess.run(
-            words, capture_output=True, text=True, check=False, timeout=30, env={**os.environ, **self.variables}
+            words,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+            env={**os.environ, **self.variables},
         )
         return done.stdout
 
@@ -179,7 +207,10 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
         return "", ""
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             self.ask("scancel", "--state=RUNNING", "--signal=KILL", "--full", "--user=root")
@@ -192,7 +223,9 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
 
 
 class Hurry(threading.Thread):
-    """Takes away the two minutes that a job which was queued again has to wait, and the pause of its node."""
+    """Takes away the two minutes that a job which was queued again has to wait, and the pause of
+    its node.
+    """
 
     def __init__(self, cluster: Cluster, prefix: str) -> None:
         super().__init__(daemon=True)
@@ -201,7 +234,9 @@ class Hurry(threading.Thread):
     def run(self) -> None:
         """Until told to stop."""
         while not self.done.wait(1.0):
-            for line in self.cluster.ask("squeue", "--noheader", "--states=PENDING", "--format=%i|%j").splitlines():
+            for line in self.cluster.ask(
+                "squeue", "--noheader", "--states=PENDING", "--format=%i|%j"
+            ).splitlines():
                 number, name = line.split("|")
                 if name.startswith(self.prefix):
                     self.cluster.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
@@ -213,9 +248,16 @@ def run_slurm(
     """Chains over one cluster, a pair of nodes for each lane."""
     from launch_chains import environment, side_by_side
 
-    variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"}  # fmt: skip
-    with Cluster(folder / "cluster", n_pairs=n_lanes) as cluster, environment(**{**cluster.variables, **variables}):
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin",
+    }
+    with (
+        Cluster(folder / "cluster", n_pairs=n_lanes) as cluster,
+        environment(**{**cluster.variables, **variables}),
+    ):
 
         def chain(seed: int, lane: int) -> dict[str, Any]:
             return slurm_chain(seed, folder / f"slurm{seed}", cluster, lane + 1, reference)
@@ -223,7 +265,9 @@ def run_slurm(
         return side_by_side(chain, seeds, folder, n_lanes, until)
 
 
-def slurm_chain(seed: int, folder: Path, cluster: Cluster, pair: int, reference: dict[str, Any]) -> dict[str, Any]:
+def slurm_chain(
+    seed: int, folder: Path, cluster: Cluster, pair: int, reference: dict[str, Any]
+) -> dict[str, Any]:
     """One chain on a pair of nodes: the run is preempted, or its node is lost, once or twice."""
     from farthing.config.load import load_job
     from farthing.durability.accounts import read_ledger
@@ -234,13 +278,23 @@ def slurm_chain(seed: int, folder: Path, cluster: Cluster, pair: int, reference:
     dice = random.Random(seed)
     job = write_job(folder, None)
     said: list[str] = []
-    session = Session(prepare(load_job(job), Wishes(on=f"slurm:low{pair}"), datetime.now(UTC)), said.append)
+    session = Session(
+        prepare(load_job(job), Wishes(on=f"slurm:low{pair}"), datetime.now(UTC)), said.append
+    )
     moments = sorted(dice.sample(range(1, N_STEPS // SAVE_STEPS), dice.choice((1, 1, 2))))
     lost: list[str] = []
     stop = threading.Event()
 
     def step() -> int:
-        return max([0, *(account.committed for account in read_ledger(session.folder / "ledger.jsonl").ordered)])
+        return max(
+            [
+                0,
+                *(
+                    account.committed
+                    for account in read_ledger(session.folder / "ledger.jsonl").ordered
+                ),
+            ]
+        )
 
     def disturb() -> None:
         for moment in moments:
@@ -276,5 +330,11 @@ def slurm_chain(seed: int, folder: Path, cluster: Cluster, pair: int, reference:
         hurry.done.set()
         thread.join()
     wrong = judged(session, code, reference)
-    return {"seed": seed, "kind": "slurm", "lost": lost, "n_machines": len(session.ledger.machines), "wrong": wrong,
-            "said": said if wrong else []}  # fmt: skip
+    return {
+        "seed": seed,
+        "kind": "slurm",
+        "lost": lost,
+        "n_machines": len(session.ledger.machines),
+        "wrong": wrong,
+        "said": said if wrong else [],
+    }

@@ -1,4 +1,6 @@
-"""Small models of the three tasks, made on the spot: what `farthing.tiny` makes for the demo, and T5 and BERT beside it."""
+"""Small models of the three tasks, made on the spot: what `farthing.tiny` makes for the demo, and
+T5 and BERT beside it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ FRAMES = {"t5": "$A </s>", "bert": "<s> $A </s>"}
 """What their tokenizers put around a text."""
 
 
-def make_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int = 1000, family: str = "llama") -> Any:
+def make_tokenizer(
+    folder: Path, texts: Iterable[str], vocab_size: int = 1000, family: str = "llama"
+) -> Any:
     """Train a byte-level BPE tokenizer on `texts` and save it."""
     from tokenizers import processors
 
@@ -35,13 +39,20 @@ def make_model_folder(
     layers: int = 2,
     dropout: float = 0.0,
 ) -> Path:
-    """A folder with a tokenizer and the `config.json` of a small Llama, T5 or BERT, for `model.init: random`."""
+    """A folder with a tokenizer and the `config.json` of a small Llama, T5 or BERT, for
+    `model.init: random`.
+    """
     if family == "llama":
         return tiny.make_model_folder(folder, texts, hidden=hidden, layers=layers, dropout=dropout)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(folder, texts, family=family)
     heads = max(1, hidden // 32)
-    config: dict[str, Any] = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     if family == "t5":
         config |= {
             "model_type": "t5",

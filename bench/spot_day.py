@@ -1,16 +1,21 @@
-"""A day of measured spot capacity in minutes: the real trainer is begun, asked to leave and killed as machines came and went.
+"""A day of measured spot capacity in minutes: the real trainer is begun, asked to leave and killed
+as machines came and went.
 
-    python bench/spot_day.py --traces DIR [--trace NAME] [--hours 24] [--seconds 600] [--notice 0.67] [--grace 2] [--json]
+    python bench/spot_day.py --traces DIR [--trace NAME] [--hours 24] [--seconds 600] [--notice
+    0.67] [--grace 2] [--json]
 
-Of one zone's trace the day with most interruptions is taken and its clock made faster, so that it passes in `--seconds`;
-hours without capacity are skipped. When there is capacity a process trains a small model in a folder that did not exist,
-on a cache that is empty: all it has is the store. When capacity ends, a share of the machines (`--notice`) is told so
-`--grace` seconds before (of real time: processes are no faster than ever), the others are killed without a word, and what
-was on the disk is gone. Checkpoints come at the interval that `farthing.planner.spot` finds best for the faster zone.
+Of one zone's trace the day with most interruptions is taken and its clock made faster, so that it
+passes in `--seconds`; hours without capacity are skipped. When there is capacity a process trains a
+small model in a folder that did not exist, on a cache that is empty: all it has is the store. When
+capacity ends, a share of the machines (`--notice`) is told so
+`--grace` seconds before (of real time: processes are no faster than ever), the others are killed
+without a word, and what was on the disk is gone. Checkpoints come at the interval that
+`farthing.planner.spot` finds best for the faster zone.
 
-At the end the run is held against one that was left alone: log, weights, optimizer and exported model to the bit. Goodput
-is the share of billed time that was neither spent on saving, nor on starting again, nor on work that was lost. Dollars
-are of the day: a real second costs as much as the virtual ones it stands for. Exits with 1 if anything differs.
+At the end the run is held against one that was left alone: log, weights, optimizer and exported
+model to the bit. Goodput is the share of billed time that was neither spent on saving, nor on
+starting again, nor on work that was lost. Dollars are of the day: a real second costs as much as
+the virtual ones it stands for. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -102,15 +107,24 @@ def spells_in(trace: Trace, times_faster: float) -> list[Spell]:
     """When there is capacity, in real seconds."""
     up = np.r_[False, np.asarray(trace.available) >= 1, False].astype(int)
     edges = np.flatnonzero(np.diff(up)) * trace.gap_s / times_faster
-    return [Spell(float(begin), float(end)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+    return [
+        Spell(float(begin), float(end)) for begin, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
 
 
-def job_in(folder: Path, name: str, n_steps: int, usd_per_hour: float, minutes: float, store: Path | None) -> Path:
+def job_in(
+    folder: Path, name: str, n_steps: int, usd_per_hour: float, minutes: float, store: Path | None
+) -> Path:
     """The job of one machine: its folder and cache are its own."""
     job = {
         "task": "causal-lm",
         "model": {"model_name_or_path": str(folder / "model"), "init": "random"},
-        "data": {"train": str(folder / "data.jsonl"), "eval_fraction": 0.1, "max_length": 128, "max_eval_samples": 8},
+        "data": {
+            "train": str(folder / "data.jsonl"),
+            "eval_fraction": 0.1,
+            "max_length": 128,
+            "max_eval_samples": 8,
+        },
         "method": {"name": "full"},
         "train": {
             "max_steps": n_steps,
@@ -131,7 +145,9 @@ def job_in(folder: Path, name: str, n_steps: int, usd_per_hour: float, minutes: 
 
 
 class Machine:
-    """`farthing train` in a child forked from this process, which has the libraries already and no threads."""
+    """`farthing train` in a child forked from this process, which has the libraries already and no
+    threads.
+    """
 
     def __init__(self, job: Path) -> None:
         self.job = job
@@ -171,7 +187,9 @@ class Machine:
     def last_words(self) -> str:
         """How it ended."""
         out = self.job.with_suffix(".out")
-        said = out.read_text("utf-8", errors="replace")[-500:] if out.exists() else "nothing was said"
+        said = (
+            out.read_text("utf-8", errors="replace")[-500:] if out.exists() else "nothing was said"
+        )
         return f"{self.job.stem} exited with {self.code}: {said}"
 
 
@@ -219,8 +237,17 @@ def seconds_of(receipt: dict[str, Any], names: Sequence[str]) -> float:
     return float(sum(span["seconds"] for span in receipt["spans"] if span["name"] in names))
 
 
-def live(day: Day, spells: Sequence[Spell], folder: Path, jobs: Sequence[Path], notice: float, grace_s: float) -> Path:
-    """Begin a machine with each spell and take it away at its end; the folder of the run that finished, or the last one."""
+def live(
+    day: Day,
+    spells: Sequence[Spell],
+    folder: Path,
+    jobs: Sequence[Path],
+    notice: float,
+    grace_s: float,
+) -> Path:
+    """Begin a machine with each spell and take it away at its end; the folder of the run that
+    finished, or the last one.
+    """
     chance = random.Random(day.zone)
     for spell, job in zip(spells, jobs, strict=True):
         day.n_machines += 1
@@ -251,7 +278,9 @@ def live(day: Day, spells: Sequence[Spell], folder: Path, jobs: Sequence[Path], 
     return folder / jobs[-1].stem / "run"
 
 
-def live_through(trace: Trace, folder: Path, seconds: float, usd_per_hour: float, notice: float, grace_s: float) -> Day:
+def live_through(
+    trace: Trace, folder: Path, seconds: float, usd_per_hour: float, notice: float, grace_s: float
+) -> Day:
     """The whole of it, in `folder`."""
     import_everything()
     in_a_child(lambda: make_inputs(folder))
@@ -260,7 +289,9 @@ def live_through(trace: Trace, folder: Path, seconds: float, usd_per_hour: float
     price = usd_per_hour * faster
     spells = spells_in(trace, faster)
     up_s = sum(end - begin for begin, end in spells)
-    mirror.PACE = mirror.Pace(renew_s=max(0.5, 20 / faster), lease_s=max(1.5, 60 / faster), pause_s=0.05, again_s=0.5)
+    mirror.PACE = mirror.Pace(
+        renew_s=max(0.5, 20 / faster), lease_s=max(1.5, 60 / faster), pause_s=0.05, again_s=0.5
+    )
 
     trial = job_in(folder, "trial", TRIAL_STEPS, price, 60, None)
     finish(trial)
@@ -276,20 +307,32 @@ def live_through(trace: Trace, folder: Path, seconds: float, usd_per_hour: float
     alone = job_in(folder, "alone", n_steps, price, interval_s / 60, None)
     finish(alone)
     jobs = [
-        job_in(folder, f"machine-{i}", n_steps, price, interval_s / 60, folder / "store") for i in range(len(spells))
+        job_in(folder, f"machine-{i}", n_steps, price, interval_s / 60, folder / "store")
+        for i in range(len(spells))
     ]
     run = live(day, spells, folder, jobs, notice, grace_s)
     if day.finished_at_hour is None:
         day.differences.append("it was not finished when the day ended")
         return day
-    day.differences += survive.differences(survive.result_of(folder / "alone" / "run"), survive.result_of(run))
+    day.differences += survive.differences(
+        survive.result_of(folder / "alone" / "run"), survive.result_of(run)
+    )
 
     receipt, of_alone, hour_s = receipt_of(run), receipt_of(folder / "alone" / "run"), 3600 / faster
     day.on_ledger_hours, day.alone_hours = receipt["wall_s"] / hour_s, of_alone["wall_s"] / hour_s
-    day.redone_hours, day.restart_hours = receipt["redone_s"] / hour_s, receipt["restart_s"] / hour_s
+    day.redone_hours, day.restart_hours = (
+        receipt["redone_s"] / hour_s,
+        receipt["restart_s"] / hour_s,
+    )
     day.checkpoint_hours = seconds_of(receipt, ["checkpoint"]) / hour_s
     day.hours_of = {span["name"]: round(span["seconds"] / hour_s, 3) for span in receipt["spans"]}
-    lost = day.redone_hours + day.restart_hours + day.checkpoint_hours + day.billed_hours - day.on_ledger_hours
+    lost = (
+        day.redone_hours
+        + day.restart_hours
+        + day.checkpoint_hours
+        + day.billed_hours
+        - day.on_ledger_hours
+    )
     day.goodput = 1 - lost / day.billed_hours
     day.usd, day.alone_usd = day.billed_hours * usd_per_hour, of_alone["usd"]
     work_s = of_alone["wall_s"] - restart_s
@@ -306,43 +349,72 @@ def live_through(trace: Trace, folder: Path, seconds: float, usd_per_hour: float
 def make_inputs(folder: Path) -> None:
     """Model and data, which every machine finds where it is."""
     rows = demo_rows(200, seed=7)
-    make_model_folder(folder / "model", (r["prompt"] + r["completion"] for r in rows), hidden=32, layers=2, dropout=0.1)
+    make_model_folder(
+        folder / "model",
+        (r["prompt"] + r["completion"] for r in rows),
+        hidden=32,
+        layers=2,
+        dropout=0.1,
+    )
     write_jsonl(folder / "data.jsonl", rows)
 
 
 def say(day: Day) -> None:
     """In words."""
     fast, minutes = day.times_faster, day.interval_s * day.times_faster / 60
-    print(f"{day.zone}: {day.hours:.0f} h at {fast:.0f} times their speed, {day.up_hours:.1f} h of them with capacity")
-    print(f"  {day.n_steps:,} steps, a checkpoint every {day.interval_s:.1f} s ({minutes:.0f} min of that day)")
+    print(
+        f"{day.zone}: {day.hours:.0f} h at {fast:.0f} times their speed, {day.up_hours:.1f} h of"
+        " them with capacity"
+    )
+    print(
+        f"  {day.n_steps:,} steps, a checkpoint every {day.interval_s:.1f} s ({minutes:.0f} min of"
+        " that day)"
+    )
     told = f"{day.n_noticed} were told ({day.n_left_in_time} left in time)"
     print(f"  {day.n_machines} machines: {told}, {day.n_killed} were killed")
     if day.finished_at_hour is not None:
         print(
-            f"  finished at hour {day.finished_at_hour:.1f}; alone it takes {day.alone_hours:.2f} h, ${day.alone_usd:.2f}"
+            f"  finished at hour {day.finished_at_hour:.1f}; alone it takes {day.alone_hours:.2f}"
+            f" h, ${day.alone_usd:.2f}"
         )
         known = day.on_ledger_hours / day.billed_hours
-        print(f"  billed {day.billed_hours:.2f} h, ${day.usd:.2f}; {known:.1%} of it is on the ledger")
         print(
-            f"  lost: work {day.redone_hours:.2f} h, starts {day.restart_hours:.2f} h, saving {day.checkpoint_hours:.2f} h;"
-            f" goodput {day.goodput:.0%}; replayed by arithmetic {day.replayed_billed_hours:.2f} h are billed"
+            f"  billed {day.billed_hours:.2f} h, ${day.usd:.2f}; {known:.1%} of it is on the ledger"
+        )
+        print(
+            f"  lost: work {day.redone_hours:.2f} h, starts {day.restart_hours:.2f} h, saving"
+            f" {day.checkpoint_hours:.2f} h; goodput {day.goodput:.0%}; replayed by arithmetic"
+            f" {day.replayed_billed_hours:.2f} h are billed"
         )
     for text in day.odd_ends:
         print(f"  odd: {text}")
-    print("  bit-identical to the run that was left alone" if not day.differences else f"  DIFFERS: {day.differences}")
+    print(
+        "  bit-identical to the run that was left alone"
+        if not day.differences
+        else f"  DIFFERS: {day.differences}"
+    )
 
 
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--traces", type=Path, required=True, help="a folder of traces, see farthing/traces.py")
+    parser.add_argument(
+        "--traces", type=Path, required=True, help="a folder of traces, see farthing/traces.py"
+    )
     parser.add_argument("--trace", default="us-east-2a_v100_1", help="how the name of one ends")
     parser.add_argument("--hours", type=float, default=24)
     parser.add_argument(
-        "--seconds", type=float, default=600, help="that these hours take, but for those without capacity"
+        "--seconds",
+        type=float,
+        default=600,
+        help="that these hours take, but for those without capacity",
     )
-    parser.add_argument("--notice", type=float, default=0.67, help="share of machines that are told before they go")
-    parser.add_argument("--grace", type=float, default=2.0, help="real seconds that are left to them then")
+    parser.add_argument(
+        "--notice", type=float, default=0.67, help="share of machines that are told before they go"
+    )
+    parser.add_argument(
+        "--grace", type=float, default=2.0, help="real seconds that are left to them then"
+    )
     parser.add_argument("--usd-per-hour", type=float, default=1.0)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
@@ -351,7 +423,9 @@ def main() -> int:
         raise SystemExit(f"no trace in {asked.traces} ends with {asked.trace}")
     with tempfile.TemporaryDirectory(prefix="farthing-spot-day-") as folder:
         trace = worst_window(found[0], asked.hours)
-        day = live_through(trace, Path(folder), asked.seconds, asked.usd_per_hour, asked.notice, asked.grace)
+        day = live_through(
+            trace, Path(folder), asked.seconds, asked.usd_per_hour, asked.notice, asked.grace
+        )
     if asked.json:
         print(json.dumps(asdict(day), indent=1))
     else:

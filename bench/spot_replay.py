@@ -1,13 +1,15 @@
-"""Replay training jobs on measured spot capacity, and hold what was predicted against what happened.
+"""Replay training jobs on measured spot capacity, and hold what was predicted against what
+happened.
 
     python bench/spot_replay.py --traces DIR [--nodes 1] [--half-life-days 2] [--share 0.4] [--json]
 
-DIR is any tree of files {"metadata": {"gap_seconds": g}, "data": [instances available, ...]}. The model of a zone comes
-from the first half of its trace and is judged on the second half ("hold-out"; two more ways, named when they are
-printed, tell drift from error of the model). There, jobs of several lengths are wanted at evenly
-spaced moments, wait for capacity, save at the planned interval, lose what was not saved, and restart; a job that reaches
-the end of the trace goes on at the start of the half, so that no start is left out. Errors are of the mean over all
-starts. "Pooled" sums the hours of all zones before they are compared.
+DIR is any tree of files {"metadata": {"gap_seconds": g}, "data": [instances available, ...]}. The
+model of a zone comes from the first half of its trace and is judged on the second half ("hold-out";
+two more ways, named when they are printed, tell drift from error of the model). There, jobs of
+several lengths are wanted at evenly spaced moments, wait for capacity, save at the planned
+interval, lose what was not saved, and restart; a job that reaches the end of the trace goes on at
+the start of the half, so that no start is left out. Errors are of the mean over all starts.
+"Pooled" sums the hours of all zones before they are compared.
 """
 
 from __future__ import annotations
@@ -41,9 +43,15 @@ N_STARTS = 400
 N_LOOKS, N_MOMENTS = 12, 8  # moments between two looks, at which it is seen whether the zone is up
 WAYS = {
     "hold-out": "the model is made once, from the first half",
-    "rolling": "the model is made anew at 12 moments from all that came before; predictions are averaged; chances are those of "
-    "96 moments at which it is known whether the zone is up, and since when",
-    "same half": "the model has seen what it is judged on: the error that is left is the model's own, not drift",
+    "rolling": (
+        "the model is made anew at 12 moments from all that came before; predictions are averaged;"
+        " chances are those of 96 moments at which it is known whether the zone is up, and since"
+        " when"
+    ),
+    "same half": (
+        "the model has seen what it is judged on: the error that is left is the model's own, not"
+        " drift"
+    ),
 }
 
 
@@ -56,8 +64,12 @@ class Replayed:
     n_interruptions: Floats
 
 
-def replay(trace: Trace, work_s: float, saves: SaveSchedule, starts_s: Sequence[int], nodes: int = 1) -> Replayed:
-    """Jobs wanted at `starts_s`, event by event and all starts at once; the trace begins again when it ends."""
+def replay(
+    trace: Trace, work_s: float, saves: SaveSchedule, starts_s: Sequence[int], nodes: int = 1
+) -> Replayed:
+    """Jobs wanted at `starts_s`, event by event and all starts at once; the trace begins again when
+    it ends.
+    """
     is_up = np.asarray(trace.available) >= nodes
     if not is_up.any():
         raise ValueError(f"{trace.name}: never up")
@@ -68,7 +80,9 @@ def replay(trace: Trace, work_s: float, saves: SaveSchedule, starts_s: Sequence[
         ends[:] = math.inf
     elif is_up[0] and is_up[-1]:  # the last spell goes on in the first
         begins, ends = begins[1:], np.r_[ends[1:-1], length + ends[0]]
-    began = np.asarray(starts_s, float) + length  # the first round is for spells that reach into this one
+    began = (
+        np.asarray(starts_s, float) + length
+    )  # the first round is for spells that reach into this one
     index, shift = np.searchsorted(ends, began - length, "right"), np.full(len(began), length)
     if ends[-1] > length and ends[-1] < math.inf:
         early = began - length < ends[-1] - length
@@ -79,7 +93,9 @@ def replay(trace: Trace, work_s: float, saves: SaveSchedule, starts_s: Sequence[
     who = np.arange(len(began))
     while who.size:
         now[who] = np.maximum(now[who], begins[index[who]] + shift[who])
-        done, used, kept = saves.spend(ends[index[who]] + shift[who] - now[who], left[who], restart[who])
+        done, used, kept = saves.spend(
+            ends[index[who]] + shift[who] - now[who], left[who], restart[who]
+        )
         now[who] += used
         billed[who] += used
         left[who] -= kept
@@ -97,13 +113,17 @@ def replay(trace: Trace, work_s: float, saves: SaveSchedule, starts_s: Sequence[
 def models(
     traces: Sequence[Trace], way: str, nodes: int, half_life_s: float, share: float
 ) -> list[list[Interruptions]]:
-    """The models of each zone that the predictions of its second half are made from: one, or one for each new look."""
+    """The models of each zone that the predictions of its second half are made from: one, or one
+    for each new look.
+    """
     looks = []
     for look in range(N_LOOKS if way == "rolling" else 1):
         zones = []
         for trace in traces:
             middle, n = len(trace.available) // 2, len(trace.available)
-            begin, end = (middle, n) if way == "same half" else (0, middle + (n - middle) * look // N_LOOKS)
+            begin, end = (
+                (middle, n) if way == "same half" else (0, middle + (n - middle) * look // N_LOOKS)
+            )
             seen = spells_of(trace.available[begin:end], trace.gap_s, nodes)
             zones.append(fit(*seen, half_life_s=math.inf if way == "same half" else half_life_s))
         looks.append(zones if way == "same half" else drawn_together(zones, share))
@@ -113,7 +133,9 @@ def models(
 def judge(trace: Trace, zones: Sequence[Interruptions], nodes: int) -> dict[str, Any]:
     """Predicted and replayed hours of each job in the second half of one zone."""
     future = trace.halves()[1]
-    saves = SaveSchedule(max(60, round(best_interval_s(SAVE_S, RESTART_S, zones[0]))), SAVE_S, RESTART_S)
+    saves = SaveSchedule(
+        max(60, round(best_interval_s(SAVE_S, RESTART_S, zones[0]))), SAVE_S, RESTART_S
+    )
     length_s = len(future.available) * trace.gap_s
     starts = [round(i * length_s / N_STARTS) for i in range(N_STARTS)]
     jobs = []
@@ -130,21 +152,35 @@ def judge(trace: Trace, zones: Sequence[Interruptions], nodes: int) -> dict[str,
             {
                 "job_hours": hours,
                 "predicted_wall_h": float(np.mean([each.wall_s for each in middles])) / 3600,
-                "range_wall_h": [float(np.mean([each[side].wall_s for each in edges])) / 3600 for side in (0, 2)],
+                "range_wall_h": [
+                    float(np.mean([each[side].wall_s for each in edges])) / 3600 for side in (0, 2)
+                ],
                 "replayed_wall_h": float(happened.wall_s.mean()) / 3600,
                 "predicted_billed_h": float(np.mean([each.billed_s for each in middles])) / 3600,
                 "replayed_billed_h": float(happened.billed_s.mean()) / 3600,
-                "predicted_interruptions": float(np.mean([each.n_interruptions for each in middles])),
+                "predicted_interruptions": float(
+                    np.mean([each.n_interruptions for each in middles])
+                ),
                 "replayed_interruptions": float(happened.n_interruptions.mean()),
                 "chance_in_twice_the_time": list(chances),
             }
         )
     errors = {f"{what}_error_percent": error_percent(jobs, what) for what in ("billed_h", "wall_h")}
-    return {"zone": trace.name, "interval_s": saves.interval_s, "spread": zones[0].spread, **errors, "jobs": jobs}
+    return {
+        "zone": trace.name,
+        "interval_s": saves.interval_s,
+        "spread": zones[0].spread,
+        **errors,
+        "jobs": jobs,
+    }
 
 
-def chances_of(trace: Trace, work_s: float, saves: SaveSchedule, zones: Sequence[Interruptions]) -> tuple[float, float]:
-    """(predicted, replayed) share of jobs done in twice their work, wanted at moments when the zone's state is known."""
+def chances_of(
+    trace: Trace, work_s: float, saves: SaveSchedule, zones: Sequence[Interruptions]
+) -> tuple[float, float]:
+    """(predicted, replayed) share of jobs done in twice their work, wanted at moments when the
+    zone's state is known.
+    """
     middle, n = len(trace.available) // 2, len(trace.available)
     n_all = len(zones) * N_MOMENTS
     places = [middle + (n - middle) * i // n_all for i in range(n_all)]
@@ -165,14 +201,24 @@ def chances_of(trace: Trace, work_s: float, saves: SaveSchedule, zones: Sequence
 
 def error_percent(jobs: Sequence[dict[str, Any]], what: str) -> float:
     """Mean absolute error in percent of what happened."""
-    return 100 * float(np.mean([abs(job[f"predicted_{what}"] / job[f"replayed_{what}"] - 1) for job in jobs]))
+    return 100 * float(
+        np.mean([abs(job[f"predicted_{what}"] / job[f"replayed_{what}"] - 1) for job in jobs])
+    )
 
 
 def judge_all(
-    traces: Sequence[Trace], way: str, nodes: int = 1, half_life_s: float = HALF_LIFE_S, share: float = SHARE
+    traces: Sequence[Trace],
+    way: str,
+    nodes: int = 1,
+    half_life_s: float = HALF_LIFE_S,
+    share: float = SHARE,
 ) -> dict[str, Any]:
-    """Every zone that is up in both halves, the mean error over zones and jobs, and that of the sums over the zones."""
-    usable = [trace for trace in traces if all(max(half.available) >= nodes for half in trace.halves())]
+    """Every zone that is up in both halves, the mean error over zones and jobs, and that of the
+    sums over the zones.
+    """
+    usable = [
+        trace for trace in traces if all(max(half.available) >= nodes for half in trace.halves())
+    ]
     made = models(usable, way, nodes, half_life_s, share)
     zones = [judge(trace, each, nodes) for trace, each in zip(usable, made, strict=True)]
     jobs = [job for zone in zones for job in zone["jobs"]]
@@ -184,13 +230,19 @@ def judge_all(
         }
         for i in range(len(JOB_HOURS))
     ]
-    inside = [job["range_wall_h"][0] <= job["replayed_wall_h"] <= job["range_wall_h"][1] for job in jobs]
+    inside = [
+        job["range_wall_h"][0] <= job["replayed_wall_h"] <= job["range_wall_h"][1] for job in jobs
+    ]
     return {
         "way": way,
         "mean_error_percent": {what: error_percent(jobs, what) for what in ("billed_h", "wall_h")},
-        "pooled_error_percent": {what: error_percent(sums, what) for what in ("billed_h", "wall_h")},
-        "chance_error_points": 100
-        * float(np.mean([abs(a - b) for a, b in (j["chance_in_twice_the_time"] for j in jobs)])),
+        "pooled_error_percent": {
+            what: error_percent(sums, what) for what in ("billed_h", "wall_h")
+        },
+        "chance_error_points": (
+            100
+            * float(np.mean([abs(a - b) for a, b in (j["chance_in_twice_the_time"] for j in jobs)]))
+        ),
         "wall_in_range_percent": 100 * float(np.mean(inside)),
         "zones": zones,
     }
@@ -198,33 +250,52 @@ def judge_all(
 
 def main() -> None:
     """Read, judge, print."""
-    parser = argparse.ArgumentParser(description="predicted against replayed hours and cost of jobs on spot capacity")
+    parser = argparse.ArgumentParser(
+        description="predicted against replayed hours and cost of jobs on spot capacity"
+    )
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--half-life-days", type=float, default=HALF_LIFE_S / 86400)
-    parser.add_argument("--share", type=float, default=SHARE, help="of the way to the mean of all zones")
+    parser.add_argument(
+        "--share", type=float, default=SHARE, help="of the way to the mean of all zones"
+    )
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     traces = read_traces(asked.traces)
-    results = [judge_all(traces, way, asked.nodes, asked.half_life_days * 86400, asked.share) for way in WAYS]
+    results = [
+        judge_all(traces, way, asked.nodes, asked.half_life_days * 86400, asked.share)
+        for way in WAYS
+    ]
     if asked.json:
         print(json.dumps(results, indent=1))
         return
     for result in results:
         mean, pooled = result["mean_error_percent"], result["pooled_error_percent"]
         print(f"\n{result['way']}: {WAYS[result['way']]}")
-        print(f"  {'zone':44} {'cost error':>11} {'wall error':>11}   12 h job, wall predicted (80 % range) / replayed")
+        print(
+            f"  {'zone':44} {'cost error':>11} {'wall error':>11}   12 h job, wall predicted (80 %"
+            " range) / replayed"
+        )
         for zone in result["zones"]:
             job = next(job for job in zone["jobs"] if job["job_hours"] == 12)
             good, bad = job["range_wall_h"]
             print(
-                f"  {zone['zone']:44} {zone['billed_h_error_percent']:9.1f} % {zone['wall_h_error_percent']:9.1f} %"
-                f"   {job['predicted_wall_h']:.1f} h ({good:.1f} to {bad:.1f}) / {job['replayed_wall_h']:.1f} h"
+                f"  {zone['zone']:44} {zone['billed_h_error_percent']:9.1f} %"
+                f" {zone['wall_h_error_percent']:9.1f} %   {job['predicted_wall_h']:.1f} h"
+                f" ({good:.1f} to {bad:.1f}) / {job['replayed_wall_h']:.1f} h"
             )
-        print(f"  {'mean over zones and jobs':44} {mean['billed_h']:9.1f} % {mean['wall_h']:9.1f} %")
+        print(
+            f"  {'mean over zones and jobs':44} {mean['billed_h']:9.1f} % {mean['wall_h']:9.1f} %"
+        )
         print(f"  {'zones pooled':44} {pooled['billed_h']:9.1f} % {pooled['wall_h']:9.1f} %")
-        print(f"  chance to end within twice the work: off by {result['chance_error_points']:.0f} points on average")
-        print(f"  replayed mean inside the predicted range: {result['wall_in_range_percent']:.0f} % of zones and jobs")
+        print(
+            f"  chance to end within twice the work: off by {result['chance_error_points']:.0f}"
+            " points on average"
+        )
+        print(
+            f"  replayed mean inside the predicted range: {result['wall_in_range_percent']:.0f} %"
+            " of zones and jobs"
+        )
 
 
 if __name__ == "__main__":

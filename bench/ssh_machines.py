@@ -1,6 +1,8 @@
-"""Machines to lose: each a network namespace and a process namespace with an sshd, an empty folder and a cable of its own.
+"""Machines to lose: each a network namespace and a process namespace with an sshd, an empty folder
+and a cable of its own.
 
-Needs root, sshd (`apt-get install openssh-server`), ip and unshare. All traffic stays between namespaces made here.
+Needs root, sshd (`apt-get install openssh-server`), ip and unshare. All traffic stays between
+namespaces made here.
 """
 
 from __future__ import annotations
@@ -28,10 +30,15 @@ def why_not() -> str:
     """Why there can be no such machines here; empty where there can."""
     lacks = [name for name in ("sshd", "ssh", "ip", "unshare", "pgrep") if not _which(name)]
     if lacks:
-        return f"{', '.join(lacks)} not found: apt-get install openssh-server openssh-client iproute2 util-linux procps"
+        return (
+            f"{', '.join(lacks)} not found: apt-get install openssh-server openssh-client iproute2"
+            " util-linux procps"
+        )
     if os.geteuid() != 0:
         return "only root can make network namespaces"
-    tried = subprocess.run(["unshare", "--pid", "--net", "--fork", "true"], capture_output=True, check=False)
+    tried = subprocess.run(
+        ["unshare", "--pid", "--net", "--fork", "true"], capture_output=True, check=False
+    )
     return "" if tried.returncode == 0 else "namespaces can't be made here"
 
 
@@ -58,7 +65,19 @@ class Machine:
         """An empty machine with this name and address."""
         self.home.mkdir(parents=True, exist_ok=True)
         _run("ip", "netns", "add", self.space)
-        _run("ip", "link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.space)
+        _run(
+            "ip",
+            "link",
+            "add",
+            self.cable,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            self.space,
+        )
         _run("ip", "addr", "add", f"{self.gateway}/30", "dev", self.cable)
         _run("ip", "link", "set", self.cable, "up")
         inside = ("ip", "-n", self.space)
@@ -66,17 +85,36 @@ class Machine:
         for name in ("lo", "eth0"):
             _run(*inside, "link", "set", name, "up")
         _run(*inside, "route", "add", "default", "via", self.gateway)
-        # with SHLVL bash reads no ~/.bashrc, which all machines share: a machine that is lost in it could leave a lock behind
-        settings = {**self.fleet.environment, "FARTHING_HOME": str(self.home / "farthing"), "SHLVL": "2"}
+        # with SHLVL bash reads no ~/.bashrc, which all machines share: a machine that is lost in it
+        # could leave a lock behind
+        settings = {
+            **self.fleet.environment,
+            "FARTHING_HOME": str(self.home / "farthing"),
+            "SHLVL": "2",
+        }
         config = self.fleet.folder / f"sshd_{self.name}"
         config.write_text(
-            f"ListenAddress {self.address}:22\nHostKey {self.fleet.folder}/host_key\nPidFile none\nUsePAM no\n"
-            f"StrictModes no\nAuthorizedKeysFile {self.fleet.folder}/key.pub\nPasswordAuthentication no\nMaxStartups 100\n"
-            "SetEnv " + " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items()) + "\n"
+            f"ListenAddress {self.address}:22\nHostKey {self.fleet.folder}/host_key\nPidFile"
+            " none\nUsePAM no\nStrictModes no\nAuthorizedKeysFile"
+            f" {self.fleet.folder}/key.pub\nPasswordAuthentication no\nMaxStartups 100\nSetEnv "
+            + " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
+            + "\n"
         )
-        words = ["ip", "netns", "exec", self.space, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            self.space,
+            "unshare",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
         self._process = subprocess.Popen(
-            [*words, str(_which("sshd")), "-D", "-f", str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*words, str(_which("sshd")), "-D", "-f", str(config)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         self._wait_until_it_answers()
 
@@ -84,7 +122,9 @@ class Machine:
         until = time.monotonic() + 20
         while time.monotonic() < until:
             done = subprocess.run(
-                [*self.fleet.ssh, "-o", "ConnectTimeout=2", self.name, "true"], capture_output=True, check=False
+                [*self.fleet.ssh, "-o", "ConnectTimeout=2", self.name, "true"],
+                capture_output=True,
+                check=False,
             )
             if done.returncode == 0:
                 return
@@ -116,18 +156,26 @@ class Fleet:
     def __init__(self, folder: Path, n: int, environment: dict[str, str] | None = None) -> None:
         self.folder, self.n = folder, n
         site = folder / "site"
-        path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
+        path = os.pathsep.join(
+            [str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"]
+        )
         modules = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
         self.environment = {
-            "PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+            "PATH": path,
+            "PYTHONPATH": modules,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
             **(environment or {}),
-        }  # fmt: skip
+        }
         self.config = folder / "ssh_config"
         self.ssh = ["ssh", "-F", str(self.config)]
         self.machines: list[Machine] = []
 
     def addresses(self, number: int) -> tuple[str, str]:
-        """Ours and its own in the network of a machine, of which a fleet has 60: not those of another process' fleet."""
+        """Ours and its own in the network of a machine, of which a fleet has 60: not those of
+        another process' fleet.
+        """
         net = f"{NET}.{os.getpid() % 250}"
         return f"{net}.{number * 4 + 1}", f"{net}.{number * 4 + 2}"
 
@@ -152,7 +200,10 @@ class Fleet:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for machine in self.machines:
             with contextlib.suppress(OSError):

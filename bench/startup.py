@@ -1,11 +1,13 @@
-"""What a start costs: seconds and CPU-seconds from the beginning of the process to the first step, over `import torch`.
+"""What a start costs: seconds and CPU-seconds from the beginning of the process to the first step,
+over `import torch`.
 
     python bench/startup.py --json
     python bench/startup.py --job job.yaml --repeats 5
 
-A small job is made on the spot, its token set cached; then it is begun in a fresh folder, asked to leave after a checkpoint,
-and begun again, several times. The least of each is taken: other programs on the machine only ever add. The end of the first
-step is when its line is in log.jsonl. Linux only, as it reads /proc.
+A small job is made on the spot, its token set cached; then it is begun in a fresh folder, asked to
+leave after a checkpoint, and begun again, several times. The least of each is taken: other programs
+on the machine only ever add. The end of the first step is when its line is in log.jsonl. Linux
+only, as it reads /proc.
 """
 
 from __future__ import annotations
@@ -49,14 +51,28 @@ def n_steps(run: Path) -> int:
 
 
 def to_first_step(job: Path, words: list[str], run: Path) -> tuple[float, float]:
-    """(seconds, CPU-seconds) until one more step is in the log; the process is then asked to leave, and saves."""
+    """(seconds, CPU-seconds) until one more step is in the log; the process is then asked to leave,
+    and saves.
+    """
     n_before, began = n_steps(run), time.monotonic()
-    command = [sys.executable, "-m", "farthing", "train", str(job), *words, "--set", f"output_dir={run}", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "farthing",
+        "train",
+        str(job),
+        *words,
+        "--set",
+        f"output_dir={run}",
+        "--json",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while n_steps(run) <= n_before:
             if process.poll() is not None or time.monotonic() - began > PATIENCE_S:
-                raise SystemExit(f"no step was taken: {' '.join(command)} ended with {process.poll()}")
+                raise SystemExit(
+                    f"no step was taken: {' '.join(command)} ended with {process.poll()}"
+                )
             time.sleep(0.005)
         measured = time.monotonic() - began, cpu_s(process.pid)
         process.send_signal(signal.SIGTERM)
@@ -70,17 +86,25 @@ def to_first_step(job: Path, words: list[str], run: Path) -> tuple[float, float]
 
 def measure(job: Path, words: list[str], folder: Path, repeats: int) -> dict[str, object]:
     """The least of `repeats` of each kind of start, and their ratios to importing torch."""
-    to_first_step(job, words, folder / "warm")  # the token set, the plan's measurements, the files in memory
+    to_first_step(
+        job, words, folder / "warm"
+    )  # the token set, the plan's measurements, the files in memory
     import_torch()
     found: dict[str, list[tuple[float, float]]] = {"import_torch": [], "cold": [], "resume": []}
     for number in range(repeats):
         found["import_torch"].append(import_torch())
         for kind in ("cold", "resume"):
             found[kind].append(to_first_step(job, words, folder / f"run-{number}"))
-    least = {kind: [round(min(times), 3) for times in zip(*each, strict=True)] for kind, each in found.items()}
+    least = {
+        kind: [round(min(times), 3) for times in zip(*each, strict=True)]
+        for kind, each in found.items()
+    }
     report: dict[str, object] = {kind: {"s": s, "cpu_s": cpu} for kind, (s, cpu) in least.items()}
     for kind in ("cold", "resume"):
-        over = [round(mine / torch_s, 2) for mine, torch_s in zip(least[kind], least["import_torch"], strict=True)]
+        over = [
+            round(mine / torch_s, 2)
+            for mine, torch_s in zip(least[kind], least["import_torch"], strict=True)
+        ]
         report[f"{kind}_over_import_torch"] = {"s": over[0], "cpu_s": over[1]}
     return {**report, "repeats": repeats}
 
@@ -89,18 +113,24 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", type=Path, help="a job file of your own; else a small one is made")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as `farthing train --set`")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as `farthing train --set`"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    compileall.compile_dir(Path(farthing.__file__).parent, quiet=1)  # as pip does where it installs farthing
+    compileall.compile_dir(
+        Path(farthing.__file__).parent, quiet=1
+    )  # as pip does where it installs farthing
     with tempfile.TemporaryDirectory() as name:
         folder, job = Path(name), arguments.job
         words = [word for each in arguments.set for word in ("--set", each)]
         if job is None:
             job = folder / "demo" / "job.yaml"
             subprocess.run(
-                [sys.executable, "-m", "farthing", "init", "--demo", str(job.parent)], check=True, capture_output=True
+                [sys.executable, "-m", "farthing", "init", "--demo", str(job.parent)],
+                check=True,
+                capture_output=True,
             )
             words = ["--set", "train.max_steps=100000", "--set", "train.probe=false", *words]
         report = measure(job, words, folder, arguments.repeats)

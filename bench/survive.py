@@ -1,26 +1,32 @@
-"""Kill a training run at random moments, again and again, and hold the result against one that was left alone.
+"""Kill a training run at random moments, again and again, and hold the result against one that was
+left alone.
 
-    python bench/survive.py --seeds 50 --first-seed 0 [--data FILE.jsonl] [--anywhere] [--new-machine [EVERY]]
-                            [--next-day] [--spawn] [--full-determinism] [--json] [--peer hf [--peers-python PATH]]
+    python bench/survive.py --seeds 50 --first-seed 0 [--data FILE.jsonl] [--anywhere]
+    [--new-machine [EVERY]]
+                            [--next-day] [--spawn] [--full-determinism] [--json] [--peer hf
+                            [--peers-python PATH]]
 
-For each seed a small model is trained twice: once uninterrupted, once through a chain of 3 to 5 SIGKILLs, then to the end
-by the same command. Most kills are aimed at a part of the run (a training step, a save, an evaluation, tokenization, with
-a store an upload), the others strike at any time; with `--anywhere` all do. Where each struck is told by the run itself.
-Dropout is on. Equal means to the bit: every logged (step, example ids, loss, gradient norm, metrics), the final weights,
-the optimizer's state and every file of the exported model, the bill on its card apart. A last run of the same command
-must train nothing. Exits with 1 if anything differs.
+For each seed a small model is trained twice: once uninterrupted, once through a chain of 3 to 5
+SIGKILLs, then to the end by the same command. Most kills are aimed at a part of the run (a training
+step, a save, an evaluation, tokenization, with a store an upload), the others strike at any time;
+with `--anywhere` all do. Where each struck is told by the run itself. Dropout is on. Equal means to
+the bit: every logged (step, example ids, loss, gradient norm, metrics), the final weights, the
+optimizer's state and every file of the exported model, the bill on its card apart. A last run of
+the same command must train nothing. Exits with 1 if anything differs.
 
-The attempts are forked from a parent that has the libraries imported, so that a kill costs a second and not ten;
-`--spawn` starts a fresh Python each time instead. With `--new-machine` (in every EVERYth run) each kill takes the machine:
-the next attempt starts on an empty disk, from a store (a folder beside it) alone, with another path of everything else (job,
-model, data, cache, run folder, home), as another user and under another hostname.
+The attempts are forked from a parent that has the libraries imported, so that a kill costs a second
+and not ten;
+`--spawn` starts a fresh Python each time instead. With `--new-machine` (in every EVERYth run) each
+kill takes the machine: the next attempt starts on an empty disk, from a store (a folder beside it)
+alone, with another path of everything else (job, model, data, cache, run folder, home), as another
+user and under another hostname.
 
-With `--next-day` chats are learned by a template that asks for the date, and after each kill it is the next day and the
-token cache is empty.
+With `--next-day` chats are learned by a template that asks for the date, and after each kill it is
+the next day and the token cache is empty.
 
-`--peer hf` puts `transformers.Trainer` through the same: same data, same kind of model, same job, kills drawn from the same
-seeds, resumed from `get_last_checkpoint`, as its own examples do; see peers/resumed.py. It runs in the peers'
-environment (`make peers`).
+`--peer hf` puts `transformers.Trainer` through the same: same data, same kind of model, same job,
+kills drawn from the same seeds, resumed from `get_last_checkpoint`, as its own examples do; see
+peers/resumed.py. It runs in the peers' environment (`make peers`).
 """
 
 from __future__ import annotations
@@ -89,7 +95,9 @@ class Chain:
     @property
     def has_survived(self) -> bool:
         """Whether nothing was lost."""
-        return self.outcome == "identical" and not (self.went_further or self.repeated or self.skipped)
+        return self.outcome == "identical" and not (
+            self.went_further or self.repeated or self.skipped
+        )
 
 
 class Contestant(Protocol):
@@ -99,7 +107,9 @@ class Contestant(Protocol):
     packages: tuple[str, ...]
 
     def prepare(self, where: Whereabouts) -> None:
-        """Import everything, and have attempts say where they are. Starts no thread: attempts are forked from here."""
+        """Import everything, and have attempts say where they are. Starts no thread: attempts are
+        forked from here.
+        """
 
     def attempt(self, job: Path) -> int:
         """In a process of its own: start the run, or go on with it; the exit code."""
@@ -130,7 +140,9 @@ class Farthing:
         """See `Contestant`."""
         for module in ("farthing.cli", "farthing.train.run", "peft"):
             importlib.import_module(module)
-        with contextlib.suppress(ImportError):  # it is wanted by seq2seq jobs, which say so where it is not there
+        with contextlib.suppress(
+            ImportError
+        ):  # it is wanted by seq2seq jobs, which say so where it is not there
             importlib.import_module("rouge_score.rouge_scorer")
         importlib.import_module("transformers.integrations.peft")
         for family in FAMILY.values():
@@ -154,7 +166,11 @@ class Farthing:
         """See `Contestant`."""
         from farthing.durability.accounts import read_ledger
 
-        return [account.first_step for account in read_ledger(run / "ledger.jsonl").ordered if account.began]
+        return [
+            account.first_step
+            for account in read_ledger(run / "ledger.jsonl").ordered
+            if account.began
+        ]
 
     def steps(self, run: Path) -> list[int]:
         """See `Contestant`."""
@@ -171,7 +187,12 @@ def say_where(where: Whereabouts) -> None:
     from farthing.durability import ledger as meter
     from farthing.durability import replica as mirror
 
-    spans = {"tokenize": "tokenization", "checkpoint": "save", "evaluation": "evaluation", "export": "export"}
+    spans = {
+        "tokenize": "tokenization",
+        "checkpoint": "save",
+        "evaluation": "evaluation",
+        "export": "export",
+    }
     spans |= {"start_up": "start", "load_model": "start", "restore": "restore"}
     spans |= dict.fromkeys(accounts.WORK, "training step")
 
@@ -195,15 +216,21 @@ def result_of(run: Path) -> dict[str, bytes | str]:
     """Everything about a finished run that has to be equal, by name."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
     newest = max((run / "checkpoints").glob("step-*"), key=lambda path: path.name[:13])
-    result: dict[str, bytes | str] = {f"log line {index}": json.dumps(row) for index, row in enumerate(rows)}
+    result: dict[str, bytes | str] = {
+        f"log line {index}": json.dumps(row) for index, row in enumerate(rows)
+    }
     exported = [path for path in (run / "model").rglob("*") if path.is_file()]
     for path in sorted([*newest.glob("*.safetensors"), newest / "state.json", *exported]):
         result[f"{path.parent.name[:13]}/{path.name}"] = path.read_bytes()
-    if (adapter := run / "model" / "adapter_config.json").exists():  # it names the folder of its base, as peft does
+    if (
+        adapter := run / "model" / "adapter_config.json"
+    ).exists():  # it names the folder of its base, as peft does
         names = json.loads(adapter.read_text("utf-8")) | {"base_model_name_or_path": ""}
         files = json.loads((run / "model" / "manifest.json").read_text("utf-8"))["files"]
         result["model/adapter_config.json"] = json.dumps(names)
-        result["model/manifest.json"] = json.dumps([file for file in files if file["name"] != adapter.name])
+        result["model/manifest.json"] = json.dumps(
+            [file for file in files if file["name"] != adapter.name]
+        )
     card = (run / "model" / "README.md").read_text("utf-8")
     card = card[: card.index("\n## Receipt\n")]  # from there on it is the bill, which kills raise
     result["model/README.md"] = card.replace(f"# {run.name}\n", "")
@@ -251,8 +278,13 @@ def survive(
     method = ["full", "lora"][seed // 3 % 2]
     with open(train_file, encoding="utf-8-sig", errors="replace") as file:
         some_text = list(itertools.islice(file, 500))
-    # in a child: training a tokenizer starts threads, and a process with threads must not be forked from
-    _in_a_child(lambda: make_model_folder(folder / "model", some_text, FAMILY[task], hidden=32, layers=2, dropout=0.1))
+    # in a child: training a tokenizer starts threads, and a process with threads must not be forked
+    # from
+    _in_a_child(
+        lambda: make_model_folder(
+            folder / "model", some_text, FAMILY[task], hidden=32, layers=2, dropout=0.1
+        )
+    )
     alone = _job(folder, "alone", train_file, task, method, seed)
 
     def job_on_machine(number: int) -> Path:
@@ -275,7 +307,14 @@ def survive(
         if not spawn:
             return Forked(lambda: [become(home), contestant.attempt(job)][1], words)  # type: ignore[list-item, return-value]
         with open(words, "wb") as output:
-            command = [sys.executable, __file__, "--attempt", str(job), "--where", str(folder.parent / "where")]
+            command = [
+                sys.executable,
+                __file__,
+                "--attempt",
+                str(job),
+                "--where",
+                str(folder.parent / "where"),
+            ]
             command += ["--home", str(home)] if home else []
             return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
@@ -309,7 +348,9 @@ def survive(
         elif next_day:
             shutil.rmtree(cache, ignore_errors=True)
         if next_day:
-            os.environ["FARTHING_TODAY"] = (first_day + timedelta(days=len(chain.kills))).isoformat()
+            os.environ["FARTHING_TODAY"] = (
+                first_day + timedelta(days=len(chain.kills))
+            ).isoformat()
     if not has_ended_well(killed):
         return chain
     run = killed.with_suffix("")
@@ -350,7 +391,9 @@ def _data(folder: Path, data: Path | None, seed: int) -> tuple[Path, str]:
     rows: list[dict[str, Any]] = []
     for row in demo_rows(80, seed):
         if task == "classification":
-            rows.append({"text": row["prompt"], "label": row["completion"].split(" food")[0].split()[-1]})
+            rows.append(
+                {"text": row["prompt"], "label": row["completion"].split(" food")[0].split()[-1]}
+            )
         elif task == "seq2seq":
             rows.append({"input": row["prompt"], "target": row["completion"]})
         else:
@@ -361,18 +404,27 @@ def _data(folder: Path, data: Path | None, seed: int) -> tuple[Path, str]:
 def _chats(folder: Path, seed: int) -> tuple[Path, str]:
     """Chats, and beside them the template that asks for the date; causal-lm."""
     (folder / DATED).write_text(
-        "{{ strftime_now('%A %d %B') }}\n"
-        "{% for m in messages %}{{ '# ' + m['role'] + '\n' + m['content'] + eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '# assistant\n' }}{% endif %}",
+        "{{ strftime_now('%A %d %B') }}\n{% for m in messages %}{{ '# ' + m['role'] + '\n' +"
+        " m['content'] + eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '# assistant\n'"
+        " }}{% endif %}",
         encoding="utf-8",
     )
     roles = (("user", "prompt"), ("assistant", "completion"))
-    chats = ([{"role": role, "content": row[column]} for role, column in roles] for row in demo_rows(80, seed))
+    chats = (
+        [{"role": role, "content": row[column]} for role, column in roles]
+        for row in demo_rows(80, seed)
+    )
     return write_jsonl(folder / "data.jsonl", ({"messages": chat} for chat in chats)), "causal-lm"
 
 
 def _job(
-    folder: Path, name: str, train_file: Path, task: str, method: str, seed: int, store: Path | None = None
+    folder: Path,
+    name: str,
+    train_file: Path,
+    task: str,
+    method: str,
+    seed: int,
+    store: Path | None = None,
 ) -> Path:
     job = {
         "task": task,
@@ -429,7 +481,10 @@ def figures(contestant: Contestant, chains: list[Chain], seconds: float) -> dict
     n_kills = [len(chain.kills) for chain in chains]
     return {
         "contestant": contestant.name,
-        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in contestant.packages}},
+        "versions": {
+            "python": sys.version.split()[0],
+            **{name: version(name) for name in contestant.packages},
+        },
         "seeds": len(chains),
         "survived": sum(chain.has_survived for chain in chains),
         "lost": sum(not chain.has_survived for chain in chains),
@@ -464,7 +519,11 @@ def _table(columns: list[dict[str, Any]]) -> str:
         rows.append([name, *(column[key] for column in columns)])
     for place in PLACES:
         counts = [column["kills_by_place"].get(place, 0) for column in columns]
-        rows += [[f"  in {place}" if place != "between" else "  in between", *counts]] if any(counts) else []
+        rows += (
+            [[f"  in {place}" if place != "between" else "  in between", *counts]]
+            if any(counts)
+            else []
+        )
     rows.append(["seconds", *(round(column["seconds"]) for column in columns)])
     return "\n".join(f"{row[0]:46}" + "".join(f"{cell!s:>24}" for cell in row[1:]) for row in rows)
 
@@ -473,22 +532,30 @@ def _line(chain: Chain) -> str:
     verdict = {"identical": "identical", "differs": f"DIFFERS: {'; '.join(chain.differences)}"}.get(
         chain.outcome, f"COULD NOT GO ON: {' | '.join(chain.failure.splitlines())}"
     )
-    struck = ", ".join(f"{place} ({step})" for place, step in zip(chain.places, chain.kills, strict=True))
+    struck = ", ".join(
+        f"{place} ({step})" for place, step in zip(chain.places, chain.kills, strict=True)
+    )
     return (
-        f"seed {chain.seed}: {chain.task}, {chain.method}{', new machines' * chain.new_machine}; killed in {struck}; "
-        f"resumed at {chain.resumed_at}: {verdict}{', but TRAINED FURTHER when run again' * chain.went_further}"
+        f"seed {chain.seed}: {chain.task}, {chain.method}{', new machines' * chain.new_machine};"
+        f" killed in {struck}; resumed at {chain.resumed_at}:"
+        f" {verdict}{', but TRAINED FURTHER when run again' * chain.went_further}"
     )
 
 
 def _peer(arguments: argparse.Namespace) -> dict[str, Any]:
     """The same seeds for the peer, by the peers' Python."""
     if not arguments.peers_python.exists():
-        raise SystemExit(f"{arguments.peers_python} is not there: `make peers` makes it, or give --peers-python")
+        raise SystemExit(
+            f"{arguments.peers_python} is not there: `make peers` makes it, or give --peers-python"
+        )
     command = [str(arguments.peers_python), __file__, "--contestant", arguments.peer, "--json"]
     command += ["--seeds", str(arguments.seeds), "--first-seed", str(arguments.first_seed)]
     command += ["--data", str(arguments.data)] if arguments.data else []
     command += ["--anywhere"] if arguments.anywhere else []
-    here = [str(Path(importlib.import_module("farthing").__file__ or "").parents[1]), str(Path(__file__).parent)]
+    here = [
+        str(Path(importlib.import_module("farthing").__file__ or "").parents[1]),
+        str(Path(__file__).parent),
+    ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(here)}
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
     result: dict[str, Any] = json.loads(done.stdout)
@@ -508,11 +575,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=10, help="how many chains")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--data", type=Path, help="train on this JSONL file instead of made-up rows")
-    parser.add_argument("--next-day", action="store_true", help="after each kill it is the next day, the cache empty")
-    parser.add_argument("--anywhere", action="store_true", help="aim no kill: all strike at any time")
     parser.add_argument(
-        "--full-determinism", action="store_true", help="on a GPU nothing else gives the same bits twice"
+        "--data", type=Path, help="train on this JSONL file instead of made-up rows"
+    )
+    parser.add_argument(
+        "--next-day",
+        action="store_true",
+        help="after each kill it is the next day, the cache empty",
+    )
+    parser.add_argument(
+        "--anywhere", action="store_true", help="aim no kill: all strike at any time"
+    )
+    parser.add_argument(
+        "--full-determinism",
+        action="store_true",
+        help="on a GPU nothing else gives the same bits twice",
     )
     parser.add_argument("--spawn", action="store_true", help="a fresh Python for each attempt")
     parser.add_argument(
@@ -522,11 +599,16 @@ def main() -> int:
         const=1,
         default=0,
         metavar="EVERY",
-        help="in every EVERYth run (1) each kill takes the machine: only a store is left, and every path is another",
+        help=(
+            "in every EVERYth run (1) each kill takes the machine: only a store is left, and every"
+            " path is another"
+        ),
     )
     parser.add_argument("--peer", choices=["hf"], help="put transformers.Trainer through the same")
     parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON)
-    parser.add_argument("--json", action="store_true", help="the figures as JSON; the seeds' lines go to stderr")
+    parser.add_argument(
+        "--json", action="store_true", help="the figures as JSON; the seeds' lines go to stderr"
+    )
     for inner in ("--contestant", "--attempt", "--where", "--home"):  # how this file starts itself
         parser.add_argument(inner, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -566,7 +648,10 @@ def main() -> int:
         print(json.dumps(found | ({"peer": peer} if peer else {}), indent=1))
     else:
         print(_table([found, peer] if peer else [found]))
-        print(f"{found['survived']} of {found['seeds']} runs survived {found['kills']} kills, {found['seconds']:.0f} s")
+        print(
+            f"{found['survived']} of {found['seeds']} runs survived {found['kills']} kills,"
+            f" {found['seconds']:.0f} s"
+        )
     return 0 if found["lost"] == 0 else 1
 
 

@@ -1,14 +1,19 @@
-"""Tokens a second of one core from rows to a token set, and from there to batches: what is the tokenizer's, what is ours.
+"""Tokens a second of one core from rows to a token set, and from there to batches: what is the
+tokenizer's, what is ours.
 
-    python bench/tokenize_rows.py --data FILE --tokenizer FOLDER [--task causal-lm] [--columns label=product]
-                                  [--max-length 100000] [--repeats 3] [--without-maps] [--resume 10000000] [--json]
+    python bench/tokenize_rows.py --data FILE --tokenizer FOLDER [--task causal-lm] [--columns
+    label=product]
+                                  [--max-length 100000] [--repeats 3] [--without-maps] [--resume
+                                  10000000] [--json]
 
-CPU seconds of this process, all of its threads, one of them the tokenizer's; the best of the repeats, which take turns.
-The tokenizer's identity, which a job finds once, is found before. Beside farthing:
-`encode_batch_fast` alone on the very texts that farthing encodes, which is as quick as it could be; and the usual way of
-row-wise trainers, three passes of `datasets.map`: one that tokenizes the prompt and the prompt with its completion, one
-that masks, one that truncates. Chats are handed to these rendered. Tokens are those of the set. `--resume N` makes a set
-of N short examples and times what a run does to go on at 99 % of its first epoch.
+CPU seconds of this process, all of its threads, one of them the tokenizer's; the best of the
+repeats, which take turns. The tokenizer's identity, which a job finds once, is found before. Beside
+farthing:
+`encode_batch_fast` alone on the very texts that farthing encodes, which is as quick as it could be;
+and the usual way of row-wise trainers, three passes of `datasets.map`: one that tokenizes the
+prompt and the prompt with its completion, one that masks, one that truncates. Chats are handed to
+these rendered. Tokens are those of the set. `--resume N` makes a set of N short examples and times
+what a run does to go on at 99 % of its first epoch.
 """
 
 from __future__ import annotations
@@ -84,7 +89,11 @@ def seconds_of(run: Callable[..., Any], *arguments: Any) -> float:
 def with_farthing(data: Path, tokenizer: Any, recipe: Recipe, folder: Path) -> TokenSet:
     """From the file to the token set, opened."""
     return tokenize(
-        open_sources((str(data),), cache_dir=folder, split="train"), tokenizer, recipe, folder, progress=lambda *_: None
+        open_sources((str(data),), cache_dir=folder, split="train"),
+        tokenizer,
+        recipe,
+        folder,
+        progress=lambda *_: None,
     )
 
 
@@ -113,7 +122,11 @@ def with_maps(rows: Path, tokenizer: Any, recipe: Recipe, folder: Path) -> None:
         return {"input_ids": [*whole, tokenizer.eos_token_id], "n_prompt": len(prompt)}
 
     def mask(row: dict[str, Any]) -> dict[str, Any]:
-        return row if "labels" in row else {"labels": [-100] * row["n_prompt"] + row["input_ids"][row["n_prompt"] :]}
+        return (
+            row
+            if "labels" in row
+            else {"labels": [-100] * row["n_prompt"] + row["input_ids"][row["n_prompt"] :]}
+        )
 
     def cut(row: dict[str, Any]) -> dict[str, Any]:
         return {name: row[name][: recipe.max_length] for name in ("input_ids", "labels")}
@@ -124,7 +137,9 @@ def with_maps(rows: Path, tokenizer: Any, recipe: Recipe, folder: Path) -> None:
 def texts_of(source: Source, tokenizer: Any, recipe: Recipe) -> list[Text]:
     """The usable rows of a file, rendered."""
     rows = [row.value for row in source.rows() if isinstance(row, Row)]
-    name, columns, _ = recognise(set().union(*rows[:1024]), recipe.task, recipe.columns, source.name)
+    name, columns, _ = recognise(
+        set().union(*rows[:1024]), recipe.task, recipe.columns, source.name
+    )
     convert, texts = converter(name, columns, recipe.label_map, tokenizer, recipe.task), []
     for row in rows:
         try:
@@ -134,7 +149,9 @@ def texts_of(source: Source, tokenizer: Any, recipe: Recipe) -> list[Text]:
     return texts
 
 
-def preparation(data: Path, tokenizer: Any, recipe: Recipe, repeats: int, is_with_maps: bool, folder: Path) -> Any:
+def preparation(
+    data: Path, tokenizer: Any, recipe: Recipe, repeats: int, is_with_maps: bool, folder: Path
+) -> Any:
     """(the token set, what was found out about making it); seconds are the least of the repeats."""
     best: dict[str, float] = {}
 
@@ -156,7 +173,9 @@ def preparation(data: Path, tokenizer: Any, recipe: Recipe, repeats: int, is_wit
             with_farthing(data, tokenizer, recipe, place / "watched")
             wall_seconds = time.perf_counter() - started
         note("in the tokenizer", again.seconds)
-        best["share of wall"] = max(best.get("share of wall", 0.0), again.wall_seconds / wall_seconds)
+        best["share of wall"] = max(
+            best.get("share of wall", 0.0), again.wall_seconds / wall_seconds
+        )
         note("farthing", seconds_of(with_farthing, data, tokenizer, recipe, place / "farthing"))
         note("encode_batch_fast alone", seconds_of(only_encode, tokenizer, seen.calls))
         note("reading and parsing", seconds_of(lambda: sum(1 for _ in source.rows())))
@@ -168,36 +187,55 @@ def preparation(data: Path, tokenizer: Any, recipe: Recipe, repeats: int, is_wit
 
 
 def batching(tokens: TokenSet, task: str, batch: int, repeats: int) -> dict[str, float]:
-    """M tokens a second of cutting and collating global batches, and of finding what is labelled in them."""
+    """M tokens a second of cutting and collating global batches, and of finding what is labelled in
+    them.
+    """
     import torch
 
     from farthing.model.loss import find_labelled
 
     torch.set_num_threads(1)
     order = permutation(len(tokens), 0, 0)[: 16384 // batch * batch]
-    steps = [order[start : start + batch] for start in range(0, max(1, len(order) - batch + 1), batch)]
+    steps = [
+        order[start : start + batch] for start in range(0, max(1, len(order) - batch + 1), batch)
+    ]
     n_tokens = sum(int(tokens.lengths[step].sum()) for step in steps)
     lengths, found = tokens.lengths, {}
 
     def rate(name: str, run: Callable[[Any], Any], items: list[Any]) -> list[Any]:
         made: list[Any] = []
-        seconds = min(seconds_of(lambda: (made.clear(), made.extend(map(run, items)))) for _ in range(repeats + 2))
+        seconds = min(
+            seconds_of(lambda: (made.clear(), made.extend(map(run, items))))
+            for _ in range(repeats + 2)
+        )
         found[name] = n_tokens / seconds / 1e6
         return made
 
     padded = rate("split_padded", lambda step: split_padded(step, lengths, PIECE_TOKENS), steps)
     rate("collate", lambda pieces: [collate(tokens, piece, task, 0) for piece in pieces], padded)
     if task != "seq2seq":
-        flat = rate("split_by_tokens", lambda step: split_by_tokens(step, lengths, PIECE_TOKENS), steps)
-        made = rate("collate_packed", lambda pieces: [collate_packed(tokens, piece, task) for piece in pieces], flat)
+        flat = rate(
+            "split_by_tokens", lambda step: split_by_tokens(step, lengths, PIECE_TOKENS), steps
+        )
+        made = rate(
+            "collate_packed",
+            lambda pieces: [collate_packed(tokens, piece, task) for piece in pieces],
+            flat,
+        )
         if task == "causal-lm":
             labels = [[torch.from_numpy(arrays["labels"]) for arrays in batch] for batch in made]
-            rate("find_labelled", lambda batch: [find_labelled(each, predicts_next=True) for each in batch], labels)
+            rate(
+                "find_labelled",
+                lambda batch: [find_labelled(each, predicts_next=True) for each in batch],
+                labels,
+            )
     return found
 
 
 def resuming(n: int, folder: Path) -> dict[str, float]:
-    """CPU seconds until a run of `n` examples of 16 tokens has those of a step at 99 % of its first epoch."""
+    """CPU seconds until a run of `n` examples of 16 tokens has those of a step at 99 % of its first
+    epoch.
+    """
     arrays = {
         "ids": np.zeros(16 * n, np.int32),
         "targets": np.ones(16 * n, np.uint8),
@@ -227,7 +265,9 @@ def shown(found: dict[str, Any]) -> str:
     """The findings as tables for people."""
     made, lines = found["preparation"], []
     seconds, n_tokens = made["seconds"], made["n_tokens"]
-    lines.append(f"{made['n_rows']:,} rows, {n_tokens:,} tokens, {made['n_encoded']:,} of them encoded")
+    lines.append(
+        f"{made['n_rows']:,} rows, {n_tokens:,} tokens, {made['n_encoded']:,} of them encoded"
+    )
     lines += [f"{'CPU s':>10} {'M tokens/s':>11}"]
     for name in ("farthing", "in the tokenizer", "encode_batch_fast alone", "maps"):
         if name in seconds:
@@ -253,7 +293,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--tokenizer", required=True, help="folder of a fast tokenizer")
-    parser.add_argument("--task", default="causal-lm", choices=["causal-lm", "seq2seq", "classification"])
+    parser.add_argument(
+        "--task", default="causal-lm", choices=["causal-lm", "seq2seq", "classification"]
+    )
     parser.add_argument("--columns", nargs="*", default=[], metavar="STANDARD=OWN")
     parser.add_argument("--max-length", type=int, default=100_000, help="default: nothing is cut")
     parser.add_argument("--repeats", type=int, default=3)
@@ -270,9 +312,18 @@ def main() -> int:
     recipe = Recipe(arguments.task, limit, limit, columns=columns, max_bad_rows=0.5)
     with tempfile.TemporaryDirectory() as folder:
         tokens, made = preparation(
-            arguments.data, tokenizer, recipe, arguments.repeats, not arguments.without_maps, Path(folder)
+            arguments.data,
+            tokenizer,
+            recipe,
+            arguments.repeats,
+            not arguments.without_maps,
+            Path(folder),
         )
-        rates = {n: batching(tokens, arguments.task, n, arguments.repeats) for n in (16, 64, 512) if n <= len(tokens)}
+        rates = {
+            n: batching(tokens, arguments.task, n, arguments.repeats)
+            for n in (16, 64, 512)
+            if n <= len(tokens)
+        }
         found = {"preparation": made, "batching": rates}
         if arguments.resume:
             found["resuming"] = resuming(arguments.resume, Path(folder))

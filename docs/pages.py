@@ -1,6 +1,8 @@
-"""Write the pages of docs/reference from the code and its facts: `make pages`. A test holds them to what this writes.
+"""Write the pages of docs/reference from the code and its facts: `make pages`. A test holds them to
+what this writes.
 
-Refuses to look at the clock and the network: prices are as old as the newest of the table, whatever the day.
+Refuses to look at the clock and the network: prices are as old as the newest of the table, whatever
+the day.
 """
 
 from __future__ import annotations
@@ -44,8 +46,17 @@ N_EXAMPLES, MEAN_TOKENS = 10_000, 500
 
 def table(names: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     """A Markdown table."""
-    lines = [list(names), ["---"] * len(list(names)), *([str(cell) for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    lines = [
+        list(names),
+        ["---"] * len(list(names)),
+        *([str(cell) for cell in row] for row in rows),
+    ]
+    return (
+        "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+        )
+        + "\n"
+    )
 
 
 # ---- keys ----
@@ -55,14 +66,23 @@ def keys() -> str:
     """Every key of a job file: type, default, meaning; from its JSON Schema."""
     schema = job_schema()
     text = "# Keys of a job file\n\n" + NOTE
-    text += "`farthing init --schema` prints this as a JSON Schema. A key can be given on the command line: "
-    text += "`--set train.learning_rate=1e-4`. A short form in the second column stands for the whole section.\n\n"
+    text += (
+        "`farthing init --schema` prints this as a JSON Schema. A key can be given on the command"
+        " line: "
+    )
+    text += (
+        "`--set train.learning_rate=1e-4`. A short form in the second column stands for the whole"
+        " section.\n\n"
+    )
     text += table(("key", "what it takes", "default", "meaning"), _keys_of(schema, schema, ""))
     for section, value in schema["properties"].items():
         definition = _definition(schema, value)
         if definition and "properties" in definition:
             text += f"\n## {section}\n\n{_plain(definition.get('description', ''))}\n\n"
-            text += table(("key", "what it takes", "default", "meaning"), _keys_of(schema, definition, f"{section}."))
+            text += table(
+                ("key", "what it takes", "default", "meaning"),
+                _keys_of(schema, definition, f"{section}."),
+            )
     return text
 
 
@@ -82,7 +102,12 @@ def _keys_of(schema: dict[str, Any], of: dict[str, Any], before: str) -> list[li
             default = ""
         meaning = _plain(value.get("description", ""))
         rows.append(
-            [f"`{before}{name}`", _kind(value), "" if default in ("", None, []) else f"`{_said(default)}`", meaning]
+            [
+                f"`{before}{name}`",
+                _kind(value),
+                "" if default in ("", None, []) else f"`{_said(default)}`",
+                meaning,
+            ]
         )
     return rows
 
@@ -103,7 +128,12 @@ def _kind(value: dict[str, Any]) -> str:
     if "$ref" in value:
         return "a section"
     kind = value.get("type", "")
-    names = {"boolean": "`true` or `false`", "integer": "whole number", "object": "mapping", "string": "text"}
+    names = {
+        "boolean": "`true` or `false`",
+        "integer": "whole number",
+        "object": "mapping",
+        "string": "text",
+    }
     return f"list of {_kind(value['items'])}" if kind == "array" else names.get(kind, kind)
 
 
@@ -119,12 +149,18 @@ def verbs() -> str:
     text = "# Verbs\n\n" + NOTE
     for verb, summary in VERBS.items():
         parser = build_parser([verb])
-        (choices,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        (choices,) = (
+            action.choices
+            for action in parser._actions
+            if isinstance(action, argparse._SubParsersAction)
+        )
         text += f"## farthing {verb}\n\n{summary[0].upper()}{summary[1:]}.\n\n"
         rows = []
         for action in choices[verb]._actions:
             names = ", ".join(action.option_strings) or action.dest
-            shown = action.metavar or (action.dest.upper() if action.option_strings and action.nargs != 0 else "")
+            shown = action.metavar or (
+                action.dest.upper() if action.option_strings and action.nargs != 0 else ""
+            )
             words = " ".join(shown) if isinstance(shown, tuple) else str(shown)
             taken = f"{names} {words}".strip() if action.option_strings else words or names
             if "--help" not in names:
@@ -140,11 +176,12 @@ def models() -> str:
     """What can be trained, how, and how well it is known."""
     text = "# Models and methods\n\n" + NOTE
     text += (
-        "Any model that transformers loads as `AutoModelForCausalLM`, `AutoModelForSeq2SeqLM` or "
-        "`AutoModelForSequenceClassification` can be trained; what is known to be different per row of a batch is refused "
-        "by name. The table says what is known beyond that. **Packed**: documents lie end to end without padding. **Chunked "
-        "loss**: the logits of the whole vocabulary are never all in memory. **Exact plan**: memory is counted weight by "
-        "weight, and held against the model's own code in the tests.\n\n"
+        "Any model that transformers loads as `AutoModelForCausalLM`, `AutoModelForSeq2SeqLM` or"
+        " `AutoModelForSequenceClassification` can be trained; what is known to be different per"
+        " row of a batch is refused by name. The table says what is known beyond that. **Packed**:"
+        " documents lie end to end without padding. **Chunked loss**: the logits of the whole"
+        " vocabulary are never all in memory. **Exact plan**: memory is counted weight by weight,"
+        " and held against the model's own code in the tests.\n\n"
     )
     causal, seq2seq = KNOWN_HEADS["causal-lm"], KNOWN_HEADS["seq2seq"]
     rows = []
@@ -157,8 +194,18 @@ def models() -> str:
     text += table(
         ("method", "what is trained", "on a CPU", "on a GPU"),
         [
-            ["`full`", "every weight; fp32 masters, bf16 or fp16 compute", "tested", "written, not yet run"],
-            ["`lora`", "adapters on a frozen base; DoRA and rsLoRA by their keys", "tested", "written, not yet run"],
+            [
+                "`full`",
+                "every weight; fp32 masters, bf16 or fp16 compute",
+                "tested",
+                "written, not yet run",
+            ],
+            [
+                "`lora`",
+                "adapters on a frozen base; DoRA and rsLoRA by their keys",
+                "tested",
+                "written, not yet run",
+            ],
             [
                 "`qlora`",
                 "adapters on a base in 4 bits (NF4, bitsandbytes)",
@@ -183,15 +230,19 @@ def gpu_sizes() -> str:
     now = datetime.combine(newest, time(12))
     text = "# A GPU for each size of model\n\n" + NOTE
     text += (
-        f"What `farthing plan` answers for {N_EXAMPLES:,} examples of {MEAN_TOKENS} tokens on average, one epoch, with the "
-        f"prices of {newest.isoformat()}; the machine's memory and hours are estimates, and farthing itself was not run on "
-        "a GPU yet. Dollars hang on your data: run the plan on your job.\n\n"
+        f"What `farthing plan` answers for {N_EXAMPLES:,} examples of {MEAN_TOKENS} tokens on"
+        f" average, one epoch, with the prices of {newest.isoformat()}; the machine's memory and"
+        " hours are estimates, and farthing itself was not run on a GPU yet. Dollars hang on your"
+        " data: run the plan on your job.\n\n"
     )
     rows = []
     for size, model in SIZES.items():
         for method in ("full", "lora", "qlora"):
             rows.append([size, f"`{model}`", method, *_smallest_and_cheapest(model, method, now)])
-    text += table(("size", "reckoned for", "method", "smallest GPU", "cheapest machine", "hours", "dollars"), rows)
+    text += table(
+        ("size", "reckoned for", "method", "smallest GPU", "cheapest machine", "hours", "dollars"),
+        rows,
+    )
     text += "\nMachines with several GPUs are named where no single GPU has the memory.\n"
     return text
 
@@ -226,15 +277,20 @@ def _smallest_and_cheapest(model: str, method: str, now: datetime) -> list[str]:
     least = min(rows, key=lambda row: (row["n_gpus"], memory[row["gpu"]], row["total_usd"]))
     best = plan.best or rows[0]
     count = f"{least['n_gpus']} x " if least["n_gpus"] > 1 else ""
-    return [f"{count}{least['gpu']}", best["name"], say_seconds(best["wall_s"]), f"${best['total_usd']:.2f}"]
+    return [
+        f"{count}{least['gpu']}",
+        best["name"],
+        say_seconds(best["wall_s"]),
+        f"${best['total_usd']:.2f}",
+    ]
 
 
 def providers() -> str:
     """Who rents machines: what they have, by which terms, what they charge beside the hours."""
     text = "# Providers\n\n" + NOTE
     text += (
-        "From the price table and the terms that are shipped with farthing; each row of them has its source and date "
-        "(`farthing prices --json`). Empty: no source says.\n\n"
+        "From the price table and the terms that are shipped with farthing; each row of them has"
+        " its source and date (`farthing prices --json`). Empty: no source says.\n\n"
     )
     terms = {row["provider"]: row for row in _facts("billing")}
     prices = _facts("prices")
@@ -242,7 +298,9 @@ def providers() -> str:
     for provider in sorted({row["provider"] for row in prices}, key=str.lower):
         own = [row for row in prices if row["provider"] == provider]
         gpu_names = sorted({row["gpu"] for row in own if row["gpu"]})
-        shown = ", ".join(gpu_names[:4]) + (f" and {len(gpu_names) - 4} more" if len(gpu_names) > 4 else "")
+        shown = ", ".join(gpu_names[:4]) + (
+            f" and {len(gpu_names) - 4} more" if len(gpu_names) > 4 else ""
+        )
         kinds = ", ".join(sorted({row["kind"] for row in own}))
         term = terms.get(provider, {})
         rows.append(
@@ -262,8 +320,14 @@ def providers() -> str:
 
 def _minimum(term: dict[str, str]) -> str:
     said = [f"{float(term[key]):g} s" for key in ("minimum_s",) if term.get(key)]
-    words = {"minimum_usd": "${} at least", "pack_usd": "packs of ${}", "deposit_usd": "deposit of ${}"}
-    return ", ".join([*said, *(text.format(term[key]) for key, text in words.items() if term.get(key))])
+    words = {
+        "minimum_usd": "${} at least",
+        "pack_usd": "packs of ${}",
+        "deposit_usd": "deposit of ${}",
+    }
+    return ", ".join(
+        [*said, *(text.format(term[key]) for key, text in words.items() if term.get(key))]
+    )
 
 
 def _per_gb(term: dict[str, str], kind: str) -> str:
@@ -281,7 +345,9 @@ def _per_gb(term: dict[str, str], kind: str) -> str:
 
 def _picture(title: str, draw: Callable[[Console], None], n_lines: int) -> str:
     """What a terminal of 100 columns shows, as an SVG that fetches no font."""
-    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console = Console(
+        record=True, width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
     draw(console)
     text = console.export_text(styles=True, clear=True).splitlines()[:n_lines]
     for line in text:
@@ -291,7 +357,7 @@ def _picture(title: str, draw: Callable[[Console], None], n_lines: int) -> str:
 
 
 def plan_picture() -> str:
-    """The terminal's answer to `farthing plan` for a job that many have: LoRA on 8B, 20,000 chats."""
+    """The terminal's answer to `farthing plan` for a job that many have: LoRA on 8B, 20,000 chats."""  # noqa: E501
     newest = max(date.fromisoformat(row["date"]) for row in _facts("prices"))
     job = {
         "task": "causal-lm",
@@ -310,15 +376,22 @@ def plan_picture() -> str:
         is_local=False,
         torch="2.13.0+cu126",
     )
-    return _picture("farthing plan job.yaml", lambda console: draw_brief(console, plan.to_json()), 34)
+    return _picture(
+        "farthing plan job.yaml", lambda console: draw_brief(console, plan.to_json()), 34
+    )
 
 
 def receipt_picture() -> str:
-    """The receipt of a run that was killed once, from the small files that it left: docs/pictures/run."""
+    """The receipt of a run that was killed once, from the small files that it left:
+    docs/pictures/run.
+    """
     folder = FOLDER.parent / "pictures/run"
     receipt = replace(build_receipt(folder), run="runs/demo")
     if found := receipt.diagnosis:
-        shown = [replace(one, command=one.command.replace(str(folder), "runs/demo")) for one in found.advice]
+        shown = [
+            replace(one, command=one.command.replace(str(folder), "runs/demo"))
+            for one in found.advice
+        ]
         receipt = replace(receipt, diagnosis=replace(found, advice=shown))
     return _picture("farthing report runs/demo", lambda console: draw_receipt(console, receipt), 60)
 

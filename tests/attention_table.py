@@ -1,4 +1,6 @@
-"""The table of docs/gpu.md: which kernel attends on which GPU. `PYTHONPATH=src python tests/attention_table.py` prints it."""
+"""The table of docs/gpu.md: which kernel attends on which GPU. `PYTHONPATH=src python
+tests/attention_table.py` prints it.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,11 @@ def varlen_of(version: tuple[int, int]) -> frozenset[str]:
 
 
 def rows_of_the_table() -> Iterator[str]:
-    """Lines of a table in Markdown: the kernel for what is asked, by GPU, torch, packages, determinism and numbers.
+    """Lines of a table in Markdown: the kernel for what is asked, by GPU, torch, packages,
+    determinism and numbers.
 
-    A version of torch stands for itself and those up to the next in the table, the last for all later ones.
+    A version of torch stands for itself and those up to the next in the table, the last for all
+    later ones.
     """
     lines: list[tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = []
     for case in itertools.product(*_COLUMNS.values()):
@@ -55,7 +59,9 @@ def rows_of_the_table() -> Iterator[str]:
         )
         numbers = dtype if dtype == "fp32" else "bf16" if capability >= (8, 0) else "fp16"
         machine = Machine("cuda", capability, varlen_of(version), flash, has_flex, is_exact)
-        kernels = tuple(choose(Asked(numbers, size, **asked), machine).kernel for asked in _ASKED.values())
+        kernels = tuple(
+            choose(Asked(numbers, size, **asked), machine).kernel for asked in _ASKED.values()
+        )
         lines.append((tuple((name,) for name in case), kernels))
     for column in reversed(range(len(_COLUMNS))):
         lines = _merged(lines, column)
@@ -76,7 +82,9 @@ def _merged(
     found: dict[Any, list[str]] = {}
     for names, kernels in lines:
         found.setdefault((names[:column], names[column + 1 :], kernels), []).extend(names[column])
-    return [((*left, tuple(names), *right), kernels) for (left, right, kernels), names in found.items()]
+    return [
+        ((*left, tuple(names), *right), kernels) for (left, right, kernels), names in found.items()
+    ]
 
 
 if __name__ == "__main__":

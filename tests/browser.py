@@ -1,4 +1,6 @@
-"""A real browser without a window, for tests of pages: what it draws, and how wide the page is that it lays out."""
+"""A real browser without a window, for tests of pages: what it draws, and how wide the page is that
+it lays out.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,29 @@ DARK, LIGHT = 0, 1
 
 def chromium() -> str:
     """The browser; the test is skipped, and says so, where there is none."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    found = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if found is None:
-        pytest.skip("no chromium here: pages are not looked at in a browser (apt-get install chromium)")
+        pytest.skip(
+            "no chromium here: pages are not looked at in a browser (apt-get install chromium)"
+        )
     return found
 
 
-def run(page: Path, *options: str, width: int = 1280, scheme: int = LIGHT) -> subprocess.CompletedProcess[str]:
+def run(
+    page: Path, *options: str, width: int = 1280, scheme: int = LIGHT
+) -> subprocess.CompletedProcess[str]:
     """Open a page in it, with options of its own."""
-    common = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=2000"]
+    common = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--virtual-time-budget=2000",
+    ]
     size = [f"--window-size={width},1200", f"--blink-settings=preferredColorScheme={scheme}"]
     command = [chromium(), *common, *size, *options, page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -36,10 +52,11 @@ def overflow_of(page: Path, width: int) -> tuple[int, int]:
     text = page.read_text(encoding="utf-8").replace("&", "&amp;").replace('"', "&quot;")
     outer = page.with_name(f"outer-{width}.html")
     outer.write_text(
-        f'<!doctype html><body style="margin:0"><iframe id="f" style="border:0;width:{width}px;height:900px"'
-        f' srcdoc="{text}"></iframe><p id="out"></p><script>onload=()=>{{const d=document.getElementById("f")'
-        '.contentDocument.documentElement;document.getElementById("out").textContent=`${d.clientWidth} ${d.scrollWidth}`}'
-        "</script>",
+        '<!doctype html><body style="margin:0"><iframe id="f"'
+        f' style="border:0;width:{width}px;height:900px" srcdoc="{text}"></iframe><p'
+        ' id="out"></p><script>onload=()=>{const'
+        ' d=document.getElementById("f").contentDocument.documentElement;document.getElementById("out").textContent=`${d.clientWidth}'  # noqa: E501
+        " ${d.scrollWidth}`}</script>",
         encoding="utf-8",
     )
     found = re.search(r'<p id="out">(\d+) (\d+)</p>', run(outer, "--dump-dom").stdout)

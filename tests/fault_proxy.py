@@ -1,7 +1,7 @@
 """An HTTP proxy that breaks what it is told to break, in front of a store's emulator.
 
-`proxy.fault` is asked about every request (number from 1, method, path) and names a fault, or None. What the emulator
-does not check itself (the CRC32 of what is sent) is checked here, as S3 does.
+`proxy.fault` is asked about every request (number from 1, method, path) and names a fault, or None.
+What the emulator does not check itself (the CRC32 of what is sent) is checked here, as S3 does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Fault = Callable[[int, str, str], str | None]
-FAULTS = ("503", "403", "reset", "hang", "slow", "lost reply", "truncate", "flip", "kill", "kill after")
+FAULTS = (
+    "503",
+    "403",
+    "reset",
+    "hang",
+    "slow",
+    "lost reply",
+    "truncate",
+    "flip",
+    "kill",
+    "kill after",
+)
 
 
 class FaultProxy:
@@ -33,7 +44,9 @@ class FaultProxy:
         self.n_requests = 0
         self.requests: list[tuple[str, str]] = []
         self.pid = 0
-        """The process that "kill" (before the request is passed on) and "kill after" (it was, no reply) kill."""
+        """The process that "kill" (before the request is passed on) and "kill after" (it was, no
+        reply) kill.
+        """
         self.is_over = threading.Event()
         self._lock = threading.Lock()
         proxy = self
@@ -110,7 +123,11 @@ class FaultProxy:
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                 request.send_header(name, value)
         is_head = request.command == "HEAD"
-        length = next((v for n, v in headers if n.lower() == "content-length"), len(reply)) if is_head else len(reply)
+        length = (
+            next((v for n, v in headers if n.lower() == "content-length"), len(reply))
+            if is_head
+            else len(reply)
+        )
         request.send_header("Content-Length", str(length))
         request.end_headers()
         if not is_head:
@@ -120,10 +137,16 @@ class FaultProxy:
             self._reset(request)
         return None
 
-    def _pass_on(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+    def _pass_on(
+        self, request: BaseHTTPRequestHandler, body: bytes
+    ) -> tuple[int, list[tuple[str, str]], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.backend_port, timeout=60)
         try:
-            headers = {k: v for k, v in request.headers.items() if k.lower() not in ("connection", "expect")}
+            headers = {
+                k: v
+                for k, v in request.headers.items()
+                if k.lower() not in ("connection", "expect")
+            }
             connection.request(request.command, request.path, body=body or None, headers=headers)
             reply = connection.getresponse()
             return reply.status, reply.getheaders(), reply.read()
@@ -134,7 +157,7 @@ class FaultProxy:
         os.kill(self.pid, signal.SIGKILL)
 
     def _error(self, request: BaseHTTPRequestHandler, status: int, code: str) -> None:
-        text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+        text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()  # noqa: E501
         request.send_response_only(status)
         request.send_header("Content-Type", "application/xml")
         request.send_header("Content-Length", str(len(text)))
@@ -147,5 +170,7 @@ class FaultProxy:
         """Close with a reset instead of a farewell."""
         request.close_connection = True
         with contextlib.suppress(OSError):
-            request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            request.connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
             request.connection.close()

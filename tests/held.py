@@ -1,6 +1,8 @@
-"""A process of farthing that waits where a test means: as it is about to give a file or a folder its name.
+"""A process of farthing that waits where a test means: as it is about to give a file or a folder
+its name.
 
-What a test does to a process that runs on, a machine that others use may do too late, when the run has ended already.
+What a test does to a process that runs on, a machine that others use may do too late, when the run
+has ended already.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ sys.addaudithook(hold)
 
 
 class Held:
-    """The first process with this `environment` waits before it renames something to a path that has `mark` in it.
+    """The first process with this `environment` waits before it renames something to a path that
+    has `mark` in it.
 
-    Those after it do not. `folder` is for what has to be known to both; `packages` are folders of modules besides.
+    Those after it do not. `folder` is for what has to be known to both; `packages` are folders of
+    modules besides.
     """
 
     def __init__(self, folder: Path, mark: str, *packages: Path) -> None:

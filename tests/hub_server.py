@@ -1,4 +1,6 @@
-"""A small server that speaks what `huggingface_hub` asks of the Hub to make a repository and put files there."""
+"""A small server that speaks what `huggingface_hub` asks of the Hub to make a repository and put
+files there.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def _answer(hub: Hub, method: str, path: str, body: bytes) -> tuple[int, Any]:
         name = f"{asked.get('organization') or 'me'}/{asked['name']}"
         if name in hub.repositories:
             return 409, {"url": f"{hub.address}/{name}"}
-        hub.repositories[name] = Repository(asked.get("private", asked.get("visibility") == "private"))
+        hub.repositories[name] = Repository(
+            asked.get("private", asked.get("visibility") == "private")
+        )
         return 200, {"url": f"{hub.address}/{name}"}
     if path == "/api/whoami-v2":
         return 200, {"name": "me", "type": "user", "orgs": []}
@@ -58,11 +62,16 @@ def _answer(hub: Hub, method: str, path: str, body: bytes) -> tuple[int, Any]:
         return 200, {"transfer": "basic", "objects": objects}
     repository = hub.repositories["/".join(parts[2:4])]
     if "preupload" in parts:
-        return 200, {"files": [
-            {"path": one["path"], "uploadMode": "lfs" if one["path"].endswith(".safetensors") else "regular",
-             "shouldIgnore": False}
-            for one in json.loads(body)["files"]
-        ]}  # fmt: skip
+        return 200, {
+            "files": [
+                {
+                    "path": one["path"],
+                    "uploadMode": "lfs" if one["path"].endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for one in json.loads(body)["files"]
+            ]
+        }
     if "commit" in parts:
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
@@ -76,8 +85,13 @@ def _answer(hub: Hub, method: str, path: str, body: bytes) -> tuple[int, Any]:
         return 200, {"commitOid": commit, "commitUrl": url, "pullRequestUrl": None}
     if "paths-info" in parts:
         return 200, []
-    return 200, {"id": "/".join(parts[2:4]), "private": repository.is_private, "sha": repository.commits[-1],
-                 "siblings": [{"rfilename": name} for name in repository.files], "tags": []}  # fmt: skip
+    return 200, {
+        "id": "/".join(parts[2:4]),
+        "private": repository.is_private,
+        "sha": repository.commits[-1],
+        "siblings": [{"rfilename": name} for name in repository.files],
+        "tags": [],
+    }
 
 
 @contextmanager
@@ -94,8 +108,14 @@ def hub_server() -> Iterator[Hub]:
             hub.asked.append(f"{self.command} {path}")
             if hub.fails_at and hub.fails_at in path:
                 status, value = 400, {"error": "out of order"}
-            elif not path.startswith("/blobs/") and self.headers.get("Authorization") != f"Bearer {hub.token}":
-                status, value = 401, {"error": f"no such token: {self.headers.get('Authorization')}"}
+            elif (
+                not path.startswith("/blobs/")
+                and self.headers.get("Authorization") != f"Bearer {hub.token}"
+            ):
+                status, value = (
+                    401,
+                    {"error": f"no such token: {self.headers.get('Authorization')}"},
+                )
             else:
                 status, value = _answer(hub, self.command, path, body)
             text = json.dumps(value).encode()

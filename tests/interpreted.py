@@ -1,9 +1,11 @@
-"""Liger's own kernels on a CPU: `python tests/interpreted.py llama gemma2 ...` holds small models against plain ones.
+"""Liger's own kernels on a CPU: `python tests/interpreted.py llama gemma2 ...` holds small models
+against plain ones.
 
-Triton's interpreter runs the kernels; what it has no answer for is supplied here: two functions of the GPU's library, and
-numbers as arguments. A process of its own, because Triton decides when it is imported. Prints one JSON object: for each
-family what was replaced, the difference of the loss, and the largest relative difference of a gradient. With `+lora` after
-a family its layers have adapters, and attention takes documents laid end to end.
+Triton's interpreter runs the kernels; what it has no answer for is supplied here: two functions of
+the GPU's library, and numbers as arguments. A process of its own, because Triton decides when it is
+imported. Prints one JSON object: for each family what was replaced, the difference of the loss, and
+the largest relative difference of a gradient. With `+lora` after a family its layers have adapters,
+and attention takes documents laid end to end.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ from farthing.model.liger import patch
 from farthing.model.lora_kernels import use_low_rank
 
 SMALL = {
-    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
     **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
@@ -82,17 +90,25 @@ def compare(kind: str, *, with_adapter: bool) -> dict[str, Any]:
         for p, found in zip(plain.parameters(), model.parameters(), strict=True)
         if p.grad is not None
     ]
-    return {"replaced": counts, "loss": float((losses[0] - losses[1]).abs().detach()), "gradient": max(errors)}
+    return {
+        "replaced": counts,
+        "loss": float((losses[0] - losses[1]).abs().detach()),
+        "gradient": max(errors),
+    }
 
 
 def supply_what_is_missing() -> None:
-    """Numbers become fp32 scalars, as a GPU's kernels get them; rsqrt and tanh in Triton's own words."""
+    """Numbers become fp32 scalars, as a GPU's kernels get them; rsqrt and tanh in Triton's own
+    words.
+    """
     plain = interpreter._implicit_cvt
 
     def with_numbers(value: Any) -> Any:
         if not isinstance(value, float):
             return plain(value)
-        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+        return tl.tensor(
+            interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32
+        )
 
     interpreter._implicit_cvt = with_numbers
     sys.modules["liger_kernel.ops.rms_norm"].rsqrt = lambda x: tl.rsqrt(x)  # type: ignore[attr-defined]
@@ -102,4 +118,11 @@ def supply_what_is_missing() -> None:
 if __name__ == "__main__":
     supply_what_is_missing()
     asked = [name.partition("+") for name in sys.argv[1:]]
-    print(json.dumps({kind + plus + more: compare(kind, with_adapter=bool(more)) for kind, plus, more in asked}))
+    print(
+        json.dumps(
+            {
+                kind + plus + more: compare(kind, with_adapter=bool(more))
+                for kind, plus, more in asked
+            }
+        )
+    )

@@ -22,8 +22,12 @@ QUICK = Pace(
     give_up_s=1.0,
     leave_s=60.0,
 )
-"""Of whole runs: faults are given up soon, and a store without faults may be as slow as a machine that others use."""
-PATIENT = Pace(renew_s=60, lease_s=0.3, answer_s=60, deliver_s=60, pause_s=0.05, again_s=0.2, give_up_s=60)
+"""Of whole runs: faults are given up soon, and a store without faults may be as slow as a machine
+that others use.
+"""
+PATIENT = Pace(
+    renew_s=60, lease_s=0.3, answer_s=60, deliver_s=60, pause_s=0.05, again_s=0.2, give_up_s=60
+)
 IN_TROUBLE = Pace(renew_s=0.5, lease_s=5, pause_s=0.02, again_s=0.2, give_up_s=60, leave_s=300)
 STILL = Pace(renew_s=60.0, lease_s=0.3, answer_s=0.5, deliver_s=1.0, pause_s=0.001, again_s=0.02)
 
@@ -40,8 +44,15 @@ def step_done(folder: Path, step: int, attempt: int = 1) -> Path:
     """A step's line in log and ledger, and its checkpoint."""
     with open(folder / "log.jsonl", "a") as log, open(folder / "ledger.jsonl", "a") as ledger:
         log.write(json.dumps({"step": step}) + "\n")
-        row = {"attempt": attempt, "at": 1000.0 * attempt + step, "spans": {"compute": float(step)}, "step": step}
-        ledger.write(json.dumps({**row, "state": "running", "usd_per_hour": 1.0, "first_step": 0}) + "\n")
+        row = {
+            "attempt": attempt,
+            "at": 1000.0 * attempt + step,
+            "spans": {"compute": float(step)},
+            "step": step,
+        }
+        ledger.write(
+            json.dumps({**row, "state": "running", "usd_per_hour": 1.0, "first_step": 0}) + "\n"
+        )
 
     def fill(draft: Path) -> None:
         (draft / "model.safetensors").write_bytes(random.Random(step).randbytes(5000))
@@ -52,7 +63,9 @@ def step_done(folder: Path, step: int, attempt: int = 1) -> Path:
     return final
 
 
-def mirror_of(store: Store, folder: Path, said: list[str] | None = None, pace: Pace = STILL, keep: int = 2) -> Mirror:
+def mirror_of(
+    store: Store, folder: Path, said: list[str] | None = None, pace: Pace = STILL, keep: int = 2
+) -> Mirror:
     folder.mkdir(parents=True, exist_ok=True)
     return Mirror(store, folder, keep, (said if said is not None else []).append, pace)
 

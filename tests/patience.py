@@ -1,4 +1,6 @@
-"""Waiting for what a test means: as long as a machine may take that others use, and no longer than it takes here."""
+"""Waiting for what a test means: as long as a machine may take that others use, and no longer than
+it takes here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ T = TypeVar("T")
 
 
 def until(what: Callable[[], T], seconds: float = 120.0) -> T:
-    """The first answer of `what` that is true; the test fails where none comes within so many seconds."""
+    """The first answer of `what` that is true; the test fails where none comes within so many
+    seconds.
+    """
     give_up_at = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < give_up_at, f"it had not come to be after {seconds:.0f} s"
@@ -21,7 +25,9 @@ def until(what: Callable[[], T], seconds: float = 120.0) -> T:
 
 
 def titles_of_processes() -> list[bytes]:
-    """The command lines of all processes on this machine, as anybody may read them; some end meanwhile."""
+    """The command lines of all processes on this machine, as anybody may read them; some end
+    meanwhile.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

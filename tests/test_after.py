@@ -16,7 +16,7 @@ from farthing.after import evaluation
 from farthing.after.chat import trained_on_chats
 from farthing.cli import main
 from farthing.durability.run_folder import kept
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.report.receipt import build_receipt
 from farthing.tiny import write_jsonl
 from thinned import thinned
@@ -79,7 +79,9 @@ def test_an_evaluation_that_is_interrupted_goes_on_with_what_is_left(
 
     monkeypatch.setattr(evaluation, "trained_model", torn)
     with pytest.raises(KeyboardInterrupt):
-        evaluation.evaluate_run(run, evaluation_set(run), with_base=True, progress=lambda side, done, total: None)
+        evaluation.evaluate_run(
+            run, evaluation_set(run), with_base=True, progress=lambda side, done, total: None
+        )
     first = kept(run / "evaluation.json")
     assert first is not None
     assert "tuned" not in first
@@ -96,8 +98,12 @@ def evaluation_set(run: Path) -> evaluation.Measure:
     return evaluation.on_examples(held_out_of(run))
 
 
-def two_tasks(run: Path, asked: list[str], *, is_torn: bool = False, **others: Any) -> evaluation.Measure:
-    """The same examples as two tasks, of which the second can be torn; `asked` becomes what was measured."""
+def two_tasks(
+    run: Path, asked: list[str], *, is_torn: bool = False, **others: Any
+) -> evaluation.Measure:
+    """The same examples as two tasks, of which the second can be torn; `asked` becomes what was
+    measured.
+    """
     whole = evaluation_set(run)
 
     def measured(model: Any, part: str, progress: Any) -> dict[str, Any]:
@@ -107,7 +113,12 @@ def two_tasks(run: Path, asked: list[str], *, is_torn: bool = False, **others: A
         return {f"{part} loss": whole.of_part(model, part, progress)["loss"]}
 
     better = {"one loss": False, "two loss": False}
-    tasks = {"parts": ("one", "two"), "better": better, "of_part": measured, "kept_in": "standard_tasks.json"}
+    tasks = {
+        "parts": ("one", "two"),
+        "better": better,
+        "of_part": measured,
+        "kept_in": "standard_tasks.json",
+    }
     return replace(whole, **{**tasks, **others})
 
 
@@ -118,26 +129,34 @@ def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
     assert main(["eval", str(run), "--base"]) == 0
     quiet: evaluation.Progress = lambda side, done, total: None  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
-        evaluation.evaluate_run(run, two_tasks(run, [], is_torn=True), with_base=False, progress=quiet)
+        evaluation.evaluate_run(
+            run, two_tasks(run, [], is_torn=True), with_base=False, progress=quiet
+        )
     asked: list[str] = []
     found = evaluation.evaluate_run(run, two_tasks(run, asked), with_base=True, progress=quiet)
     assert asked == ["one", "two", "two"], "of the tuned model one was done"
-    assert found["gains"]["two loss"]["gain"] == pytest.approx(found["base"]["two loss"] - found["tuned"]["two loss"])
+    assert found["gains"]["two loss"]["gain"] == pytest.approx(
+        found["base"]["two loss"] - found["tuned"]["two loss"]
+    )
     receipt = build_receipt(run)
     assert receipt.evaluation is not None
     assert receipt.standard_tasks is not None
     card = (run / "model" / "README.md").read_text()
-    assert card.index("## Before and after\n") < card.index("## Before and after, by standard tasks")
+    assert card.index("## Before and after\n") < card.index(
+        "## Before and after, by standard tasks"
+    )
     others = two_tasks(run, [], what="other tasks")
     more = evaluation.evaluate_run(run, others, with_base=False, progress=quiet)
     spent = (kept(run / "standard_tasks.json") or {})["spent_usd"]
-    assert spent == pytest.approx(found["usd"] + more["usd"]), "what others have cost counts for the cap"
+    assert spent == pytest.approx(found["usd"] + more["usd"]), (
+        "what others have cost counts for the cap"
+    )
     values = json.loads((run / "job.json").read_text())
     values["limits"]["max_usd"] = receipt.usd + receipt.evaluation["usd"] + found["usd"]
     (run / "job.json").write_text(json.dumps(values))
     workshop.change_facts(run, job_sha256=None)
     again = two_tasks(run, [], what="three tasks", parts=("one", "two", "three"))
-    with pytest.raises(UserMistake, match="all that its job allows"):
+    with pytest.raises(InputError, match="all that its job allows"):
         evaluation.evaluate_run(run, again, with_base=False, progress=quiet)
 
 
@@ -156,7 +175,9 @@ def test_a_cap_that_is_spent_is_kept(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (run / "evaluation.json").exists()
 
 
-def test_data_of_ones_own_is_measured_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_of_ones_own_is_measured_instead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_of(tmp_path, "bert")
     other = workshop.write_jsonl(tmp_path / "other.jsonl", workshop.rows_of("bert", 7, 1))
     assert main(["eval", str(run), "--data", str(other), "--json"]) == 0
@@ -175,24 +196,37 @@ def test_standard_tasks_need_lm_eval(
 
 LM_EVAL_TASKS = {
     "choice": {
-        "output_type": "multiple_choice", "doc_to_text": "{{prompt}}", "doc_to_target": 0,
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": 0,
         "doc_to_choice": "{{[completion, completion[::-1]]}}",
-        "metric_list": [{"metric": each, "aggregation": "mean", "higher_is_better": True} for each in ("acc", "acc_norm")],
+        "metric_list": [
+            {"metric": each, "aggregation": "mean", "higher_is_better": True}
+            for each in ("acc", "acc_norm")
+        ],
     },
     "writing": {
-        "output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": "{{completion}}",
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{completion}}",
         "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     },
     "surprise": {
-        "output_type": "loglikelihood", "doc_to_text": "{{prompt}}", "doc_to_target": "{{completion}}",
-        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{completion}}",
+        "metric_list": [
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
+        ],
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
-def test_tasks_of_lm_eval_have_its_own_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tasks_of_lm_eval_have_its_own_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lm_eval = pytest.importorskip("lm_eval", reason="pip install 'farthing[eval]'")
     from lm_eval.models.huggingface import HFLM
 
@@ -200,7 +234,11 @@ def test_tasks_of_lm_eval_have_its_own_figures(tmp_path: Path, capsys: pytest.Ca
     folder.mkdir()
     rows = workshop.write_jsonl(folder / "rows.jsonl", workshop.rows_of("llama", 12, 3))
     for name, values in LM_EVAL_TASKS.items():
-        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}}, "test_split": "test"}
+        data = {
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(rows)}},
+            "test_split": "test",
+        }
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **data, **values}))
     assert main(["eval", str(run), "--tasks", str(folder), "--base", "--json"]) == 0
     said = capsys.readouterr().out
@@ -208,25 +246,35 @@ def test_tasks_of_lm_eval_have_its_own_figures(tmp_path: Path, capsys: pytest.Ca
     manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
     for side, more in (("base", {}), ("tuned", {"peft": str(run / "model")})):
         asked = HFLM(pretrained=str(tmp_path / "base"), dtype="float32", device="cpu", **more)
-        own = lm_eval.simple_evaluate(model=asked, tasks=list(LM_EVAL_TASKS), task_manager=manager)["results"]
+        own = lm_eval.simple_evaluate(model=asked, tasks=list(LM_EVAL_TASKS), task_manager=manager)[
+            "results"
+        ]
         for name, metric in (
             ("choice", "acc"),
             ("choice", "acc_norm"),
             ("writing", "exact_match"),
             ("surprise", "perplexity"),
         ):
-            assert found[side][f"{name} {metric}"] == own[name][f"{metric},none"], (side, name, metric)
+            assert found[side][f"{name} {metric}"] == own[name][f"{metric},none"], (
+                side,
+                name,
+                metric,
+            )
     assert found["tuned"]["surprise perplexity"] < found["base"]["surprise perplexity"]
     assert main(["eval", str(run), "--tasks", "no_such_task"]) == 2
     assert "no task 'no_such_task'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "bert", "t5"], 3))
-def test_a_model_answers_in_its_own_way(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_answers_in_its_own_way(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_of(tmp_path, family)
     row = workshop.rows_of(family, 1)[0]
     prompt = row.get("prompt") or row.get("input") or row["text"]
-    assert main(["chat", str(run), "--prompt", prompt, "--base", "--json", "--max-tokens", "24"]) == 0
+    assert (
+        main(["chat", str(run), "--prompt", prompt, "--base", "--json", "--max-tokens", "24"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["prompt"] == prompt
     if family == "bert":
@@ -255,11 +303,17 @@ def test_a_chat_needs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("row", "is_chat"),
     [
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, True),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            True,
+        ),
         ({"instruction": "a", "output": "b"}, True),
         ({"prompt": "a", "completion": "b"}, False),
         (
-            {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
+            {
+                "prompt": [{"role": "user", "content": "a"}],
+                "completion": [{"role": "assistant", "content": "b"}],
+            },
             True,
         ),
         ({"text": "a"}, False),
@@ -270,4 +324,6 @@ def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(
 ) -> None:
     data = {"train": [str(write_jsonl(tmp_path / "data.jsonl", [row]))], "columns": {}}
     data |= {"train_split": "train", "dataset_config_name": None}
-    assert trained_on_chats({"task": "causal-lm", "data": data, "cache_dir": str(tmp_path)}) is is_chat
+    assert (
+        trained_on_chats({"task": "causal-lm", "data": data, "cache_dir": str(tmp_path)}) is is_chat
+    )

@@ -1,4 +1,6 @@
-"""An example counts as if it were computed alone by plain transformers, whatever it shares a micro-batch with."""
+"""An example counts as if it were computed alone by plain transformers, whatever it shares a
+micro-batch with.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text
@@ -32,7 +39,13 @@ PAD = 1
 
 # the names that families have for sizes: of each configuration those it knows
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 100, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
     **{
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -40,7 +53,15 @@ SIZES: dict[str, Any] = {
         "pad_token_id": PAD,
         "bos_token_id": 0,
     },
-    **{"eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2, "d_model": 32, "n_layer": 2, "n_head": 2, "n_embd": 32},
+    **{
+        "eos_token_id": 2,
+        "cls_token_id": 0,
+        "sep_token_id": 2,
+        "d_model": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+    },
     **{
         "n_inner": 32,
         "encoder_layers": 1,
@@ -48,11 +69,40 @@ SIZES: dict[str, Any] = {
         "encoder_attention_heads": 2,
         "decoder_attention_heads": 2,
     },
-    **{"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_ff": 32, "d_kv": 16, "num_layers": 2, "num_heads": 2},
-    **{"embedding_size": 32, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "emb_dim": 32, "ffn_dim": 32},
-    **{"word_embed_proj_dim": 32, "num_decoder_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1},
-    **{"n_positions": 128, "decoder_start_token_id": 0, "attention_window": 8, "num_encoder_layers": 1},
-    **{"max_encoder_position_embeddings": 128, "max_decoder_position_embeddings": 128, "decoder_vocab_size": 100},
+    **{
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "d_ff": 32,
+        "d_kv": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+    },
+    **{
+        "embedding_size": 32,
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 32,
+        "emb_dim": 32,
+        "ffn_dim": 32,
+    },
+    **{
+        "word_embed_proj_dim": 32,
+        "num_decoder_layers": 2,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    **{
+        "n_positions": 128,
+        "decoder_start_token_id": 0,
+        "attention_window": 8,
+        "num_encoder_layers": 1,
+    },
+    **{
+        "max_encoder_position_embeddings": 128,
+        "max_decoder_position_embeddings": 128,
+        "decoder_vocab_size": 100,
+    },
     **{"num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2},
 }
 
@@ -61,12 +111,18 @@ def small(kind: str, auto: Any, **others: Any) -> Any:
     """A small model of a family, its weights so large that every token matters."""
     transformers.logging.set_verbosity_error()
     made = type(AutoConfig.for_model(kind))
-    known = set(getattr(made, "__dataclass_fields__", {})) | set(inspect.signature(made.__init__).parameters)
+    known = set(getattr(made, "__dataclass_fields__", {})) | set(
+        inspect.signature(made.__init__).parameters
+    )
     renamed = set(getattr(made, "attribute_map", None) or {})
     always = {"pad_token_id", "bos_token_id", "eos_token_id"}
     sizes = {key: value for key, value in SIZES.items() if key in (known | always) - renamed}
     config = made(**sizes | others)
-    if auto is AutoModelForSeq2SeqLM and getattr(config, "decoder_start_token_id", None) is None and kind != "mbart":
+    if (
+        auto is AutoModelForSeq2SeqLM
+        and getattr(config, "decoder_start_token_id", None) is None
+        and kind != "mbart"
+    ):
         config.decoder_start_token_id = 0
     torch.manual_seed(0)
     model = auto.from_config(config).eval()
@@ -86,15 +142,17 @@ def examples_of(lengths: list[int], n_labels: int = 0) -> TokenSet:
 def scores_together_and_alone(
     model: Any, micro_batch_tokens: int = 200
 ) -> tuple[torch.Tensor, torch.Tensor, Forward, int]:
-    """Logits of nine examples [9, C], in farthing's micro-batches and one by one; how they were cut."""
+    """Logits of nine examples [9, C], in farthing's micro-batches and one by one; how they were
+    cut.
+    """
     tokens = examples_of([5, 17, 9, 17, 12, 5, 6, 30, 9], n_labels=3)
     forward = Forward(model, "classification", PAD, CPU)
     pieces = forward.split(tokens, np.arange(9), micro_batch_tokens)
     together = torch.zeros(9, 3)
     for piece in pieces:
-        together[torch.from_numpy(piece)] = forward.loss_and_scores(forward.to_device(forward.collate(tokens, piece)))[
-            1
-        ]
+        together[torch.from_numpy(piece)] = forward.loss_and_scores(
+            forward.to_device(forward.collate(tokens, piece))
+        )[1]
     alone = []
     for index in range(9):
         ids = torch.from_numpy(tokens.example(index)[0].astype(np.int64))[None]
@@ -119,7 +177,9 @@ def test_classes_are_those_of_single_examples_with_padding(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(PADS_SAFELY["classification"] - DECODERS - ENCODERS - {"layoutlm", "t5"}))
+@pytest.mark.parametrize(
+    "kind", sorted(PADS_SAFELY["classification"] - DECODERS - ENCODERS - {"layoutlm", "t5"})
+)
 def test_every_family_that_is_padded_gives_the_classes_of_single_examples(kind: str) -> None:
     assert check_classification(kind)[0].apart is None
 
@@ -135,14 +195,31 @@ def test_a_model_that_reads_padding_gets_inputs_of_one_length(kind: str) -> None
 # ---- seq2seq ----
 
 SEQ2SEQ = [
-    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "led", "longt5", "m2m_100", "marian", "mbart", "mt5", "mvp",
-    "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet", "switch_transformers", "t5", "umt5",
-]  # fmt: skip
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "led",
+    "longt5",
+    "m2m_100",
+    "marian",
+    "mbart",
+    "mt5",
+    "mvp",
+    "nllb-moe",
+    "pegasus",
+    "pegasus_x",
+    "plbart",
+    "prophetnet",
+    "switch_transformers",
+    "t5",
+    "umt5",
+]
 
 
 @pytest.mark.parametrize("kind", SEQ2SEQ)
 def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None:
-    """The loss is that of transformers for the same labels, one example at a time, padded or not."""
+    """The loss is that of transformers for the same labels, one example at a time, padded or not."""  # noqa: E501
     model = small(kind, AutoModelForSeq2SeqLM)
     tokens = examples_of([9, 30, 17, 12, 9])
     lengths = [int(tokens.example(index)[1].sum()) for index in range(5)]
@@ -152,9 +229,16 @@ def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None
         for piece in forward.split(tokens, np.arange(5), 400):
             summed += float(forward.loss(forward.to_device(forward.collate(tokens, piece))))
         for index, length in enumerate(lengths):
-            ids, is_target = (torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index))
+            ids, is_target = (
+                torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index)
+            )
             source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
-            plain = model(input_ids=source, attention_mask=torch.ones_like(source), labels=labels, use_cache=False)
+            plain = model(
+                input_ids=source,
+                attention_mask=torch.ones_like(source),
+                labels=labels,
+                use_cache=False,
+            )
             logits = plain.logits[0, :length]
             alone += float(F.cross_entropy(logits, labels[0], reduction="sum"))
     assert summed == pytest.approx(alone, rel=1e-4)
@@ -167,13 +251,21 @@ def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None
     ("kind", "sizes"),
     [
         ("nllb-moe", {"num_experts": 2, "encoder_sparse_step": 1, "decoder_sparse_step": 1}),
-        ("switch_transformers", {"num_experts": 2, "encoder_sparse_step": 1, "decoder_sparse_step": 1}),
+        (
+            "switch_transformers",
+            {"num_experts": 2, "encoder_sparse_step": 1, "decoder_sparse_step": 1},
+        ),
     ],
 )
 def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(
     kind: str, sizes: dict[str, Any], is_training: bool
 ) -> None:
-    no_dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "dropout_rate": 0.0}
+    no_dropout = {
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "dropout_rate": 0.0,
+    }
     no_dropout |= {
         "encoder_layerdrop": 0.0,
         "decoder_layerdrop": 0.0,
@@ -187,7 +279,9 @@ def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(
 
     def loss_of(indices: list[int]) -> float:
         with torch.no_grad():
-            return float(forward.loss(forward.to_device(forward.collate(tokens, np.array(indices)))))
+            return float(
+                forward.loss(forward.to_device(forward.collate(tokens, np.array(indices))))
+            )
 
     model.eval()
     loss_of([1])  # an evaluation in between changes nothing
@@ -203,9 +297,14 @@ def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(
 )
 def test_an_adapter_of_a_classifier_is_on_queries_and_values(kind: str, names: list[str]) -> None:
     model = add_adapter(
-        small(kind, AutoModelForSequenceClassification, num_labels=2), Adapter(r=2), "classification", 0
+        small(kind, AutoModelForSequenceClassification, num_labels=2),
+        Adapter(r=2),
+        "classification",
+        0,
     )
-    assert {name.split(".")[-1] for name in model.peft_config["default"].target_modules} == set(names)
+    assert {name.split(".")[-1] for name in model.peft_config["default"].target_modules} == set(
+        names
+    )
 
 
 def test_batch_norms_are_refused() -> None:
@@ -236,7 +335,13 @@ def longrope(**others: Any) -> Any:
     """A Phi-3 whose long factors begin above 16 tokens."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
-    return small("phi3", AutoModelForCausalLM, rope_parameters=rope, original_max_position_embeddings=16, **others)
+    return small(
+        "phi3",
+        AutoModelForCausalLM,
+        rope_parameters=rope,
+        original_max_position_embeddings=16,
+        **others,
+    )
 
 
 @pytest.mark.parametrize("how", ["flat", "padded", "sharing"])
@@ -250,13 +355,20 @@ def test_short_documents_keep_their_factors_beside_long_ones(how: str) -> None:
     pieces = forward.split(tokens, np.arange(7), 400)
     assert sorted(sorted(piece.tolist()) for piece in pieces)[0] == [0, 2, 4, 6]
     model.zero_grad()
-    summed = sum(_backward(forward.loss(forward.to_device(forward.collate(tokens, piece)))) for piece in pieces)
+    summed = sum(
+        _backward(forward.loss(forward.to_device(forward.collate(tokens, piece))))
+        for piece in pieces
+    )
     ours = model.model.layers[0].self_attn.qkv_proj.weight.grad.clone()
     model.zero_grad()
     alone = 0.0
     for index in range(7):
-        ids, is_target = (torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index))
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, :-1]
+        ids, is_target = (
+            torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index)
+        )
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[
+            0, :-1
+        ]
         wanted = is_target[0, 1:] == 1
         alone += _backward(F.cross_entropy(logits[wanted], ids[0, 1:][wanted], reduction="sum"))
     plain = model.model.layers[0].self_attn.qkv_proj.weight.grad
@@ -273,7 +385,11 @@ def _backward(loss: torch.Tensor) -> float:
 
 # ---- languages ----
 
-CODES = {"mbart": ("en_XX", "de_DE"), "mbart50": ("en_XX", "de_DE"), "nllb": ("eng_Latn", "deu_Latn")}
+CODES = {
+    "mbart": ("en_XX", "de_DE"),
+    "mbart50": ("en_XX", "de_DE"),
+    "nllb": ("eng_Latn", "deu_Latn"),
+}
 
 
 def speaking(family: str) -> Any:
@@ -282,7 +398,9 @@ def speaking(family: str) -> Any:
     first = ["<s>", "<pad>", "</s>", "<unk>"]
     if family == "nllb":
         vocabulary = {word: place for place, word in enumerate([*first, *words, *CODES["nllb"]])}
-        return transformers.NllbTokenizer(vocab=vocabulary, merges=[], additional_special_tokens=[*CODES["nllb"]])
+        return transformers.NllbTokenizer(
+            vocab=vocabulary, merges=[], additional_special_tokens=[*CODES["nllb"]]
+        )
     kind = {"mbart": transformers.MBartTokenizer, "mbart50": transformers.MBart50Tokenizer}[family]
     return kind(vocab=[(word, -1.0) for word in [*first, *words, *CODES[family]]])
 
@@ -326,7 +444,11 @@ def test_a_model_that_was_told_the_language_generates_in_it(family: str) -> None
     tokenizer = speaking(family)
     set_languages(tokenizer, "seq2seq", source, target)
     code = tokenizer.convert_tokens_to_ids(target)
-    model = small({"mbart": "mbart", "nllb": "m2m_100"}[family], AutoModelForSeq2SeqLM, vocab_size=len(tokenizer))
+    model = small(
+        {"mbart": "mbart", "nllb": "m2m_100"}[family],
+        AutoModelForSeq2SeqLM,
+        vocab_size=len(tokenizer),
+    )
     speak(model, tokenizer, target)
     written = model.generate(input_ids=torch.tensor([[5, 6, 2]]), max_new_tokens=3)[0].tolist()
     labels = torch.tensor([tokenizer(text_target="das Brot")["input_ids"]])

@@ -10,22 +10,29 @@ import pytest
 
 import farthing
 from farthing import api
-from farthing.errors import JobError, UserMistake
+from farthing.errors import InputError, JobError
 from farthing.events import Event, StepTaken
 from workshop import job_file
 
 DATED = {"n_examples": 1000, "mean_tokens": 200.0, "is_local": False}
-JOB = {"task": "causal-lm", "model": "Qwen/Qwen2.5-0.5B", "data": "data.jsonl", "output_dir": "runs/first"}
+JOB = {
+    "task": "causal-lm",
+    "model": "Qwen/Qwen2.5-0.5B",
+    "data": "data.jsonl",
+    "output_dir": "runs/first",
+}
 
 
-def test_a_job_is_a_file_a_mapping_or_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_a_file_a_mapping_or_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = job_file(tmp_path)
     job = api.load_job(path, ["train.seed=7"])
     assert job.train.seed == 7
     assert api.load_job(job) is job
     assert api.load_job(JOB).output_dir == str(tmp_path / "runs/first")
-    with pytest.raises(UserMistake, match="overrides of a job"):
+    with pytest.raises(InputError, match="overrides of a job"):
         api.load_job(job, ["train.seed=8"])
     with pytest.raises(JobError, match="learning_rat"):
         api.load_job({**JOB, "train": {"learning_rat": 1}})
@@ -69,13 +76,13 @@ def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path: P
 
 def test_planning_from_python_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import farthing, sys\n"
-        f"plan = farthing.plan({JOB!r}, n_examples=10, mean_tokens=20.0, is_local=False)\n"
-        "assert plan.best\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'peft'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-        "assert {'plan', 'train', 'load_job'} <= set(farthing.__all__)\n"
-        "try:\n    farthing.no_such\nexcept AttributeError as error:\n    assert 'no_such' in str(error)\n"
+        f"import farthing, sys\nplan = farthing.plan({JOB!r}, n_examples=10, mean_tokens=20.0,"
+        " is_local=False)\nassert plan.best\nheavy = {'torch', 'transformers', 'datasets',"
+        " 'peft'} & set(sys.modules)\nassert not heavy, heavy\nassert {'plan', 'train',"
+        " 'load_job'} <= set(farthing.__all__)\ntry:\n    farthing.no_such\nexcept AttributeError"
+        " as error:\n    assert 'no_such' in str(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,7 @@
 # ruff: noqa: F811 - fixtures of another file
-"""Small files that unfold: Parquet, Arrow, gzip, CSV and JSON are read in bounded memory, or refused in the right words."""
+"""Small files that unfold: Parquet, Arrow, gzip, CSV and JSON are read in bounded memory, or
+refused in the right words.
+"""
 
 from __future__ import annotations
 
@@ -43,21 +45,33 @@ def written(path: Path, columns: dict[str, Any], **options: Any) -> Path:
 
 def repeated(text: str, n: int) -> Any:
     """One text so many times: in a dictionary, as Parquet keeps it."""
-    return pyarrow.DictionaryArray.from_arrays(pyarrow.array(np.zeros(n, np.int32)), pyarrow.array([text]))
+    return pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array(np.zeros(n, np.int32)), pyarrow.array([text])
+    )
 
 
 def test_many_rows_of_one_long_text_cost_one(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.parquet", {"text": repeated("x" * 4_000_000, 200)}, store_schema=False)
+    path = written(
+        tmp_path / "a.parquet", {"text": repeated("x" * 4_000_000, 200)}, store_schema=False
+    )
     assert path.stat().st_size < 10_000
     with PeakMemory() as memory:
-        n_seen = sum(1 for row in opened(path).rows() if isinstance(row, Row) and len(row.value["text"]) == 4_000_000)
+        n_seen = sum(
+            1
+            for row in opened(path).rows()
+            if isinstance(row, Row) and len(row.value["text"]) == 4_000_000
+        )
     assert n_seen == 200
     assert memory.n_bytes < MOST_BYTES
 
 
 def test_rows_over_the_limit_are_named_and_the_others_read(tmp_path: Path) -> None:
     big = "x" * (MAX_ROW_BYTES + 1)
-    chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": big}], [{"role": "user", "content": "c"}]]
+    chats = [
+        [{"role": "user", "content": "a"}],
+        [{"role": "user", "content": big}],
+        [{"role": "user", "content": "c"}],
+    ]
     for columns in (
         {"text": ["a", big, "c"]},
         {"messages": chats},
@@ -84,9 +98,15 @@ def test_a_file_whose_figures_are_beyond_measure_is_refused_unread(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns, words = BOMBS[name]
-    for limit, value in {"_MOST_CHUNK_BYTES": 1 << 20, "_MANY_VALUES": 1 << 20, "_MANY_ROWS": 1000}.items():
+    for limit, value in {
+        "_MOST_CHUNK_BYTES": 1 << 20,
+        "_MANY_VALUES": 1 << 20,
+        "_MANY_ROWS": 1000,
+    }.items():
         monkeypatch.setattr(arrow, limit, value)
-    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it was read")
+    )
     path = written(tmp_path / "a.parquet", columns, store_schema=False)
     assert path.stat().st_size < 20_000
     with pytest.raises(DataError, match=words) as caught:
@@ -97,7 +117,11 @@ def test_a_file_whose_figures_are_beyond_measure_is_refused_unread(
 
 @pytest.mark.parametrize("verb", ["train", "plan", "doctor"])
 def test_a_bomb_is_refused_by_every_verb(verb: str, desk: Desk, run: Callable[..., Said]) -> None:
-    written(desk.folder / "train.parquet", {"text": repeated("x" * 11_000_000, 5000)}, store_schema=False)
+    written(
+        desk.folder / "train.parquet",
+        {"text": repeated("x" * 11_000_000, 5000)},
+        store_schema=False,
+    )
     desk.set("data", train="train.parquet")
     with PeakMemory() as memory:
         said = run(verb=verb)
@@ -107,12 +131,18 @@ def test_a_bomb_is_refused_by_every_verb(verb: str, desk: Desk, run: Callable[..
     assert "device has no memory" not in said.err
 
 
-def test_a_folder_is_looked_over_before_datasets_unfolds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_looked_over_before_datasets_unfolds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: pytest.fail("it was unfolded"))
+    monkeypatch.setattr(
+        datasets, "load_dataset_builder", lambda *_, **__: pytest.fail("it was unfolded")
+    )
     for name, make in {
-        "a.parquet": lambda path: written(path, {"text": repeated("x" * 11_000_000, 50)}, store_schema=False),
+        "a.parquet": lambda path: written(
+            path, {"text": repeated("x" * 11_000_000, 50)}, store_schema=False
+        ),
         "b.jsonl": lambda path: path.write_text('{"text": "' + "x" * 11_000_000 + '"}\n'),
         "c.csv.gz": lambda path: path.write_bytes(gzip.compress(b"text\n" + b"x" * 11_000_000)),
     }.items():
@@ -128,7 +158,10 @@ def test_a_data_set_of_categories_pictures_and_large_rows(tmp_path: Path) -> Non
     import datasets
 
     table = pyarrow.table(
-        {"text": ["a", "x" * (MAX_ROW_BYTES + 1), "c"], "image": [{"bytes": b"no png", "path": None}] * 3}
+        {
+            "text": ["a", "x" * (MAX_ROW_BYTES + 1), "c"],
+            "image": [{"bytes": b"no png", "path": None}] * 3,
+        }
     )
     data = datasets.Dataset(datasets.table.InMemoryTable(table))
     rows = list(Source("set", "0", "dataset", dataset=data).rows())
@@ -142,7 +175,9 @@ def test_a_data_set_of_categories_pictures_and_large_rows(tmp_path: Path) -> Non
 @pytest.mark.parametrize("verb", ["train", "plan", "doctor"])
 def test_categories_are_texts(verb: str, desk: Desk, run: Callable[..., Said]) -> None:
     rows = demo_rows(24)
-    columns = {name: pyarrow.array([row[name] for row in rows]).dictionary_encode() for name in rows[0]}
+    columns = {
+        name: pyarrow.array([row[name] for row in rows]).dictionary_encode() for name in rows[0]
+    }
     written(desk.folder / "train.parquet", columns)
     desk.set("data", train="train.parquet")
     said = run(verb=verb)
@@ -153,12 +188,18 @@ ODD = {
     "decimal": (pyarrow.array([decimal.Decimal("1.5")] * 3), "a decimal number"),
     "date": (pyarrow.array([datetime.date(2026, 1, 1)] * 3), "a date"),
     "time stamp": (pyarrow.array([datetime.datetime(2026, 1, 1)] * 3), "a date with time"),
-    "far future": (pyarrow.array([10**6 * 86400 * 365] * 3, pyarrow.timestamp("s")), "can't be read"),
+    "far future": (
+        pyarrow.array([10**6 * 86400 * 365] * 3, pyarrow.timestamp("s")),
+        "can't be read",
+    ),
     "null": (pyarrow.nulls(3), "no `text`"),
     "bytes": (pyarrow.array([b"\xff"] * 3), "bytes"),
     "list": (pyarrow.array([["a"]] * 3), "a list"),
     "struct": (pyarrow.array([{"a": "b"}] * 3), "an object"),
-    "map": (pyarrow.array([[("a", "b")]] * 3, pyarrow.map_(pyarrow.string(), pyarrow.string())), "a list"),
+    "map": (
+        pyarrow.array([[("a", "b")]] * 3, pyarrow.map_(pyarrow.string(), pyarrow.string())),
+        "a list",
+    ),
     "fixed list": (pyarrow.array([[1, 2]] * 3, pyarrow.list_(pyarrow.int8(), 2)), "a list"),
     "number": (pyarrow.array([1.5] * 3), "a number"),
     "true": (pyarrow.array([True] * 3), "true/false"),
@@ -166,7 +207,9 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_columns_of_other_types_have_their_names(name: str, desk: Desk, run: Callable[..., Said]) -> None:
+def test_columns_of_other_types_have_their_names(
+    name: str, desk: Desk, run: Callable[..., Said]
+) -> None:
     column, words = ODD[name]
     written(desk.folder / "train.parquet", {"text": column})
     desk.set("data", train="train.parquet")
@@ -199,17 +242,23 @@ def test_bytes_of_rows_are_about_what_they_are_unfolded() -> None:
     chats = pyarrow.array([[{"t": "x" * 300}], None, [], [{"t": "y"}]])
     fixed = pyarrow.array([["a" * 9, "b"]] * 4, pyarrow.list_(pyarrow.string(), 2))
     view = words.cast(pyarrow.string_view())
-    table = pyarrow.table({"w": words, "d": words.dictionary_encode(), "l": lists, "c": chats, "f": fixed, "v": view})
+    table = pyarrow.table(
+        {"w": words, "d": words.dictionary_encode(), "l": lists, "c": chats, "f": fixed, "v": view}
+    )
     sizes = arrow.bytes_of_rows(table)
     assert sizes[0] == pytest.approx(100 * 3 + 100 + 300 + 10, abs=120)
     assert sizes[1] == pytest.approx(10 * 3 + 10, abs=120)
-    assert arrow.bytes_of_rows(table.slice(1, 2)).tolist() == sizes[1:3].tolist(), "a slice is the same rows"
+    assert arrow.bytes_of_rows(table.slice(1, 2)).tolist() == sizes[1:3].tolist(), (
+        "a slice is the same rows"
+    )
 
 
 # ---- the other readers ----
 
 
-def test_gzip_that_unfolds_beyond_measure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gzip_that_unfolds_beyond_measure_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(read, "_MANY_BYTES", 1 << 20)
     monkeypatch.setattr(read, "MAX_ROW_BYTES", 1000)
     for name, content in {
@@ -225,7 +274,9 @@ def test_gzip_that_unfolds_beyond_measure_is_refused(tmp_path: Path, monkeypatch
                 pass
 
 
-def test_a_csv_row_over_the_limit_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_csv_row_over_the_limit_is_one_bad_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(read, "MAX_ROW_BYTES", 1000)
     path = tmp_path / "a.csv"
     long = "x" * 2005
@@ -233,8 +284,10 @@ def test_a_csv_row_over_the_limit_is_one_bad_row(tmp_path: Path, monkeypatch: py
     rows = list(opened(path).rows())
     assert [row.line for row in rows] == [2, 3, 4, 5, 2006]
     assert [row.value for row in rows if isinstance(row, Row)] == [
-        {"text": "a", "label": "b"}, {"text": "d", "label": "e"}, {"text": "g", "label": "h"},
-    ]  # fmt: skip
+        {"text": "a", "label": "b"},
+        {"text": "d", "label": "e"},
+        {"text": "g", "label": "h"},
+    ]
     assert ["the limit is" in row.reason for row in rows if isinstance(row, BadRow)] == [True, True]
 
 
@@ -244,7 +297,9 @@ def test_a_large_row_of_a_json_document_is_a_bad_row(tmp_path: Path) -> None:
     assert [type(row) for row in opened(path).rows()] == [Row, BadRow]
 
 
-def test_memory_that_is_not_enough_is_that_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_enough_is_that_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.json"
     path.write_text('[{"text": "a"}]')
 
@@ -259,21 +314,33 @@ def test_memory_that_is_not_enough_is_that_of_this_machine(tmp_path: Path, monke
 
 
 def test_keys_that_an_object_lacks_are_not_learned_as_null(tmp_path: Path) -> None:
-    """Arrow gives every object of a column all keys that one of them has: calls of one tool get the arguments of another."""
+    """Arrow gives every object of a column all keys that one of them has: calls of one tool get the
+    arguments of another.
+    """
     calls = [{"city": "Ulm"}, {"a": 1, "b": 2}]
     rows = []
     for number, arguments in enumerate(calls):
         call = {"type": "function", "function": {"name": f"tool{number}", "arguments": arguments}}
-        properties = {key: {"type": "string", "enum": ["x"] if key == "city" else None} for key in arguments}
-        tool = {"type": "function", "function": {"name": f"tool{number}", "parameters": {"properties": properties}}}
-        turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        properties = {
+            key: {"type": "string", "enum": ["x"] if key == "city" else None} for key in arguments
+        }
+        tool = {
+            "type": "function",
+            "function": {"name": f"tool{number}", "parameters": {"properties": properties}},
+        }
+        turns = [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
         rows.append({"messages": turns, "tools": [tool]})
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     tokenizer = SimpleNamespace(
-        chat_template=DEFAULT_CHAT_TEMPLATE, special_tokens_map={"eos_token": "</s>"}, added_tokens=["</s>"],
+        chat_template=DEFAULT_CHAT_TEMPLATE,
+        special_tokens_map={"eos_token": "</s>"},
+        added_tokens=["</s>"],
         backend_tokenizer=None,
-    )  # fmt: skip
+    )
 
     def texts(version: int) -> list[str]:
         reader = SourceReader(opened(path), Recipe("causal-lm", 64, version=version), tokenizer)
@@ -287,7 +354,9 @@ def test_keys_that_an_object_lacks_are_not_learned_as_null(tmp_path: Path) -> No
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    table = pyarrow.Table.from_arrays(
+        [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]
+    )
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match="there are two columns `text`"):
         list(opened(tmp_path / "a.parquet").rows())

@@ -1,4 +1,6 @@
-"""Documents laid end to end against the same documents one by one and padded: losses, gradients, and what leaks."""
+"""Documents laid end to end against the same documents one by one and padded: losses, gradients,
+and what leaks.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,18 @@ from thinned import thinned
 
 CLOSE = 1e-5
 WINDOW = 5
-MAIN = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt_neox", "gpt2"]
+MAIN = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "gpt_neox",
+    "gpt2",
+]
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 OWN: dict[str, dict[str, Any]] = {
     "cohere2": SLIDING,
@@ -91,11 +104,15 @@ NO_DROPOUT = {
 def model_of(family: str, task: str = "causal-lm", seed: int = 0, **keys: Any) -> Any:
     """A tiny random model of a family, in training mode, with its library's own attention."""
     own = {**(GPT2 if family in ("gpt2", "gpt_bigcode") else {}), **OWN.get(family, {})}
-    config = AutoConfig.for_model(family, **{**COMMON, **NO_DROPOUT, **own, "num_labels": 3, **keys})
+    config = AutoConfig.for_model(
+        family, **{**COMMON, **NO_DROPOUT, **own, "num_labels": 3, **keys}
+    )
     auto = AutoModelForCausalLM if task == "causal-lm" else AutoModelForSequenceClassification
     torch.manual_seed(seed)
     model = auto.from_config(config, attn_implementation="eager" if family == "gemma2" else "sdpa")
-    for parameter in model.parameters():  # norms and biases too, and steep enough that attention is not an average
+    for parameter in (
+        model.parameters()
+    ):  # norms and biases too, and steep enough that attention is not an average
         parameter.data += torch.randn_like(parameter) * 0.1
     return model.train()
 
@@ -110,7 +127,8 @@ def some_lengths(seed: int) -> list[int]:
     """Random lengths with ones, repeats and neighbours of equal length."""
     draw = random.Random(seed)
     lengths = [
-        draw.choice([1, 2, WINDOW, draw.randint(1, 12), draw.randint(10, 30)]) for _ in range(draw.randint(2, 6))
+        draw.choice([1, 2, WINDOW, draw.randint(1, 12), draw.randint(10, 30)])
+        for _ in range(draw.randint(2, 6))
     ]
     return lengths + draw.choices(lengths, k=2) + [lengths[-1]] * draw.randint(0, 2)
 
@@ -127,7 +145,9 @@ def flat(model: Any, documents: list[Tensor]) -> dict[str, Any]:
 
 def flat_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
     """Losses of every predicted token, by document."""
-    logits = packed_logits(model, flat(model, documents), "causal-lm")[0].split([len(ids) for ids in documents])
+    logits = packed_logits(model, flat(model, documents), "causal-lm")[0].split(
+        [len(ids) for ids in documents]
+    )
     return [
         F.cross_entropy(rows[:-1].float(), ids[1:], reduction="none")
         for rows, ids in zip(logits, documents, strict=True)
@@ -137,7 +157,9 @@ def flat_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
 def padded_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
     """The same through one padded batch and transformers' attention."""
     rows = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=1)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in documents], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones_like(ids) for ids in documents], batch_first=True
+    )
     logits = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
     return [
         F.cross_entropy(row[: len(ids) - 1].float(), ids[1:], reduction="none")
@@ -163,7 +185,9 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float
     floor = 1e-3 * float(torch.stack([g.norm() for g in theirs.values()]).norm())
     assert floor > 0
     for name, gradient in theirs.items():
-        assert float((ours[name] - gradient).norm()) / max(float(gradient.norm()), floor) < close, name
+        assert float((ours[name] - gradient).norm()) / max(float(gradient.norm()), floor) < close, (
+            name
+        )
 
 
 def together(losses: list[Tensor]) -> Tensor:
@@ -175,7 +199,9 @@ def together(losses: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", MAIN)
-def test_flat_losses_and_gradients_are_those_of_documents_alone_and_padded(family: str, seed: int) -> None:
+def test_flat_losses_and_gradients_are_those_of_documents_alone_and_padded(
+    family: str, seed: int
+) -> None:
     model, documents = model_of(family, seed=seed), documents_of(some_lengths(seed), seed)
     assert can_go_packed(model, "causal-lm") is None
     alone, padded = single_losses(model, documents), padded_losses(model, documents)
@@ -204,7 +230,9 @@ def test_every_other_family_that_goes_flat_is_right(family: str) -> None:
 @pytest.mark.parametrize("family", [*sorted(ENCODERS), "llama", "gpt2", "gemma2"])
 def test_classification_reads_each_document_where_its_head_does(family: str, seed: int) -> None:
     model, lengths = model_of(family, "classification", seed), some_lengths(seed)
-    documents = documents_of([*lengths, 40, 40], seed)  # longer together than the model has positions
+    documents = documents_of(
+        [*lengths, 40, 40], seed
+    )  # longer together than the model has positions
     labels = torch.arange(len(documents)) % 3
     assert can_go_packed(model, "classification") is None
     alone = torch.cat([model(input_ids=ids[None]).logits for ids in documents])
@@ -221,10 +249,14 @@ def test_the_last_layer_of_an_encoder_is_computed_for_the_tokens_that_are_read(f
     go_packed(model)
     body = getattr(model, model.base_model_prefix)
     seen: list[int] = []
-    body.encoder.layer[-1].intermediate.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    body.encoder.layer[-1].intermediate.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].shape[1])
+    )
     found = []
     for reads_first in (True, False):
-        scores = packed_logits(model, flat(model, documents), "classification", reads_first=reads_first)
+        scores = packed_logits(
+            model, flat(model, documents), "classification", reads_first=reads_first
+        )
         found.append((scores, gradients(model, scores.sum())))
     assert seen == [4, 32]
     torch.testing.assert_close(found[0][0], found[1][0], rtol=CLOSE, atol=CLOSE)
@@ -242,7 +274,9 @@ def test_plan_and_receipt_count_the_last_layer_of_an_encoder_for_the_tokens_that
     model, lengths = model_of(family, "classification"), [12] * 4
     go_packed(model)
     batch = flat(model, documents_of(lengths))
-    batch["documents"] = replace(batch["documents"], may_be_short=False)  # a CPU's own way, in fp32 alone
+    batch["documents"] = replace(
+        batch["documents"], may_be_short=False
+    )  # a CPU's own way, in fp32 alone
     with FlopCounterMode(display=False) as counter:
         packed_logits(model, batch, "classification").sum().backward()
     counted = {str(kind): n for kind, n in counter.get_flop_counts()["Global"].items()}
@@ -268,12 +302,18 @@ def test_a_head_that_reads_the_last_token_passes_over_padding_in_the_text() -> N
     alone = torch.cat([model(input_ids=ids[None]).logits for ids in documents])
     go_packed(model)
     torch.testing.assert_close(
-        packed_logits(model, flat(model, documents), "classification"), alone, rtol=CLOSE, atol=CLOSE
+        packed_logits(model, flat(model, documents), "classification"),
+        alone,
+        rtol=CLOSE,
+        atol=CLOSE,
     )
 
 
 def test_positions_begin_after_the_padding_index_where_the_family_does_so() -> None:
-    assert [first_position(model_of(family, "classification").config) for family in ("bert", "roberta", "llama")] == [
+    assert [
+        first_position(model_of(family, "classification").config)
+        for family in ("bert", "roberta", "llama")
+    ] == [
         0,
         2,
         0,
@@ -345,7 +385,9 @@ def test_adapters_train_alike(family: str, every: int) -> None:
 
 
 def test_an_adapter_and_its_new_head_train_alike_on_an_encoder() -> None:
-    model = add_adapter(model_of("roberta", "classification"), Adapter(r=4), "classification", seed=0)
+    model = add_adapter(
+        model_of("roberta", "classification"), Adapter(r=4), "classification", seed=0
+    )
     documents, labels = documents_of([7, 1, 12, 12]), torch.tensor([0, 1, 2, 0])
     alone = torch.cat([model(input_ids=ids[None]).logits for ids in documents])
     theirs = gradients(model, F.cross_entropy(alone, labels, reduction="sum"))
@@ -408,7 +450,9 @@ def test_boundaries_and_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPa
 
 
 class Waits(TorchDispatchMode):
-    """Counts what would make a processor wait for its GPU: values that come back, and shapes that follow from values."""
+    """Counts what would make a processor wait for its GPU: values that come back, and shapes that
+    follow from values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,14 +462,24 @@ class Waits(TorchDispatchMode):
         """Run it, and count it if it waits."""
         self.n += any(
             name in str(func)
-            for name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "aten::equal")
+            for name in (
+                "_local_scalar_dense",
+                "nonzero",
+                "masked_select",
+                "is_nonzero",
+                "aten::equal",
+            )
         )
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
     ("family", "task"),
-    [*((family, "causal-lm") for family in MAIN), ("bert", "classification"), ("llama", "classification")],
+    [
+        *((family, "causal-lm") for family in MAIN),
+        ("bert", "classification"),
+        ("llama", "classification"),
+    ],
 )
 def test_a_flat_forward_pass_never_waits_for_the_device(family: str, task: str) -> None:
     model = model_of(family, task)
@@ -443,7 +497,14 @@ def test_a_flat_forward_pass_never_waits_for_the_device(family: str, task: str) 
 
 
 def formula(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, causal: bool, window: int | None, cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    *,
+    causal: bool,
+    window: int | None,
+    cap: float | None,
 ) -> Tensor:
     """Attention with one dense mask over the whole batch: [1, T, H, D]."""
     owner = torch.cat([torch.full((length,), index) for index, length in enumerate(lengths)])
@@ -475,7 +536,14 @@ def heads(n_tokens: int, seed: int = 0, n_batch: int = 1) -> list[Tensor]:
     return [torch.randn(n_batch, n, n_tokens, 16, requires_grad=True) for n in (4, 2, 2)]
 
 
-WAYS = [(True, None, None), (False, None, None), (True, 3, None), (True, 1, None), (True, 100, None), (True, None, 1.5)]
+WAYS = [
+    (True, None, None),
+    (False, None, None),
+    (True, 3, None),
+    (True, 1, None),
+    (True, 100, None),
+    (True, None, 1.5),
+]
 WAYS += [(True, 3, 1.5), (False, None, 1.5)]
 
 
@@ -483,26 +551,42 @@ WAYS += [(True, 3, 1.5), (False, None, 1.5)]
 @pytest.mark.parametrize("kernel", ["documents", "padded", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_kernels_follow_the_formula(
-    kernel: str, causal: bool, window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
+    kernel: str,
+    causal: bool,
+    window: int | None,
+    cap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: kernel)
-    monkeypatch.setattr(attention_kernels, "_flex", lambda: flex_attention)  # not compiled, as it runs on a CPU
+    monkeypatch.setattr(
+        attention_kernels, "_flex", lambda: flex_attention
+    )  # not compiled, as it runs on a CPU
     for lengths in ([1, 4, 4, 2, 1, 9], [6], [1, 1, 1]):
         q, k, v = heads(sum(lengths))
         documents = Documents.of(lengths)
         theirs = formula(q, k, v, lengths, causal=causal, window=window, cap=cap)
-        inputs = (q.detach(), k.detach(), v.detach()) if kernel == "flex" else (q, k, v)  # flex: forward only on a CPU
+        inputs = (
+            (q.detach(), k.detach(), v.detach()) if kernel == "flex" else (q, k, v)
+        )  # flex: forward only on a CPU
         ours, weights = attend(
-            Layer(), *inputs, None, sliding_window=window, softcap=cap, is_causal=causal, documents=documents
+            Layer(),
+            *inputs,
+            None,
+            sliding_window=window,
+            softcap=cap,
+            is_causal=causal,
+            documents=documents,
         )
         assert weights is None
         torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
         if ours.requires_grad:
             weight = torch.randn_like(theirs)
             found = torch.autograd.grad((ours * weight).sum(), (q, k, v))
-            for one, other in zip(found, torch.autograd.grad((theirs * weight).sum(), (q, k, v)), strict=True):
+            for one, other in zip(
+                found, torch.autograd.grad((theirs * weight).sum(), (q, k, v)), strict=True
+            ):
                 torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
 
 
@@ -515,13 +599,24 @@ def test_no_kernel_drops_a_bias(kernel: str, causal: bool, monkeypatch: pytest.M
     bias = torch.randn(1, 4, 9, 9)
     hides = torch.full((9, 9), -torch.inf).triu(1) if causal else torch.zeros(9, 9)
     ours, _ = attend(
-        Layer(), q, k, v, None, is_causal=causal, position_bias=bias + hides, documents=Documents.of(lengths)
+        Layer(),
+        q,
+        k,
+        v,
+        None,
+        is_causal=causal,
+        position_bias=bias + hides,
+        documents=Documents.of(lengths),
     )
     parts = zip(*(each.split(lengths, 2) for each in (q, k, v)), lengths, strict=True)
-    theirs = torch.cat([
-        (q @ k.repeat_interleave(2, 1).mT * 16**-0.5 + (bias + hides)[..., :n, :n]).softmax(-1) @ v.repeat_interleave(2, 1)
-        for q, k, v, n in parts
-    ], 2)  # fmt: skip
+    theirs = torch.cat(
+        [
+            (q @ k.repeat_interleave(2, 1).mT * 16**-0.5 + (bias + hides)[..., :n, :n]).softmax(-1)
+            @ v.repeat_interleave(2, 1)
+            for q, k, v, n in parts
+        ],
+        2,
+    )
     torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=CLOSE, atol=CLOSE)
 
 
@@ -537,13 +632,18 @@ def test_dropped_weights_are_the_same_in_expectation(cap: float | None) -> None:
     documents = Documents.of([4, 3])
     exact = attend(Layer(), q, k, v, None, softcap=cap, documents=documents)[0]
     torch.manual_seed(0)
-    draws = [attend(Layer(), q, k, v, None, dropout=0.5, softcap=cap, documents=documents)[0] for _ in range(1000)]
+    draws = [
+        attend(Layer(), q, k, v, None, dropout=0.5, softcap=cap, documents=documents)[0]
+        for _ in range(1000)
+    ]
     assert not torch.equal(draws[0], draws[1])
     torch.testing.assert_close(torch.stack(draws).mean(0), exact, rtol=0, atol=0.25)
 
 
 @pytest.mark.parametrize(("family", "task"), [("gpt2", "causal-lm"), ("bert", "classification")])
-def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(family: str, task: str) -> None:
+def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(
+    family: str, task: str
+) -> None:
     drops = {"attn_pdrop": 0.2, "attention_probs_dropout_prob": 0.2}
     model, documents = model_of(family, task, **drops), documents_of([7, 1, 12, 12])
     model.eval()
@@ -568,7 +668,13 @@ def fake_varlen(new: bool, said: dict[str, Any]) -> Callable[..., Tensor]:
     """A stand-in with the parameters of a newer or an older torch, which answers by the formula."""
 
     def answer(
-        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, causal: bool, window: tuple[int, int]
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor,
+        scale: float,
+        causal: bool,
+        window: tuple[int, int],
     ) -> Tensor:
         assert bounds.dtype == torch.int32
         q = q * scale * q.shape[-1] ** 0.5
@@ -591,7 +697,12 @@ def fake_varlen(new: bool, said: dict[str, Any]) -> Callable[..., Tensor]:
             window_size: tuple[int, int] = (-1, -1),
             enable_gqa: bool = False,
         ) -> Tensor:
-            said.update(window_size=window_size, enable_gqa=enable_gqa, max=(max_q, max_k), heads=key.shape[1])
+            said.update(
+                window_size=window_size,
+                enable_gqa=enable_gqa,
+                max=(max_q, max_k),
+                heads=key.shape[1],
+            )
             assert cu_seq_k is cu_seq_q
             assert scale is not None
             return answer(query, key, value, cu_seq_q, scale, window_size[1] == 0, window_size)
@@ -617,7 +728,13 @@ def fake_varlen(new: bool, said: dict[str, Any]) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize(
     ("new", "window", "causal"),
-    [(True, None, True), (True, None, False), (True, 3, True), (False, None, True), (False, None, False)],
+    [
+        (True, None, True),
+        (True, None, False),
+        (True, 3, True),
+        (False, None, True),
+        (False, None, False),
+    ],
 )
 def test_varlen_is_called_as_its_version_wants(
     new: bool, window: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch
@@ -629,7 +746,15 @@ def test_varlen_is_called_as_its_version_wants(
     lengths = [1, 4, 4, 9]
     q, k, v = heads(sum(lengths))
     ours = attend(
-        Layer(), q, k, v, None, scaling=0.3, sliding_window=window, is_causal=causal, documents=Documents.of(lengths)
+        Layer(),
+        q,
+        k,
+        v,
+        None,
+        scaling=0.3,
+        sliding_window=window,
+        is_causal=causal,
+        documents=Documents.of(lengths),
     )[0]
     theirs = formula(q * 0.3 * 4, k, v, lengths, causal=causal, window=window, cap=None)
     torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
@@ -645,7 +770,9 @@ def test_varlen_is_called_as_its_version_wants(
         assert said["heads"] == 2
 
 
-def test_flash_attention_is_told_of_windows_caps_and_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_is_told_of_windows_caps_and_dropout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: dict[str, Any] = {}
 
     def fake(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
@@ -655,10 +782,18 @@ def test_flash_attention_is_told_of_windows_caps_and_dropout(monkeypatch: pytest
     monkeypatch.setattr(attention_kernels, "_flash", lambda: fake)
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: "flash")
     documents = Documents.of([1, 4, 9])
-    out, _ = attend(Layer(), *heads(14), None, 0.1, 0.3, sliding_window=3, softcap=1.5, documents=documents)
+    out, _ = attend(
+        Layer(), *heads(14), None, 0.1, 0.3, sliding_window=3, softcap=1.5, documents=documents
+    )
     assert out.shape == (1, 14, 4, 16)
     assert said.pop("bounds") == (documents.bounds, documents.bounds, 9, 9)
-    assert said == {"dropout_p": 0.1, "softmax_scale": 0.3, "causal": True, "window_size": (2, 0), "softcap": 1.5}
+    assert said == {
+        "dropout_p": 0.1,
+        "softmax_scale": 0.3,
+        "causal": True,
+        "window_size": (2, 0),
+        "softcap": 1.5,
+    }
 
 
 def test_the_varlen_of_this_torch_has_parameters_we_know() -> None:
@@ -679,11 +814,15 @@ def test_padded_batches_and_generation_stay_what_they_were(family: str) -> None:
 
     def written() -> list[int]:
         mask = torch.ones_like(prompt)
-        return model.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False).tolist()[0]  # type: ignore[no-any-return]
+        return model.generate(
+            prompt, attention_mask=mask, max_new_tokens=8, do_sample=False
+        ).tolist()[0]  # type: ignore[no-any-return]
 
     before, text = torch.cat(padded_losses(model, documents)), written()
     go_packed(model)
-    torch.testing.assert_close(torch.cat(padded_losses(model, documents)), before, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(
+        torch.cat(padded_losses(model, documents)), before, rtol=CLOSE, atol=CLOSE
+    )
     assert written() == text
 
 
@@ -694,7 +833,9 @@ def test_padded_encoders_stay_what_they_were() -> None:
     mask[1, 4:] = 0
     before = model(input_ids=ids, attention_mask=mask).logits
     go_packed(model)
-    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, before, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(
+        model(input_ids=ids, attention_mask=mask).logits, before, rtol=CLOSE, atol=CLOSE
+    )
 
 
 def test_a_saved_model_knows_nothing_of_the_entry(tmp_path: Path) -> None:
@@ -706,13 +847,21 @@ def test_a_saved_model_knows_nothing_of_the_entry(tmp_path: Path) -> None:
 
 
 def test_models_that_must_stay_padded_say_why() -> None:
-    longt5 = AutoConfig.for_model("longt5", d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)
+    longt5 = AutoConfig.for_model(
+        "longt5", d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=20
+    )
     from transformers import AutoModelForSeq2SeqLM, BloomForCausalLM, StableLmForCausalLM
 
-    assert "not among the families" in str(can_go_packed(AutoModelForSeq2SeqLM.from_config(longt5), "seq2seq"))
-    bloom = BloomForCausalLM(AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=20))
+    assert "not among the families" in str(
+        can_go_packed(AutoModelForSeq2SeqLM.from_config(longt5), "seq2seq")
+    )
+    bloom = BloomForCausalLM(
+        AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=20)
+    )
     assert "ALiBi" in str(can_go_packed(bloom, "causal-lm"))
-    stable = StableLmForCausalLM(AutoConfig.for_model("stablelm", **{**COMMON, "num_key_value_heads": 4}))
+    stable = StableLmForCausalLM(
+        AutoConfig.for_model("stablelm", **{**COMMON, "num_key_value_heads": 4})
+    )
     assert "not among" in str(can_go_packed(stable, "causal-lm"))
     llama = model_of("llama")
     assert "not among the families" in str(can_go_packed(llama, "seq2seq"))

@@ -1,4 +1,6 @@
-"""Which kernel attends, over the whole table; how documents are padded; and what kernels are told where bits must repeat."""
+"""Which kernel attends, over the whole table; how documents are padded; and what kernels are told
+where bits must repeat.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ A100, H100, T4, RTX = (8, 0), (9, 0), (7, 5), (8, 9)
 FULL = {"varlen": VARLEN[2, 12], "flash": FLASH_ATTN, "has_flex": True}
 
 
-def chosen(capability: tuple[int, int] = H100, here: dict[str, Any] | None = None, **asked: Any) -> str:
+def chosen(
+    capability: tuple[int, int] = H100, here: dict[str, Any] | None = None, **asked: Any
+) -> str:
     """The kernel for bf16 heads of 64, unless said otherwise."""
     machine = Machine("cuda", capability, **(FULL if here is None else here))
     return choose(Asked(**{"dtype": "bf16", "head_size": 64, **asked}), machine).kernel
@@ -41,11 +45,20 @@ def chosen(capability: tuple[int, int] = H100, here: dict[str, Any] | None = Non
 
 def test_a_cpu_takes_documents_by_runs() -> None:
     for dtype, has_dropout in itertools.product(("fp32", "bf16"), (False, True)):
-        assert choose(Asked(dtype, 64, has_dropout=has_dropout), Machine("cpu")).kernel == "documents"
+        assert (
+            choose(Asked(dtype, 64, has_dropout=has_dropout), Machine("cpu")).kernel == "documents"
+        )
 
 
 def test_kernels_are_chosen_by_what_they_can_do() -> None:
-    assert chosen() == chosen(has_window=True) == chosen(A100) == chosen(RTX) == chosen(dtype="fp16") == "varlen"
+    assert (
+        chosen()
+        == chosen(has_window=True)
+        == chosen(A100)
+        == chosen(RTX)
+        == chosen(dtype="fp16")
+        == "varlen"
+    )
     assert chosen(has_dropout=True) == chosen(has_softcap=True) == "flash"
     assert chosen(dtype="fp32") == chosen(head_size=20) == "flex"
     assert chosen(dtype="fp32", has_dropout=True) == chosen(dtype="fp32", head_size=128) == "padded"
@@ -60,7 +73,13 @@ def test_before_ampere_documents_are_padded_whatever_is_asked() -> None:
     for capability, dtype, size, window, cap, dropout in itertools.product(
         (T4, (7, 0), (6, 1)), ("fp32", "fp16"), (64, 256), *[(False, True)] * 3
     ):
-        asked = {"dtype": dtype, "head_size": size, "has_window": window, "has_softcap": cap, "has_dropout": dropout}
+        asked = {
+            "dtype": dtype,
+            "head_size": size,
+            "has_window": window,
+            "has_softcap": cap,
+            "has_dropout": dropout,
+        }
         assert chosen(capability, **asked) == "padded"
 
 
@@ -92,7 +111,9 @@ def test_where_bits_must_repeat_no_kernel_is_taken_that_does_not_promise_it() ->
     assert chosen(here=exact) == "varlen"
     assert chosen(here=exact, has_softcap=True) == chosen(here=exact, has_dropout=True) == "flash"
     assert chosen(here=exact, dtype="fp32") == "padded"
-    assert chosen(here=exact | {"flash": FLASH_ATTN - {"deterministic"}}, has_dropout=True) == "padded"
+    assert (
+        chosen(here=exact | {"flash": FLASH_ATTN - {"deterministic"}}, has_dropout=True) == "padded"
+    )
 
 
 def test_every_case_of_the_table_has_a_kernel_that_can_do_it() -> None:
@@ -110,7 +131,8 @@ def test_every_case_of_the_table_has_a_kernel_that_can_do_it() -> None:
     seen = set()
     for capability, varlen, flash, has_flex, exact, dtype, size, window, cap, dropout in cases:
         choice = choose(
-            Asked(dtype, size, window, cap, dropout), Machine("cuda", capability, varlen, flash, has_flex, exact)
+            Asked(dtype, size, window, cap, dropout),
+            Machine("cuda", capability, varlen, flash, has_flex, exact),
         )
         seen.add(choice.kernel)
         names = [name for name, _ in choice.passed_over]
@@ -155,10 +177,14 @@ def test_what_is_known_of_torch_is_true_of_the_one_installed() -> None:
     assert parameters & relevant == varlen_of((version[0], version[1]))
 
 
-def test_what_is_asked_is_read_off_the_tensors_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_is_read_off_the_tensors_and_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[Asked] = []
     monkeypatch.setattr(
-        attention_kernels, "choose", lambda asked, machine: made.append(asked) or choose(asked, machine)
+        attention_kernels,
+        "choose",
+        lambda asked, machine: made.append(asked) or choose(asked, machine),
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: A100)
     monkeypatch.setattr(attention_kernels, "_flash", lambda: None)
@@ -182,7 +208,9 @@ def test_what_is_asked_is_read_off_the_tensors_and_the_machine(monkeypatch: pyte
 
 def cost_of(groups: list[tuple[int, int, int]], width: int) -> float:
     """Of groups (documents, tokens, keys), by the formula."""
-    return sum(CALL_FLOPS + FLOPS_PER_SCORE * width * n * tokens * keys for n, tokens, keys in groups)
+    return sum(
+        CALL_FLOPS + FLOPS_PER_SCORE * width * n * tokens * keys for n, tokens, keys in groups
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -191,7 +219,9 @@ def test_every_document_is_in_one_group_that_is_long_enough(seed: int) -> None:
     lengths = [draw.choice([1, 9, draw.randint(1, 2000)]) for _ in range(draw.randint(1, 60))]
     keys = [length + draw.choice([0, 0, 50, 700]) for length in lengths]
     groups = padded_groups(lengths, keys, draw.choice([64, 768, 8192]))
-    assert sorted(number for group in groups for number in group.documents) == list(range(len(lengths)))
+    assert sorted(number for group in groups for number in group.documents) == list(
+        range(len(lengths))
+    )
     for group in groups:
         own, seen = ({of[number] for number in group.documents} for of in (lengths, keys))
         assert (group.n_tokens, group.n_keys) == (max(own), max(seen))
@@ -201,10 +231,18 @@ def test_every_document_is_in_one_group_that_is_long_enough(seed: int) -> None:
 def test_groups_cost_no_more_than_any_other_stretches_of_the_sorted_documents() -> None:
     lengths = [10, 900, 30, 410, 400, 10, 1800, 950]
     for width in (64, 768, 4096):
-        found = [(len(g.documents), g.n_tokens, g.n_keys) for g in padded_groups(lengths, lengths, width)]
+        found = [
+            (len(g.documents), g.n_tokens, g.n_keys) for g in padded_groups(lengths, lengths, width)
+        ]
         ordered = sorted(lengths)
         best = min(
-            cost_of([(j - i, ordered[j - 1], ordered[j - 1]) for i, j in itertools.pairwise([0, *cuts, 8])], width)
+            cost_of(
+                [
+                    (j - i, ordered[j - 1], ordered[j - 1])
+                    for i, j in itertools.pairwise([0, *cuts, 8])
+                ],
+                width,
+            )
             for n in range(8)
             for cuts in itertools.combinations(range(1, 8), n)
         )
@@ -229,7 +267,9 @@ def test_padding_gets_no_gradient_and_gives_none() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_dropped_weights_of_padded_documents_are_the_same_in_expectation(causal: bool, cap: float | None) -> None:
+def test_dropped_weights_of_padded_documents_are_the_same_in_expectation(
+    causal: bool, cap: float | None
+) -> None:
     q, k, v = (tensor.detach()[0].transpose(0, 1) for tensor in heads(11))
     documents = Documents.of([4, 3, 3, 1])
     exact = KERNELS["documents"](q, k, v, documents, How(causal, 0.25, softcap=cap))
@@ -263,7 +303,9 @@ def test_a_micro_batch_with_dropout_takes_few_calls(monkeypatch: pytest.MonkeyPa
 # ---- bits that repeat ----
 
 
-def test_flash_attention_is_deterministic_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_is_deterministic_where_that_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[dict[str, Any]] = []
 
     def fake(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
@@ -274,6 +316,8 @@ def test_flash_attention_is_deterministic_where_that_is_asked(monkeypatch: pytes
     monkeypatch.setattr(attention_kernels, "_flash", makes)
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: "flash")
     for is_exact in (False, True):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda is_exact=is_exact: is_exact)
+        monkeypatch.setattr(
+            torch, "are_deterministic_algorithms_enabled", lambda is_exact=is_exact: is_exact
+        )
         attend(Layer(), *heads(5), None, documents=Documents.of([2, 3]))
     assert [options.get("deterministic", False) for options in said] == [False, True]

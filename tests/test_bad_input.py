@@ -1,4 +1,6 @@
-"""Bad input through the front door: exit code 2, the place, what to do, no traceback, and nothing left behind."""
+"""Bad input through the front door: exit code 2, the place, what to do, no traceback, and nothing
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from farthing.tiny import demo_rows, write_jsonl
 from thinned import thinned
 
 ROWS = demo_rows(24)
-LABELLED = [{"text": f"the {word} number {i}", "label": word} for i in range(8) for word in ("apple", "storm")]
+LABELLED = [
+    {"text": f"the {word} number {i}", "label": word}
+    for i in range(8)
+    for word in ("apple", "storm")
+]
 
 
 @dataclass
@@ -76,11 +82,18 @@ class Desk:
     def line_of(self, key: str) -> int:
         """The line a key stands on."""
         lines = (self.folder / "job.yaml").read_text().splitlines()
-        return 1 + next(number for number, line in enumerate(lines) if line.strip().startswith(f"{key}:"))
+        return 1 + next(
+            number for number, line in enumerate(lines) if line.strip().startswith(f"{key}:")
+        )
 
 
 @pytest.fixture
-def desk(tmp_path: Path, tiny_folders: dict[str, Path], with_weights: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+def desk(
+    tmp_path: Path,
+    tiny_folders: dict[str, Path],
+    with_weights: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Desk:
     monkeypatch.chdir(tmp_path)
     return Desk(tmp_path, tiny_folders, with_weights)
 
@@ -199,7 +212,9 @@ def missing_shard(desk: Desk) -> None:
         "model.embed_tokens.weight": "model-00001-of-00002.safetensors",
         "lm_head.weight": "model-00002-of-00002.safetensors",
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": shards})
+    )
 
 
 def config_that_is_no_json(desk: Desk) -> None:
@@ -274,7 +289,9 @@ def template_that_is_not_there(desk: Desk) -> None:
 
 def template_with_a_mistake(desk: Desk) -> None:
     desk.bytes(b"{% for m in messages %}", "chat.jinja")
-    desk.rows([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+    desk.rows(
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    )
     desk.set("data", chat_template="chat.jinja")
 
 
@@ -297,48 +314,106 @@ BAD = [
     (misspelt_key, ["job.yaml:{lerning_rate}: unknown key", "did you mean `learning_rate`?"]),
     (wrong_type, ["job.yaml:{seed}: `train.seed` can't be 'many'", "a whole number"]),
     (missing_data_file, ["trian.jsonl: no such file", "did you mean", "train.jsonl?"]),
-    (missing_column, ["train.jsonl: the columns (left, right)", "data.columns: {{prompt: left, completion: right}}"]),
+    (
+        missing_column,
+        [
+            "train.jsonl: the columns (left, right)",
+            "data.columns: {{prompt: left, completion: right}}",
+        ],
+    ),
     (missing_mapped_column, ["train.jsonl: no column `question`", "there are: completion, prompt"]),
     (
         too_many_bad_rows,
-        ["train.jsonl:2: invalid JSON at column 10: Expecting value", "1 of 3 rows", "data.max_bad_rows: 0.34"],
+        [
+            "train.jsonl:2: invalid JSON at column 10: Expecting value",
+            "1 of 3 rows",
+            "data.max_bad_rows: 0.34",
+        ],
     ),
     (invalid_utf8, ["train.jsonl:1: invalid UTF-8 at byte 13", "correct these rows"]),
     (empty_file, ["train.jsonl: the file is empty", "check how"]),
     (blank_file, ["train.jsonl: no rows", "check how"]),
-    (row_of_50_megabytes, ["train.jsonl:2: a row of 47.7 MiB; the limit is 9.5 MiB", "correct these rows"]),
-    (every_target_masked, ["train.jsonl: nothing to learn: every target is masked", "raise data.max_length"]),
+    (
+        row_of_50_megabytes,
+        ["train.jsonl:2: a row of 47.7 MiB; the limit is 9.5 MiB", "correct these rows"],
+    ),
+    (
+        every_target_masked,
+        ["train.jsonl: nothing to learn: every target is masked", "raise data.max_length"],
+    ),
     (row_too_long, ["train.jsonl:2: longer than max_length 64", "data.too_long"]),
-    (label_never_seen, ["eval.jsonl:4: label 'music' is never seen in training", "data.max_bad_rows"]),
-    (longer_than_positions, ["max_length 4096 is more than the model's 2048 positions", "data.max_length: 2048"]),
+    (
+        label_never_seen,
+        ["eval.jsonl:4: label 'music' is never seen in training", "data.max_bad_rows"],
+    ),
+    (
+        longer_than_positions,
+        ["max_length 4096 is more than the model's 2048 positions", "data.max_length: 2048"],
+    ),
     (folder_without_tokenizer, ["/model: no tokenizer in the", "model.tokenizer_name_or_path"]),
     (folder_without_weights, ["/model: no weights (*.safetensors)", "model.init: random"]),
     (folder_that_is_not_there, ["/no-such-model: no such folder", "check model"]),
-    (weights_as_a_pickle, ["/model: weights only as a pickle (pytorch_model.bin)", "convert them to safetensors"]),
+    (
+        weights_as_a_pickle,
+        ["/model: weights only as a pickle (pytorch_model.bin)", "convert them to safetensors"],
+    ),
     (damaged_weights, ["/model: can't be loaded for causal-lm", "to do:"]),
-    (missing_shard, ["/model: can't be loaded for causal-lm", "model-00002-of-00002.safetensors", "to do:"]),
+    (
+        missing_shard,
+        ["/model: can't be loaded for causal-lm", "model-00002-of-00002.safetensors", "to do:"],
+    ),
     (config_that_is_no_json, ["/model: the model's configuration can't be loaded", "to do:"]),
-    (tokenizer_larger_than_the_model, ["/model: the tokenizer has", "the model embeds 100", "model's own tokenizer"]),
+    (
+        tokenizer_larger_than_the_model,
+        ["/model: the tokenizer has", "the model embeds 100", "model's own tokenizer"],
+    ),
     (attention_that_is_not_installed, ["lashAttention", "leave model.attn_implementation out"]),
     (attention_that_nobody_knows, ["fast", "leave model.attn_implementation out"]),
-    (hub_model_without_network, ["some-org/some-model: the model's configuration", "check the name or the network"]),
-    (hub_data_without_network, ["some-org/some-data: neither a local file nor a data set", "the network"]),
-    (metric_of_another_task, ["job.yaml:{metric_for_best_model}: `rouge` is not measured", "loss, perplexity"]),
+    (
+        hub_model_without_network,
+        ["some-org/some-model: the model's configuration", "check the name or the network"],
+    ),
+    (
+        hub_data_without_network,
+        ["some-org/some-data: neither a local file nor a data set", "the network"],
+    ),
+    (
+        metric_of_another_task,
+        ["job.yaml:{metric_for_best_model}: `rouge` is not measured", "loss, perplexity"],
+    ),
     (fp16_on_a_cpu, ["train.fp16: fp16 on a CPU", "leave it out"]),
-    (qlora_without_bitsandbytes, ["method: qlora: ", "bitsandbytes", "pip install 'farthing[gpu]'"]),
+    (
+        qlora_without_bitsandbytes,
+        ["method: qlora: ", "bitsandbytes", "pip install 'farthing[gpu]'"],
+    ),
     (optimizer_without_bitsandbytes, ["adamw_8bit", "bitsandbytes", "pip install 'farthing[gpu]'"]),
-    (code_of_others_unpinned, ["job.yaml:{trust_remote_code}: trust_remote_code", "full commit (40 hex digits)"]),
+    (
+        code_of_others_unpinned,
+        ["job.yaml:{trust_remote_code}: trust_remote_code", "full commit (40 hex digits)"],
+    ),
     (unknown_target_modules, ["method.target_modules: no adapter", "all-linear", "q_proj"]),
     (no_cuda, ["where.device: no CUDA GPU", "where.device: auto"]),
-    (gpu_by_its_number, ["job.yaml:{device}: `where.device` can't be 'cuda:1'", "CUDA_VISIBLE_DEVICES"]),
+    (
+        gpu_by_its_number,
+        ["job.yaml:{device}: `where.device` can't be 'cuda:1'", "CUDA_VISIBLE_DEVICES"],
+    ),
     (output_is_a_file, ["/run: the run folder can't be made", "another output_dir"]),
     (cache_is_a_file, ["/cache: the token cache can't be written", "set cache_dir"]),
-    (template_that_is_not_there, ["chat.jinja: the chat template can't be read", "data.chat_template"]),
+    (
+        template_that_is_not_there,
+        ["chat.jinja: the chat template can't be read", "data.chat_template"],
+    ),
     (
         template_with_a_mistake,
-        ["train.jsonl:1: the chat template refuses it", "to do: correct these rows: none can be used"],
+        [
+            "train.jsonl:1: the chat template refuses it",
+            "to do: correct these rows: none can be used",
+        ],
     ),
-    (columns_of_another_task, ["train.jsonl: the columns (label, left)", "{{text: left, label: label}}"]),
+    (
+        columns_of_another_task,
+        ["train.jsonl: the columns (label, left)", "{{text: left, label: label}}"],
+    ),
     (seq2seq_with_a_causal_model, ["can't be loaded for seq2seq", "task"]),
     (nothing_left_to_hold_out, ["train.jsonl: too few distinct inputs", "data.eval"]),
 ]
@@ -361,7 +436,9 @@ def test_bad_input_is_refused_with_its_place_and_what_to_do(
     assert said.err.startswith("farthing: ")
     assert "Traceback" not in said.out + said.err
     for word in words:
-        expected = re.sub(r"\{(\w+)\}", lambda match: str(desk.line_of(match[1])), word.replace("{{", "\0"))
+        expected = re.sub(
+            r"\{(\w+)\}", lambda match: str(desk.line_of(match[1])), word.replace("{{", "\0")
+        )
         assert expected.replace("\0", "{").replace("}}", "}") in said.err, said.err
     assert left_behind(desk.folder / "run") == set()
 
@@ -370,11 +447,15 @@ def left_behind(folder: Path) -> set[str]:
     """Checkpoints and models in a run folder."""
     if not folder.is_dir():
         return set()
-    found = {path.name for path in folder.rglob("*.safetensors")} | {path.name for path in folder.glob("model*")}
+    found = {path.name for path in folder.rglob("*.safetensors")} | {
+        path.name for path in folder.glob("model*")
+    }
     return found | {path.name for path in folder.glob("checkpoints/*") if path.is_dir()}
 
 
-def test_a_missing_job_file_is_refused_with_the_nearest_name(desk: Desk, run: Callable[..., Said]) -> None:
+def test_a_missing_job_file_is_refused_with_the_nearest_name(
+    desk: Desk, run: Callable[..., Said]
+) -> None:
     desk.job()
     said = run(job="jbo.yaml")
     assert said.code == 2
@@ -382,7 +463,9 @@ def test_a_missing_job_file_is_refused_with_the_nearest_name(desk: Desk, run: Ca
     assert "did you mean job.yaml?" in said.err
 
 
-def test_the_words_of_a_refusal_are_there_for_programs_too(desk: Desk, run: Callable[..., Said]) -> None:
+def test_the_words_of_a_refusal_are_there_for_programs_too(
+    desk: Desk, run: Callable[..., Said]
+) -> None:
     desk.set("data", train="trian.jsonl")
     said = run("--json")
     answer = json.loads(said.out)
@@ -395,7 +478,9 @@ def test_a_full_disk_is_refused_before_the_first_step(
     desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(desk.folder)
-    monkeypatch.setattr(farthing.train.saver.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(
+        farthing.train.saver.shutil, "disk_usage", lambda path: usage._replace(free=1000)
+    )
     said = run()
     assert said.code == 2
     assert "1000 B are free" in said.err
@@ -434,12 +519,21 @@ def fewer_rows_than_a_batch(desk: Desk) -> None:
 @pytest.mark.parametrize(
     "odd",
     thinned(
-        [byte_order_mark, windows_line_ends, blank_lines, no_last_line_end, duplicate_inputs, fewer_rows_than_a_batch],
+        [
+            byte_order_mark,
+            windows_line_ends,
+            blank_lines,
+            no_last_line_end,
+            duplicate_inputs,
+            fewer_rows_than_a_batch,
+        ],
         3,
     ),
     ids=lambda odd: odd.__name__,
 )
-def test_odd_but_honest_input_trains(desk: Desk, run: Callable[..., Said], odd: Callable[[Desk], None]) -> None:
+def test_odd_but_honest_input_trains(
+    desk: Desk, run: Callable[..., Said], odd: Callable[[Desk], None]
+) -> None:
     odd(desk)
     said = run("--json")
     assert said.code == 0, said.err
@@ -448,9 +542,13 @@ def test_odd_but_honest_input_trains(desk: Desk, run: Callable[..., Said], odd: 
     assert (desk.folder / "run" / "model" / "config.json").exists()
 
 
-def test_a_bad_row_under_the_allowed_share_is_named_and_passed_over(desk: Desk, run: Callable[..., Said]) -> None:
+def test_a_bad_row_under_the_allowed_share_is_named_and_passed_over(
+    desk: Desk, run: Callable[..., Said]
+) -> None:
     lines = (desk.folder / "train.jsonl").read_text().splitlines()
-    (desk.folder / "train.jsonl").write_text("\n".join([*lines[:5], '{"prompt": ', *lines[5:]]) + "\n")
+    (desk.folder / "train.jsonl").write_text(
+        "\n".join([*lines[:5], '{"prompt": ', *lines[5:]]) + "\n"
+    )
     desk.set("data", max_bad_rows=0.1)
     said = run()
     assert said.code == 0, said.err
@@ -471,8 +569,11 @@ def rows_in_another_order(desk: Desk) -> None:
 
 def other_tokenizer(desk: Desk) -> None:
     path = desk.folder / "model" / "tokenizer.json"
-    path.write_text(path.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true').replace(
-        '"add_prefix_space":false', '"add_prefix_space":true'))  # fmt: skip
+    path.write_text(
+        path.read_text()
+        .replace('"add_prefix_space": false', '"add_prefix_space": true')
+        .replace('"add_prefix_space":false', '"add_prefix_space":true')
+    )
 
 
 def other_weights(desk: Desk) -> None:
@@ -516,13 +617,19 @@ CHANGES = [
 ]
 
 
-def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(desk: Desk, run: Callable[..., Said]) -> None:
+def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(
+    desk: Desk, run: Callable[..., Said]
+) -> None:
     desk.own_model()
     assert run().code == 0
     whole = {path: path.read_bytes() for path in desk.folder.rglob("*") if path.is_file()}
     weights = (desk.folder / "run" / "model" / "model.safetensors").read_bytes()
     for change, named in CHANGES:
-        desk.values = {**desk.values, "train": dict(desk.values["train"]), "data": dict(desk.values["data"])}
+        desk.values = {
+            **desk.values,
+            "train": dict(desk.values["train"]),
+            "data": dict(desk.values["data"]),
+        }
         before = desk.values
         change(desk)
         said = run()

@@ -1,4 +1,4 @@
-"""Calibration: a run that took a known multiple of what the formulas say gives that multiple back."""
+"""Calibration: a run that took a known multiple of what the formulas say gives that multiple back."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from farthing.config.job import Job
-from farthing.planner.calibration import N_AGREE, N_NEWEST, SPREAD_FEW, SPREAD_SAME, as_run, calibrate
+from farthing.planner.calibration import (
+    N_AGREE,
+    N_NEWEST,
+    SPREAD_FEW,
+    SPREAD_SAME,
+    as_run,
+    calibrate,
+)
 from farthing.planner.confidence import link_error
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import place_here, plan_here
@@ -43,12 +50,32 @@ def shape_of(name: str = "HuggingFaceTB/SmolLM2-135M") -> Shape:
 def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any) -> Measurement:
     """Ten steps that took so many times what the formulas say, and 100 MiB more."""
     empty: dict[str, Any] = {"str": "", "int": 0, "float": 0.0, "bool": False}
-    blank = {one.name: empty.get(str(one.type), {}) for one in fields(Measurement) if one.name != "version"}
+    blank = {
+        one.name: empty.get(str(one.type), {})
+        for one in fields(Measurement)
+        if one.name != "version"
+    }
     known = {
-        **{"when": "2026-11-21T10:00:00+00:00", "hardware": HERE, "device": "cpu", "precision": "fp32"},
-        **{"model_type": shape.model_type, "hidden": shape.hidden, "n_layers": shape.n_layers, "vocab": shape.vocab},
+        **{
+            "when": "2026-11-21T10:00:00+00:00",
+            "hardware": HERE,
+            "device": "cpu",
+            "precision": "fp32",
+        },
+        **{
+            "model_type": shape.model_type,
+            "hidden": shape.hidden,
+            "n_layers": shape.n_layers,
+            "vocab": shape.vocab,
+        },
         **{"task": "causal-lm", "method": "full", "optim": "adamw_torch_fused", "n_devices": 1},
-        **{"micro_batch_tokens": 512, "is_packed": True, "global_batch_size": 16, "n_steps": 10, "n_micro_batches": 25},
+        **{
+            "micro_batch_tokens": 512,
+            "is_packed": True,
+            "global_batch_size": 16,
+            "n_steps": 10,
+            "n_micro_batches": 25,
+        },
         **{"n_tokens": 10 * 16 * 50, "n_padded_tokens": 10 * 16 * 50},
         **{"lengths": {"mean": 50.0, "mean_of_squares": 3200.0, "mean_target": 50.0}},
         **{"largest_examples": 8, "largest_tokens": 500, "start_up_s": 4.0, "load_model_s": 1.0},
@@ -82,7 +109,11 @@ def test_runs_of_the_same_model_give_their_factors_back() -> None:
 def test_a_run_is_taken_as_it_was_cut() -> None:
     run = run_of(shape_of(), 1.0)
     flat, padded, mean, largest = as_run(run, RECIPE)
-    assert (flat.settings.micro_batch_tokens, flat.n_micro_batches, flat.stack.is_packed) == (512, 2.5, True)
+    assert (flat.settings.micro_batch_tokens, flat.n_micro_batches, flat.stack.is_packed) == (
+        512,
+        2.5,
+        True,
+    )
     assert not flat.settings.caches_frozen
     assert as_run(replace(run, caches_frozen=True), RECIPE)[0].settings.caches_frozen
     assert (padded.tokens, padded.token_pairs, mean) == (50.0, 3200.0, 50.0)
@@ -104,7 +135,10 @@ def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_ran
     shape = shape_of()
 
     def after(*factors: float) -> Calibration:
-        runs = [run_of(shape, factor, when=f"2026-11-{20 - n}T10:00") for n, factor in enumerate(factors)]
+        runs = [
+            run_of(shape, factor, when=f"2026-11-{20 - n}T10:00")
+            for n, factor in enumerate(factors)
+        ]
         return calibrate(runs, HERE, shape, RECIPE, DEVICE, None)
 
     found = after(2, 2.2, 2.1, 9, 1.9, 50)
@@ -125,7 +159,10 @@ def test_a_few_steps_set_no_pace() -> None:
 
 def test_a_run_on_two_gpus_sets_no_pace_for_one() -> None:
     shape = shape_of()
-    assert calibrate([run_of(shape, 2.0, n_devices=2)], HERE, shape, RECIPE, DEVICE, None) == Calibration()
+    assert (
+        calibrate([run_of(shape, 2.0, n_devices=2)], HERE, shape, RECIPE, DEVICE, None)
+        == Calibration()
+    )
 
 
 def test_runs_elsewhere_or_in_another_precision_say_nothing() -> None:
@@ -147,20 +184,38 @@ def test_examples_of_other_lengths_set_no_pace() -> None:
 def test_another_model_or_method_sets_no_pace() -> None:
     small, large = shape_of(), shape_of("HuggingFaceTB/SmolLM2-360M")
     run = run_of(small, 3.5)
-    promised = {"formula": {"compute_s": run.compute_s / 10 / 3.5, "optimizer_s": run.optimizer_s / 10}}
+    promised = {
+        "formula": {"compute_s": run.compute_s / 10 / 3.5, "optimizer_s": run.optimizer_s / 10}
+    }
     others = [replace(run, promised=promised, when=f"2026-11-{day:02}") for day in range(1, 5)]
     assert calibrate(others, HERE, large, RECIPE, DEVICE, None) == Calibration()
-    assert calibrate(others, HERE, small, replace(RECIPE, method="lora"), DEVICE, None) == Calibration()
+    assert (
+        calibrate(others, HERE, small, replace(RECIPE, method="lora"), DEVICE, None)
+        == Calibration()
+    )
 
 
 def test_restarts_and_work_done_again_are_not_the_estimates_error() -> None:
     estimate = Estimate(
-        **{"wall_s": 100.0, "wall_range_s": [70.0, 100.0, 130.0], "usd": 1.0, "usd_range": [], "peak_bytes": 1},
-        **{"peak_range_bytes": [], "seconds": {"training": 80.0, "start-up": 20.0}, "memory": {}, "step_s": 1.0},
+        **{
+            "wall_s": 100.0,
+            "wall_range_s": [70.0, 100.0, 130.0],
+            "usd": 1.0,
+            "usd_range": [],
+            "peak_bytes": 1,
+        },
+        **{
+            "peak_range_bytes": [],
+            "seconds": {"training": 80.0, "start-up": 20.0},
+            "memory": {},
+            "step_s": 1.0,
+        },
         **{"tokens_per_s": 1.0, "interval_s": 60.0, "calibration": "formulas only"},
-    )  # fmt: skip
+    )
     bill = Bill("finished", {"compute": 160.0, "start_up": 40.0, "ranks": 10.0}, {}, 210.0, 2.1, 1)
-    attempts: list[Any] = [SimpleNamespace(spans={"start_up": 20.0}, redone_s=n) for n in (0.0, 80.0)]
+    attempts: list[Any] = [
+        SimpleNamespace(spans={"start_up": 20.0}, redone_s=n) for n in (0.0, 80.0)
+    ]
     killed = against_estimate(estimate, bill, attempts)
     whole = against_estimate(estimate, replace(bill, spans={}), attempts[:1])
     assert killed is not None
@@ -173,22 +228,45 @@ def test_restarts_and_work_done_again_are_not_the_estimates_error() -> None:
 def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sends_over(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two cards without peer access reach a fraction of their bus, or, on a better board, twice what is supposed."""
+    """Two cards without peer access reach a fraction of their bus, or, on a better board, twice
+    what is supposed.
+    """
     monkeypatch.setattr("farthing.planner.inputs.installed_torch", lambda: ("2.13.0", "cu126"))
     monkeypatch.setattr("farthing.planner.inputs.free_memory_bytes", lambda: 256 << 30)
     name, shape = "NVIDIA GeForce RTX 4090", shape_of("meta-llama/Llama-3.2-1B")
     machine = Machine("cuda", name, 4, 24 << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
-    wanted = JobSpec(shape=shape, method="full", optim="adamw_torch_offload", global_batch=32, n_epochs=1.0,
-                     lengths=from_arrays(np.full(64, 200), source="made"))  # fmt: skip
+    wanted = JobSpec(
+        shape=shape,
+        method="full",
+        optim="adamw_torch_offload",
+        global_batch=32,
+        n_epochs=1.0,
+        lengths=from_arrays(np.full(64, 200), source="made"),
+    )
     ran = ((2, 3e9, 19), (2, 12e9, 20), (4, 2e9, 21), (2, 0.0, 22))
     measured = [
-        run_of(shape, 1.0, hardware=name, device="cuda", n_devices=n, link_bytes_per_s=link, when=f"2026-11-{day}")
+        run_of(
+            shape,
+            1.0,
+            hardware=name,
+            device="cuda",
+            n_devices=n,
+            link_bytes_per_s=link,
+            when=f"2026-11-{day}",
+        )
         for n, link, day in ran
     ]
     found = {}
     for gpus, runs in ((2, []), (2, measured), ("all", measured), (9, measured), (None, measured)):
-        job = Job.model_validate({"model": "m", "data": "d", "task": "causal-lm", "output_dir": "run",
-                                  "where": {"gpus": gpus, "usd_per_hour": 1.0}})  # fmt: skip
+        job = Job.model_validate(
+            {
+                "model": "m",
+                "data": "d",
+                "task": "causal-lm",
+                "output_dir": "run",
+                "where": {"gpus": gpus, "usd_per_hour": 1.0},
+            }
+        )
         place = place_here(wanted, machine, job, runs, date(2026, 11, 22))
         assert isinstance(place, Place)
         plan = plan_here(wanted, machine, job, runs, date(2026, 11, 22))
@@ -196,7 +274,10 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
         found[gpus, bool(runs)] = place, plan
     (table, guessed), (known, told) = found[2, False], found[2, True]
     assert not table.device.knows_link
-    assert (known.offer.n_gpus, known.device.link_bytes_per_s) == (2, 12e9), "the newest of two GPUs that has one"
+    assert (known.offer.n_gpus, known.device.link_bytes_per_s) == (
+        2,
+        12e9,
+    ), "the newest of two GPUs that has one"
     assert [found[gpus, True][0].offer.n_gpus for gpus in ("all", 9, None)] == [4, 4, 1]
     assert found["all", True][0].device.link_bytes_per_s == 2e9
     assert not found[None, True][0].device.knows_link
@@ -204,18 +285,33 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
     assert link_error(told.step, known.device) < link_error(guessed.step, table.device)
 
 
-def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("farthing.planner.inputs.installed_torch", lambda: ("2.13.0", "cu126"))
-    wanted = JobSpec(shape=shape_of("meta-llama/Llama-3.2-1B"), method="full", optim="adamw_torch_fused", global_batch=64,
-                     n_epochs=1.0, checkpoint_every=0, micro_batch_tokens=8192,
-                     lengths=from_arrays(np.full(64, 200), source="made"))  # fmt: skip
+    wanted = JobSpec(
+        shape=shape_of("meta-llama/Llama-3.2-1B"),
+        method="full",
+        optim="adamw_torch_fused",
+        global_batch=64,
+        n_epochs=1.0,
+        checkpoint_every=0,
+        micro_batch_tokens=8192,
+        lengths=from_arrays(np.full(64, 200), source="made"),
+    )
     values = {"model": "m", "data": "d", "task": "causal-lm", "output_dir": "run"}
     found = {}
     for gpu, memory, is_there, wants in (
-        *(("NVIDIA H100 80GB HBM3", 80, is_there, wants) for is_there in (True, False) for wants in ("auto", False)),
+        *(
+            ("NVIDIA H100 80GB HBM3", 80, is_there, wants)
+            for is_there in (True, False)
+            for wants in ("auto", False)
+        ),
         ("Tesla T4", 15, True, "auto"),
     ):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name, is_there=is_there: is_there or None)
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name, is_there=is_there: is_there or None
+        )
         machine = Machine("cuda", gpu, 1, memory << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
         job = Job.model_validate({**values, "train": {"use_liger_kernel": wants}})
         place = place_here(wanted, machine, job, [], date(2026, 11, 22))
@@ -225,5 +321,8 @@ def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(mo
             plan = plan_here(wanted, machine, job, [], date(2026, 11, 22))
             assert isinstance(plan, Plan)
             found[place.has_liger] = plan.memory.parts["activations"]
-    # of a layer, for each token: fp32 copies of two norms' inputs, and one number as wide as the feed-forward
-    assert found[False] - found[True] == pytest.approx(16 * 8192 * (2 * 4 * 2048 + 2 * 8192), rel=0.1)
+    # of a layer, for each token: fp32 copies of two norms' inputs, and one number as wide as the
+    # feed-forward
+    assert found[False] - found[True] == pytest.approx(
+        16 * 8192 * (2 * 4 * 2048 + 2 * 8192), rel=0.1
+    )

@@ -1,4 +1,6 @@
-"""The card and the receipt tell the same figures, and two receipts are compared only where that says something."""
+"""The card and the receipt tell the same figures, and two receipts are compared only where that
+says something.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,26 @@ import pytest
 import farthing.train.run
 import workshop
 from farthing.cli import main
-from farthing.errors import Interrupted
+from farthing.errors import RunInterruptedError
 from farthing.events import Event, StepTaken
 from workshop import job_file, make_job
 
 
 def card_rows(run: Path) -> dict[str, list[str]]:
     """The rows of the card's tables by their first cell."""
-    lines = [line for line in (run / "model/README.md").read_text().splitlines() if line.startswith("| ")]
+    lines = [
+        line for line in (run / "model/README.md").read_text().splitlines() if line.startswith("| ")
+    ]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: row[1:] for row in rows if row[0]}
 
 
-def test_the_card_says_how_many_epochs_were_trained_and_not_how_many_were_asked_for(tmp_path: Path) -> None:
-    job = make_job(tmp_path, n_rows=100, max_steps=1)  # a step of 8 of 100 rows; three epochs are the default
+def test_the_card_says_how_many_epochs_were_trained_and_not_how_many_were_asked_for(
+    tmp_path: Path,
+) -> None:
+    job = make_job(
+        tmp_path, n_rows=100, max_steps=1
+    )  # a step of 8 of 100 rows; three epochs are the default
     receipt = workshop.train(job).receipt
     assert receipt.epochs == pytest.approx(1 / 13)
     assert card_rows(Path(job.output_dir))["epochs"] == ["0.0769"]
@@ -39,14 +47,18 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
 
     def stop(event: Event) -> None:
         if isinstance(event, StepTaken) and event.step == 3:
-            raise Interrupted("asked to leave")
+            raise RunInterruptedError("asked to leave")
 
     farthing.train.run.train(job, stop)
     workshop.train(job)
     run = Path(job.output_dir)
     rows, receipt = card_rows(run), json.loads((run / "receipt.json").read_text())
     assert main(["report", str(run)]) == 0
-    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines() if "$" in line]
+    lines = [
+        re.split(r"\s{2,}", line.strip())
+        for line in capsys.readouterr().out.splitlines()
+        if "$" in line
+    ]
     shown = {cells[0]: cells for cells in reversed(lines)}  # the table of seconds stands first
     assert rows["cost"] == [shown["total"][-1]]
     assert rows["time"] == [f"{shown['total'][-3]} s, 1 interruption"]
@@ -65,14 +77,27 @@ def test_a_run_without_a_price_has_no_dollars_on_its_card(tmp_path: Path) -> Non
     assert "$" not in text
 
 
-@pytest.mark.parametrize(("family", "words"), [("llama", "AutoModelForCausalLM"), ("bert", "model_config.json")])
-def test_the_card_of_an_adapter_says_how_to_load_it(family: str, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "words"), [("llama", "AutoModelForCausalLM"), ("bert", "model_config.json")]
+)
+def test_the_card_of_an_adapter_says_how_to_load_it(
+    family: str, words: str, tmp_path: Path
+) -> None:
     job = make_job(tmp_path, family, method="lora", pretrained=True, max_steps=1)
     workshop.train(job)
-    use = (Path(job.output_dir) / "model/README.md").read_text().split("## Use")[1].split("## Receipt")[0]
+    use = (
+        (Path(job.output_dir) / "model/README.md")
+        .read_text()
+        .split("## Use")[1]
+        .split("## Receipt")[0]
+    )
     assert words in use
     if family == "llama":
-        code = use.split("```python")[1].split("```")[0].replace('"."', repr(str(Path(job.output_dir) / "model")))
+        code = (
+            use.split("```python")[1]
+            .split("```")[0]
+            .replace('"."', repr(str(Path(job.output_dir) / "model")))
+        )
         found: dict[str, Any] = {}
         exec(code, found)  # noqa: S102
         assert found["model"].peft_config
@@ -88,11 +113,15 @@ def run_in(folder: Path, family: str = "llama", **keys: Any) -> None:
     assert main(["train", str(job_file(folder, family, **keys))]) == 0
 
 
-def test_runs_of_different_tasks_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_different_tasks_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_in(tmp_path / "a", max_steps=1)
     run_in(tmp_path / "b", "bert", max_steps=1)
     capsys.readouterr()
-    assert "one run is causal-lm, the other classification" in compared(tmp_path, capsys, 2)["error"]
+    assert (
+        "one run is causal-lm, the other classification" in compared(tmp_path, capsys, 2)["error"]
+    )
 
 
 def test_a_run_without_a_price_is_compared_in_all_but_dollars(
@@ -119,7 +148,10 @@ def test_runs_on_other_data_and_of_other_lengths_say_what_can_not_be_compared(
 ) -> None:
     run_in(tmp_path / "a", max_steps=1, eval_rows=workshop.rows_of("llama", 4))
     run_in(
-        tmp_path / "b", max_steps=2, rows=workshop.rows_of("llama", 24, 5), eval_rows=workshop.rows_of("llama", 4, 9)
+        tmp_path / "b",
+        max_steps=2,
+        rows=workshop.rows_of("llama", 24, 5),
+        eval_rows=workshop.rows_of("llama", 4, 9),
     )
     capsys.readouterr()
     found = compared(tmp_path, capsys)
@@ -139,9 +171,13 @@ def test_runs_on_other_data_and_of_other_lengths_say_what_can_not_be_compared(
         assert words in notes
 
 
-def test_runs_that_are_alike_are_compared_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_are_alike_are_compared_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, rate in (("a", 0.01), ("b", 0.02)):
-        run_in(tmp_path / name, max_steps=1, learning_rate=rate, eval_rows=workshop.rows_of("llama", 4))
+        run_in(
+            tmp_path / name, max_steps=1, learning_rate=rate, eval_rows=workshop.rows_of("llama", 4)
+        )
     capsys.readouterr()
     found = compared(tmp_path, capsys)
     assert found["notes"] == []

@@ -1,4 +1,6 @@
-"""Weights cast once a step and gradients added up together: the numbers of autocast and autograd, on a CPU."""
+"""Weights cast once a step and gradients added up together: the numbers of autocast and autograd,
+on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,19 @@ def made(family: str, task: str, adapter: dict[str, Any] | None) -> Any:
     model = model_of(family, task)
     if adapter is not None:
         model = add_adapter(model, Adapter(r=4, **adapter), task, seed=0)
-        for name, weight in model.named_parameters():  # B begins with zeros, and A would get no gradient
+        for (
+            name,
+            weight,
+        ) in model.named_parameters():  # B begins with zeros, and A would get no gradient
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.1)
         use_low_rank(model)
     return model.train()
 
 
-def gradients(model: Any, task: str, *, with_casts: bool, adds: bool = True) -> tuple[list[Tensor], dict[str, Tensor]]:
+def gradients(
+    model: Any, task: str, *, with_casts: bool, adds: bool = True
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """(losses, gradients by name) of two micro-batches."""
     forward, tokens, losses = Forward(model, task, 1, NUMERICS), documents(), []
 
@@ -56,7 +63,9 @@ def gradients(model: Any, task: str, *, with_casts: bool, adds: bool = True) -> 
             go_through()
     else:
         go_through()
-    return losses, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return losses, {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -72,7 +81,9 @@ def gradients(model: Any, task: str, *, with_casts: bool, adds: bool = True) -> 
     ],
 )
 @pytest.mark.parametrize("adds", [True, False])
-def test_the_same_gradients(family: str, task: str, adapter: dict[str, Any] | None, adds: bool) -> None:
+def test_the_same_gradients(
+    family: str, task: str, adapter: dict[str, Any] | None, adds: bool
+) -> None:
     plain = made(family, task, adapter)
     other = copy.deepcopy(plain)
     losses, expected = gradients(plain, task, with_casts=False)
@@ -80,11 +91,16 @@ def test_the_same_gradients(family: str, task: str, adapter: dict[str, Any] | No
     assert [float(each) for each in again] == [float(each) for each in losses]
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        if name.endswith("key.bias"):  # nothing but rounding: softmax takes away what all keys have in common
+        if name.endswith(
+            "key.bias"
+        ):  # nothing but rounding: softmax takes away what all keys have in common
             continue
         assert found[name].dtype == gradient.dtype
-        # gradients of an input that several layers read are added in bf16, 8 bits, and in fp32 without
-        torch.testing.assert_close(found[name], gradient, rtol=0.03, atol=0.02 * float(gradient.abs().max()), msg=name)
+        # gradients of an input that several layers read are added in bf16, 8 bits, and in fp32
+        # without
+        torch.testing.assert_close(
+            found[name], gradient, rtol=0.03, atol=0.02 * float(gradient.abs().max()), msg=name
+        )
 
 
 def test_the_same_gradients_where_layers_are_computed_again() -> None:
@@ -126,7 +142,9 @@ def test_an_input_is_cast_once_for_all_that_read_it() -> None:
     with (
         kept.kept(adds=True),
         torch.autocast("cpu", torch.bfloat16),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(t.data_ptr()) or t, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: seen.add(t.data_ptr()) or t, lambda t: t
+        ),
     ):
         out = [layer(x) for layer in model]
     assert len(seen) == 3  # the input and two matrices
@@ -149,7 +167,9 @@ def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted() -> N
 
 @pytest.mark.parametrize("small", [0, 1 << 18])
 @pytest.mark.parametrize("most_waiting", [0, 1 << 24])
-def test_a_weight_that_several_layers_share(monkeypatch: pytest.MonkeyPatch, small: int, most_waiting: int) -> None:
+def test_a_weight_that_several_layers_share(
+    monkeypatch: pytest.MonkeyPatch, small: int, most_waiting: int
+) -> None:
     monkeypatch.setattr(casts, "SMALL", small)
     monkeypatch.setattr(casts, "MOST_WAITING", most_waiting)
     model, kept = two_layers()
@@ -177,15 +197,25 @@ def test_a_layer_without_autocast_computes_as_it_is() -> None:
     model, kept = two_layers()
     x = torch.randn(3, 8)
     with kept.kept(adds=True):
-        assert torch.equal(model[0](x), torch.nn.functional.linear(x, model[0].weight, model[0].bias))
+        assert torch.equal(
+            model[0](x), torch.nn.functional.linear(x, model[0].weight, model[0].bias)
+        )
 
 
 @pytest.mark.parametrize("method", ["full", {"name": "lora", "lora_r": 4}])
 def test_steps_with_casts_are_those_without(method: Any, tmp_path: Path) -> None:
-    """Whole steps of several micro-batches: copies are those of the weights that the step before has left."""
+    """Whole steps of several micro-batches: copies are those of the weights that the step before
+    has left.
+    """
     weights: list[dict[str, Tensor]] = []
     for has_casts in (False, True):
-        how = {"bf16": True, "optim": "sgd", "learning_rate": 0.1, "micro_batch_tokens": 100, "probe": False}
+        how = {
+            "bf16": True,
+            "optim": "sgd",
+            "learning_rate": 0.1,
+            "micro_batch_tokens": 100,
+            "probe": False,
+        }
         job = make_job(tmp_path, method=method, output_dir=f"./run-{has_casts}", **how)
         Path(job.output_dir).mkdir()
         with opened_attempt(job, Heard()) as run:
@@ -194,7 +224,12 @@ def test_steps_with_casts_are_those_without(method: Any, tmp_path: Path) -> None
             for _ in range(3):
                 take_step(run)
             settle(run)
-            weights.append({name: weight.detach() - begun[name] for name, weight in run.model.named_parameters()})
+            weights.append(
+                {
+                    name: weight.detach() - begun[name]
+                    for name, weight in run.model.named_parameters()
+                }
+            )
     changed = [name for name, change in weights[0].items() if change.any()]
     assert len(changed) > 10
     for name in changed:
@@ -202,7 +237,9 @@ def test_steps_with_casts_are_those_without(method: Any, tmp_path: Path) -> None
 
 
 def test_a_shared_weight_whose_layer_is_computed_again_after_its_copy_is_gone() -> None:
-    """As Zamba's: the backward pass of the last use gives the copy up, and the first use is computed again after that."""
+    """As Zamba's: the backward pass of the last use gives the copy up, and the first use is
+    computed again after that.
+    """
     from torch.utils.checkpoint import checkpoint
 
     torch.manual_seed(0)
@@ -212,7 +249,9 @@ def test_a_shared_weight_whose_layer_is_computed_again_after_its_copy_is_gone() 
     def twice(layer: torch.nn.Module, given: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             for _ in range(2):
-                given = checkpoint(lambda each: torch.tanh(layer(each)), given, use_reentrant=False).float()
+                given = checkpoint(
+                    lambda each: torch.tanh(layer(each)), given, use_reentrant=False
+                ).float()
             return given.sum()
 
     with Casts(shared, torch.bfloat16).kept(adds=True, several=False):

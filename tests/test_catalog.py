@@ -1,4 +1,6 @@
-"""The room of GPUs and prices: facts that can be trusted, names that are found, files that say what is wrong in them."""
+"""The room of GPUs and prices: facts that can be trusted, names that are found, files that say what
+is wrong in them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.prices import catalog as rooms
 from farthing.prices.catalog import Catalog, read_catalog, read_feed, select, sort_offers
 from farthing.prices.gpus import find_gpu, gpu_of_device, gpus, name_key
@@ -33,7 +35,14 @@ def facts(name: str) -> list[dict[str, str]]:
 
 def an_offer(**changes: Any) -> Offer:
     plain: dict[str, Any] = {
-        **{"provider": "Somewhere", "instance": "box", "gpu": "T4", "n_gpus": 1, "region": "", "zone": ""},
+        **{
+            "provider": "Somewhere",
+            "instance": "box",
+            "gpu": "T4",
+            "n_gpus": 1,
+            "region": "",
+            "zone": "",
+        },
         **{"is_spot": False, "unit": "machine_hour", "usd": 1.0, "source": "a test", "date": TODAY},
     }
     return Offer(**{**plain, "billing": Billing("Somewhere"), **changes})
@@ -53,7 +62,9 @@ def test_every_gpu_has_a_source_a_date_and_sane_numbers() -> None:
         assert 4e12 <= gpu.flops["fp32"] <= 200e12, gpu.name
         assert gpu.link in ("pcie", "nvlink", "infinity-fabric"), gpu.name
         assert 10e9 <= gpu.link_bytes_per_s <= 1000e9, gpu.name
-        ladder = [gpu.flops[dtype] for dtype in ("fp32", "tf32", "bf16", "fp8") if dtype in gpu.flops]
+        ladder = [
+            gpu.flops[dtype] for dtype in ("fp32", "tf32", "bf16", "fp8") if dtype in gpu.flops
+        ]
         assert ladder == sorted(ladder), gpu.name
         assert set(gpu.flops) <= {"fp32", "tf32", "fp16", "bf16", "fp8"}, gpu.name
 
@@ -76,7 +87,9 @@ def test_every_price_has_a_source_a_date_and_a_sane_size() -> None:
     for row in facts("prices.csv"):
         assert row["source"], row
         assert date(2023, 1, 1) <= date.fromisoformat(row["date"]) <= TODAY, row
-        assert row["gpu"] in gpus() or (row["gpu"] == "" and row["unit"] in ("run", "million_tokens")), row
+        assert row["gpu"] in gpus() or (
+            row["gpu"] == "" and row["unit"] in ("run", "million_tokens")
+        ), row
     catalog = read_catalog(None, TODAY)
     assert 400 <= len(catalog.offers) == len(facts("prices.csv")), "no row is a duplicate"
     for offer in catalog.offers:
@@ -100,14 +113,38 @@ def test_spot_costs_no_more_than_on_demand_on_the_same_machine() -> None:
 def test_what_people_train_on_is_covered() -> None:
     catalog = read_catalog(None, TODAY)
     assert len(catalog.providers) >= 12
-    wanted = ("RTX 3090", "RTX 4090", "T4", "V100-16GB", "L4", "A10G", "A6000", "L40S", "A100-40GB", "A100-80GB")
+    wanted = (
+        "RTX 3090",
+        "RTX 4090",
+        "T4",
+        "V100-16GB",
+        "L4",
+        "A10G",
+        "A6000",
+        "L40S",
+        "A100-40GB",
+        "A100-80GB",
+    )
     for name in (*wanted, "H100-80GB", "H200", "B200"):
         offers = select(catalog, gpu=name)
         assert len({offer.provider for offer in offers}) >= 2 or name == "A10G", name
         assert any(not offer.is_spot for offer in offers), name
-    for name in ("RTX 4090", "T4", "V100-16GB", "L4", "A10G", "L40S", "A100-40GB", "A100-80GB", "H100-80GB", "B200"):
+    for name in (
+        "RTX 4090",
+        "T4",
+        "V100-16GB",
+        "L4",
+        "A10G",
+        "L40S",
+        "A100-40GB",
+        "A100-80GB",
+        "H100-80GB",
+        "B200",
+    ):
         assert select(catalog, gpu=name, kind="spot"), name
-    assert len({offer.zone for offer in select(catalog, gpu="h100", provider="aws", kind="spot")}) > 10, "by zone"
+    assert (
+        len({offer.zone for offer in select(catalog, gpu="h100", provider="aws", kind="spot")}) > 10
+    ), "by zone"
 
 
 def test_terms_have_sources_and_belong_to_providers_with_prices() -> None:
@@ -158,22 +195,33 @@ def test_a_size_tells_gpus_of_one_name_apart() -> None:
     assert find_gpu("A100", 40).name == "A100-40GB"
     assert find_gpu("V100", 31.7).name == "V100-32GB"
     assert find_gpu("RTX4060Ti", 16).name == "RTX 4060 Ti 16GB"
-    with pytest.raises(UserMistake):
+    with pytest.raises(InputError):
         find_gpu("RTX 4090", 48)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("rtx 4900", "did you mean `"), ("L4-48GB", "L4 has 22 GiB"), ("h1000", "did you mean `H100"), ("", "known: ")],
+    [
+        ("rtx 4900", "did you mean `"),
+        ("L4-48GB", "L4 has 22 GiB"),
+        ("h1000", "did you mean `H100"),
+        ("", "known: "),
+    ],
 )
 def test_names_of_nothing_get_a_hint(text: str, words: str) -> None:
-    with pytest.raises(UserMistake) as caught:
+    with pytest.raises(InputError) as caught:
         find_gpu(text)
     assert words in caught.value.to_do
 
 
 NOT_KNOWN = [  # cut down, with other memory, a part of one, or of another generation
-    *("NVIDIA A100X", "NVIDIA A100-SXM-64GB", "NVIDIA A100-40C", "NVIDIA A100D-1-10C", "NVIDIA H100XM-80C"),
+    *(
+        "NVIDIA A100X",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA A100-40C",
+        "NVIDIA A100D-1-10C",
+        "NVIDIA H100XM-80C",
+    ),
     *(
         "NVIDIA H100 64GB HBM2",
         "NVIDIA H100 96GB HBM3",
@@ -181,8 +229,17 @@ NOT_KNOWN = [  # cut down, with other memory, a part of one, or of another gener
         "NVIDIA L40S-48C",
         "NVIDIA A10G-24Q",
     ),
-    *("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 5090 D v2", "NVIDIA RTX 6000D", "NVIDIA RTX A2000 12GB"),
-    *("NVIDIA RTX 4000 SFF Ada Generation", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA T4G"),
+    *(
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 5090 D v2",
+        "NVIDIA RTX 6000D",
+        "NVIDIA RTX A2000 12GB",
+    ),
+    *(
+        "NVIDIA RTX 4000 SFF Ada Generation",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        "NVIDIA T4G",
+    ),
 ]
 
 
@@ -226,7 +283,9 @@ def test_devices_are_known_by_the_name_torch_gives(device: str, name: str | None
         ("NVIDIA GH200 480GB", 143.0, None),
     ],
 )
-def test_cards_of_several_sizes_are_told_apart_by_memory(device: str, gib: float, name: str | None) -> None:
+def test_cards_of_several_sizes_are_told_apart_by_memory(
+    device: str, gib: float, name: str | None
+) -> None:
     gpu = gpu_of_device(device, int(gib * 2**30))
     assert (gpu.name if gpu else None) == name
 
@@ -235,7 +294,10 @@ def test_every_gpu_is_known_by_its_own_memory() -> None:
     for gpu in gpus().values():
         for alias in (gpu.name, *gpu.aliases):
             assert gpu_of_device(alias) is gpu, alias
-            assert gpu_of_device(alias, gpu.usable_bytes) in (gpu, gpus().get(f"{alias}-40GB")), alias
+            assert gpu_of_device(alias, gpu.usable_bytes) in (
+                gpu,
+                gpus().get(f"{alias}-40GB"),
+            ), alias
 
 
 def test_peaks_of_a_run_come_from_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +320,9 @@ def test_peaks_of_a_run_come_from_the_same_table(monkeypatch: pytest.MonkeyPatch
 
 def test_colab_units_by_the_gigabyte_and_hour() -> None:
     """15 GB x 9 h = 135 units at $9.99 per 100: $13.49, and two packs of units to have them."""
-    colab = an_offer(provider="Colab", gpu="T4", unit="gb_hour", usd=9.99 / 100, billing=billings()["Colab"])
+    colab = an_offer(
+        provider="Colab", gpu="T4", unit="gb_hour", usd=9.99 / 100, billing=billings()["Colab"]
+    )
     assert gpus()["T4"].memory_gib == 15
     parts = bill(colab, 9)
     assert sum(parts.values()) == pytest.approx(135 * 0.0999)
@@ -288,7 +352,10 @@ def test_minimum_and_increments_are_a_part_of_the_bill() -> None:
     assert bill(by_hour, 1.25) == {"compute": 2.5, "rounding": 1.5}
     assert bill(by_hour, 1.25, n_starts=5) == {"compute": 2.5, "rounding": 7.5}
     by_second = an_offer(usd=3.6, billing=Billing("Somewhere", minimum_s=60, increment_s=1))
-    assert bill(by_second, 0.01) == {"compute": pytest.approx(0.036), "rounding": pytest.approx(0.024)}
+    assert bill(by_second, 0.01) == {
+        "compute": pytest.approx(0.036),
+        "rounding": pytest.approx(0.024),
+    }
     assert bill(by_second, 0) == {"compute": 0}
 
 
@@ -304,7 +371,9 @@ def test_what_terms_do_not_say_of_storage_and_egress_is_assumed_and_not_nothing(
     parts = bill(an_offer(usd=2, billing=Billing("Somewhere")), 730, storage_gb=10, egress_gb=100)
     assert (parts["storage"], parts["egress"]) == (pytest.approx(1.0), pytest.approx(9.0))
     free = Billing("Somewhere", storage_usd_per_gb_month=0.0, egress_usd_per_gb=0.0)
-    assert bill(an_offer(usd=2, billing=free), 730, storage_gb=10, egress_gb=100) == {"compute": 1460}
+    assert bill(an_offer(usd=2, billing=free), 730, storage_gb=10, egress_gb=100) == {
+        "compute": 1460
+    }
     assert billings()["RunPod"].egress_usd_per_gb == 0
     assert billings()["AWS"].egress_usd_per_gb is None
 
@@ -322,13 +391,18 @@ def test_a_machine_hour_is_of_all_its_gpus() -> None:
 
 def test_the_words_say_where_prices_are_from_and_how_old() -> None:
     def of(*ages: int) -> Catalog:
-        offers = tuple(an_offer(instance=str(age), date=TODAY - timedelta(days=age)) for age in ages)
+        offers = tuple(
+            an_offer(instance=str(age), date=TODAY - timedelta(days=age)) for age in ages
+        )
         return Catalog(offers, "here", TODAY, {})
 
     young = of(1, 3, 400)
     assert young.ages_days == (1, 3, 400)
     assert not young.is_stale
-    assert young.words == "3 prices of 1 provider from here: newest 1 day old, half within 3 days, oldest 400 days"
+    assert (
+        young.words
+        == "3 prices of 1 provider from here: newest 1 day old, half within 3 days, oldest 400 days"
+    )
     old = of(2, 31, 40)
     assert old.is_stale
     assert old.words.endswith("stale: `farthing prices update` refreshes them")
@@ -340,7 +414,9 @@ def test_the_words_say_where_prices_are_from_and_how_old() -> None:
 
 def test_offers_are_chosen_by_every_wish() -> None:
     catalog = read_catalog(None, TODAY)
-    chosen = select(catalog, gpu="h100", provider="aws", region="us-", kind="spot", max_usd_per_hour=12)
+    chosen = select(
+        catalog, gpu="h100", provider="aws", region="us-", kind="spot", max_usd_per_hour=12
+    )
     assert chosen
     for offer in chosen:
         assert (offer.provider, offer.gpu, offer.is_spot) == ("AWS", "H100-80GB", True)
@@ -348,8 +424,12 @@ def test_offers_are_chosen_by_every_wish() -> None:
         assert offer.usd <= 12
     assert len(select(catalog)) == len(catalog.offers)
     assert not select(catalog, region="the-moon")
-    for wish, word in (({"provider": "runpd"}, "RunPod"), ({"kind": "stolen"}, "spot"), ({"gpu": "h1000"}, "H100")):
-        with pytest.raises(UserMistake, match=word):
+    for wish, word in (
+        ({"provider": "runpd"}, "RunPod"),
+        ({"kind": "stolen"}, "spot"),
+        ({"gpu": "h1000"}, "H100"),
+    ):
+        with pytest.raises(InputError, match=word):
             select(catalog, **wish)
 
 
@@ -380,7 +460,12 @@ def test_a_file_of_ones_own_is_taken_alone(tmp_path: Path) -> None:
     catalog = read_catalog(write(tmp_path / "mine.csv", HEADER, GOOD), TODAY)
     assert len(catalog.offers) == 1
     offer = catalog.offers[0]
-    assert (offer.provider, offer.gpu, offer.n_gpus, offer.usd_per_gpu_hour) == ("Lab", "RTX 4090", 2, 0.4)
+    assert (offer.provider, offer.gpu, offer.n_gpus, offer.usd_per_gpu_hour) == (
+        "Lab",
+        "RTX 4090",
+        2,
+        0.4,
+    )
     assert (offer.vcpus, offer.ram_gib, offer.source) == (16, 64, "the lab's price list")
     assert catalog.ages_days == (20, 20, 20)
     assert str(tmp_path / "mine.csv") in catalog.words
@@ -390,15 +475,22 @@ def test_four_columns_are_enough(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.csv", "provider,gpu,n_gpus,usd", "Lab,h100,1,$2")
     os.utime(path, (1795000000, 1795000000))  # November 2026: a file's own time is another clock
     offer = read_catalog(path, date(2025, 12, 1)).offers[0]
-    assert (offer.gpu, offer.usd, offer.unit, offer.kind) == ("H100-80GB", 2.0, "machine_hour", "on-demand")
+    assert (offer.gpu, offer.usd, offer.unit, offer.kind) == (
+        "H100-80GB",
+        2.0,
+        "machine_hour",
+        "on-demand",
+    )
     assert offer.source == "mine.csv"
-    assert offer.date == date(2025, 12, 1), "a price without a date is of the day on which it is given"
+    assert offer.date == date(2025, 12, 1), (
+        "a price without a date is of the day on which it is given"
+    )
 
 
 def test_a_price_of_tomorrow_is_of_another_time_zone(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.csv", HEADER, change(date="2026-11-22"))
     assert read_catalog(path, TODAY).offers[0].date == date(2026, 11, 22)
-    with pytest.raises(UserMistake, match="2026-11-23 is after today"):
+    with pytest.raises(InputError, match="2026-11-23 is after today"):
         read_catalog(write(tmp_path / "late.csv", HEADER, change(date="2026-11-23")), TODAY)
 
 
@@ -431,9 +523,11 @@ def change(**cells: str) -> str:
         (change(ram_gib="much"), "ram_gib", "'much'"),
     ],
 )
-def test_a_broken_row_is_named_by_line_and_column(tmp_path: Path, line: str, where: str, words: str) -> None:
+def test_a_broken_row_is_named_by_line_and_column(
+    tmp_path: Path, line: str, where: str, words: str
+) -> None:
     path = write(tmp_path / "mine.csv", HEADER, change(instance="another"), line)
-    with pytest.raises(UserMistake) as caught:
+    with pytest.raises(InputError) as caught:
         read_catalog(path, TODAY)
     assert caught.value.where == f"{path}:3: {where}"
     assert words in str(caught.value)
@@ -442,7 +536,7 @@ def test_a_broken_row_is_named_by_line_and_column(tmp_path: Path, line: str, whe
 
 def test_an_offer_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.csv", HEADER, GOOD, change(usd="0.7"))
-    with pytest.raises(UserMistake, match="the same offer as on line 2") as caught:
+    with pytest.raises(InputError, match="the same offer as on line 2") as caught:
         read_catalog(path, TODAY)
     assert caught.value.where == f"{path}:3"
 
@@ -460,18 +554,20 @@ def test_an_offer_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
         (b"PK\x03\x04" + bytes(range(256)), "not text in UTF-8"),
     ],
 )
-def test_a_file_that_is_not_a_price_list_is_refused_with_a_reason(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_that_is_not_a_price_list_is_refused_with_a_reason(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes(content)
-    with pytest.raises(UserMistake, match=words) as caught:
+    with pytest.raises(InputError, match=words) as caught:
         read_catalog(path, TODAY)
     assert caught.value.where.startswith(str(path))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserMistake, match="no such file"):
+    with pytest.raises(InputError, match="no such file"):
         read_catalog(tmp_path / "none.csv", TODAY)
-    with pytest.raises(UserMistake, match="a folder"):
+    with pytest.raises(InputError, match="a folder"):
         read_catalog(tmp_path, TODAY)
 
 
@@ -483,7 +579,7 @@ def test_a_byte_order_mark_and_blank_lines_do_no_harm(tmp_path: Path) -> None:
 
 # ---- layouts of others ----
 
-GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"
+GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"  # noqa: E501
 GPUHUNT_ROWS = (
     "p4d.24xlarge,us-east-1,21.96,96,1152,8,A100,40,False,,nvidia,",
     "p4d.24xlarge,us-east-1,7.5,96,1152,8,A100,40,True,,nvidia,",
@@ -501,9 +597,7 @@ def test_a_catalog_of_gpuhunt_is_read_by_its_header(tmp_path: Path) -> None:
     assert catalog.skipped == {"QUANTUM9000 (64 GiB)": 1}, "in a feed they are counted"
 
 
-SKYPILOT = (
-    "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone"
-)
+SKYPILOT = "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone"  # noqa: E501
 A_SIZE = "\"{{'Gpus': [{{'Name': 'A100', 'Count': {n}, 'MemoryInfo': {{'SizeInMiB': {mib}}}}}]}}\""
 
 
@@ -517,7 +611,9 @@ def test_a_catalog_of_skypilot_is_read_by_its_header(tmp_path: Path) -> None:
         ",T4,1,,,,0.35,0.11,us-central1,a",  # a GPU without its host
     ]
     catalog = read_catalog(write(tmp_path / "vast" / "vms.csv", SKYPILOT, *rows), date.today())
-    assert [(o.provider, o.instance, o.gpu, o.n_gpus, o.kind, o.usd, o.zone) for o in catalog.offers] == [
+    assert [
+        (o.provider, o.instance, o.gpu, o.n_gpus, o.kind, o.usd, o.zone) for o in catalog.offers
+    ] == [
         ("Vast.ai", "a", "A100-40GB", 8, "on-demand", 21.96, "use1-az1"),
         ("Vast.ai", "a", "A100-40GB", 8, "spot", 6.5, "use1-az1"),
         ("Vast.ai", "b", "A100-80GB", 2, "on-demand", 3.1, ""),
@@ -531,9 +627,9 @@ def test_a_feed_may_have_a_few_bad_rows_but_not_many(tmp_path: Path) -> None:
     bad = "box99,us-east-1,-1,8,32,1,T4,16,False,,nvidia,"
     path = write(tmp_path / "aws.csv", GPUHUNT, *good, good[0], bad)
     assert len(read_feed(path, TODAY).offers) == 20
-    with pytest.raises(UserMistake, match="'-1'"):
+    with pytest.raises(InputError, match="'-1'"):
         read_feed(write(tmp_path / "gcp.csv", GPUHUNT, *good[:5], bad), TODAY)
-    with pytest.raises(UserMistake, match="'-1'"):
+    with pytest.raises(InputError, match="'-1'"):
         read_catalog(path, TODAY)
 
 
@@ -564,7 +660,7 @@ def test_newer_prices_replace_those_of_their_providers(tmp_path: Path) -> None:
 
 def test_a_torn_refreshed_copy_says_where_and_what_to_do() -> None:
     write(rooms.cache_path(), HEADER, "RunPod,1x T4,T4,1,any")
-    with pytest.raises(UserMistake, match="5 cells") as caught:
+    with pytest.raises(InputError, match="5 cells") as caught:
         read_catalog(None, TODAY)
     assert str(rooms.cache_path()) in caught.value.where
     assert "farthing prices update" in caught.value.to_do
@@ -601,10 +697,11 @@ def _n_calls(folder: Path, n: int) -> int:
 
 def test_reading_prices_loads_nothing_heavy() -> None:
     code = (
-        "import sys, datetime, farthing.prices.catalog, farthing.planner.ownership\n"
-        "farthing.prices.catalog.read_catalog(None, datetime.date(2026, 11, 21))\n"
-        "heavy = {'torch', 'numpy', 'pydantic', 'yaml', 'rich', 'urllib.request', 'difflib', 'dataclasses'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "import sys, datetime, farthing.prices.catalog,"
+        " farthing.planner.ownership\nfarthing.prices.catalog.read_catalog(None,"
+        " datetime.date(2026, 11, 21))\nheavy = {'torch', 'numpy', 'pydantic', 'yaml', 'rich',"
+        " 'urllib.request', 'difflib', 'dataclasses'}\nassert not heavy & set(sys.modules), heavy &"
+        " set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

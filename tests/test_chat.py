@@ -1,4 +1,5 @@
-"""Chats of the families' templates: ids as `apply_chat_template` has them, and of each answer what the model writes itself.
+"""Chats of the families' templates: ids as `apply_chat_template` has them, and of each answer what
+the model writes itself.
 
 The templates are short forms of what each family sends to its model.
 """
@@ -25,89 +26,110 @@ from farthing.tiny import write_jsonl
 from thinned import thinned
 
 LLAMA_2 = (
-    "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = '<<SYS>>\n' + messages[0]['content']"
-    " + '\n<</SYS>>\n\n' %}{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
-    "{% for m in rest %}{% if m['role'] == 'user' %}"
-    "{{ bos_token + '[INST] ' + (system if loop.index0 == 0 else '') + m['content'].strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+    "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system ="
+    " '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}{% else %}{% set rest = messages"
+    " %}{% set system = '' %}{% endif %}{% for m in rest %}{% if m['role'] == 'user' %}{{ bos_token"
+    " + '[INST] ' + (system if loop.index0 == 0 else '') + m['content'].strip() + ' [/INST]' }}{%"
+    " else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 LLAMA_3 = (
-    "{{ bos_token }}{% if date_string is defined %}{% set day = date_string %}{% elif strftime_now is defined %}"
-    "{% set day = strftime_now('%d %b %Y') %}{% else %}"
-    "{% set day = '26 Jul 2024' %}{% endif %}{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + day + '\n\n' }}"
-    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim }}{% set messages = messages[1:] %}{% endif %}"
-    "<|eot_id|>{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim }}"
-    "{{ '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{{ bos_token }}{% if date_string is defined %}{% set day = date_string %}{% elif strftime_now"
+    " is defined %}{% set day = strftime_now('%d %b %Y') %}{% else %}{% set day = '26 Jul 2024'"
+    " %}{% endif %}{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + day + '\n\n'"
+    " }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim }}{% set messages"
+    " = messages[1:] %}{% endif %}<|eot_id|>{% for m in messages %}{{ '<|start_header_id|>' +"
+    " m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim }}{{ '<|eot_id|>' }}{% endfor %}{%"
+    " if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%"
+    " endif %}"
 )
 MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
-    "{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}{% else %}{{ raise_exception('no system') }}"
-    "{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content']"
+    " + ' [/INST]' }}{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}{% else %}{{"
+    " raise_exception('no system') }}{% endif %}{% endfor %}"
 )
 ZEPHYR = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
 )
 CHATML = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n'"
+    " }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] +"
+    " '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%"
+    " endif %}"
 )
 QWEN_3 = (
-    "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set at.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if m['role'] == 'assistant' %}{% set parts = m['content'].split('</think>') %}"
-    "{% if loop.index0 > at.last %}{{ '<think>\n' + (parts[0].split('<think>')[-1].strip() if parts | length > 1 else '') }}"
-    "{{ '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') }}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set"
+    " at.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' +"
+    " m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% set parts ="
+    " m['content'].split('</think>') %}{% if loop.index0 > at.last %}{{ '<think>\n' +"
+    " (parts[0].split('<think>')[-1].strip() if parts | length > 1 else '') }}{{ '\n</think>\n\n'"
+    " }}{% endif %}{{ parts[-1].lstrip('\n') }}{% else %}{{ m['content'] }}{% endif %}{{"
+    " '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%"
+    " endif %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{% set role = 'model' %}{% else %}"
-    "{% set role = m['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{% set role = 'model'"
+    " %}{% else %}{% set role = m['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' +"
+    " m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<start_of_turn>model\n' }}{% endif %}"
 )
 PHI_3 = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor"
+    " %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 PHI_4 = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_sep|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_sep|>' + m['content'] +"
+    " '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>'"
+    " }}{% endif %}"
 )
 DEEPSEEK = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|User|>' + m['content'] }}"
-    "{% elif m['role'] == 'system' %}{{ m['content'] }}"
-    "{% else %}{{ '<|Assistant|>' + m['content'].split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|Assistant|>' + opened }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|User|>' + m['content']"
+    " }}{% elif m['role'] == 'system' %}{{ m['content'] }}{% else %}{{ '<|Assistant|>' +"
+    " m['content'].split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}{% if"
+    " add_generation_prompt %}{{ '<|Assistant|>' + opened }}{% endif %}"
 )
 DEEPSEEK_3, DEEPSEEK_R1 = (DEEPSEEK.replace("opened", word) for word in ("''", "'<think>\n'"))
 VICUNA = (
-    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + ' ' }}{% set messages = messages[1:] %}{% endif %}"
-    "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'USER: ' + m['content'] + ' ' }}"
-    "{% else %}{{ 'ASSISTANT: ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + ' ' }}{% set messages ="
+    " messages[1:] %}{% endif %}{% for m in messages %}{% if m['role'] == 'user' %}{{ 'USER: ' +"
+    " m['content'] + ' ' }}{% else %}{{ 'ASSISTANT: ' + m['content'] + eos_token }}{% endif %}{%"
+    " endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
 )
 PLAIN = (
     "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
 )
 MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant'"
+    " %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{"
+    " m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|im_start|>assistant\n' }}{% endif %}"
 )
 TOOLS = (
-    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}{% for m in messages %}"
-    "{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}{% for call in m.tool_calls or [] %}"
-    "{{ '\n<tool_call>\n' + call['function'] | tojson + '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}{% for"
+    " m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}{% for call in"
+    " m.tool_calls or [] %}{{ '\n<tool_call>\n' + call['function'] | tojson + '\n</tool_call>' }}{%"
+    " endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|im_start|>assistant\n' }}{% endif %}"
 )
 WORDS = [
-    "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
-    "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|User|>", "<|Assistant|>", "<think>", "</think>",
-]  # fmt: skip
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|im_sep|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|User|>",
+    "<|Assistant|>",
+    "<think>",
+    "</think>",
+]
 CHAT = [
     {"role": "user", "content": " What is bread? "},
     {"role": "assistant", "content": " Food, \nof flour."},
@@ -117,14 +139,16 @@ CHAT = [
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 FIRST, SECOND = CHAT[1]["content"], CHAT[3]["content"]
 
-# template -> what is learned of the chat: of each answer what the model is to write, and the token that ends its turn
+# template -> what is learned of the chat: of each answer what the model is to write, and the token
+# that ends its turn
 FAMILIES: dict[str, tuple[str, list[str]]] = {
     "llama-2": (LLAMA_2, [f" {FIRST.strip()} </s>", f" {SECOND.strip()} </s>"]),
     "llama-3": (LLAMA_3, [f"{FIRST.strip()}<|eot_id|>", f"{SECOND.strip()}<|eot_id|>"]),
     "mistral": (MISTRAL, [f"{FIRST}</s>", f"{SECOND}</s>"]),
     "zephyr": (ZEPHYR, [f"{FIRST}</s>", f"{SECOND}</s>"]),
     "qwen-2.5": (CHATML, [f"{FIRST}<|im_end|>", f"{SECOND}<|im_end|>"]),
-    # the first turn is shown without the thinking that a prompt asks for: it is learned in an example of its own
+    # the first turn is shown without the thinking that a prompt asks for: it is learned in an
+    # example of its own
     "qwen-3": (QWEN_3, [f"<think>\n\n</think>\n\n{SECOND}<|im_end|>"]),
     "gemma": (GEMMA, [f"{FIRST.strip()}<end_of_turn>", f"{SECOND.strip()}<end_of_turn>"]),
     "phi-3": (PHI_3, [f"{FIRST}<|end|>", f"{SECOND}<|end|>"]),
@@ -155,15 +179,21 @@ def made(tiny_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 def chat_ids(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
     """What transformers makes of a chat on that day."""
-    encoded = tokenizer.apply_chat_template(messages, tokenize=True, date_string="02 Jan 2025", **options)
+    encoded = tokenizer.apply_chat_template(
+        messages, tokenize=True, date_string="02 Jan 2025", **options
+    )
     ids: list[int] = encoded["input_ids"]
     return ids
 
 
 def read(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
     """(ids, is_target) of a chat."""
-    text = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")({"messages": messages})
-    ((ids, is_target),) = Encoder(tokenizer, "causal-lm", 4096, 4096)([text]).examples()  # the whole chat
+    text = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")(
+        {"messages": messages}
+    )
+    ((ids, is_target),) = Encoder(tokenizer, "causal-lm", 4096, 4096)(
+        [text]
+    ).examples()  # the whole chat
     return ids.tolist(), is_target.tolist()
 
 
@@ -221,10 +251,17 @@ def test_the_newline_behind_the_end_of_a_turn_is_not_learned(made: Any) -> None:
     assert former.segments[-1][1]
 
 
-def test_the_end_of_a_turn_is_found_in_a_template_that_must_have_a_system_message(made: Any) -> None:
-    tokenizer = made("{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML)
+def test_the_end_of_a_turn_is_found_in_a_template_that_must_have_a_system_message(
+    made: Any,
+) -> None:
+    tokenizer = made(
+        "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + CHATML
+    )
     ids, is_target = read(tokenizer, SYSTEM + CHAT)
-    assert tokenizer.decode([i for i, target in zip(ids, is_target, strict=True) if target]).endswith("<|im_end|>")
+    assert tokenizer.decode(
+        [i for i, target in zip(ids, is_target, strict=True) if target]
+    ).endswith("<|im_end|>")
     assert is_target[-1] == 0
 
 
@@ -237,7 +274,8 @@ def test_thinking_that_a_prompt_opens_is_learned_from_there(made: Any) -> None:
     assert is_target == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
     assert tokenizer.decode(ids[len(prompt) :]) == "Hm.\n</think>\n\nFood.</s>"
     with pytest.raises(
-        Unusable, match=r"another form than the model would write it \(its prompt ends with '<think>'\)"
+        Unusable,
+        match=r"another form than the model would write it \(its prompt ends with '<think>'\)",
     ):
         read(tokenizer, CHAT)
 
@@ -248,22 +286,37 @@ def test_thinking_of_qwen_is_learned_where_the_model_writes_it(made: Any) -> Non
     thought[3] = {"role": "assistant", "content": "<think>\nTwo.\n</think>\n\nFood."}
     tokenizer = made(QWEN_3)
     text = converter("messages", {}, {}, tokenizer, "causal-lm")({"messages": thought})
-    assert [part for part, learned in text.segments if learned] == ["<think>\nTwo.\n</think>\n\nFood.<|im_end|>"]
+    assert [part for part, learned in text.segments if learned] == [
+        "<think>\nTwo.\n</think>\n\nFood.<|im_end|>"
+    ]
     assert "One." not in "".join(part for part, _ in text.segments)
     (earlier,) = text.earlier
     assert earlier.given == text.given  # they are never on two sides of a split
     assert text.n_unlearned == 0
     prompt = tokenizer.apply_chat_template(thought[:1], tokenize=False, add_generation_prompt=True)
-    assert earlier.segments == ((prompt, False), ("<think>\nOne.\n</think>\n\nFood.<|im_end|>", True), ("\n", False))
+    assert earlier.segments == (
+        (prompt, False),
+        ("<think>\nOne.\n</think>\n\nFood.<|im_end|>", True),
+        ("\n", False),
+    )
     former = converter("messages", {}, {}, tokenizer, "causal-lm", version=2)({"messages": thought})
     assert (former.segments, former.n_unlearned, former.earlier) == (text.segments, 1, ())
 
 
 def test_answers_to_tools_share_an_example_with_their_question(made: Any) -> None:
-    """Qwen 3 keeps what was thought since the last question: one example a question, not one an answer."""
+    """Qwen 3 keeps what was thought since the last question: one example a question, not one an
+    answer.
+    """
     call = {"role": "assistant", "content": "<think>\nAsk.\n</think>\n\nadd(1, 1)"}
-    asked = [CHAT[0], call, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "Two."}]
-    text = converter("messages", {}, {}, made(QWEN_3), "causal-lm")({"messages": [*asked, *asked, CHAT[2]]})
+    asked = [
+        CHAT[0],
+        call,
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "Two."},
+    ]
+    text = converter("messages", {}, {}, made(QWEN_3), "causal-lm")(
+        {"messages": [*asked, *asked, CHAT[2]]}
+    )
     assert [[part for part, learned in each.segments if learned] for each in text.of_row] == [
         ["<think>\nAsk.\n</think>\n\nadd(1, 1)<|im_end|>", "<think>\n\n</think>\n\nTwo.<|im_end|>"]
     ] * 2
@@ -271,11 +324,11 @@ def test_answers_to_tools_share_an_example_with_their_question(made: Any) -> Non
 
 
 NEMOTRON = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-    "{{ m['content'] if '</think>' in m['content'] else '<think></think>' + m['content'] }}"
-    "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '</think>' }}{% else %}{{ '\n' }}{% endif %}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant'"
+    " %}{{ m['content'] if '</think>' in m['content'] else '<think></think>' + m['content'] }}{%"
+    " else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}{% if"
+    " add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% if enable_thinking is"
+    " defined and not enable_thinking %}{{ '</think>' }}{% else %}{{ '\n' }}{% endif %}{% endif %}"
 )
 
 
@@ -299,7 +352,9 @@ def test_a_template_whose_answers_end_with_a_token_teaches_to_stop(made: Any, na
 
 
 def test_a_template_that_ends_no_answer_is_said(made: Any, tmp_path: Path) -> None:
-    open_end = MARKED.replace("m['content'] + '<|im_end|>' }}{% endgeneration %}", "m['content'] }}{% endgeneration %}")
+    open_end = MARKED.replace(
+        "m['content'] + '<|im_end|>' }}{% endgeneration %}", "m['content'] }}{% endgeneration %}"
+    )
     for template in (PLAIN, open_end):
         tokenizer = made(template)
         assert not ChatReader.of(tokenizer).teaches_to_stop
@@ -310,7 +365,10 @@ def test_a_template_that_ends_no_answer_is_said(made: Any, tmp_path: Path) -> No
 
 
 def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made: Any, tmp_path: Path) -> None:
-    rows = [{"messages": [{**turn, "content": f"{turn['content']} {n}"} for turn in CHAT]} for n in range(6)]
+    rows = [
+        {"messages": [{**turn, "content": f"{turn['content']} {n}"} for turn in CHAT]}
+        for n in range(6)
+    ]
     path = write_jsonl(tmp_path / "chats.jsonl", rows)
     sources = open_sources([str(path)], cache_dir=tmp_path, split="train")
     tokenizer, recipe = made(QWEN_3), Recipe("causal-lm", 512)
@@ -318,11 +376,15 @@ def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made: Any, tmp_pa
     assert (found.facts["n_rows"], len(found), found.facts["n_unlearned_turns"]) == (6, 12, 0)
     assert len(set(found.groups.tolist())) == 6
     assert [found.place(index).rpartition(":")[2] for index in range(4)] == ["1", "1", "2", "2"]
-    assert "6 earlier answers are learned in examples of their own" in "".join(notes_of(found.facts))
+    assert "6 earlier answers are learned in examples of their own" in "".join(
+        notes_of(found.facts)
+    )
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     planned = sample_lengths(sources, light_tokenizer(tmp_path / "tokenizer", None), recipe)
     assert (planned.n_examples, planned.n_rows) == (12, 6)
-    assert abs(int(planned.tokens.sum()) - int(found.lengths.sum())) <= 6  # means of a row are rounded
+    assert (
+        abs(int(planned.tokens.sum()) - int(found.lengths.sum())) <= 6
+    )  # means of a row are rounded
     former = tokenize(sources, tokenizer, Recipe("causal-lm", 512, version=2), tmp_path)
     assert (len(former), former.facts["n_unlearned_turns"]) == (6, 6)
 
@@ -336,7 +398,9 @@ def test_calls_of_tools_are_learned_to_the_end_of_the_turn(made: Any) -> None:
         {"role": "assistant", "content": "Two."},
     ]
     tokenizer, tools = made(TOOLS), [{"type": "function", "function": {"name": "add"}}]
-    text = converter("messages", {}, {}, tokenizer, "causal-lm")({"messages": messages, "tools": tools})
+    text = converter("messages", {}, {}, tokenizer, "causal-lm")(
+        {"messages": messages, "tools": tools}
+    )
     assert [part for part, learned in text.segments if learned] == [
         '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
         "Two.<|im_end|>",
@@ -363,15 +427,23 @@ def test_marks_in_a_text_of_its_own_are_refused(made: Any) -> None:
         read(made(MARKED), [CHAT[0], {"role": "assistant", "content": "\ufdd0all of it\ufdd1"}])
 
 
-def test_farthings_own_template_begins_as_the_tokenizer_does(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+def test_farthings_own_template_begins_as_the_tokenizer_does(
+    tiny_folders: dict[str, Path], tmp_path: Path
+) -> None:
     plain = load_tokenizer(ModelChoice(str(tiny_folders["llama"])), None)
     assert plain.chat_template == default_template(False)
     begins = tmp_path / "begins"
-    plain.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    plain.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     plain.chat_template = None
     plain.save_pretrained(begins)
     tokenizer = load_tokenizer(ModelChoice(str(begins)), None)
-    assert tokenizer.chat_template == light_tokenizer(begins, None).chat_template == default_template(True)
+    assert (
+        tokenizer.chat_template
+        == light_tokenizer(begins, None).chat_template
+        == default_template(True)
+    )
     ids = read(tokenizer, CHAT)[0]
     assert ids == chat_ids(tokenizer, CHAT)
     assert ids[:2].count(tokenizer.bos_token_id) == 1
@@ -388,10 +460,14 @@ def test_a_plan_reads_chats_as_training_does(made: Any, tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(
-    "says", ["m['content'] if m['role'] == 'user' else ''", "m['content'] if m['role'] != 'user' else ''"]
+    "says",
+    ["m['content'] if m['role'] == 'user' else ''", "m['content'] if m['role'] != 'user' else ''"],
 )
 def test_a_template_that_leaves_out_what_is_said_is_refused(made: Any, says: str) -> None:
     """As those of some models for images do where a content is no list of parts."""
-    template = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (SAYS) + '<|im_end|>\n' }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (SAYS) + '<|im_end|>\n' }}{%"
+        " endfor %}"
+    )
     with pytest.raises(Unusable, match="leaves out what is said"):
         read(made(template.replace("SAYS", says)), CHAT)

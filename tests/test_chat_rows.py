@@ -1,4 +1,6 @@
-"""Turns as OpenAI and others write them: marks of what is not learned, content in parts, developers, older function calls."""
+"""Turns as OpenAI and others write them: marks of what is not learned, content in parts,
+developers, older function calls.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,19 @@ from farthing.data.shown import Shown
 from farthing.tasks.columns import Unusable
 
 PLAIN = (
-    "{%- for m in messages %}{{- '<' + m.role + '>' + (m.content or '') + '</s>' }}"
-    "{%- for call in m.tool_calls or [] %}{{- call.function.name + (call.function.arguments | tojson) }}{% endfor %}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<assistant>' }}{% endif %}"
+    "{%- for m in messages %}{{- '<' + m.role + '>' + (m.content or '') + '</s>' }}{%- for call in"
+    " m.tool_calls or [] %}{{- call.function.name + (call.function.arguments | tojson) }}{% endfor"
+    " %}{%- endfor %}{%- if add_generation_prompt %}{{- '<assistant>' }}{% endif %}"
 )
 """A template without generation marks."""
 
 
 def read(row: dict[str, Any], template: str = PLAIN, version: int = 3) -> Any:
     tokenizer = SimpleNamespace(
-        chat_template=template, special_tokens_map={"eos_token": "</s>"}, added_tokens=["</s>"], backend_tokenizer=None
+        chat_template=template,
+        special_tokens_map={"eos_token": "</s>"},
+        added_tokens=["</s>"],
+        backend_tokenizer=None,
     )
     name = "conversations" if "conversations" in row else "messages"
     return converter(name, {}, {}, tokenizer, "causal-lm", version=version)(row)
@@ -43,7 +48,9 @@ def talk(**marks: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("template", [PLAIN, DEFAULT_CHAT_TEMPLATE], ids=["prompts", "marks"])
-@pytest.mark.parametrize("marks", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0}])
+@pytest.mark.parametrize(
+    "marks", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0}]
+)
 def test_a_marked_turn_is_context(marks: dict[str, Any], template: str) -> None:
     assert learned({"messages": talk()}, template) == "A</s>|B</s>"
     text = read({"messages": talk(**marks)}, template)
@@ -85,7 +92,10 @@ def test_other_marks_make_the_row_unusable(message: dict[str, Any], words: str) 
 
 def test_marks_of_users_that_say_nothing_are_nothing() -> None:
     row = {
-        "messages": [{"role": "user", "content": "a?", "weight": 1}, {"role": "assistant", "content": "A", "weight": 1}]
+        "messages": [
+            {"role": "user", "content": "a?", "weight": 1},
+            {"role": "assistant", "content": "A", "weight": 1},
+        ]
     }
     assert learned(row) == "A</s>"
 
@@ -112,7 +122,11 @@ def test_older_function_calls_are_tool_calls() -> None:
     row = {
         "messages": [
             {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"in": "Rome"}'}},
+            {
+                "role": "assistant",
+                "content": None,
+                "function_call": {"name": "weather", "arguments": '{"in": "Rome"}'},
+            },
             {"role": "function", "name": "weather", "content": "sunny"},
             {"role": "assistant", "content": "Sunny."},
         ],
@@ -125,14 +139,20 @@ def test_older_function_calls_are_tool_calls() -> None:
 
 
 def test_a_template_whose_marks_are_not_one_a_turn_can_leave_none_out() -> None:
-    twice = DEFAULT_CHAT_TEMPLATE.replace("{{- eos_token }}", "{% endgeneration %}{% generation %}{{- eos_token }}")
+    twice = DEFAULT_CHAT_TEMPLATE.replace(
+        "{{- eos_token }}", "{% endgeneration %}{% generation %}{{- eos_token }}"
+    )
     assert learned({"messages": talk()}, twice)
     with pytest.raises(Unusable, match="marks more or fewer turns"):
         read({"messages": talk(weight=0)}, twice)
 
 
 def test_preferences_of_openai_are_named() -> None:
-    row = {"input": {"messages": talk()[:1]}, "preferred_output": [talk()[1]], "non_preferred_output": [talk()[1]]}
+    row = {
+        "input": {"messages": talk()[:1]},
+        "preferred_output": [talk()[1]],
+        "non_preferred_output": [talk()[1]],
+    }
     kind = foreign_kind(row, "causal-lm")
     assert kind is not None
     assert "preference data (DPO" in kind.what
@@ -162,7 +182,9 @@ WITH_TOOLS: dict[str, Any] = {
 def test_a_call_that_the_template_leaves_out_is_no_empty_answer() -> None:
     with pytest.raises(Unusable, match="leaves out `tool_calls`: an empty answer would be learned"):
         read(WITH_TOOLS, NO_TOOLS, version=4)
-    assert "<assistant></s>" in "".join(text for text, _ in read(WITH_TOOLS, NO_TOOLS, version=3).segments)
+    assert "<assistant></s>" in "".join(
+        text for text, _ in read(WITH_TOOLS, NO_TOOLS, version=3).segments
+    )
     assert "add" in learned(WITH_TOOLS, PLAIN)
 
 
@@ -172,7 +194,10 @@ def test_what_no_chat_showed_is_said_once_and_what_one_showed_is_not() -> None:
         render = Renderer(template, (("eos_token", "</s>"),), "")
         for chat in chats:
             shown.look(chat["messages"], chat.get("tools"), render)
-        return [text.removeprefix("the chat template leaves out ").partition(" (in ")[0] for text in shown.said()]
+        return [
+            text.removeprefix("the chat template leaves out ").partition(" (in ")[0]
+            for text in shown.said()
+        ]
 
     others = ["`name` of messages", "`reasoning_content` of messages"]
     assert said(PLAIN, WITH_TOOLS) == [*others, "`tools`"]
@@ -181,7 +206,10 @@ def test_what_no_chat_showed_is_said_once_and_what_one_showed_is_not() -> None:
     assert said(DEFAULT_CHAT_TEMPLATE, WITH_TOOLS) == others
     thinks = PLAIN.replace("(m.content or '')", "(m.reasoning_content or m.content or '')")
     same = {
-        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "b"}]
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "reasoning_content": "b"},
+        ]
     }
     assert said(thinks, same) == ["`reasoning_content` of messages"], "it says what is there anyway"
     assert said(thinks, same, WITH_TOOLS) == ["`name` of messages", "`tools`"]
@@ -194,7 +222,10 @@ def test_a_template_that_can_not_do_without_a_thing_reads_it() -> None:
         1,
     )
     shown = Shown()
-    chat = [{"role": "user", "content": "a", "name": "eve"}, {"role": "assistant", "content": "b", "name": "it"}]
+    chat = [
+        {"role": "user", "content": "a", "name": "eve"},
+        {"role": "assistant", "content": "b", "name": "it"},
+    ]
     shown.look(chat, None, Renderer(needs, (), ""))
     assert shown.said() == []
 
@@ -203,7 +234,10 @@ def test_whether_a_call_is_shown_does_not_hang_on_the_rows_before() -> None:
     """A template that writes calls only where nothing is said beside them."""
     either = PLAIN.replace("m.tool_calls or []", "([] if m.content else (m.tool_calls or []))")
     tokenizer = SimpleNamespace(
-        chat_template=either, special_tokens_map={"eos_token": "</s>"}, added_tokens=["</s>"], backend_tokenizer=None
+        chat_template=either,
+        special_tokens_map={"eos_token": "</s>"},
+        added_tokens=["</s>"],
+        backend_tokenizer=None,
     )
     both, alone = (
         {
@@ -221,7 +255,10 @@ def test_whether_a_call_is_shown_does_not_hang_on_the_rows_before() -> None:
 
 
 def test_a_call_that_is_context_is_no_answer() -> None:
-    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "tool_calls": [CALL], "weight": 0}]
+    turns = [
+        {"role": "user", "content": "a?"},
+        {"role": "assistant", "tool_calls": [CALL], "weight": 0},
+    ]
     turns += [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "B"}]
     text = read({"messages": turns}, NO_TOOLS, version=4)
     assert [part for part, is_target in text.segments if is_target] == ["B</s>"]
@@ -236,35 +273,62 @@ SAYS_NOTHING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("said", SAYS_NOTHING, ids=["empty", "spaces", "null", "no content", "a name alone"])
+@pytest.mark.parametrize(
+    "said", SAYS_NOTHING, ids=["empty", "spaces", "null", "no content", "a name alone"]
+)
 @pytest.mark.parametrize("template", [PLAIN, DEFAULT_CHAT_TEMPLATE], ids=["prompts", "marks"])
-def test_an_answer_that_says_nothing_is_not_learned_as_an_empty_one(said: dict[str, Any], template: str) -> None:
+def test_an_answer_that_says_nothing_is_not_learned_as_an_empty_one(
+    said: dict[str, Any], template: str
+) -> None:
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", **said}, *talk()[2:]]
     with pytest.raises(Unusable, match="message 2: the assistant says nothing"):
         read({"messages": turns}, template, version=6)
-    assert len([1 for _, is_target in read({"messages": turns}, template, version=5).segments if is_target]) == 2
+    assert (
+        len(
+            [
+                1
+                for _, is_target in read({"messages": turns}, template, version=5).segments
+                if is_target
+            ]
+        )
+        == 2
+    )
     turns[1]["weight"] = 0  # as context it may
-    assert [text for text, is_target in read({"messages": turns}, template, version=6).segments if is_target] == [
-        "B</s>"
-    ]
+    assert [
+        text
+        for text, is_target in read({"messages": turns}, template, version=6).segments
+        if is_target
+    ] == ["B</s>"]
 
 
 def test_an_answer_of_sharegpt_and_an_earlier_one_of_alpaca_may_not_be_empty_either() -> None:
     with pytest.raises(Unusable, match="message 2: the assistant says nothing"):
-        read({"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": ""}]}, version=6)
+        read(
+            {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": ""}]},
+            version=6,
+        )
     tokenizer = SimpleNamespace(
-        chat_template=PLAIN, special_tokens_map={"eos_token": "</s>"}, added_tokens=["</s>"], backend_tokenizer=None
+        chat_template=PLAIN,
+        special_tokens_map={"eos_token": "</s>"},
+        added_tokens=["</s>"],
+        backend_tokenizer=None,
     )
     row = {"instruction": "b?", "output": "B", "history": [["a?", ""]]}
     with pytest.raises(Unusable, match="message 2: the assistant says nothing"):
         converter("instruction", {}, {}, tokenizer, "causal-lm")(row)
 
 
-WITH_PREAMBLE = "{%- if messages[0].role != 'system' %}<system>You are a bot. Hi.</s>{% endif %}" + PLAIN
+WITH_PREAMBLE = (
+    "{%- if messages[0].role != 'system' %}<system>You are a bot. Hi.</s>{% endif %}" + PLAIN
+)
 
 
-@pytest.mark.parametrize("template", [PLAIN, WITH_PREAMBLE, WITH_PREAMBLE.replace("'<assistant>'", "''")])
-def test_of_a_chat_that_begins_with_the_assistant_what_stands_before_it_is_not_learned(template: str) -> None:
+@pytest.mark.parametrize(
+    "template", [PLAIN, WITH_PREAMBLE, WITH_PREAMBLE.replace("'<assistant>'", "''")]
+)
+def test_of_a_chat_that_begins_with_the_assistant_what_stands_before_it_is_not_learned(
+    template: str,
+) -> None:
     row = {"messages": [{"role": "assistant", "content": "Hi."}, *talk()]}
     text = read(row, template, version=6)
     first = next(part for part, is_target in text.segments if is_target)
@@ -272,19 +336,35 @@ def test_of_a_chat_that_begins_with_the_assistant_what_stands_before_it_is_not_l
     whole = "".join(part for part, _ in text.segments)
     former = read(row, template, version=5)
     assert "".join(part for part, _ in former.segments) == whole
-    assert former.segments[0] == (whole[: whole.index("<user>")], True), "as a run of then goes on to learn it"
+    assert former.segments[0] == (
+        whole[: whole.index("<user>")],
+        True,
+    ), "as a run of then goes on to learn it"
 
 
 def test_a_first_turn_of_the_assistant_may_be_a_call() -> None:
-    turns = [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, *talk()]
-    found = [part for part, is_target in read({"messages": turns}, WITH_PREAMBLE, version=6).segments if is_target]
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2"},
+        *talk(),
+    ]
+    found = [
+        part
+        for part, is_target in read({"messages": turns}, WITH_PREAMBLE, version=6).segments
+        if is_target
+    ]
     assert found[0] == '</s>add{"a": 1}'
 
 
 def test_empty_calls_are_none() -> None:
     for empty in ([], "[]", None):
-        turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "A", "tool_calls": empty}]
-        assert [part for part, is_target in read({"messages": turns}, version=6).segments if is_target] == ["A</s>"]
+        turns = [
+            {"role": "user", "content": "a?"},
+            {"role": "assistant", "content": "A", "tool_calls": empty},
+        ]
+        assert [
+            part for part, is_target in read({"messages": turns}, version=6).segments if is_target
+        ] == ["A</s>"]
 
 
 def test_tools_as_a_list_of_json_texts_are_objects() -> None:
@@ -301,13 +381,18 @@ def test_a_system_message_stands_once(key: str) -> None:
         turns = [{"role": first, "content": "Be brief."}, *talk()]
         if key == "conversations":
             names = {"user": "human", "assistant": "gpt"}
-            turns = [{"from": names.get(turn["role"], turn["role"]), "value": turn["content"]} for turn in turns]
+            turns = [
+                {"from": names.get(turn["role"], turn["role"]), "value": turn["content"]}
+                for turn in turns
+            ]
         return {key: turns, "system": system}
 
     first = "System" if key == "messages" else "system"
     text = "".join(part for part, _ in read(row(first, "Be brief. "), version=6).segments)
     assert (text.count("<system>"), text.count("brief")) == (1, 1)
-    with pytest.raises(Unusable, match="begins with another system message than its column `system`"):
+    with pytest.raises(
+        Unusable, match="begins with another system message than its column `system`"
+    ):
         read(row(first, "Be long."), version=6)
     text = "".join(part for part, _ in read(row("user", "Be long."), version=6).segments)
     assert text.startswith("<system>Be long.</s><user>Be brief.")
@@ -321,28 +406,45 @@ def test_calls_of_sharegpt_are_written_as_the_template_writes_calls() -> None:
         {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
     ]
     turns += [{"from": "observation", "value": "2"}, {"from": "gpt", "value": "Two."}]
-    call, answer = (part for part, is_target in read({"conversations": turns}, version=6).segments if is_target)
+    call, answer = (
+        part for part, is_target in read({"conversations": turns}, version=6).segments if is_target
+    )
     assert (call, answer) == ('</s>add{"a": 1}', "Two.</s>")
     for said in (f"[{turns[1]['value']}]", '{"name": "add", "arguments": "{\\"a\\": 1}"}'):
         turns[1]["value"] = said
-        assert next(part for part, is_target in read({"conversations": turns}, version=6).segments if is_target) == call
+        assert (
+            next(
+                part
+                for part, is_target in read({"conversations": turns}, version=6).segments
+                if is_target
+            )
+            == call
+        )
     former = read({"conversations": turns}, version=5).segments
     assert next(part for part, is_target in former if is_target) == f"{said}</s>"
-    assert f"{said}</s>" in [part for part, _ in read({"conversations": turns}, NO_TOOLS, version=6).segments]
+    assert f"{said}</s>" in [
+        part for part, _ in read({"conversations": turns}, NO_TOOLS, version=6).segments
+    ]
     for odd in ("add 1", "{}", "[]", '"add"', '{"name": "add"}'):
         turns[1]["value"] = odd
-        with pytest.raises(Unusable, match="turn 2: a `function_call` is no JSON with `name` and `arguments`"):
+        with pytest.raises(
+            Unusable, match="turn 2: a `function_call` is no JSON with `name` and `arguments`"
+        ):
             read({"conversations": turns}, version=6)
 
 
 def test_turns_that_a_template_does_not_mark_are_counted() -> None:
     template = (
-        "{% for m in messages %}<{{ m.role }}>"
-        "{% if m.role == 'assistant' and m.content %}{% generation %}{{ m.content }}</s>{% endgeneration %}"
-        "{% else %}{{ m.content or '' }}{% endif %}"
-        "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and m.content %}{%"
+        " generation %}{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content or '' }}{%"
+        " endif %}{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}{% endfor %}"
     )
-    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    text = read({"messages": [*turns, {"role": "tool", "content": "2"}, *talk()]}, template, version=6)
+    turns = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ]
+    text = read(
+        {"messages": [*turns, {"role": "tool", "content": "2"}, *talk()]}, template, version=6
+    )
     assert [part for part, is_target in text.segments if is_target] == ["A</s>", "B</s>"]
     assert text.n_unlearned == 1

@@ -1,4 +1,6 @@
-"""Checkpoints under every injected fault: a kill at each file operation, damage to each file, a full disk."""
+"""Checkpoints under every injected fault: a kill at each file operation, damage to each file, a
+full disk.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from farthing.durability import checkpoint as checkpoint_module
 from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.files import commit_folder, seal, write_text
-from farthing.errors import RunChanged, RunDamaged, SaveFailing
+from farthing.errors import RunChangedError, RunDamagedError, SaveError
 
 
 class Weights:
@@ -79,7 +81,9 @@ def restored(folder: Path, said: list[str] | None = None) -> int | None:
 
 
 def newest(folder: Path) -> Path:
-    return max(path for path in folder.iterdir() if path.name.startswith("step-") and "." not in path.name)
+    return max(
+        path for path in folder.iterdir() if path.name.startswith("step-") and "." not in path.name
+    )
 
 
 def test_what_is_saved_comes_back_to_the_bit(checkpoints: Checkpoints) -> None:
@@ -104,7 +108,9 @@ def test_only_the_newest_and_the_best_are_kept(checkpoints: Checkpoints) -> None
 def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_path: Path) -> None:
     def fill(draft: Path) -> None:
         (draft / "mine").write_text("late")
-        commit_folder(tmp_path / "set", lambda other: (other / "theirs").write_text("quick") and None, {})
+        commit_folder(
+            tmp_path / "set", lambda other: (other / "theirs").write_text("quick") and None, {}
+        )
 
     with pytest.raises(FileExistsError):
         commit_folder(tmp_path / "set", fill, {})
@@ -112,7 +118,9 @@ def test_a_folder_that_another_process_commits_meanwhile_is_there_already(tmp_pa
     assert (tmp_path / "set" / "theirs").read_text() == "quick"
 
 
-def test_a_second_save_of_a_step_replaces_the_first_only_when_it_is_whole(checkpoints: Checkpoints) -> None:
+def test_a_second_save_of_a_step_replaces_the_first_only_when_it_is_whole(
+    checkpoints: Checkpoints,
+) -> None:
     save(checkpoints, 4)
     first = newest(checkpoints.folder)
     save(checkpoints, 4)
@@ -127,9 +135,11 @@ OPERATIONS = ["mkdir", "open", "fsync", "rename", "replace", "rmdir", "unlink", 
 
 
 def killed_at(k: int, operation: Callable[[], None]) -> bool:
-    """Run `operation` in a child that is killed at its k-th file operation; whether the kill came before the end.
+    """Run `operation` in a child that is killed at its k-th file operation; whether the kill came
+    before the end.
 
-    Counted are `os` calls, `open` for writing, and the library's own file writing, which is cut in half.
+    Counted are `os` calls, `open` for writing, and the library's own file writing, which is cut in
+    half.
     """
     pid = os.fork()
     if pid == 0:
@@ -182,14 +192,16 @@ def kill_points() -> Iterator[int]:
 
 
 def kill_everywhere(folder_of_all: Path) -> None:
-    """A save that is killed at its first, second, third ... file operation, until one gets through."""
+    """A save that is killed at its first, second, third ... file operation, until one gets through."""  # noqa: E501
     outcomes = []
     for k in kill_points():
         folder = folder_of_all / f"kill-{k}"
         first = Checkpoints(folder, "run-1", 2, warn=print)
         save(first, 1)
         save(first, 2)
-        was_killed = killed_at(k, lambda folder=folder: save(Checkpoints(folder, "run-1", 2, warn=print), 3))  # type: ignore[misc]
+        was_killed = killed_at(
+            k, lambda folder=folder: save(Checkpoints(folder, "run-1", 2, warn=print), 3)
+        )  # type: ignore[misc]
         outcomes.append(restored(folder))
         leftovers = [path.name for path in folder.iterdir() if ".draft-" in path.name]
         assert leftovers == [], "a fresh start sweeps what a killed writer left"
@@ -201,11 +213,20 @@ def kill_everywhere(folder_of_all: Path) -> None:
     assert len(outcomes) > 15
 
 
-def test_a_kill_at_any_file_operation_of_a_save_leaves_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
+def test_a_kill_at_any_file_operation_of_a_save_leaves_the_old_checkpoint_or_the_new(
+    tmp_path: Path,
+) -> None:
     """In a process of its own: it forks, which is safe only where no other thread has run yet."""
-    code = f"import pathlib, test_checkpoint; test_checkpoint.kill_everywhere(pathlib.Path({str(tmp_path)!r}))"
+    code = (
+        "import pathlib, test_checkpoint;"
+        f" test_checkpoint.kill_everywhere(pathlib.Path({str(tmp_path)!r}))"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -238,7 +259,9 @@ def damages() -> dict[str, Callable[[Path], None]]:
     }
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", damages())
 def test_a_damaged_file_is_detected_and_the_previous_checkpoint_used(
     file: str, damage: str, checkpoints: Checkpoints, said: list[str]
@@ -260,7 +283,9 @@ def flip(path: Path, position: int, bit: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
 def test_a_hundred_flipped_bits_are_detected_and_the_previous_checkpoint_used(
     file: str, checkpoints: Checkpoints
 ) -> None:
@@ -278,7 +303,9 @@ def test_a_hundred_flipped_bits_are_detected_and_the_previous_checkpoint_used(
     assert restored(checkpoints.folder) == 2, "flipped back, it is whole"
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
 def test_files_of_two_steps_swapped_are_detected_and_the_one_before_both_used(
     file: str, checkpoints: Checkpoints, said: list[str]
 ) -> None:
@@ -293,7 +320,9 @@ def test_files_of_two_steps_swapped_are_detected_and_the_one_before_both_used(
 
 
 @pytest.mark.parametrize("trouble", ["extra file", "empty folder", "folders swapped", "link"])
-def test_a_tampered_folder_is_not_used(trouble: str, checkpoints: Checkpoints, said: list[str]) -> None:
+def test_a_tampered_folder_is_not_used(
+    trouble: str, checkpoints: Checkpoints, said: list[str]
+) -> None:
     save(checkpoints, 1)
     save(checkpoints, 2)
     folder = newest(checkpoints.folder)
@@ -311,19 +340,21 @@ def test_a_tampered_folder_is_not_used(trouble: str, checkpoints: Checkpoints, s
         older.rename(checkpoints.folder / "spare")
         folder.rename(older)
         (checkpoints.folder / "spare").rename(folder)
-        with pytest.raises(RunDamaged):
+        with pytest.raises(RunDamagedError):
             restored(checkpoints.folder, said)
         return
     assert restored(checkpoints.folder, said) == 1
     assert len(said) == 1
 
 
-def test_when_all_are_damaged_nothing_restarts_in_silence(checkpoints: Checkpoints, said: list[str]) -> None:
+def test_when_all_are_damaged_nothing_restarts_in_silence(
+    checkpoints: Checkpoints, said: list[str]
+) -> None:
     for step in (1, 2):
         save(checkpoints, step)
     for path in checkpoints.folder.glob("step-*/model.safetensors"):
         path.write_bytes(b"")
-    with pytest.raises(RunDamaged) as error:
+    with pytest.raises(RunDamagedError) as error:
         restored(checkpoints.folder, said)
     assert "--allow-restart" in str(error.value)
     assert len(said) == 2
@@ -333,15 +364,17 @@ def test_a_checkpoint_of_a_newer_farthing_is_refused_with_words(checkpoints: Che
     save(checkpoints, 1)
     path = newest(checkpoints.folder) / "manifest.json"
     write_text(path, seal(json.loads(path.read_text()) | {"schema": 99}))
-    with pytest.raises(RunChanged, match="newer farthing"):
+    with pytest.raises(RunChangedError, match="newer farthing"):
         restored(checkpoints.folder)
-    assert checkpoints.steps() == [1], "and not set aside: it is fine for the farthing that wrote it"
+    assert checkpoints.steps() == [1], (
+        "and not set aside: it is fine for the farthing that wrote it"
+    )
 
 
 def test_a_checkpoint_of_another_run_is_not_used(checkpoints: Checkpoints, said: list[str]) -> None:
     save(checkpoints, 1)
     other = Checkpoints(checkpoints.folder, "run-2", 3, warn=said.append)
-    with pytest.raises(RunDamaged):
+    with pytest.raises(RunDamagedError):
         other.newest_valid()
     assert "another run" in said[0]
 
@@ -362,10 +395,12 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_gives_up_after_three(
     save(checkpoints, 3)
     assert len(said) == 2
     assert "No space left" in said[0]
-    with pytest.raises(SaveFailing):
+    with pytest.raises(SaveError):
         save(checkpoints, 4)
     monkeypatch.undo()
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000001-0001"], "and no drafts stay behind"
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000001-0001"], (
+        "and no drafts stay behind"
+    )
     assert restored(checkpoints.folder) == 1
 
 

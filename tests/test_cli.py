@@ -1,4 +1,6 @@
-"""The verbs as a person or a program calls them: what they print, what they write, and how they exit."""
+"""The verbs as a person or a program calls them: what they print, what they write, and how they
+exit.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out_of(capsys, "init", tmp_path / "nowhere/job.yaml", code=2)
 
 
-def test_init_writes_a_demo_that_the_doctor_finds_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_writes_a_demo_that_the_doctor_finds_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written = json_of(capsys, "init", "--demo", tmp_path / "demo")
     assert written["next"] == f"farthing train {tmp_path / 'demo/job.yaml'}"
     assert "1,200" not in out_of(capsys, "doctor", written["written"])
@@ -85,16 +89,22 @@ def test_init_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
 def test_keys_have_the_words_that_stand_below_them_in_the_code() -> None:
     schema = job_schema()
     keys = {
-        f"{name}.{key}": value for name, d in schema["$defs"].items() for key, value in d.get("properties", {}).items()
+        f"{name}.{key}": value
+        for name, d in schema["$defs"].items()
+        for key, value in d.get("properties", {}).items()
     }
-    assert keys["ModelSection.attn_implementation"]["description"].startswith("Attention of transformers: sdpa")
+    assert keys["ModelSection.attn_implementation"]["description"].startswith(
+        "Attention of transformers: sdpa"
+    )
     assert keys["LimitsSection.max_gpu_hours"]["description"] == "Hours times GPUs."
     assert list(keys["LimitsSection.max_gpu_hours"]) == sorted(keys["LimitsSection.max_gpu_hours"])
     assert schema["properties"]["output_dir"]["description"]
     assert sum(bool(value.get("description")) for value in keys.values()) >= 70
 
 
-def test_the_starters_satisfy_the_schema_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_starters_satisfy_the_schema_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     schema = json.loads(out_of(capsys, "init", "--schema"))
     out_of(capsys, "init", tmp_path / "job.yaml")
     for section, values in yaml.safe_load((tmp_path / "job.yaml").read_text()).items():
@@ -107,32 +117,52 @@ def test_the_starters_satisfy_the_schema_keys(tmp_path: Path, capsys: pytest.Cap
 # ---- train ----
 
 
-def test_train_prints_its_receipt_and_where_the_model_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_prints_its_receipt_and_where_the_model_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = job_file(tmp_path, max_steps=3)
     said = out_of(capsys, "train", path)
-    for words in ("where the time went", "total", "finished: all steps done", str(tmp_path / "run/model"), "$"):
+    for words in (
+        "where the time went",
+        "total",
+        "finished: all steps done",
+        str(tmp_path / "run/model"),
+        "$",
+    ):
         assert words in said
     assert "trained  " in said.replace("[dim]", "")
     assert "[bold]" not in said
     assert not [line for line in said.splitlines() if len(line.rstrip()) > 400]
 
 
-def test_train_with_json_prints_the_receipt_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_with_json_prints_the_receipt_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = job_file(tmp_path, max_steps=3)
     receipt = json_of(capsys, "train", path)
-    assert (receipt["kind"], receipt["state"], receipt["steps"]) == ("farthing receipt", "finished", 3)
+    assert (receipt["kind"], receipt["state"], receipt["steps"]) == (
+        "farthing receipt",
+        "finished",
+        3,
+    )
     written = json.loads((tmp_path / "run/receipt.json").read_text())
     assert {**receipt, "written": ""} == {**written, "written": ""}
 
 
-def test_a_run_without_a_price_shows_no_dollars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_price_shows_no_dollars(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = out_of(capsys, "train", job_file(tmp_path, max_steps=8, where={"usd_per_hour": 0}))
     assert "no price was given" in said
-    of_run = [line for line in said.splitlines() if "always on" not in line]  # what serving would cost has a price
+    of_run = [
+        line for line in said.splitlines() if "always on" not in line
+    ]  # what serving would cost has a price
     assert "$" not in "\n".join(of_run).replace("$0.00 an hour", "")
 
 
-def test_a_finished_run_trains_nothing_and_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_trains_nothing_and_exits_with_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = job_file(tmp_path, max_steps=3)
     out_of(capsys, "train", path)
     before = (tmp_path / "run/log.jsonl").read_bytes()
@@ -184,7 +214,9 @@ def test_a_limit_within_a_run_leaves_a_model_and_the_same_steps(
     monkeypatch.setattr(
         farthing.train.loop,
         "over_limit",
-        lambda *args, **kwargs: "the cap of $1.00" if workshop_step(path) >= 3 else over(*args, **kwargs),
+        lambda *args, **kwargs: (
+            "the cap of $1.00" if workshop_step(path) >= 3 else over(*args, **kwargs)
+        ),
     )
     assert json_of(capsys, "train", path, code=3)["state"] == "limit"
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "capped/run/model")
@@ -222,7 +254,9 @@ def test_sigterm_exits_with_75_and_the_same_command_finishes(
 def test_a_process_that_is_told_to_stop_exits_with_75(tmp_path: Path) -> None:
     path = job_file(tmp_path, max_steps=3000, logging_steps=1)
     process = subprocess.Popen(
-        [sys.executable, "-m", "farthing", "train", str(path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "farthing", "train", str(path), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     try:
         while workshop_step(path) < 3:
@@ -237,7 +271,9 @@ def test_a_process_that_is_told_to_stop_exits_with_75(tmp_path: Path) -> None:
     assert b"step 1/3,000" in err
 
 
-def test_the_scaling_rule_is_offered_when_the_batch_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scaling_rule_is_offered_when_the_batch_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = job_file(tmp_path, max_steps=1, learning_rate=0.004, global_batch_size=8)
     said = out_of(capsys, "train", path, "--set", "train.global_batch_size=16")
     assert "the global batch is 16 instead of 8" in said
@@ -245,7 +281,9 @@ def test_the_scaling_rule_is_offered_when_the_batch_changes(tmp_path: Path, caps
     for more in (["train.learning_rate_batch_size=8"], ["train.learning_rate=0.008"]):
         words = [part for text in ("train.global_batch_size=16", *more) for part in ("--set", text)]
         folder = tmp_path / more[0].partition("=")[0]
-        assert "linear scaling" not in out_of(capsys, "train", path, *words, "--set", f"output_dir={folder}")
+        assert "linear scaling" not in out_of(
+            capsys, "train", path, *words, "--set", f"output_dir={folder}"
+        )
 
 
 # ---- what is not a number ----
@@ -282,7 +320,9 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(
     assert receipt["skipped_steps"] == 2
     assert "2 steps whose loss or gradient was not a number" in said
     line = next(line for line in said.splitlines() if "step 2: the loss is not a number" in line)
-    named = next(row for row in log_of(load_job(path)) if row.get("skipped") and row["step"] == 2)["samples"]
+    named = next(row for row in log_of(load_job(path)) if row.get("skipped") and row["step"] == 2)[
+        "samples"
+    ]
     assert len(named) == 4  # the second and last step of an epoch of 12
     assert all(place.startswith(str(tmp_path / "data.jsonl:")) for place in named)
     assert named[0] in line
@@ -316,11 +356,17 @@ def test_too_many_in_a_row_end_the_run_with_1_and_words(
 def finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """The folder of a finished classification run."""
     rows = workshop.rows_of("bert", 9, seed=1)
-    out_of(capsys, "train", job_file(tmp_path, "bert", learning_rate=0.002, max_steps=8, eval_rows=rows))
+    out_of(
+        capsys,
+        "train",
+        job_file(tmp_path, "bert", learning_rate=0.002, max_steps=8, eval_rows=rows),
+    )
     return tmp_path / "run"
 
 
-def test_report_prints_the_receipt_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_the_receipt_again(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = out_of(capsys, "report", finished)
     for words in (
         "Receipt",
@@ -339,7 +385,9 @@ def test_report_prints_the_receipt_again(finished: Path, capsys: pytest.CaptureF
     assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"])
 
 
-def test_report_reads_the_folder_of_a_killed_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_reads_the_folder_of_a_killed_run(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (finished / "receipt.json").unlink()
     account = read_ledger(finished / "ledger.jsonl").accounts[1]
     account.state = "running"  # as a kill leaves it
@@ -352,9 +400,18 @@ def test_report_reads_the_folder_of_a_killed_run(finished: Path, capsys: pytest.
     assert "not finished, can be continued" in said
 
 
-def test_report_compares_two_runs_in_words(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_compares_two_runs_in_words(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tmp_path / "other"
-    words = ("--set", f"output_dir={other}", "--set", "where.usd_per_hour=36000", "--set", "train.max_steps=2")
+    words = (
+        "--set",
+        f"output_dir={other}",
+        "--set",
+        "where.usd_per_hour=36000",
+        "--set",
+        "train.max_steps=2",
+    )
     out_of(capsys, "train", tmp_path / "job.yaml", *words)
     comparison = json_of(capsys, "report", finished, other)
     assert comparison["rows"]["steps"] == {"run": 8, "baseline": 2, "ratio": 4}
@@ -373,7 +430,9 @@ def test_report_compares_two_runs_in_words(finished: Path, tmp_path: Path, capsy
     assert "$-" not in out_of(capsys, "report", other, finished)
 
 
-def test_report_of_what_is_no_run_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_what_is_no_run_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert json_of(capsys, "report", tmp_path, code=2)["error"] == "not a run folder"
 
 
@@ -381,7 +440,9 @@ def test_report_of_what_is_no_run_exits_with_2(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-def test_a_merged_model_answers_as_base_and_adapter_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_merged_model_answers_as_base_and_adapter_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, method in {
         "lora": {"name": "lora"},
         "dora": {"name": "lora", "use_dora": True},
@@ -389,13 +450,19 @@ def test_a_merged_model_answers_as_base_and_adapter_do(tmp_path: Path, capsys: p
     }.items():
         folder = tmp_path / name
         out_of(capsys, "train", job_file(folder, pretrained=True, method=method))
-        adapter = json_of(capsys, "export", folder / "run", "--output", folder / "adapter", "--format", "adapter")
+        adapter = json_of(
+            capsys, "export", folder / "run", "--output", folder / "adapter", "--format", "adapter"
+        )
         merged = json_of(capsys, "export", folder / "run", "--output", folder / "merged")
         base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
         with torch.no_grad():
             plain = base(IDS).logits
             beside = peft.PeftModel.from_pretrained(base, adapter["folder"]).eval()(IDS).logits
-            whole = transformers.AutoModelForCausalLM.from_pretrained(merged["folder"]).eval()(IDS).logits
+            whole = (
+                transformers.AutoModelForCausalLM.from_pretrained(merged["folder"])
+                .eval()(IDS)
+                .logits
+            )
         torch.testing.assert_close(whole, beside, rtol=0, atol=1e-5)
         assert float((whole - plain).abs().max()) > 1e-3
         assert not (folder / "merged/adapter_config.json").exists()
@@ -416,15 +483,21 @@ def test_an_adapter_on_random_weights_merges_into_the_same_ones(
             assert torch.equal(merged[name.removeprefix("base_model.model.")].bfloat16(), value)
 
 
-def test_a_classifier_keeps_the_names_of_its_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out_of(capsys, "train", job_file(tmp_path, "bert", method="lora", pretrained=True, max_steps=15))
+def test_a_classifier_keeps_the_names_of_its_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out_of(
+        capsys, "train", job_file(tmp_path, "bert", method="lora", pretrained=True, max_steps=15)
+    )
     for form in ("adapter", "merged"):
         out_of(capsys, "export", tmp_path / "run", "--output", tmp_path / form, "--format", form)
         named = tmp_path / form / ("model_config.json" if form == "adapter" else "")
         config = transformers.AutoConfig.from_pretrained(named)
         assert config.id2label == {0: "food", 1: "sport", 2: "weather"}
         assert config.label2id == {"food": 0, "sport": 1, "weather": 2}
-    merged: Any = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    merged: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "merged"
+    ).eval()
     base = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "base", num_labels=3, ignore_mismatched_sizes=True
     )
@@ -443,12 +516,15 @@ def test_a_seq2seq_model_writes_the_same_before_and_after_export(
     merged: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         ours, theirs = (
-            model.eval()(input_ids=IDS, decoder_input_ids=IDS[:, :3]).logits for model in (watched.model, merged)
+            model.eval()(input_ids=IDS, decoder_input_ids=IDS[:, :3]).logits
+            for model in (watched.model, merged)
         )
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
-def test_a_full_model_loads_plainly_and_can_be_recast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_model_loads_plainly_and_can_be_recast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out_of(capsys, "train", job_file(tmp_path))
     out_of(capsys, "export", tmp_path / "run", "--output", tmp_path / "half", "--dtype", "bfloat16")
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
@@ -457,17 +533,27 @@ def test_a_full_model_loads_plainly_and_can_be_recast(tmp_path: Path, capsys: py
     assert {p.dtype for p in exact.parameters()} == {torch.float32}
     assert exact.config.use_cache
     assert half.config.use_cache
-    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(exact.parameters(), half.parameters(), strict=True))
+    assert all(
+        torch.equal(a.bfloat16(), b)
+        for a, b in zip(exact.parameters(), half.parameters(), strict=True)
+    )
 
 
-def test_export_refuses_what_it_can_not_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_refuses_what_it_can_not_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out_of(capsys, "train", job_file(tmp_path, max_steps=1))
     run = tmp_path / "run"
     said = json_of(capsys, "export", run, "--output", tmp_path / "a", "--format", "adapter", code=2)
     assert said["to_do"] == "use --format merged"
     said = json_of(capsys, "export", run, "--output", tmp_path / "base", code=2)
     assert said["error"] == "the folder is not empty"
-    assert json_of(capsys, "export", tmp_path / "none", "--output", tmp_path / "a", code=2)["exit_code"] == 2
+    assert (
+        json_of(capsys, "export", tmp_path / "none", "--output", tmp_path / "a", code=2)[
+            "exit_code"
+        ]
+        == 2
+    )
     shutil.rmtree(run / "model")
     said = json_of(capsys, "export", run, "--output", tmp_path / "a", code=2)
     assert said["error"] == "this run has exported no model yet"
@@ -489,11 +575,18 @@ def test_the_model_card_holds_metadata_metrics_and_receipt(
     receipt = json.loads((tmp_path / "run/receipt.json").read_text())
     assert f"| accuracy | {receipt['metrics']['accuracy']:.4f} |" in body
     assert "| learning rate | 0.01, constant |" in body
-    for words in ("## Receipt", "| cost | $", "forward and backward", "0 interruptions", "| food\\|x | "):
+    for words in (
+        "## Receipt",
+        "| cost | $",
+        "forward and backward",
+        "0 interruptions",
+        "| food\\|x | ",
+    ):
         assert words in body
     assert str(tmp_path) not in body
     widths = {
-        line.replace("\\|", "").count("|") for line in body.split("| class |")[1].split("\n\n")[0].splitlines()[1:]
+        line.replace("\\|", "").count("|")
+        for line in body.split("| class |")[1].split("\n\n")[0].splitlines()[1:]
     }
     assert widths == {6}
 
@@ -509,11 +602,16 @@ def test_doctor_looks_at_the_machine(capsys: pytest.CaptureFixture[str]) -> None
     assert "nothing failed" in out_of(capsys, "doctor")
 
 
-def test_doctor_tries_a_job_without_training_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_tries_a_job_without_training_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = job_file(tmp_path)
     found = {check["name"]: check for check in json_of(capsys, "doctor", path)["checks"]}
     assert found["job"]["state"] == "ok"
-    assert found[f"data {tmp_path / 'data.jsonl'}"]["found"] == "format prompt/completion; 32 rows tried"
+    assert (
+        found[f"data {tmp_path / 'data.jsonl'}"]["found"]
+        == "format prompt/completion; 32 rows tried"
+    )
     said = out_of(capsys, "doctor", path)
     assert f"next: farthing train {path}" in said
     assert not (tmp_path / "run").exists()
@@ -548,10 +646,14 @@ def test_doctor_warns_of_rows_that_are_no_use_and_of_a_missing_price(
     path = job_file(tmp_path, rows=rows, where={"usd_per_hour": 0})
     said = out_of(capsys, "doctor", path, "--set", "data.max_bad_rows=0.2")
     assert "1 of the first 10 rows can't be used" in said
-    assert "1 of 10 rows can't be used" in out_of(capsys, "doctor", path, code=2), "as training would say"
+    assert "1 of 10 rows can't be used" in out_of(capsys, "doctor", path, code=2), (
+        "as training would say"
+    )
     assert "where.usd_per_hour" in said
     useless = job_file(tmp_path, rows=[{"prompt": "x", "completion": None}] * 3)
-    assert "no row can be used: line 1: no `completion`" in out_of(capsys, "doctor", useless, code=2)
+    assert "no row can be used: line 1: no `completion`" in out_of(
+        capsys, "doctor", useless, code=2
+    )
 
 
 def test_an_override_without_a_job_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
@@ -562,7 +664,9 @@ def test_an_override_without_a_job_is_a_mistake(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("verb", ["init", "train", "report", "export", "doctor"])
-def test_every_verb_helps_and_tells_its_exit_codes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_helps_and_tells_its_exit_codes(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as left:
         main([verb, "--help"])
     assert left.value.code == 0

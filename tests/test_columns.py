@@ -1,4 +1,6 @@
-"""Columns by templates, by a list of them, by choices and by usual names; several sources, each with its own."""
+"""Columns by templates, by a list of them, by choices and by usual names; several sources, each
+with its own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from farthing.tasks.columns import Unusable
 GSM = {"question": "2 + 2?", "chain_of_thought": "Count.", "answer": "4"}
 
 
-def segments(row: dict[str, Any], columns: dict[str, Any], task: str = "causal-lm") -> list[tuple[str, bool]]:
+def segments(
+    row: dict[str, Any], columns: dict[str, Any], task: str = "causal-lm"
+) -> list[tuple[str, bool]]:
     found = recognise(set(row), task, columns, "rows.jsonl")
     return list(converter(found.format, found.columns, {}, None, task)(row).segments)
 
@@ -54,7 +58,11 @@ def test_an_index_picks_among_choices(answer: Any, text: str) -> None:
 
 
 def test_an_index_beyond_the_choices_is_a_bad_row_and_labels_of_choices_count() -> None:
-    row = {"question": "Ice is", "choices": {"text": ["hot", "cold"], "label": ["1", "2"]}, "answer": "1"}
+    row = {
+        "question": "Ice is",
+        "choices": {"text": ["hot", "cold"], "label": ["1", "2"]},
+        "answer": "1",
+    }
     columns = {"prompt": "{question}", "completion": "{choices[answer]}"}
     assert segments(row, columns)[1] == ("hot", True)
     with pytest.raises(Unusable, match="none of the 2"):
@@ -74,7 +82,9 @@ def test_a_brace_that_is_doubled_is_a_brace() -> None:
 
 def test_a_template_with_an_unknown_column_says_which() -> None:
     with pytest.raises(DataError, match="no column `anser`") as caught:
-        recognise(set(GSM), "causal-lm", {"prompt": "question", "completion": "{anser}"}, "rows.jsonl")
+        recognise(
+            set(GSM), "causal-lm", {"prompt": "question", "completion": "{anser}"}, "rows.jsonl"
+        )
     assert "did you mean `answer`" in str(caught.value)
 
 
@@ -82,7 +92,11 @@ def test_a_template_with_an_unknown_column_says_which() -> None:
     ("columns", "task", "found"),
     [
         ({"question", "answer"}, "causal-lm", {"prompt": "question", "completion": "answer"}),
-        ({"Question", "Response", "id"}, "causal-lm", {"prompt": "Question", "completion": "Response"}),
+        (
+            {"Question", "Response", "id"},
+            "causal-lm",
+            {"prompt": "Question", "completion": "Response"},
+        ),
         ({"review", "sentiment"}, "classification", {"text": "review", "label": "sentiment"}),
         ({"article", "summary"}, "seq2seq", {"input": "article", "target": "summary"}),
         ({"dialogue", "summary"}, "seq2seq", {"input": "dialogue", "target": "summary"}),
@@ -122,7 +136,11 @@ def test_each_source_has_its_own_keys_and_globs_keep_them(tmp_path: Path) -> Non
     )
     assert [Path(name).name for name in job.data.train] == ["b1.jsonl", "b2.jsonl", "a.jsonl"]
     assert [said.weight for said in job.data.of_train] == [2, 2, 1]
-    assert [said.columns for said in job.data.of_train] == [{"text": "{text}!"}, {"text": "{text}!"}, None]
+    assert [said.columns for said in job.data.of_train] == [
+        {"text": "{text}!"},
+        {"text": "{text}!"},
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -131,11 +149,17 @@ def test_each_source_has_its_own_keys_and_globs_keep_them(tmp_path: Path) -> Non
         ("data: {train: [{path: a.jsonl, wieght: 2}]}", "`wieght` is no key of a source"),
         ("data: {train: [{path: a.jsonl, weight: 0}]}", "weight 0"),
         ("data: {train: [{weight: 1}]}", "without a path"),
-        ("data: {train: a.jsonl, eval: [{path: a.jsonl, weight: 2}]}", "evaluation takes each example once"),
+        (
+            "data: {train: a.jsonl, eval: [{path: a.jsonl, weight: 2}]}",
+            "evaluation takes each example once",
+        ),
         ("data: {train: a.jsonl, columns: {text: '{a'}}", "not a template"),
         ("data: {train: a.jsonl, columns: {text: '{a!r}'}}", "column's name stands in braces"),
         ("data: {train: a.jsonl, columns: {text: no}}", "put the word in quotes"),
-        ("data: {train: a.jsonl, label_map: {no: refused, yes: granted}}", "put the word in quotes"),
+        (
+            "data: {train: a.jsonl, label_map: {no: refused, yes: granted}}",
+            "put the word in quotes",
+        ),
         ("data: {train: a.jsonl, label_map: {a: no}}", "put the word in quotes"),
         ("data: {train: [{path: a.jsonl, columns: {txt: a}}]}", "no standard column"),
     ],
@@ -148,13 +172,17 @@ def test_a_wrong_key_of_data_is_explained(tmp_path: Path, text: str, words: str)
 def test_the_schema_for_editors_knows_sources_with_keys_of_their_own() -> None:
     from farthing.config.load import job_schema
 
-    items = job_schema()["$defs"]["DataSection"]["properties"]["train"]["anyOf"][1]["items"]["anyOf"]
+    items = job_schema()["$defs"]["DataSection"]["properties"]["train"]["anyOf"][1]["items"][
+        "anyOf"
+    ]
     assert {"type": "string"} in items
     assert set(items[1]["properties"]) == {"path", "weight", "columns", "split", "name"}
 
 
 def test_whole_numbers_are_labels_by_their_digits(tmp_path: Path) -> None:
-    assert job_of(tmp_path, "data: {train: a.jsonl, label_map: {0: neg, 1: pos}}\n").data.label_map == {
+    assert job_of(
+        tmp_path, "data: {train: a.jsonl, label_map: {0: neg, 1: pos}}\n"
+    ).data.label_map == {
         "0": "neg",
         "1": "pos",
     }
@@ -165,7 +193,9 @@ def test_weights_repeat_examples_and_the_order_follows_from_seed_and_step() -> N
     one = Batches(examples, 7, seed=3, weights=weights)
     assert one.n_per_epoch == 25 + 5 + 10
     assert one.steps_per_epoch == 6
-    epochs = [np.concatenate([one.examples_of(e * 6 + step) for step in range(6)]) for e in range(2)]
+    epochs = [
+        np.concatenate([one.examples_of(e * 6 + step) for step in range(6)]) for e in range(2)
+    ]
     for learned in epochs:
         counts = np.bincount(learned, minlength=30)
         assert set(counts[:10].tolist()) == {2, 3}
@@ -186,9 +216,17 @@ def test_a_part_of_an_object_is_a_column() -> None:
     with pytest.raises(Unusable, match=r"`translation\.fr` is empty"):
         renamed(row, {"input": "{translation.fr}"})
     with pytest.raises(DataError, match=r"no column `translatoin\.en`"):
-        recognise(set(row), "seq2seq", {"input": "translatoin.en", "target": "translation.de"}, "rows.jsonl")
+        recognise(
+            set(row),
+            "seq2seq",
+            {"input": "translatoin.en", "target": "translation.de"},
+            "rows.jsonl",
+        )
     flat = {"translation.en": "bread", "translation": {"en": "other"}}
-    assert renamed(flat, {"text": "{translation.en}"}) == {"translation": {"en": "other"}, "text": "bread"}
+    assert renamed(flat, {"text": "{translation.en}"}) == {
+        "translation": {"en": "other"},
+        "text": "bread",
+    }
 
 
 @pytest.mark.parametrize(
@@ -199,8 +237,16 @@ def test_a_part_of_an_object_is_a_column() -> None:
             "classification",
             {"sentence1": "a", "sentence2": "b", "label": "x"},
         ),
-        ({"Premise", "Hypothesis", "gold"}, "classification", {"Premise": "a", "Hypothesis": "b", "gold": "x"}),
-        ({"question", "passage", "answer"}, "classification", {"question": "a", "passage": "b", "answer": "x"}),
+        (
+            {"Premise", "Hypothesis", "gold"},
+            "classification",
+            {"Premise": "a", "Hypothesis": "b", "gold": "x"},
+        ),
+        (
+            {"question", "passage", "answer"},
+            "classification",
+            {"question": "a", "passage": "b", "answer": "x"},
+        ),
     ],
 )
 def test_a_pair_of_texts_with_a_label_is_suggested_as_it_can_be_written(
@@ -214,36 +260,61 @@ def test_a_pair_of_texts_with_a_label_is_suggested_as_it_can_be_written(
 
 
 def test_the_languages_of_a_translation_are_suggested() -> None:
-    with pytest.raises(DataError, match=r'prompt: "\{translation.en\}", completion: "\{translation.de\}"'):
+    with pytest.raises(
+        DataError, match=r'prompt: "\{translation.en\}", completion: "\{translation.de\}"'
+    ):
         recognise({"translation"}, "seq2seq", {}, "rows.jsonl")
 
 
 def test_spaces_around_the_names_of_a_csv_file_are_left_out_and_said(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("instruction , input, output\nSay it, bread,Bread.\n")
     said: list[str] = []
-    (source,) = open_sources((str(tmp_path / "rows.csv"),), cache_dir=tmp_path, split="train", warn=said.append)
+    (source,) = open_sources(
+        (str(tmp_path / "rows.csv"),), cache_dir=tmp_path, split="train", warn=said.append
+    )
     (row,) = [row for row in source.rows() if isinstance(row, Row)]
     assert row.value == {"instruction": "Say it", "input": " bread", "output": "Bread."}
     assert "'instruction ', ' input', ' output'" in said[0]
-    found = recognise(set(row.value), "seq2seq", {"prompt": " input", "completion": "{output}"}, "rows.csv")
-    assert found.columns["prompt"] == "input"  # a job that names them as the file has them goes on working
+    found = recognise(
+        set(row.value), "seq2seq", {"prompt": " input", "completion": "{output}"}, "rows.csv"
+    )
+    assert (
+        found.columns["prompt"] == "input"
+    )  # a job that names them as the file has them goes on working
 
 
 def test_earlier_turns_of_an_instruction_are_a_chat_and_learned() -> None:
     tokenizer = SimpleNamespace(
         chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}",
-        special_tokens_map={"eos_token": "</s>"}, other_templates=(), all_special_tokens=["</s>"],
-        added_tokens_decoder={}, added_tokens=("</s>",),
-    )  # fmt: skip
-    row = {"instruction": "And soup?", "input": "", "output": "Food too.", "history": [["What is bread?", "Food."]]}
+        special_tokens_map={"eos_token": "</s>"},
+        other_templates=(),
+        all_special_tokens=["</s>"],
+        added_tokens_decoder={},
+        added_tokens=("</s>",),
+    )
+    row = {
+        "instruction": "And soup?",
+        "input": "",
+        "output": "Food too.",
+        "history": [["What is bread?", "Food."]],
+    }
 
     def read(version: int) -> list[str]:
         text = converter("instruction", {}, {}, tokenizer, "causal-lm", version=version)(row)
-        return ["".join(part for part, _ in text.segments), *(part for part, is_learned in text.segments if is_learned)]
+        return [
+            "".join(part for part, _ in text.segments),
+            *(part for part, is_learned in text.segments if is_learned),
+        ]
 
     whole, *learned = read(TEXT_VERSION)
-    assert whole == "<user>What is bread?</s><assistant>Food.</s><user>And soup?</s><assistant>Food too.</s>"
-    assert [part.removesuffix("</s>").removeprefix("<assistant>") for part in learned] == ["Food.", "Food too."]
+    assert (
+        whole
+        == "<user>What is bread?</s><assistant>Food.</s><user>And soup?</s><assistant>Food too.</s>"
+    )
+    assert [part.removesuffix("</s>").removeprefix("<assistant>") for part in learned] == [
+        "Food.",
+        "Food too.",
+    ]
     assert "bread" not in read(4)[0]  # as runs that began before read it
     with pytest.raises(Unusable, match="no list of"):
         converter("instruction", {}, {}, tokenizer, "causal-lm")(row | {"history": [["What?"]]})
@@ -254,8 +325,11 @@ def test_earlier_turns_of_an_instruction_are_a_chat_and_learned() -> None:
 TEMPLATE = SimpleNamespace(
     chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
-    special_tokens_map={"eos_token": "</s>"}, other_templates=(), all_special_tokens=["</s>"], added_tokens=("</s>",),
-)  # fmt: skip
+    special_tokens_map={"eos_token": "</s>"},
+    other_templates=(),
+    all_special_tokens=["</s>"],
+    added_tokens=("</s>",),
+)
 ASKED = {"role": "user", "content": "Hi?"}
 
 
@@ -285,7 +359,12 @@ ASKED = {"role": "user", "content": "Hi?"}
             ["Yo.</s>"],
         ),
         (
-            {"messages": [{"role": "User", "content": "Hi?"}, {"role": "Chatbot", "content": "Yo."}]},
+            {
+                "messages": [
+                    {"role": "User", "content": "Hi?"},
+                    {"role": "Chatbot", "content": "Yo."},
+                ]
+            },
             "<user>Hi?</s><assistant>Yo.</s>",
             ["Yo.</s>"],
         ),
@@ -300,7 +379,9 @@ ASKED = {"role": "user", "content": "Hi?"}
     ],
     ids=["dolly", "system beside messages", "bedrock", "cohere", "prompt of messages"],
 )
-def test_chats_as_other_services_write_them(row: dict[str, Any], whole: str, learned: list[str]) -> None:
+def test_chats_as_other_services_write_them(
+    row: dict[str, Any], whole: str, learned: list[str]
+) -> None:
     found = recognise(set(row), "causal-lm", {}, "rows.jsonl")
     text = converter(found.format, found.columns, {}, TEMPLATE, "causal-lm")(row)
     assert "".join(part for part, _ in text.segments) == whole
@@ -308,7 +389,9 @@ def test_chats_as_other_services_write_them(row: dict[str, Any], whole: str, lea
 
 
 def test_a_run_that_began_before_reads_its_data_as_it_did() -> None:
-    assert recognise({"instruction", "context", "response"}, "causal-lm", {}, "a", 4).columns == {"output": "response"}
+    assert recognise({"instruction", "context", "response"}, "causal-lm", {}, "a", 4).columns == {
+        "output": "response"
+    }
     row = {"system": "Be brief.", "messages": [ASKED, {"role": "assistant", "content": "Yo."}]}
     text = converter("messages", {}, {}, TEMPLATE, "causal-lm", version=4)(row)
     assert "brief" not in text.segments[0][0]

@@ -1,4 +1,6 @@
-"""The side-by-side bench: its judge, its accounting, its verdicts, and the naive loop against farthing from end to end."""
+"""The side-by-side bench: its judge, its accounting, its verdicts, and the naive loop against
+farthing from end to end.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ LLAMA_FACTORY = ROOT / ENVIRONMENTS["llama-factory"]
 SIZE = workloads.Size(hidden=32, layers=4, words=300, spread=0.1)
 SHAPES = {
     "causal-lm": workloads.Workload("short", "causal-lm", mean=20, spread=0.6, max_length=48),
-    "seq2seq": workloads.Workload("seq2seq", "seq2seq", mean=16, spread=0.5, max_length=32, max_target_length=16),
-    "classification": workloads.Workload("classes", "classification", mean=16, spread=0.6, max_length=32),
+    "seq2seq": workloads.Workload(
+        "seq2seq", "seq2seq", mean=16, spread=0.5, max_length=32, max_target_length=16
+    ),
+    "classification": workloads.Workload(
+        "classes", "classification", mean=16, spread=0.6, max_length=32
+    ),
 }
 
 
@@ -41,19 +47,27 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
     """A workload folder for each task: six steps of four examples."""
     root = tmp_path_factory.mktemp("workloads")
     sizes = {task: SIZE if task == "causal-lm" else replace(SIZE, spread=0.02) for task in SHAPES}
-    return {task: workloads.prepare(root, shape, sizes[task], 24, 6) for task, shape in SHAPES.items()}
+    return {
+        task: workloads.prepare(root, shape, sizes[task], 24, 6) for task, shape in SHAPES.items()
+    }
 
 
-def entry(place: tuple[Path, dict[str, Any]], contestant: str, out: Path, **more: Any) -> Assignment:
+def entry(
+    place: tuple[Path, dict[str, Any]], contestant: str, out: Path, **more: Any
+) -> Assignment:
     """A run over the folder in two epochs, in fp32."""
     keys = {"method": "full", "precision": "fp32", "epochs": 2} | more
-    return Piece(*place, **keys, batch=4, threads=1, usd_per_hour=0.1, out=out).entry(contestant, seed=3)
+    return Piece(*place, **keys, batch=4, threads=1, usd_per_hour=0.1, out=out).entry(
+        contestant, seed=3
+    )
 
 
 # ---- the workload ----
 
 
-def test_drawn_examples_have_the_lengths_of_their_law(places: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+def test_drawn_examples_have_the_lengths_of_their_law(
+    places: dict[str, tuple[Path, dict[str, Any]]],
+) -> None:
     shape = SHAPES["causal-lm"]
     wanted = workloads.drawn_lengths(shape, 24, np.random.Generator(np.random.PCG64(1)))
     examples = Assignment.examples(entry(places["causal-lm"], "naive", Path("-")), "train")
@@ -61,7 +75,9 @@ def test_drawn_examples_have_the_lengths_of_their_law(places: dict[str, tuple[Pa
     assert 0.3 < examples.n_targets(list(range(24))) / examples.lengths.sum() < 0.5
     row = examples.row(0)
     assert row["labels"][0] == IGNORED
-    assert [label for label in row["labels"] if label != IGNORED] == row["input_ids"][-examples.n_targets([0]) :]
+    assert [label for label in row["labels"] if label != IGNORED] == row["input_ids"][
+        -examples.n_targets([0]) :
+    ]
 
 
 def test_full_length_rows_have_nothing_to_pad(tmp_path: Path) -> None:
@@ -73,14 +89,21 @@ def test_full_length_rows_have_nothing_to_pad(tmp_path: Path) -> None:
 def test_a_shared_prefix_is_shared(tmp_path: Path) -> None:
     shape = workloads.WORKLOADS["shared"].scaled(0.03)
     folder, _ = workloads.prepare(tmp_path, shape, SIZE, 4, 2)
-    rows = [json.loads(line)["prompt"].split() for line in (folder / "train.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)["prompt"].split()
+        for line in (folder / "train.jsonl").read_text().splitlines()
+    ]
     assert len({tuple(words[: shape.prefix]) for words in rows}) == 1
     assert len({tuple(words) for words in rows}) == 4
 
 
-def test_the_top_quarter_is_the_last_of_four_layers(places: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+def test_the_top_quarter_is_the_last_of_four_layers(
+    places: dict[str, tuple[Path, dict[str, Any]]],
+) -> None:
     of_llama = places["causal-lm"][1]["targets"]
-    assert of_llama["lora"] == sorted(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+    assert of_llama["lora"] == sorted(
+        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
+    )
     assert len(of_llama["lora-top"]) == 7
     assert all(".layers.3." in name for name in of_llama["lora-top"])
     of_t5 = places["seq2seq"][1]["targets"]
@@ -96,8 +119,12 @@ def test_rows_of_a_file_are_drawn_without_overlap(tmp_path: Path) -> None:
     rows = [{"input": f"question {i}", "target": f"answer {i}"} for i in range(40)]
     path.write_text("\n".join(json.dumps(row) for row in [*rows, *rows]))
     given = workloads.Given(data=str(path))
-    folder, facts = workloads.prepare(tmp_path / "w", SHAPES["causal-lm"], replace(SIZE, words=400), 16, 4, given)
-    train, held_out = (set((folder / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "eval"))
+    folder, facts = workloads.prepare(
+        tmp_path / "w", SHAPES["causal-lm"], replace(SIZE, words=400), 16, 4, given
+    )
+    train, held_out = (
+        set((folder / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "eval")
+    )
     assert not train & held_out
     assert (facts["train"]["examples"], facts["eval"]["examples"]) == (16, 4)
     with pytest.raises(SystemExit, match="40 different rows, 50 are needed"):
@@ -150,8 +177,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, dict[str,
     return leaks.folders(tmp_path_factory.mktemp("leaks"))
 
 
-def test_a_packer_that_leaks_is_caught_and_one_that_does_not_passes(pair: list[tuple[Path, dict[str, Any]]]) -> None:
-    both = [Piece(*place, "full", "fp32", 1, leaks.N, 1, 0.0, Path("-")).entry("naive", 0) for place in pair]
+def test_a_packer_that_leaks_is_caught_and_one_that_does_not_passes(
+    pair: list[tuple[Path, dict[str, Any]]],
+) -> None:
+    both = [
+        Piece(*place, "full", "fp32", 1, leaks.N, 1, 0.0, Path("-")).entry("naive", 0)
+        for place in pair
+    ]
     before, after = (one.examples("train") for one in both)
     assert (before.offsets == after.offsets).all()
     changed = [i for i in range(leaks.N) if before.row(i)["input_ids"] != after.row(i)["input_ids"]]
@@ -159,9 +191,13 @@ def test_a_packer_that_leaks_is_caught_and_one_that_does_not_passes(pair: list[t
     model = models.load_trained(both[0].model, both[0].model, "causal-lm")
     step = both[0].order[0]
     n_all = before.n_targets(step)
-    apart = tuple(judge.mean_loss(model, examples, step, "causal-lm") for examples in (before, after))
+    apart = tuple(
+        judge.mean_loss(model, examples, step, "causal-lm") for examples in (before, after)
+    )
     assert judge.leak(model, before, after, step, leaks.TOUCHED, apart).passes  # type: ignore[arg-type]
-    mixed = tuple(judge.flat_loss(model, examples, step, step) / n_all for examples in (before, after))
+    mixed = tuple(
+        judge.flat_loss(model, examples, step, step) / n_all for examples in (before, after)
+    )
     found = judge.leak(model, before, after, step, leaks.TOUCHED, mixed)  # type: ignore[arg-type]
     assert not found.passes
     assert abs(found.moved) > 100 * judge.LEAK_LIMIT
@@ -199,7 +235,9 @@ def test_figures_of_a_window() -> None:
 def test_tokens_are_counted_by_the_mask_that_the_model_is_given() -> None:
     ids = torch.ones(2, 5, dtype=torch.long)
     documents = torch.tensor([[1, 1, 2, 0, 0], [1, 2, 2, 2, 0]])
-    same = (documents[:, None, :, None] == documents[:, None, None, :]) & (documents != 0)[:, None, None, :]
+    same = (documents[:, None, :, None] == documents[:, None, None, :]) & (documents != 0)[
+        :, None, None, :
+    ]
     added = torch.where(same.tril(), 0.0, torch.finfo(torch.float32).min)
     for mask, useful in ((None, 10), ((documents > 0).long(), 7), (added, 7)):
         found = hugging.tokens_of({"input_ids": ids, "attention_mask": mask}, "causal-lm")
@@ -207,14 +245,21 @@ def test_tokens_are_counted_by_the_mask_that_the_model_is_given() -> None:
 
 
 def test_what_was_worked_ahead_belongs_to_the_first_epoch() -> None:
-    run = {"wall": [0.0, 1.0, 2.0, 3.0, 4.0], "useful": [100, 300, 200, 200], "computed": [0, 0, 0, 0]}
+    run = {
+        "wall": [0.0, 1.0, 2.0, 3.0, 4.0],
+        "useful": [100, 300, 200, 200],
+        "computed": [0, 0, 0, 0],
+    }
     run |= {"cpu": run["wall"], "ahead": {"wall": 8.0, "cpu": 4.0, "computed": 400}}
     whole, rest, later = (figures.rates(run, *steps, 2) for steps in ((0, 2), (1, 2), (2, 4)))
     assert whole is not None
     assert rest is not None
     assert later is not None
     assert (whole["device_s"], whole["wall_s"], whole["useful_share"]) == (6.0, 10.0, 1.0)
-    assert (rest["device_s"], rest["useful_share"]) == (4.0, 1.0)  # three quarters of the epoch's tokens
+    assert (rest["device_s"], rest["useful_share"]) == (
+        4.0,
+        1.0,
+    )  # three quarters of the epoch's tokens
     assert later["device_s"] == 2.0
 
 
@@ -238,7 +283,11 @@ def test_the_time_of_keeping_is_found_in_what_is_said(monkeypatch: pytest.Monkey
 
 def test_epochs_are_told_apart() -> None:
     assert figures.windows(12, 1, 2) == {"steady": (2, 12)}
-    assert figures.windows(12, 3, 2) == {"steady": (2, 12), "first epoch": (2, 4), "later epochs": (4, 12)}
+    assert figures.windows(12, 3, 2) == {
+        "steady": (2, 12),
+        "first epoch": (2, 4),
+        "later epochs": (4, 12),
+    }
     assert figures.windows(1, 1, 2) == {"steady": (0, 1)}
 
 
@@ -250,7 +299,9 @@ def test_the_clock_counts_the_cpu_of_this_process_and_of_its_children() -> None:
     clock.count(1, 5)
     clock.step_done()
     own_s = time.process_time() - began
-    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.2: pass"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import time\nwhile time.process_time() < 0.2: pass"], check=True
+    )
     clock.step_done()
     facts = clock.facts()
     assert (facts["useful"], facts["computed"]) == ([4, 0], [10, 0])
@@ -270,7 +321,9 @@ def test_the_peak_is_of_the_process_and_not_of_who_began_it() -> None:
 
     code = "from peers.clock import peak_bytes; print(peak_bytes())"
     where = {"PYTHONPATH": str(ROOT / "bench"), "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=where, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=where, capture_output=True, text=True, check=True
+    )
     assert 0 < int(done.stdout) < 100 * 2**20 < peak_bytes()  # this process has torch
 
 
@@ -300,9 +353,15 @@ def test_farthing_ends_where_the_naive_loop_ends(
         trained = runner.train(assignment, clock)  # type: ignore[attr-defined]
         counted[name] = clock.facts()
         firsts[name] = trained["first_loss"]
-        losses[name] = judge.loss_of_folder(assignment.model, Path(trained["model"]), assignment.examples("eval"), task)
-    before = judge.loss_of_folder(assignment.model, assignment.model, assignment.examples("eval"), task)
-    assert abs(losses["naive"] - before) > 1e-3  # they learned something, ten times what they may differ by
+        losses[name] = judge.loss_of_folder(
+            assignment.model, Path(trained["model"]), assignment.examples("eval"), task
+        )
+    before = judge.loss_of_folder(
+        assignment.model, assignment.model, assignment.examples("eval"), task
+    )
+    assert (
+        abs(losses["naive"] - before) > 1e-3
+    )  # they learned something, ten times what they may differ by
     assert firsts["farthing"] == pytest.approx(firsts["naive"], abs=1e-5)
     assert losses["farthing"] == pytest.approx(losses["naive"], abs=1e-4)
     due = 2 * int(assignment.examples("train").lengths.sum())
@@ -310,8 +369,12 @@ def test_farthing_ends_where_the_naive_loop_ends(
     assert len(counted["farthing"]["wall"]) == len(counted["naive"]["wall"]) == 13
     rows = 48 * (assignment.max_length + (assignment.max_target_length if task == "seq2seq" else 0))
     assert sum(counted["naive"]["computed"]) == rows
-    first_epoch = sum(counted["farthing"]["computed"][:6]) + counted["farthing"]["ahead"]["computed"]
-    assert (due / 2 if task == "causal-lm" else 0) <= first_epoch <= sum(counted["naive"]["computed"])
+    first_epoch = (
+        sum(counted["farthing"]["computed"][:6]) + counted["farthing"]["ahead"]["computed"]
+    )
+    assert (
+        (due / 2 if task == "causal-lm" else 0) <= first_epoch <= sum(counted["naive"]["computed"])
+    )
     assert first_epoch > 0  # later ones may come from a cache
 
 
@@ -324,14 +387,39 @@ def test_other_examples_than_the_order_says_are_no_comparison(
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--workload", "short", "--scale", "0.1", "--contestants", "naive", "--steps", "3", "--eval-examples", "2"]
-    words += ["--hidden", "32", "--layers", "1", "--words", "300", "--no-leaks", "--folder", str(tmp_path / "race")]
+def test_the_command_goes_on_where_it_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--workload",
+        "short",
+        "--scale",
+        "0.1",
+        "--contestants",
+        "naive",
+        "--steps",
+        "3",
+        "--eval-examples",
+        "2",
+    ]
+    words += [
+        "--hidden",
+        "32",
+        "--layers",
+        "1",
+        "--words",
+        "300",
+        "--no-leaks",
+        "--folder",
+        str(tmp_path / "race"),
+    ]
     assert compare.main([*words, "--minutes", "0"]) == 1
     assert "give the same command again" in capsys.readouterr().out
     assert compare.main([*words, "--json", str(tmp_path / "out.json")]) == 0
     assert "B0 naive loop" in capsys.readouterr().out
-    assert str(tmp_path) not in (tmp_path / "out.json").read_text(), "results are read on other machines"
+    assert str(tmp_path) not in (tmp_path / "out.json").read_text(), (
+        "results are read on other machines"
+    )
     found = json.loads((tmp_path / "out.json").read_text())
     row = found["tables"][0]["rows"]["naive"]
     record = row["records"][0]
@@ -339,16 +427,26 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.Cap
     assert record["process_cpu_s"] > record["marks"]["cpu"][-1] > 0
     assert 0 < record["epoch"]["useful_share"] < 0.6
     assert found["machine"]["versions"]["torch"] == row["records"][0]["versions"]["torch"]
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "race").rglob("*") if path.is_file()}
+    kept = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "race").rglob("*") if path.is_file()
+    }
     assert compare.main([*words, "--minutes", "0"]) == 0, "there is no time for another race"
-    now = {path: path.stat().st_mtime_ns for path in (tmp_path / "race").rglob("*") if path.is_file()}
+    now = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "race").rglob("*") if path.is_file()
+    }
     assert now == kept, "from what was kept"
 
 
-def test_a_contestant_that_fails_says_why(places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+def test_a_contestant_that_fails_says_why(
+    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
     said: list[str] = []
     race = Race(tmp_path, Path(sys.executable), say=said.append)
-    record = race.run(replace(entry(places["causal-lm"], "naive", tmp_path / "out"), folder=str(tmp_path / "nowhere")))
+    record = race.run(
+        replace(
+            entry(places["causal-lm"], "naive", tmp_path / "out"), folder=str(tmp_path / "nowhere")
+        )
+    )
     assert record is not None
     assert set(record) == {"failed"}
     assert "naive ended with 1" in record["failed"]
@@ -370,11 +468,16 @@ def test_the_crash_of_a_peer_with_its_own_environment_is_a_row_that_says_so(
     assert re.search(r"B4 LLaMA-Factory, tuned +failed: No module named llamafactory", text)
 
 
-def test_an_environment_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_environment_that_is_not_there_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     there = ["--peers-python", sys.executable]
     assert "llama-factory" not in compare.arguments(there).contestants  # `make peers` suffices
     for more, wanted in (
-        (["--contestants", "trl", "--peers-python", "nowhere"], "no nowhere: `make peers` makes it"),
+        (
+            ["--contestants", "trl", "--peers-python", "nowhere"],
+            "no nowhere: `make peers` makes it",
+        ),
         (
             ["--contestants", "llama-factory", "--python", "llama-factory=nowhere"],
             "`make peers-llama-factory` makes it",
@@ -383,7 +486,10 @@ def test_an_environment_that_is_not_there_is_named(capsys: pytest.CaptureFixture
             ["--contestants", "llama-factory", "--python", f"llama-factory={tmp_path}"],
             "`make peers-llama-factory` makes it",
         ),
-        (["--contestants", "naive", "--python", "trl=nowhere"], "trl has no environment of its own"),
+        (
+            ["--contestants", "naive", "--python", "trl=nowhere"],
+            "trl has no environment of its own",
+        ),
     ):
         with pytest.raises(SystemExit):
             compare.arguments(more)
@@ -401,7 +507,9 @@ def test_who_trains_causal_models_only_is_left_out_of_the_others(
         assert len(compare.table_of(asked, Race(tmp_path, PEERS), piece, "short")["rows"]) == n_rows
 
 
-def test_a_record_is_of_what_was_assigned(places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+def test_a_record_is_of_what_was_assigned(
+    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
     race = Race(tmp_path, Path(sys.executable))
     one = entry(places["causal-lm"], "naive", tmp_path)
     assert race.key(one) == race.key(replace(one, out="elsewhere"))
@@ -422,7 +530,9 @@ def row_of(speed: float, **more: Any) -> dict[str, Any]:
     return {"speed": speed, "useful_share": 1.0, "peak_bytes": 100, "void": False} | more
 
 
-def states(table: figures.Table, workload: str, method: str, precision: str = "fp32") -> dict[str, str]:
+def states(
+    table: figures.Table, workload: str, method: str, precision: str = "fp32"
+) -> dict[str, str]:
     """What became of each target."""
     found = figures.against_targets(table, workload, method, precision, "causal-lm")
     return {one["target"]: one["state"] for one in found}
@@ -441,16 +551,25 @@ def test_targets_are_met_missed_or_not_measured() -> None:
     assert found["against B3b"] == "not measured"  # a void row proves nothing
     assert found["peak memory over the least of the others"] == "met"
     assert "against B2 on full-length rows" not in found
-    assert states({**table, "naive": row_of(100, peak_bytes=90)}, "chat", "full")[
-        "peak memory over the least of the others"
-    ] == "missed"  # fmt: skip
     assert (
-        states({"farthing": row_of(1, useful_share=0.9)}, "chat", "full")["useful share of computed tokens"] == "missed"
+        states({**table, "naive": row_of(100, peak_bytes=90)}, "chat", "full")[
+            "peak memory over the least of the others"
+        ]
+        == "missed"
+    )
+    assert (
+        states({"farthing": row_of(1, useful_share=0.9)}, "chat", "full")[
+            "useful share of computed tokens"
+        ]
+        == "missed"
     )
 
 
 def test_the_later_epochs_count_for_the_top_quarter() -> None:
-    table = {"farthing": row_of(10, **{"later epochs": 310}), "trl": row_of(100, **{"later epochs": 100})}
+    table = {
+        "farthing": row_of(10, **{"later epochs": 310}),
+        "trl": row_of(100, **{"later epochs": 100}),
+    }
     words = "LoRA on the top quarter against TRL's defaults, from the second epoch"
     assert states(table, "chat", "lora-top")[words] == "met"
 
@@ -468,15 +587,29 @@ def test_each_may_use_its_best_precision() -> None:
 
 
 def test_tables_are_drawn_with_rows_that_failed() -> None:
-    summary = {"per_s": 1.0, "device_s_per_million": 1.0, "usd": 0.1, "examples_per_step": 8.0, "eval_loss": 4.0}
+    summary = {
+        "per_s": 1.0,
+        "device_s_per_million": 1.0,
+        "usd": 0.1,
+        "examples_per_step": 8.0,
+        "eval_loss": 4.0,
+    }
     verdict = judge.verdict({0: 4.0, 1: 4.1, 2: 4.2}, {0: 5.0}).as_dict()
     table = {
-        "workload": "chat", "method": "full", "precision": "fp32", "epochs": 1,
+        "workload": "chat",
+        "method": "full",
+        "precision": "fp32",
+        "epochs": 1,
         "facts": {"train": {"examples": 8, "mean": 5.0, "longest": 9}, "parameters": 1000},
-        "rows": {"farthing": row_of(200, **summary, verdict=verdict, settings={}), "trl": {"failed": "first\nlast words"},
-                 "naive": row_of(100, **summary, verdict=judge.Verdict("reference").as_dict(), settings={})},
+        "rows": {
+            "farthing": row_of(200, **summary, verdict=verdict, settings={}),
+            "trl": {"failed": "first\nlast words"},
+            "naive": row_of(
+                100, **summary, verdict=judge.Verdict("reference").as_dict(), settings={}
+            ),
+        },
         "targets": [],
-    }  # fmt: skip
+    }
     table["rows"]["farthing"]["void"] = True
     text = draw(table)
     assert re.search(r"B0 naive loop .* 2\.00 ", text)
@@ -486,9 +619,13 @@ def test_tables_are_drawn_with_rows_that_failed() -> None:
 
 
 def test_keys_of_the_job_are_values() -> None:
-    assert compare.keys_of(["train.probe=false", "train.micro_batch_tokens=512", "where.device=cpu"]) == {
-        "train.probe": False, "train.micro_batch_tokens": 512, "where.device": "cpu",
-    }  # fmt: skip
+    assert compare.keys_of(
+        ["train.probe=false", "train.micro_batch_tokens=512", "where.device=cpu"]
+    ) == {
+        "train.probe": False,
+        "train.micro_batch_tokens": 512,
+        "where.device": "cpu",
+    }
     assert compare.keys_of(["trl.rows=2", "trl-tuned.rows=1"], "trl.") == {"rows": 2}
 
 
@@ -509,7 +646,9 @@ def test_llama_factory_takes_steps_of_the_size_of_everyones(
         assert a_step == (hugging.rows_a_step(assignment) if packs else 4)
         assert values["neat_packing"] == packs
         assert values["cutoff_len"] % 8 == 0
-        assert values["cutoff_len"] > assignment.max_length  # it leaves out what is as long as a row
+        assert (
+            values["cutoff_len"] > assignment.max_length
+        )  # it leaves out what is as long as a row
         assert values["disable_gradient_checkpointing"] != settings.get("checkpointing", False)
         assert values["lora_target"].split(",") == assignment.targets
         assert json.loads(json.dumps(values)) == values  # could be in its file
@@ -517,7 +656,11 @@ def test_llama_factory_takes_steps_of_the_size_of_everyones(
 
 def test_peers_have_the_versions_that_farthing_is_tested_with() -> None:
     def pins(path: Path) -> dict[str, str]:
-        lines = (line for line in path.read_text().splitlines() if "==" in line and not line.startswith("#"))
+        lines = (
+            line
+            for line in path.read_text().splitlines()
+            if "==" in line and not line.startswith("#")
+        )
         return dict(line.split("==") for line in lines)  # type: ignore[misc]
 
     ours_, theirs = pins(ROOT / "constraints.txt"), pins(ROOT / "bench" / "peers.txt")
@@ -544,7 +687,9 @@ def test_peers_run_and_keep_documents_apart(
     name: str, precision: str, places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
 ) -> None:
     race = Race(tmp_path, PEERS, {"llama-factory": LLAMA_FACTORY})
-    record = race.run(entry(places["causal-lm"], name, tmp_path / "out", precision=precision, method="lora"))
+    record = race.run(
+        entry(places["causal-lm"], name, tmp_path / "out", precision=precision, method="lora")
+    )
     assert record is not None
     assert record["saw_all"], record
     found = leaks.check(race, name) if precision == "fp32" else None

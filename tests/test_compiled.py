@@ -1,6 +1,7 @@
 """Compiled layers compute what the plain ones do, once for all lengths, and only where that pays.
 
-Most is tried with a backend that traces and generates no code, which is quick; real code for this CPU is in the slow tests.
+Most is tried with a backend that traces and generates no code, which is quick; real code for this
+CPU is in the slow tests.
 """
 
 from __future__ import annotations
@@ -49,7 +50,13 @@ from farthing.model.norms import leave_to_compiler
 from farthing.model.programs import MOST_PROGRAMS, in_programs
 
 SMALL = {
-    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
+    **{
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    },
     **{"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
@@ -90,7 +97,9 @@ def flat_loss(model: Any, seed: int) -> Tensor:
     ids = chance.integers(3, 96, (1, lengths.sum()))
     places = np.concatenate([np.arange(n) for n in lengths])[None]
     logits = packed_logits(
-        model, packed_batch({"input_ids": ids, "position_ids": places, "lengths": lengths}), "causal-lm"
+        model,
+        packed_batch({"input_ids": ids, "position_ids": places, "lengths": lengths}),
+        "causal-lm",
     )
     return torch.nn.functional.cross_entropy(logits[0, :-1].float(), torch.from_numpy(ids[0, 1:]))
 
@@ -103,16 +112,24 @@ def padded_loss(model: Any, seed: int) -> Tensor:
     return model(input_ids=ids, attention_mask=mask, labels=torch.where(mask > 0, ids, -100)).loss
 
 
-def gradients(model: Any, loss_of: Callable[[Any, int], Tensor], seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+def gradients(
+    model: Any, loss_of: Callable[[Any, int], Tensor], seed: int
+) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     loss = loss_of(model, seed)
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
-def must_agree(model: Any, plain: Any, loss_of: Callable[[Any, int], Tensor], seed: int, within: float = 1e-5) -> None:
-    """Losses within `within`, each gradient within five times that of its own length: of a sum, small ones are noisier."""
+def must_agree(
+    model: Any, plain: Any, loss_of: Callable[[Any, int], Tensor], seed: int, within: float = 1e-5
+) -> None:
+    """Losses within `within`, each gradient within five times that of its own length: of a sum,
+    small ones are noisier.
+    """
     loss, found = gradients(model, loss_of, seed)
     expected_loss, expected = gradients(plain, loss_of, seed)
     torch.testing.assert_close(loss, expected_loss, rtol=within, atol=within)
@@ -152,7 +169,12 @@ def test_auto_compiles_where_the_saving_is_more_than_the_price() -> None:
 def test_auto_never_compiles_on_a_cpu_unknown_seconds_or_where_a_resume_is_exact() -> None:
     known: dict[str, Any] = {"device": "cuda", "n_kinds": 1, "step_s": 10.0, "n_steps_left": 10**6}
     assert worth_compiling("auto", **known)
-    for other in ({"device": "cpu"}, {"step_s": None}, {"full_determinism": True}, {"n_steps_left": 0}):
+    for other in (
+        {"device": "cpu"},
+        {"step_s": None},
+        {"full_determinism": True},
+        {"n_steps_left": 0},
+    ):
         assert not worth_compiling("auto", **known | other), other
         assert worth_compiling(True, **known | other), other
         assert not worth_compiling(False, **known | other), other
@@ -161,10 +183,19 @@ def test_auto_never_compiles_on_a_cpu_unknown_seconds_or_where_a_resume_is_exact
 def test_kinds_of_layers_are_counted_as_torch_compiles_them() -> None:
     assert n_kinds(flat(causal_model())) == 1
     assert n_kinds(causal_model()) == 2  # one row and several
-    assert n_kinds(flat(with_adapter(causal_model()))) == 2  # the first layer's input needs no gradient
+    assert (
+        n_kinds(flat(with_adapter(causal_model()))) == 2
+    )  # the first layer's input needs no gradient
     assert n_kinds(flat(causal_model("gemma2"))) == 2  # sliding windows and full attention
     assert n_kinds(flat(causal_model(num_hidden_layers=1))) == 1
-    sizes = {"vocab_size": 96, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 3, "num_heads": 2}
+    sizes = {
+        "vocab_size": 96,
+        "d_model": 32,
+        "d_ff": 64,
+        "d_kv": 16,
+        "num_layers": 3,
+        "num_heads": 2,
+    }
     t5 = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes))
     assert n_kinds(t5) == 8  # both sides, their first layers without a bias of positions
 
@@ -172,7 +203,9 @@ def test_kinds_of_layers_are_counted_as_torch_compiles_them() -> None:
 # ---- what is refused ----
 
 
-def test_without_a_compiler_nothing_is_compiled_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_nothing_is_compiled_and_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = causal_model()
     assert why_not_compiled(model) is None
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -231,8 +264,12 @@ def test_evaluation_is_computed_as_ever_and_compiles_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every: int) -> None:
-    """In bf16 over an fp32 base every input is cast, which is where the layers share what they cast."""
-    plain = flat(with_adapter(causal_model(), *(["q_proj", "k_proj", "up_proj"] if every == 1 else [])))
+    """In bf16 over an fp32 base every input is cast, which is where the layers share what they
+    cast.
+    """
+    plain = flat(
+        with_adapter(causal_model(), *(["q_proj", "k_proj", "up_proj"] if every == 1 else []))
+    )
     model = copy.deepcopy(plain)
     for one in (plain, model):
         checkpoint_layers(one, every)
@@ -245,17 +282,31 @@ def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every: int) -> 
 
     made = must_serve_all_lengths(model, plain, loss_of, n=6, within=0.005)  # of bf16
     assert 4 <= made <= (8 if every == 1 else 14)
-    checkpointed, kept = (saved_bytes(one, lambda one=one: loss_of(one, 5)) for one in (model, without(model)))
+    checkpointed, kept = (
+        saved_bytes(one, lambda one=one: loss_of(one, 5)) for one in (model, without(model))
+    )
     assert checkpointed < 0.8 * kept
 
 
 def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
-    """torch keeps them by thread, and on CUDA what is recomputed is computed in a thread of autograd."""
+    """torch keeps them by thread, and on CUDA what is recomputed is computed in a thread of
+    autograd.
+    """
     seen: list[tuple[bool, int, bool, bool]] = []
 
     def backend(graph: Any, _: Any) -> Any:
-        has_float, has_duck = torch._dynamo.config.specialize_float, torch.fx.experimental._config.use_duck_shape
-        seen.append((torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit, has_float, has_duck))
+        has_float, has_duck = (
+            torch._dynamo.config.specialize_float,
+            torch.fx.experimental._config.use_duck_shape,
+        )
+        seen.append(
+            (
+                torch._dynamo.config.suppress_errors,
+                torch._dynamo.config.recompile_limit,
+                has_float,
+                has_duck,
+            )
+        )
         return graph
 
     for every in (0, 1):
@@ -272,7 +323,9 @@ def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
 
 
 def test_flex_attention_is_one_program_also_with_as_many_blocks_as_heads() -> None:
-    """Four heads, and four blocks of 128 tokens in the first batch: torch takes sizes that are equal once for one size."""
+    """Four heads, and four blocks of 128 tokens in the first batch: torch takes sizes that are
+    equal once for one size.
+    """
     flex = in_programs(flex_attention, backend="aot_eager", fullgraph=True)
     how = How(causal=True, scale=0.25, softcap=5.0)
     before = n_graphs()
@@ -281,7 +334,9 @@ def test_flex_attention_is_one_program_also_with_as_many_blocks_as_heads() -> No
         for lengths in ([300, 196], [500, 180], [900, 20]):
             documents = Documents.of(lengths, "cpu")
             tensors = [torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2)]
-            found, expected = (KERNELS[name](*tensors, documents, how) for name in ("flex", "documents"))
+            found, expected = (
+                KERNELS[name](*tensors, documents, how) for name in ("flex", "documents")
+            )
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert n_graphs() - before == 1
 
@@ -332,8 +387,13 @@ def test_generated_code_agrees_to_rounding(method: str, own_cache: Path) -> None
 @pytest.mark.slow
 def test_generated_code_drops_what_the_plain_model_drops(own_cache: Path) -> None:
     torch.manual_seed(0)
-    sizes = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
-    config = AutoConfig.for_model("bert", **sizes, num_hidden_layers=2, hidden_dropout_prob=0.2, num_labels=3)
+    sizes = {
+        key: SMALL[key]
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    }
+    config = AutoConfig.for_model(
+        "bert", **sizes, num_hidden_layers=2, hidden_dropout_prob=0.2, num_labels=3
+    )
     plain = AutoModelForSequenceClassification.from_config(config).train()
     model = copy.deepcopy(plain)
     assert compile_blocks(model) == 2
@@ -341,11 +401,15 @@ def test_generated_code_drops_what_the_plain_model_drops(own_cache: Path) -> Non
     def loss_of(one: Any, seed: int) -> Tensor:
         chance = np.random.default_rng(seed)
         ids = torch.from_numpy(chance.integers(3, 96, (4, chance.integers(5, 20))))
-        return one(input_ids=ids, attention_mask=torch.ones_like(ids), labels=torch.tensor([0, 1, 2, 0])).loss
+        return one(
+            input_ids=ids, attention_mask=torch.ones_like(ids), labels=torch.tensor([0, 1, 2, 0])
+        ).loss
 
     for seed in range(4):
         must_agree(model, plain, loss_of, seed)
-    dropping, whole = (gradients(one, loss_of, 0)[0] for one in (model, copy.deepcopy(model).eval()))
+    dropping, whole = (
+        gradients(one, loss_of, 0)[0] for one in (model, copy.deepcopy(model).eval())
+    )
     assert not torch.equal(dropping, whole)
 
 
@@ -357,7 +421,10 @@ def test_a_run_with_compiled_layers_ends_as_one_without_and_keeps_warm_up_apart(
     keys = {"max_steps": 8, "n_rows": 40, "global_batch_size": 8}
     plain = workshop.make_job(tmp_path / "plain", **keys)
     workshop.train(plain)
-    job, heard = workshop.make_job(tmp_path / "compiled", torch_compile=True, **keys), workshop.Heard()
+    job, heard = (
+        workshop.make_job(tmp_path / "compiled", torch_compile=True, **keys),
+        workshop.Heard(),
+    )
     outcome = workshop.train(job, heard)
     assert "layers compiled" in heard.of(Decided)[0].computed
     spans = {span.name: span.seconds for span in outcome.receipt.spans}
@@ -368,7 +435,9 @@ def test_a_run_with_compiled_layers_ends_as_one_without_and_keeps_warm_up_apart(
 def test_a_run_says_why_it_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farthing.model.compiled.find_compiler", lambda device: None)
     heard = workshop.Heard()
-    workshop.train(workshop.make_job(tmp_path, max_steps=2, torch_compile=True, use_liger_kernel=True), heard)
+    workshop.train(
+        workshop.make_job(tmp_path, max_steps=2, torch_compile=True, use_liger_kernel=True), heard
+    )
     said = heard.of(Decided)[0].computed
     assert "not compiled: there is no C++ compiler" in said
     assert "no Liger kernels: they are for GPUs" in said

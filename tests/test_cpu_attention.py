@@ -26,13 +26,16 @@ def by_formula(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: f
 
 
 def drawn_of(seed: int, dtype: torch.dtype) -> tuple[list[Tensor], bool, float]:
-    """Query, key and value of a drawn shape, some with more keys than queries, and how to attend."""
+    """Query, key and value of a drawn shape, some with more keys than queries, and how to attend."""  # noqa: E501
     draw = random.Random(seed)
     torch.manual_seed(seed)
     groups, to_a_key, width = draw.choice([1, 2, 3]), draw.choice([1, 2, 4]), draw.choice([8, 16])
     length = draw.choice([1, 2, 63, 64, 65, 128, 150, 300])
     n_keys = length + draw.choice([0, 0, 1, 40, 200])
-    shapes = [(draw.choice([1, 2]), groups * to_a_key, length, width), *[(0, groups, n_keys, width)] * 2]
+    shapes = [
+        (draw.choice([1, 2]), groups * to_a_key, length, width),
+        *[(0, groups, n_keys, width)] * 2,
+    ]
     tensors = [torch.randn(shapes[0][0], *shape[1:]).to(dtype).requires_grad_() for shape in shapes]
     return tensors, draw.random() < 0.7, draw.choice([width**-0.5, 0.3])
 
@@ -42,20 +45,27 @@ def drawn_of(seed: int, dtype: torch.dtype) -> tuple[list[Tensor], bool, float]:
 def test_blocks_give_what_the_formula_gives(seed: int, dtype: torch.dtype) -> None:
     tensors, causal, scale = drawn_of(seed, dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    out, right = blocked_attention(*tensors, causal=causal, scale=scale), by_formula(*exact, causal, scale)  # type: ignore[call-arg]
+    out, right = (
+        blocked_attention(*tensors, causal=causal, scale=scale),
+        by_formula(*exact, causal, scale),
+    )  # type: ignore[call-arg]
     assert out.dtype == dtype
     weight = torch.randn(right.shape, dtype=torch.float64)
     gradients = torch.autograd.grad((out.double() * weight).sum(), tensors)
     for found, wanted in zip(
         (out, *gradients), (right, *torch.autograd.grad((right * weight).sum(), exact)), strict=True
     ):
-        assert (found.double() - wanted).abs().max() < CLOSE[dtype] * max(1.0, wanted.abs().max().item())
+        assert (found.double() - wanted).abs().max() < CLOSE[dtype] * max(
+            1.0, wanted.abs().max().item()
+        )
 
 
 def test_the_scores_of_a_document_are_not_kept() -> None:
     query, key, value = (torch.randn(1, 4, 512, 8, requires_grad=True) for _ in range(3))
     kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(x.numel()) or x, lambda x: x
+    ):  # type: ignore[func-returns-value]
         blocked_attention(query, key, value, causal=True, scale=1.0)
     assert sum(kept) == 4 * query.numel()  # scaled queries, keys, values and what came out
 
@@ -106,5 +116,7 @@ def test_documents_go_through_it_where_nothing_stands_against_it(
     assert used == ([(2, 2, 50, 8), (1, 2, 9, 8)] if is_used else [])
     monkeypatch.setattr(attention_kernels, "is_quicker_in_blocks", lambda *_: False)
     if not keys.get("dropout"):
-        other = attention_kernels.KERNELS["documents"](query, key, value, Documents.of(lengths), how)
+        other = attention_kernels.KERNELS["documents"](
+            query, key, value, Documents.of(lengths), how
+        )
         assert torch.allclose(out.float(), other.float(), atol=2e-2)

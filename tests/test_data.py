@@ -35,7 +35,10 @@ from farthing.tiny import write_jsonl
 from thinned import thinned
 from workshop import cut
 
-ROWS = [{"prompt": "one\ntwo", "completion": 'say "hi", ü'}, {"prompt": "three", "completion": "four"}]
+ROWS = [
+    {"prompt": "one\ntwo", "completion": 'say "hi", ü'},
+    {"prompt": "three", "completion": "four"},
+]
 
 
 def opened(path: Path | str, cache: Path, split: str = "train") -> Source:
@@ -129,7 +132,11 @@ def test_a_data_set_folder_that_cannot_be_read_is_refused_in_words(tmp_path: Pat
     with pytest.raises(DataError, match="set"):
         opened(folder, tmp_path / "cache")
     with pytest.raises(DataError, match="train_split"):
-        opened(write_jsonl(tmp_path / "two" / "train.jsonl", ROWS).parent, tmp_path / "cache", "no-such-split")
+        opened(
+            write_jsonl(tmp_path / "two" / "train.jsonl", ROWS).parent,
+            tmp_path / "cache",
+            "no-such-split",
+        )
 
 
 def test_files_behind_a_scheme_are_fetched_and_never_stale(tmp_path: Path) -> None:
@@ -227,9 +234,13 @@ def test_names_are_shown_without_secrets(name: str, shown: str) -> None:
     assert without_secrets(name) == shown
 
 
-def test_a_scheme_without_its_package_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheme_without_its_package_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # where other tests have used it
+    monkeypatch.delitem(
+        sys.modules["fsspec.registry"]._registry, "s3", raising=False
+    )  # where other tests have used it
     with pytest.raises(DataError, match=r"pip install 'farthing\[s3\]'"):
         opened("s3://bucket/a.jsonl", tmp_path)
 
@@ -242,13 +253,18 @@ def test_bad_rows_are_named_and_the_good_ones_around_them_read(tmp_path: Path) -
         b"\r\n"
         b'{"text": "\xff"}\r\n'
         b"[1, 2]\r\n"
-        b'{"text": "a", "text": "b"}\r\n' + b'{"text": ' + b"[" * 100_000 + b"}\r\n" + b'{"text": "nul \\u0000"}\r\n'
-        b'{"text": "last"}'
+        b'{"text": "a", "text": "b"}\r\n'
+        + b'{"text": '
+        + b"[" * 100_000
+        + b"}\r\n"
+        + b'{"text": "nul \\u0000"}\r\n{"text": "last"}'
     )
     source = opened(path, tmp_path)
     assert [(row.line, row.value["text"]) for row in source.rows() if isinstance(row, Row)] == [
-        (1, "first"), (8, "nul \0"), (9, "last"),
-    ]  # fmt: skip
+        (1, "first"),
+        (8, "nul \0"),
+        (9, "last"),
+    ]
     reasons = dict(bad(source))
     assert sorted(reasons) == [2, 4, 5, 6, 7]
     assert reasons[2].startswith("invalid JSON at column")
@@ -271,7 +287,9 @@ def test_a_row_over_the_limit_is_passed_over_without_holding_it(tmp_path: Path) 
 
 def test_csv_rows_that_do_not_fit_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_bytes(b'text,label\r\n"a\r\nb",x\r\nonly one\r\n\xff,y\r\nc,z\r\n"never closed,z\r\nd,z\r\n')
+    path.write_bytes(
+        b'text,label\r\n"a\r\nb",x\r\nonly one\r\n\xff,y\r\nc,z\r\n"never closed,z\r\nd,z\r\n'
+    )
     source = opened(path, tmp_path)
     assert values(source) == [{"text": "a\r\nb", "label": "x"}, {"text": "c", "label": "z"}]
     reasons = dict(bad(source))
@@ -289,7 +307,11 @@ def test_csv_rows_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ("a.csv", b"text\tlabel\nx\ty\n", "separated by `<tab>`"),
         ("a.csv", "text,label\nx,y\n".encode("utf-16"), "is written in UTF-16"),
         ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "is written in UTF-16"),
-        ("a.jsonl.gz", gzip.compress('{"text": "x"}\n'.encode("utf-16"), mtime=0), "is written in UTF-16"),
+        (
+            "a.jsonl.gz",
+            gzip.compress('{"text": "x"}\n'.encode("utf-16"), mtime=0),
+            "is written in UTF-16",
+        ),
         ("a.json", b'[{"text": "a", "text": "b"}]', "`text` appears twice in one object"),
         ("a.csv", b'"te"xt,label\n', "header line is invalid"),
         ("a.json", b'{"text": 1}', "not an array of objects"),
@@ -332,13 +354,13 @@ CHAT = [
     {"role": "assistant", "content": "See you."},
 ]
 CHATML = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] or '') + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] or '') + '<|end|>' }}{%"
+    " endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 MARKED = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
-    "{%- if m['role'] == 'assistant' -%}{%- generation -%}{{ m['content'] + '<|end|>' }}{%- endgeneration -%}"
-    "{%- else -%}{{ m['content'] + '<|end|>' }}{%- endif -%}{% endfor %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{%- if m['role'] == 'assistant' -%}{%-"
+    " generation -%}{{ m['content'] + '<|end|>' }}{%- endgeneration -%}{%- else -%}{{ m['content']"
+    " + '<|end|>' }}{%- endif -%}{% endfor %}"
 )
 # as reasoning models do: what was thought in earlier turns is cut from later renders
 REWRITING = (
@@ -363,7 +385,9 @@ def with_template(tokenizers: dict[str, Any]) -> Iterator[Any]:
     tokenizer.chat_template = own
 
 
-def segments(row: dict[str, Any], task: str, tokenizer: Any = None, **renamed: str) -> list[tuple[str, bool]]:
+def segments(
+    row: dict[str, Any], task: str, tokenizer: Any = None, **renamed: str
+) -> list[tuple[str, bool]]:
     """What the recognised format makes of a row."""
     name, columns, _ = recognise(set(row), task, renamed, "file")
     return list(converter(name, columns, {}, tokenizer, task)(row).segments)
@@ -379,8 +403,16 @@ def segments(row: dict[str, Any], task: str, tokenizer: Any = None, **renamed: s
         ({"input": "i", "target": "t"}, "causal-lm", [("i", False), ("t", True)]),
         ({"text": "t", "label": "l"}, "classification", [("t", False)]),
         ({"text": "t", "label": "l"}, "causal-lm", [("t", True)]),
-        ({"instruction": "do", "input": "this", "output": "done"}, "seq2seq", [("do\n\nthis", False), ("done", True)]),
-        ({"instruction": "do", "output": "done", "system": "s"}, "seq2seq", [("s\n\ndo", False), ("done", True)]),
+        (
+            {"instruction": "do", "input": "this", "output": "done"},
+            "seq2seq",
+            [("do\n\nthis", False), ("done", True)],
+        ),
+        (
+            {"instruction": "do", "output": "done", "system": "s"},
+            "seq2seq",
+            [("s\n\ndo", False), ("done", True)],
+        ),
     ],
 )
 def test_formats_are_found_by_their_columns(row: dict[str, Any], task: str, expected: Any) -> None:
@@ -389,11 +421,16 @@ def test_formats_are_found_by_their_columns(row: dict[str, Any], task: str, expe
 
 def test_own_column_names_are_mapped() -> None:
     row = {"question": "q", "answer": "a", "prompt": "not this"}
-    assert segments(row, "causal-lm", prompt="question", completion="answer") == [("q", False), ("a", True)]
+    assert segments(row, "causal-lm", prompt="question", completion="answer") == [
+        ("q", False),
+        ("a", True),
+    ]
 
 
 def test_labels_are_mapped_and_may_be_numbers() -> None:
-    convert = converter("text/label", {"label": "product"}, {"Credit card": "card"}, None, "classification")
+    convert = converter(
+        "text/label", {"label": "product"}, {"Credit card": "card"}, None, "classification"
+    )
     assert convert({"text": "t", "product": "Credit card"}).label == "card"
     assert convert({"text": "t", "product": 3}).label == "3"
     for label in (None, "", 0.5, ["a"]):
@@ -407,19 +444,30 @@ def test_columns_of_no_format_say_what_would_do() -> None:
     assert "left, right" in str(caught.value)
     assert "data.columns: {prompt: left, completion: right}" in str(caught.value)
     with pytest.raises(DataError, match="did you mean `narrative`"):
-        recognise({"narrative", "product"}, "classification", {"text": "naratve", "label": "product"}, "a.jsonl")
+        recognise(
+            {"narrative", "product"},
+            "classification",
+            {"text": "naratve", "label": "product"},
+            "a.jsonl",
+        )
 
 
 @pytest.mark.parametrize("template", [MARKED, CHATML])
-def test_what_the_assistant_says_is_learned_and_nothing_else(with_template: Any, template: str) -> None:
+def test_what_the_assistant_says_is_learned_and_nothing_else(
+    with_template: Any, template: str
+) -> None:
     parts = segments({"messages": CHAT}, "causal-lm", with_template(template))
-    assert "".join(part for part, _ in parts) == (
-        "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>Hello.<|end|><|user|>Bye<|end|><|assistant|>See you.<|end|>"
+    assert (
+        "".join(part for part, _ in parts) == "<|system|>Be"
+        " brief.<|end|><|user|>Hi<|end|><|assistant|>Hello.<|end|><|user|>Bye<|end|><|assistant|>See"  # noqa: E501
+        " you.<|end|>"
     )
     assert [part for part, is_target in parts if is_target] == ["Hello.<|end|>", "See you.<|end|>"]
 
 
-def test_a_turn_that_the_template_rewrites_later_is_context_and_learned_by_itself(with_template: Any) -> None:
+def test_a_turn_that_the_template_rewrites_later_is_context_and_learned_by_itself(
+    with_template: Any,
+) -> None:
     tokenizer = with_template(REWRITING)
     thinking = [dict(turn) for turn in CHAT]
     thinking[2]["content"] = "<think>hm</think>Hello."
@@ -428,12 +476,18 @@ def test_a_turn_that_the_template_rewrites_later_is_context_and_learned_by_itsel
     assert [part for part, is_target in text.segments if is_target] == ["See you.<|end|>"]
     assert "<|assistant|>Hello.<|end|>" in text.segments[0][0]
     assert text.n_unlearned == 0
-    assert [part for part, is_target in text.earlier[0].segments if is_target] == ["<think>hm</think>Hello.<|end|>"]
-    with pytest.raises(Unusable, match=r"rewrites earlier turns; give one with \{% generation %\} marks"):
-        converter("messages", {}, {}, tokenizer, "causal-lm", version=1)(row)
-    assert [part for part, is_target in segments({"messages": thinking[:3]}, "causal-lm", tokenizer) if is_target] == [
+    assert [part for part, is_target in text.earlier[0].segments if is_target] == [
         "<think>hm</think>Hello.<|end|>"
     ]
+    with pytest.raises(
+        Unusable, match=r"rewrites earlier turns; give one with \{% generation %\} marks"
+    ):
+        converter("messages", {}, {}, tokenizer, "causal-lm", version=1)(row)
+    assert [
+        part
+        for part, is_target in segments({"messages": thinking[:3]}, "causal-lm", tokenizer)
+        if is_target
+    ] == ["<think>hm</think>Hello.<|end|>"]
 
 
 def test_a_template_that_refuses_a_chat_gives_its_reason(with_template: Any) -> None:
@@ -446,7 +500,11 @@ def test_a_tokenizer_without_template_gets_a_readable_one(tokenizers: dict[str, 
     tokenizer = tokenizers["llama"]
     assert tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE
     parts = segments({"messages": CHAT[1:3]}, "causal-lm", tokenizer)
-    assert parts == [("### User\nHi\n\n### Assistant\n", False), ("Hello.</s>", True), ("\n\n", False)]
+    assert parts == [
+        ("### User\nHi\n\n### Assistant\n", False),
+        ("Hello.</s>", True),
+        ("\n\n", False),
+    ]
 
 
 def test_conversations_and_instructions_are_chats(tokenizers: dict[str, Any]) -> None:
@@ -494,7 +552,9 @@ def test_tool_calls_without_content_are_learned(tokenizers: dict[str, Any]) -> N
         ({"prompt": "p", "completion": "\ud83d"}, "half a surrogate pair"),
     ],
 )
-def test_a_row_that_cannot_be_used_says_why(tokenizers: dict[str, Any], row: dict[str, Any], reason: str) -> None:
+def test_a_row_that_cannot_be_used_says_why(
+    tokenizers: dict[str, Any], row: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(Unusable, match=reason):
         segments(row, "causal-lm", tokenizers["llama"])
 
@@ -507,12 +567,17 @@ def tokens_of(tmp_path: Path, tokenizers: dict[str, Any]) -> Any:
     """Tokenize rows with a tiny tokenizer."""
     n_made = iter(range(1000))
 
-    def making(rows: list[Any], task: str = "causal-lm", tokenizer: Any = None, **recipe: Any) -> TokenSet:
+    def making(
+        rows: list[Any], task: str = "causal-lm", tokenizer: Any = None, **recipe: Any
+    ) -> TokenSet:
         path = write_jsonl(tmp_path / f"rows{next(n_made)}.jsonl", rows)
         family = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}[task]
         recipe = {"max_length": 256, "max_bad_rows": 0.5} | recipe
         return tokenize(
-            [opened(path, tmp_path)], tokenizer or tokenizers[family], Recipe(task=task, **recipe), tmp_path / "cache"
+            [opened(path, tmp_path)],
+            tokenizer or tokenizers[family],
+            Recipe(task=task, **recipe),
+            tmp_path / "cache",
         )
 
     return making
@@ -531,41 +596,57 @@ def given(tokens: TokenSet, tokenizer: Any, index: int = 0) -> str:
 
 
 def test_the_completion_and_its_end_are_learned(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
-    row = {"prompt": "name: Zizzi; food: French =>", "completion": " Zizzi serves French food. Übergrößen 🙂"}
+    row = {
+        "prompt": "name: Zizzi; food: French =>",
+        "completion": " Zizzi serves French food. Übergrößen 🙂",
+    }
     tokens = tokens_of([row])
     assert learned(tokens, tokenizers["llama"]) == " Zizzi serves French food. Übergrößen 🙂</s>"
     assert given(tokens, tokenizers["llama"]) == "name: Zizzi; food: French =>"
 
 
-def test_a_token_across_prompt_and_completion_is_learned(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+def test_a_token_across_prompt_and_completion_is_learned(
+    tokens_of: Any, tokenizers: dict[str, Any]
+) -> None:
     tokenizer = tokenizers["llama"]
     (word,) = [ids for ids in [tokenizer(" food").input_ids] if len(ids) == 1]
     tokens = tokens_of([{"prompt": "French fo", "completion": "od is good"}])
-    assert tokens.example(0)[0].tolist() == [*tokenizer("French food is good").input_ids, tokenizer.eos_token_id]
+    assert tokens.example(0)[0].tolist() == [
+        *tokenizer("French food is good").input_ids,
+        tokenizer.eos_token_id,
+    ]
     assert word[0] in tokens.example(0)[0]
     assert learned(tokens, tokenizer) == " food is good</s>"
     assert given(tokens, tokenizer) == "French"
 
 
-def test_plain_text_is_learned_but_for_its_first_token(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+def test_plain_text_is_learned_but_for_its_first_token(
+    tokens_of: Any, tokenizers: dict[str, Any]
+) -> None:
     tokens = tokens_of([{"text": "The Mill serves food."}])
     ids, is_target = tokens.example(0)
     assert is_target.tolist() == [0] + [1] * (len(ids) - 1)
     assert tokenizers["llama"].decode(ids) == "The Mill serves food.</s>"
 
 
-def test_an_end_that_is_written_already_is_not_doubled(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+def test_an_end_that_is_written_already_is_not_doubled(
+    tokens_of: Any, tokenizers: dict[str, Any]
+) -> None:
     tokens = tokens_of([{"prompt": "a", "completion": " b</s>"}])
     assert learned(tokens, tokenizers["llama"]) == " b</s>"
 
 
-def test_chat_turns_are_learned_with_their_ends(tokens_of: Any, tokenizers: dict[str, Any], with_template: Any) -> None:
+def test_chat_turns_are_learned_with_their_ends(
+    tokens_of: Any, tokenizers: dict[str, Any], with_template: Any
+) -> None:
     assert learned(tokens_of([{"messages": CHAT}]), tokenizers["llama"]) == "Hello.</s>See you.</s>"
     tokens = tokens_of([{"messages": CHAT}], tokenizer=with_template(CHATML))
     assert learned(tokens, tokenizers["llama"]) == "Hello.<|end|>See you.<|end|>"
 
 
-def test_a_tokenizer_with_a_beginning_puts_it_once(tokens_of: Any, tiny_folders: dict[str, Path]) -> None:
+def test_a_tokenizer_with_a_beginning_puts_it_once(
+    tokens_of: Any, tiny_folders: dict[str, Path]
+) -> None:
     from tokenizers import processors
     from transformers import AutoTokenizer
 
@@ -580,8 +661,13 @@ def test_a_tokenizer_with_a_beginning_puts_it_once(tokens_of: Any, tiny_folders:
     assert given(chat, tokenizer) == "<s><|user|>Hi<|end|><|assistant|>"
 
 
-def test_the_prompt_is_learned_only_when_asked_for(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
-    rows = [{"prompt": "one two", "completion": " three"}, {"prompt": "one two", "completion": " four"}]
+def test_the_prompt_is_learned_only_when_asked_for(
+    tokens_of: Any, tokenizers: dict[str, Any]
+) -> None:
+    rows = [
+        {"prompt": "one two", "completion": " three"},
+        {"prompt": "one two", "completion": " four"},
+    ]
     plain, whole = tokens_of(rows), tokens_of(rows, train_on_prompt=True)
     assert (whole.ids == plain.ids).all()
     assert whole.example(0)[1].tolist() == [0] + [1] * (len(whole.example(0)[0]) - 1)
@@ -589,8 +675,13 @@ def test_the_prompt_is_learned_only_when_asked_for(tokens_of: Any, tokenizers: d
     assert len(set(whole.groups.tolist())) == 1
 
 
-def test_a_seq2seq_example_is_its_input_and_its_target(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
-    for row in ({"input": "one two", "target": "three"}, {"instruction": "one two", "output": "three"}):
+def test_a_seq2seq_example_is_its_input_and_its_target(
+    tokens_of: Any, tokenizers: dict[str, Any]
+) -> None:
+    for row in (
+        {"input": "one two", "target": "three"},
+        {"instruction": "one two", "output": "three"},
+    ):
         tokens = tokens_of([row], "seq2seq")
         assert given(tokens, tokenizers["t5"]) == "one two</s>"
         assert learned(tokens, tokenizers["t5"]) == "three</s>"
@@ -635,14 +726,19 @@ def test_long_examples_are_cut_or_left_out_by_choice_and_counted(tokens_of: Any,
 
 
 def test_a_long_target_is_cut_with_its_end_kept(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
-    tokens = tokens_of([{"input": "a", "target": "one two three four five six"}], "seq2seq", max_target_length=4)
+    tokens = tokens_of(
+        [{"input": "a", "target": "one two three four five six"}], "seq2seq", max_target_length=4
+    )
     assert int(tokens.targets.sum()) == 4
     assert learned(tokens, tokenizers["t5"]).endswith("</s>")
     assert tokens.facts["n_too_long"] == 1
 
 
 def test_a_prompt_that_fills_the_length_leaves_nothing_to_learn(tokens_of: Any) -> None:
-    rows = [{"prompt": "one two three " * 20, "completion": " x"}, {"prompt": "a", "completion": " b"}]
+    rows = [
+        {"prompt": "one two three " * 20, "completion": " x"},
+        {"prompt": "a", "completion": " b"},
+    ]
     tokens = tokens_of(rows, max_length=16)
     assert (len(tokens), tokens.facts["n_without_target"]) == (1, 1)
     with pytest.raises(DataError, match="every target is masked") as caught:
@@ -666,12 +762,18 @@ def test_too_many_bad_rows_are_refused_with_their_places(tokens_of: Any) -> None
 def test_several_sources_are_one_set_and_every_example_knows_its_place(
     tmp_path: Path, tokenizers: dict[str, Any]
 ) -> None:
-    paths = [write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(2)]) for name in "ab"]
+    paths = [
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(2)])
+        for name in "ab"
+    ]
     sources = open_sources(tuple(map(str, paths)), cache_dir=tmp_path, split="train")
     tokens = tokenize(sources, tokenizers["llama"], Recipe("causal-lm", 64), tmp_path)
     assert [tokens.place(i).rpartition("/")[2] for i in range(4)] == [
-        "a.jsonl:1", "a.jsonl:2", "b.jsonl:1", "b.jsonl:2",
-    ]  # fmt: skip
+        "a.jsonl:1",
+        "a.jsonl:2",
+        "b.jsonl:1",
+        "b.jsonl:2",
+    ]
 
 
 # ---- the cache ----
@@ -688,16 +790,24 @@ class Counting:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
-    return opened(write_jsonl(tmp_path / "a.jsonl", [{"text": f"number {i}"} for i in range(30)]), tmp_path)
+    return opened(
+        write_jsonl(tmp_path / "a.jsonl", [{"text": f"number {i}"} for i in range(30)]), tmp_path
+    )
 
 
 def test_a_set_is_made_once(source: Source, tmp_path: Path, tokenizers: dict[str, Any]) -> None:
     recipe, counts = Recipe("causal-lm", 64), [Counting(), Counting()]
-    made, found = (tokenize([source], tokenizers["llama"], recipe, tmp_path, progress=count) for count in counts)
+    made, found = (
+        tokenize([source], tokenizers["llama"], recipe, tmp_path, progress=count)
+        for count in counts
+    )
     assert [count.n_rows for count in counts] == [30, 0]
     assert made.folder == found.folder
     assert (made.ids == found.ids).all()
-    assert (made.folder.parent.stat().st_mode & 0o777, made.folder.stat().st_mode & 0o777) == (0o700, 0o700)
+    assert (made.folder.parent.stat().st_mode & 0o777, made.folder.stat().st_mode & 0o777) == (
+        0o700,
+        0o700,
+    )
 
 
 def test_the_use_of_a_tokenizer_does_not_change_its_identity(tokenizers: dict[str, Any]) -> None:
@@ -711,11 +821,21 @@ def test_a_set_of_an_earlier_run_keeps_its_name(source: Source) -> None:
     """As it was before texts had versions: a hash of the fields of then."""
     recipe = Recipe("causal-lm", 64, version=1)
     former = {
-        "task": "causal-lm", "max_length": 64, "max_target_length": 128, "too_long": "truncate", "train_on_prompt": False,
-        "columns": {}, "label_map": {}, "max_bad_rows": 0.01, "label_names": [],
-    }  # fmt: skip
+        "task": "causal-lm",
+        "max_length": 64,
+        "max_target_length": 128,
+        "too_long": "truncate",
+        "train_on_prompt": False,
+        "columns": {},
+        "label_map": {},
+        "max_bad_rows": 0.01,
+        "label_names": [],
+    }
     content = json.dumps([CACHE_VERSION, [source.sha256], "a tokenizer", former], sort_keys=True)
-    assert set_key([source], "a tokenizer", recipe) == hashlib.sha256(content.encode()).hexdigest()[:32]
+    assert (
+        set_key([source], "a tokenizer", recipe)
+        == hashlib.sha256(content.encode()).hexdigest()[:32]
+    )
 
 
 def test_whatever_a_set_follows_from_changes_its_name(
@@ -728,10 +848,20 @@ def test_whatever_a_set_follows_from_changes_its_name(
     hashes = [tokenizer_sha256(tokenizer)]
     keys = [set_key([source], hashes[0], recipe)]
     changes: list[dict[str, Any]] = [
-        {"task": "seq2seq"}, {"max_length": 65}, {"max_target_length": 5}, {"too_long": "skip"},
-        {"train_on_prompt": True}, {"columns": {"text": "x"}}, {"label_map": {"a": "b"}}, {"max_bad_rows": 0.02},
-        {"label_names": ("a",)}, {"source_lang": "en"}, {"target_lang": "de"}, {"date": "2026-01-01"}, {"version": 1},
-    ]  # fmt: skip
+        {"task": "seq2seq"},
+        {"max_length": 65},
+        {"max_target_length": 5},
+        {"too_long": "skip"},
+        {"train_on_prompt": True},
+        {"columns": {"text": "x"}},
+        {"label_map": {"a": "b"}},
+        {"max_bad_rows": 0.02},
+        {"label_names": ("a",)},
+        {"source_lang": "en"},
+        {"target_lang": "de"},
+        {"date": "2026-01-01"},
+        {"version": 1},
+    ]
     keys += [set_key([source], hashes[0], replace(recipe, **change)) for change in changes]
     keys.append(set_key([source, source], hashes[0], recipe))
     other = opened(write_jsonl(tmp_path / "b.jsonl", [{"text": "number 0"}]), tmp_path)
@@ -746,10 +876,14 @@ def test_whatever_a_set_follows_from_changes_its_name(
     hashes.append(tokenizer_sha256(tokenizer))
     keys += [set_key([source], each, recipe) for each in hashes[1:]]
     assert len(set(keys)) == len(keys) == 1 + len(changes) + 2 + 4
-    assert len({field for change in changes for field in change}) == len(Recipe.__dataclass_fields__)
+    assert len({field for change in changes for field in change}) == len(
+        Recipe.__dataclass_fields__
+    )
 
 
-@pytest.mark.parametrize("name", ["ids.bin", "targets.bin", "offsets.bin", "groups.bin", "lines.bin", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["ids.bin", "targets.bin", "offsets.bin", "groups.bin", "lines.bin", "manifest.json"]
+)
 def test_a_flipped_byte_is_detected_and_the_set_made_anew(
     source: Source, tmp_path: Path, tokenizers: dict[str, Any], name: str
 ) -> None:
@@ -767,20 +901,23 @@ def test_a_flipped_byte_is_detected_and_the_set_made_anew(
     assert (again.ids == expected).all()
 
 
-def test_a_writer_that_is_killed_leaves_nothing_usable(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+def test_a_writer_that_is_killed_leaves_nothing_usable(
+    tmp_path: Path, tiny_folders: dict[str, Path]
+) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": f"number {i}"} for i in range(5000)])
     code = (
-        "import os, signal, sys; from pathlib import Path\n"
-        "from transformers import PreTrainedTokenizerFast\n"
-        "from farthing.data.read import open_sources\n"
-        "from farthing.data.token_set import CACHE_VERSION, Recipe\n"
-        "from farthing.data.tokens import tokenize\n"
-        "tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])\n"
-        "sources = open_sources((os.path.abspath('a.jsonl'),), cache_dir=Path('cache'), split='train')\n"
-        "stop = lambda rows, tokens, share: os.kill(os.getpid(), signal.SIGKILL) if rows > 2000 else None\n"
-        "tokenize(sources, tokenizer, Recipe('causal-lm', 64), Path('cache'), progress=stop)\n"
+        "import os, signal, sys; from pathlib import Path\nfrom transformers import"
+        " PreTrainedTokenizerFast\nfrom farthing.data.read import open_sources\nfrom"
+        " farthing.data.token_set import CACHE_VERSION, Recipe\nfrom farthing.data.tokens import"
+        " tokenize\ntokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])\nsources ="
+        " open_sources((os.path.abspath('a.jsonl'),), cache_dir=Path('cache'), split='train')\nstop"
+        " = lambda rows, tokens, share: os.kill(os.getpid(), signal.SIGKILL) if rows > 2000 else"
+        " None\ntokenize(sources, tokenizer, Recipe('causal-lm', 64), Path('cache'),"
+        " progress=stop)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tiny_folders["llama"])], cwd=tmp_path, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tiny_folders["llama"])], cwd=tmp_path, capture_output=True
+    )
     assert done.returncode == -signal.SIGKILL
     left = list((tmp_path / "cache" / "tokens").iterdir())
     assert [".draft-" in path.name for path in left] == [True]
@@ -791,13 +928,21 @@ def test_a_writer_that_is_killed_leaves_nothing_usable(tmp_path: Path, tiny_fold
     os.utime(left[0], (long_ago, long_ago))
     count = Counting()
     made = tokenize(
-        [opened(tmp_path / "a.jsonl", tmp_path)], tokenizer, Recipe("causal-lm", 64), tmp_path / "cache", progress=count
+        [opened(tmp_path / "a.jsonl", tmp_path)],
+        tokenizer,
+        Recipe("causal-lm", 64),
+        tmp_path / "cache",
+        progress=count,
     )
     assert (count.n_rows, len(made)) == (5000, 5000)
-    assert list((tmp_path / "cache" / "tokens").iterdir()) == [made.folder]  # the old draft is swept
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == [
+        made.folder
+    ]  # the old draft is swept
 
 
-def test_a_cache_that_cannot_be_written_says_so(source: Source, tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+def test_a_cache_that_cannot_be_written_says_so(
+    source: Source, tmp_path: Path, tokenizers: dict[str, Any]
+) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match="token cache can't be written") as caught:
         tokenize([source], tokenizers["llama"], Recipe("causal-lm", 64), tmp_path / "file")
@@ -839,13 +984,18 @@ def test_the_shuffle_is_the_one_it_always_was() -> None:
 
 
 @pytest.mark.parametrize(("n", "batch"), [(10, 4), (12, 4), (3, 16), (1, 1)])
-def test_every_epoch_is_a_permutation_whose_last_batch_takes_what_is_left(n: int, batch: int) -> None:
+def test_every_epoch_is_a_permutation_whose_last_batch_takes_what_is_left(
+    n: int, batch: int
+) -> None:
     examples = np.arange(100, 100 + n)
     batches = Batches(examples, batch, seed=5)
     assert batches.steps_per_epoch == -(-n // batch)
     epochs = []
     for epoch in range(3):
-        steps = [batches.examples_of(epoch * batches.steps_per_epoch + i) for i in range(batches.steps_per_epoch)]
+        steps = [
+            batches.examples_of(epoch * batches.steps_per_epoch + i)
+            for i in range(batches.steps_per_epoch)
+        ]
         assert [len(step) for step in steps[:-1]] == [batch] * (len(steps) - 1)
         epochs.append(np.concatenate(steps).tolist())
         assert sorted(epochs[-1]) == examples.tolist()
@@ -869,10 +1019,14 @@ def test_a_step_is_cut_into_pieces_of_like_lengths() -> None:
 
 
 def test_causal_batches_are_padded_on_the_right_and_masked(tokens_of: Any) -> None:
-    tokens = tokens_of([{"prompt": "one", "completion": " two three"}, {"prompt": "a", "completion": " b"}])
+    tokens = tokens_of(
+        [{"prompt": "one", "completion": " two three"}, {"prompt": "a", "completion": " b"}]
+    )
     batch = collate(tokens, [0, 1], "causal-lm", pad_id=0)
     longest, n = int(tokens.lengths.max()), int(tokens.lengths[1])
-    assert {name: array.shape for name, array in batch.items()} == dict.fromkeys(batch, (2, longest))
+    assert {name: array.shape for name, array in batch.items()} == dict.fromkeys(
+        batch, (2, longest)
+    )
     assert all(array.dtype == np.int64 for array in batch.values())
     assert batch["attention_mask"][1].tolist() == [1] * n + [0] * (longest - n)
     assert batch["input_ids"][1, n:].tolist() == [0] * (longest - n)
@@ -882,8 +1036,12 @@ def test_causal_batches_are_padded_on_the_right_and_masked(tokens_of: Any) -> No
     assert (batch["labels"][counted] == batch["input_ids"][counted]).all()
 
 
-def test_seq2seq_batches_have_source_and_target_apart(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
-    tokens = tokens_of([{"input": "one two three", "target": "x"}, {"input": "a", "target": "y z w"}], "seq2seq")
+def test_seq2seq_batches_have_source_and_target_apart(
+    tokens_of: Any, tokenizers: dict[str, Any]
+) -> None:
+    tokens = tokens_of(
+        [{"input": "one two three", "target": "x"}, {"input": "a", "target": "y z w"}], "seq2seq"
+    )
     batch = collate(tokens, [0, 1], "seq2seq", pad_id=0)
     decode = tokenizers["t5"].decode
     assert [decode(row[row != 0]) for row in batch["input_ids"]] == ["one two three</s>", "a</s>"]
@@ -893,7 +1051,9 @@ def test_seq2seq_batches_have_source_and_target_apart(tokens_of: Any, tokenizers
 
 
 def test_classification_batches_have_one_label_each(tokens_of: Any) -> None:
-    tokens = tokens_of([{"text": t, "label": t} for t in ("one", "two three", "four")], "classification")
+    tokens = tokens_of(
+        [{"text": t, "label": t} for t in ("one", "two three", "four")], "classification"
+    )
     batch = collate(tokens, [2, 0], "classification", pad_id=0)
     assert batch["labels"].tolist() == [0, 1]
     assert batch["input_ids"].shape[0] == 2
@@ -902,7 +1062,8 @@ def test_classification_batches_have_one_label_each(tokens_of: Any) -> None:
 # ---- real tokenizers and data ----
 
 REAL = pytest.mark.skipif(
-    not os.environ.get("FARTHING_DATA"), reason="FARTHING_DATA is not set: no real tokenizers and data here"
+    not os.environ.get("FARTHING_DATA"),
+    reason="FARTHING_DATA is not set: no real tokenizers and data here",
 )
 
 
@@ -950,7 +1111,9 @@ def test_real_completions_are_learned_exactly(data_dir: Path, tmp_path: Path, na
 
 @REAL
 @pytest.mark.parametrize("name", thinned(["gpt2", "mistral-7b-v0.1"], 2))
-def test_real_chats_learn_what_the_assistant_says(data_dir: Path, tmp_path: Path, name: str) -> None:
+def test_real_chats_learn_what_the_assistant_says(
+    data_dir: Path, tmp_path: Path, name: str
+) -> None:
     tokenizer = real_tokenizer(data_dir, name)
     source, rows = head_of(data_dir, "chat_messages", 300, tmp_path)
     tokens = tokenize([source], tokenizer, Recipe("causal-lm", 100_000), tmp_path)
@@ -988,7 +1151,9 @@ def test_real_pairs_for_t5(data_dir: Path, tmp_path: Path) -> None:
 def test_real_labels(data_dir: Path, tmp_path: Path, name: str) -> None:
     tokenizer = real_tokenizer(data_dir, name)
     source, rows = head_of(data_dir, "complaints_narratives", 300, tmp_path)
-    recipe = Recipe("classification", 128, columns={"label": "product"}, label_map={"Credit card": "card"})
+    recipe = Recipe(
+        "classification", 128, columns={"label": "product"}, label_map={"Credit card": "card"}
+    )
     tokens = tokenize([source], tokenizer, recipe, tmp_path)
     assert tokens.labels is not None
     for index in range(len(tokens)):

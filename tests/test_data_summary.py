@@ -1,4 +1,6 @@
-"""`farthing doctor --data`: what a file is, what of it is odd, and what of three examples is learned."""
+"""`farthing doctor --data`: what a file is, what of it is odd, and what of three examples is
+learned.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from farthing.tiny import make_tokenizer
 
 def look(folder: Path, rows: list[Any], capsys: Any, *more: str) -> tuple[int, dict[str, Any], str]:
     file = folder / "rows.jsonl"
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    file.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     code = main(["doctor", "--data", str(file), "--json", *more])
     found = json.loads(capsys.readouterr().out)
     main(["doctor", "--data", str(file), *more])
@@ -42,17 +46,30 @@ def test_chats_with_their_turns_repeats_and_oddities(tmp_path: Path, capsys: Any
         "{broken",
     ]
     code, found, said = look(tmp_path, rows, capsys)
-    assert (code, found["format"], found["task"], found["n_rows"], found["n_bad"]) == (0, "messages", "causal-lm", 8, 3)
+    assert (code, found["format"], found["task"], found["n_rows"], found["n_bad"]) == (
+        0,
+        "messages",
+        "causal-lm",
+        8,
+        3,
+    )
     assert found["n_equal_rows"] == 1
     assert found["odd_roles"]["role `narrator`"] == 1
     assert found["odd_roles"]["ends without an answer"] == 1
     assert found["odd_roles"]["two turns of the same role in a row"] == 1
     assert (found["turns"]["most"], found["roles"]["assistant"]) == (3, 6)
     assert found["ignored"] == "`id` (in 1 of 7 rows)"
-    assert [part["text"].strip() for part in found["examples"][0] if part["is_learned"]] == ["assistant 1"]
+    assert [part["text"].strip() for part in found["examples"][0] if part["is_learned"]] == [
+        "assistant 1"
+    ]
     assert 0 < found["tokens"]["learned_share"] < 1
     assert not found["is_exact"]
-    for words in ("every assistant turn is marked", "invalid JSON", "guessed at 4 characters", "green is learned"):
+    for words in (
+        "every assistant turn is marked",
+        "invalid JSON",
+        "guessed at 4 characters",
+        "green is learned",
+    ):
         assert words in said
 
 
@@ -83,16 +100,21 @@ def test_a_job_gives_its_tokenizer_its_columns_and_its_limit(
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
-        f"task: causal-lm\nmodel: {{model_name_or_path: {tiny_folders['llama']}, init: random}}\noutput_dir: run\n"
-        "data: {train: [{path: rows.jsonl, columns: {text: '{a}: {b}'}}], max_length: 4}\n"
+        f"task: causal-lm\nmodel: {{model_name_or_path: {tiny_folders['llama']}, init:"
+        " random}\noutput_dir: run\ndata: {train: [{path: rows.jsonl, columns: {text: '{a}:"
+        " {b}'}}], max_length: 4}\n"
     )
-    code, found, said = look(tmp_path, [{"a": "one two three four five", "b": "six"}], capsys, str(job))
+    code, found, said = look(
+        tmp_path, [{"a": "one two three four five", "b": "six"}], capsys, str(job)
+    )
     assert (code, found["format"], found["is_exact"], found["n_too_long"]) == (0, "text", True, 1)
     assert found["examples"][0] == [{"text": "one two three four five: six", "is_learned": True}]
     assert "over 4 tokens" in said
 
 
-def test_control_characters_of_a_file_do_not_steer_the_terminal(tmp_path: Path, capsys: Any) -> None:
+def test_control_characters_of_a_file_do_not_steer_the_terminal(
+    tmp_path: Path, capsys: Any
+) -> None:
     said = look(tmp_path, [{"text": "red \u001b[31m [bold]not[/]"}], capsys)[2]
     assert "\u001b[31m" not in said
     assert "[bold]not[/]" in said
@@ -105,7 +127,12 @@ def test_the_template_of_a_model_says_what_it_leaves_out_and_without_one_that_is
     (tmp_path / "model" / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     )
-    rows = [{**chat("user", "assistant", name="Ann"), "tools": [{"type": "function", "function": {"name": "f"}}]}] * 2
+    rows = [
+        {
+            **chat("user", "assistant", name="Ann"),
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        }
+    ] * 2
     code, found, said = look(tmp_path, rows, capsys, "--model", str(tmp_path / "model"))
     assert (code, found["is_exact"]) == (0, True)
     assert "left out   the chat template leaves out `tools` (in 2 chats)" in said

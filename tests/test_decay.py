@@ -1,4 +1,6 @@
-"""Which weights are decayed: as transformers' own trainer has it, for every family that farthing claims."""
+"""Which weights are decayed: as transformers' own trainer has it, for every family that farthing
+claims.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,16 @@ import farthing.durability.run_folder
 import farthing.train.run
 import workshop
 from farthing.durability.run_folder import rules_of
-from farthing.errors import Interrupted, RunDamaged
+from farthing.errors import RunDamagedError, RunInterruptedError
 from farthing.events import Event, StepTaken
 from farthing.model.load import auto_class
-from farthing.planner.families import CAUSAL_FAMILIES, DECODERS, ENCODERS, FAMILIES, SEQ2SEQ_FAMILIES
+from farthing.planner.families import (
+    CAUSAL_FAMILIES,
+    DECODERS,
+    ENCODERS,
+    FAMILIES,
+    SEQ2SEQ_FAMILIES,
+)
 from farthing.train.optim import decayed_names, make_optimizer
 from workshop import make_job
 
@@ -54,7 +62,11 @@ def model_of(family: str) -> Any:
     kind = CONFIG_MAPPING[family]
     settings = {key: value for key, value in SMALL.items() if key in kind.__dataclass_fields__}
     config = kind(**settings, **({"head_dim": 64} if family == "ministral" else {}))
-    task = "causal-lm" if family in DECODERS | CAUSAL_FAMILIES | OTHERS - {"bart"} else "classification"
+    task = (
+        "causal-lm"
+        if family in DECODERS | CAUSAL_FAMILIES | OTHERS - {"bart"}
+        else "classification"
+    )
     if family in SEQ2SEQ_FAMILIES | {"bart"}:
         task = "seq2seq"
     with torch.device("meta"):
@@ -88,7 +100,9 @@ def test_what_a_rule_by_shapes_gets_wrong() -> None:
 def test_the_decayed_weights_of_an_adapter_are_those_of_transformers(family: str) -> None:
     model = model_of(family)
     config = peft.LoraConfig(
-        target_modules="all-linear", use_dora=True, modules_to_save=["classifier"] if family == "bert" else None
+        target_modules="all-linear",
+        use_dora=True,
+        modules_to_save=["classifier"] if family == "bert" else None,
     )
     wrapped = peft.get_peft_model(model, config)
     ours = decayed_names(wrapped)
@@ -101,7 +115,12 @@ def test_the_groups_of_an_optimizer_hold_each_trained_weight_once() -> None:
         CONFIG_MAPPING["gpt2"](n_embd=16, n_layer=1, n_head=2, vocab_size=20)
     )
     for rules in (1, 2):
-        how: dict[str, Any] = {"learning_rate": 1e-3, "betas": (0.9, 0.99), "epsilon": 1e-8, "rules": rules}
+        how: dict[str, Any] = {
+            "learning_rate": 1e-3,
+            "betas": (0.9, 0.99),
+            "epsilon": 1e-8,
+            "rules": rules,
+        }
         groups = make_optimizer(model, "adamw_torch", weight_decay=0.1, **how).param_groups
         held = [id(p) for group in groups for p in group["params"]]
         assert sorted(held) == sorted(id(p) for p in model.parameters())
@@ -119,7 +138,7 @@ def test_a_run_that_began_under_the_old_rule_goes_on_under_it_to_the_same_bits(
 
     def stop(event: Event) -> None:
         if isinstance(event, StepTaken) and event.step == 3:
-            raise Interrupted("asked to leave")
+            raise RunInterruptedError("asked to leave")
 
     with monkeypatch.context() as before:
         before.setattr(farthing.durability.run_folder, "RULES", 1)
@@ -143,5 +162,5 @@ def test_a_run_that_began_under_the_old_rule_goes_on_under_it_to_the_same_bits(
 def test_rules_that_are_not_known_are_refused(tmp_path: Path) -> None:
     assert rules_of(tmp_path) == farthing.durability.run_folder.RULES
     (tmp_path / "run.json").write_text('{"rules": 99}')
-    with pytest.raises(RunDamaged, match="rules 99"):
+    with pytest.raises(RunDamagedError, match="rules 99"):
         rules_of(tmp_path)

@@ -1,4 +1,6 @@
-"""What holds a run back is said from its receipt alone: the cause, the figures, the key, and the dollars."""
+"""What holds a run back is said from its receipt alone: the cause, the figures, the key, and the
+dollars.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,29 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Receipt:
     return train(job).receipt
 
 
-def case(plain: Receipt, seconds: dict[str, float], work: dict[str, Any] | None = None, **fields: Any) -> Receipt:
+def case(
+    plain: Receipt, seconds: dict[str, float], work: dict[str, Any] | None = None, **fields: Any
+) -> Receipt:
     """A run of 100 steps at $3.60 an hour that has spent its seconds so."""
     wall_s = sum(seconds.values())
     spans = [Span(name, name, s, s / 1000, s / wall_s) for name, s in seconds.items()]
-    values: dict[str, Any] = {"state": "finished", "steps": 100, "spans": spans, "wall_s": wall_s, "usd": wall_s / 1000}
-    values |= {"attempts": [{"spans": seconds}], "interruptions": 0, "redone_s": 0.0, "restart_s": 0.0, "mfu": None}
-    return replace(plain, **{**values, "work": SPARE | (work or {}), "tokens_per_s": None, **fields})
+    values: dict[str, Any] = {
+        "state": "finished",
+        "steps": 100,
+        "spans": spans,
+        "wall_s": wall_s,
+        "usd": wall_s / 1000,
+    }
+    values |= {
+        "attempts": [{"spans": seconds}],
+        "interruptions": 0,
+        "redone_s": 0.0,
+        "restart_s": 0.0,
+        "mfu": None,
+    }
+    return replace(
+        plain, **{**values, "work": SPARE | (work or {}), "tokens_per_s": None, **fields}
+    )
 
 
 def only(found: Diagnosis) -> Finding:
@@ -73,7 +91,11 @@ def test_what_is_left_of_a_run_is_spared_what_recurs_and_not_the_start(plain: Re
 
 
 def test_activation_checkpointing_where_memory_has_room(plain: Receipt) -> None:
-    work = {"checkpoint_every": 1, "recomputed_share": 0.25, "need_without_checkpointing_bytes": 8 << 30}
+    work = {
+        "checkpoint_every": 1,
+        "recomputed_share": 0.25,
+        "need_without_checkpointing_bytes": 8 << 30,
+    }
     finding = only(diagnose(case(plain, {"compute": 100.0}, work)))
     assert (finding.area, finding.cause) == ("memory", "checkpointing not needed")
     assert finding.fix == "train.gradient_checkpointing=false"
@@ -87,10 +109,17 @@ def test_activation_checkpointing_where_memory_has_room(plain: Receipt) -> None:
 
 
 def test_micro_batches_that_are_too_small_for_what_each_takes(plain: Receipt) -> None:
-    work = {"micro_batches_per_step": 8.0, "computed_tokens_per_step": 4096.0, "micro_batch_tokens": 512}
+    work = {
+        "micro_batches_per_step": 8.0,
+        "computed_tokens_per_step": 4096.0,
+        "micro_batch_tokens": 512,
+    }
     work |= {"fixed_share": 0.4}
     finding = only(diagnose(case(plain, {"compute": 100.0, "host_to_device": 2.0}, work)))
-    assert (finding.cause, finding.fix) == ("micro-batches too small", "train.micro_batch_tokens=4096")
+    assert (finding.cause, finding.fix) == (
+        "micro-batches too small",
+        "train.micro_batch_tokens=4096",
+    )
     assert finding.saves_s == pytest.approx((0.4 * 100 + 2) * 7 / 8)
     no_room = {**work, "free_bytes": 1 << 30}
     assert diagnose(case(plain, {"compute": 100.0}, no_room)).findings == []
@@ -110,11 +139,15 @@ def test_low_utilisation_has_a_price(plain: Receipt) -> None:
 
 def evaluated(plain: Receipt, losses: list[float], **fields: Any) -> Receipt:
     rows = [{"step": (i + 1) * 100 // len(losses), "loss": loss} for i, loss in enumerate(losses)]
-    return case(plain, fields.pop("seconds"), curves=replace(plain.curves, evaluation=rows), **fields)
+    return case(
+        plain, fields.pop("seconds"), curves=replace(plain.curves, evaluation=rows), **fields
+    )
 
 
 def test_evaluations_and_saves_that_are_too_many(plain: Receipt) -> None:
-    finding = only(diagnose(evaluated(plain, [1.0] * 50, seconds={"compute": 60.0, "evaluation": 40.0})))
+    finding = only(
+        diagnose(evaluated(plain, [1.0] * 50, seconds={"compute": 60.0, "evaluation": 40.0}))
+    )
     assert finding.cause == "evaluation too often"
     assert finding.fix == "train.eval_steps=34"
     assert finding.saves_s == pytest.approx(40 * 47 / 50)
@@ -165,7 +198,11 @@ def test_interruptions_cost_starts_and_work(plain: Receipt) -> None:
 
 
 def test_findings_stand_in_the_order_data_memory_compute(plain: Receipt) -> None:
-    work = {"checkpoint_every": 1, "recomputed_share": 0.25, "need_without_checkpointing_bytes": 1 << 30}
+    work = {
+        "checkpoint_every": 1,
+        "recomputed_share": 0.25,
+        "need_without_checkpointing_bytes": 1 << 30,
+    }
     work |= {"share_beyond_long": 0.3, "longest": 4096, "long": 512}
     seconds = {"idle": 20.0, "data_wait": 20.0, "compute": 100.0, "start_up": 60.0}
     areas = [finding.area for finding in diagnose(case(plain, seconds, work)).findings]
@@ -174,25 +211,37 @@ def test_findings_stand_in_the_order_data_memory_compute(plain: Receipt) -> None
 
 
 def test_loss_that_still_falls_and_training_that_went_on_for_too_long(plain: Receipt) -> None:
-    falling = evaluated(plain, [3.0, 2.0, 1.5], seconds={"compute": 100.0}, steps_per_epoch=50, epochs=2.0)
+    falling = evaluated(
+        plain, [3.0, 2.0, 1.5], seconds={"compute": 100.0}, steps_per_epoch=50, epochs=2.0
+    )
     (advice,) = diagnose(falling).advice
     assert "another epoch costs about $0.05" in advice.words
     assert "--set train.num_train_epochs=1" in advice.command
-    late = evaluated(plain, [3.0, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8], seconds={"compute": 100.0})
+    late = evaluated(
+        plain, [3.0, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8], seconds={"compute": 100.0}
+    )
     (advice,) = diagnose(late).advice
     assert "best after step 20 of 100" in advice.words
-    assert advice.usd == pytest.approx(0.05), "three evaluations after the best it would have stopped"
+    assert advice.usd == pytest.approx(0.05), (
+        "three evaluations after the best it would have stopped"
+    )
     flat = evaluated(plain, [1.5, 1.5, 1.4999], seconds={"compute": 100.0}, steps_per_epoch=50)
     assert diagnose(flat).advice == []
 
 
 def test_the_command_for_another_epoch_is_one_that_works(tmp_path: Path) -> None:
-    job = make_job(tmp_path, "llama", max_steps=12, n_rows=40, eval_steps=4, data={"eval_fraction": 0.3})
+    job = make_job(
+        tmp_path, "llama", max_steps=12, n_rows=40, eval_steps=4, data={"eval_fraction": 0.3}
+    )
     receipt = train(job).receipt
     assert receipt.diagnosis is not None
-    (advice,) = (each for each in receipt.diagnosis.advice if each.command.startswith("farthing train"))
+    (advice,) = (
+        each for each in receipt.diagnosis.advice if each.command.startswith("farthing train")
+    )
     words = advice.command.split()
-    again = load_job(words[2], [word for before, word in itertools.pairwise(words) if before == "--set"])
+    again = load_job(
+        words[2], [word for before, word in itertools.pairwise(words) if before == "--set"]
+    )
     assert again.model.model_name_or_path == str(Path(job.output_dir) / "model")
     assert again.output_dir != job.output_dir
     again = again.model_copy(update={"train": again.train.model_copy(update={"max_steps": 2})})
@@ -213,13 +262,17 @@ def test_a_receipt_holds_its_diagnosis_and_the_terminal_shows_it(plain: Receipt)
 
 
 def test_a_run_measures_its_work_and_a_killed_one_has_it_too(tmp_path: Path) -> None:
-    path = job_file(tmp_path, "llama", max_steps=6, micro_batch_tokens=40, gradient_checkpointing=True)
+    path = job_file(
+        tmp_path, "llama", max_steps=6, micro_batch_tokens=40, gradient_checkpointing=True
+    )
     work = train(load_job(path)).receipt.work
     assert work is not None
     assert work["n_measured_steps"] == 5, "the first one warms up"
     assert work["micro_batches_per_step"] > 1
     assert work["checkpoint_every"] == 1
-    assert 0 < work["recomputed_share"] <= 0.25, "a quarter of forward, forward and backward at most"
+    assert 0 < work["recomputed_share"] <= 0.25, (
+        "a quarter of forward, forward and backward at most"
+    )
     assert work["need_without_checkpointing_bytes"] > work["need_bytes"]
     assert 0.2 < work["recomputed_of_forward"] < 1
     assert 0 < work["forward_share"] < 1
@@ -241,11 +294,16 @@ def test_what_a_micro_batch_takes_is_measured_and_changes_no_step(
     assert longer.work is not None
     assert 0 < longer.work["fixed_share"] <= 1
     folders = [tmp_path / "short" / name for name in ("run", "longer")]
-    logs = [[json.loads(line)["crc32"] for line in (each / "log.jsonl").read_text().splitlines()] for each in folders]
+    logs = [
+        [json.loads(line)["crc32"] for line in (each / "log.jsonl").read_text().splitlines()]
+        for each in folders
+    ]
     assert logs[0] == logs[1]
 
 
-def test_memory_that_is_short_for_the_measurement_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_short_for_the_measurement_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> float:
         raise torch.OutOfMemoryError("no room")
 
@@ -267,4 +325,6 @@ def test_every_span_of_the_bill_belongs_to_a_group_and_to_a_part_of_the_estimate
     seconds = dict.fromkeys(SPANS, 1.0) | {"of another version": 1.0}
     assert sum(grouped(seconds).values()) == len(seconds)
     parts = {part for _, part in OF_SPAN.values() if part}
-    assert sum(seconds_of(part, seconds) for part in parts) == len(SPANS) - 1, "all but details that are lost"
+    assert sum(seconds_of(part, seconds) for part in parts) == len(SPANS) - 1, (
+        "all but details that are lost"
+    )

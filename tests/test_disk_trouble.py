@@ -1,4 +1,6 @@
-"""Disks and file systems that fail in ways of their own: what was saved is found, and what is wrong is said in words."""
+"""Disks and file systems that fail in ways of their own: what was saved is found, and what is wrong
+is said in words.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.files import install_folder, only_writer
 from farthing.durability.ledger import Ledger
 from farthing.durability.object_store import LocalStore
-from farthing.errors import EXIT_MISTAKE, RunBusy, UserMistake
+from farthing.errors import EXIT_MISTAKE, InputError, RunBusyError
 from farthing.events import Note, Restored, StepTaken
 from farthing.train.run import train
 from mirrored import folder_of_run, mirror_of, step_done
@@ -60,7 +62,10 @@ def test_a_run_folder_that_is_there_and_takes_no_writes_is_refused_in_words(
     read_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job_in(tmp_path, "run", max_steps=6)
-    assert main(["train", str(tmp_path / "run.yaml"), "--set", f"output_dir={read_only}"]) == EXIT_MISTAKE
+    assert (
+        main(["train", str(tmp_path / "run.yaml"), "--set", f"output_dir={read_only}"])
+        == EXIT_MISTAKE
+    )
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert "the run folder can't be written: Read-only file system" in said
@@ -86,7 +91,9 @@ def test_a_bucket_that_looks_like_a_folder_is_known(
 ) -> None:
     table, place = tmp_path / "mountinfo", tmp_path / "a bucket"
     point = str(place).replace(" ", "\\040")
-    table.write_text(f"22 1 8:1 / / rw - ext4 /dev/sda rw\n35 22 0:40 / {point} rw {mounted}\nno mount\n")
+    table.write_text(
+        f"22 1 8:1 / / rw - ext4 /dev/sda rw\n35 22 0:40 / {point} rw {mounted}\nno mount\n"
+    )
     monkeypatch.setattr(mounts, "TABLE", table)
     assert mounts.bucket_mount_of(place / "runs" / "first") == program
     assert mounts.bucket_mount_of(tmp_path / "a bucket of another name") is None
@@ -111,7 +118,10 @@ def test_no_run_begins_in_a_bucket_and_one_that_did_goes_on(
     assert main(["doctor", str(tmp_path / "run.yaml")]) == EXIT_MISTAKE
     assert "is a bucket, mounted by gcsfuse" in capsys.readouterr().out
     heard = workshop.Heard()
-    assert train(begun.model_copy(update={"output_store": str(tmp_path / "store")}), heard).state == "finished"
+    assert (
+        train(begun.model_copy(update={"output_store": str(tmp_path / "store")}), heard).state
+        == "finished"
+    )
     assert "two machines are kept apart" in str(heard.of(Note))
 
 
@@ -120,14 +130,18 @@ def test_a_file_system_without_locks_is_named_and_not_taken_for_another_process(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", failing(number))
-    with pytest.raises(UserMistake, match="can't lock files") as error, only_writer(tmp_path):
+    with pytest.raises(InputError, match="can't lock files") as error, only_writer(tmp_path):
         pass
-    assert not isinstance(error.value, RunBusy)
+    assert not isinstance(error.value, RunBusyError)
     assert "local disk" in error.value.to_do
 
 
 def test_another_process_in_the_folder_is_said_with_its_number(tmp_path: Path) -> None:
-    with only_writer(tmp_path), pytest.raises(RunBusy, match=f"pid {os.getpid()}"), only_writer(tmp_path):
+    with (
+        only_writer(tmp_path),
+        pytest.raises(RunBusyError, match=f"pid {os.getpid()}"),
+        only_writer(tmp_path),
+    ):
         pass
 
 
@@ -149,7 +163,9 @@ def test_a_disk_that_fails_while_a_run_is_brought_back_is_said_in_words(
 def test_a_kill_within_the_export_leaves_no_second_model_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed as the model is about to be put in place, and again between the two renames that replace it."""
+    """Killed as the model is about to be put in place, and again between the two renames that
+    replace it.
+    """
 
     class Killed(BaseException):
         pass
@@ -157,7 +173,9 @@ def test_a_kill_within_the_export_leaves_no_second_model_on_the_disk(
     def dies(*_: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # a process that is dead removes nothing
+    monkeypatch.setattr(
+        files.shutil, "rmtree", lambda *_, **__: None
+    )  # a process that is dead removes nothing
     job = job_in(tmp_path, "run", max_steps=6)
     for name in ("fsync_path", "rename"):
         with monkeypatch.context() as patch:
@@ -230,7 +248,9 @@ def test_old_checkpoints_that_can_not_be_removed_end_no_run(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_run_whose_checkpoints_here_are_all_damaged_goes_on_from_the_copy_in_its_store(tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_here_are_all_damaged_goes_on_from_the_copy_in_its_store(
+    tmp_path: Path,
+) -> None:
     store = tmp_path / "store"
     assert workshop.train(machine(tmp_path, "alone", None)).exit_code == 0
     assert workshop.train(machine(tmp_path, "run", store), stop_after(5)).exit_code == 75
@@ -251,7 +271,9 @@ def test_a_run_whose_checkpoints_here_are_all_damaged_goes_on_from_the_copy_in_i
 def test_what_could_not_be_set_aside_for_the_store_holds_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a full disk the small files can't be copied: links of the checkpoint left behind would keep its room for good."""
+    """On a full disk the small files can't be copied: links of the checkpoint left behind would
+    keep its room for good.
+    """
     run, warned = folder_of_run(tmp_path / "run"), list[str]()
     mirror = mirror_of(LocalStore(tmp_path / "store"), run, warned)
     done = step_done(run, 1)
@@ -272,7 +294,9 @@ def test_what_could_not_be_set_aside_for_the_store_holds_no_room(
 def test_a_line_that_was_written_in_part_is_written_again_in_the_same_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the two places of a running attempt one is whole at any time, however often the disk takes half of a line."""
+    """Of the two places of a running attempt one is whole at any time, however often the disk takes
+    half of a line.
+    """
     path, clock = tmp_path / "ledger.jsonl", Clock()
     ledger: Ledger = attempt(path, clock, 3.6, 0, 4)
     known_s = read_ledger(path).ordered[-1].wall_s
@@ -304,7 +328,9 @@ def test_a_file_server_that_forgets_us_in_the_middle_of_a_run_is_said_in_words(
         def tell(event: Any) -> None:
             emit(event)
             if isinstance(event, StepTaken) and event.step == 3:
-                monkeypatch.setattr("farthing.durability.summed_lines.SummedLines.append", failing(errno.ESTALE))
+                monkeypatch.setattr(
+                    "farthing.durability.summed_lines.SummedLines.append", failing(errno.ESTALE)
+                )
 
         return real(job, tell, **more)
 

@@ -1,4 +1,6 @@
-"""Every command, job and Python line of README and docs is one that farthing takes; written pages are what the code says."""
+"""Every command, job and Python line of README and docs is one that farthing takes; written pages
+are what the code says.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from farthing.cli.parser import build_parser
 from farthing.config.load import parse_job
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md")])
+PAGES = sorted(
+    [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md")]
+)
 BLOCK = re.compile(r"^( *)```([a-z]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LEAST = {"task": "causal-lm", "model": "base", "data": "train.jsonl", "output_dir": "run"}
 
@@ -31,12 +35,18 @@ def name_of(page: Path) -> str:
 
 def blocks(page: Path, *kinds: str) -> list[str]:
     """The fenced blocks of a page of these kinds."""
-    return [text for _, kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind in kinds]
+    return [
+        text for _, kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind in kinds
+    ]
 
 
 def commands(page: Path) -> list[str]:
     """The `farthing ...` lines of a page's blocks, without what is set by the shell."""
-    lines = [line.strip() for block in blocks(page, "", "bash", "sh", "console") for line in block.splitlines()]
+    lines = [
+        line.strip()
+        for block in blocks(page, "", "bash", "sh", "console")
+        for line in block.splitlines()
+    ]
     lines = [re.sub(r"^(\$ |\.venv/bin/|[A-Z_]+=\S+ )+", "", line) for line in lines]
     return [line for line in lines if line.startswith("farthing ")]
 
@@ -55,7 +65,9 @@ def complaint(words: list[str], verb: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_of_a_page_are_taken(page: Path) -> None:
     for line in commands(page):
-        words = shlex.split(re.sub(r"(\s&|\s\||\s>|;).*$", "", line.removesuffix("\\")), comments=True)[1:]
+        words = shlex.split(
+            re.sub(r"(\s&|\s\||\s>|;).*$", "", line.removesuffix("\\")), comments=True
+        )[1:]
         words = [word for word in words if word not in ("[--json]",)]
         verb = next((word for word in words if not word.startswith("-")), "")
         if words and not verb:
@@ -86,7 +98,11 @@ def test_jobs_of_a_page_are_jobs(page: Path) -> None:
 def test_python_of_a_page_names_what_there_is(page: Path) -> None:
     for text in blocks(page, "python", "py"):
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "farthing":
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "farthing"
+            ):
                 assert hasattr(farthing.api, node.attr), node.attr
 
 

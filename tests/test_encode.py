@@ -1,4 +1,6 @@
-"""Ids and target masks: what a plain call of transformers gives row by row, however many rows are encoded at once."""
+"""Ids and target masks: what a plain call of transformers gives row by row, however many rows are
+encoded at once.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,48 @@ from farthing.data.read import Source, open_sources
 from farthing.data.rows import BadRow, Reading, Row
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
-from farthing.errors import DataError, Interrupted
+from farthing.errors import DataError, RunInterruptedError
 from farthing.tasks.task import IGNORED
 from farthing.tiny import write_jsonl
 from thinned import thinned
 
 PIECES = [
-    "hello", " world", "don't", "1234567", "!!!", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", "é", "e\u0301", "\u212b", "ﬁ",
-    "日本語", "한국어", "🙂", "👩‍👩‍👧", "🇩🇪", "α", "\u200b", "\u00a0", "\ufeff", "\x00", "\x85",
-    "Ġ", "▁", "</s>", "<s>", "<pad>", " <pad>", "<wide>", "  <wide> ",
-]  # fmt: skip
+    "hello",
+    " world",
+    "don't",
+    "1234567",
+    "!!!",
+    " ",
+    "  ",
+    "   ",
+    "\n",
+    "\n\n",
+    "\t",
+    "\r\n",
+    "é",
+    "e\u0301",
+    "\u212b",
+    "ﬁ",
+    "日本語",
+    "한국어",
+    "🙂",
+    "👩‍👩‍👧",
+    "🇩🇪",
+    "α",
+    "\u200b",
+    "\u00a0",
+    "\ufeff",
+    "\x00",
+    "\x85",
+    "Ġ",
+    "▁",
+    "</s>",
+    "<s>",
+    "<pad>",
+    " <pad>",
+    "<wide>",
+    "  <wide> ",
+]
 
 
 def odd_texts(n: int, seed: int = 0) -> list[Text]:
@@ -49,8 +83,10 @@ def odd_texts(n: int, seed: int = 0) -> list[Text]:
     return texts
 
 
-def row_by_row(tokenizer: Any, text: Text, train_on_prompt: bool = False) -> tuple[list[int], list[int]]:
-    """(ids, is_target) of a causal-lm text by one call of transformers and its map of characters."""
+def row_by_row(
+    tokenizer: Any, text: Text, train_on_prompt: bool = False
+) -> tuple[list[int], list[int]]:
+    """(ids, is_target) of a causal-lm text by one call of transformers and its map of characters."""  # noqa: E501
     joined = "".join(part for part, _ in text.segments)
     encoded = tokenizer(joined, add_special_tokens=False)
     ids = list(encoded["input_ids"])
@@ -128,7 +164,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]:
     made: list[tuple[int, bool]] = []
     encode = Encoder._encode
 
-    def noting(self: Encoder, strings: list[str], special: bool, limit: int | None, with_map: bool, side: int) -> Any:
+    def noting(
+        self: Encoder,
+        strings: list[str],
+        special: bool,
+        limit: int | None,
+        with_map: bool,
+        side: int,
+    ) -> Any:
         made.append((len(strings), with_map))
         return encode(self, strings, special, limit, with_map, side)
 
@@ -159,7 +202,11 @@ def changed(tiny_folders: dict[str, Path], change: Any, family: str = "llama") -
     ],
 )
 def test_segments_are_found_as_by_the_map_of_characters(
-    tiny_folders: dict[str, Path], calls: list[tuple[int, bool]], change: Any, is_counted: bool, train_on_prompt: bool
+    tiny_folders: dict[str, Path],
+    calls: list[tuple[int, bool]],
+    change: Any,
+    is_counted: bool,
+    train_on_prompt: bool,
 ) -> None:
     tokenizer, texts = changed(tiny_folders, change), odd_texts(200)
     assert (bytes_of_tokens(tokenizer.backend_tokenizer) is not None) == is_counted
@@ -168,7 +215,11 @@ def test_segments_are_found_as_by_the_map_of_characters(
     found = [(ids.tolist(), is_target.tolist()) for ids, is_target in encoded.examples()]
     assert found == expected
     assert calls[0][1] != is_counted
-    if change in (change_nothing, begin_with_bos, split_by_an_expression):  # only what NFC would change is looked up
+    if change in (
+        change_nothing,
+        begin_with_bos,
+        split_by_an_expression,
+    ):  # only what NFC would change is looked up
         joined = ["".join(part for part, _ in text.segments) for text in texts]
         n_composed = sum(not unicodedata.is_normalized("NFC", text) for text in set(joined))
         assert calls == [(len(set(joined)), False), (n_composed, True)]
@@ -188,7 +239,9 @@ def test_tokenizers_that_are_not_of_bytes_keep_their_map(data_dir: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt-neox-mpt"])
-def test_tokenizers_of_bytes_are_known_as_such(data_dir: Path, name: str, calls: list[tuple[int, bool]]) -> None:
+def test_tokenizers_of_bytes_are_known_as_such(
+    data_dir: Path, name: str, calls: list[tuple[int, bool]]
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer, texts = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / name), odd_texts(150)
@@ -205,9 +258,14 @@ def test_inputs_and_targets_are_cut_as_transformers_cuts_them(
 ) -> None:
     tokenizer = tokenizers["t5"]
     monkeypatch.setattr(tokenizer, "truncation_side", side)
-    texts = [Text((("one two three " * n, False), ("four five " * (5 - n), True))) for n in (1, 2, 3, 4, 1)]
+    texts = [
+        Text((("one two three " * n, False), ("four five " * (5 - n), True)))
+        for n in (1, 2, 3, 4, 1)
+    ]
     encoded = Encoder(tokenizer, "seq2seq", limit, limit + 1)(texts)
-    for text, (ids, is_target), was_cut in zip(texts, encoded.examples(), encoded.was_cut, strict=True):
+    for text, (ids, is_target), was_cut in zip(
+        texts, encoded.examples(), encoded.was_cut, strict=True
+    ):
         sides = [
             tokenizer(part, truncation=True, max_length=most)["input_ids"]
             for (part, _), most in zip(text.segments, (limit, limit + 1), strict=True)
@@ -219,13 +277,16 @@ def test_inputs_and_targets_are_cut_as_transformers_cuts_them(
         )
 
 
-def test_equal_inputs_are_encoded_once(tokenizers: dict[str, Any], calls: list[tuple[int, bool]]) -> None:
+def test_equal_inputs_are_encoded_once(
+    tokenizers: dict[str, Any], calls: list[tuple[int, bool]]
+) -> None:
     texts = [Text((("the same", False), (f"answer {n % 3}", True))) for n in range(30)]
     encoded = Encoder(tokenizers["t5"], "seq2seq", 64, 64)(texts)
     assert calls == [(1, False), (3, False)]
     ids = [ids.tolist() for ids, _ in encoded.examples()]
     assert ids == [
-        tokenizers["t5"]("the same").input_ids + tokenizers["t5"](f"answer {n % 3}").input_ids for n in range(30)
+        tokenizers["t5"]("the same").input_ids + tokenizers["t5"](f"answer {n % 3}").input_ids
+        for n in range(30)
     ]
 
 
@@ -235,7 +296,10 @@ def test_equal_inputs_are_encoded_once(tokenizers: dict[str, Any], calls: list[t
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """300 rows, every tenth unusable."""
-    rows = [{"prompt": f"{n} " * (n % 7 + 1), "completion": "" if n % 10 == 3 else f"then {n}"} for n in range(300)]
+    rows = [
+        {"prompt": f"{n} " * (n % 7 + 1), "completion": "" if n % 10 == 3 else f"then {n}"}
+        for n in range(300)
+    ]
     return write_jsonl(tmp_path / "rows.jsonl", rows)
 
 
@@ -275,8 +339,14 @@ def test_a_stop_leaves_neither_a_thread_nor_a_draft(
         n_seen = n_rows
 
     before = set(threading.enumerate())  # other tests may have left some
-    with pytest.raises(Interrupted, match="stopped while tokenizing"):
-        made(rows, tokenizers["llama"], tmp_path / "c", progress=noting, should_stop=lambda: n_seen >= 100)
+    with pytest.raises(RunInterruptedError, match="stopped while tokenizing"):
+        made(
+            rows,
+            tokenizers["llama"],
+            tmp_path / "c",
+            progress=noting,
+            should_stop=lambda: n_seen >= 100,
+        )
     assert n_seen == 100
     assert not set(threading.enumerate()) - before
     assert list((tmp_path / "c" / "tokens").iterdir()) == []
@@ -306,26 +376,75 @@ def test_the_first_mistake_is_the_one_that_is_told(
 # ---- real data: what was made before segments were found by counting bytes ----
 
 CHATML = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] or '') + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] or '') + '<|end|>' }}{%"
+    " endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 
 @pytest.mark.parametrize(
     ("name", "tokenizer_name", "n_rows", "recipe", "template", "expected"),
-    thinned([
-        ("p3_open_license_sample", "gpt2", 600, Recipe("causal-lm", 512), None, "e62148ff1069dc3dd63b84638c3d29e2"),
-        ("p3_open_license_sample", "gpt-neox-mpt", 600, Recipe("causal-lm", 512), None, "d263e61818e808b70c8fbe26c91cbd27"),
-        ("p3_open_license_sample", "mistral-7b-v0.1", 300, Recipe("causal-lm", 512), None, "3fea49a991fcbfe443e55683a4269575"),
-        ("chat_messages", "gpt2", 200, Recipe("causal-lm", 1024), None, "418979b268da3c5a26e71da9f83c764c"),
-        ("chat_messages", "gpt-neox-mpt", 200, Recipe("causal-lm", 1024), CHATML, "d15947dbb04f7bf47bf1c0332d891edd"),
-        ("e2e_nlg_dev_test", "t5", 1500, Recipe("seq2seq", 40, 40), None, "a8f7fdcebf3920101c7a789650c0da6d"),
-        (
-            "complaints_narratives", "bert-base-uncased", 300, Recipe("classification", 128, columns={"label": "product"}),
-            None, "d6d873baec180fa4d449f4fb8654c42f",
-        ),
-    ], 3),
-)  # fmt: skip
+    thinned(
+        [
+            (
+                "p3_open_license_sample",
+                "gpt2",
+                600,
+                Recipe("causal-lm", 512),
+                None,
+                "e62148ff1069dc3dd63b84638c3d29e2",
+            ),
+            (
+                "p3_open_license_sample",
+                "gpt-neox-mpt",
+                600,
+                Recipe("causal-lm", 512),
+                None,
+                "d263e61818e808b70c8fbe26c91cbd27",
+            ),
+            (
+                "p3_open_license_sample",
+                "mistral-7b-v0.1",
+                300,
+                Recipe("causal-lm", 512),
+                None,
+                "3fea49a991fcbfe443e55683a4269575",
+            ),
+            (
+                "chat_messages",
+                "gpt2",
+                200,
+                Recipe("causal-lm", 1024),
+                None,
+                "418979b268da3c5a26e71da9f83c764c",
+            ),
+            (
+                "chat_messages",
+                "gpt-neox-mpt",
+                200,
+                Recipe("causal-lm", 1024),
+                CHATML,
+                "d15947dbb04f7bf47bf1c0332d891edd",
+            ),
+            (
+                "e2e_nlg_dev_test",
+                "t5",
+                1500,
+                Recipe("seq2seq", 40, 40),
+                None,
+                "a8f7fdcebf3920101c7a789650c0da6d",
+            ),
+            (
+                "complaints_narratives",
+                "bert-base-uncased",
+                300,
+                Recipe("classification", 128, columns={"label": "product"}),
+                None,
+                "d6d873baec180fa4d449f4fb8654c42f",
+            ),
+        ],
+        3,
+    ),
+)
 def test_sets_of_real_data_are_what_they_were(
     data_dir: Path,
     tmp_path: Path,
@@ -336,7 +455,9 @@ def test_sets_of_real_data_are_what_they_were(
     template: Any,
     expected: str,
 ) -> None:
-    """Digests of sets that were made row by row, by the tokenizer's map of characters alone, and split by rendered text."""
+    """Digests of sets that were made row by row, by the tokenizer's map of characters alone, and
+    split by rendered text.
+    """
     from farthing.model.load import ModelChoice, load_tokenizer, quiet_libraries
 
     quiet_libraries()
@@ -348,13 +469,21 @@ def test_sets_of_real_data_are_what_they_were(
     path.write_text("".join(lines), encoding="utf-8")
     sources = open_sources((str(path),), cache_dir=tmp_path, split="train")
     tokens = tokenize(sources, tokenizer, replace(recipe, max_bad_rows=0.5, version=1), tmp_path)
-    columns = [getattr(tokens, each) for each in ("ids", "targets", "offsets", "lines", "groups", "labels")]
+    columns = [
+        getattr(tokens, each) for each in ("ids", "targets", "offsets", "lines", "groups", "labels")
+    ]
     digest = hashlib.sha256(b"".join(column.tobytes() for column in columns if column is not None))
     assert digest.hexdigest()[:32] == expected
     # a template that leaves out calls of tools: such rows are no examples since version 4
     version = 3 if template else recipe.version
     now = tokenize(sources, tokenizer, replace(recipe, max_bad_rows=0.5, version=version), tmp_path)
-    for column in ("ids", "targets", "offsets", "lines", "labels"):  # only the hashes of inputs are others
+    for column in (
+        "ids",
+        "targets",
+        "offsets",
+        "lines",
+        "labels",
+    ):  # only the hashes of inputs are others
         assert np.array_equal(getattr(now, column), getattr(tokens, column)), column
 
 
@@ -364,7 +493,10 @@ def test_sets_of_real_data_are_what_they_were(
 def test_examples_are_gathered_as_they_stand(tmp_path: Path, tokenizers: dict[str, Any]) -> None:
     draw = np.random.default_rng(0)
     rows = [
-        {"prompt": "one " * int(draw.integers(1, 9)), "completion": "two " * int(draw.integers(1, 9))}
+        {
+            "prompt": "one " * int(draw.integers(1, 9)),
+            "completion": "two " * int(draw.integers(1, 9)),
+        }
         for _ in range(50)
     ]
     tokens = made(write_jsonl(tmp_path / "a.jsonl", rows), tokenizers["llama"], tmp_path)
@@ -373,13 +505,17 @@ def test_examples_are_gathered_as_they_stand(tmp_path: Path, tokenizers: dict[st
     examples = [tokens.example(int(index)) for index in chosen]
     places, lengths = tokens.places_of(chosen, skipped)
     assert lengths.tolist() == [len(ids) - n for (ids, _), n in zip(examples, skipped, strict=True)]
-    assert tokens.ids[places].tolist() == [i for (ids, _), n in zip(examples, skipped, strict=True) for i in ids[n:]]
+    assert tokens.ids[places].tolist() == [
+        i for (ids, _), n in zip(examples, skipped, strict=True) for i in ids[n:]
+    ]
     assert tokens.n_targets(chosen) == sum(int(is_target.sum()) for _, is_target in examples)
     batch = collate(tokens, chosen, "causal-lm", pad_id=7)
     for row, (ids, is_target) in enumerate(examples):
         n = len(ids)
         assert batch["input_ids"][row].tolist() == [*ids, *[7] * (batch["input_ids"].shape[1] - n)]
-        assert batch["attention_mask"][row].tolist() == [1] * n + [0] * (batch["input_ids"].shape[1] - n)
+        assert batch["attention_mask"][row].tolist() == [1] * n + [0] * (
+            batch["input_ids"].shape[1] - n
+        )
         assert batch["labels"][row, :n].tolist() == np.where(is_target, ids, IGNORED).tolist()
         assert (batch["labels"][row, n:] == IGNORED).all()
     assert batch["input_ids"].shape[1] == max(len(ids) for ids, _ in examples)

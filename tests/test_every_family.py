@@ -1,4 +1,4 @@
-"""Every model family of transformers is trained as transformers alone would, or refused in words."""
+"""Every model family of transformers is trained as transformers alone would, or refused in words."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -9,11 +9,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 
 import farthing.durability.run_folder
 import workshop
-from every_family import MAPPINGS, look_at, make_framing_tokenizer, small_config, small_model, write_job
+from every_family import (
+    MAPPINGS,
+    look_at,
+    make_framing_tokenizer,
+    small_config,
+    small_model,
+    write_job,
+)
 from farthing.config.load import load_job
 from farthing.errors import ModelError
 from farthing.model.adapters import Adapter, add_adapter
@@ -30,17 +41,25 @@ from workshop import Heard, make_job
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "family"), [(task, family) for task, known in MAPPINGS.items() for family in known])
-def test_losses_and_gradients_are_those_of_transformers_alone(task: str, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "family"), [(task, family) for task, known in MAPPINGS.items() for family in known]
+)
+def test_losses_and_gradients_are_those_of_transformers_alone(
+    task: str, family: str, tmp_path: Path
+) -> None:
     row = look_at(family, task, tmp_path, runs=False)
     safe = PADS_SAFELY[task_of(task).head]
     assert row["outcome"] in (
-        ("exact", "lora refused") if family in safe else ("exact", "lora refused", "refused", "not made")
+        ("exact", "lora refused")
+        if family in safe
+        else ("exact", "lora refused", "refused", "not made")
     ), row
 
 
 @pytest.mark.parametrize("family", ["prophetnet"])
-def test_a_family_that_reads_padding_beside_a_text_gets_texts_of_one_length(family: str, tmp_path: Path) -> None:
+def test_a_family_that_reads_padding_beside_a_text_gets_texts_of_one_length(
+    family: str, tmp_path: Path
+) -> None:
     row = look_at(family, "causal-lm", tmp_path, runs=False)
     assert (row["outcome"], row["how"]) == ("exact", "padded, of one length"), row
 
@@ -56,19 +75,26 @@ def fresh(family: str, task: str, folder: Path, **keys: Any) -> Any:
     config.save_pretrained(folder)
     choice = ModelChoice(str(folder), init="random")
     labels = ("food", "sport") if task == "classification" else ()
-    return load_model(choice, load_config(choice), task, dtype=torch.float32, seed=0, label_names=labels, pad_id=7)
+    return load_model(
+        choice, load_config(choice), task, dtype=torch.float32, seed=0, label_names=labels, pad_id=7
+    )
 
 
 @pytest.mark.parametrize(
-    ("family", "task"), [("codegen", "causal-lm"), ("gemma3", "classification"), ("qwen3_5", "causal-lm")]
+    ("family", "task"),
+    [("codegen", "causal-lm"), ("gemma3", "classification"), ("qwen3_5", "causal-lm")],
 )
-def test_padding_is_said_where_a_configuration_leaves_it_open(family: str, task: str, tmp_path: Path) -> None:
+def test_padding_is_said_where_a_configuration_leaves_it_open(
+    family: str, task: str, tmp_path: Path
+) -> None:
     config = small_config(family, task)
     config.get_text_config().pad_token_id = None
     config.save_pretrained(tmp_path)
     choice = ModelChoice(str(tmp_path), init="random")
     labels = ("food", "sport") if task == "classification" else ()
-    model = load_model(choice, load_config(choice), task, dtype=torch.float32, seed=0, label_names=labels, pad_id=7)
+    model = load_model(
+        choice, load_config(choice), task, dtype=torch.float32, seed=0, label_names=labels, pad_id=7
+    )
     assert model.config.get_text_config().pad_token_id == 7
     assert not hasattr(type(model.config), "pad_token_id") or model.config.pad_token_id == 7
 
@@ -76,7 +102,10 @@ def test_padding_is_said_where_a_configuration_leaves_it_open(family: str, task:
 def test_a_model_without_a_vocabulary_is_refused(tokenizers: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="a canine has no vocab_size"):
         check_fits(
-            small_config("canine", "classification"), tokenizers["llama"], {"data.max_length": 8}, ModelChoice("canine")
+            small_config("canine", "classification"),
+            tokenizers["llama"],
+            {"data.max_length": 8},
+            ModelChoice("canine"),
         )
 
 
@@ -98,28 +127,40 @@ def test_what_a_models_own_code_cannot_compute_is_said_in_words(tmp_path: Path) 
     ids = torch.tensor([[5, 6, 7]])
     with (
         pytest.raises(
-            ModelError, match=r"modeling_bart.py, forward: the model's own code can't compute this: ValueError: .*eos"
+            ModelError,
+            match=(
+                r"modeling_bart.py, forward: the model's own code can't compute this: ValueError:"
+                r" .*eos"
+            ),
         ),
         errors_in_words(tmp_path),
     ):
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    with pytest.raises(ModelError, match="no gradient for the weights that are trained"), errors_in_words(tmp_path):
+    with (
+        pytest.raises(ModelError, match="no gradient for the weights that are trained"),
+        errors_in_words(tmp_path),
+    ):
         torch.zeros(1).backward()
     with pytest.raises(ValueError, match="of our own"), errors_in_words(tmp_path):
         raise ValueError("of our own")
 
 
 def test_layers_that_differ_in_width_are_trained(tmp_path: Path) -> None:
-    small_model("gemma3n_text", "causal-lm", small_config("gemma3n_text", "causal-lm")).save_pretrained(
-        tmp_path / "base"
-    )
+    small_model(
+        "gemma3n_text", "causal-lm", small_config("gemma3n_text", "causal-lm")
+    ).save_pretrained(tmp_path / "base")
     make_framing_tokenizer(tmp_path / "base", "causal-lm")
-    assert workshop.train(load_job(write_job(tmp_path, "causal-lm", "full", max_steps=1))).state == "finished"
+    assert (
+        workshop.train(load_job(write_job(tmp_path, "causal-lm", "full", max_steps=1))).state
+        == "finished"
+    )
 
 
 def test_embeddings_may_be_a_weight_by_themselves() -> None:
     with torch.device("meta"):
-        model = auto_class("classification").from_config(small_config("perceiver", "classification"))
+        model = auto_class("classification").from_config(
+            small_config("perceiver", "classification")
+        )
     assert torch.is_tensor(model.get_input_embeddings())
     assert n_kinds(model) == 0, "it has no layers that are compiled"
 
@@ -128,7 +169,9 @@ def test_embeddings_may_be_a_weight_by_themselves() -> None:
 
 
 def test_all_linear_leaves_out_what_is_no_linear_layer(tmp_path: Path) -> None:
-    model = add_adapter(fresh("llama4_text", "causal-lm", tmp_path), Adapter(r=2), "causal-lm", seed=0)
+    model = add_adapter(
+        fresh("llama4_text", "causal-lm", tmp_path), Adapter(r=2), "causal-lm", seed=0
+    )
     adapted = {name for name, _ in model.named_modules() if name.endswith(".lora_A")}
     assert any("q_proj" in name for name in adapted)
     assert not any("router" in name for name in adapted)
@@ -151,13 +194,17 @@ def test_positions_that_begin_after_padding_are_as_many_as_the_table_has(family:
     config.pad_token_id = 1
     with torch.device("meta"):
         model = auto_class("classification").from_config(config)
-    table = next(module for name, module in model.named_modules() if name.endswith(".position_embeddings"))
+    table = next(
+        module for name, module in model.named_modules() if name.endswith(".position_embeddings")
+    )
     assert table.padding_idx == 1
     assert max_positions(config) == table.weight.shape[0] - 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(set(MAPPINGS["classification"]) - POSITIONS_AFTER_PADDING))
+@pytest.mark.parametrize(
+    "family", sorted(set(MAPPINGS["classification"]) - POSITIONS_AFTER_PADDING)
+)
 def test_no_other_family_has_positions_that_begin_after_padding(family: str) -> None:
     try:
         with torch.device("meta"):
@@ -165,7 +212,9 @@ def test_no_other_family_has_positions_that_begin_after_padding(family: str) -> 
     except Exception as error:
         pytest.skip(f"not made: {type(error).__name__}")
     tables = [
-        m for name, m in model.named_modules() if name.endswith("position_embeddings") and isinstance(m, nn.Embedding)
+        m
+        for name, m in model.named_modules()
+        if name.endswith("position_embeddings") and isinstance(m, nn.Embedding)
     ]
     assert not any(table.padding_idx is not None for table in tables)
 
@@ -176,14 +225,17 @@ def test_sparse_attention_that_is_given_up_for_good_is_refused(tokenizers: dict[
     choice, longest = ModelChoice("big"), (5 + 2 * 3) * 64
     check_fits(config, tokenizers["llama"], {"data.max_length": longest}, choice)
     with pytest.raises(
-        ModelError, match=f"(?s)above {longest} tokens in random blocks.*data.max_length: {longest} or less"
+        ModelError,
+        match=f"(?s)above {longest} tokens in random blocks.*data.max_length: {longest} or less",
     ):
         check_fits(config, tokenizers["llama"], {"data.max_length": longest + 1}, choice)
     config.attention_type = "original_full"
     check_fits(config, tokenizers["llama"], {"data.max_length": longest + 1}, choice)
 
 
-def test_angles_that_follow_the_longest_text_are_kept_to_the_models_own_positions(tokenizers: dict[str, Any]) -> None:
+def test_angles_that_follow_the_longest_text_are_kept_to_the_models_own_positions(
+    tokenizers: dict[str, Any],
+) -> None:
     config = small_config("llama", "causal-lm")
     config.vocab_size = 60_000
     dynamic = {"rope_type": "dynamic", "factor": 2.0}
@@ -199,7 +251,9 @@ def test_angles_that_follow_the_longest_text_are_kept_to_the_models_own_position
 
 @pytest.mark.parametrize("key", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
 def test_a_key_of_another_family_changes_no_loss(key: str) -> None:
-    """transformers keeps keys that a configuration does not know, and its models pay no heed to them."""
+    """transformers keeps keys that a configuration does not know, and its models pay no heed to
+    them.
+    """
     plain, odd = (small("llama", AutoModelForCausalLM) for _ in range(2))
     setattr(odd.config, key, 0.5)
     ids = torch.tensor([[5, 6, 7]])
@@ -213,12 +267,16 @@ def test_a_key_of_another_family_changes_no_loss(key: str) -> None:
 
 
 def test_a_model_whose_evaluation_changes_its_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"(?s)changes its weights when it is evaluated.*`rescale_every: 0`"):
+    with pytest.raises(
+        ModelError, match=r"(?s)changes its weights when it is evaluated.*`rescale_every: 0`"
+    ):
         refuse_looking_ahead(fresh("rwkv", "causal-lm", tmp_path, rescale_every=1), "rwkv")
     refuse_looking_ahead(fresh("rwkv", "causal-lm", tmp_path, rescale_every=0), "rwkv")
 
 
-@pytest.mark.parametrize(("family", "words"), [("bert", "is_decoder: true"), ("xlm", "causal: true")])
+@pytest.mark.parametrize(
+    ("family", "words"), [("bert", "is_decoder: true"), ("xlm", "causal: true")]
+)
 def test_an_encoder_is_told_its_own_key_to_look_back(family: str, words: str) -> None:
     with pytest.raises(ModelError, match=f"looks ahead.*\n.*`{words}`"):
         refuse_looking_ahead(small(family, AutoModelForCausalLM), family)
@@ -227,7 +285,10 @@ def test_an_encoder_is_told_its_own_key_to_look_back(family: str, words: str) ->
 def prophetnet_folder(folder: Path, **keys: Any) -> None:
     workshop.make_folder(folder, "t5")
     tokenizer = json.loads((folder / "config.json").read_text())
-    config = small_config("prophetnet", "seq2seq").to_dict() | {"vocab_size": tokenizer["vocab_size"], **keys}
+    config = small_config("prophetnet", "seq2seq").to_dict() | {
+        "vocab_size": tokenizer["vocab_size"],
+        **keys,
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -237,7 +298,8 @@ def test_a_loss_of_tokens_after_the_next_is_refused_unless_the_run_began_without
     prophetnet_folder(tmp_path / "base", disable_ngram_loss=False)
     job = make_job(tmp_path, "t5", max_steps=1)
     with pytest.raises(
-        ModelError, match=r"(?s)`disable_ngram_loss`.*tokens after the next.*`disable_ngram_loss: true`"
+        ModelError,
+        match=r"(?s)`disable_ngram_loss`.*tokens after the next.*`disable_ngram_loss: true`",
     ):
         workshop.train(job)
     with monkeypatch.context() as before:
@@ -250,6 +312,8 @@ def test_a_loss_of_tokens_after_the_next_is_refused_unless_the_run_began_without
 def test_prophetnets_loss_of_the_next_token_alone_is_its_own() -> None:
     model = small("prophetnet", AutoModelForSeq2SeqLM, disable_ngram_loss=True)
     labels, ids = torch.tensor([[5, 6, 2]]), torch.tensor([[8, 9, 10, 2]])
-    found = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, use_cache=False)
+    found = model(
+        input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, use_cache=False
+    )
     wanted = nn.functional.cross_entropy(found.logits[0], labels[0])
     assert float(found.loss) == pytest.approx(float(wanted), rel=1e-5)

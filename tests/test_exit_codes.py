@@ -1,4 +1,6 @@
-"""Exit codes, one table for all verbs: 0 finished, 1 crash, 2 mistake, 3 stopped by a limit, 75 interrupted."""
+"""Exit codes, one table for all verbs: 0 finished, 1 crash, 2 mistake, 3 stopped by a limit, 75
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,20 @@ from farthing.cli import main
 from farthing.cli.parser import verb_module
 from farthing.errors import (
     DataError,
+    DiskFullError,
     FarthingError,
-    FeedsDown,
+    FeedsUnavailableError,
     HardwareError,
-    Interrupted,
+    InputError,
     JobError,
     ModelError,
-    NoSpace,
-    NotFinite,
-    OutOfMemory,
-    RunBusy,
-    RunChanged,
-    RunDamaged,
-    SaveFailing,
-    UserMistake,
+    NotFiniteError,
+    OutOfMemoryError,
+    RunBusyError,
+    RunChangedError,
+    RunDamagedError,
+    RunInterruptedError,
+    SaveError,
 )
 from test_mishaps import fail_at
 from thinned import thinned
@@ -72,7 +74,9 @@ def test_the_table_has_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     said = capsys.readouterr().out
     shown = {
-        line.split()[0] for line in said.split("VERB")[-1].splitlines() if line.startswith("    ") and line[4] != " "
+        line.split()[0]
+        for line in said.split("VERB")[-1].splitlines()
+        if line.startswith("    ") and line[4] != " "
     }
     assert shown == set(VERBS)
 
@@ -81,16 +85,33 @@ def test_the_table_has_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ZeroDivisionError("of our own"), 1), (OutOfMemory("full"), 1), (NotFinite("nan"), 1), (SaveFailing("disk"), 1),
-        (FarthingError("other"), 1), (UserMistake("wrong"), 2), (JobError([UserMistake("wrong")]), 2),
-        (DataError("rows"), 2), (ModelError("weights"), 2), (HardwareError("none"), 2), (RunChanged("other"), 2),
-        (RunDamaged("torn"), 2), (RunBusy("held"), 2), (NoSpace("full"), 2), (Interrupted("asked"), 75),
-        (FeedsDown("no network"), 2), (KeyboardInterrupt(), 75), (BrokenPipeError(), 0),
+        (ZeroDivisionError("of our own"), 1),
+        (OutOfMemoryError("full"), 1),
+        (NotFiniteError("nan"), 1),
+        (SaveError("disk"), 1),
+        (FarthingError("other"), 1),
+        (InputError("wrong"), 2),
+        (JobError([InputError("wrong")]), 2),
+        (DataError("rows"), 2),
+        (ModelError("weights"), 2),
+        (HardwareError("none"), 2),
+        (RunChangedError("other"), 2),
+        (RunDamagedError("torn"), 2),
+        (RunBusyError("held"), 2),
+        (DiskFullError("full"), 2),
+        (RunInterruptedError("asked"), 75),
+        (FeedsUnavailableError("no network"), 2),
+        (KeyboardInterrupt(), 75),
+        (BrokenPipeError(), 0),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
-)  # fmt: skip
+)
 def test_what_a_verb_raises_is_its_exit_code(
-    verb: str, error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb: str,
+    error: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(verb_module(verb), "run", raises(error))
     if isinstance(error, BrokenPipeError) and verb in ("train", "probe", "launch"):
@@ -104,14 +125,29 @@ def test_what_a_verb_raises_is_its_exit_code(
 
 def piped(command: str, folder: Path) -> tuple[list[int], str]:
     """The exit codes of both ends of `farthing ... | head -1`, and what was said to stderr."""
-    line = f"{shlex.quote(sys.executable)} -m farthing {command} | head -1 >/dev/null; echo ${{PIPESTATUS[@]}}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=folder, timeout=300, check=False)
+    line = (
+        f"{shlex.quote(sys.executable)} -m farthing {command} | head -1 >/dev/null; echo"
+        " ${PIPESTATUS[@]}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, cwd=folder, timeout=300, check=False
+    )
     return [int(code) for code in done.stdout.split()], done.stderr
 
 
 @pytest.mark.parametrize(
     "command",
-    thinned(["--help", "init --schema", "prices --limit 0", "prices --json", "plan job.yaml", "report run"], 2),
+    thinned(
+        [
+            "--help",
+            "init --schema",
+            "prices --limit 0",
+            "prices --json",
+            "plan job.yaml",
+            "report run",
+        ],
+        2,
+    ),
 )
 def test_a_reader_of_stdout_that_stops_reading_causes_no_crash(command: str, bench: Path) -> None:
     assert piped(command, bench) == ([0, 0], "")
@@ -128,7 +164,9 @@ def test_training_goes_on_when_nobody_reads_and_keeps_its_exit_code(tmp_path: Pa
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("wrong", [["--no-such-option"], ["a", "b", "c", "d"]])
-def test_a_wrong_command_line_is_a_mistake(verb: str, wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_a_mistake(
+    verb: str, wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     if verb in ("report", "runs") and wrong[0] == "a":
         pytest.skip("it takes as many as there are")
     with pytest.raises(SystemExit) as left:
@@ -177,7 +215,9 @@ def test_completion_knows_every_verb_and_its_options(capsys: pytest.CaptureFixtu
     assert all(word in script for word in (*VERBS, "--samples-per-min", "--allow-restart"))
 
 
-def test_a_beginning_of_an_option_and_words_behind_two_dashes_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_beginning_of_an_option_and_words_behind_two_dashes_are_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["init", "--sch"]) == 0
     assert main(["plan", "--", "--no-such-file"]) == 2
     assert "no such option" not in capsys.readouterr().err
@@ -195,24 +235,43 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("argv", "code"),
     [
-        ("init {new}/job.yaml", 0), ("init {folder}/job.yaml", 2), ("init {folder}/nowhere/job.yaml", 2),
+        ("init {new}/job.yaml", 0),
+        ("init {folder}/job.yaml", 2),
+        ("init {folder}/nowhere/job.yaml", 2),
         ("init --schema", 0),
-        ("plan {job}", 0), ("plan {folder}/none.yaml", 2), ("plan {job} --deadline yesterday", 2),
-        ("plan {job} --gpu no-such-gpu", 2), ("plan {job} --max-gpus 0", 2),
-        ("train {job}", 0), ("train {folder}/none.yaml", 2), ("train {job} --set train.max_steps=0", 2),
-        ("train {job} --retry 0", 2), ("train {job} --set train.seed=9", 2),
-        ("probe {job} --seconds 1", 2), ("probe {folder}/none.yaml", 2),
-        ("report {folder}/run", 0), ("report {folder}", 2), ("report {folder}/run {folder}/nowhere", 2),
-        ("export {folder}/run --output {new}/model", 0), ("export {folder}/run --output {folder}", 2),
-        ("export {folder}/nowhere --output {new}/model", 2), ("export {folder}/run --output {new} --format adapter", 2),
-        ("prices --gpu h100", 0), ("prices --region nowhere-at-all", 2), ("prices --limit -1", 2),
-        ("doctor {job}", 0), ("doctor {folder}/none.yaml", 2), ("doctor --set a=b", 2),
+        ("plan {job}", 0),
+        ("plan {folder}/none.yaml", 2),
+        ("plan {job} --deadline yesterday", 2),
+        ("plan {job} --gpu no-such-gpu", 2),
+        ("plan {job} --max-gpus 0", 2),
+        ("train {job}", 0),
+        ("train {folder}/none.yaml", 2),
+        ("train {job} --set train.max_steps=0", 2),
+        ("train {job} --retry 0", 2),
+        ("train {job} --set train.seed=9", 2),
+        ("probe {job} --seconds 1", 2),
+        ("probe {folder}/none.yaml", 2),
+        ("report {folder}/run", 0),
+        ("report {folder}", 2),
+        ("report {folder}/run {folder}/nowhere", 2),
+        ("export {folder}/run --output {new}/model", 0),
+        ("export {folder}/run --output {folder}", 2),
+        ("export {folder}/nowhere --output {new}/model", 2),
+        ("export {folder}/run --output {new} --format adapter", 2),
+        ("prices --gpu h100", 0),
+        ("prices --region nowhere-at-all", 2),
+        ("prices --limit -1", 2),
+        ("doctor {job}", 0),
+        ("doctor {folder}/none.yaml", 2),
+        ("doctor --set a=b", 2),
     ],
-)  # fmt: skip
+)
 def test_the_verbs_exit_as_they_say(
     argv: str, code: int, bench: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [word.format(job=bench / "job.yaml", folder=bench, new=tmp_path) for word in argv.split()]
+    words = [
+        word.format(job=bench / "job.yaml", folder=bench, new=tmp_path) for word in argv.split()
+    ]
     assert main(words) == code, capsys.readouterr()
     assert "Traceback" not in capsys.readouterr().err
 
@@ -243,10 +302,17 @@ def test_train_has_every_code(
     assert main(["train", str(path), "--set", "limits.max_hours=0.001s"]) == 3
     assert main(["train", str(path), "--set", "train.max_steps=7"]) == 2
     assert main(["train", str(path)]) == 0
-    assert main(["train", str(path), "--set", "limits.max_hours=0.001s"]) == 0, "it was finished already"
+    assert main(["train", str(path), "--set", "limits.max_hours=0.001s"]) == 0, (
+        "it was finished already"
+    )
     capsys.readouterr()
     assert main(["report", str(tmp_path / "run"), "--json"]) == 0
     receipt = json.loads(capsys.readouterr().out)
     ended = [attempt["ended"] for attempt in receipt["attempts"]]
-    assert ended == ["interrupted", "failed", "limit", "finished"], "what was refused or had nothing to do is none"
+    assert ended == [
+        "interrupted",
+        "failed",
+        "limit",
+        "finished",
+    ], "what was refused or had nothing to do is none"
     assert values["train"]["max_steps"] == 6

@@ -1,4 +1,6 @@
-"""What a run exports loads in the ordinary ways, answers as it was trained, and is the same whatever befell the run."""
+"""What a run exports loads in the ordinary ways, answers as it was trained, and is the same
+whatever befell the run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from farthing.cli import main
 from farthing.durability import run_folder
 from farthing.durability.exported import damage_of
 from farthing.durability.run_folder import keep_job, kept_job
-from farthing.errors import Interrupted, ModelError, UserMistake
+from farthing.errors import InputError, ModelError, RunInterruptedError
 from farthing.events import Event, Exported, StepTaken
 from farthing.export.folders import export_run
 from farthing.model.adapters import break_ties
@@ -34,7 +36,9 @@ IDS = torch.tensor([[5, 17, 33, 90, 41, 7]])
 
 
 def body_of(folder: Path, family: str) -> Path:
-    """A pretrained body as it is found on the Hub: without a head for classes that nobody has asked for."""
+    """A pretrained body as it is found on the Hub: without a head for classes that nobody has asked
+    for.
+    """
     workshop.make_folder(folder, family, pretrained=True)
     if family == "bert":
         config = transformers.AutoConfig.from_pretrained(folder)
@@ -60,9 +64,13 @@ PEFT_CLASSES = {
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
-def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family: str, tmp_path: Path) -> None:
+def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(
+    family: str, tmp_path: Path
+) -> None:
     body_of(tmp_path / "base", family)
-    job = make_job(tmp_path, family, method="lora", pretrained=True, max_steps=3, learning_rate=0.05)
+    job = make_job(
+        tmp_path, family, method="lora", pretrained=True, max_steps=3, learning_rate=0.05
+    )
     workshop.train(job)
     run, auto = Path(job.output_dir), auto_class(job.task)
     export_run(run, tmp_path / "adapter", "adapter")
@@ -70,7 +78,9 @@ def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family: str, 
     expected = logits(auto.from_pretrained(tmp_path / "merged"), family)
     for folder in (run / "model", tmp_path / "adapter"):
         config = transformers.AutoConfig.from_pretrained(folder / "model_config.json")
-        how: dict[str, Any] = {"config": config, "ignore_mismatched_sizes": True} if family == "bert" else {}
+        how: dict[str, Any] = (
+            {"config": config, "ignore_mismatched_sizes": True} if family == "bert" else {}
+        )
         of_base = {"num_labels": 3, "ignore_mismatched_sizes": True} if family == "bert" else {}
         base = auto.from_pretrained(tmp_path / "base", **of_base)
         for model in (
@@ -82,9 +92,13 @@ def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family: str, 
     for folder in (run / "model", tmp_path / "adapter", tmp_path / "merged"):
         assert transformers.AutoTokenizer.from_pretrained(folder)("name: The Mill")["input_ids"]
         if family == "llama":
-            assert transformers.pipeline("text-generation", model=str(folder), max_new_tokens=2)("name: The")
+            assert transformers.pipeline("text-generation", model=str(folder), max_new_tokens=2)(
+                "name: The"
+            )
     if family == "bert":
-        said: Any = transformers.pipeline("text-classification", model=str(tmp_path / "merged"))("bread and soup")
+        said: Any = transformers.pipeline("text-classification", model=str(tmp_path / "merged"))(
+            "bread and soup"
+        )
         assert said[0]["label"] in workshop.TOPICS
 
 
@@ -125,7 +139,10 @@ def test_an_adapter_folder_of_an_older_farthing_is_exported_and_merged(tmp_path:
             ("llama", {"target_modules": ["q_proj", "lm_head"]}),
             ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
             ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
-            ("llama", {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
+            (
+                "llama",
+                {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
+            ),
             ("t5", {"target_modules": ["q", "lm_head"]}),
             ("t5", {"target_modules": ["q", "embed_tokens"]}),
             ("t5", {"target_modules": ["q"], "modules_to_save": ["lm_head"]}),
@@ -136,7 +153,9 @@ def test_an_adapter_folder_of_an_older_farthing_is_exported_and_merged(tmp_path:
 def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(
     family: str, method: dict[str, Any], tmp_path: Path
 ) -> None:
-    job = make_job(tmp_path, family, method={"name": "lora", **method}, pretrained=True, learning_rate=0.05)
+    job = make_job(
+        tmp_path, family, method={"name": "lora", **method}, pretrained=True, learning_rate=0.05
+    )
     workshop.train(job)
     run, auto = Path(job.output_dir), auto_class(job.task)
     export_run(run, tmp_path / "merged", "merged")
@@ -163,13 +182,32 @@ def test_a_tie_that_no_adapter_touches_stays(tmp_path: Path) -> None:
 
 def test_all_four_uses_of_an_encoder_decoder_embedding_get_their_own() -> None:
     for family in ("t5", "mt5", "bart"):
-        size = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 20}
+        size = {
+            "d_model": 16,
+            "d_ff": 16,
+            "d_kv": 8,
+            "num_layers": 1,
+            "num_heads": 2,
+            "vocab_size": 20,
+        }
         if family == "bart":
-            size = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20, "encoder_ffn_dim": 16}
-            size |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+            size = {
+                "d_model": 16,
+                "encoder_layers": 1,
+                "decoder_layers": 1,
+                "vocab_size": 20,
+                "encoder_ffn_dim": 16,
+            }
+            size |= {
+                "encoder_attention_heads": 2,
+                "decoder_attention_heads": 2,
+                "decoder_ffn_dim": 16,
+            }
         config = transformers.AutoConfig.for_model(family, **size)
         model: Any = transformers.AutoModelForSeq2SeqLM.from_config(config)
-        assert not break_ties(model, ["base_model.model.encoder.block.0.layer.0.SelfAttention.q.lora_A.weight"])
+        assert not break_ties(
+            model, ["base_model.model.encoder.block.0.layer.0.SelfAttention.q.lora_A.weight"]
+        )
         assert break_ties(model, ["base_model.model.lm_head.lora_A.weight"])
         words = [p for p in model.parameters() if p.shape == (20, 16)]
         assert len({p.data_ptr() for p in words}) == len(words) == 4
@@ -221,18 +259,30 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize(("family", "method"), thinned(itertools.product(("llama", "t5", "bert"), ("full", "lora")), 3))
-def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(family: str, method: str, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"method": method, "save_steps": 2, "data": {"max_length": 40, "max_target_length": 8}}
+@pytest.mark.parametrize(
+    ("family", "method"), thinned(itertools.product(("llama", "t5", "bert"), ("full", "lora")), 3)
+)
+def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(
+    family: str, method: str, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {
+        "method": method,
+        "save_steps": 2,
+        "data": {"max_length": 40, "max_target_length": 8},
+    }
     if family != "llama":
-        keys["data"]["max_length"] = 16  # shorter than the texts: the tokenizer is asked to truncate
+        keys["data"]["max_length"] = (
+            16  # shorter than the texts: the tokenizer is asked to truncate
+        )
     own = make_job(tmp_path, family, output_dir="./one/run", **keys)  # tokenizes by itself
     workshop.train(own)
-    other = make_job(tmp_path, family, output_dir="./other/run", **keys)  # finds the tokens in the cache
+    other = make_job(
+        tmp_path, family, output_dir="./other/run", **keys
+    )  # finds the tokens in the cache
 
     def stop(event: Event) -> None:
         if isinstance(event, StepTaken) and event.step == 3:
-            raise Interrupted("asked to leave")
+            raise RunInterruptedError("asked to leave")
 
     assert farthing.train.run.train(other, stop).state == "interrupted"
     assert workshop.train(other).state == "finished"
@@ -265,7 +315,9 @@ DAMAGE: dict[str, Any] = {
     "model.safetensors differs": flip,
     "config.json has": lambda model: (model / "config.json").write_text("{"),
     "tokenizer.json is missing": lambda model: (model / "tokenizer.json").unlink(),
-    "files that were added later: notes.txt": lambda model: (model / "notes.txt").write_text("mine"),
+    "files that were added later: notes.txt": lambda model: (model / "notes.txt").write_text(
+        "mine"
+    ),
     "manifest.json": lambda model: (model / "manifest.json").unlink(),
     "manifest.json differs": lambda model: (model / "manifest.json").write_text(
         (model / "manifest.json").read_text().replace("export", "import", 1)
@@ -273,7 +325,9 @@ DAMAGE: dict[str, Any] = {
 }
 
 
-def test_a_damaged_model_is_named_and_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_model_is_named_and_written_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = make_job(tmp_path, max_steps=3, save_steps=1)
     workshop.train(job)
     run = Path(job.output_dir)
@@ -282,7 +336,7 @@ def test_a_damaged_model_is_named_and_written_again(tmp_path: Path, capsys: pyte
     for words, damage in DAMAGE.items():
         damage(run / "model")
         assert words in str(damage_of(run))
-        with pytest.raises(UserMistake, match="the run's model is damaged"):
+        with pytest.raises(InputError, match="the run's model is damaged"):
             export_run(run, tmp_path / "merged", "merged")
         assert main(["report", str(run), "--json"]) == 0
         said = capsys.readouterr()
@@ -295,7 +349,9 @@ def test_a_damaged_model_is_named_and_written_again(tmp_path: Path, capsys: pyte
         assert not heard.of(StepTaken)
         assert damage_of(run) is None
         assert files_of(run / "model") == whole
-    assert (run / "model.bad-4/notes.txt").read_text() == "mine"  # set aside: nothing of anybody's is lost
+    assert (
+        run / "model.bad-4/notes.txt"
+    ).read_text() == "mine"  # set aside: nothing of anybody's is lost
     heard = Heard()
     assert workshop.train(job, heard).reason == "it was finished already; nothing was trained"
     assert not heard.of(Exported)

@@ -1,4 +1,6 @@
-"""Every model family of `transformers` that farthing names: a forward and backward pass, its adapters, its loss."""
+"""Every model family of `transformers` that farthing names: a forward and backward pass, its
+adapters, its loss.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,17 @@ DECODER = SMALL | {
     "head_dim": 8,
     "max_position_embeddings": 64,
 }
-ENCODER = {k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "head_dim")} | {"type_vocab_size": 1}
-SEQ2SEQ = SMALL | {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+ENCODER = {k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "head_dim")} | {
+    "type_vocab_size": 1
+}
+SEQ2SEQ = SMALL | {
+    "d_model": 32,
+    "d_ff": 48,
+    "d_kv": 8,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 BART = SMALL | {
     "d_model": 32,
     "encoder_layers": 2,
@@ -38,7 +49,10 @@ BART = SMALL | {
     "decoder_start_token_id": 2,
 }
 FAMILIES: list[tuple[str, str, dict[str, Any]]] = [
-    *(("causal-lm", name, DECODER) for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")),
+    *(
+        ("causal-lm", name, DECODER)
+        for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
+    ),
     ("causal-lm", "gpt2", SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     ("causal-lm", "gpt_neox", ENCODER),
     *(
@@ -48,7 +62,11 @@ FAMILIES: list[tuple[str, str, dict[str, Any]]] = [
     ("seq2seq", "mt5", SEQ2SEQ | {"feed_forward_proj": "gated-gelu"}),
     ("seq2seq", "bart", BART),
     *(("classification", name, ENCODER) for name in ("bert", "roberta", "xlm-roberta")),
-    ("classification", "distilbert", SMALL | {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}),
+    (
+        "classification",
+        "distilbert",
+        SMALL | {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    ),
     ("classification", "qwen2", DECODER),
 ]
 
@@ -78,16 +96,24 @@ def batch_of(task: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-@pytest.mark.parametrize(("task", "family", "settings"), FAMILIES, ids=[f"{t}-{f}" for t, f, _ in FAMILIES])
-def test_the_summed_loss_is_the_librarys_own(task: str, family: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("task", "family", "settings"), FAMILIES, ids=[f"{t}-{f}" for t, f, _ in FAMILIES]
+)
+def test_the_summed_loss_is_the_librarys_own(
+    task: str, family: str, settings: dict[str, Any]
+) -> None:
     model, batch = model_of(task, family, settings), batch_of(task)
     loss, _ = summed_loss(model, batch, task)
     shifted = batch["labels"][:, 1:] if task == "causal-lm" else batch["labels"]
     n_targets = int((shifted != -100).sum())
-    assert float(loss.detach()) / n_targets == pytest.approx(float(model(**batch).loss.detach()), rel=1e-5)
+    assert float(loss.detach()) / n_targets == pytest.approx(
+        float(model(**batch).loss.detach()), rel=1e-5
+    )
 
 
-@pytest.mark.parametrize(("task", "family", "settings"), FAMILIES, ids=[f"{t}-{f}" for t, f, _ in FAMILIES])
+@pytest.mark.parametrize(
+    ("task", "family", "settings"), FAMILIES, ids=[f"{t}-{f}" for t, f, _ in FAMILIES]
+)
 def test_default_adapters_train_and_checkpointed_layers_change_nothing(
     task: str, family: str, settings: dict[str, Any]
 ) -> None:
@@ -95,7 +121,9 @@ def test_default_adapters_train_and_checkpointed_layers_change_nothing(
     tuned = add_adapter(model, Adapter(r=2), task, seed=0)
     counts = count_parameters(tuned)
     assert 0 < counts["adapter"] <= counts["trainable"] < counts["total"]
-    assert (counts["saved_modules"] > 0) == (task == "classification"), "a new head is trained whole"
+    assert (counts["saved_modules"] > 0) == (task == "classification"), (
+        "a new head is trained whole"
+    )
     tuned.train()
     for module in tuned.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -119,5 +147,8 @@ def test_default_adapters_train_and_checkpointed_layers_change_nothing(
 def test_positions_after_the_padding_index_are_not_counted() -> None:
     roberta = ENCODER | {"max_position_embeddings": 514, "pad_token_id": 1}
     assert max_positions(AutoConfig.for_model("roberta", **roberta)) == 512
-    assert max_positions(AutoConfig.for_model("bert", **ENCODER | {"max_position_embeddings": 512})) == 512
+    assert (
+        max_positions(AutoConfig.for_model("bert", **ENCODER | {"max_position_embeddings": 512}))
+        == 512
+    )
     assert max_positions(AutoConfig.for_model("t5", **SEQ2SEQ)) is None

@@ -1,4 +1,5 @@
-"""Faults that no other file has, injected into whole runs: full disks, late kills, stale lists, and formats of the past.
+"""Faults that no other file has, injected into whole runs: full disks, late kills, stale lists, and
+formats of the past.
 
 Unless it says otherwise, what comes out is held to the bit against a run that was left alone.
 """
@@ -31,7 +32,7 @@ from farthing.durability.checkpoint import Checkpoints, saves_in
 from farthing.durability.files import seal, unseal
 from farthing.durability.object_store import Entry, LocalStore, open_store
 from farthing.durability.summed_lines import SummedLines
-from farthing.errors import NoSpace, RunChanged, SaveFailing, StoreDown
+from farthing.errors import DiskFullError, RunChangedError, SaveError, StoreUnavailableError
 from farthing.events import DataRead, Emit, Event, Restored, StepTaken
 from farthing.train.run import train
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
@@ -78,8 +79,8 @@ def fill(folder: Path) -> None:
 
 
 def once_committed(run: Path, step: int, action: Callable[[], None]) -> Emit:
-    """Do something when the checkpoint of `step` is on the disk and no later one is begun: a save that is written in the
-    background is told of only when the next one has begun."""
+    """Do something when the checkpoint of `step` is on the disk and no later one is begun: a save
+    that is written in the background is told of only when the next one has begun."""
 
     def act() -> None:
         until(lambda: step in [save.step for save in saves_in(run / "checkpoints")])
@@ -91,12 +92,16 @@ def once_committed(run: Path, step: int, action: Callable[[], None]) -> Emit:
 def test_a_disk_that_is_full_in_the_middle_of_a_run_loses_nothing(
     small_disk: Path, alone: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Log, ledger and checkpoints meet a real ENOSPC; with room again, the same command goes on to the same bits."""
+    """Log, ledger and checkpoints meet a real ENOSPC; with room again, the same command goes on to
+    the same bits.
+    """
     job_in(tmp_path, "run")
     path = tmp_path / "run.yaml"
-    path.write_text(path.read_text().replace("output_dir: run", f"output_dir: {small_disk / 'run'}"))
+    path.write_text(
+        path.read_text().replace("output_dir: run", f"output_dir: {small_disk / 'run'}")
+    )
     tell = once_committed(small_disk / "run", 4, lambda: fill(small_disk))
-    with pytest.raises((NoSpace, SaveFailing), match="No space left"):
+    with pytest.raises((DiskFullError, SaveError), match="No space left"):
         train(load_job(path), tell)
     assert main(["train", str(path)]) == 2
     said = capsys.readouterr().err
@@ -115,14 +120,16 @@ def test_a_quota_that_stops_checkpoints_keeps_the_old_ones_and_ends_the_run_in_w
     """Files may not become larger than 60 kB: logs go on for a while, checkpoints do not."""
     job, before = job_in(tmp_path, "run"), resource.getrlimit(resource.RLIMIT_FSIZE)
     heard = Heard()
-    limit = once_committed(tmp_path / "run", 4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1])))
+    limit = once_committed(
+        tmp_path / "run", 4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+    )
 
     def tell(event: Event) -> None:
         heard(event)
         limit(event)
 
     try:
-        with pytest.raises(SaveFailing, match="3 checkpoints in a row could not be written") as error:
+        with pytest.raises(SaveError, match="3 checkpoints in a row could not be written") as error:
             train(job, tell)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -165,7 +172,9 @@ def test_a_log_that_can_not_be_written_ends_the_run_in_words(
 # ---- memory ----
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], ids=["gpu", "host"])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], ids=["gpu", "host"]
+)
 def test_memory_that_runs_out_in_an_evaluation_halves_it(
     error: BaseException, alone: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,8 +192,16 @@ def test_memory_that_runs_out_in_an_evaluation_halves_it(
     assert asked[1] == asked[0]  # once as it was, after memory was given back
     assert asked[2] == asked[0] // 2
     assert heard.warnings.count("out of memory in the evaluation") == 2
-    ours = {row["step"]: row["loss"] for row in SummedLines(tmp_path / "run" / "log.jsonl").rows() if "loss" in row}
-    theirs = {row["step"]: row["loss"] for row in SummedLines(tmp_path / "alone" / "log.jsonl").rows() if "loss" in row}
+    ours = {
+        row["step"]: row["loss"]
+        for row in SummedLines(tmp_path / "run" / "log.jsonl").rows()
+        if "loss" in row
+    }
+    theirs = {
+        row["step"]: row["loss"]
+        for row in SummedLines(tmp_path / "alone" / "log.jsonl").rows()
+        if "loss" in row
+    }
     assert ours == theirs, "training never sees it"
 
 
@@ -192,7 +209,9 @@ def test_an_evaluation_without_room_for_one_example_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluate(*arguments: Any, **more: Any) -> Any:
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
+        )
 
     job_in(tmp_path, "run")
     monkeypatch.setattr(farthing.train.evaluation, "evaluate", evaluate)
@@ -209,14 +228,27 @@ def test_bad_rows_are_left_out_alike_by_every_attempt(tmp_path: Path) -> None:
     """Also by one whose cache is empty and has to read them again."""
     job = job_in(tmp_path, "alone")
     lines = (tmp_path / "data.jsonl").read_text().splitlines()
-    spoilt = [*lines[:7], '{"prompt": ', *lines[7:20], '{"prompt": 5, "completion": " x"}', "[]", *lines[20:], ""]
+    spoilt = [
+        *lines[:7],
+        '{"prompt": ',
+        *lines[7:20],
+        '{"prompt": 5, "completion": " x"}',
+        "[]",
+        *lines[20:],
+        "",
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(spoilt))
     jobs = {}
     for name in ("alone", "stopped"):
         job_in(tmp_path, name)
         jobs[name] = load_job(tmp_path / f"{name}.yaml", ["data.max_bad_rows=0.1"])
     assert train(jobs["alone"], quiet).exit_code == 0
-    assert train(jobs["stopped"], when(StepTaken, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))).exit_code == 75
+    assert (
+        train(
+            jobs["stopped"], when(StepTaken, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        ).exit_code
+        == 75
+    )
     shutil.rmtree(str(job.cache_dir))
     heard = Heard()
     assert train(jobs["stopped"], heard).exit_code == 0
@@ -242,11 +274,16 @@ def test_a_stop_signal_within_an_upload_is_heard_and_the_copy_is_whole(
     monkeypatch.setattr(mirror_module, "PACE", QUICK)
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
     assert train(machine(tmp_path, "alone", None), quiet).exit_code == 0
-    first = train(machine(tmp_path, "first", tmp_path / "store"), when(StepTaken, 6, lambda: until(lambda: sent)))
+    first = train(
+        machine(tmp_path, "first", tmp_path / "store"),
+        when(StepTaken, 6, lambda: until(lambda: sent)),
+    )
     assert first.exit_code == 75
     heard = Heard()
     assert train(machine(tmp_path, "second", tmp_path / "store"), heard).exit_code == 0
-    assert [event.step for event in heard.of(Restored)] == ([first.receipt.steps] if first.receipt.steps else [])
+    assert [event.step for event in heard.of(Restored)] == (
+        [first.receipt.steps] if first.receipt.steps else []
+    )
     assert same_result(tmp_path / "alone", tmp_path / "second") == []
 
 
@@ -269,7 +306,9 @@ def test_a_bucket_that_is_emptied_in_the_middle_of_a_run_gets_a_whole_copy_again
 
 
 class Late(Model):
-    """As stores of the past had it: an object under some prefixes is in no list until long after it was written."""
+    """As stores of the past had it: an object under some prefixes is in no list until long after it
+    was written.
+    """
 
     def __init__(self, *prefixes: str) -> None:
         super().__init__()
@@ -278,7 +317,9 @@ class Late(Model):
     def list(self, prefix: str) -> dict[str, Entry]:
         found = super().list(prefix)
         if prefix in self.prefixes:
-            found = {key: entry for key, entry in found.items() if time.time() - (entry.at or 0) > 3600}
+            found = {
+                key: entry for key, entry in found.items() if time.time() - (entry.at or 0) > 3600
+            }
         return found
 
 
@@ -297,7 +338,7 @@ def test_what_no_list_has_is_in_no_commit(tmp_path: Path) -> None:
 
 
 def test_where_the_lists_of_leases_are_behind_no_run_begins(tmp_path: Path) -> None:
-    with pytest.raises(StoreDown, match="can't keep two machines apart"):
+    with pytest.raises(StoreUnavailableError, match="can't keep two machines apart"):
         mirror_of(Late("writers/"), tmp_path / "run", pace=QUICK).bring_back()
 
 
@@ -305,7 +346,9 @@ def test_where_the_lists_of_leases_are_behind_no_run_begins(tmp_path: Path) -> N
 
 
 def train_with_slow_store(job: str, put_s: float) -> None:
-    """In a process of its own: each object takes a while, and the run is told to leave after its sixth step."""
+    """In a process of its own: each object takes a while, and the run is told to leave after its
+    sixth step.
+    """
     put = LocalStore.put
 
     def slow(store: LocalStore, key: str, path: Path) -> None:
@@ -371,7 +414,8 @@ class Kept:
         assert values == values_wanted
         assert tensors.keys() == wanted.keys()
         assert all(
-            torch.equal(tensors[name], wanted[name]) and tensors[name].dtype == wanted[name].dtype for name in wanted
+            torch.equal(tensors[name], wanted[name]) and tensors[name].dtype == wanted[name].dtype
+            for name in wanted
         )
         self.was_restored = True
 
@@ -391,14 +435,16 @@ def test_a_commit_of_schema_1_is_read(tmp_path: Path) -> None:
     mirror = mirror_of(open_store(str(tmp_path / "store")), tmp_path / "run")
     assert mirror.bring_back() == 2
     mirror.close(1)
-    assert (tmp_path / "run" / "checkpoints" / "step-00000002-0001" / "state.json").read_text() == '{"step": 2}'
+    assert (
+        tmp_path / "run" / "checkpoints" / "step-00000002-0001" / "state.json"
+    ).read_text() == '{"step": 2}'
 
 
 def test_a_commit_of_a_newer_farthing_is_refused_with_words(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "store", tmp_path / "store")
     (path,) = (tmp_path / "store" / "commits").iterdir()
     path.write_text(seal(unseal(path.read_text(), "it") | {"schema": 99}))
-    with pytest.raises(RunChanged, match="newer farthing"):
+    with pytest.raises(RunChangedError, match="newer farthing"):
         mirror_of(open_store(str(tmp_path / "store")), tmp_path / "run").bring_back()
     assert path.exists(), "it is fine for the farthing that wrote it"
 

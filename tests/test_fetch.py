@@ -1,5 +1,7 @@
 # ruff: noqa: F811 - fixtures of another file
-"""Data behind addresses: connections that fail are no missing files, and no address of credentials is ever asked."""
+"""Data behind addresses: connections that fail are no missing files, and no address of credentials
+is ever asked.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,29 @@ from farthing.errors import DataError
 from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
 
 METADATA = [
-    "169.254.169.254", "169.254.0.1", "2852039166", "0xa9fea9fe", "0xA9.0xFE.0xA9.0xFE", "0251.0376.0251.0376",
-    "169.254.43518", "::ffff:169.254.169.254", "[::ffff:a9fe:a9fe]", "::169.254.169.254", "64:ff9b::a9fe:a9fe",
-    "2002:a9fe:a9fe::1", "fe80::1", "fe80::1%eth0", "fd00:ec2::254", "fd00:0ec2:0:0::254", "metadata.google.internal",
-    "METADATA.google.internal.", "metadata", "instance-data", "100.100.100.200", "168.63.129.16",
-]  # fmt: skip
+    "169.254.169.254",
+    "169.254.0.1",
+    "2852039166",
+    "0xa9fea9fe",
+    "0xA9.0xFE.0xA9.0xFE",
+    "0251.0376.0251.0376",
+    "169.254.43518",
+    "::ffff:169.254.169.254",
+    "[::ffff:a9fe:a9fe]",
+    "::169.254.169.254",
+    "64:ff9b::a9fe:a9fe",
+    "2002:a9fe:a9fe::1",
+    "fe80::1",
+    "fe80::1%eth0",
+    "fd00:ec2::254",
+    "fd00:0ec2:0:0::254",
+    "metadata.google.internal",
+    "METADATA.google.internal.",
+    "metadata",
+    "instance-data",
+    "100.100.100.200",
+    "168.63.129.16",
+]
 OTHERS = [
     "example.org",
     "127.0.0.1",
@@ -92,7 +112,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
         first, _, rest = self.path.removeprefix("/").partition("/")
         self.send_response(302 if first == "to" else int(first) if first.isdigit() else 404)
         if first == "to":
-            self.send_header("Location", f"http://{'[::ffff:a9fe:a9fe]' if rest == 'six' else rest}/a.jsonl")
+            self.send_header(
+                "Location", f"http://{'[::ffff:a9fe:a9fe]' if rest == 'six' else rest}/a.jsonl"
+            )
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -117,7 +139,9 @@ def test_a_redirect_or_a_name_that_leads_there_is_refused(
     resolve = socket.getaddrinfo
 
     def resolved(name: Any, *arguments: Any, **options: Any) -> Any:
-        return resolve("169.254.169.254" if name == "leads-there.example" else name, *arguments, **options)
+        return resolve(
+            "169.254.169.254" if name == "leads-there.example" else name, *arguments, **options
+        )
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     with pytest.raises(DataError, match="keep their credentials"):
@@ -157,11 +181,18 @@ def test_a_refused_connection_names_host_and_reason(
     if scheme == "s3":
         pytest.importorskip("s3fs")
         for name, value in {
-            "AWS_ENDPOINT_URL": f"http://{place}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "hunter2",
-            "AWS_MAX_ATTEMPTS": "1", "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():  # fmt: skip
+            "AWS_ENDPOINT_URL": f"http://{place}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "hunter2",
+            "AWS_MAX_ATTEMPTS": "1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
             monkeypatch.setenv(name, value)
-    url = f"{scheme}://{place}/a.jsonl" if scheme.startswith("http") else f"{scheme}://bucket-{port}/a.jsonl"
+    url = (
+        f"{scheme}://{place}/a.jsonl"
+        if scheme.startswith("http")
+        else f"{scheme}://bucket-{port}/a.jsonl"
+    )
     with pytest.raises(DataError) as caught:
         fetch(url, tmp_path)
     assert f"no connection to {place}" in caught.value.what
@@ -169,7 +200,9 @@ def test_a_refused_connection_names_host_and_reason(
     assert any(word in caught.value.what.lower() for word in ("refused", "connect"))
 
 
-def test_a_name_that_is_not_known_is_no_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_not_known_is_no_missing_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unknown(*_: Any, **__: Any) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 

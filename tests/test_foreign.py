@@ -1,5 +1,7 @@
 # ruff: noqa: F811 - fixtures of another file
-"""Data of other kinds of training is refused by name; what is ignored of the rest is said wherever a job is looked at."""
+"""Data of other kinds of training is refused by name; what is ignored of the rest is said wherever
+a job is looked at.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +36,36 @@ HEARS = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 
 PREFERENCES = {
     "strings": {"prompt": "a", "chosen": "b", "rejected": "c"},
-    "texts without a prompt": {"chosen": "Human: a Assistant: b", "rejected": "Human: a Assistant: c"},
+    "texts without a prompt": {
+        "chosen": "Human: a Assistant: b",
+        "rejected": "Human: a Assistant: c",
+    },
     "whole chats": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
     "a prompt of turns": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
     "sharegpt": {"conversations": TURNS, "chosen": TURNS[1], "rejected": TURNS[1]},
     "messages and what was rejected": {"messages": [USER, GOOD], "rejected_response": "Go away."},
     "messages rejected": {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
-    "openai": {"input": {"messages": [USER]}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
+    "openai": {
+        "input": {"messages": [USER]},
+        "preferred_output": [GOOD],
+        "non_preferred_output": [BAD],
+    },
     "instruction": {"instruction": "a", "output": "b", "chosen": "b", "rejected": "c"},
     "with an answer of its own": {"prompt": "a", "completion": "b", "rejected": "c"},
-    "two responses": {"prompt": "a", "completion": "b", "response_0": "b", "response_1": "c", "better_response_id": 0},
-    "an arena": {"prompt": "a", "completion": "b", "conversation_a": TURNS, "conversation_b": TURNS, "winner": "a"},
+    "two responses": {
+        "prompt": "a",
+        "completion": "b",
+        "response_0": "b",
+        "response_1": "c",
+        "better_response_id": 0,
+    },
+    "an arena": {
+        "prompt": "a",
+        "completion": "b",
+        "conversation_a": TURNS,
+        "conversation_b": TURNS,
+        "winner": "a",
+    },
 }
 VERDICTS = {
     "prompt": {"prompt": "a", "completion": "b", "label": True},
@@ -55,19 +76,46 @@ VERDICTS = {
     "instruction": {"instruction": "a", "output": "b", "label": False},
 }
 RANKED = {
-    "scores beside": {"prompt": "a", "completion": "b", "responses": ["b", "c"], "scores": [1.0, 0.5]},
-    "scores inside": {"instruction": "a", "output": "b", "completions": [{"response": "b", "score": 4}, {"score": 1}]},
-    "scores of many kinds": {"instruction": "a", "output": "b", "completions": [{"overall_score": 4}, {"r": 1}]},
-    "steps that are judged": {"prompt": "a", "completion": "b", "completions": ["b", "c"], "labels": [True, False]},
+    "scores beside": {
+        "prompt": "a",
+        "completion": "b",
+        "responses": ["b", "c"],
+        "scores": [1.0, 0.5],
+    },
+    "scores inside": {
+        "instruction": "a",
+        "output": "b",
+        "completions": [{"response": "b", "score": 4}, {"score": 1}],
+    },
+    "scores of many kinds": {
+        "instruction": "a",
+        "output": "b",
+        "completions": [{"overall_score": 4}, {"r": 1}],
+    },
+    "steps that are judged": {
+        "prompt": "a",
+        "completion": "b",
+        "completions": ["b", "c"],
+        "labels": [True, False],
+    },
     "ranks": {"prompt": "a", "completion": "b", "answers": ["b", "c"], "rank": [0, 1]},
 }
 MEDIA = {
     "a column of pictures": {"messages": [USER, GOOD], "images": ["a.png"]},
-    "llava": {"conversations": [{"from": "human", "value": "<image>\nWhat?"}, TURNS[1]], "image": "a.png"},
-    "a place for one": {"conversations": [{"from": "human", "value": "What is this?\n<image>"}, TURNS[1]]},
+    "llava": {
+        "conversations": [{"from": "human", "value": "<image>\nWhat?"}, TURNS[1]],
+        "image": "a.png",
+    },
+    "a place for one": {
+        "conversations": [{"from": "human", "value": "What is this?\n<image>"}, TURNS[1]]
+    },
     "a place in a message": {"messages": [{"role": "user", "content": "<image>What?"}, GOOD]},
-    "a place in json": {"messages": json.dumps([{"role": "user", "content": "<video> What?"}, GOOD])},
-    "parts of openai": {"messages": [{"role": "user", "content": [{"type": "text", "text": "?"}, SEES]}, GOOD]},
+    "a place in json": {
+        "messages": json.dumps([{"role": "user", "content": "<video> What?"}, GOOD])
+    },
+    "parts of openai": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "?"}, SEES]}, GOOD]
+    },
     "sound": {"messages": [{"role": "user", "content": [HEARS]}, GOOD]},
     "parts without a type": {"messages": [{"role": "user", "content": [{"image": "a.png"}]}, GOOD]},
     "pictures of a message": {"messages": [{**USER, "images": ["aGk="]}, GOOD]},
@@ -81,18 +129,27 @@ OURS = {
     "no picture": {"messages": [USER, GOOD], "images": []},
     "no rejected answer": {"prompt": "a", "completion": "b", "chosen": None, "rejected": None},
     "xml": {"prompt": "Mend it:\n<image>\n<url>x</url>\n</image>", "completion": "b"},
-    "words on tags": {"messages": [{"role": "user", "content": "What does <image> mean in RSS?"}, GOOD]},
+    "words on tags": {
+        "messages": [{"role": "user", "content": "What does <image> mean in RSS?"}, GOOD]
+    },
     "options of a question": {"prompt": "a", "completion": "b", "choices": ["b", "c"]},
     "a language that is preferred": {"prompt": "a", "completion": "b", "preferred_language": "en"},
     "where it was said": {"text": "a", "video_id": "x1"},
-    "turns that are marked": {"messages": [USER, {**BAD, "weight": 0}, USER, {**GOOD, "weight": 1}]},
+    "turns that are marked": {
+        "messages": [USER, {**BAD, "weight": 0}, USER, {**GOOD, "weight": 1}]
+    },
     "weights of one": {"messages": [USER, {**GOOD, "weight": 1}]},
 }
 
 
 @pytest.mark.parametrize(
     ("rows", "word"),
-    [(PREFERENCES, "DPO"), (VERDICTS, "KTO"), (RANKED, "ranked"), (MEDIA, "images, sound or video")],
+    [
+        (PREFERENCES, "DPO"),
+        (VERDICTS, "KTO"),
+        (RANKED, "ranked"),
+        (MEDIA, "images, sound or video"),
+    ],
     ids=["preferences", "verdicts", "ranked", "media"],
 )
 def test_rows_of_other_kinds_are_known_by_name(rows: dict[str, dict[str, Any]], word: str) -> None:
@@ -111,7 +168,9 @@ def test_rows_that_only_look_like_it_are_ours(name: str) -> None:
 def test_a_text_with_a_verdict_beside_it_is_only_a_text() -> None:
     assert foreign_kind({"text": "a", "label": True}, "causal-lm") is None
     assert foreign_kind({"story": "a", "label": True}, "causal-lm", {"text": "story"}) is None
-    assert foreign_kind({"prompt": "a", "completion": "b", "label": True}, "causal-lm", {"text": "completion"})
+    assert foreign_kind(
+        {"prompt": "a", "completion": "b", "label": True}, "causal-lm", {"text": "completion"}
+    )
 
 
 def test_classes_may_be_called_anything_but_pictures_are_not_read() -> None:
@@ -127,7 +186,9 @@ def test_one_row_of_another_kind_anywhere_refuses_the_file_at_its_line(
 ) -> None:
     rows: list[dict[str, Any]] = list(demo_rows(1600))
     rows[where] = rows[where] | {"label": False}
-    sources = open_sources((str(write_jsonl(tmp_path / "a.jsonl", rows)),), cache_dir=tmp_path, split="train")
+    sources = open_sources(
+        (str(write_jsonl(tmp_path / "a.jsonl", rows)),), cache_dir=tmp_path, split="train"
+    )
     with pytest.raises(DataError) as caught:
         tokenize(sources, tokenizers["llama"], Recipe("causal-lm", 64, max_bad_rows=1.0), tmp_path)
     assert caught.value.where.endswith(f"a.jsonl:{where + 1}")
@@ -138,7 +199,9 @@ VERBS = ("train", "plan", "doctor", "probe")
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_preference_file_is_refused_by_every_verb(desk: Desk, run: Callable[..., Said], verb: str) -> None:
+def test_a_preference_file_is_refused_by_every_verb(
+    desk: Desk, run: Callable[..., Said], verb: str
+) -> None:
     desk.rows([{"conversations": TURNS, "chosen": TURNS[1], "rejected": TURNS[1]}] * 4)
     desk.set("data", max_bad_rows=1.0)
     said = run(verb=verb)
@@ -149,7 +212,10 @@ def test_a_preference_file_is_refused_by_every_verb(desk: Desk, run: Callable[..
 
 
 def test_what_to_do_about_preferences_works(desk: Desk, run: Callable[..., Said]) -> None:
-    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " no"} for row in demo_rows(8)]
+    rows = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " no"}
+        for row in demo_rows(8)
+    ]
     desk.rows(rows)
     advice = run().err.partition("say so: ")[2]
     desk.set("data", **{"columns": yaml.safe_load(advice.partition("data.columns: ")[2])})
@@ -176,7 +242,9 @@ def test_a_mapping_is_no_way_around_a_verdict(desk: Desk, run: Callable[..., Sai
 # ---- what nobody reads ----
 
 
-def test_columns_that_nobody_reads_are_named_by_every_verb(desk: Desk, run: Callable[..., Said]) -> None:
+def test_columns_that_nobody_reads_are_named_by_every_verb(
+    desk: Desk, run: Callable[..., Said]
+) -> None:
     rows: list[dict[str, Any]] = [{**row, "source": "web"} for row in demo_rows(24)]
     rows[20]["\x1b[31mreward"] = 3
     desk.rows(rows)
@@ -191,16 +259,21 @@ def test_columns_that_nobody_reads_are_named_by_every_verb(desk: Desk, run: Call
         assert "\\u001b[31mreward` (in 1 of 24 rows), `source`" in said.out, verb
 
 
-def test_each_source_has_its_own_ignored_columns(tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+def test_each_source_has_its_own_ignored_columns(
+    tmp_path: Path, tokenizers: dict[str, Any]
+) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": "one", "id": 1}, {"text": "two"}])
-    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "one", "completion": "two", "text": "three", "n": 2}] * 3)
+    write_jsonl(
+        tmp_path / "b.jsonl", [{"prompt": "one", "completion": "two", "text": "three", "n": 2}] * 3
+    )
     names = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
     sources = open_sources(names, cache_dir=tmp_path, split="train")
     facts = tokenize(sources, tokenizers["llama"], Recipe("causal-lm", 64), tmp_path).facts
     assert facts["formats"] == ["text", "prompt/completion"]
     assert [(each["columns"], each["n_rows"]) for each in facts["ignored_columns"]] == [
-        ({"id": 1}, 2), ({"n": 3, "text": 3}, 3),
-    ]  # fmt: skip
+        ({"id": 1}, 2),
+        ({"n": 3, "text": 3}, 3),
+    ]
     assert notes_of(facts)[0].endswith("a.jsonl: columns that are not used: `id` (in 1 of 2 rows)")
     again = tokenize(sources, tokenizers["llama"], Recipe("causal-lm", 64), tmp_path)
     assert notes_of(again.facts) == notes_of(facts), "a set from the cache says it too"
@@ -222,7 +295,9 @@ def test_text_beside_pictures_may_be_chosen_and_that_is_said() -> None:
         reader_of({}).look(rows)
     reader = reader_of({"text": "text"})
     reader.look(rows)
-    assert reader.notes == ["images, sound or video (column `image`): `text` alone is learned, as data.columns says"]
+    assert reader.notes == [
+        "images, sound or video (column `image`): `text` alone is learned, as data.columns says"
+    ]
 
 
 def test_what_is_said_of_data_is_said_once(desk: Desk) -> None:

@@ -1,4 +1,6 @@
-"""Keys of other tools in a job: understood under another name, or answered in a sentence; never guessed by spelling."""
+"""Keys of other tools in a job: understood under another name, or answered in a sentence; never
+guessed by spelling.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,35 @@ def job_of(folder: Path, text: str, *overrides: str) -> Any:
 def test_a_flat_job_in_other_words_is_understood(tmp_path: Path) -> None:
     job = job_of(
         tmp_path,
-        "task: causal-lm\nmodel_name: a/b\ndataset: rows.jsonl\ncheckpoint_dir: out\nuse_lora: true\nr: 8\nalpha: 16\n"
-        "epochs: 2\nlr: 1.0e-4\noptimizer: adamw_8bit\nbatch_size: 4\ngradient_accumulation: 8\nmax_seq_length: 512\nseed: 7\n",
+        "task: causal-lm\nmodel_name: a/b\ndataset: rows.jsonl\ncheckpoint_dir: out\nuse_lora:"
+        " true\nr: 8\nalpha: 16\nepochs: 2\nlr: 1.0e-4\noptimizer: adamw_8bit\nbatch_size:"
+        " 4\ngradient_accumulation: 8\nmax_seq_length: 512\nseed: 7\n",
     )
-    assert (job.model.model_name_or_path, job.method.name, job.method.lora_r, job.method.lora_alpha) == (
+    assert (
+        job.model.model_name_or_path,
+        job.method.name,
+        job.method.lora_r,
+        job.method.lora_alpha,
+    ) == (
         "a/b",
         "lora",
         8,
         16,
     )
-    assert (job.train.num_train_epochs, job.train.learning_rate, job.train.optim) == (2, 1e-4, "adamw_8bit")
+    assert (job.train.num_train_epochs, job.train.learning_rate, job.train.optim) == (
+        2,
+        1e-4,
+        "adamw_8bit",
+    )
     assert (job.global_batch_size, job.data.max_length, job.train.seed) == (32, 512, 7)
     assert job.output_dir == str(tmp_path / "out")
 
 
 def test_aliases_are_understood_within_sections_and_overrides(tmp_path: Path) -> None:
-    text = BASE + "method: {name: lora, rank: 4}\ntrain: {epochs: 1, grad_clip: 0.5, optimizer: adamw}\n"
+    text = (
+        BASE
+        + "method: {name: lora, rank: 4}\ntrain: {epochs: 1, grad_clip: 0.5, optimizer: adamw}\n"
+    )
     job = job_of(tmp_path, text, "train.lr=3e-4")
     assert (job.method.lora_r, job.train.num_train_epochs, job.train.max_grad_norm) == (4, 1, 0.5)
     assert (job.train.optim, job.train.learning_rate) == ("adamw_torch_fused", 3e-4)
@@ -57,7 +72,9 @@ def test_lora_on_four_bits_is_qlora(tmp_path: Path) -> None:
 
 
 def test_two_names_for_one_key_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"`epochs` means `train.num_train_epochs`, which is 2 already"):
+    with pytest.raises(
+        JobError, match=r"`epochs` means `train.num_train_epochs`, which is 2 already"
+    ):
         job_of(tmp_path, BASE + "train: {num_train_epochs: 2, epochs: 3}\n")
 
 
@@ -68,7 +85,9 @@ def test_a_wrong_value_of_an_alias_has_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", "train"])
 @pytest.mark.parametrize("name", sorted(ANSWERS))
-def test_each_known_foreign_key_is_answered_in_a_sentence(tmp_path: Path, name: str, place: str) -> None:
+def test_each_known_foreign_key_is_answered_in_a_sentence(
+    tmp_path: Path, name: str, place: str
+) -> None:
     text = f"{name}: true\n" if place == "" else f"train: {{{name}: true}}\n"
     with pytest.raises(JobError) as caught:
         job_of(tmp_path, BASE + text)
@@ -77,7 +96,8 @@ def test_each_known_foreign_key_is_answered_in_a_sentence(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize(
-    "name", ["wandb_project", "flash_attn", "hub_token", "dataloader_prefetch_factor", "fsdp_version"]
+    "name",
+    ["wandb_project", "flash_attn", "hub_token", "dataloader_prefetch_factor", "fsdp_version"],
 )
 def test_further_keys_of_others_are_known_by_their_kind(tmp_path: Path, name: str) -> None:
     with pytest.raises(JobError, match="another tool's key"):

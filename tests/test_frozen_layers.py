@@ -1,4 +1,6 @@
-"""Layers that are frozen are computed once: the same losses and gradients, and a cache that is right or not there."""
+"""Layers that are frozen are computed once: the same losses and gradients, and a cache that is
+right or not there.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ import workshop
 from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
 from farthing.durability.files import only_writer
-from farthing.errors import Interrupted
+from farthing.errors import RunInterruptedError
 from farthing.events import Note
 from farthing.model import frozen_cache as prefix_cache
 from farthing.model.activation_checkpointing import checkpoint_layers
@@ -73,15 +75,26 @@ def linear_names(model: Any, layers: range) -> list[str]:
     """Full names of the linear modules of these layers."""
     wanted = {id(module) for number in layers for module in layers_of(model)[number].modules()}
     kinds = (nn.Linear, Conv1D)
-    return [name for name, module in model.named_modules() if isinstance(module, kinds) and id(module) in wanted]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and id(module) in wanted
+    ]
 
 
 def with_lora(model: Any, first: int, task: str = CAUSAL, **settings: Any) -> Any:
-    """Adapters that do something on the layers from `first` on; a classification head is trained too. Goes flat."""
+    """Adapters that do something on the layers from `first` on; a classification head is trained
+    too. Goes flat.
+    """
     names = linear_names(model, range(first, N_LAYERS))
     heads = ["score" if hasattr(model, "score") else "classifier"] if task == LABELS else None
     config = peft.LoraConfig(
-        r=2, lora_alpha=2, target_modules=names, modules_to_save=heads, init_lora_weights=False, task_type=KINDS[task]
+        r=2,
+        lora_alpha=2,
+        target_modules=names,
+        modules_to_save=heads,
+        init_lora_weights=False,
+        task_type=KINDS[task],
     )
     wrapped = peft.get_peft_model(model, config).train()
     go_packed(wrapped)
@@ -98,7 +111,9 @@ def frozen_layers_of(model: Any, task: str = CAUSAL) -> FrozenLayers:
 def some_tokens(seed: int = 0, n: int = 12, n_labels: int = 0) -> TokenSet:
     """Random examples of one to thirty tokens."""
     draw = np.random.default_rng(seed)
-    return token_set(draw.choice([1, 2, 5, 9, 30, *draw.integers(1, 31, 4)], n).astype(np.int64), seed, n_labels)
+    return token_set(
+        draw.choice([1, 2, 5, 9, 30, *draw.integers(1, 31, 4)], n).astype(np.int64), seed, n_labels
+    )
 
 
 def batch_of(model: Any, tokens: TokenSet, examples: Any, task: str = CAUSAL) -> dict[str, Any]:
@@ -108,18 +123,28 @@ def batch_of(model: Any, tokens: TokenSet, examples: Any, task: str = CAUSAL) ->
 
 
 def loss_of(model: Any, batch: dict[str, Any], task: str = CAUSAL) -> Tensor:
-    """As training will ask for it: by the body alone where the head is known, else by the whole model."""
+    """As training will ask for it: by the body alone where the head is known, else by the whole
+    model.
+    """
     if task == CAUSAL:
         return language_model_loss(model, batch, task)
-    return F.cross_entropy(packed_logits(model, batch, task).float(), batch["labels"], reduction="sum")
+    return F.cross_entropy(
+        packed_logits(model, batch, task).float(), batch["labels"], reduction="sum"
+    )
 
 
 def cache_of(
-    frozen: FrozenLayers, tokens: TokenSet, folder: Path, micro_batch_tokens: int = BIG, **options: Any
+    frozen: FrozenLayers,
+    tokens: TokenSet,
+    folder: Path,
+    micro_batch_tokens: int = BIG,
+    **options: Any,
 ) -> FrozenCache:
     """The cache of all examples; there must be one."""
     options = {"numerics": FP32, "examples": np.arange(len(tokens)), **options}
-    found = open_frozen_cache(frozen, tokens, cache_dir=folder, micro_batch_tokens=micro_batch_tokens, **options)
+    found = open_frozen_cache(
+        frozen, tokens, cache_dir=folder, micro_batch_tokens=micro_batch_tokens, **options
+    )
     assert isinstance(found, FrozenCache), found
     return found
 
@@ -187,7 +212,9 @@ def check_equality(family: str, task: str, seed: int, folder: Path) -> None:
         their_gradients = gradients(model, theirs)
         with frozen.resume(cache.rows(examples)):
             ours = loss_of(model, batch, task)
-        our_gradients = gradients(model, ours)  # after the block: layers are computed again without it
+        our_gradients = gradients(
+            model, ours
+        )  # after the block: layers are computed again without it
         assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=CLOSE, abs=CLOSE)
         if their_gradients and float(theirs.detach()):
             assert_same(our_gradients, their_gradients)
@@ -214,7 +241,9 @@ def test_classifiers_are_right(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "keys"), [("opt", {"word_embed_proj_dim": 16}), ("electra", {"embedding_size": 16})]
 )
-def test_embeddings_of_another_width_are_right(family: str, keys: dict[str, Any], tmp_path: Path) -> None:
+def test_embeddings_of_another_width_are_right(
+    family: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
     task = CAUSAL if family == "opt" else LABELS
     model = with_lora(deep_model(family, task, **keys), 2, task)
     tokens, examples = some_tokens(n_labels=3 if task == LABELS else 0), np.arange(8)
@@ -246,14 +275,18 @@ def test_the_same_batch_gives_the_same_bits(family: str, tmp_path: Path) -> None
     assert torch.equal(cache.rows(examples), alone)
     assert torch.equal(ours, theirs)
     our_gradients = gradients(model, ours)
-    assert all(torch.equal(our_gradients[name], one) for name, one in gradients(model, theirs).items())
+    assert all(
+        torch.equal(our_gradients[name], one) for name, one in gradients(model, theirs).items()
+    )
 
 
 def test_rows_are_kept_in_the_numbers_that_the_layers_give() -> None:
     model = with_lora(deep_model("llama"), 2)
     batch = batch_of(model, some_tokens(), np.arange(4))
     with BF16.autocasting():
-        assert frozen_layers_of(model).hidden_states(batch).dtype == torch.float32, "a stream in fp32 is not rounded"
+        assert frozen_layers_of(model).hidden_states(batch).dtype == torch.float32, (
+            "a stream in fp32 is not rounded"
+        )
 
 
 def test_a_prefix_of_all_layers_leaves_the_head(tmp_path: Path) -> None:
@@ -277,7 +310,9 @@ def test_two_batches_forward_before_either_goes_backward(every: int, tmp_path: P
     tokens, frozen = some_tokens(), frozen_layers_of(model)
     cache = cache_of(frozen, tokens, tmp_path)
     pieces = [np.arange(5), np.arange(5, 12)]
-    theirs = gradients(model, sum(loss_of(model, batch_of(model, tokens, piece)) for piece in pieces))
+    theirs = gradients(
+        model, sum(loss_of(model, batch_of(model, tokens, piece)) for piece in pieces)
+    )
     checkpoint_layers(model, every)
     losses = []
     for piece in pieces:
@@ -359,7 +394,11 @@ def test_each_layer_is_computed_on_one_side_only() -> None:
         flops(resumed),
     )
     assert whole == below + above
-    shallow = flops(lambda: FrozenLayers(frozen.inner, CAUSAL, frozen.below, frozen.layers, 1).hidden_states(batch))
+    shallow = flops(
+        lambda: FrozenLayers(frozen.inner, CAUSAL, frozen.below, frozen.layers, 1).hidden_states(
+            batch
+        )
+    )
     assert below == 2 * shallow > 0, "layers alike, and no head"
 
 
@@ -370,7 +409,9 @@ def test_names_saving_and_calls_outside_stay_as_they_are(tmp_path: Path) -> None
 
     def written() -> Tensor:
         model.eval()
-        text: Tensor = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, pad_token_id=1)
+        text: Tensor = model.generate(
+            input_ids=ids, max_new_tokens=4, do_sample=False, pad_token_id=1
+        )
         model.train()
         return text
 
@@ -398,7 +439,9 @@ def test_layers_that_were_given_another_forward_or_compiled_keep_it() -> None:
     layers = layers_of(model)
     for number, layer in enumerate(layers):  # as accelerate and `Module.compile` do
 
-        def wrapped(*args: Any, number: int = number, plain: Any = layer.forward, **kwargs: Any) -> Any:
+        def wrapped(
+            *args: Any, number: int = number, plain: Any = layer.forward, **kwargs: Any
+        ) -> Any:
             calls.append(number)
             return plain(*args, **kwargs)
 
@@ -421,8 +464,13 @@ def test_layers_that_were_given_another_forward_or_compiled_keep_it() -> None:
 def test_hidden_states_of_another_batch_are_refused() -> None:
     model = with_lora(deep_model("llama"), 2)
     tokens, frozen = token_set(np.array([4, 1, 7])), frozen_layers_of(model)
-    hidden = frozen.hidden_states(batch_of(model, tokens, [1]))  # one token would be spread over any number
-    with frozen.resume(hidden), pytest.raises(ValueError, match=r"\[1, 1\] tokens for a batch of \[1, 7\]"):
+    hidden = frozen.hidden_states(
+        batch_of(model, tokens, [1])
+    )  # one token would be spread over any number
+    with (
+        frozen.resume(hidden),
+        pytest.raises(ValueError, match=r"\[1, 1\] tokens for a batch of \[1, 7\]"),
+    ):
         loss_of(model, batch_of(model, tokens, [2]))
 
 
@@ -495,7 +543,10 @@ def with_shared_keys() -> Any:
 
 def with_saved_embeddings() -> Any:
     config = peft.LoraConfig(
-        r=2, target_modules=["layers.2.mlp.up_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM"
+        r=2,
+        target_modules=["layers.2.mlp.up_proj"],
+        modules_to_save=["embed_tokens"],
+        task_type="CAUSAL_LM",
     )
     return peft.get_peft_model(deep_model("llama"), config)
 
@@ -512,13 +563,31 @@ def with_trained_final_projection() -> Any:
         (lambda: deep_model("llama"), "the embeddings have a trained weight"),
         (with_saved_embeddings, "the embeddings have"),
         (with_trained_final_projection, "the embeddings have a trained weight (Linear)"),
-        (lambda: add_adapter(deep_model("llama"), Adapter(r=2), CAUSAL, 0), "the first layer has an adapter"),
+        (
+            lambda: add_adapter(deep_model("llama"), Adapter(r=2), CAUSAL, 0),
+            "the first layer has an adapter",
+        ),
         (frozen_adapter, "the first layer has an adapter"),
-        (lambda: frozen_model("gpt2", resid_pdrop=0.1), "the first layer has dropout at work (Dropout)"),
-        (lambda: frozen_model("gpt2", embd_pdrop=0.1), "the embeddings have dropout at work (Dropout)"),
-        (lambda: frozen_model("llama", attention_dropout=0.1), "the first layer has dropout at work (LlamaAttention)"),
-        (lambda: frozen_model("opt", layerdrop=0.1), "the embeddings have dropout at work (OPTDecoder)"),
-        (lambda: frozen_model("mixtral", router_jitter_noise=0.1), "the first layer has dropout at work"),
+        (
+            lambda: frozen_model("gpt2", resid_pdrop=0.1),
+            "the first layer has dropout at work (Dropout)",
+        ),
+        (
+            lambda: frozen_model("gpt2", embd_pdrop=0.1),
+            "the embeddings have dropout at work (Dropout)",
+        ),
+        (
+            lambda: frozen_model("llama", attention_dropout=0.1),
+            "the first layer has dropout at work (LlamaAttention)",
+        ),
+        (
+            lambda: frozen_model("opt", layerdrop=0.1),
+            "the embeddings have dropout at work (OPTDecoder)",
+        ),
+        (
+            lambda: frozen_model("mixtral", router_jitter_noise=0.1),
+            "the first layer has dropout at work",
+        ),
         (listened_to, "the embeddings have something that listens to it"),
         (with_virtual_tokens, "virtual tokens are trained"),
         (with_shared_keys, "its upper layers take more from below"),
@@ -562,16 +631,22 @@ def some_frozen_layers(seed: int = 0) -> FrozenLayers:
     return frozen_layers_of(with_lora(deep_model("llama", seed=seed), 2))
 
 
-def test_rows_are_those_of_each_example_in_the_order_asked(tmp_path: Path, small_parts: None) -> None:
+def test_rows_are_those_of_each_example_in_the_order_asked(
+    tmp_path: Path, small_parts: None
+) -> None:
     frozen, tokens = some_frozen_layers(), some_tokens(n=20)
     examples = np.array([3, 1, 17, 8, 3, 11, 0])
     cache = cache_of(frozen, tokens, tmp_path, 33, examples=examples)
     assert len(cache.parts) > 1
-    single = [frozen.hidden_states(batch_of(frozen.inner, tokens, [index]))[0] for index in examples]
+    single = [
+        frozen.hidden_states(batch_of(frozen.inner, tokens, [index]))[0] for index in examples
+    ]
     found = cache.rows(examples)
     assert found.shape == (1, tokens.lengths[examples].sum(), 32)
     torch.testing.assert_close(found[0], torch.cat(single), rtol=CLOSE, atol=CLOSE)
-    assert cache.n_bytes == frozen_cache_bytes(int(tokens.lengths[np.unique(examples)].sum()), 32, 4)
+    assert cache.n_bytes == frozen_cache_bytes(
+        int(tokens.lengths[np.unique(examples)].sum()), 32, 4
+    )
     assert cache.n_bytes == sum(path.stat().st_size for path in tmp_path.rglob("rows.bin"))
     with pytest.raises(ValueError, match="not cached"):
         cache.rows(np.array([3, 2]))
@@ -588,20 +663,31 @@ def test_every_example_is_computed_once_within_the_budget(
         pytest.skip("nothing to compute")
     frozen = some_frozen_layers()
     progress: list[tuple[int, int]] = []
-    cache = cache_of(frozen, tokens, tmp_path, most, progress=lambda *counts: progress.append(counts))
+    cache = cache_of(
+        frozen, tokens, tmp_path, most, progress=lambda *counts: progress.append(counts)
+    )
     pieces = computed[1:]  # the first was one example, to see what a number takes
     assert sum(pieces) == tokens.lengths.sum() == len(all_rows(cache))
     assert max(pieces) <= max(most, tokens.lengths.max())
     assert progress[-1] == (sum(pieces), sum(pieces))
-    assert [total - before for (before, total) in progress] == [*list(itertools.accumulate(pieces[:0:-1]))[::-1], 0]
+    assert [total - before for (before, total) in progress] == [
+        *list(itertools.accumulate(pieces[:0:-1]))[::-1],
+        0,
+    ]
     assert all(len(part) <= max(60, *pieces) for part in cache.parts)
 
 
-def test_a_cache_is_the_same_to_the_bit_whenever_and_for_whomever_it_is_made(tmp_path: Path, small_parts: None) -> None:
+def test_a_cache_is_the_same_to_the_bit_whenever_and_for_whomever_it_is_made(
+    tmp_path: Path, small_parts: None
+) -> None:
     tokens = some_tokens(n=20)
     first = cache_of(some_frozen_layers(), tokens, tmp_path / "a", 50)
     again = cache_of(
-        some_frozen_layers(), tokens, tmp_path / "b", 50, examples=np.random.default_rng(1).permutation(20)
+        some_frozen_layers(),
+        tokens,
+        tmp_path / "b",
+        50,
+        examples=np.random.default_rng(1).permutation(20),
     )
     assert torch.equal(all_rows(first), all_rows(again))
     assert one_folder(tmp_path / "a").name == one_folder(tmp_path / "b").name
@@ -609,7 +695,9 @@ def test_a_cache_is_the_same_to_the_bit_whenever_and_for_whomever_it_is_made(tmp
         assert (one / "rows.bin").read_bytes() == (other / "rows.bin").read_bytes()
 
 
-def test_what_is_there_is_used_and_nothing_computed(tmp_path: Path, computed: Computed, small_parts: None) -> None:
+def test_what_is_there_is_used_and_nothing_computed(
+    tmp_path: Path, computed: Computed, small_parts: None
+) -> None:
     tokens = some_tokens(n=20)
     first = all_rows(cache_of(some_frozen_layers(), tokens, tmp_path))
     computed.clear()
@@ -655,11 +743,21 @@ def changed(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("a weight", "an embedding", "a token", "the examples", "a boundary", "precision", "the budget"),
+        *(
+            "a weight",
+            "an embedding",
+            "a token",
+            "the examples",
+            "a boundary",
+            "precision",
+            "the budget",
+        ),
         *("layers", "a setting", "the code of a layer"),
     ],
 )
-def test_a_cache_of_something_else_is_not_used(name: str, tmp_path: Path, computed: Computed) -> None:
+def test_a_cache_of_something_else_is_not_used(
+    name: str, tmp_path: Path, computed: Computed
+) -> None:
     cache_of(**changed("nothing"), folder=tmp_path)
     assert sum(computed) > 0
     computed.clear()
@@ -717,7 +815,9 @@ def test_a_damaged_part_is_made_again_and_only_that(
 
 
 @pytest.mark.parametrize("at", thinned([0, 1, 2, 3, 5], 2))
-@pytest.mark.parametrize("error", [BaseException("killed"), RuntimeError("out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [BaseException("killed"), RuntimeError("out of memory"), KeyboardInterrupt()]
+)
 def test_a_fill_that_dies_goes_on_where_it_stopped(
     at: int, error: BaseException, tmp_path: Path, computed: Computed, small_parts: None
 ) -> None:
@@ -726,13 +826,18 @@ def test_a_fill_that_dies_goes_on_where_it_stopped(
     whole = all_rows(cache).clone()
     ready = sum(computed[1:at])
     stops = itertools.accumulate(len(part) for part in cache.parts)
-    whole_parts = [len(part) for part, stop in zip(cache.parts, stops, strict=True) if stop <= ready]
+    whole_parts = [
+        len(part) for part, stop in zip(cache.parts, stops, strict=True) if stop <= ready
+    ]
     assert len(computed) > 6
     computed.clear()
     computed.fails_at, computed.error = at, error
     with pytest.raises(type(error)):
         cache_of(frozen, tokens, tmp_path / "half", 30)
-    kept = [len(np.fromfile(path / "rows.bin", np.float32)) // 32 for path in part_folders(tmp_path / "half")]
+    kept = [
+        len(np.fromfile(path / "rows.bin", np.float32)) // 32
+        for path in part_folders(tmp_path / "half")
+    ]
     computed.clear()
     computed.fails_at = -1
     assert torch.equal(all_rows(cache_of(frozen, tokens, tmp_path / "half", 30)), whole)
@@ -741,7 +846,9 @@ def test_a_fill_that_dies_goes_on_where_it_stopped(
     assert kept or at < 5
 
 
-def test_a_part_whose_writer_was_killed_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_whose_writer_was_killed_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before its manifest, and between its manifest and its name."""
     tokens, frozen = some_tokens(n=20), some_frozen_layers()
     whole = all_rows(cache_of(frozen, tokens, tmp_path / "whole")).clone()
@@ -750,31 +857,42 @@ def test_a_part_whose_writer_was_killed_is_not_there(tmp_path: Path, monkeypatch
     complete = part_folders(tmp_path / "whole")[0]
     shutil.copytree(complete, folder / "00000.draft-1234abcd")
     (folder / "00000.draft-9999abcd").mkdir()
-    (folder / "00000.draft-9999abcd" / "rows.bin").write_bytes((complete / "rows.bin").read_bytes()[:100])
+    (folder / "00000.draft-9999abcd" / "rows.bin").write_bytes(
+        (complete / "rows.bin").read_bytes()[:100]
+    )
     assert torch.equal(all_rows(cache_of(frozen, tokens, tmp_path / "half")), whole)
     assert [path.name for path in part_folders(tmp_path / "half")] == ["00000"]
 
 
-def test_a_fill_stops_when_asked_and_keeps_what_it_has(tmp_path: Path, computed: Computed, small_parts: None) -> None:
+def test_a_fill_stops_when_asked_and_keeps_what_it_has(
+    tmp_path: Path, computed: Computed, small_parts: None
+) -> None:
     tokens, frozen = some_tokens(n=20), some_frozen_layers()
     whole = all_rows(cache_of(frozen, tokens, tmp_path / "whole", 30)).clone()
     computed.clear()
-    with pytest.raises(Interrupted, match="frozen layers"):
+    with pytest.raises(RunInterruptedError, match="frozen layers"):
         cache_of(frozen, tokens, tmp_path / "half", 30, should_stop=lambda: len(computed) > 4)
     assert part_folders(tmp_path / "half")
     n_computed = sum(computed[1:])
     computed.clear()
     assert torch.equal(all_rows(cache_of(frozen, tokens, tmp_path / "half", 30)), whole)
     assert len(whole) <= n_computed + sum(computed[1:]) < 2 * len(whole)
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterruptedError):
         cache_of(frozen, tokens, tmp_path / "half", 30, should_stop=lambda: True)
 
 
-def why_none(folder: Path, frozen: FrozenLayers | None = None, tokens: TokenSet | None = None) -> str:
+def why_none(
+    folder: Path, frozen: FrozenLayers | None = None, tokens: TokenSet | None = None
+) -> str:
     tokens = tokens or some_tokens(n=20)
     examples = np.arange(len(tokens))
     found = open_frozen_cache(
-        frozen or some_frozen_layers(), tokens, examples, folder, numerics=FP32, micro_batch_tokens=30
+        frozen or some_frozen_layers(),
+        tokens,
+        examples,
+        folder,
+        numerics=FP32,
+        micro_batch_tokens=30,
     )
     assert isinstance(found, str)
     return found
@@ -824,7 +942,9 @@ def test_nothing_to_keep_is_a_reason_too(tmp_path: Path) -> None:
     assert "no example" in why_none(tmp_path, tokens=token_set(np.zeros(3, np.int64)))
 
 
-def test_a_cache_that_another_process_fills_is_waited_for(tmp_path: Path, computed: Computed) -> None:
+def test_a_cache_that_another_process_fills_is_waited_for(
+    tmp_path: Path, computed: Computed
+) -> None:
     tokens, frozen = some_tokens(n=20), some_frozen_layers()
     whole = all_rows(cache_of(frozen, tokens, tmp_path)).clone()
     computed.clear()
@@ -839,7 +959,7 @@ def test_a_cache_that_another_process_fills_is_waited_for(tmp_path: Path, comput
     thread = threading.Thread(target=other)
     thread.start()
     assert held.wait(120)
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterruptedError):
         cache_of(frozen, tokens, tmp_path, should_stop=iter([False, False, True]).__next__)
     looks: list[bool] = []
 
@@ -955,8 +1075,8 @@ def test_a_run_computes_frozen_layers_once_and_ends_as_one_that_computes_them_al
     ends = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
     assert json.loads((tmp_path / "kept/settings.json").read_text())["caches_frozen"] is True
     again = upper(tmp_path, "again")
-    # the cache is there: the first layer is asked whether the model looks ahead, whether all that is trained is reached,
-    # and twice for what a forward pass keeps
+    # the cache is there: the first layer is asked whether the model looks ahead, whether all that
+    # is trained is reached, and twice for what a forward pass keeps
     workshop.train(again)
     assert len(frozen_calls) == 4
     assert all(torch.equal(p, ends[name]) for name, p in watched.model.named_parameters())
@@ -967,7 +1087,10 @@ def test_a_run_computes_frozen_layers_once_and_ends_as_one_that_computes_them_al
     assert len(frozen_calls) > 9
     assert "is not kept: not today" in str(heard.of(Note))
     assert workshop.losses_of(kept) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
-    metrics = [[row["metrics"]["loss"] for row in workshop.log_of(job) if "metrics" in row] for job in (kept, plain)]
+    metrics = [
+        [row["metrics"]["loss"] for row in workshop.log_of(job) if "metrics" in row]
+        for job in (kept, plain)
+    ]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
 
 
@@ -1003,19 +1126,23 @@ def test_one_epoch_keeps_nothing_and_a_divided_set_is_one_cache(tmp_path: Path) 
     assert len(list((tmp_path / "two/cache/prefix").iterdir())) == 1
 
 
-def test_a_run_that_had_a_cache_goes_on_without_it_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_had_a_cache_goes_on_without_it_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = upper(tmp_path, "run", max_steps=12)
     take = Steps.take
 
     def stop(steps: Steps, step: int) -> Any:
         if step == 6:
-            raise Interrupted("here")
+            raise RunInterruptedError("here")
         return take(steps, step)
 
     monkeypatch.setattr(Steps, "take", stop)
     assert workshop.train(job).state == "interrupted"
     monkeypatch.setattr(Steps, "take", take)
-    monkeypatch.setattr("farthing.train.frozen.open_frozen_cache", lambda *_, **__: "the disk is gone")
+    monkeypatch.setattr(
+        "farthing.train.frozen.open_frozen_cache", lambda *_, **__: "the disk is gone"
+    )
     heard = workshop.Heard()
     assert workshop.train(job, heard).state == "finished"
     assert "the disk is gone" in heard.warnings

@@ -1,10 +1,14 @@
-"""What farthing says of GPUs, tried on one: `bash bench/gpu.sh right OUT`. Never run so far: there was no GPU to run it on.
+"""What farthing says of GPUs, tried on one: `bash bench/gpu.sh right OUT`. Never run so far: there
+was no GPU to run it on.
 
-Every test is skipped where no GPU is in sight; `FARTHING_GPU=1` lets this file see one (see conftest). With
-`FARTHING_GPU=rehearsal` those tests that a CPU can follow run there instead, which tries the tests and proves nothing of GPUs.
+Every test is skipped where no GPU is in sight; `FARTHING_GPU=1` lets this file see one (see
+conftest). With
+`FARTHING_GPU=rehearsal` those tests that a CPU can follow run there instead, which tries the tests
+and proves nothing of GPUs.
 
-Jobs go through the real loop. Unless a test says otherwise they compute in fp32 without TF32, Liger and compiled layers, and
-attend document by document in fp32, so that two ways to compute one thing differ by rounding alone.
+Jobs go through the real loop. Unless a test says otherwise they compute in fp32 without TF32, Liger
+and compiled layers, and attend document by document in fp32, so that two ways to compute one thing
+differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -61,23 +65,32 @@ HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = not HAS_GPU and os.environ.get("FARTHING_GPU") == "rehearsal"
 DEVICE = "cuda" if HAS_GPU else "cpu"
 if not (HAS_GPU or IS_REHEARSAL):
-    pytest.skip("no GPU in sight: FARTHING_GPU=1 on a machine that has one", allow_module_level=True)
+    pytest.skip(
+        "no GPU in sight: FARTHING_GPU=1 on a machine that has one", allow_module_level=True
+    )
 on_a_gpu = pytest.mark.skipif(not HAS_GPU, reason="only a GPU can show this")
 
-ON_HOST = "HOLLOW_VALUES" in os.environ  # a hollow GPU whose operations are computed by kernels for CPUs
+ON_HOST = (
+    "HOLLOW_VALUES" in os.environ
+)  # a hollow GPU whose operations are computed by kernels for CPUs
 on_its_own_kernels = pytest.mark.skipif(
     ON_HOST, reason="only compiled kernels, and memory as a GPU's kernels take it, can show this"
 )
 
 SAME = 1e-4  # of two ways to compute one thing in fp32, over a few steps
-ROUNDED = {"bf16": 0.03, "fp16": 0.01}  # of gradients, all together: eight and eleven bits, through a few layers
+ROUNDED = {
+    "bf16": 0.03,
+    "fp16": 0.01,
+}  # of gradients, all together: eight and eleven bits, through a few layers
 LOSS_ROUNDED = {"bf16": 5e-3, "fp16": 1e-3}
 KERNEL_ROUNDED = {"bf16": 0.015, "fp16": 3e-3}  # of one attention and its gradients
 
 
 @pytest.fixture(autouse=True)
 def clean_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing of one test in the memory, or in the settings, of the next; in fp32 no kernel that has to be compiled first."""
+    """Nothing of one test in the memory, or in the settings, of the next; in fp32 no kernel that
+    has to be compiled first.
+    """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
     def chosen(query: Tensor, how: How) -> str:
@@ -96,7 +109,9 @@ def clean_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def strict(**keys: Any) -> dict[str, Any]:
-    """Keys of a job on the device with nothing but what a test asks for; `precision` is one of them."""
+    """Keys of a job on the device with nothing but what a test asks for; `precision` is one of
+    them.
+    """
     precision = keys.pop("precision", "fp32")
     numbers = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}}[precision]
     plain = {"tf32": False, "use_liger_kernel": False, "torch_compile": False, "probe": False}
@@ -121,7 +136,9 @@ def opened(job: Any) -> Iterator[Attempt]:
 
 
 def gradients(run: Attempt, step: int = 0) -> tuple[float, dict[str, Tensor]]:
-    """(mean loss, gradients by name, on the CPU in fp64) of a step, added up as the loop does; unscaled where fp16 scales."""
+    """(mean loss, gradients by name, on the CPU in fp64) of a step, added up as the loop does;
+    unscaled where fp16 scales.
+    """
     tokens = run.train_examples.tokens
     for _ in range(24):  # the scale of fp16 halves until nothing overflows
         run.optimizer.zero_grad(set_to_none=True)
@@ -135,7 +152,11 @@ def gradients(run: Attempt, step: int = 0) -> tuple[float, dict[str, Tensor]]:
         )
         sums = run.steps.accumulate(ready)
         run.scaler.unscale_(run.optimizer)
-        found = {name: p.grad.double().cpu() for name, p in run.model.named_parameters() if p.grad is not None}
+        found = {
+            name: p.grad.double().cpu()
+            for name, p in run.model.named_parameters()
+            if p.grad is not None
+        }
         if run.scaler.is_enabled():
             run.scaler.update()
         if all(bool(gradient.isfinite().all()) for gradient in found.values()):
@@ -179,7 +200,9 @@ def must_agree(ours: Any, theirs: Any, within: float) -> None:
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 def test_fp32_on_a_gpu_is_fp32_on_the_cpu(family: str, tmp_path: Path) -> None:
     loss, found = first_gradients(make_job(tmp_path / "gpu", family, **strict()))
-    cpu_loss, expected = first_gradients(make_job(tmp_path / "cpu", family, **strict(where={"device": "cpu"})))
+    cpu_loss, expected = first_gradients(
+        make_job(tmp_path / "cpu", family, **strict(where={"device": "cpu"}))
+    )
     assert loss == pytest.approx(cpu_loss, rel=1e-5)
     assert error(found, expected) < SAME
 
@@ -190,24 +213,39 @@ def test_fp32_on_a_gpu_is_fp32_on_the_cpu(family: str, tmp_path: Path) -> None:
 def test_loss_and_gradients_in_half_precision_are_those_of_fp32(
     precision: str, family: str, method: str, tmp_path: Path
 ) -> None:
-    loss, found = first_gradients(make_job(tmp_path / "half", family, method=method, **strict(precision=precision)))
-    fp32_loss, expected = first_gradients(make_job(tmp_path / "fp32", family, method=method, **strict()))
+    loss, found = first_gradients(
+        make_job(tmp_path / "half", family, method=method, **strict(precision=precision))
+    )
+    fp32_loss, expected = first_gradients(
+        make_job(tmp_path / "fp32", family, method=method, **strict())
+    )
     assert loss == pytest.approx(fp32_loss, rel=LOSS_ROUNDED[precision])
     assert error(found, expected) < ROUNDED[precision]
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=on_a_gpu)])
-def test_a_whole_run_in_half_precision_learns_as_in_fp32(precision: str, family: str, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"max_steps": 12, "eval_rows": workshop.rows_of(family, 8, 5), "learning_rate": 3e-3}
+def test_a_whole_run_in_half_precision_learns_as_in_fp32(
+    precision: str, family: str, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {
+        "max_steps": 12,
+        "eval_rows": workshop.rows_of(family, 8, 5),
+        "learning_rate": 3e-3,
+    }
     keys["predict_with_generate"] = importlib.util.find_spec("rouge_score") is not None
-    jobs = [make_job(tmp_path / name, family, **strict(precision=name, **keys)) for name in (precision, "fp32")]
+    jobs = [
+        make_job(tmp_path / name, family, **strict(precision=name, **keys))
+        for name in (precision, "fp32")
+    ]
     outcomes = [farthing.train.run.train(job, Heard()) for job in jobs]
     assert [outcome.state for outcome in outcomes] == ["finished", "finished"]
     losses, expected = (losses_of(job) for job in jobs)
     assert losses[-1] == pytest.approx(expected[-1], rel=0.1)
     assert (losses[-1] < 0.9 * losses[0]) == (expected[-1] < 0.9 * expected[0])
-    assert outcomes[0].receipt.metrics["loss"] == pytest.approx(outcomes[1].receipt.metrics["loss"], rel=0.1)
+    assert outcomes[0].receipt.metrics["loss"] == pytest.approx(
+        outcomes[1].receipt.metrics["loss"], rel=0.1
+    )
     assert (Path(jobs[0].output_dir) / "model" / "model.safetensors").exists()
 
 
@@ -218,7 +256,11 @@ def must_be_here(kernel: str) -> None:
     """Skip where a kernel can't be had."""
     if kernel not in ("documents", "padded") and not HAS_GPU:
         pytest.skip("only a GPU can show this")
-    made = {"varlen": attention_kernels._varlen, "flash": attention_kernels._flash, "flex": attention_kernels._flex}
+    made = {
+        "varlen": attention_kernels._varlen,
+        "flash": attention_kernels._flash,
+        "flex": attention_kernels._flex,
+    }
     if kernel in made and made[kernel]() is None:
         pytest.skip(f"the kernel {kernel} is not installed")
 
@@ -234,13 +276,22 @@ def with_a_beginning() -> tuple[Documents, int]:
     lengths = [50, 20, 133, 1]
     own = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
     rows = [own[0], *(np.concatenate([own[0], others]) for others in own[1:])]
-    return Documents.of(lengths, DEVICE, [len(row) for row in rows], np.concatenate(rows)), sum(lengths)
+    return Documents.of(lengths, DEVICE, [len(row) for row in rows], np.concatenate(rows)), sum(
+        lengths
+    )
 
 
-def attended(kernel: str, documents: Documents, tensors: list[Tensor], dtype: torch.dtype, **how: Any) -> list[Tensor]:
-    """Output [T, H, D] of a kernel, and the gradients of queries, keys and values [T, H, D], in fp32."""
+def attended(
+    kernel: str, documents: Documents, tensors: list[Tensor], dtype: torch.dtype, **how: Any
+) -> list[Tensor]:
+    """Output [T, H, D] of a kernel, and the gradients of queries, keys and values [T, H, D], in
+    fp32.
+    """
     leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
-    query, key, value = leaves[0], *(attention_kernels.keys_as_seen(leaf, documents) for leaf in leaves[1:])
+    query, key, value = (
+        leaves[0],
+        *(attention_kernels.keys_as_seen(leaf, documents) for leaf in leaves[1:]),
+    )
     how = {"causal": True, "scale": query.shape[-1] ** -0.5} | how
     out = KERNELS[kernel](query, key, value, documents, How(**how))
     weights = torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
@@ -251,7 +302,9 @@ def attended(kernel: str, documents: Documents, tensors: list[Tensor], dtype: to
 def drawn(n_tokens: int, head_size: int) -> list[Tensor]:
     """Queries of eight heads, keys and values of two."""
     draw = torch.Generator().manual_seed(1)
-    return [torch.randn(n_tokens, heads, head_size, generator=draw).to(DEVICE) for heads in (8, 2, 2)]
+    return [
+        torch.randn(n_tokens, heads, head_size, generator=draw).to(DEVICE) for heads in (8, 2, 2)
+    ]
 
 
 ASKED = ["causal", "both ways", "window", "softcap", "beginnings"]
@@ -260,7 +313,9 @@ CASES = [*(("bf16", 64, asked) for asked in ASKED), ("bf16", 128, "causal"), ("f
 
 @pytest.mark.parametrize(("precision", "head_size", "asked"), CASES)
 @pytest.mark.parametrize("kernel", ["documents", "padded", "varlen", "flash", "flex"])
-def test_a_kernel_attends_as_documents_one_by_one(kernel: str, precision: str, head_size: int, asked: str) -> None:
+def test_a_kernel_attends_as_documents_one_by_one(
+    kernel: str, precision: str, head_size: int, asked: str
+) -> None:
     must_be_here(kernel)
     how: dict[str, Any] = {
         "both ways": {"causal": False},
@@ -269,8 +324,11 @@ def test_a_kernel_attends_as_documents_one_by_one(kernel: str, precision: str, h
     }.get(asked, {})
     made = {"varlen": attention_kernels._varlen, "flash": attention_kernels._flash}
     parameters = attention_kernels._parameters_of(made[kernel]() if kernel in made else None)
-    if (asked == "window" and kernel in ("varlen", "flash") and "window_size" not in parameters) or (
-        asked == "softcap" and (kernel == "varlen" or (kernel == "flash" and "softcap" not in parameters))
+    if (
+        asked == "window" and kernel in ("varlen", "flash") and "window_size" not in parameters
+    ) or (
+        asked == "softcap"
+        and (kernel == "varlen" or (kernel == "flash" and "softcap" not in parameters))
     ):
         pytest.skip(f"{kernel} has no {asked} here, and is not chosen for it")
     documents, n_tokens = with_a_beginning() if asked == "beginnings" else one_after_another()
@@ -312,7 +370,14 @@ def test_one_kernel_takes_all_documents_where_the_gpu_has_one(record_property: A
     }
     chosen = {name: choose(one, machine).kernel for name, one in asked.items()}
     record_property("kernels", json.dumps(chosen))
-    print("torch", torch.__version__, "cuDNN", torch.backends.cudnn.version(), "built for", torch.cuda.get_arch_list())
+    print(
+        "torch",
+        torch.__version__,
+        "cuDNN",
+        torch.backends.cudnn.version(),
+        "built for",
+        torch.cuda.get_arch_list(),
+    )
     print("kernels chosen:", chosen, "on", machine)
     if torch.cuda.get_device_capability() >= (8, 0):
         assert chosen["plain"] in ("varlen", "flash", "flex")
@@ -328,12 +393,16 @@ def test_a_model_with_any_kernel_has_the_same_gradients(
     with monkeypatch.context() as patched:
         patched.setattr(attention_kernels, "choose_kernel", lambda *_: kernel)
         loss, found = first_gradients(make_job(tmp_path / kernel, family, **keys))
-    fp32_loss, expected = first_gradients(make_job(tmp_path / "fp32", family, **keys | {"bf16": False}))
+    fp32_loss, expected = first_gradients(
+        make_job(tmp_path / "fp32", family, **keys | {"bf16": False})
+    )
     assert loss == pytest.approx(fp32_loss, rel=LOSS_ROUNDED["bf16"])
     assert error(found, expected) < ROUNDED["bf16"]
 
 
-def test_the_kernel_that_fp32_gets_has_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_that_fp32_gets_has_the_same_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = strict(rows=uneven_rows())
     expected_loss, expected = first_gradients(make_job(tmp_path / "documents", **keys))
     monkeypatch.setattr(attention_kernels, "choose_kernel", choose_kernel)
@@ -358,8 +427,14 @@ def test_a_deterministic_step_with_dropout_has_the_same_bits_twice(
     """And no operation of it is refused for want of a deterministic kernel."""
     monkeypatch.setattr(attention_kernels, "choose_kernel", choose_kernel)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    keys = strict(precision=precision, full_determinism=True, size={"hidden": 128, "layers": 3, "dropout": 0.1})
-    first, second = (first_gradients(make_job(tmp_path / name, family, **keys)) for name in ("first", "second"))
+    keys = strict(
+        precision=precision,
+        full_determinism=True,
+        size={"hidden": 128, "layers": 3, "dropout": 0.1},
+    )
+    first, second = (
+        first_gradients(make_job(tmp_path / name, family, **keys)) for name in ("first", "second")
+    )
     assert first[0] == second[0]
     assert all(torch.equal(gradient, second[1][name]) for name, gradient in first[1].items())
 
@@ -378,14 +453,18 @@ def test_a_head_in_tiles_is_a_head_at_once(precision: str, is_trained: bool) -> 
 
     def found(tile: int | None) -> dict[str, Tensor]:
         states, matrix = hidden.clone().requires_grad_(), weight.clone().requires_grad_(is_trained)
-        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=precision == "bf16" and tile is not None):
+        with torch.autocast(
+            DEVICE, dtype=torch.bfloat16, enabled=precision == "bf16" and tile is not None
+        ):
             if tile is None:  # at once, in fp32
                 loss = F.cross_entropy((states @ matrix.t())[places], targets, reduction="sum")
             else:
                 loss = head_loss(states, matrix, None, Labelled(places, targets), HeadHow(tile))
         loss.backward()
         grads = {"hidden": states.grad, "weight": matrix.grad}
-        return {"loss": loss.detach()} | {name: grad for name, grad in grads.items() if grad is not None}
+        return {"loss": loss.detach()} | {
+            name: grad for name, grad in grads.items() if grad is not None
+        }
 
     plain = found(None)
     for tile in (1, 64, 100, 4096):
@@ -398,24 +477,32 @@ def test_a_head_in_tiles_is_a_head_at_once(precision: str, is_trained: bool) -> 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fused_adapters_are_those_of_peft(precision: str, tmp_path: Path) -> None:
-    with opened(make_job(tmp_path, method="lora", rows=uneven_rows(), **strict(precision=precision))) as run:
+    with opened(
+        make_job(tmp_path, method="lora", rows=uneven_rows(), **strict(precision=precision))
+    ) as run:
         wake_adapters(run)
         assert run.kernels.lora is not None
         assert (run.kernels.lora.n_fused, run.kernels.lora.n_left) == (2 * 7, 0)
         loss, found = gradients(run)
         leave_low_rank(run.model)
         peft_loss, expected = gradients(run)
-    assert loss == pytest.approx(peft_loss, rel=1e-5 if precision == "fp32" else LOSS_ROUNDED["bf16"])
+    assert loss == pytest.approx(
+        peft_loss, rel=1e-5 if precision == "fp32" else LOSS_ROUNDED["bf16"]
+    )
     assert error(found, expected) < (SAME if precision == "fp32" else ROUNDED["bf16"])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_what_is_computed_again_is_what_was_kept(method: str, dropout: float, tmp_path: Path) -> None:
+def test_what_is_computed_again_is_what_was_kept(
+    method: str, dropout: float, tmp_path: Path
+) -> None:
     keys = {"method": method, "rows": uneven_rows(), "size": {"layers": 4, "dropout": dropout}}
     found = {}
     for every in (False, 2, True):
-        with opened(make_job(tmp_path / str(every), gradient_checkpointing=every, **strict(**keys))) as run:
+        with opened(
+            make_job(tmp_path / str(every), gradient_checkpointing=every, **strict(**keys))
+        ) as run:
             assert run.steps.settings.checkpoint_every == int(every)
             found[every] = gradients(run)
     for every in (2, True):
@@ -427,8 +514,16 @@ def test_what_is_computed_again_is_what_was_kept(method: str, dropout: float, tm
 def test_checkpointing_leaves_less_in_memory(tmp_path: Path) -> None:
     peaks = []
     for every in (False, 2, True):
-        keys = {"rows": uneven_rows(64), "size": {"hidden": 256, "layers": 6}, "global_batch_size": 64}
-        keys |= {"micro_batch_tokens": 1 << 15, "gradient_checkpointing": every, "data": {"max_length": 1024}}
+        keys = {
+            "rows": uneven_rows(64),
+            "size": {"hidden": 256, "layers": 6},
+            "global_batch_size": 64,
+        }
+        keys |= {
+            "micro_batch_tokens": 1 << 15,
+            "gradient_checkpointing": every,
+            "data": {"max_length": 1024},
+        }
         with opened(make_job(tmp_path / str(every), **strict(**keys))) as run:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -444,7 +539,9 @@ def test_four_bits_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     watched = Watched(monkeypatch)
     method = {"name": "qlora", "lora_r": 4}
-    job = make_job(tmp_path, pretrained=True, method=method, **strict(precision="bf16", max_steps=15))
+    job = make_job(
+        tmp_path, pretrained=True, method=method, **strict(precision="bf16", max_steps=15)
+    )
     assert workshop.train(job).state == "finished"
     losses = losses_of(job)
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
@@ -458,13 +555,21 @@ def test_four_bits_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @on_a_gpu
 @pytest.mark.parametrize(
     ("optim", "within"),
-    [("adamw_torch_offload", 1e-4), ("paged_adamw_32bit", 1e-3), ("adamw_8bit", 0.05), ("paged_adamw_8bit", 0.05)],
+    [
+        ("adamw_torch_offload", 1e-4),
+        ("paged_adamw_32bit", 1e-3),
+        ("adamw_8bit", 0.05),
+        ("paged_adamw_8bit", 0.05),
+    ],
 )
 def test_other_optimizers_step_as_the_fused_one(optim: str, within: float, tmp_path: Path) -> None:
     if "torch" not in optim:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     keys = {"max_steps": 10, "size": {"hidden": 128}, "learning_rate": 1e-3}
-    jobs = [make_job(tmp_path / name, **strict(optim=name, **keys)) for name in (optim, "adamw_torch_fused")]
+    jobs = [
+        make_job(tmp_path / name, **strict(optim=name, **keys))
+        for name in (optim, "adamw_torch_fused")
+    ]
     for job in jobs:
         assert farthing.train.run.train(job, Heard()).state == "finished"
     must_agree(*jobs, within)
@@ -486,7 +591,9 @@ def test_an_off_loaded_step_leaves_nothing_on_the_device(tmp_path: Path) -> None
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_ligers_kernels_compute_what_plain_ones_do(method: str, tmp_path: Path) -> None:
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    loss, expected = first_gradients(make_job(tmp_path / "plain", method=method, **strict(rows=uneven_rows())))
+    loss, expected = first_gradients(
+        make_job(tmp_path / "plain", method=method, **strict(rows=uneven_rows()))
+    )
     keys = strict(rows=uneven_rows(), use_liger_kernel=True)
     with opened(make_job(tmp_path / "liger", method=method, **keys)) as run:
         assert run.kernels.liger is not None
@@ -518,7 +625,11 @@ def test_beginnings_computed_once_change_no_loss(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = strict(
-        precision=precision, max_steps=4, rows=with_system_prompt(48), global_batch_size=16, micro_batch_tokens=8192
+        precision=precision,
+        max_steps=4,
+        rows=with_system_prompt(48),
+        global_batch_size=16,
+        micro_batch_tokens=8192,
     )
     heard = Heard()
     shared = make_job(tmp_path / "shared", **keys)
@@ -533,7 +644,9 @@ def test_beginnings_computed_once_change_no_loss(
 # ---- the host never waits ----
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "liger", "checkpointed", "beginnings", "frozen layers"])
+@pytest.mark.parametrize(
+    "kind", ["full", "lora", "liger", "checkpointed", "beginnings", "frozen layers"]
+)
 def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
     """Micro-batches, clipping and the update: torch raises where anything would wait."""
     tokens = 8192 if kind == "beginnings" else 512
@@ -546,7 +659,9 @@ def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
     else:
         rows = with_system_prompt(48) if kind == "beginnings" else uneven_rows(48)
         more = {"gradient_checkpointing": True} if kind == "checkpointed" else {}
-        job = make_job(tmp_path, method="lora" if kind == "lora" else "full", **keys | {"rows": rows} | more)
+        job = make_job(
+            tmp_path, method="lora" if kind == "lora" else "full", **keys | {"rows": rows} | more
+        )
     with opened(job) as run:
         if kind == "frozen layers":
             assert begin_behind_frozen_layers(run)
@@ -585,7 +700,9 @@ sys.exit(train(load_job(sys.argv[1]), tell).exit_code)
 
 
 def train_in_a_process(job: Path, kill_after_save: int = 0) -> int:
-    """The exit code of a run in a process of its own, that is killed when the checkpoint of a step is on the disk."""
+    """The exit code of a run in a process of its own, that is killed when the checkpoint of a step
+    is on the disk.
+    """
     command = [sys.executable, "-c", IN_A_PROCESS, str(job), str(kill_after_save)]
     return subprocess.run(command, check=False, timeout=300).returncode
 
@@ -599,7 +716,13 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     is_exact: bool, dropout: float, tmp_path: Path, record_property: Any
 ) -> None:
     ends = {}
-    keys = strict(precision="bf16", max_steps=10, save_steps=2, rows=uneven_rows(64), full_determinism=is_exact)
+    keys = strict(
+        precision="bf16",
+        max_steps=10,
+        save_steps=2,
+        rows=uneven_rows(64),
+        full_determinism=is_exact,
+    )
     keys |= {
         "global_batch_size": 16,
         "micro_batch_tokens": 1024,
@@ -610,16 +733,30 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
         if name == "killed":
             assert train_in_a_process(job, kill_after_save=4) == -signal.SIGKILL
         assert train_in_a_process(job) == 0
-        rows = [json.loads(line) for line in (tmp_path / name / "run/log.jsonl").read_text().splitlines()]
-        losses = torch.tensor([row["loss"] for row in rows if "examples" in row], dtype=torch.float64)
-        ends[name] = {"losses": losses, **load_file(tmp_path / name / "run/model/model.safetensors")}
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / name / "run/log.jsonl").read_text().splitlines()
+        ]
+        losses = torch.tensor(
+            [row["loss"] for row in rows if "examples" in row], dtype=torch.float64
+        )
+        ends[name] = {
+            "losses": losses,
+            **load_file(tmp_path / name / "run/model/model.safetensors"),
+        }
     alone, killed = ends["alone"], ends["killed"]
     assert len(alone["losses"]) == 10
     assert alone.keys() == killed.keys()
     of_losses = float(((killed["losses"] - alone["losses"]) / alone["losses"]).abs().max())
-    weights = [{name: tensor.double() for name, tensor in end.items() if name != "losses"} for end in (killed, alone)]
+    weights = [
+        {name: tensor.double() for name, tensor in end.items() if name != "losses"}
+        for end in (killed, alone)
+    ]
     of_weights = error(*weights)
-    said = {"losses, largest relative difference": of_losses, "weights, relative difference": of_weights}
+    said = {
+        "losses, largest relative difference": of_losses,
+        "weights, relative difference": of_weights,
+    }
     record_property("after a kill", json.dumps(said | {"full_determinism": is_exact}))
     print("after a kill:", said)
     if is_exact:
@@ -630,12 +767,19 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
 
 @on_its_own_kernels
 @on_a_gpu
-def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp_path: Path) -> None:
+def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(
+    tmp_path: Path,
+) -> None:
     rows = [
-        {"prompt": row["prompt"] * 12, "completion": row["completion"] * 12} for row in workshop.rows_of("llama", 96)
+        {"prompt": row["prompt"] * 12, "completion": row["completion"] * 12}
+        for row in workshop.rows_of("llama", 96)
     ]
     keys = strict(
-        rows=rows, max_steps=3, global_batch_size=32, micro_batch_tokens=1 << 16, size={"hidden": 512, "layers": 4}
+        rows=rows,
+        max_steps=3,
+        global_batch_size=32,
+        micro_batch_tokens=1 << 16,
+        size={"hidden": 512, "layers": 4},
     )
     keys |= {"gradient_checkpointing": False, "data": {"max_length": 1024}, "learning_rate": 1e-3}
     peaks: list[int] = []
@@ -661,7 +805,9 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
             gc.collect()
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info()[0]
-            ballast.append(torch.empty(free - int(0.7 * peaks[0]), dtype=torch.uint8, device="cuda"))
+            ballast.append(
+                torch.empty(free - int(0.7 * peaks[0]), dtype=torch.uint8, device="cuda")
+            )
 
     heard = Heard()
     short = make_job(tmp_path / "short", **keys)
@@ -682,15 +828,18 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
 def test_the_allocator_grows_its_segments(tmp_path: Path) -> None:
     """Never run. In a process of its own: the allocator is told once, before it starts."""
     code = (
-        "import farthing.cli\n"
-        "from farthing.model.hardware import choose_numerics\n"
-        "choose_numerics('cuda', None, None)\n"
-        "import torch\n"
-        "kept = [torch.empty(n << 20, dtype=torch.uint8, device='cuda') for n in (30, 50, 70)]\n"
-        "assert any(segment['is_expandable'] for segment in torch.cuda.memory_snapshot()), torch.cuda.memory_snapshot()\n"
+        "import farthing.cli\nfrom farthing.model.hardware import"
+        " choose_numerics\nchoose_numerics('cuda', None, None)\nimport torch\nkept = [torch.empty(n"
+        " << 20, dtype=torch.uint8, device='cuda') for n in (30, 50, 70)]\nassert"
+        " any(segment['is_expandable'] for segment in torch.cuda.memory_snapshot()),"
+        " torch.cuda.memory_snapshot()\n"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -698,10 +847,21 @@ def test_the_allocator_grows_its_segments(tmp_path: Path) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("every", [False, 2, True])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_need_judged_before_the_first_step_is_the_peak(method: str, every: bool | int, tmp_path: Path) -> None:
+def test_the_need_judged_before_the_first_step_is_the_peak(
+    method: str, every: bool | int, tmp_path: Path
+) -> None:
     """Never run."""
-    keys = {"rows": uneven_rows(64), "size": {"hidden": 1024, "layers": 6}, "global_batch_size": 64, "method": method}
-    keys |= {"micro_batch_tokens": 1 << 13, "gradient_checkpointing": every, "data": {"max_length": 1024}}
+    keys = {
+        "rows": uneven_rows(64),
+        "size": {"hidden": 1024, "layers": 6},
+        "global_batch_size": 64,
+        "method": method,
+    }
+    keys |= {
+        "micro_batch_tokens": 1 << 13,
+        "gradient_checkpointing": every,
+        "data": {"max_length": 1024},
+    }
     resting = torch.cuda.memory_allocated()
     with opened(make_job(tmp_path, **strict(precision="bf16", **keys))) as run:
         take_step(run)
@@ -719,29 +879,47 @@ def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never run. Against copies that are made at once."""
-    keys = strict(max_steps=6, save_steps=2, save_total_limit=5, size={"hidden": 512, "layers": 4}, n_rows=64)
+    keys = strict(
+        max_steps=6, save_steps=2, save_total_limit=5, size={"hidden": 512, "layers": 4}, n_rows=64
+    )
     monkeypatch.setattr("farthing.durability.snapshot.HOST_SHARE", share)
     found: dict[str, dict[str, Tensor]] = {}
     for name in ("later", "at once"):
         if name == "at once":
             monkeypatch.setattr("farthing.durability.checkpoint.can_wait", lambda tensor: False)
-        assert workshop.train(make_job(tmp_path / name, full_determinism=True, **keys)).state == "finished"
+        assert (
+            workshop.train(make_job(tmp_path / name, full_determinism=True, **keys)).state
+            == "finished"
+        )
         saved = sorted((tmp_path / name / "run/checkpoints").glob("step-*/*.safetensors"))
-        found[name] = {f"{p.parent.name} {p.name} {k}": v for p in saved for k, v in load_file(p).items()}
+        found[name] = {
+            f"{p.parent.name} {p.name} {k}": v for p in saved for k, v in load_file(p).items()
+        }
     assert found["later"].keys() == found["at once"].keys()
-    assert all(torch.equal(found["later"][name], tensor) for name, tensor in found["at once"].items())
+    assert all(
+        torch.equal(found["later"][name], tensor) for name, tensor in found["at once"].items()
+    )
 
 
 @on_a_gpu
 def test_paged_state_comes_back_into_pages(tmp_path: Path) -> None:
     """Never run."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    with opened(make_job(tmp_path, **strict(optim="paged_adamw_32bit", size={"hidden": 512}))) as run:
+    with opened(
+        make_job(tmp_path, **strict(optim="paged_adamw_32bit", size={"hidden": 512}))
+    ) as run:
         take_step(run)
         settle(run)
         tensors, values = run.state["optimizer"].state()
-        run.state["optimizer"].restore({name: tensor.clone() for name, tensor in tensors.items()}, values)
-        states = [value for state in run.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        run.state["optimizer"].restore(
+            {name: tensor.clone() for name, tensor in tensors.items()}, values
+        )
+        states = [
+            value
+            for state in run.optimizer.state.values()
+            for value in state.values()
+            if torch.is_tensor(value)
+        ]
         assert any(getattr(value, "is_paged", False) for value in states)
         assert all(getattr(value, "is_paged", False) for value in states if value.numel() >= 1e5)
         take_step(run)
@@ -751,8 +929,12 @@ def test_paged_state_comes_back_into_pages(tmp_path: Path) -> None:
 @on_a_gpu
 def test_pinned_blocks_are_not_rounded_up(tmp_path: Path) -> None:
     """Never run."""
-    before = torch.cuda.host_memory_stats()["active_bytes.current"]  # without what other tests have left in the cache
-    with opened(make_job(tmp_path, **strict(optim="adamw_torch_offload", size={"hidden": 768, "layers": 4}))) as run:
+    before = torch.cuda.host_memory_stats()[
+        "active_bytes.current"
+    ]  # without what other tests have left in the cache
+    with opened(
+        make_job(tmp_path, **strict(optim="adamw_torch_offload", size={"hidden": 768, "layers": 4}))
+    ) as run:
         trained = sum(p.nbytes for p in run.model.parameters())
         taken = torch.cuda.host_memory_stats()["active_bytes.current"] - before
         assert 2 * trained <= taken < 2.2 * trained
@@ -775,7 +957,9 @@ def test_this_gpu_is_in_the_table_and_a_run_on_it_has_a_promise(tmp_path: Path) 
     name = torch.cuda.get_device_name()
     assert gpu_of_device(name) is not None, f"{name} is not in facts/gpus.csv"
     heard = Heard()
-    outcome = farthing.train.run.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
+    outcome = farthing.train.run.train(
+        make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard
+    )
     assert heard.of(Decided)[0].device == name
     assert outcome.receipt.promised.peak_bytes
     assert heard.of(StepTaken)[-1].mfu > 0
@@ -784,7 +968,12 @@ def test_this_gpu_is_in_the_table_and_a_run_on_it_has_a_promise(tmp_path: Path) 
 
 def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
     """Of the whole process, as its parent sees it, imports and start of the GPU included."""
-    keys = strict(precision="bf16", max_steps=20, rows=uneven_rows(), eval_rows=workshop.rows_of("llama", 6, 5))
+    keys = strict(
+        precision="bf16",
+        max_steps=20,
+        rows=uneven_rows(),
+        eval_rows=workshop.rows_of("llama", 6, 5),
+    )
     job = job_file(tmp_path, **keys)
     began = time.monotonic()
     assert train_in_a_process(job) == 0
@@ -808,7 +997,11 @@ def test_compiled_layers_compute_what_plain_ones_do(tmp_path: Path) -> None:
     torch._dynamo.reset()
     jobs = []
     for name, compiles in (("compiled", True), ("plain", False)):
-        jobs.append(make_job(tmp_path / name, method="lora", **strict(rows=uneven_rows(), torch_compile=compiles)))
+        jobs.append(
+            make_job(
+                tmp_path / name, method="lora", **strict(rows=uneven_rows(), torch_compile=compiles)
+            )
+        )
         heard = Heard()
         assert farthing.train.run.train(jobs[-1], heard).state == "finished"
         assert ("2 layers compiled" in heard.of(Decided)[0].computed) == compiles
@@ -825,8 +1018,16 @@ def test_compiled_layers_compute_what_plain_ones_do(tmp_path: Path) -> None:
 def test_weights_spread_over_one_gpu_train_as_whole_ones(
     method: str, precision: str, zero_3: bool, tmp_path: Path
 ) -> None:
-    """The code of several GPUs with one: FSDP2, rows, files of rows, the rehearsal and the export from them."""
-    keys = {"method": method, "max_steps": 5, "save_steps": 2, "rows": uneven_rows(24), "gradient_checkpointing": True}
+    """The code of several GPUs with one: FSDP2, rows, files of rows, the rehearsal and the export
+    from them.
+    """
+    keys = {
+        "method": method,
+        "max_steps": 5,
+        "save_steps": 2,
+        "rows": uneven_rows(24),
+        "gradient_checkpointing": True,
+    }
     plain = make_job(tmp_path / "plain", **strict(precision=precision, **keys))
     spread = make_job(tmp_path / "spread", **strict(precision=precision, **keys))
     where = spread.where.model_copy(update={"strategy": "fsdp", "reshard_after_forward": zero_3})
@@ -838,6 +1039,6 @@ def test_weights_spread_over_one_gpu_train_as_whole_ones(
     must_agree(spread, plain, 1e-4 if precision == "fp32" else 2e-2)
     name = "model.safetensors" if method == "full" else "adapter_model.safetensors"
     ours, theirs = (load_file(Path(job.output_dir) / "model" / name) for job in (spread, plain))
-    assert error({k: t.double() for k, t in ours.items()}, {k: t.double() for k, t in theirs.items()}) < (
-        1e-3 if precision == "fp32" else 5e-2
-    )
+    assert error(
+        {k: t.double() for k, t in ours.items()}, {k: t.double() for k, t in theirs.items()}
+    ) < (1e-3 if precision == "fp32" else 5e-2)

@@ -1,4 +1,6 @@
-"""A GPU that fails, and memory that it lacks outside of a step: in words, with the right exit code, and a run that goes on."""
+"""A GPU that fails, and memory that it lacks outside of a step: in words, with the right exit code,
+and a run that goes on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from farthing.after.held_out import held_out_of
 from farthing.cli import command, main
 from farthing.device_memory import in_words, reported
 from farthing.durability.accounts import read_ledger
-from farthing.errors import EXIT_CRASH, DeviceFailed, HardwareError, OutOfMemory
+from farthing.errors import EXIT_CRASH, DeviceError, HardwareError, OutOfMemoryError
 from farthing.events import StepTaken
 from farthing.export.folders import export_run, trained_model
 from farthing.model.forward import Forward
@@ -50,7 +52,7 @@ WHOLE = [
 @pytest.mark.parametrize("error", BROKEN, ids=lambda error: str(error)[:40])
 def test_a_gpu_that_has_failed_is_said(error: RuntimeError) -> None:
     said = in_words(error, "the run")
-    assert isinstance(said, DeviceFailed)
+    assert isinstance(said, DeviceError)
     assert (said.where, said.exit_code) == ("the run", EXIT_CRASH)
     assert str(error).splitlines()[0] in said.what
     assert len(str(said).splitlines()) == 2
@@ -91,16 +93,22 @@ def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
             workshop.train(make_job(tmp_path / "counted", **KEYS), _stop_after(3))
     with monkeypatch.context() as patch:
         Broken(patch, calls.n)
-        assert main(["train", str(path)]) == EXIT_CRASH  # not 2, after which --retry would not go on
+        assert (
+            main(["train", str(path)]) == EXIT_CRASH
+        )  # not 2, after which --retry would not go on
     said = capsys.readouterr().err
     assert f"the GPU has failed: {ILLEGAL}\n  to do: run the same command again" in said
     assert "Traceback" not in said
-    assert isinstance(command._last[0], DeviceFailed), "what its frames hold is not freed before the process ends"
+    assert isinstance(command._last[0], DeviceError), (
+        "what its frames hold is not freed before the process ends"
+    )
     run = tmp_path / "broken/run"
     assert read_ledger(run / "ledger.jsonl").ordered[-1].state == "failed"
     assert not [each for each in (run / "checkpoints").iterdir() if "00003" in each.name]
     assert main(["train", str(path)]) == 0
-    assert survive.differences(survive.result_of(Path(alone.output_dir)), survive.result_of(run)) == []
+    assert (
+        survive.differences(survive.result_of(Path(alone.output_dir)), survive.result_of(run)) == []
+    )
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows if "examples" in row] == losses_of(alone)
 
@@ -117,12 +125,14 @@ def test_a_gpu_that_fails_in_a_restore_says_nothing_against_the_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr("farthing.train.state.put_back", broken)
-        with pytest.raises(DeviceFailed, match="the GPU has failed"):
+        with pytest.raises(DeviceError, match="the GPU has failed"):
             workshop.train(job)
     assert workshop.train(job).state == "finished"
 
 
-@pytest.mark.parametrize("error", [torch.AcceleratorError(ILLEGAL), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize(
+    "error", [torch.AcceleratorError(ILLEGAL), torch.OutOfMemoryError("CUDA out of memory")]
+)
 def test_a_gpu_that_fails_leaves_no_run_without_ligers_kernels(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +155,10 @@ def _stop_after(step: int) -> Any:
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_memory_that_runs_out_in_any_verb_is_said(
-    as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    as_json: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = job_file(tmp_path, max_steps=2)
 
@@ -159,12 +172,17 @@ def test_memory_that_runs_out_in_any_verb_is_said(
     assert "Traceback" not in out + err
 
 
-def test_a_model_that_does_not_fit_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(tmp_path, max_steps=2, pretrained=True)
-    for place in ("farthing.model.load._body_must_be_whole", "farthing.train.setup.refuse_looking_ahead"):
+    for place in (
+        "farthing.model.load._body_must_be_whole",
+        "farthing.train.setup.refuse_looking_ahead",
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(place, Failing(print, 1))
-            with pytest.raises(OutOfMemory, match="CUDA error: out of memory") as caught:
+            with pytest.raises(OutOfMemoryError, match="CUDA error: out of memory") as caught:
                 workshop.train(job)
         assert caught.value.where == "model.model_name_or_path"
         assert "qlora" in caught.value.to_do
@@ -174,8 +192,14 @@ def test_memory_that_runs_out_as_weights_are_converted_is_found_in_the_report() 
     def log_state_dict_report(loading_info: Any) -> None:
         raise RuntimeError("We encountered some issues during automatic conversion of the weights.")
 
-    why = "Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-    for said, expected in ((f"{why}\nError: Bnb4bit", "CUDA out of memory. Tried"), ("shapes", "We encountered")):
+    why = (
+        "Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory. Tried to"
+        " allocate 2.00 GiB"
+    )
+    for said, expected in (
+        (f"{why}\nError: Bnb4bit", "CUDA out of memory. Tried"),
+        ("shapes", "We encountered"),
+    ):
         with pytest.raises(RuntimeError) as caught:
             log_state_dict_report(SimpleNamespace(conversion_errors={"a.weight": said}))
         assert str(reported(caught.value)).startswith(expected)
@@ -206,7 +230,10 @@ def test_kernels_of_the_update_are_loaded_without_a_trace(name: str) -> None:
         step_of(models[0], tried, seed)
         step_of(models[1], other, seed)
     assert len(tried.state) == len(other.state)
-    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(models[0].parameters(), models[1].parameters(), strict=True)
+    )
 
 
 def test_an_update_without_room_for_its_kernels_is_missed_where_nothing_has_changed(
@@ -220,8 +247,13 @@ def test_an_update_without_room_for_its_kernels_is_missed_where_nothing_has_chan
         monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args: failing(*args))
         run.steps.rehearse(0)
         assert failing.n > 1
-        assert "step 1: out of memory (CUDA error: out of memory); unused memory was freed" in heard.warnings
-        assert all(torch.equal(weight, before[name]) for name, weight in run.model.state_dict().items())
+        assert (
+            "step 1: out of memory (CUDA error: out of memory); unused memory was freed"
+            in heard.warnings
+        )
+        assert all(
+            torch.equal(weight, before[name]) for name, weight in run.model.state_dict().items()
+        )
 
 
 # ---- after a run ----
@@ -231,7 +263,11 @@ def test_an_update_without_room_for_its_kernels_is_missed_where_nothing_has_chan
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an adapter."""
     folder = tmp_path_factory.mktemp("finished")
-    keys: dict[str, Any] = {"method": "lora", "pretrained": True, "eval_rows": workshop.rows_of("llama", 9, 5)}
+    keys: dict[str, Any] = {
+        "method": "lora",
+        "pretrained": True,
+        "eval_rows": workshop.rows_of("llama", 9, 5),
+    }
     job = make_job(folder, max_steps=3, **keys)
     workshop.train(job)
     return Path(job.output_dir)
@@ -257,7 +293,9 @@ def test_an_evaluation_afterwards_goes_on_with_less_where_memory_runs_out(
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_an_adapter_is_merged_without_a_gpu(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_is_merged_without_a_gpu(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def busy() -> str:
         raise HardwareError("the GPU belongs to another run")
 

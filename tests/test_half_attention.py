@@ -1,4 +1,6 @@
-"""Attention in bf16 on a CPU: right to its rounding, in few shapes, and left to others where it can't."""
+"""Attention in bf16 on a CPU: right to its rounding, in few shapes, and left to others where it
+can't.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def tokens(n: int, n_heads: int = HEADS) -> Tensor:
     return torch.randn(n, n_heads, WIDTH).bfloat16().requires_grad_()
 
 
-def by_formula(query: Tensor, key: Tensor, value: Tensor, documents: Documents, causal: bool, scale: float) -> Tensor:
+def by_formula(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, causal: bool, scale: float
+) -> Tensor:
     """Softmax attention of each document in double precision."""
     found, groups = [], query.shape[1] // key.shape[1]
     parts = zip(
@@ -61,7 +65,11 @@ def test_answers_and_gradients_are_those_of_the_formula(
     torch.manual_seed(0)
     documents = Documents.of(lengths, "cpu", key_lengths, reads_others=True)
     n_keys = sum(documents.key_lengths)
-    given = [tokens(sum(lengths)), tokens(n_keys, HEADS // n_shared), tokens(n_keys, HEADS // n_shared)]
+    given = [
+        tokens(sum(lengths)),
+        tokens(n_keys, HEADS // n_shared),
+        tokens(n_keys, HEADS // n_shared),
+    ]
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     passed = torch.randn(sum(lengths), HEADS, WIDTH).bfloat16()
     out = half.half_attention(*given, documents, causal=causal, scale=0.3)  # type: ignore[call-arg]
@@ -78,18 +86,23 @@ def test_a_document_has_nothing_of_the_next() -> None:
     torch.manual_seed(0)
     documents = Documents.of((130, 90))
     given = [tokens(220) for _ in range(3)]
-    changed = [torch.cat([tensor[:130], tensor[130:] * 3 + 1]).detach().requires_grad_() for tensor in given]
+    changed = [
+        torch.cat([tensor[:130], tensor[130:] * 3 + 1]).detach().requires_grad_()
+        for tensor in given
+    ]
     passed = torch.randn(220, HEADS, WIDTH).bfloat16()
     found = []
     for tensors in (given, changed):
         out = half.half_attention(*tensors, documents, causal=False, scale=0.3)  # type: ignore[call-arg]
-        found.append([out[:130], *(grad[:130] for grad in torch.autograd.grad(out, tensors, passed))])
+        found.append(
+            [out[:130], *(grad[:130] for grad in torch.autograd.grad(out, tensors, passed))]
+        )
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 
 
 class Products(TorchDispatchMode):
-    """Collects shapes of products in bf16 that are made in the block: oneDNN keeps code for each."""
+    """Collects shapes of products in bf16 that are made in the block: oneDNN keeps code for each."""  # noqa: E501
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +111,12 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Does what was asked."""
         if "mm" in func.__name__ and args[0].dtype == torch.bfloat16:
-            self.shapes.add((func.__name__, *((one.shape, one.stride()) for one in args if torch.is_tensor(one))))
+            self.shapes.add(
+                (
+                    func.__name__,
+                    *((one.shape, one.stride()) for one in args if torch.is_tensor(one)),
+                )
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -109,7 +127,17 @@ def entry(documents: Documents, *, causal: bool, bias: Tensor | None = None) -> 
     query, key, value = (torch.randn(1, 8, n, 16, requires_grad=True) for _ in range(3))
     more = {} if bias is None else {"position_bias": bias}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, _ = attend(module, query, key, value, None, is_causal=causal, documents=documents, scaling=0.25, **more)
+        out, _ = attend(
+            module,
+            query,
+            key,
+            value,
+            None,
+            is_causal=causal,
+            documents=documents,
+            scaling=0.25,
+            **more,
+        )
     out.float().sum().backward()
     assert query.grad is not None
     return query.grad
@@ -117,7 +145,9 @@ def entry(documents: Documents, *, causal: bool, bias: Tensor | None = None) -> 
 
 @pytest.mark.parametrize("kind", ["looks back", "looks both ways", "bias"])
 def test_documents_of_all_lengths_are_multiplied_in_few_shapes(kind: str) -> None:
-    """A shape costs 0.65 MiB until the process ends. These 87 lengths took 800 before, 768 where all is seen."""
+    """A shape costs 0.65 MiB until the process ends. These 87 lengths took 800 before, 768 where
+    all is seen.
+    """
     longest = 100 if kind == "bias" else 600
     bias = torch.randn(1, 8, longest, longest) if kind == "bias" else None
     lengths = [*range(1, longest, 7), longest]
@@ -145,7 +175,9 @@ def test_other_attention_is_left_to_others(change: str) -> None:
         documents = replace(documents, few_shapes=False)
     assert not half.is_for(query, documents, causal=False)
     assert half.is_for(query, documents, causal=True) == (change == "short")
-    assert short.is_for(query, query, documents, has_bias=True, causal=False) == (change in ("fp32", "long", "short"))
+    assert short.is_for(query, query, documents, has_bias=True, causal=False) == (
+        change in ("fp32", "long", "short")
+    )
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(1, HEADS, 40, 40)])
@@ -169,7 +201,9 @@ def test_short_documents_in_bf16_are_multiplied_in_fp32(bias: Tensor | None) -> 
 def test_a_run_in_bf16_that_began_before_goes_on_as_it_did(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = workshop.make_job(tmp_path, family=family, max_steps=2, save_steps=1, probe=False, bf16=True)
+    job = workshop.make_job(
+        tmp_path, family=family, max_steps=2, save_steps=1, probe=False, bf16=True
+    )
     run = workshop.begun_by_an_earlier_version(job, monkeypatch, few_shapes=True)
     taken = []
     for name, module in (("half", half), ("short", short)):
@@ -180,7 +214,9 @@ def test_a_run_in_bf16_that_began_before_goes_on_as_it_did(
             taken.extend([name] * found)
             return found
 
-        monkeypatch.setattr(f"farthing.model.attention.{'half_attention.' * (name == 'half')}is_for", noted)
+        monkeypatch.setattr(
+            f"farthing.model.attention.{'half_attention.' * (name == 'half')}is_for", noted
+        )
     assert workshop.train(job).state == "finished"
     assert (kept(run / SETTINGS) or {})["few_shapes"] is False
     assert not taken
@@ -190,7 +226,13 @@ def test_a_run_in_bf16_that_began_before_goes_on_as_it_did(
 def test_a_run_in_bf16_that_was_stopped_has_the_losses_of_one_that_was_not(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys: dict[str, Any] = {"family": family, "max_steps": 3, "save_steps": 1, "probe": False, "bf16": True}
+    keys: dict[str, Any] = {
+        "family": family,
+        "max_steps": 3,
+        "save_steps": 1,
+        "probe": False,
+        "bf16": True,
+    }
     stopped, whole = (workshop.make_job(tmp_path / name, **keys) for name in ("stopped", "whole"))
     with monkeypatch.context() as before:
         before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 1)

@@ -1,4 +1,5 @@
-"""What is asked of a GPU before anything runs on it: that torch has kernels for it, and kernels whose bits repeat.
+"""What is asked of a GPU before anything runs on it: that torch has kernels for it, and kernels
+whose bits repeat.
 
 There is no GPU: torch's answers about one are made up here.
 """
@@ -20,7 +21,12 @@ from farthing.after.chat import answers_in
 from farthing.device_memory import ALLOCATOR_SETTING
 from farthing.doctor import check_machine
 from farthing.errors import HardwareError
-from farthing.model.hardware import choose_numerics, must_be_built_for, not_deterministic, why_not_deterministic
+from farthing.model.hardware import (
+    choose_numerics,
+    must_be_built_for,
+    not_deterministic,
+    why_not_deterministic,
+)
 from farthing.train.setup import check_extras
 from workshop import make_job
 
@@ -30,7 +36,9 @@ CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A machine with the GPU that this says, and every setting of this process as it was afterwards."""
+    """A machine with the GPU that this says, and every setting of this process as it was
+    afterwards.
+    """
     about: dict[str, Any] = {"name": "NVIDIA H100", "capability": (9, 0), "built_for": CU130}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: about["name"])
@@ -40,7 +48,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    before = cuda.matmul.allow_tf32, cudnn.allow_tf32, cuda.cudnn_sdp_enabled(), cudnn.deterministic, cudnn.benchmark
+    before = (
+        cuda.matmul.allow_tf32,
+        cudnn.allow_tf32,
+        cuda.cudnn_sdp_enabled(),
+        cudnn.deterministic,
+        cudnn.benchmark,
+    )
     yield about
     torch.use_deterministic_algorithms(False)
     cuda.matmul.allow_tf32, cudnn.allow_tf32 = before[:2]
@@ -58,7 +72,9 @@ def test_the_doctor_says_of_each_gpu_whether_it_can_be_used(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (79 << 30, 79 << 30))
 
     def found() -> tuple[str, str]:
-        return next((one.state, one.found) for one in check_machine(tmp_path) if one.name == "gpu 0")
+        return next(
+            (one.state, one.found) for one in check_machine(tmp_path) if one.name == "gpu 0"
+        )
 
     gpu["name"] = "NVIDIA H100 80GB HBM3"
     assert found() == ("ok", "NVIDIA H100 80GB HBM3, compute 9.0, 79.0 GiB of 79.0 GiB free, bf16")
@@ -71,9 +87,13 @@ def test_the_doctor_says_of_each_gpu_whether_it_can_be_used(
     assert "no kernels for Tesla V100-SXM2-16GB (sm_70)" in words
 
 
-def test_torchs_own_warning_of_a_gpu_is_left_out(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_own_warning_of_a_gpu_is_left_out(
+    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def name(*_: Any) -> str:
-        warnings.warn("Found GPU0 Tesla V100 which is of compute capability (CC) 7.0.", stacklevel=1)
+        warnings.warn(
+            "Found GPU0 Tesla V100 which is of compute capability (CC) 7.0.", stacklevel=1
+        )
         return "Tesla V100"
 
     gpu["capability"] = (7, 0)
@@ -87,18 +107,31 @@ def test_torchs_own_warning_of_a_gpu_is_left_out(gpu: dict[str, Any], monkeypatc
 @pytest.mark.parametrize(
     ("capability", "built_for"),
     [
-        *(((7, 0), CU126), ((6, 1), CU126), ((7, 5), CU130), ((8, 9), CU130), ((9, 0), CU130), ((12, 1), CU130)),
+        *(
+            ((7, 0), CU126),
+            ((6, 1), CU126),
+            ((7, 5), CU130),
+            ((8, 9), CU130),
+            ((9, 0), CU130),
+            ((12, 1), CU130),
+        ),
         *(((13, 0), CU130), ((8, 0), ["compute_70"]), ((9, 0), ["sm_90a"]), ((8, 0), [])),
     ],
 )
-def test_a_gpu_is_taken_that_torch_has_kernels_for(capability: tuple[int, int], built_for: list[str]) -> None:
+def test_a_gpu_is_taken_that_torch_has_kernels_for(
+    capability: tuple[int, int], built_for: list[str]
+) -> None:
     must_be_built_for("it", capability, built_for)
 
 
 @pytest.mark.parametrize(
     ("capability", "built_for", "to_do"),
     [
-        ((7, 0), CU130, "pip install 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126"),
+        (
+            (7, 0),
+            CU130,
+            "pip install 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126",
+        ),
         ((6, 1), CU130, "whl/cu126"),
         ((12, 0), CU126, "pip install --upgrade torch"),
         ((8, 0), ["sm_86"], "pip install --upgrade torch"),
@@ -128,12 +161,16 @@ def test_a_v100_is_refused_before_its_first_kernel_fails(gpu: dict[str, Any]) ->
 def test_the_allocator_is_told_before_anyone_starts_the_gpu(
     gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a notebook, where torch was imported before: once the GPU was started its allocator is told no more."""
+    """In a notebook, where torch was imported before: once the GPU was started its allocator is
+    told no more.
+    """
     told: list[str] = []
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu["is_started"])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: gpu.update(is_started=True) or gpu["name"])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda *_: gpu.update(is_started=True) or gpu["name"]
+    )
     gpu["is_started"] = False
     choose_numerics("auto", None, None)
     assert told == [ALLOCATOR_SETTING]
@@ -148,7 +185,11 @@ def test_the_allocator_is_told_before_anyone_starts_the_gpu(
     [((9, 0), {}, "bf16"), ((7, 5), {}, "fp16"), ((7, 5), {"dtype": "bfloat16"}, "fp32")],
 )
 def test_a_model_answers_on_a_gpu_in_what_that_has(
-    capability: tuple[int, int], config: dict[str, str], precision: str, gpu: dict[str, Any], tmp_path: Path
+    capability: tuple[int, int],
+    config: dict[str, str],
+    precision: str,
+    gpu: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     gpu["capability"] = capability
     (tmp_path / "model").mkdir()
@@ -160,12 +201,16 @@ def test_a_model_answers_on_a_gpu_in_what_that_has(
 # ---- cuDNN attention ----
 
 
-def test_the_allocator_is_told_before_cuda_starts(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocator_is_told_before_cuda_starts(
+    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a notebook, where torch is imported before farthing: asking for a name starts CUDA."""
     order: list[str] = []
     monkeypatch.setattr("farthing.model.hardware._tell_allocator", lambda: order.append("told"))
     name = torch.cuda.get_device_name
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: order.append("started") or name(*device))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda *device: order.append("started") or name(*device)
+    )
     choose_numerics("cuda", None, None)
     assert order[:2] == ["told", "started"]
 
@@ -217,7 +262,9 @@ def test_what_can_not_be_deterministic_is_named() -> None:
 
 def test_a_job_that_asks_for_it_and_for_compiled_layers_is_refused_on_cuda(tmp_path: Path) -> None:
     job = make_job(tmp_path, full_determinism=True, torch_compile=True)
-    with pytest.raises(HardwareError, match=r"full_determinism can't be kept with train\.torch_compile"):
+    with pytest.raises(
+        HardwareError, match=r"full_determinism can't be kept with train\.torch_compile"
+    ):
         check_extras(job, "cuda")
     check_extras(job, "cpu")
     check_extras(make_job(tmp_path / "plain", full_determinism=True), "cuda")
@@ -226,12 +273,17 @@ def test_a_job_that_asks_for_it_and_for_compiled_layers_is_refused_on_cuda(tmp_p
 def test_an_operation_without_deterministic_kernels_ends_a_run_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_deterministic_..."
+    text = (
+        "cumsum_cuda_kernel does not have a deterministic implementation, but you set"
+        " 'torch.use_deterministic_..."
+    )
 
     def refuses(*_: Any, **__: Any) -> None:
         raise RuntimeError(text)
 
     monkeypatch.setattr("farthing.model.forward.Forward.loss", refuses)
-    with pytest.raises(HardwareError, match="cumsum_cuda_kernel, which is not deterministic on CUDA"):
+    with pytest.raises(
+        HardwareError, match="cumsum_cuda_kernel, which is not deterministic on CUDA"
+    ):
         workshop.train(make_job(tmp_path))
     assert not_deterministic(RuntimeError("something else")) is None

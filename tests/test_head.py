@@ -1,4 +1,6 @@
-"""The head that pays for labelled positions only: the same loss and gradients as the plain path, and no logits kept."""
+"""The head that pays for labelled positions only: the same loss and gradients as the plain path,
+and no logits kept.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,29 @@ SMALL = {
 }
 OTHER_SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": N_WORDS},
-    "gpt_neox": {key: value for key, value in SMALL.items() if key not in ("num_key_value_heads", "head_dim")},
+    "gpt_neox": {
+        key: value for key, value in SMALL.items() if key not in ("num_key_value_heads", "head_dim")
+    },
 }
 OF_PAIRS: dict[str, Any] = {  # those that a configuration knows
-    **{"vocab_size": N_WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+    **{
+        "vocab_size": N_WORDS,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+    },
     **{"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
     **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64},
 }
-NO_DROPOUT = {"dropout_rate": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "hidden_dropout": 0.0}
+NO_DROPOUT = {
+    "dropout_rate": 0.0,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "hidden_dropout": 0.0,
+}
 NO_DROPOUT |= {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 NO_DROPOUT |= {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 
@@ -86,7 +103,9 @@ def make_model(family: str, **settings: Any) -> Any:
     return model.train()
 
 
-def make_batch(n_rows: int = 3, n_tokens: int = 11, share: float = 0.4, seed: int = 0) -> dict[str, Tensor]:
+def make_batch(
+    n_rows: int = 3, n_tokens: int = 11, share: float = 0.4, seed: int = 0
+) -> dict[str, Tensor]:
     """Padded rows, with labels at about `share` of the real positions."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, N_WORDS, (n_rows, n_tokens), generator=draw)
@@ -119,32 +138,45 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float
 # ---- the function ----
 
 
-def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, **how: Any) -> Tensor:
+def plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, **how: Any
+) -> Tensor:
     """The same by whole logits."""
     logits = nn.functional.linear(hidden, weight, bias).reshape(-1, len(weight))
     if cap := how.get("soft_cap"):
         logits = torch.tanh(logits / cap) * cap
     return nn.functional.cross_entropy(
-        logits[labelled.positions].float() if logits.dtype != torch.float64 else logits[labelled.positions],
+        logits[labelled.positions].float()
+        if logits.dtype != torch.float64
+        else logits[labelled.positions],
         labelled.targets,
         reduction="sum",
         label_smoothing=how.get("label_smoothing", 0.0),
     )
 
 
-def parts(dtype: torch.dtype = torch.float32, n: int = 23, n_all: int = 50, with_bias: bool = True) -> list[Any]:
+def parts(
+    dtype: torch.dtype = torch.float32, n: int = 23, n_all: int = 50, with_bias: bool = True
+) -> list[Any]:
     torch.manual_seed(1)
     hidden = torch.randn(2, n_all // 2, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(N_WORDS, 8, dtype=dtype, requires_grad=True)
     bias = torch.randn(N_WORDS, dtype=dtype, requires_grad=True) if with_bias else None
-    return [hidden, weight, bias, Labelled(torch.randperm(n_all)[:n].sort()[0], torch.randint(0, N_WORDS, (n,)))]
+    return [
+        hidden,
+        weight,
+        bias,
+        Labelled(torch.randperm(n_all)[:n].sort()[0], torch.randint(0, N_WORDS, (n,))),
+    ]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
 @pytest.mark.parametrize("n", [0, 1, 23, 50])
 @pytest.mark.parametrize("tile", [1, 7, 23, 1000])
-def test_loss_and_gradients_are_those_of_whole_logits(n: int, tile: int, soft_cap: Any, smoothing: float) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(
+    n: int, tile: int, soft_cap: Any, smoothing: float
+) -> None:
     results = []
     how = How(tile, soft_cap, smoothing)
     for is_own in (False, True):
@@ -152,7 +184,9 @@ def test_loss_and_gradients_are_those_of_whole_logits(n: int, tile: int, soft_ca
         if is_own:
             loss = head_loss(hidden, weight, bias, labelled, how)
         else:
-            loss = plain(hidden, weight, bias, labelled, soft_cap=soft_cap, label_smoothing=smoothing)
+            loss = plain(
+                hidden, weight, bias, labelled, soft_cap=soft_cap, label_smoothing=smoothing
+            )
         (loss / 7).backward()
         results.append((float(loss.detach()), {"x": hidden.grad, "W": weight.grad, "b": bias.grad}))
     (theirs, their_gradients), (ours, our_gradients) = results
@@ -167,13 +201,19 @@ def test_loss_and_gradients_are_those_of_whole_logits(n: int, tile: int, soft_ca
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_derivatives_hold_in_double_precision(soft_cap: Any, smoothing: float) -> None:
     torch.manual_seed(2)
-    hidden, weight, bias = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (7, 3), (7,)))
+    hidden, weight, bias = (
+        torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (7, 3), (7,))
+    )
     labelled = Labelled(torch.tensor([0, 2, 4]), torch.tensor([6, 0, 3]))
 
     how: dict[str, Any] = {"soft_cap": soft_cap, "label_smoothing": smoothing}
-    theirs = torch.autograd.grad(plain(hidden, weight, bias, labelled, **how), (hidden, weight, bias))
+    theirs = torch.autograd.grad(
+        plain(hidden, weight, bias, labelled, **how), (hidden, weight, bias)
+    )
     loss = head_loss(hidden, weight, bias, labelled, How(2, gradient_scale=0.3, **how))
-    for ours, expected in zip(torch.autograd.grad(loss, (hidden, weight, bias)), theirs, strict=True):
+    for ours, expected in zip(
+        torch.autograd.grad(loss, (hidden, weight, bias)), theirs, strict=True
+    ):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -181,11 +221,18 @@ def test_what_needs_no_gradient_gets_none_and_costs_none() -> None:
     class Products(TorchDispatchMode):
         count = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.count += func.overloadpacket in KINDS_OF_PRODUCT
             return func(*args, **(kwargs or {}))
 
-    for needs, n_products in (((True, True), 3), ((True, False), 2), ((False, True), 2), ((False, False), 1)):
+    for needs, n_products in (
+        ((True, True), 3),
+        ((True, False), 2),
+        ((False, True), 2),
+        ((False, False), 1),
+    ):
         hidden, weight, _, labelled = parts(with_bias=False)
         hidden.requires_grad_(needs[0])
         weight.requires_grad_(needs[1])
@@ -217,7 +264,9 @@ class Asked(TorchDispatchMode):
 def test_a_lean_head_is_as_right_as_another(is_lean: bool, spread: float) -> None:
     hidden, weight, bias, labelled = parts()
     with torch.no_grad():
-        weight.mul_(spread)  # at 300 the chances of most words are zero in fp32, their logarithms are not
+        weight.mul_(
+            spread
+        )  # at 300 the chances of most words are zero in fp32, their logarithms are not
     exact = [one.detach().double().requires_grad_() for one in (hidden, weight, bias)]
     wanted = plain(*exact, labelled)  # type: ignore[arg-type]
     with Asked() as asked:
@@ -262,14 +311,20 @@ def test_a_foreseen_scale_keeps_fp16_gradients_from_vanishing() -> None:
 
     def gradient(dtype: torch.dtype, foreseen: Any, actual: float) -> Tensor:
         weight = words.to(dtype, copy=True).requires_grad_()
-        (head_loss(rows.to(dtype), weight, None, labelled, How(gradient_scale=foreseen)) * actual).backward()
+        (
+            head_loss(rows.to(dtype), weight, None, labelled, How(gradient_scale=foreseen)) * actual
+        ).backward()
         return weight.grad.double() / actual
 
     exact = gradient(torch.float64, 1.0, 1.0)
     assert 0 < exact[0, 0] < 1e-8
-    assert not gradient(torch.float16, 1.0, 2.0**14)[0].any(), "too late: it was lost before it was scaled"
+    assert not gradient(torch.float16, 1.0, 2.0**14)[0].any(), (
+        "too late: it was lost before it was scaled"
+    )
     for foreseen in (2.0**14, 2.0**13, torch.tensor(2.0**14)):
-        torch.testing.assert_close(gradient(torch.float16, foreseen, 2.0**14), exact, rtol=0.02, atol=0)
+        torch.testing.assert_close(
+            gradient(torch.float16, foreseen, 2.0**14), exact, rtol=0.02, atol=0
+        )
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -279,9 +334,15 @@ def test_no_logits_beyond_a_tile_are_ever_alive(trained: bool) -> None:
     class Largest(Alive):
         largest = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            sizes = [one.untyped_storage().nbytes() for one in tree_leaves(result) if isinstance(one, Tensor)]
+            sizes = [
+                one.untyped_storage().nbytes()
+                for one in tree_leaves(result)
+                if isinstance(one, Tensor)
+            ]
             self.largest = max([self.largest, *sizes])
             return result
 
@@ -338,7 +399,9 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "settings"), SETTINGS, ids=lambda value: str(value))
-def test_each_family_has_the_loss_and_gradients_of_the_plain_path(family: str, settings: dict[str, Any]) -> None:
+def test_each_family_has_the_loss_and_gradients_of_the_plain_path(
+    family: str, settings: dict[str, Any]
+) -> None:
     model, batch, task = make_model(family, **settings), make_batch(), task_of(family)
     assert isinstance(find_head(model, task), Head)
     for smoothing in (0.0, 0.1):
@@ -373,14 +436,21 @@ def test_under_autocast_the_logits_are_those_of_a_bf16_product() -> None:
 
 def with_lora(model: Any, **settings: Any) -> Any:
     return peft.get_peft_model(
-        model, peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **settings})
+        model,
+        peft.LoraConfig(
+            **{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **settings}
+        ),
     )
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_a_frozen_head_under_an_adapter(family: str) -> None:
     kind = {"llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}[family]
-    model, batch, task = with_lora(make_model(family), task_type=kind), make_batch(), task_of(family)
+    model, batch, task = (
+        with_lora(make_model(family), task_type=kind),
+        make_batch(),
+        task_of(family),
+    )
     assert isinstance(find_head(model, task), Head)
     theirs = summed_loss(model, batch, task)[0]
     their_gradients = gradients_of(model, theirs)
@@ -392,7 +462,9 @@ def test_a_frozen_head_under_an_adapter(family: str) -> None:
 def test_positions_found_beforehand_give_the_same() -> None:
     model, batch = make_model("llama"), make_batch()
     found = find_labelled(batch["labels"], predicts_next=True)
-    ours = language_model_loss(model, {**batch, POSITIONS: found.positions, TARGETS: found.targets}, "causal-lm")
+    ours = language_model_loss(
+        model, {**batch, POSITIONS: found.positions, TARGETS: found.targets}, "causal-lm"
+    )
     assert torch.equal(ours, language_model_loss(model, batch, "causal-lm"))
 
 
@@ -408,7 +480,9 @@ def test_checkpointed_layers_give_the_same() -> None:
 
 @pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(family: str, is_adapted: bool) -> None:
+def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(
+    family: str, is_adapted: bool
+) -> None:
     model, batch = make_model(family), make_batch(share=1.0)
     if is_adapted:
         model = with_lora(model, target_modules=["v_proj", "lm_head"], task_type="CAUSAL_LM")
@@ -421,7 +495,9 @@ def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(family
         "labels": batch["labels"][keep][None],
         "position_ids": torch.cat([torch.arange(n) for n in keep.sum(1).tolist()])[None],
     }
-    assert (flat["labels"] != IGNORED).all(), "the first of each document has a label, which must not be scored"
+    assert (flat["labels"] != IGNORED).all(), (
+        "the first of each document has a label, which must not be scored"
+    )
     found = find_labelled(flat["labels"], predicts_next=True, position_ids=flat["position_ids"])
     known = {**flat, POSITIONS: found.positions, TARGETS: found.targets}
     results = []
@@ -436,7 +512,10 @@ def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(family
 def test_evaluation_needs_no_gradient_and_gives_the_same_sum() -> None:
     model, batch = make_model("gemma2").eval(), make_batch()
     with torch.no_grad():
-        ours, theirs = language_model_loss(model, batch, "causal-lm"), summed_loss(model, batch, "causal-lm")[0]
+        ours, theirs = (
+            language_model_loss(model, batch, "causal-lm"),
+            summed_loss(model, batch, "causal-lm")[0],
+        )
     assert float(ours) == pytest.approx(float(theirs), rel=CLOSE)
     assert not ours.requires_grad
 
@@ -511,13 +590,17 @@ def test_log_probabilities_of_documents_are_those_of_whole_logits(
         batch["labels"][2] = IGNORED  # a document without a target
     if is_adapted:
         kind = "SEQ_2_SEQ_LM" if task == "seq2seq" else "CAUSAL_LM"
-        output = next(name for name, each in model.named_modules() if each is model.get_output_embeddings())
+        output = next(
+            name for name, each in model.named_modules() if each is model.get_output_embeddings()
+        )
         model = with_lora(model, target_modules=[output, "o", "v_proj"], task_type=kind)
     weights = torch.tensor([1.0, -0.5, 2.0, 0.25])  # a gradient of each document of its own
     theirs = by_whole_logits(model, batch, task)
     their_gradients = gradients_of(model, (theirs * weights).sum())
     layouts: list[dict[str, Any]] = [batch]
-    if task == "causal-lm" and can_go_packed(model, task) is None:  # tests/test_pairs.py has the others
+    if (
+        task == "causal-lm" and can_go_packed(model, task) is None
+    ):  # tests/test_pairs.py has the others
         go_packed(model)
         layouts.append(packed(model.get_base_model() if is_adapted else model, batch))
     for one in layouts:
@@ -555,16 +638,26 @@ def test_log_probabilities_keep_no_logits_beyond_a_tile_for_the_backward_pass() 
     assert isinstance(head, Head)
     without = saved_bytes(model, lambda: head.hidden_states(batch))
     n = len(find_labelled(batch["labels"], predicts_next=True).positions)
-    kept = saved_bytes(model, lambda: loss_and_log_probs(model, batch, "causal-lm", tile_tokens=8)[1]) - without
+    kept = (
+        saved_bytes(model, lambda: loss_and_log_probs(model, batch, "causal-lm", tile_tokens=8)[1])
+        - without
+    )
     assert kept < n * N_WORDS * 4 / 2
     assert kept <= n * (4 * 16 + 64), "the labelled states, and a few numbers for each"
 
 
 def test_smoothed_labels_under_an_adapted_head_take_the_plain_path_and_say_why() -> None:
-    model, batch = with_lora(make_model("llama"), target_modules=["lm_head"], task_type="CAUSAL_LM"), make_batch()
-    forward = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None), label_smoothing=0.1)
+    model, batch = (
+        with_lora(make_model("llama"), target_modules=["lm_head"], task_type="CAUSAL_LM"),
+        make_batch(),
+    )
+    forward = Forward(
+        model, "causal-lm", 0, Numerics(torch.device("cpu"), None), label_smoothing=0.1
+    )
     assert "smoothed" in str(forward.why_all_scored)
-    assert forward.head_bytes(100, 0.5) == 4 * N_WORDS * 150, "logits, and a copy of those that are scored"
+    assert forward.head_bytes(100, 0.5) == 4 * N_WORDS * 150, (
+        "logits, and a copy of those that are scored"
+    )
     assert torch.equal(forward.loss(batch), summed_loss(model, batch, "causal-lm", 0.1)[0])
     exact = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None))
     assert exact.why_all_scored is None
@@ -578,7 +671,9 @@ def test_the_head_of_a_run_is_found_once(is_known: bool, monkeypatch: pytest.Mon
         model.config.model_type = "bamba"
     forward = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None))
     expected = language_model_loss(model, batch, "causal-lm")
-    monkeypatch.setattr(farthing.model.head, "find_head", lambda *_: pytest.fail("it was looked for again"))
+    monkeypatch.setattr(
+        farthing.model.head, "find_head", lambda *_: pytest.fail("it was looked for again")
+    )
     assert torch.equal(forward.loss(batch), expected)
     with torch.no_grad():
         assert forward.loss_and_log_probs(batch)[1].shape == (3,)

@@ -1,4 +1,4 @@
-"""Data sets of the Hub, read by the real client from a local server that answers as the Hub does."""
+"""Data sets of the Hub, read by the real client from a local server that answers as the Hub does."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if "/resolve/" in path:
             name = path.split("/resolve/")[1].partition("/")[2]
             if name in self.files:
-                self._send(200, self.files[name], {"ETag": f'"{etags[name]}"', "X-Repo-Commit": REVISION})
+                self._send(
+                    200, self.files[name], {"ETag": f'"{etags[name]}"', "X-Repo-Commit": REVISION}
+                )
             else:
                 self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
         elif path.endswith("/data"):
@@ -60,7 +62,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
             ]
             self._send(200, json.dumps(listed).encode(), {})
         else:
-            facts = {"id": "someone/rows", "sha": REVISION, "siblings": [{"rfilename": name} for name in self.files]}
+            facts = {
+                "id": "someone/rows",
+                "sha": REVISION,
+                "siblings": [{"rfilename": name} for name in self.files],
+            }
             self._send(200, json.dumps(facts).encode(), {})
 
     do_HEAD = do_GET
@@ -86,8 +92,15 @@ def hub() -> Iterator[str]:
 
 
 def said(folder: Path, hub: str, *, offline: bool = False) -> str:
-    """What the data set is, in a process of its own: the client reads its address when it is imported."""
-    env = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": str(int(offline))}
+    """What the data set is, in a process of its own: the client reads its address when it is
+    imported.
+    """
+    env = {
+        **os.environ,
+        "HF_ENDPOINT": hub,
+        "HF_HOME": str(folder / "hf"),
+        "HF_HUB_OFFLINE": str(int(offline)),
+    }
     env["HF_DATASETS_OFFLINE"] = str(int(offline))
     command = [sys.executable, "-c", READ, str(folder / "cache")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
@@ -101,13 +114,19 @@ def rows_with(n_bytes: int) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_data_set_of_the_hub_is_looked_over_before_datasets_unfolds_it(tmp_path: Path, hub: str) -> None:
+def test_a_data_set_of_the_hub_is_looked_over_before_datasets_unfolds_it(
+    tmp_path: Path, hub: str
+) -> None:
     Hub.files = {"train.jsonl": rows_with(11_000_000)}
-    assert said(tmp_path, hub).startswith("someone/rows/train.jsonl: a row of 10.5 MiB; the limit is 9.5 MiB")
+    assert said(tmp_path, hub).startswith(
+        "someone/rows/train.jsonl: a row of 10.5 MiB; the limit is 9.5 MiB"
+    )
 
 
 @pytest.mark.slow
-def test_a_data_set_of_the_hub_is_the_same_again_and_without_the_network(tmp_path: Path, hub: str) -> None:
+def test_a_data_set_of_the_hub_is_the_same_again_and_without_the_network(
+    tmp_path: Path, hub: str
+) -> None:
     Hub.files = {"train.jsonl": rows_with(5)}
     first = said(tmp_path, hub)
     assert first.startswith("20 ")

@@ -1,4 +1,6 @@
-"""Who a run is: it goes on wherever its content is the same, and never with files that were damaged."""
+"""Who a run is: it goes on wherever its content is the same, and never with files that were
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ import farthing.train.assemble
 import farthing.train.identity
 from farthing.config.job import Job
 from farthing.config.load import load_job
-from farthing.durability.files import Damaged, commit_folder, seal, write_json
+from farthing.durability.files import DamagedFileError, commit_folder, seal, write_json
 from farthing.durability.run_folder import (
     COPIES,
     DECIDING,
@@ -35,7 +37,7 @@ from farthing.durability.run_folder import (
     mend,
 )
 from farthing.durability.summed_lines import SummedLines
-from farthing.errors import RunChanged, RunDamaged, UserMistake
+from farthing.errors import InputError, RunChangedError, RunDamagedError
 from farthing.events import Decided, Event, Restored, StepTaken
 from farthing.model import weights
 from farthing.model.load import ModelChoice, load_config, model_sha256, model_sha256_by_place
@@ -43,7 +45,13 @@ from farthing.tiny import write_jsonl
 from thinned import thinned
 from workshop import Heard, change_facts, job_file, log_of, make_folder, make_job, rows_of, train
 
-KEYS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, "size": {"hidden": 32}, "n_rows": 24}
+KEYS: dict[str, Any] = {
+    "max_steps": 6,
+    "save_steps": 2,
+    "save_total_limit": 2,
+    "size": {"hidden": 32},
+    "n_rows": 24,
+}
 
 
 class LeavesAt(Heard):
@@ -55,7 +63,11 @@ class LeavesAt(Heard):
 
     def __call__(self, event: Event) -> None:
         super().__call__(event)
-        if isinstance(event, self.kind) and not self.is_done and self.step in (None, vars(event).get("step")):
+        if (
+            isinstance(event, self.kind)
+            and not self.is_done
+            and self.step in (None, vars(event).get("step"))
+        ):
             os.kill(os.getpid(), signal.SIGTERM)
             self.is_done = True
 
@@ -68,7 +80,9 @@ def weights_of(job: Job) -> dict[str, torch.Tensor]:
 def are_equal(left: Job, right: Job) -> bool:
     """Whether two finished runs have the same log and the same weights, to the bit."""
     ours, theirs = weights_of(left), weights_of(right)
-    return log_of(left) == log_of(right) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    return log_of(left) == log_of(right) and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
 
 
 # ---- places ----
@@ -111,7 +125,11 @@ def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path: Path) -> N
     second = tmp_path / "models" / "snapshots" / hashed
     shutil.copytree(first, second)
     config = json.loads((second / "config.json").read_text())
-    config = dict(reversed({**config, "transformers_version": "4.40.0", "_name_or_path": "/where/it/was"}.items()))
+    config = dict(
+        reversed(
+            {**config, "transformers_version": "4.40.0", "_name_or_path": "/where/it/was"}.items()
+        )
+    )
     (second / "config.json").write_text(json.dumps(config))
 
     def identity(folder: Path, **more: Any) -> str:
@@ -124,22 +142,30 @@ def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path: Path) -> N
     shutil.copy(first / "config.json", second / "config.json")
     assert identity(first, trust_remote_code=True) == identity(second, trust_remote_code=True)
     (second / "modeling_x.py").write_text("x = 1\n")
-    assert identity(first, trust_remote_code=True) != identity(second, trust_remote_code=True), "code that will run"
+    assert identity(first, trust_remote_code=True) != identity(second, trust_remote_code=True), (
+        "code that will run"
+    )
 
 
 def as_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on checkpoints are as an earlier farthing wrote them: no copies of other files in their manifests."""
+    """From now on checkpoints are as an earlier farthing wrote them: no copies of other files in
+    their manifests.
+    """
     facts = {"farthing": "0.0.9", "attempt": 1}
     monkeypatch.setattr(farthing.train.assemble, "manifest_facts", lambda *_: facts)
 
 
 def earlier_run(folder: Path, job: Job) -> None:
-    """Make of a run folder what an earlier farthing would have left: no checksums, the model hashed with its path."""
+    """Make of a run folder what an earlier farthing would have left: no checksums, the model hashed
+    with its path.
+    """
     for name in DECIDING:
         if (value := kept(folder / name)) is not None:
             if name == RUN:
                 config = load_config(ModelChoice(job.model.model_name_or_path, init=job.model.init))
-                written = config.to_json_string(use_diff=False).replace(value["machine"]["transformers"], "5.0.0")
+                written = config.to_json_string(use_diff=False).replace(
+                    value["machine"]["transformers"], "5.0.0"
+                )
                 value["machine"]["transformers"] = "5.0.0"
                 digest = hashlib.sha256(written.encode())
                 digest.update(job.model.init.encode())
@@ -147,7 +173,11 @@ def earlier_run(folder: Path, job: Job) -> None:
                     digest.update(b"None")
                     for path in sorted(Path(job.model.model_name_or_path).glob("*.safetensors")):
                         content = path.read_bytes()
-                        digest.update(f"{path.name}:{len(content)}".encode() + content[: 1 << 20] + content[-1 << 20 :])
+                        digest.update(
+                            f"{path.name}:{len(content)}".encode()
+                            + content[: 1 << 20]
+                            + content[-1 << 20 :]
+                        )
                 value["identity"]["model (content)"] = digest.hexdigest()
                 del value["identity"]["train.lr_scheduler_type"], value["job_sha256"]
             write_json(folder / name, value)
@@ -159,7 +189,12 @@ def earlier_run(folder: Path, job: Job) -> None:
 def test_runs_of_earlier_versions_go_on_at_their_path_and_at_another(
     init: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {**KEYS, "pretrained": init == "pretrained", "max_steps": 4, "lr_scheduler_type": "linear"}
+    keys = {
+        **KEYS,
+        "pretrained": init == "pretrained",
+        "max_steps": 4,
+        "lr_scheduler_type": "linear",
+    }
     alone = make_job(tmp_path / "alone", **keys)
     train(alone)
     monkeypatch.undo()
@@ -176,13 +211,19 @@ def test_runs_of_earlier_versions_go_on_at_their_path_and_at_another(
         job, heard = load_job(folder / "job.yaml"), Heard()
         assert train(job, heard).exit_code == 0, heard.warnings
         assert heard.of(Restored)[0].step == 3
-        assert "transformers 5.0.0 -> " in heard.warnings, "an upgrade is said, and refused by nobody"
+        assert "transformers 5.0.0 -> " in heard.warnings, (
+            "an upgrade is said, and refused by nobody"
+        )
         assert are_equal(job, alone)
-        assert all("sha256" in (folder / "run" / name).read_text() for name in (RUN, PLAN)), "sealed from now on"
+        assert all("sha256" in (folder / "run" / name).read_text() for name in (RUN, PLAN)), (
+            "sealed from now on"
+        )
         shutil.rmtree(folder)
 
 
-def test_an_earlier_run_with_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_run_with_another_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(tmp_path, pretrained=True, **KEYS)
     with monkeypatch.context() as patch:
         as_earlier(patch)
@@ -191,7 +232,7 @@ def test_an_earlier_run_with_another_model_is_refused(tmp_path: Path, monkeypatc
     with open(tmp_path / "base" / "model.safetensors", "r+b") as file:
         file.seek(-4, os.SEEK_END)
         file.write(b"\1\2\3\4")
-    with pytest.raises(RunChanged, match=r"model \(content\)"):
+    with pytest.raises(RunChangedError, match=r"model \(content\)"):
         train(job)
 
 
@@ -209,12 +250,18 @@ def test_the_hash_of_earlier_versions_is_computed_from_the_old_path(tmp_path: Pa
 def test_a_changed_byte_anywhere_in_the_weights_makes_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs that began when only the ends of weight files were read go on, and know the whole from then on."""
+    """Runs that began when only the ends of weight files were read go on, and know the whole from
+    then on.
+    """
     job = make_job(tmp_path, pretrained=True, **KEYS)
     monkeypatch.setattr(weights, "END_BYTES", 1024)
     with monkeypatch.context() as patch:
         honest = farthing.train.identity.model_sha256
-        patch.setattr(farthing.train.identity, "model_sha256", lambda *args, **_: honest(*args[:2], by_ends=True))
+        patch.setattr(
+            farthing.train.identity,
+            "model_sha256",
+            lambda *args, **_: honest(*args[:2], by_ends=True),
+        )
         train(job, LeavesAt(step=3))
     heard = LeavesAt(step=5)
     train(job, heard)
@@ -224,7 +271,7 @@ def test_a_changed_byte_anywhere_in_the_weights_makes_another_model(
         old = file.read(1)
         file.seek(20_000)
         file.write(bytes([old[0] ^ 1]))
-    with pytest.raises(RunChanged, match=r"model \(content\)"):
+    with pytest.raises(RunChangedError, match=r"model \(content\)"):
         train(job)
 
 
@@ -239,7 +286,9 @@ def test_a_run_that_goes_on_in_another_precision_is_said(tmp_path: Path) -> None
     assert "equal to rounding, not to the bit" in heard.warnings
 
 
-def test_weights_that_are_the_same_file_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_the_same_file_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[str] = []
     honest = weights.sha256_of
 
@@ -254,10 +303,14 @@ def test_weights_that_are_the_same_file_are_read_once(tmp_path: Path, monkeypatc
         (folder / name).write_bytes(name.encode() * 1000)
     first = weights.weights_sha256(folder, cache)
     assert first == weights.weights_sha256(folder, cache) == weights.weights_sha256(folder)
-    assert sorted(read) == ["a.safetensors"] * 2 + ["b.safetensors"] * 2, "without a cache they are read again"
+    assert sorted(read) == ["a.safetensors"] * 2 + ["b.safetensors"] * 2, (
+        "without a cache they are read again"
+    )
     read.clear()
     (folder / "a.safetensors").write_bytes(b"x" * 13_000)
-    assert dict(weights.weights_sha256(folder, cache))["a.safetensors"] != dict(first)["a.safetensors"]
+    assert (
+        dict(weights.weights_sha256(folder, cache))["a.safetensors"] != dict(first)["a.safetensors"]
+    )
     for note in (cache / "weights").iterdir():
         note.write_text("{}")
     weights.weights_sha256(folder, cache)
@@ -271,7 +324,7 @@ def test_a_failed_check_leaves_the_bill_and_nothing_else(tmp_path: Path) -> None
     make_job(tmp_path, **KEYS)
     path = tmp_path / "job.yaml"
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": ""}\n' * 8)
-    with pytest.raises(UserMistake):
+    with pytest.raises(InputError):
         train(load_job(path))
     names = {item.name for item in (tmp_path / "run").iterdir()}
     assert not names & {"run.json", "job.json", "plan.json", "schedule.json"}
@@ -283,7 +336,9 @@ def test_a_failed_check_leaves_the_bill_and_nothing_else(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("has_store", thinned([False, True], 2), ids=["folder", "store"])
-def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store: bool, tmp_path: Path) -> None:
+def test_a_run_that_has_saved_nothing_follows_the_corrected_job(
+    has_store: bool, tmp_path: Path
+) -> None:
     store = {"data": {}, "output_dir": "./run"}
     path = job_file(tmp_path, **KEYS, **store)
     more = [f"output_store={tmp_path / 'store'}"] if has_store else []
@@ -308,14 +363,14 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store: bool,
     other = load_job(tmp_path / "other" / "job.yaml", ["train.learning_rate=0.02"])
     train(other)
     assert are_equal(corrected, other)
-    with pytest.raises(RunChanged, match=r"0.02 -> 0.03[\s\S]*train its result further"):
+    with pytest.raises(RunChangedError, match=r"0.02 -> 0.03[\s\S]*train its result further"):
         train(load_job(path, [*more, "train.learning_rate=0.03"]))
 
 
 def test_a_refusal_names_no_model_that_is_not_there(tmp_path: Path) -> None:
     path = job_file(tmp_path, **KEYS)
     train(load_job(path), LeavesAt(step=3))
-    with pytest.raises(RunChanged) as error:
+    with pytest.raises(RunChangedError) as error:
         train(load_job(path, ["train.seed=7"]))
     assert "train its result further" not in str(error.value)
     assert (tmp_path / "run" / RUN).exists(), "a refused job takes nothing away"
@@ -324,9 +379,25 @@ def test_a_refusal_names_no_model_that_is_not_there(tmp_path: Path) -> None:
 # ---- damage ----
 
 VALUES: dict[str, dict[str, Any]] = {
-    RUN: {"run_id": "r1", "farthing": "1", "identity": {"train.seed": 42}, "machine": {"torch": "2"}, "keeps": None},
-    PLAN: {"micro_batch_tokens": 512, "checkpoint_every": 0, "wall_range_s": [1.5, 2.5], "calibration": "é"},
-    SETTINGS: {"micro_batch_tokens": 512, "checkpoint_every": 2, "tile_tokens": None, "compiled": False},
+    RUN: {
+        "run_id": "r1",
+        "farthing": "1",
+        "identity": {"train.seed": 42},
+        "machine": {"torch": "2"},
+        "keeps": None,
+    },
+    PLAN: {
+        "micro_batch_tokens": 512,
+        "checkpoint_every": 0,
+        "wall_range_s": [1.5, 2.5],
+        "calibration": "é",
+    },
+    SETTINGS: {
+        "micro_batch_tokens": 512,
+        "checkpoint_every": 2,
+        "tile_tokens": None,
+        "compiled": False,
+    },
     SCHEDULE: {"kind": "farthing schedule", "n_steps": 81, "settled": True, "step_s": 0.25},
 }
 
@@ -347,12 +418,14 @@ def test_every_flipped_bit_and_cut_of_a_deciding_file_is_found(name: str, tmp_pa
     folder = folder_with(tmp_path / "run", has_checkpoint=False)
     whole, n = (folder / name).read_bytes(), 0
     damaged = [
-        whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :] for at in range(len(whole)) for bit in range(8)
+        whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
+        for at in range(len(whole))
+        for bit in range(8)
     ]
     damaged += [whole[:at] for at in range(len(whole))]
     for content in damaged:
         (folder / name).write_bytes(content)
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedFileError):
             kept(folder / name)
         n += 1
     assert n == 9 * len(whole)
@@ -361,7 +434,9 @@ def test_every_flipped_bit_and_cut_of_a_deciding_file_is_found(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", DECIDING)
-def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpoint(name: str, tmp_path: Path) -> None:
+def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpoint(
+    name: str, tmp_path: Path
+) -> None:
     folder = folder_with(tmp_path / "run")
     whole = (folder / name).read_bytes()
     without_sum = json.dumps({**VALUES[name], "n_steps": 80}).encode()
@@ -389,12 +464,16 @@ def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpo
 
 def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "run", has_checkpoint=False)
-    commit_folder(folder / "checkpoints" / "step-00000004-0001", lambda draft: None, {"step": 4, "run_id": "r1"})
+    commit_folder(
+        folder / "checkpoints" / "step-00000004-0001",
+        lambda draft: None,
+        {"step": 4, "run_id": "r1"},
+    )
     (folder / RUN).write_bytes((folder / RUN).read_bytes().replace(b"42", b"43"))
-    with pytest.raises(RunDamaged, match="differs from what was written"):
+    with pytest.raises(RunDamagedError, match="differs from what was written"):
         claim(folder, {"train.seed": 42}, {}, print)
     (folder / RUN).unlink()
-    with pytest.raises(RunDamaged, match="is gone"):
+    with pytest.raises(RunDamagedError, match="is gone"):
         claim(folder, {"train.seed": 42}, {}, print)
     said: list[str] = []
     assert claim(folder, {"train.seed": 42}, {}, said.append, allow_restart=True)["run_id"] != "r1"
@@ -403,9 +482,15 @@ def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
-    """A run whose schedule is fitted to its budget, asked to leave after step 5; and the same run, gone on with untouched."""
+    """A run whose schedule is fitted to its budget, asked to leave after step 5; and the same run,
+    gone on with untouched.
+    """
     folder = tmp_path_factory.mktemp("stopped")
-    keys = KEYS | {"fit_schedule_to_budget": True, "lr_scheduler_type": "linear", "limits": {"max_hours": 10}}
+    keys = KEYS | {
+        "fit_schedule_to_budget": True,
+        "lr_scheduler_type": "linear",
+        "limits": {"max_hours": 10},
+    }
     job = make_job(folder, **keys)
     assert train(job, LeavesAt(step=5)).exit_code == 75
     shutil.copytree(folder / "run", folder / "kept")
@@ -464,7 +549,9 @@ def test_a_run_with_damaged_files_ends_as_one_without(
     assert are_equal(job, untouched)
 
 
-def test_a_damaged_line_of_the_log_is_said_and_the_others_are_kept(stopped: tuple[Path, Job], tmp_path: Path) -> None:
+def test_a_damaged_line_of_the_log_is_said_and_the_others_are_kept(
+    stopped: tuple[Path, Job], tmp_path: Path
+) -> None:
     folder, untouched = stopped
     shutil.copytree(folder / "kept", tmp_path / "run")
     log = tmp_path / "run" / "log.jsonl"
@@ -477,7 +564,9 @@ def test_a_damaged_line_of_the_log_is_said_and_the_others_are_kept(stopped: tupl
     assert "1 line of log.jsonl is damaged: left out" in heard.warnings
     assert "log.jsonl lacks 1 of the 5 steps so far" in heard.warnings
     assert log_of(job) == [row for row in log_of(untouched) if row["step"] != 2]
-    assert all(torch.equal(weights_of(job)[name], tensor) for name, tensor in weights_of(untouched).items())
+    assert all(
+        torch.equal(weights_of(job)[name], tensor) for name, tensor in weights_of(untouched).items()
+    )
 
 
 def test_every_flipped_bit_of_a_log_is_found_and_touches_no_other_line(tmp_path: Path) -> None:
@@ -492,7 +581,9 @@ def test_every_flipped_bit_of_a_log_is_found_and_touches_no_other_line(tmp_path:
         for bit in range(8):
             log.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
             found = list(log.rows())
-            first_lost_its_sum = found and found[0] != rows[0] and {**found[0], **rows[0]} == found[0]
+            first_lost_its_sum = (
+                found and found[0] != rows[0] and {**found[0], **rows[0]} == found[0]
+            )
             assert all(row in rows for row in found[bool(first_lost_its_sum) :])
             assert len(found) == 3 or log.damaged
     log.path.write_bytes(whole[:-9])
@@ -507,7 +598,7 @@ def test_a_damaged_job_is_not_exported_by(stopped: tuple[Path, Job]) -> None:
     assert kept_job(run)["task"] == "causal-lm"
     (run / "job.json").write_bytes(whole.replace(b'"seed": 42', b'"seed": 43'))
     try:
-        with pytest.raises(RunDamaged, match="differs from what was written"):
+        with pytest.raises(RunDamagedError, match="differs from what was written"):
             kept_job(run)
     finally:
         (run / "job.json").write_bytes(whole)

@@ -1,4 +1,6 @@
-"""Settings of other tools as jobs: every key mapped or named, nothing executed, and what can't be trained refused by name."""
+"""Settings of other tools as jobs: every key mapped or named, nothing executed, and what can't be
+trained refused by name.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from farthing.config.importers.record import UNKNOWN, Imported
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.formats import converter
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 
 AXOLOTL = """\
 base_model: org/base-1b
@@ -54,7 +56,9 @@ surely_unknown: 3
 """
 
 
-def imported(folder: Path, text: str, name: str = "other.yaml", source: str | None = None) -> Imported:
+def imported(
+    folder: Path, text: str, name: str = "other.yaml", source: str | None = None
+) -> Imported:
     (folder / name).write_text(text)
     return import_file(folder / name, source)
 
@@ -71,10 +75,23 @@ def job_of(folder: Path, found: Imported) -> Job:
 def test_axolotl(tmp_path: Path) -> None:
     found = imported(tmp_path, AXOLOTL)
     job = job_of(tmp_path, found)
-    assert (found.source, job.method.name, job.global_batch_size, job.data.max_length) == ("axolotl", "qlora", 8, 2048)
+    assert (found.source, job.method.name, job.global_batch_size, job.data.max_length) == (
+        "axolotl",
+        "qlora",
+        8,
+        2048,
+    )
     assert job.method.target_modules == ("all-linear",)
-    assert (job.train.num_train_epochs, job.train.learning_rate, job.train.warmup_steps) == (2, 2e-4, 10)
-    assert (job.train.lr_scheduler_type, job.train.optim, job.data.eval_fraction) == ("cosine", "adamw_bnb_8bit", 0.05)
+    assert (job.train.num_train_epochs, job.train.learning_rate, job.train.warmup_steps) == (
+        2,
+        2e-4,
+        10,
+    )
+    assert (job.train.lr_scheduler_type, job.train.optim, job.data.eval_fraction) == (
+        "cosine",
+        "adamw_bnb_8bit",
+        0.05,
+    )
     assert job.data.too_long == "skip"  # as Axolotl drops what is too long
     instructions, talks = job.data.of_train
     assert instructions.split == "train[:90%]"
@@ -87,8 +104,14 @@ def test_axolotl(tmp_path: Path) -> None:
 
 
 def test_axolotl_says_its_own_defaults(tmp_path: Path) -> None:
-    job = job_of(tmp_path, imported(tmp_path, "base_model: a/b\ndatasets: [{path: c/d, type: completion}]\n"))
-    assert (job.train.num_train_epochs, job.train.lr_scheduler_type, job.global_batch_size) == (1, "cosine", 1)
+    job = job_of(
+        tmp_path, imported(tmp_path, "base_model: a/b\ndatasets: [{path: c/d, type: completion}]\n")
+    )
+    assert (job.train.num_train_epochs, job.train.lr_scheduler_type, job.global_batch_size) == (
+        1,
+        "cosine",
+        1,
+    )
     assert (job.method.name, job.data.max_length) == ("full", 512)
 
 
@@ -102,7 +125,9 @@ def test_axolotl_says_its_own_defaults(tmp_path: Path) -> None:
         ("unfrozen_parameters: [lm_head]", "some layers in full"),
     ],
 )
-def test_another_kind_of_training_is_refused_by_name(tmp_path: Path, key: str, words: str, capsys: Any) -> None:
+def test_another_kind_of_training_is_refused_by_name(
+    tmp_path: Path, key: str, words: str, capsys: Any
+) -> None:
     text = f"base_model: a/b\ndatasets: [{{path: c/d, type: alpaca}}]\n{key}\n"
     assert any(words in line.why for line in imported(tmp_path, text).blockers)
     assert main(["import", str(tmp_path / "other.yaml"), "-o", str(tmp_path / "job.yaml")]) == 2
@@ -123,9 +148,10 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
     (tmp_path / "data" / "mine.json").write_text('[{"ask": "a", "more": "b", "say": "c"}]')
     found = imported(
         tmp_path,
-        "model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 4\nlora_target: all\n"
-        "dataset: mine,talks\ntemplate: qwen\ncutoff_len: 512\nlearning_rate: 1.0e-4\nper_device_train_batch_size: 1\n"
-        "gradient_accumulation_steps: 8\nquantization_bit: 4\nwarmup_ratio: 0.1\nval_size: 0.1\n",
+        "model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank:"
+        " 4\nlora_target: all\ndataset: mine,talks\ntemplate: qwen\ncutoff_len: 512\nlearning_rate:"
+        " 1.0e-4\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nquantization_bit:"
+        " 4\nwarmup_ratio: 0.1\nval_size: 0.1\n",
     )
     job = job_of(tmp_path, found)
     assert (found.source, job.method.name, job.method.lora_alpha, job.data.max_length) == (
@@ -137,8 +163,10 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
     assert job.method.target_modules == ("all-linear",)
     assert job.data.train == (str(tmp_path / "data" / "mine.json"), "org/talks")
     assert job.data.of_train[0].columns == {
-        "instruction": ("{ask}\n{more}", "{ask}"), "output": "{say}", "history": "before",
-    }  # fmt: skip
+        "instruction": ("{ask}\n{more}", "{ask}"),
+        "output": "{say}",
+        "history": "before",
+    }
     assert job.data.of_train[1].name == "small"
     assert (job.data.eval_fraction, job.train.num_train_epochs) == (0.1, 3)
 
@@ -146,27 +174,49 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "learned"),
     [
-        ("alpaca", "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-         "\n\n### Instruction:\nHi?\n\n### Response:\n", "Yo.</s>\n\n"),
+        (
+            "alpaca",
+            (
+                "Below is an instruction that describes a task. Write a response that appropriately"
+                " completes the request.\n\n### Instruction:\nHi?\n\n### Response:\n"
+            ),
+            "Yo.</s>\n\n",
+        ),
         ("default", "Human: Hi?</s>\nAssistant:", "Yo.</s>\n"),
-        ("vicuna", "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-         "detailed, and polite answers to the user's questions.USER: Hi? ASSISTANT:", "Yo.</s>"),
+        (
+            "vicuna",
+            (
+                "A chat between a curious user and an artificial intelligence assistant. The"
+                " assistant gives helpful, detailed, and polite answers to the user's"
+                " questions.USER: Hi? ASSISTANT:"
+            ),
+            "Yo.</s>",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_frame_of_llama_factory_is_a_template_beside_the_job(
     tmp_path: Path, name: str, text: str, learned: str
 ) -> None:
-    settings = f"model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\ndataset: mine\ntemplate: {name}\n"
+    settings = (
+        "model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\ndataset: mine\ntemplate:"
+        f" {name}\n"
+    )
     found = imported(tmp_path, settings)
     assert found.job["data.chat_template"] == f"{name}.jinja"
     tokenizer = SimpleNamespace(
-        chat_template=found.files[f"{name}.jinja"], special_tokens_map={"eos_token": "</s>"}, other_templates=()
+        chat_template=found.files[f"{name}.jinja"],
+        special_tokens_map={"eos_token": "</s>"},
+        other_templates=(),
     )
-    row = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yo."}]}
+    row = {
+        "messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yo."}]
+    }
     read = converter("messages", {}, {}, tokenizer, "causal-lm")
     assert read(row).segments == ((text, False), (learned, True))
     more = [{"role": "system", "content": "Be brief."}, *row["messages"] * 2]
-    assert [part for part, is_learned in read({"messages": more}).segments if is_learned] == [learned] * 2
+    assert [part for part, is_learned in read({"messages": more}).segments if is_learned] == [
+        learned
+    ] * 2
     assert "Be brief." in read({"messages": more}).segments[0][0]
     assert "data.chat_template" not in imported(tmp_path, settings.replace("sft", "pt")).job
 
@@ -188,20 +238,27 @@ def test_an_adapter_whose_layers_are_not_named_is_put_where_peft_puts_it(
     of_trl = imported(tmp_path, f"model_name_or_path: {model}\ndataset_name: c/d\nuse_peft: true\n")
     of_script = imported(
         tmp_path,
-        "from trl import SFTConfig, SFTTrainer\nfrom peft import LoraConfig\nconfig = LoraConfig(r=4)\n"
-        f"trainer = SFTTrainer(model='{model}', args=SFTConfig('out'), peft_config=config)\n",
+        "from trl import SFTConfig, SFTTrainer\nfrom peft import LoraConfig\nconfig ="
+        f" LoraConfig(r=4)\ntrainer = SFTTrainer(model='{model}', args=SFTConfig('out'),"
+        " peft_config=config)\n",
         "sft.py",
     )
-    of_command = imported(tmp_path, f"python run_clm_lora.py --model_name_or_path {model} --lora_r 4\n", "run.sh")
+    of_command = imported(
+        tmp_path, f"python run_clm_lora.py --model_name_or_path {model} --lora_r 4\n", "run.sh"
+    )
     for found in (of_trl, of_script, of_command):
         assert job_of(tmp_path, found).method.target_modules == layers
 
 
 @pytest.mark.parametrize(
-    ("keys", "init"), [("pissa_iter: 8", "pissa_niter_8"), ("pissa_iter: -1", "pissa"), ("", "pissa_niter_16")]
+    ("keys", "init"),
+    [("pissa_iter: 8", "pissa_niter_8"), ("pissa_iter: -1", "pissa"), ("", "pissa_niter_16")],
 )
 def test_an_adapter_of_llama_factory_begins_as_pissa(tmp_path: Path, keys: str, init: str) -> None:
-    text = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ndataset: c/d\npissa_init: true\npissa_convert: true\n"
+    text = (
+        "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ndataset: c/d\npissa_init:"
+        " true\npissa_convert: true\n"
+    )
     found = imported(tmp_path, text + keys + "\n")
     assert job_of(tmp_path, found).method.init_lora_weights == init
     assert not [line for line in found.named if line.effect == "differs"]
@@ -226,9 +283,9 @@ def test_unsloth_puts_an_adapter_on_all_layers(tmp_path: Path) -> None:
 def test_recipes_of_hugging_face_name_several_data_sets(tmp_path: Path) -> None:
     found = imported(
         tmp_path,
-        'model_name_or_path: a/b\nuse_peft: false\nmax_length: 64\nchat_template: "{{ messages }}"\n'
-        "dataset_mixture:\n  seed: 1\n  test_split_size: 0.1\n  datasets:\n"
-        "  - {id: c/d, config: small, split: train_sft, columns: [messages], weight: 0.5}\n  - {id: e/f}\n",
+        'model_name_or_path: a/b\nuse_peft: false\nmax_length: 64\nchat_template: "{{ messages'
+        ' }}"\ndataset_mixture:\n  seed: 1\n  test_split_size: 0.1\n  datasets:\n  - {id: c/d,'
+        " config: small, split: train_sft, columns: [messages], weight: 0.5}\n  - {id: e/f}\n",
     )
     job = job_of(tmp_path, found)
     assert (job.data.train, job.data.eval_fraction) == (("c/d", "e/f"), 0.1)
@@ -236,7 +293,8 @@ def test_recipes_of_hugging_face_name_several_data_sets(tmp_path: Path) -> None:
     assert found.files["chat_template.jinja"] == "{{ messages }}"
     older = imported(
         tmp_path,
-        "model_name_or_path: a/b\nmax_length: 64\ndataset_mixer: {c/d: 0.5, e/f: 1.0}\ndataset_splits: [train_sft]\n",
+        "model_name_or_path: a/b\nmax_length: 64\ndataset_mixer: {c/d: 0.5, e/f:"
+        " 1.0}\ndataset_splits: [train_sft]\n",
     )
     assert [(each.weight, each.split) for each in job_of(tmp_path, older).data.of_train] == [
         (0.5, "train_sft"),
@@ -245,11 +303,13 @@ def test_recipes_of_hugging_face_name_several_data_sets(tmp_path: Path) -> None:
     assert UNKNOWN not in {line.why for line in [*found.named, *older.named]}
 
 
-def test_a_script_of_another_makes_an_adapter_and_its_shell_variables_are_left_open(tmp_path: Path) -> None:
+def test_a_script_of_another_makes_an_adapter_and_its_shell_variables_are_left_open(
+    tmp_path: Path,
+) -> None:
     found = imported(
         tmp_path,
-        "torchrun fastchat/train/train_lora.py --model_name_or_path a/b --lora_r 8 --lora_alpha 16 --q_lora True "
-        "--data_path $DATA --seed $RANDOM --model_max_length 512\n",
+        "torchrun fastchat/train/train_lora.py --model_name_or_path a/b --lora_r 8 --lora_alpha 16"
+        " --q_lora True --data_path $DATA --seed $RANDOM --model_max_length 512\n",
         "run.sh",
     )
     job = job_of(tmp_path, found)
@@ -265,7 +325,8 @@ def test_names_that_grow_out_of_one_another_are_worked_out_once(tmp_path: Path) 
     chain = "".join(f"a{i + 1} = a{i} + a{i}\n" for i in range(64)) + "b = x\n" + "b = b + b\n" * 64
     found = imported(
         tmp_path,
-        f"from transformers import TrainingArguments\na0 = 1\n{chain}args = TrainingArguments(seed=a3, logging_steps=b)\n",
+        f"from transformers import TrainingArguments\na0 = 1\n{chain}args ="
+        " TrainingArguments(seed=a3, logging_steps=b)\n",
         "train.py",
     )
     assert found.job["train.seed"] == 8
@@ -275,14 +336,15 @@ def test_names_that_grow_out_of_one_another_are_worked_out_once(tmp_path: Path) 
 def test_a_trl_configuration_and_a_command_line_say_the_same(tmp_path: Path) -> None:
     by_yaml = imported(
         tmp_path,
-        "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nlora_r: 32\nlora_target_modules: q_proj v_proj\n"
-        "learning_rate: 2.0e-4\npacking: false\nmax_length: 2048\n",
+        "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nlora_r:"
+        " 32\nlora_target_modules: q_proj v_proj\nlearning_rate: 2.0e-4\npacking:"
+        " false\nmax_length: 2048\n",
     )
     by_command = imported(
         tmp_path,
-        "accelerate launch --num_processes 2 sft.py \\\n  --model_name_or_path a/b --dataset_name c/d --use_peft \\\n"
-        "  --lora_r 32 "
-        "  --lora_target_modules q_proj v_proj --learning_rate 2.0e-4 --packing False --max_length 2048\n",
+        "accelerate launch --num_processes 2 sft.py \\\n  --model_name_or_path a/b --dataset_name"
+        " c/d --use_peft \\\n  --lora_r 32   --lora_target_modules q_proj v_proj --learning_rate"
+        " 2.0e-4 --packing False --max_length 2048\n",
         "run.sh",
     )
     jobs = [job_of(tmp_path, found) for found in (by_yaml, by_command)]
@@ -310,52 +372,75 @@ trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=dataset, ar
     fp16=not torch.cuda.is_bf16_supported(), optim="adamw_8bit", weight_decay=0.01, seed=3407, logging_steps=int(input())))
 trainer.train()
 model2, _ = FastLanguageModel.from_pretrained(model_name="lora_model", load_in_4bit=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("kind", ["py", "ipynb"])
-def test_an_unsloth_script_is_read_and_never_run(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsloth_script_is_read_and_never_run(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     text = UNSLOTH
     if kind == "ipynb":
         lines = [f"{line}\n" for line in ("%pip install unsloth\n" + UNSLOTH).split("\n")]
         text = json.dumps(
-            {"cells": [{"cell_type": "code", "source": lines}, {"cell_type": "markdown", "source": ["# x"]}]}
+            {
+                "cells": [
+                    {"cell_type": "code", "source": lines},
+                    {"cell_type": "markdown", "source": ["# x"]},
+                ]
+            }
         )
     found = imported(tmp_path, text, f"script.{kind}")
     job = job_of(tmp_path, found)
     assert not (tmp_path / "was_executed").exists()
-    assert (found.source, job.model.model_name_or_path, job.method.name) == ("unsloth", "unsloth/some-3b", "qlora")
-    assert (job.method.lora_r, job.method.lora_alpha, job.data.max_length, job.train.max_steps) == (16, 32, 2048, 60)
+    assert (found.source, job.model.model_name_or_path, job.method.name) == (
+        "unsloth",
+        "unsloth/some-3b",
+        "qlora",
+    )
+    assert (job.method.lora_r, job.method.lora_alpha, job.data.max_length, job.train.max_steps) == (
+        16,
+        32,
+        2048,
+        60,
+    )
     assert job.method.target_modules == ("q_proj", "v_proj")
     assert (job.global_batch_size, job.train.seed, job.data.train) == (8, 3407, ("org/rows",))
     assert job.data.train_on_prompt  # no train_on_responses_only: every token is learned
     assert "only running the script" in found.lines["SFTConfig.logging_steps"].why
-    assert found.lines["FastLanguageModel.from_pretrained#2.model_name"].why.startswith("a later call")
+    assert found.lines["FastLanguageModel.from_pretrained#2.model_name"].why.startswith(
+        "a later call"
+    )
 
 
 def test_a_trainer_script_with_arguments_of_its_own(tmp_path: Path) -> None:
     found = imported(
         tmp_path,
-        "import argparse\nfrom transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments\n"
-        "parser = argparse.ArgumentParser()\nparser.add_argument('--rate', type=float, default=3e-5)\n"
-        "args = parser.parse_args()\n"
-        "model = AutoModelForSequenceClassification.from_pretrained('org/encoder', num_labels=3)\n"
-        "settings = TrainingArguments('out', learning_rate=args.rate, num_train_epochs=2, eval_strategy='steps')\n"
-        "trainer = Trainer(model=model, args=settings)\n",
+        "import argparse\nfrom transformers import AutoModelForSequenceClassification, Trainer,"
+        " TrainingArguments\nparser = argparse.ArgumentParser()\nparser.add_argument('--rate',"
+        " type=float, default=3e-5)\nargs = parser.parse_args()\nmodel ="
+        " AutoModelForSequenceClassification.from_pretrained('org/encoder', num_labels=3)\nsettings"
+        " = TrainingArguments('out', learning_rate=args.rate, num_train_epochs=2,"
+        " eval_strategy='steps')\ntrainer = Trainer(model=model, args=settings)\n",
         "train.py",
     )
     job = job_of(tmp_path, found)
     assert (found.source, job.task, job.method.name) == ("hf-trainer", "classification", "full")
-    assert (job.train.learning_rate, job.global_batch_size, job.train.num_train_epochs) == (3e-5, 8, 2)
+    assert (job.train.learning_rate, job.global_batch_size, job.train.num_train_epochs) == (
+        3e-5,
+        8,
+        2,
+    )
     assert job.train.eval_steps == 500
 
 
 def test_a_run_script_of_transformers_by_its_command_line(tmp_path: Path) -> None:
     found = imported(
         tmp_path,
-        "python examples/run_summarization.py --model_name_or_path org/t5 --dataset_name org/news --do_train \\\n"
-        ' --source_prefix "summarize: " --text_column article --summary_column highlights --max_source_length 256\n',
+        "python examples/run_summarization.py --model_name_or_path org/t5 --dataset_name org/news"
+        ' --do_train \\\n --source_prefix "summarize: " --text_column article --summary_column'
+        " highlights --max_source_length 256\n",
         "run.sh",
     )
     job = job_of(tmp_path, found)
@@ -368,16 +453,30 @@ def test_openai_together_and_fireworks(tmp_path: Path) -> None:
         tmp_path,
         json.dumps(
             {
-                "training_file": "file-abc", "model": "gpt-4o-mini-2024-07-18", "seed": 7,
-                "method": {"type": "supervised", "supervised": {"hyperparameters": {
-                    "n_epochs": 2, "batch_size": "auto", "learning_rate_multiplier": 2,
-                }}},
+                "training_file": "file-abc",
+                "model": "gpt-4o-mini-2024-07-18",
+                "seed": 7,
+                "method": {
+                    "type": "supervised",
+                    "supervised": {
+                        "hyperparameters": {
+                            "n_epochs": 2,
+                            "batch_size": "auto",
+                            "learning_rate_multiplier": 2,
+                        }
+                    },
+                },
             }
         ),
         "job.json",
-    )  # fmt: skip
+    )
     job = job_of(tmp_path, openai)
-    assert (openai.source, job.train.num_train_epochs, job.train.seed, job.learning_rate) == ("openai", 2, 7, 4e-4)
+    assert (openai.source, job.train.num_train_epochs, job.train.seed, job.learning_rate) == (
+        "openai",
+        2,
+        7,
+        4e-4,
+    )
     assert "weights that OpenAI keeps" in openai.lines["model"].why
     assert any("never published" in note for note in openai.notes)
     together = imported(
@@ -408,15 +507,25 @@ def test_openai_together_and_fireworks(tmp_path: Path) -> None:
         "job3.json",
     )
     job = job_of(tmp_path, fireworks)
-    assert (fireworks.source, job.method.lora_r, job.model.model_name_or_path) == ("fireworks", 8, "llama-x")
-    dpo = imported(tmp_path, '{"training_file": "file-a", "model": "gpt-4o", "method": {"type": "dpo"}}', "job4.json")
+    assert (fireworks.source, job.method.lora_r, job.model.model_name_or_path) == (
+        "fireworks",
+        8,
+        "llama-x",
+    )
+    dpo = imported(
+        tmp_path,
+        '{"training_file": "file-a", "model": "gpt-4o", "method": {"type": "dpo"}}',
+        "job4.json",
+    )
     assert "DPO" in dpo.blockers[0].why
 
 
 def test_what_says_where_a_training_runs_is_no_training(tmp_path: Path) -> None:
-    found = imported(tmp_path, "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n")
+    found = imported(
+        tmp_path, "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n"
+    )
     assert "import the other one" in found.blockers[0].why
-    with pytest.raises(UserMistake, match="whose settings"):
+    with pytest.raises(InputError, match="whose settings"):
         imported(tmp_path, "hello: world\n")
 
 
@@ -434,13 +543,17 @@ def test_what_says_where_a_training_runs_is_no_training(tmp_path: Path) -> None:
         ("x.yaml", "{" * 200),
     ],
 )
-def test_what_is_no_configuration_is_said(tmp_path: Path, name: str, text: str, capsys: Any) -> None:
+def test_what_is_no_configuration_is_said(
+    tmp_path: Path, name: str, text: str, capsys: Any
+) -> None:
     (tmp_path / name).write_text(text)
     assert main(["import", str(tmp_path / name)]) == 2
     assert name in capsys.readouterr().err
 
 
-def test_the_verb_writes_the_job_and_its_files_and_overwrites_nothing(tmp_path: Path, capsys: Any) -> None:
+def test_the_verb_writes_the_job_and_its_files_and_overwrites_nothing(
+    tmp_path: Path, capsys: Any
+) -> None:
     (tmp_path / "ax.yaml").write_text(AXOLOTL)
     assert main(["import", str(tmp_path / "ax.yaml"), "-o", str(tmp_path / "job.yaml")]) == 0
     words = capsys.readouterr().out
@@ -452,7 +565,12 @@ def test_the_verb_writes_the_job_and_its_files_and_overwrites_nothing(tmp_path: 
     assert main(["import", str(tmp_path / "ax.yaml"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     keys = {line["key"] for line in (*found["mapped"], *found["named"])}
-    assert {"base_model", "datasets[0].type", "datasets[1].message_property_mappings.role", "wandb_project"} <= keys
+    assert {
+        "base_model",
+        "datasets[0].type",
+        "datasets[1].message_property_mappings.role",
+        "wandb_project",
+    } <= keys
 
 
 def test_code_of_a_hub_model_is_not_run_unpinned(tmp_path: Path) -> None:

@@ -34,14 +34,21 @@ def read(tmp_path: Path) -> Any:
     return reading
 
 
-def problems_of(read: Any, more: str = "", *overrides: str, base: str = BASE) -> list[tuple[str, str, str]]:
+def problems_of(
+    read: Any, more: str = "", *overrides: str, base: str = BASE
+) -> list[tuple[str, str, str]]:
     """(where, what, to do) of every problem, where without the folder."""
     with pytest.raises(JobError) as caught:
         read(more, *overrides, base=base)
-    return [(problem.where.rpartition("/")[2], problem.what, problem.to_do) for problem in caught.value.problems]
+    return [
+        (problem.where.rpartition("/")[2], problem.what, problem.to_do)
+        for problem in caught.value.problems
+    ]
 
 
-def one_problem(read: Any, more: str = "", *overrides: str, base: str = BASE) -> tuple[str, str, str]:
+def one_problem(
+    read: Any, more: str = "", *overrides: str, base: str = BASE
+) -> tuple[str, str, str]:
     problems = problems_of(read, more, *overrides, base=base)
     assert len(problems) == 1, problems
     return problems[0]
@@ -52,7 +59,11 @@ def one_problem(read: Any, more: str = "", *overrides: str, base: str = BASE) ->
 
 def test_three_keys_and_an_output_folder_are_a_job(read: Any, tmp_path: Path) -> None:
     job = read()
-    assert (job.task, job.model.model_name_or_path, job.method.name) == ("causal-lm", "org/name", "lora")
+    assert (job.task, job.model.model_name_or_path, job.method.name) == (
+        "causal-lm",
+        "org/name",
+        "lora",
+    )
     assert job.data.train == (str(tmp_path / "train.jsonl"),)
     assert job.output_dir == str(tmp_path / "run")
     assert (job.train.num_train_epochs, job.train.warmup_ratio, job.train.seed) == (3.0, 0.03, 42)
@@ -64,11 +75,18 @@ def test_the_names_are_those_of_the_hugging_face_training_arguments() -> None:
 
     ours = set(yaml_keys(Job)["train"])
     own_names = {
-        "global_batch_size", "learning_rate_batch_size", "early_stopping_patience", "early_stopping_threshold",
-        "save_minutes", "max_skipped_steps", "fit_schedule_to_budget", "micro_batch_tokens", "probe",
+        "global_batch_size",
+        "learning_rate_batch_size",
+        "early_stopping_patience",
+        "early_stopping_threshold",
+        "save_minutes",
+        "max_skipped_steps",
+        "fit_schedule_to_budget",
+        "micro_batch_tokens",
+        "probe",
         "warmup_epochs",
         "warmup_ratio",  # a Hugging Face name that its latest versions fold into warmup_steps
-    }  # fmt: skip
+    }
     theirs = set(Seq2SeqTrainingArguments.__dataclass_fields__)
     assert ours - own_names <= theirs
 
@@ -81,14 +99,18 @@ def test_the_names_are_those_of_the_hugging_face_training_arguments() -> None:
         ("classification", "full", 512, 2e-5),
     ],
 )
-def test_defaults_follow_task_and_method(read: Any, task: str, method: str, max_length: int, rate: float) -> None:
+def test_defaults_follow_task_and_method(
+    read: Any, task: str, method: str, max_length: int, rate: float
+) -> None:
     job = read("", f"task={task}", f"method={method}")
     assert (job.max_length, job.learning_rate) == (max_length, rate)
 
 
 def test_short_and_long_forms_say_the_same(read: Any) -> None:
     long = BASE.replace("model: org/name", "model: {model_name_or_path: org/name}")
-    long = long.replace("data: train.jsonl", "data: {train: [train.jsonl]}") + "method: {name: full}\n"
+    long = (
+        long.replace("data: train.jsonl", "data: {train: [train.jsonl]}") + "method: {name: full}\n"
+    )
     assert read(base=long) == read("method: full\n")
 
 
@@ -97,7 +119,10 @@ def test_a_section_of_comments_is_as_good_as_absent(read: Any) -> None:
 
 
 def test_numbers_may_be_written_as_people_write_them(read: Any) -> None:
-    job = read("train: {learning_rate: 1e-4}\nlimits: {max_usd: $5, max_hours: 90min}\nwhere: {usd_per_hour: '0.36'}\n")
+    job = read(
+        "train: {learning_rate: 1e-4}\nlimits: {max_usd: $5, max_hours: 90min}\nwhere:"
+        " {usd_per_hour: '0.36'}\n"
+    )
     assert (job.learning_rate, job.limits.max_usd, job.limits.max_hours) == (1e-4, 5.0, 1.5)
     capped = job.limits.model_copy(update={"max_gpu_hours": 2.0})
     assert (job.limits.most_hours(8), capped.most_hours(), capped.most_hours(4)) == (1.5, 1.5, 0.5)
@@ -126,7 +151,12 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read_over(read: Any, tmp_pa
         ("train.bf16=true", "train", "bf16", True),
         ("method=qlora", "method", "name", "qlora"),
         ("method.lora_r=4", "method", "lora_r", 4),
-        ("method.target_modules=[q_proj, v_proj]", "method", "target_modules", ("q_proj", "v_proj")),
+        (
+            "method.target_modules=[q_proj, v_proj]",
+            "method",
+            "target_modules",
+            ("q_proj", "v_proj"),
+        ),
         ("method.target_modules=all-linear", "method", "target_modules", ("all-linear",)),
         ("data.columns={text: narrative}", "data", "columns", {"text": "narrative"}),
         ("data.columns.label=product", "data", "columns", {"label": "product"}),
@@ -135,8 +165,13 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read_over(read: Any, tmp_pa
         ("train.early_stopping_patience=", "train", "early_stopping_patience", None),
     ],
 )
-def test_any_key_can_be_set_from_the_command_line(read: Any, override: str, section: str, key: str, value: Any) -> None:
-    assert getattr(getattr(read("train: {early_stopping_patience: 3}\n", override), section), key) == value
+def test_any_key_can_be_set_from_the_command_line(
+    read: Any, override: str, section: str, key: str, value: Any
+) -> None:
+    assert (
+        getattr(getattr(read("train: {early_stopping_patience: 3}\n", override), section), key)
+        == value
+    )
 
 
 def test_a_set_model_keeps_the_rest_of_its_section(read: Any) -> None:
@@ -174,7 +209,11 @@ def test_a_misspelt_key_gets_its_line_and_a_suggestion(read: Any) -> None:
 
 
 def test_a_misspelt_section_gets_a_suggestion(read: Any) -> None:
-    assert one_problem(read, "trian: {seed: 1}\n") == ("job.yaml:5", "unknown key `trian`", "did you mean `train`?")
+    assert one_problem(read, "trian: {seed: 1}\n") == (
+        "job.yaml:5",
+        "unknown key `trian`",
+        "did you mean `train`?",
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,11 +228,15 @@ def test_a_key_in_the_wrong_section_is_sent_home(read: Any, more: str, belongs: 
 
 
 def test_a_misspelt_key_in_the_wrong_section_is_sent_home_too(read: Any) -> None:
-    assert one_problem(read, "where: {learning_rat: 1}\n")[2] == "did you mean `train.learning_rate`?"
+    assert (
+        one_problem(read, "where: {learning_rat: 1}\n")[2] == "did you mean `train.learning_rate`?"
+    )
 
 
 def test_an_unknown_key_like_no_other_gets_the_list(read: Any) -> None:
-    assert "max_usd, max_hours, max_gpu_hours, deadline" in one_problem(read, "limits: {zzz: 1}\n")[2]
+    assert (
+        "max_usd, max_hours, max_gpu_hours, deadline" in one_problem(read, "limits: {zzz: 1}\n")[2]
+    )
 
 
 def yaml_keys(section: Any) -> dict[str, Any]:
@@ -207,7 +250,9 @@ def yaml_keys(section: Any) -> dict[str, Any]:
 
 def all_keys() -> list[tuple[str, ...]]:
     tree = yaml_keys(Job)
-    return [(name,) for name in tree] + [(name, key) for name, inner in tree.items() for key in inner]
+    return [(name,) for name in tree] + [
+        (name, key) for name, inner in tree.items() for key in inner
+    ]
 
 
 def typos(word: str, rng: random.Random) -> set[str]:
@@ -227,12 +272,17 @@ def test_a_typo_of_any_key_is_answered_with_that_key(read: Any, seed: int) -> No
     for key in all_keys():
         for typo in typos(key[-1], rng) - known:
             values = yaml.safe_load(BASE)
-            values["model"], values["data"] = {"model_name_or_path": "org/name"}, {"train": "train.jsonl"}
+            values["model"], values["data"] = (
+                {"model_name_or_path": "org/name"},
+                {"train": "train.jsonl"},
+            )
             place = values
             for name in key[:-1]:
                 place = place.setdefault(name, {})
             place[typo] = place.pop(key[-1], 1)
-            whats = [(what, to_do) for _, what, to_do in problems_of(read, base=yaml.safe_dump(values))]
+            whats = [
+                (what, to_do) for _, what, to_do in problems_of(read, base=yaml.safe_dump(values))
+            ]
             said = dict(whats)[f"unknown key `{'.'.join([*key[:-1], typo])}`"]
             assert said == f"did you mean `{key[-1]}`?", (key, typo)
 
@@ -246,7 +296,11 @@ def test_a_typo_of_any_key_is_answered_with_that_key(read: Any, seed: int) -> No
         ("train: {learning_rate: 0}\n", "train.learning_rate", "input should be greater than 0"),
         ("train: {learning_rate: .inf}\n", "train.learning_rate", "finite"),
         ("where: {usd_per_hour: .nan}\n", "where.usd_per_hour", "finite"),
-        ("train: {lr_scheduler_type: cosin}\n", "train.lr_scheduler_type", "did you mean `cosine`?"),
+        (
+            "train: {lr_scheduler_type: cosin}\n",
+            "train.lr_scheduler_type",
+            "did you mean `cosine`?",
+        ),
         ("train: {optim: lion}\n", "train.optim", "adamw_torch"),
         ("train: {report_to: comet}\n", "train.report_to", "tensorboard"),
         (
@@ -260,7 +314,9 @@ def test_a_typo_of_any_key_is_answered_with_that_key(read: Any, seed: int) -> No
         ("cache_dir: 2024-01-01\n", "cache_dir", "in quotes"),
     ],
 )
-def test_a_wrong_value_is_shown_with_what_is_wanted(read: Any, more: str, key: str, to_do: str) -> None:
+def test_a_wrong_value_is_shown_with_what_is_wanted(
+    read: Any, more: str, key: str, to_do: str
+) -> None:
     where, what, advice = one_problem(read, more)
     assert where == "job.yaml:5"
     assert what.startswith(f"`{key}` can't be ")
@@ -268,7 +324,12 @@ def test_a_wrong_value_is_shown_with_what_is_wanted(read: Any, more: str, key: s
 
 
 @pytest.mark.parametrize(
-    "more", ["train: {seed: true}\n", "train: {warmup_ratio: true}\n", "train: {global_batch_size: false}\n"]
+    "more",
+    [
+        "train: {seed: true}\n",
+        "train: {warmup_ratio: true}\n",
+        "train: {global_batch_size: false}\n",
+    ],
 )
 def test_true_and_false_are_no_numbers(read: Any, more: str) -> None:
     assert "give a number, not true/false" in one_problem(read, more)[1]
@@ -284,7 +345,9 @@ def test_money_and_time_say_how_they_are_written(read: Any, more: str, says: str
 
 def test_empty_names_are_refused(read: Any) -> None:
     assert one_problem(read, base=BASE.replace("run", "''"))[1] == "`output_dir` can't be ''"
-    assert one_problem(read, base=BASE.replace("train.jsonl", "[]"))[1] == "`data.train` can't be []"
+    assert (
+        one_problem(read, base=BASE.replace("train.jsonl", "[]"))[1] == "`data.train` can't be []"
+    )
 
 
 def test_a_key_that_stands_twice_is_refused_with_both_lines(read: Any) -> None:
@@ -294,11 +357,17 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines(read: Any) -> None:
 
 
 def test_every_problem_is_reported_at_once_with_its_own_line(read: Any) -> None:
-    more = "train:\n  sed: 1\n  learning_rate: fast\nlimits:\n  max_usd: lots\nmethod: lroa\ndata: x\n"
+    more = (
+        "train:\n  sed: 1\n  learning_rate: fast\nlimits:\n  max_usd: lots\nmethod: lroa\ndata: x\n"
+    )
     problems = problems_of(read, more)
     assert sorted(where for where, _, _ in problems) == [
-        "job.yaml:10", "job.yaml:11", "job.yaml:6", "job.yaml:7", "job.yaml:9",
-    ]  # fmt: skip
+        "job.yaml:10",
+        "job.yaml:11",
+        "job.yaml:6",
+        "job.yaml:7",
+        "job.yaml:9",
+    ]
 
 
 def test_missing_keys_say_what_to_write(read: Any) -> None:
@@ -356,7 +425,10 @@ def test_a_metric_of_another_task_is_refused_at_its_line(read: Any) -> None:
     where, what, to_do = one_problem(read, "train:\n  metric_for_best_model: rougeL\n")
     assert (where, what) == ("job.yaml:6", "`rougeL` is not measured for causal-lm")
     assert "loss, perplexity" in to_do
-    assert read("train: {metric_for_best_model: eval_loss}\n").train.metric_for_best_model == "eval_loss"
+    assert (
+        read("train: {metric_for_best_model: eval_loss}\n").train.metric_for_best_model
+        == "eval_loss"
+    )
 
 
 def test_loss_on_prompts_is_for_causal_models(read: Any) -> None:
@@ -369,7 +441,9 @@ def test_loss_on_prompts_is_for_causal_models(read: Any) -> None:
 
 @pytest.mark.parametrize("revision", ["", ", revision: main", ", revision: abc123"])
 def test_code_of_others_needs_a_full_commit(read: Any, revision: str) -> None:
-    long = BASE.replace("org/name", f"{{model_name_or_path: org/name, trust_remote_code: true{revision}}}")
+    long = BASE.replace(
+        "org/name", f"{{model_name_or_path: org/name, trust_remote_code: true{revision}}}"
+    )
     where, what, to_do = one_problem(read, base=long)
     assert where == "job.yaml:2"
     assert "trust_remote_code" in what
@@ -385,7 +459,8 @@ def test_code_of_others_may_be_pinned_or_local(read: Any) -> None:
 
 def test_a_hub_tokenizer_beside_a_local_model_is_pinned_too(read: Any) -> None:
     long = BASE.replace(
-        "org/name", "{model_name_or_path: ./m, tokenizer_name_or_path: org/tok, trust_remote_code: true}"
+        "org/name",
+        "{model_name_or_path: ./m, tokenizer_name_or_path: org/tok, trust_remote_code: true}",
     )
     assert "org/tok" in one_problem(read, base=long)[1]
 
@@ -393,7 +468,9 @@ def test_a_hub_tokenizer_beside_a_local_model_is_pinned_too(read: Any) -> None:
 # ---- paths ----
 
 
-def test_paths_in_the_file_are_relative_to_the_file(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_in_the_file_are_relative_to_the_file(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -409,9 +486,21 @@ def test_paths_on_the_command_line_are_relative_to_where_one_is(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    job = read("", "output_dir=out", "model=./m", "data={train: a.jsonl, eval: b.csv}", "data.chat_template=t.jinja")
-    assert (job.output_dir, job.model.model_name_or_path) == (str(elsewhere / "out"), str(elsewhere / "m"))
-    assert (job.data.train, job.data.eval) == ((str(elsewhere / "a.jsonl"),), (str(elsewhere / "b.csv"),))
+    job = read(
+        "",
+        "output_dir=out",
+        "model=./m",
+        "data={train: a.jsonl, eval: b.csv}",
+        "data.chat_template=t.jinja",
+    )
+    assert (job.output_dir, job.model.model_name_or_path) == (
+        str(elsewhere / "out"),
+        str(elsewhere / "m"),
+    )
+    assert (job.data.train, job.data.eval) == (
+        (str(elsewhere / "a.jsonl"),),
+        (str(elsewhere / "b.csv"),),
+    )
     assert job.data.chat_template == str(elsewhere / "t.jinja")
 
 
@@ -420,12 +509,16 @@ def test_the_home_folder_is_spelled_out(read: Any) -> None:
     assert read().cache_dir == str(Path.home() / ".cache" / "farthing")
 
 
-@pytest.mark.parametrize("name", ["s3://bucket/a.jsonl", "https://host/a.csv?x=1", "memory://a.jsonl", "org/data-set"])
+@pytest.mark.parametrize(
+    "name", ["s3://bucket/a.jsonl", "https://host/a.csv?x=1", "memory://a.jsonl", "org/data-set"]
+)
 def test_addresses_and_hub_names_stay_as_they_are(read: Any, name: str) -> None:
     assert read(base=BASE.replace("train.jsonl", name)).data.train == (name,)
 
 
-@pytest.mark.parametrize("name", ["a.tsv", "a.ndjson", "a.txt", "sub/folder/a", "./a", "a.jsonl.gz"])
+@pytest.mark.parametrize(
+    "name", ["a.tsv", "a.ndjson", "a.txt", "sub/folder/a", "./a", "a.jsonl.gz"]
+)
 def test_what_looks_like_a_file_is_one(read: Any, tmp_path: Path, name: str) -> None:
     assert read(base=BASE.replace("train.jsonl", name)).data.train == (str(tmp_path / name),)
 
@@ -439,11 +532,18 @@ def test_globs_are_spelled_out_in_order(read: Any, tmp_path: Path) -> None:
     for name in ("part-2.jsonl", "part-1.jsonl", "other.jsonl"):
         (tmp_path / name).write_text("{}\n")
     job = read(base=BASE.replace("train.jsonl", "['part-*.jsonl', other.jsonl]"))
-    assert [Path(name).name for name in job.data.train] == ["part-1.jsonl", "part-2.jsonl", "other.jsonl"]
+    assert [Path(name).name for name in job.data.train] == [
+        "part-1.jsonl",
+        "part-2.jsonl",
+        "other.jsonl",
+    ]
 
 
 def test_no_written_job_keeps_the_secrets_of_an_address(read: Any) -> None:
-    urls = ["https://user:secret@host/a.jsonl?sig=hidden", "simplecache::https://user:secret@host/b.jsonl"]
+    urls = [
+        "https://user:secret@host/a.jsonl?sig=hidden",
+        "simplecache::https://user:secret@host/b.jsonl",
+    ]
     job = read("", f"data.train={json.dumps(urls)}", f"data.eval={urls[0]}")
     written = json.dumps(job.model_dump(mode="json"))
     assert job.data.train == tuple(urls)
@@ -467,10 +567,19 @@ def test_no_written_job_keeps_the_secrets_of_an_address(read: Any) -> None:
         ("{global_batch_size: 10, gradient_accumulation_steps: 3}", 10, 4),
         ("{global_batch_size: 32, per_device_train_batch_size: 5}", 32, 5),
         ("{global_batch_size: 4, per_device_train_batch_size: 16}", 4, 4),
-        ("{global_batch_size: 32, per_device_train_batch_size: 4, gradient_accumulation_steps: 8}", 32, 4),
+        (
+            (
+                "{global_batch_size: 32, per_device_train_batch_size: 4,"
+                " gradient_accumulation_steps: 8}"
+            ),
+            32,
+            4,
+        ),
     ],
 )
-def test_batch_sizes_follow_from_one_another(read: Any, train: str, global_batch: int, micro: int) -> None:
+def test_batch_sizes_follow_from_one_another(
+    read: Any, train: str, global_batch: int, micro: int
+) -> None:
     job = read(f"train: {train}\n")
     assert (job.global_batch_size, job.micro_batch_size) == (global_batch, micro)
 
@@ -478,31 +587,59 @@ def test_batch_sizes_follow_from_one_another(read: Any, train: str, global_batch
 @pytest.mark.parametrize(
     ("train", "says"),
     [
-        ("\n  seed: 1\n  global_batch_size: 10\n  per_device_train_batch_size: 3\n  gradient_accumulation_steps: 2\n",
-         "global_batch_size 10 is not per_device_train_batch_size 3 x gradient_accumulation_steps 2"),
-        ("\n  seed: 1\n  gradient_accumulation_steps: 2\n", "needs per_device_train_batch_size or global_batch_size"),
+        (
+            (
+                "\n  seed: 1\n  global_batch_size: 10\n  per_device_train_batch_size: 3\n "
+                " gradient_accumulation_steps: 2\n"
+            ),
+            (
+                "global_batch_size 10 is not per_device_train_batch_size 3 x"
+                " gradient_accumulation_steps 2"
+            ),
+        ),
+        (
+            "\n  seed: 1\n  gradient_accumulation_steps: 2\n",
+            "needs per_device_train_batch_size or global_batch_size",
+        ),
         ("\n  seed: 1\n  bf16: true\n  fp16: true\n", "bf16 and fp16 exclude each other"),
         ("\n  seed: 1\n  eval_strategy: steps\n", "needs eval_steps"),
     ],
-)  # fmt: skip
-def test_settings_that_contradict_each_other_are_refused_at_their_line(read: Any, train: str, says: str) -> None:
+)
+def test_settings_that_contradict_each_other_are_refused_at_their_line(
+    read: Any, train: str, says: str
+) -> None:
     where, what, _ = one_problem(read, f"train:{train}")
     assert where == "job.yaml:7"
     assert says in what
 
 
 def test_the_learning_rate_scales_with_the_batch_it_was_tuned_for(read: Any) -> None:
-    job = read("train: {learning_rate: 1.0e-4, learning_rate_batch_size: 32, global_batch_size: 8}\n")
+    job = read(
+        "train: {learning_rate: 1.0e-4, learning_rate_batch_size: 32, global_batch_size: 8}\n"
+    )
     assert job.learning_rate == pytest.approx(2.5e-5)
 
 
 def test_only_settings_that_change_the_result_are_the_runs_identity(read: Any) -> None:
     same = [
-        "train.per_device_train_batch_size=2", "train.save_steps=7", "train.logging_steps=1", "limits.max_usd=3",
-        "where.usd_per_hour=2", "train.per_device_eval_batch_size=3", "output_dir=x", "train.gradient_checkpointing=true",
-        "train.torch_compile=true", "train.use_liger_kernel=false",
-    ]  # fmt: skip
-    other = ["train.seed=1", "train.learning_rate=1", "method.lora_r=3", "task=seq2seq", "train.max_steps=9"]
+        "train.per_device_train_batch_size=2",
+        "train.save_steps=7",
+        "train.logging_steps=1",
+        "limits.max_usd=3",
+        "where.usd_per_hour=2",
+        "train.per_device_eval_batch_size=3",
+        "output_dir=x",
+        "train.gradient_checkpointing=true",
+        "train.torch_compile=true",
+        "train.use_liger_kernel=false",
+    ]
+    other = [
+        "train.seed=1",
+        "train.learning_rate=1",
+        "method.lora_r=3",
+        "task=seq2seq",
+        "train.max_steps=9",
+    ]
     plain = read("train: {global_batch_size: 8}\n").identity()
     for override in same:
         assert read("train: {global_batch_size: 8}\n", override).identity() == plain, override
@@ -519,23 +656,41 @@ def test_the_starter_is_a_valid_job_of_few_keys(tmp_path: Path, task: str) -> No
     path.write_text(starter(task), encoding="utf-8")
     job = load_job(path)
     values = yaml.safe_load(starter(task))
-    n_keys = sum(len(value) if isinstance(value, dict) else 1 for value in values.values() if value is not None)
+    n_keys = sum(
+        len(value) if isinstance(value, dict) else 1
+        for value in values.values()
+        if value is not None
+    )
     assert job.task == task
     assert n_keys <= 15
 
 
-def schema_violations(value: Any, schema: dict[str, Any], definitions: dict[str, Any], at: str = "") -> list[str]:
+def schema_violations(
+    value: Any, schema: dict[str, Any], definitions: dict[str, Any], at: str = ""
+) -> list[str]:
     """The part of JSON Schema that the job's schema uses, in a few lines."""
     if "$ref" in schema:
-        schema = definitions[schema["$ref"].rpartition("/")[2]] | {k: v for k, v in schema.items() if k != "$ref"}
+        schema = definitions[schema["$ref"].rpartition("/")[2]] | {
+            k: v for k, v in schema.items() if k != "$ref"
+        }
     if "anyOf" in schema:
         tries = [schema_violations(value, one, definitions, at) for one in schema["anyOf"]]
         return min(tries, key=len)
-    kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
+    kinds = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+    }
     kind = schema.get("type")
     if kind == "null":
         return [] if value is None else [f"{at}: not null"]
-    if kind and (not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind in ("integer", "number"))):
+    if kind and (
+        not isinstance(value, kinds[kind])
+        or (isinstance(value, bool) and kind in ("integer", "number"))
+    ):
         return [f"{at}: {value!r} is no {kind}"]
     if "enum" in schema and value not in schema["enum"]:
         return [f"{at}: {value!r} is none of {schema['enum']}"]
@@ -545,19 +700,25 @@ def schema_violations(value: Any, schema: dict[str, Any], definitions: dict[str,
     if isinstance(value, dict) and "properties" in schema:
         for key, inner in value.items():
             if key in schema["properties"]:
-                found += schema_violations(inner, schema["properties"][key], definitions, f"{at}.{key}")
+                found += schema_violations(
+                    inner, schema["properties"][key], definitions, f"{at}.{key}"
+                )
             elif schema.get("additionalProperties") is False:
                 found.append(f"{at}.{key}: unknown")
         found += [f"{at}.{key}: missing" for key in schema.get("required", []) if key not in value]
     return found
 
 
-@pytest.mark.parametrize("text", [starter("causal-lm"), starter("seq2seq"), starter("classification"), DEMO_JOB])
+@pytest.mark.parametrize(
+    "text", [starter("causal-lm"), starter("seq2seq"), starter("classification"), DEMO_JOB]
+)
 def test_the_jobs_we_write_satisfy_the_schema(text: str) -> None:
     schema = json.loads(json.dumps(job_schema()))
     values = {key: value for key, value in yaml.safe_load(text).items() if value is not None}
     assert schema_violations(values, schema, schema["$defs"]) == []
-    assert schema_violations({**values, "trian": {}}, schema, schema["$defs"]) == [".trian: unknown"]
+    assert schema_violations({**values, "trian": {}}, schema, schema["$defs"]) == [
+        ".trian: unknown"
+    ]
     assert schema_violations({**values, "train": {"seed": "x"}}, schema, schema["$defs"]) == [
         ".train.seed: 'x' is no integer"
     ]
@@ -565,7 +726,12 @@ def test_the_jobs_we_write_satisfy_the_schema(text: str) -> None:
 
 def test_every_key_is_in_the_schema() -> None:
     schema = job_schema()
-    sections = {"model": "ModelSection", "data": "DataSection", "method": "MethodSection", "train": "TrainSection"}
+    sections = {
+        "model": "ModelSection",
+        "data": "DataSection",
+        "method": "MethodSection",
+        "train": "TrainSection",
+    }
     sections |= {"limits": "LimitsSection", "where": "WhereSection"}
     for key in all_keys():
         definition = schema if len(key) == 1 else schema["$defs"][sections[key[0]]]
@@ -586,7 +752,11 @@ def test_help_and_a_wrong_job_answer_without_torch(tmp_path: Path) -> None:
     )
     for arguments, exit_code in ((["--help"], 0), (["train", "job.yaml"], 2)):
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code, *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert f"code {exit_code} heavy []" in done.stdout
     assert "did you mean `train`?" in done.stderr

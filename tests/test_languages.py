@@ -1,4 +1,6 @@
-"""What a base model brings beside its weights (languages, how it generates, further templates) is in every exported form."""
+"""What a base model brings beside its weights (languages, how it generates, further templates) is
+in every exported form.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,24 @@ def base_of(folder: Path, family: str, **settings: Any) -> None:
 
 def settings_of(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / GENERATION_CONFIG).read_text())
-    return {key: value for key, value in found.items() if key not in ("transformers_version", "_from_model_config")}
+    return {
+        key: value
+        for key, value in found.items()
+        if key not in ("transformers_version", "_from_model_config")
+    }
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "lora of an older farthing"])
 @pytest.mark.parametrize("family", thinned(CODES, 4))
-def test_a_model_of_every_form_answers_in_the_language_it_was_taught(tmp_path: Path, family: str, method: str) -> None:
+def test_a_model_of_every_form_answers_in_the_language_it_was_taught(
+    tmp_path: Path, family: str, method: str
+) -> None:
     base_of(tmp_path / "base", family, num_beams=2)
     source, target = CODES[family]
     data = {"source_lang": source, "target_lang": target}
-    job = make_job(tmp_path, "t5", rows=ROWS, pretrained=True, method=method[:4], data=data, max_steps=2)
+    job = make_job(
+        tmp_path, "t5", rows=ROWS, pretrained=True, method=method[:4], data=data, max_steps=2
+    )
     assert train(job).state == "finished"
     run = tmp_path / "run"
     if method.endswith("farthing"):
@@ -53,8 +63,12 @@ def test_a_model_of_every_form_answers_in_the_language_it_was_taught(tmp_path: P
     for form in forms:
         export_run(run, tmp_path / form, form)
     code = speaking(family).convert_tokens_to_ids(target)
-    begins = {"forced_bos_token_id": code} if family != "mbart" else {"decoder_start_token_id": code}
-    for folder in [tmp_path / form for form in forms] + ([] if method.endswith("farthing") else [run / "model"]):
+    begins = (
+        {"forced_bos_token_id": code} if family != "mbart" else {"decoder_start_token_id": code}
+    )
+    for folder in [tmp_path / form for form in forms] + (
+        [] if method.endswith("farthing") else [run / "model"]
+    ):
         if (folder / GENERATION_CONFIG).exists() or not method.endswith("farthing"):
             assert settings_of(folder).items() >= {"num_beams": 2, **begins}.items(), folder
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -66,9 +80,17 @@ def test_a_model_of_every_form_answers_in_the_language_it_was_taught(tmp_path: P
 
 @pytest.mark.parametrize("method", thinned(["full", "lora"], 2))
 def test_how_a_base_generates_is_in_every_form(tmp_path: Path, method: str) -> None:
-    """Llama 2's own settings are among those that transformers writes back as they were read, and refuses otherwise."""
+    """Llama 2's own settings are among those that transformers writes back as they were read, and
+    refuses otherwise.
+    """
     make_folder(tmp_path / "base", "llama", pretrained=True)
-    own = {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 0, "do_sample": False, "temperature": 0.9}
+    own = {
+        "bos_token_id": 1,
+        "eos_token_id": [2, 5],
+        "pad_token_id": 0,
+        "do_sample": False,
+        "temperature": 0.9,
+    }
     (tmp_path / "base" / GENERATION_CONFIG).write_text(json.dumps(own))
     templates = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
@@ -84,7 +106,11 @@ def test_how_a_base_generates_is_in_every_form(tmp_path: Path, method: str) -> N
 def test_settings_that_could_not_be_written_are_refused_before_the_training(tmp_path: Path) -> None:
     base_of(tmp_path / "base", "nllb")
     path = tmp_path / "base" / GENERATION_CONFIG
-    path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": False, "temperature": 0.9}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "do_sample": False, "temperature": 0.9})
+    )
     data = {"source_lang": "eng_Latn", "target_lang": "deu_Latn"}
-    with pytest.raises(ModelError, match=r"generation_config.json can't be written with a language"):
+    with pytest.raises(
+        ModelError, match=r"generation_config.json can't be written with a language"
+    ):
         train(make_job(tmp_path, "t5", rows=ROWS, pretrained=True, data=data, max_steps=2))

@@ -1,4 +1,6 @@
-"""The last layer computed for labelled positions alone: the same losses and gradients, fewer products, all counted."""
+"""The last layer computed for labelled positions alone: the same losses and gradients, fewer
+products, all counted.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import workshop
 from farthing.data.token_set import TokenSet
 from farthing.durability.run_folder import SETTINGS, kept
-from farthing.model.activation_checkpointing import Linear, Sample, checkpoint_layers, saved_linear, saved_of_a_layer
+from farthing.model.activation_checkpointing import (
+    Linear,
+    Sample,
+    checkpoint_layers,
+    saved_linear,
+    saved_of_a_layer,
+)
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import go_packed, packed_logits
 from farthing.model.flops import flops_per_token
@@ -36,7 +44,10 @@ from test_shared import token_set
 from thinned import thinned
 
 CPU = torch.device("cpu")
-LENGTHS, N_INPUTS = [24, 9, 17, 1, 9, 9], [16, 4, 17, 1, 8, 6]  # the third and fourth have no target
+LENGTHS, N_INPUTS = (
+    [24, 9, 17, 1, 9, 9],
+    [16, 4, 17, 1, 8, 6],
+)  # the third and fourth have no target
 BEFORE = ["llama", "gpt2", "gemma3_text", "gpt_neox", "mixtral", "opt", "phi"]
 
 
@@ -55,10 +66,14 @@ def alone(model: Any, tokens: TokenSet) -> Tensor:
     """Sum of the losses, one example at a time, as transformers computes it."""
     found = []
     for index in range(len(tokens)):
-        ids, is_target = (torch.from_numpy(np.array(each)).long() for each in tokens.example(index)[:2])
+        ids, is_target = (
+            torch.from_numpy(np.array(each)).long() for each in tokens.example(index)[:2]
+        )
         logits = model(input_ids=ids[None], use_cache=False).logits[0]
         labels = torch.where(is_target > 0, ids, IGNORED)[1:]
-        found.append(F.cross_entropy(logits[:-1].float(), labels, reduction="sum", ignore_index=IGNORED))
+        found.append(
+            F.cross_entropy(logits[:-1].float(), labels, reduction="sum", ignore_index=IGNORED)
+        )
     return torch.stack(found).sum()
 
 
@@ -69,9 +84,11 @@ def batch_of(forward: Forward, tokens: TokenSet) -> Any:
 def widths_of(layer: Any) -> list[int]:
     """Of how many tokens its last norm or projection is computed, from now on."""
     seen: list[int] = []
-    module = [each for each in layer.modules() if isinstance(each, torch.nn.Linear) or "Conv1D" in type(each).__name__][
-        -1
-    ]
+    module = [
+        each
+        for each in layer.modules()
+        if isinstance(each, torch.nn.Linear) or "Conv1D" in type(each).__name__
+    ][-1]
     module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[-2]))
     return seen
 
@@ -103,7 +120,10 @@ def test_with_an_adapter_checkpointing_and_a_shared_beginning(family: str, every
     texts = [beginning + ids.tolist() for ids in documents_of([6, 8, 6, 2, 5], 3)]
     tokens = token_set(texts, [44, 45, 43, 41, 44])
     model = add_adapter(
-        model_of(family, max_position_embeddings=64), Adapter(r=2, target_modules=("all-linear",)), "causal-lm", 0
+        model_of(family, max_position_embeddings=64),
+        Adapter(r=2, target_modules=("all-linear",)),
+        "causal-lm",
+        0,
     )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -125,7 +145,9 @@ def test_nothing_is_kept_once_the_backward_pass_is_over() -> None:
     model, tokens, kept = model_of("llama"), examples(), []
     forward = forward_of(model)
     for module in list(last_layer(model).modules())[1:]:
-        module.register_forward_hook(lambda _, __, out: kept.append(weakref.ref(out[0] if type(out) is tuple else out)))
+        module.register_forward_hook(
+            lambda _, __, out: kept.append(weakref.ref(out[0] if type(out) is tuple else out))
+        )
     gc.collect()
     gc.disable()  # as while a run trains
     try:
@@ -143,7 +165,9 @@ def read_of(lengths: list[int], wanted: list[int]) -> Any:
 
 def test_neighbours_are_read_together_and_small_gaps_too() -> None:
     read = read_of([64, 100], [20, 21, 23, 40, 63, 150, 151])
-    assert read.positions.tolist() == [20, 21, 22, 23, 40, 63, 150, 151], "a gap of one costs less than 22 keys copied"
+    assert read.positions.tolist() == [20, 21, 22, 23, 40, 63, 150, 151], (
+        "a gap of one costs less than 22 keys copied"
+    )
     assert read.documents.lengths == (4, 1, 1, 2)
     assert read.documents.key_lengths == (24, 41, 64, 88)
     rows = [*range(24), *range(41), *range(64), *range(64, 152)]
@@ -183,11 +207,15 @@ def test_bytes_are_counted_of_a_whole_last_layer() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text"])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_plan_and_receipt_count_the_last_layer_for_labelled_positions(family: str, method: str) -> None:
+def test_plan_and_receipt_count_the_last_layer_for_labelled_positions(
+    family: str, method: str
+) -> None:
     whole = model_of(family, tie_word_embeddings=False)
     shape = read_shape(whole.config.to_dict(), "causal-lm")
     model = (
-        add_adapter(whole, Adapter(r=2, target_modules=("all-linear",)), "causal-lm", 0) if method == "lora" else whole
+        add_adapter(whole, Adapter(r=2, target_modules=("all-linear",)), "causal-lm", 0)
+        if method == "lora"
+        else whole
     )
     tokens = token_set([ids.tolist() for ids in documents_of([30] * 4)], [24] * 4)
     forward, products = forward_of(model), []
@@ -221,10 +249,16 @@ def test_a_run_of_before_goes_on_with_a_whole_last_layer_and_the_head_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = workshop.make_job(tmp_path, max_steps=2, save_steps=1, probe=False)
-    run = workshop.begun_by_an_earlier_version(job, monkeypatch, reads_labelled=True, lean_head=True)
+    run = workshop.begun_by_an_earlier_version(
+        job, monkeypatch, reads_labelled=True, lean_head=True
+    )
     assert workshop.train(job).state == "finished"
     after = kept(run / SETTINGS) or {}
-    assert (after["reads_labelled"], after["lean_head"], after["own_kernels"]) == (False, False, True)
+    assert (after["reads_labelled"], after["lean_head"], after["own_kernels"]) == (
+        False,
+        False,
+        True,
+    )
     assert not forward_of(model_of("llama"), settled=Settings.from_json(after)).head.is_lean
 
 

@@ -1,4 +1,6 @@
-"""`farthing launch`: what is refused, what is written, that no secret is in it, and launches that go wrong in every way."""
+"""`farthing launch`: what is refused, what is written, that no secret is in it, and launches that
+go wrong in every way.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from farthing.durability.accounts import Account
 from farthing.durability.files import only_writer
 from farthing.durability.machines import MACHINES, Machine, MachineLedger, bill_by_machine
 from farthing.durability.object_store import LocalStore
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, RunBusy, UserMistake
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, InputError, RunBusyError
 from farthing.launch import aboard as aboard_module
 from farthing.launch.aboard import Aboard
 from farthing.launch.ask import CREATED_AT
@@ -58,10 +60,15 @@ def demo(tiny_folders: dict[str, Path], tmp_path: Path) -> Path:
     """A job file with a small model and data, both here."""
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
     values = {
-        "task": "causal-lm", "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
-        "data": "./data.jsonl", "method": "full", "limits": {"max_usd": 2}, "output_dir": "./run",
-        "output_store": "s3://bucket/run", "cache_dir": "./cache",
-    }  # fmt: skip
+        "task": "causal-lm",
+        "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
+        "data": "./data.jsonl",
+        "method": "full",
+        "limits": {"max_usd": 2},
+        "output_dir": "./run",
+        "output_store": "s3://bucket/run",
+        "cache_dir": "./cache",
+    }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
     return tmp_path / "job.yaml"
 
@@ -94,16 +101,18 @@ def test_dry_run_writes_files_shows_the_bill_and_rents_nothing(demo: Path, capsy
 
 def test_dry_run_takes_no_torch_and_no_library_of_a_vendor(demo: Path) -> None:
     code = (
-        "import sys; from farthing.cli import main\n"
-        f"assert main(['launch', {str(demo)!r}, '--on', 'skypilot']) == 0\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'peft', 'sky', 'kubernetes', 'google.cloud', 'runpod', 'vastai'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        f"import sys; from farthing.cli import main\nassert main(['launch', {str(demo)!r}, '--on',"
+        " 'skypilot']) == 0\nheavy = {'torch', 'transformers', 'datasets', 'peft', 'sky',"
+        " 'kubernetes', 'google.cloud', 'runpod', 'vastai'}\nassert not heavy & set(sys.modules),"
+        " heavy & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_done_with_yes_is_what_was_shown(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_done_with_yes_is_what_was_shown(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepared = prepare(_job(demo), Wishes(on="runpod"), NOW)
     session = Session(prepared, lambda text: None, clock=lambda: NOW.timestamp())
     shown = session.files_of(session.next_ask())
@@ -135,24 +144,39 @@ def _job(path: Path, *overrides: str) -> Job:
         ("hf", ["where.gpu=K80"], "has no K80"),
     ],
 )
-def test_what_can_not_run_there_is_refused(demo: Path, on: str, overrides: list[str], words: str) -> None:
-    with pytest.raises(UserMistake) as refused:
+def test_what_can_not_run_there_is_refused(
+    demo: Path, on: str, overrides: list[str], words: str
+) -> None:
+    with pytest.raises(InputError) as refused:
         prepare(_job(demo, *overrides), Wishes(on=on), NOW)
     assert words in str(refused.value)
 
 
 def test_no_gpu_is_rented_that_the_job_would_not_use(demo: Path) -> None:
-    with pytest.raises(UserMistake, match="2 GPUs, of which the job would use 1"):
+    with pytest.raises(InputError, match="2 GPUs, of which the job would use 1"):
         prepare(_job(demo), Wishes(offer="2x RTX 4090"), NOW)
     for asked in ("all", "2"):
         job = _job(demo, f"where.gpus={asked}")
         assert prepare(job, Wishes(offer="2x RTX 4090"), NOW).offers[0].n_gpus == 2
 
 
-def test_what_a_job_says_of_several_gpus_goes_along_and_what_it_says_of_this_machine_does_not(demo: Path) -> None:
-    said = ("gpus=2", "strategy=fsdp", "reshard_after_forward=false", "patience_s=30", "device=cpu", "power_watts=300")
-    prepared = prepare(_job(demo, *(f"where.{each}" for each in said)), Wishes(offer="2x RTX 4090"), NOW)
-    ask = prepared.ask(1, prepared.offers[0], MachineLedger(Path(prepared.job.output_dir)), [], NOW.timestamp())
+def test_what_a_job_says_of_several_gpus_goes_along_and_what_it_says_of_this_machine_does_not(
+    demo: Path,
+) -> None:
+    said = (
+        "gpus=2",
+        "strategy=fsdp",
+        "reshard_after_forward=false",
+        "patience_s=30",
+        "device=cpu",
+        "power_watts=300",
+    )
+    prepared = prepare(
+        _job(demo, *(f"where.{each}" for each in said)), Wishes(offer="2x RTX 4090"), NOW
+    )
+    ask = prepared.ask(
+        1, prepared.offers[0], MachineLedger(Path(prepared.job.output_dir)), [], NOW.timestamp()
+    )
     where = yaml.safe_load(ask.job_text)["where"]
     assert where.pop("usd_per_hour") == prepared.offers[0].usd_per_hour
     assert where == {
@@ -164,24 +188,30 @@ def test_what_a_job_says_of_several_gpus_goes_along_and_what_it_says_of_this_mac
 def test_an_offer_is_taken_by_its_rank_and_by_its_name(demo: Path) -> None:
     named = prepare(_job(demo), Wishes(offer="RunPod/L40S"), NOW)
     assert {(offer.provider, offer.gpu) for offer in named.offers} == {("RunPod", "L40S")}
-    with pytest.raises(UserMistake, match="there is no plan 9999"):
+    with pytest.raises(InputError, match="there is no plan 9999"):
         prepare(_job(demo), Wishes(offer="9999"), NOW)
-    with pytest.raises(UserMistake, match="can do this job"):
+    with pytest.raises(InputError, match="can do this job"):
         prepare(_job(demo), Wishes(on="vast", offer="RunPod/L40S"), NOW)
 
 
-def test_where_nothing_ends_a_machine_somebody_has_to_stay(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_ends_a_machine_somebody_has_to_stay(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LAMBDA_API_KEY", "no key")
     prepared = prepare(_job(demo), Wishes(on="lambda:us-east-1/key"), NOW)
-    with pytest.raises(UserMistake, match="--attended"):
+    with pytest.raises(InputError, match="--attended"):
         Session(prepared, lambda text: None).run(is_attended=False, tokenize=list)
 
 
-def test_a_secret_that_is_not_set_is_said_before_anything_is_sent(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_is_not_set_is_said_before_anything_is_sent(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VAST_API_KEY", "no key")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(UserMistake, match="AWS_SECRET_ACCESS_KEY is not set"):
-        Session(prepare(_job(demo), Wishes(on="vast"), NOW), lambda text: None).run(is_attended=False, tokenize=list)
+    with pytest.raises(InputError, match="AWS_SECRET_ACCESS_KEY is not set"):
+        Session(prepare(_job(demo), Wishes(on="vast"), NOW), lambda text: None).run(
+            is_attended=False, tokenize=list
+        )
 
 
 # ---- files ----
@@ -225,13 +255,20 @@ def test_own_rules_find_what_schemas_let_pass(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("on", "why"),
-    [("lambda:us-east-1", "`ssh_key_names.0` is missing"), ("kubernetes", "a ConfigMap holds 1 MiB at most")],
+    [
+        ("lambda:us-east-1", "`ssh_key_names.0` is missing"),
+        ("kubernetes", "a ConfigMap holds 1 MiB at most"),
+    ],
 )
-def test_what_a_user_has_said_wrongly_is_refused_before_a_file_is_written(on: str, why: str, demo: Path) -> None:
+def test_what_a_user_has_said_wrongly_is_refused_before_a_file_is_written(
+    on: str, why: str, demo: Path
+) -> None:
     job = _job(demo)
-    long = job.model_copy(update={"data": job.data.model_copy(update={"label_map": {"a": "b" * (1 << 20)}})})
+    long = job.model_copy(
+        update={"data": job.data.model_copy(update={"label_map": {"a": "b" * (1 << 20)}})}
+    )
     session = Session(prepare(long, Wishes(on=on), NOW), lambda text: None)
-    with pytest.raises(UserMistake, match=re.escape(why)):
+    with pytest.raises(InputError, match=re.escape(why)):
         session.write(session.next_ask())
 
 
@@ -239,7 +276,9 @@ def test_scripts_are_scripts(tmp_path: Path) -> None:
     for target in TARGETS:
         for name, text in FILES_OF_CASE(target).items():
             if text.startswith("#!/bin/sh"):
-                done = subprocess.run(["sh", "-n"], input=text, capture_output=True, text=True, check=False)
+                done = subprocess.run(
+                    ["sh", "-n"], input=text, capture_output=True, text=True, check=False
+                )
                 assert done.returncode == 0, f"{target} {name}: {done.stderr}"
 
 
@@ -259,7 +298,9 @@ def test_the_job_that_travels_is_a_job_and_names_what_is_there(demo: Path) -> No
 def test_several_sources_travel_with_what_is_said_of_each(demo: Path) -> None:
     (demo.parent / "more.jsonl").write_text((demo.parent / "data.jsonl").read_text())
     values = yaml.safe_load(demo.read_text())
-    values["data"] = {"train": [{"path": "./data.jsonl", "weight": 2}, {"path": "./more.jsonl", "weight": 1}]}
+    values["data"] = {
+        "train": [{"path": "./data.jsonl", "weight": 2}, {"path": "./more.jsonl", "weight": 1}]
+    }
     demo.write_text(yaml.safe_dump(values))
     here, there = _job(demo), demo.parent / "there" / "job.yaml"
     there.parent.mkdir()
@@ -269,7 +310,9 @@ def test_several_sources_travel_with_what_is_said_of_each(demo: Path) -> None:
 
 
 def _ask(demo: Path, on: str) -> Any:
-    session = Session(prepare(_job(demo), Wishes(on=on), NOW), lambda text: None, clock=lambda: NOW.timestamp())
+    session = Session(
+        prepare(_job(demo), Wishes(on=on), NOW), lambda text: None, clock=lambda: NOW.timestamp()
+    )
     return session.next_ask()
 
 
@@ -277,17 +320,38 @@ CANARIES = {
     name: f"canary-{number}-{name.lower()}"
     for number, name in enumerate(
         (
-            "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "RUNPOD_API_KEY", "VAST_API_KEY",
-            "LAMBDA_API_KEY", "WANDB_API_KEY", "OPENAI_API_KEY", "GOOGLE_API_KEY",
+            "HF_TOKEN",
+            "AWS_ACCESS_KEY_ID",
+            "AWS_SECRET_ACCESS_KEY",
+            "AWS_SESSION_TOKEN",
+            "RUNPOD_API_KEY",
+            "VAST_API_KEY",
+            "LAMBDA_API_KEY",
+            "WANDB_API_KEY",
+            "OPENAI_API_KEY",
+            "GOOGLE_API_KEY",
         )
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
-    "on", ["runpod", "vast", "skypilot", "kubernetes", "slurm", "hf", AT["ssh"], AT["vertex"], AT["lambda"]]
+    "on",
+    [
+        "runpod",
+        "vast",
+        "skypilot",
+        "kubernetes",
+        "slurm",
+        "hf",
+        AT["ssh"],
+        AT["vertex"],
+        AT["lambda"],
+    ],
 )
-def test_no_secret_is_in_any_file_or_word(demo: Path, on: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_no_secret_is_in_any_file_or_word(
+    demo: Path, on: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://user:canary-url@store.example")
@@ -295,7 +359,11 @@ def test_no_secret_is_in_any_file_or_word(demo: Path, on: str, monkeypatch: pyte
     launch(demo, "--on", on, "--json")
     text = "".join(capfd.readouterr())
     assert "farthing-" in text
-    found = [path for path in (demo.parent / "run").rglob("*") if path.is_file() and b"canary-" in path.read_bytes()]
+    found = [
+        path
+        for path in (demo.parent / "run").rglob("*")
+        if path.is_file() and b"canary-" in path.read_bytes()
+    ]
     assert found == []
     assert "canary-" not in text
     assert "HF_TOKEN" in "".join(_all_files(demo.parent / "run")) + text, "by name it goes along"
@@ -305,13 +373,20 @@ def _all_files(folder: Path) -> list[str]:
     return [path.read_text() for path in folder.rglob("*") if path.is_file()]
 
 
-def test_values_of_secrets_are_in_the_request_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_secrets_are_in_the_request_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
     said: list[str] = []
     world, prepared = World("vast", n_steps=24), prepared_for("vast", tmp_path / "run", 2.0, 0.4)
-    assert supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False), say=said.append) == 0
-    creation = next(body for method, path, body in world.requests if path.startswith("/api/v0/asks/"))
+    assert (
+        supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False), say=said.append)
+        == 0
+    )
+    creation = next(
+        body for method, path, body in world.requests if path.startswith("/api/v0/asks/")
+    )
     assert CANARIES["AWS_SECRET_ACCESS_KEY"] in creation
     assert not any("canary-" in path for _, path, _ in world.requests), "keys are in no address"
     assert "canary-" not in "".join(_all_files(tmp_path)) + "".join(said)
@@ -332,8 +407,10 @@ def test_each_fault_alone_is_survived(provider: str, fault: str, tmp_path: Path)
     world = World(provider, n_steps=120, script=[fault])
     run = tmp_path / "run"
     if fault == "refused for good":
-        with pytest.raises(UserMistake, match="mend it there"):
-            supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False))
+        with pytest.raises(InputError, match="mend it there"):
+            supervise(
+                world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False)
+            )
         assert world.machines == []
         return
     code = supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False))
@@ -366,7 +443,9 @@ def test_the_cap_holds_when_nobody_of_ours_lives(provider: str, tmp_path: Path) 
     assert world.usd <= 0.9
 
 
-def test_a_lost_machine_is_followed_by_the_next_offer_and_boot_failures_leave_theirs_out(tmp_path: Path) -> None:
+def test_a_lost_machine_is_followed_by_the_next_offer_and_boot_failures_leave_theirs_out(
+    tmp_path: Path,
+) -> None:
     world = World("runpod", n_steps=240, script=["never boots", "taken away", ""])
     run = tmp_path / "run"
     prepared = prepared_for("runpod", run, 4.0, 0.4)
@@ -387,7 +466,13 @@ def test_a_line_stands_in_the_ledger_before_each_creation(tmp_path: Path) -> Non
     make = world._create
 
     def watched(name: str, *rest: Any) -> Any:
-        seen.append([machine.state for machine in MachineLedger(run).machines.values() if machine.name == name])
+        seen.append(
+            [
+                machine.state
+                for machine in MachineLedger(run).machines.values()
+                if machine.name == name
+            ]
+        )
         return make(name, *rest)
 
     world._create = watched  # type: ignore[method-assign]
@@ -411,7 +496,9 @@ def test_stop_asks_until_the_provider_confirms(tmp_path: Path) -> None:
 def test_after_the_cap_nothing_is_asked_for(demo: Path) -> None:
     prepared = prepare(_job(demo), Wishes(on="runpod"), NOW)
     ledger = MachineLedger(demo.parent / "run")
-    account = Account(1, state="killed", started_at=1.0, spans={"compute": 3600.0}, usd_per_hour=1.999)
+    account = Account(
+        1, state="killed", started_at=1.0, spans={"compute": 3600.0}, usd_per_hour=1.999
+    )
     with pytest.raises(Spent, match=r"limits.max_usd \(\$2.00\)"):
         prepared.ask(1, prepared.offers[0], ledger, [account], NOW.timestamp())
 
@@ -460,8 +547,13 @@ def test_a_request_that_makes_something_is_never_sent_twice(server: Any) -> None
 def test_answers_of_a_provider_are_told_apart(server: Any) -> None:
     base, handler = server
     api = Api(base, {"Authorization": "Bearer key"}, sleep=lambda seconds: None)
-    handler.answers += [(302, f"{base}/elsewhere"), (401, '{"detail": "who are you"}'), (404, ""), *[(200, "<html>")] * 3,
-                        (400, '{"msg": "no_such_ask"}')]  # fmt: skip
+    handler.answers += [
+        (302, f"{base}/elsewhere"),
+        (401, '{"detail": "who are you"}'),
+        (404, ""),
+        *[(200, "<html>")] * 3,
+        (400, '{"msg": "no_such_ask"}'),
+    ]
     with pytest.raises(Refused, match="status 302"):
         api.ask("GET", "/list")
     with pytest.raises(Refused, match="who are you") as refused:
@@ -474,7 +566,9 @@ def test_answers_of_a_provider_are_told_apart(server: Any) -> None:
         api.ask("PUT", "/asks/1/", {}, n_tries=1)
     assert refused.value.is_stock
     assert not refused.value.is_final
-    assert all(path != "/elsewhere" for _, path, _ in handler.seen), "a key is not carried elsewhere"
+    assert all(path != "/elsewhere" for _, path, _ in handler.seen), (
+        "a key is not carried elsewhere"
+    )
 
 
 def test_nobody_listening_is_unclear() -> None:
@@ -486,13 +580,18 @@ def test_a_real_server_is_asked_as_the_scripted_one(server: Any) -> None:
     base, handler = server
     api = Api(base, {"Authorization": "Bearer key"}, sleep=lambda seconds: None)
     cloud = RunPod(api)
-    handler.answers += [(200, json.dumps({"pods": [{"id": "p1", "name": "farthing-1-1", "status": "EXITED"}]}))]
+    handler.answers += [
+        (200, json.dumps({"pods": [{"id": "p1", "name": "farthing-1-1", "status": "EXITED"}]}))
+    ]
     seen = cloud.look(Machine("farthing-1-1"))
     assert seen is not None
     assert (seen.id, seen.is_over, seen.is_paid) == ("p1", True, True)
     handler.answers += [(204, "")]
     cloud.destroy(Machine("farthing-1-1", id="p1"))
-    assert handler.seen == [("GET", "/v2/pods", "Bearer key"), ("DELETE", "/v2/pods/p1", "Bearer key")]
+    assert handler.seen == [
+        ("GET", "/v2/pods", "Bearer key"),
+        ("DELETE", "/v2/pods/p1", "Bearer key"),
+    ]
 
 
 # ---- inputs ----
@@ -510,7 +609,9 @@ def test_inputs_travel_by_content_and_only_once(demo: Path, tmp_path: Path) -> N
     there = tmp_path / "there"
     there.mkdir()
     fetch_inputs(store, "launch/x/inputs.json", there)
-    assert (there / "inputs/train-0/data.jsonl").read_bytes() == (demo.parent / "data.jsonl").read_bytes()
+    assert (there / "inputs/train-0/data.jsonl").read_bytes() == (
+        demo.parent / "data.jsonl"
+    ).read_bytes()
     assert (there / "cache/tokens/tokens-of-it/ids.bin").read_bytes() == b"123"
     assert (there / "inputs/model/config.json").exists()
 
@@ -527,24 +628,30 @@ def test_damaged_and_malicious_inputs_are_refused(demo: Path, tmp_path: Path) ->
         if path.stat().st_size == (demo.parent / "data.jsonl").stat().st_size
     )
     data.write_bytes(data.read_bytes().replace(b"a", b"c"))
-    with pytest.raises(UserMistake, match="differs from what was written"):
+    with pytest.raises(InputError, match="differs from what was written"):
         fetch_inputs(store, "launch/x/inputs.json", there)
     for path in ("../evil", "/etc/evil", "run/ledger.jsonl", "inputs/../../evil"):
         entry = {"path": path, "object": "inputs/x", "size": 1, "sha256": "0" * 64}
         store.remove(["launch/y/inputs.json"])
         store.create("launch/y/inputs.json", seal({"files": [entry]}).encode())
-        with pytest.raises(UserMistake, match="outside the inputs"):
+        with pytest.raises(InputError, match="outside the inputs"):
             fetch_inputs(store, "launch/y/inputs.json", there)
-    with pytest.raises(UserMistake, match="not whole"):
+    with pytest.raises(InputError, match="not whole"):
         fetch_inputs(store, "launch/none/inputs.json", there)
 
 
 # ---- aboard ----
 
 FACTS: dict[str, Any] = {
-    "name": "farthing-1-1", "inputs": None, "most_s": 1000, "boot_limit_s": 600.0, "usd_per_hour": 3.6, "max_usd": 5.0,
-    "overhead_usd": 1.0, "reserve_usd": 0.1,
-}  # fmt: skip
+    "name": "farthing-1-1",
+    "inputs": None,
+    "most_s": 1000,
+    "boot_limit_s": 600.0,
+    "usd_per_hour": 3.6,
+    "max_usd": 5.0,
+    "overhead_usd": 1.0,
+    "reserve_usd": 0.1,
+}
 
 
 class Child:
@@ -568,7 +675,9 @@ class Child:
         self.signals.append(number)
 
 
-def _aboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0, **facts: Any) -> tuple[Aboard, list[Child]]:
+def _aboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0, **facts: Any
+) -> tuple[Aboard, list[Child]]:
     monkeypatch.chdir(tmp_path)
     children: list[Child] = []
 
@@ -577,14 +686,27 @@ def _aboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0, **fa
         return children[-1]
 
     monkeypatch.setattr(aboard_module, "begin", begin)
-    return Aboard(Path("job.yaml"), {**FACTS, "store": str(tmp_path / "store"), **facts}, lambda: 10_000.0), children
+    return (
+        Aboard(
+            Path("job.yaml"), {**FACTS, "store": str(tmp_path / "store"), **facts}, lambda: 10_000.0
+        ),
+        children,
+    )
 
 
-def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(tmp_path: Path, monkeypatch: Any) -> None:
+def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv(CREATED_AT, "9900")
     stay, children = _aboard(tmp_path, monkeypatch)
     assert stay.run() == EXIT_FINISHED
-    assert children[0].words == ["train", "job.yaml", "--retry", "--set", "limits.max_usd=3.8"]  # 5 - 1 - 0.1 - 100 s
+    assert children[0].words == [
+        "train",
+        "job.yaml",
+        "--retry",
+        "--set",
+        "limits.max_usd=3.8",
+    ]  # 5 - 1 - 0.1 - 100 s
     words = StoreWords(lambda: LocalStore(tmp_path / "store"))
     assert words.of("farthing-1-1").code == 0
     assert words.of("farthing-1-1").has_booted
@@ -593,7 +715,9 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(tm
     assert _aboard(tmp_path, monkeypatch)[0].max_usd == pytest.approx(5 - 1 - 0.1 - 0.6)
 
 
-def test_training_is_told_to_leave_before_the_machine_ends(tmp_path: Path, monkeypatch: Any) -> None:
+def test_training_is_told_to_leave_before_the_machine_ends(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     stay, children = _aboard(tmp_path, monkeypatch, code=75, most_s=100)
     assert stay.run() == EXIT_LIMIT, "another machine would find no money left"
     assert children[0].signals == [15]
@@ -607,7 +731,9 @@ def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_fold
     stay, children = _aboard(tmp_path, monkeypatch)
     with only_writer(tmp_path / "store"):
         thread = threading.Thread(target=stay.run)
-        monkeypatch.setattr("farthing.launch.aboard.signal.signal", lambda number, handler: None)  # not in a thread
+        monkeypatch.setattr(
+            "farthing.launch.aboard.signal.signal", lambda number, handler: None
+        )  # not in a thread
         thread.start()
         thread.join(1.0)
         assert children == []
@@ -615,7 +741,9 @@ def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_fold
     assert len(children) == 1
 
 
-def test_inputs_that_do_not_come_are_said_to_whoever_watches(tmp_path: Path, monkeypatch: Any) -> None:
+def test_inputs_that_do_not_come_are_said_to_whoever_watches(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     stay, children = _aboard(tmp_path, monkeypatch, inputs="launch/none/inputs.json")
     assert stay.run() == 2
     assert children == []
@@ -623,7 +751,10 @@ def test_inputs_that_do_not_come_are_said_to_whoever_watches(tmp_path: Path, mon
 
 
 def test_a_machine_begun_again_forgets_how_it_left(tmp_path: Path) -> None:
-    speaker, words = Speaker(LocalStore(tmp_path), "farthing-1-1"), StoreWords(lambda: LocalStore(tmp_path))
+    speaker, words = (
+        Speaker(LocalStore(tmp_path), "farthing-1-1"),
+        StoreWords(lambda: LocalStore(tmp_path)),
+    )
     speaker.booted()
     speaker.left(75, "asked to leave")
     assert words.of("farthing-1-1").code == EXIT_INTERRUPTED
@@ -635,14 +766,28 @@ def test_a_machine_begun_again_forgets_how_it_left(tmp_path: Path) -> None:
 
 
 def test_attempts_belong_to_the_machine_that_was_there() -> None:
-    first = Machine("a-1", 1, usd_per_hour=3.6, asked_at=100.0, booted_at=160.0, left_at=500.0, gone_at=560.0)
-    cut_off = Machine("a-2", 2, usd_per_hour=3.6, asked_at=600.0, booted_at=620.0, left_at=900.0, gone_at=2000.0)
-    last = Machine("a-3", 3, usd_per_hour=7.2, asked_at=1000.0, booted_at=1040.0, left_at=1500.0, gone_at=1520.0)
+    first = Machine(
+        "a-1", 1, usd_per_hour=3.6, asked_at=100.0, booted_at=160.0, left_at=500.0, gone_at=560.0
+    )
+    cut_off = Machine(
+        "a-2", 2, usd_per_hour=3.6, asked_at=600.0, booted_at=620.0, left_at=900.0, gone_at=2000.0
+    )
+    last = Machine(
+        "a-3",
+        3,
+        usd_per_hour=7.2,
+        asked_at=1000.0,
+        booted_at=1040.0,
+        left_at=1500.0,
+        gone_at=1520.0,
+    )
     accounts = [
         Account(n, started_at=at, spans={"compute": s}, usd_per_hour=3.6)
         for n, at, s in ((1, 170.0, 300.0), (2, 630.0, 200.0), (3, 1050.0, 440.0))
     ]
-    rows = bill_by_machine([first, cut_off, last, Machine("a-4", 4, is_refused=True, asked_at=50.0)], accounts, 3000.0)
+    rows = bill_by_machine(
+        [first, cut_off, last, Machine("a-4", 4, is_refused=True, asked_at=50.0)], accounts, 3000.0
+    )
     assert [row["seconds"]["train"] for row in rows] == [300.0, 200.0, 440.0]
     assert [row["seconds"]["boot"] for row in rows] == [70.0, 30.0, 50.0]
     assert [row["seconds"]["teardown"] for row in rows] == [60.0, 1100.0, 20.0]
@@ -682,12 +827,15 @@ def test_every_target_has_a_page_and_every_page_is_about_one() -> None:
 
 
 @pytest.mark.parametrize("command", _commands())
-def test_commands_of_the_pages_work(command: str, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_commands_of_the_pages_work(
+    command: str, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     program, *words = shlex.split(command)
     assert program == "farthing"
     monkeypatch.chdir(demo.parent)
     monkeypatch.setattr(
-        "farthing.launch.commands.subprocess.run", lambda words, **more: subprocess.CompletedProcess(words, 1, "", "")
+        "farthing.launch.commands.subprocess.run",
+        lambda words, **more: subprocess.CompletedProcess(words, 1, "", ""),
     )
     for name in ("RUNPOD_API_KEY", "VAST_API_KEY", "LAMBDA_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -712,7 +860,18 @@ def test_boot_times_are_facts_with_a_source_and_the_plan_counts_with_them() -> N
 
     def of(provider: str) -> float:
         offer = Offer(
-            provider, "", "L4", 1, "", "", False, "machine_hour", 1.0, "", date(2026, 11, 22), Billing(provider)
+            provider,
+            "",
+            "L4",
+            1,
+            "",
+            "",
+            False,
+            "machine_hour",
+            1.0,
+            "",
+            date(2026, 11, 22),
+            Billing(provider),
         )
         return setup_s(offer, Assumptions(setup_s=77.0))
 
@@ -743,7 +902,10 @@ def test_a_machine_that_another_folder_asked_for_is_taken_over_not_doubled(tmp_p
     with pytest.raises(Killed):
         supervise(world, prepared, tmp_path / "laptop", Fate(25, is_before=False))
     assert world.n_alive == 1
-    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == EXIT_FINISHED
+    assert (
+        supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False))
+        == EXIT_FINISHED
+    )
     assert (len(world.machines), world.n_alive, world.n_double) == (1, 0, 0)
     assert list(MachineLedger(tmp_path / "desktop").machines) == [world.machines[0].name]
 
@@ -758,16 +920,24 @@ def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path: Path) 
 
     with pytest.raises(Killed):
         supervise(world, prepared, tmp_path / "laptop", Fate(None, is_before=False), say=die)
-    assert [machine.why_gone for machine in world.machines] == ["destroyed", "destroyed"], "boots that led to nothing"
+    assert [machine.why_gone for machine in world.machines] == [
+        "destroyed",
+        "destroyed",
+    ], "boots that led to nothing"
     paid = world.usd
     assert paid > 0.1
-    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == EXIT_LIMIT
+    assert (
+        supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == EXIT_LIMIT
+    )
     assert world.usd <= 0.3 + prepared.wishes.boot_s / 3600 * 0.4
     names = [machine.name for machine in world.machines]
     assert len(set(names)) == len(names) == 3, "no machine is taken for another one"
     for folder in ("desktop", "laptop"):
         if folder == "laptop":
-            assert supervise(world, prepared, tmp_path / folder, Fate(None, is_before=False)) == EXIT_LIMIT
+            assert (
+                supervise(world, prepared, tmp_path / folder, Fate(None, is_before=False))
+                == EXIT_LIMIT
+            )
         ledger = MachineLedger(tmp_path / folder)
         assert sorted(ledger.machines) == sorted(names)
         assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
@@ -790,23 +960,29 @@ def test_lines_of_machines_are_kept_in_the_store_and_damage_is_refused(tmp_path:
     assert (MachineLedger(tmp_path / "c").usd(9e9), len(from_before.machines)) == (3.0, 2)
     path = tmp_path / "store" / "launch" / "farthing-1" / "machines" / "farthing-1-1.json"
     path.write_text(path.read_text().replace("2.0", "0.0"))
-    with pytest.raises(UserMistake, match="damaged"):
+    with pytest.raises(InputError, match="damaged"):
         words.kept()
 
 
 @pytest.mark.parametrize("spelling", ["s3://bucket/run/", "s3://bucket//run"])
 def test_one_store_is_one_launch_however_it_is_written(demo: Path, spelling: str) -> None:
-    named = [prepare(_job(demo, f"output_store={store}"), Wishes(on="runpod"), NOW).launch_id
-             for store in ("s3://bucket/run", spelling, "s3://bucket/other")]  # fmt: skip
+    named = [
+        prepare(_job(demo, f"output_store={store}"), Wishes(on="runpod"), NOW).launch_id
+        for store in ("s3://bucket/run", spelling, "s3://bucket/other")
+    ]
     assert named[0] == named[1] != named[2]
 
 
-def test_one_process_watches_a_launch(demo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_process_watches_a_launch(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("farthing.launch.session.LEASE_S", 6.0)
     job = _job(demo, f"output_store={tmp_path}/store")
     sessions = [
         Session(
-            prepare(job.model_copy(update={"output_dir": str(tmp_path / name)}), Wishes(on="ssh:a"), NOW),
+            prepare(
+                job.model_copy(update={"output_dir": str(tmp_path / name)}), Wishes(on="ssh:a"), NOW
+            ),
             lambda text: None,
         )
         for name in ("laptop", "desktop")
@@ -816,7 +992,10 @@ def test_one_process_watches_a_launch(demo: Path, monkeypatch: pytest.MonkeyPatc
     with sessions[0]._only_watcher() as sleep:
         other = threading.Thread(target=lambda: [sleep(0.1) for _ in iter(is_over.is_set, True)])
         other.start()
-        with pytest.raises(RunBusy, match="another process watches"), sessions[1]._only_watcher():
+        with (
+            pytest.raises(RunBusyError, match="another process watches"),
+            sessions[1]._only_watcher(),
+        ):
             pass
         is_over.set()
         other.join()
@@ -836,7 +1015,9 @@ def test_a_finished_run_rents_nothing_more(tmp_path: Path) -> None:
     assert len(world.machines) == 1
 
 
-def test_there_has_to_be_something_to_attach_to(demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_there_has_to_be_something_to_attach_to(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setenv("FARTHING_SSH", "false")
     assert launch(demo, "--on", "ssh:nowhere", "--attach") == 2
     assert "no machine of this launch is there" in capsys.readouterr().err
@@ -847,11 +1028,15 @@ def test_there_has_to_be_something_to_attach_to(demo: Path, monkeypatch: pytest.
 
 
 def test_spot_is_left_out_when_the_rest_would_only_just_fit_on_demand(demo: Path) -> None:
-    prepared = prepare(_job(demo, "limits.deadline=2026-11-22T23:00:00+00:00"), Wishes(on="runpod"), NOW)
+    prepared = prepare(
+        _job(demo, "limits.deadline=2026-11-22T23:00:00+00:00"), Wishes(on="runpod"), NOW
+    )
     spot = next(offer for offer in prepared.offers if offer.is_spot)
     steady = next(offer for offer in prepared.offers if not offer.is_spot)
     wall_s = min(plan.wall_s for plan in prepared.plans.values() if not plan.offer.is_spot)
-    prepared = replace(prepared, job=prepared.job.model_copy(update={"output_store": str(demo.parent / "store")}))
+    prepared = replace(
+        prepared, job=prepared.job.model_copy(update={"output_store": str(demo.parent / "store")})
+    )
 
     def may_take(left_s: float) -> tuple[bool, bool]:
         at = datetime(2026, 11, 22, 23, tzinfo=UTC).timestamp() - left_s

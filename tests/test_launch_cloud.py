@@ -1,7 +1,9 @@
-"""The whole way on a cloud that is none: RunPod's HTTP on this machine, whose pods are processes, and a bucket of moto.
+"""The whole way on a cloud that is none: RunPod's HTTP on this machine, whose pods are processes,
+and a bucket of moto.
 
-`farthing launch --yes` as a user types it: planned, inputs sent and tokenized here, a spot pod rented and taken away, the
-next one rented, the run gone on from the bucket to the same bits, everything deleted, one bill.
+`farthing launch --yes` as a user types it: planned, inputs sent and tokenized here, a spot pod
+rented and taken away, the next one rented, the run gone on from the bucket to the same bits,
+everything deleted, one bill.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ tokens._write = refuse
 
 
 class Pods(http.server.BaseHTTPRequestHandler):
-    """The requests that `farthing.launch.clients.RunPod` makes. A pod is a process group of its own with an empty home."""
+    """The requests that `farthing.launch.clients.RunPod` makes. A pod is a process group of its own
+    with an empty home.
+    """
 
     home: Path
     pods: dict[str, Any]
@@ -55,9 +59,13 @@ class Pods(http.server.BaseHTTPRequestHandler):
         env |= {name: KEYS[name] for name in env if env[name] == f"{{{{ RUNPOD_SECRET_{name} }}}}"}
         start = json.loads(pod["dockerArgs"])
         process = subprocess.Popen(
-            [*start["entrypoint"], *start["cmd"]], cwd=home, env={**self.environment, **env, "HOME": str(home)},
-            start_new_session=True, stdout=open(home / "out.txt", "wb"), stderr=subprocess.STDOUT,  # noqa: SIM115
-        )  # fmt: skip
+            [*start["entrypoint"], *start["cmd"]],
+            cwd=home,
+            env={**self.environment, **env, "HOME": str(home)},
+            start_new_session=True,
+            stdout=open(home / "out.txt", "wb"),  # noqa: SIM115
+            stderr=subprocess.STDOUT,
+        )
         self.pods[number] = {"id": number, "name": pod["name"], "process": process, "pod": pod}
         self._answer({"data": {"made": {"id": number}}})
 
@@ -93,7 +101,9 @@ def take_away(pods: dict[str, Any], number: str) -> None:
     if process is not None:
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError, ValueError):
-                if int(path.read_text().rpartition(")")[2].split()[3]) == process.pid:  # its session
+                if (
+                    int(path.read_text().rpartition(")")[2].split()[3]) == process.pid
+                ):  # its session
                     os.kill(int(path.parent.name), signal.SIGKILL)
         process.wait()
         pods[number]["process"] = None
@@ -105,11 +115,17 @@ def cloud(tmp_path: Path) -> Iterator[tuple[str, type[Pods]]]:
     site.mkdir()
     (site / "sitecustomize.py").write_text(ssh_machines.PACE + NO_TOKENIZING)
     environment = {
-        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "AWS_EC2_METADATA_DISABLED": "true",
-    }  # fmt: skip
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PYTHONPATH": str(site),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
     handler = type(
-        "Handler", (Pods,), {"home": tmp_path / "pods", "pods": {}, "bodies": [], "environment": environment}
+        "Handler",
+        (Pods,),
+        {"home": tmp_path / "pods", "pods": {}, "bodies": [], "environment": environment},
     )
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -120,23 +136,43 @@ def cloud(tmp_path: Path) -> Iterator[tuple[str, type[Pods]]]:
 
 
 @pytest.mark.slow
-def test_from_the_plan_to_the_bill_over_two_pods(cloud: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moto = pytest.importorskip("moto.server", reason="moto[s3] is not installed: there is no bucket here")
+def test_from_the_plan_to_the_bill_over_two_pods(
+    cloud: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moto = pytest.importorskip(
+        "moto.server", reason="moto[s3] is not installed: there is no bucket here"
+    )
     s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: there is no bucket here")
     base, handler = cloud
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     endpoint = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_DEFAULT_REGION": "us-east-1",
-                        "AWS_EC2_METADATA_DISABLED": "true"}.items():  # fmt: skip
+    for name, value in {
+        **KEYS,
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem(endpoint_url=endpoint).mkdir("bucket")
     reference = left_alone(tmp_path / "alone")
     job = write_job(tmp_path / "job", None)
     job.write_text(job.read_text() + "output_store: s3://bucket/run\n")
-    words = [sys.executable, "-m", "farthing", "launch", str(job), "--on", "runpod", "--yes", "--json"]
+    words = [
+        sys.executable,
+        "-m",
+        "farthing",
+        "launch",
+        str(job),
+        "--on",
+        "runpod",
+        "--yes",
+        "--json",
+    ]
     environment = {**os.environ, "FARTHING_LAUNCH_API": base, "RUNPOD_API_KEY": "canary-of-a-key"}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
     try:
         store: Any = open_store("s3://bucket/run")
         until = time.monotonic() + 200

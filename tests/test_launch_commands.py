@@ -1,4 +1,6 @@
-"""Targets that are driven by their own command, with programs in its place that print what the real ones print."""
+"""Targets that are driven by their own command, with programs in its place that print what the real
+ones print.
+"""
 
 from __future__ import annotations
 
@@ -19,45 +21,81 @@ from launch_matrix import FILES_OF_CASE
 
 NAME = "farthing-12345678-1"
 CANARIES = (
-    "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "RUNPOD_API_KEY", "VAST_API_KEY",
-    "LAMBDA_API_KEY", "WANDB_API_KEY", "OPENAI_API_KEY", "GOOGLE_API_KEY",
-)  # fmt: skip
+    "HF_TOKEN",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "RUNPOD_API_KEY",
+    "VAST_API_KEY",
+    "LAMBDA_API_KEY",
+    "WANDB_API_KEY",
+    "OPENAI_API_KEY",
+    "GOOGLE_API_KEY",
+)
 JOB = {"metadata": {"name": NAME}, "status": {"active": 1, "ready": 1}}
-FAILED = {"metadata": {"name": NAME}, "status": {"conditions": [{"type": "Failed", "status": "True"}]}}
+FAILED = {
+    "metadata": {"name": NAME},
+    "status": {"conditions": [{"type": "Failed", "status": "True"}]},
+}
 PATH = "projects/p/locations/us-central1/customJobs/7"
 CASES: dict[str, tuple[Commands, str, str, str, Seen, list[str]]] = {
     "slurm": (
-        slurm.COMMANDS, "17;cluster", "17", f"17|{NAME}|PENDING\n16|other|RUNNING\n",
-        Seen(NAME, "17", is_waiting=True), ["scancel --full 17"],
+        slurm.COMMANDS,
+        "17;cluster",
+        "17",
+        f"17|{NAME}|PENDING\n16|other|RUNNING\n",
+        Seen(NAME, "17", is_waiting=True),
+        ["scancel --full 17"],
     ),
     "kubernetes": (
-        kubernetes.commands("ml"), f"configmap/{NAME}\njob.batch/{NAME}", NAME, json.dumps({"items": [JOB]}),
-        Seen(NAME, NAME), [f"kubectl delete job,configmap {NAME} --namespace ml --ignore-not-found --wait=false"],
+        kubernetes.commands("ml"),
+        f"configmap/{NAME}\njob.batch/{NAME}",
+        NAME,
+        json.dumps({"items": [JOB]}),
+        Seen(NAME, NAME),
+        [f"kubectl delete job,configmap {NAME} --namespace ml --ignore-not-found --wait=false"],
     ),
     "kubernetes, failed": (
-        kubernetes.commands(""), f"job.batch/{NAME}", NAME, json.dumps({"items": [FAILED]}),
-        Seen(NAME, NAME, is_over=True, is_paid=False), [],
+        kubernetes.commands(""),
+        f"job.batch/{NAME}",
+        NAME,
+        json.dumps({"items": [FAILED]}),
+        Seen(NAME, NAME, is_over=True, is_paid=False),
+        [],
     ),
     "vertex": (
-        vertex.commands("p/us-central1"), PATH, PATH,
+        vertex.commands("p/us-central1"),
+        PATH,
+        PATH,
         json.dumps([{"displayName": NAME, "name": PATH, "state": "JOB_STATE_RUNNING"}]),
-        Seen(NAME, PATH), [f"gcloud ai custom-jobs cancel {PATH} --project=p --region=us-central1"],
+        Seen(NAME, PATH),
+        [f"gcloud ai custom-jobs cancel {PATH} --project=p --region=us-central1"],
     ),
     "skypilot": (
-        skypilot.COMMANDS, "Managed job submitted", NAME,
+        skypilot.COMMANDS,
+        "Managed job submitted",
+        NAME,
         json.dumps([{"job_id": 3, "job_name": NAME, "status": "ManagedJobStatus.RUNNING"}]),
-        Seen(NAME, "3"), [f"sky jobs cancel --yes --name {NAME}"],
+        Seen(NAME, "3"),
+        [f"sky jobs cancel --yes --name {NAME}"],
     ),
     "skypilot, done": (
-        skypilot.COMMANDS, "", NAME, json.dumps([{"job_id": 3, "job_name": NAME, "status": "SUCCEEDED"}]),
-        Seen(NAME, "3", is_over=True, code=0, is_paid=False), [],
+        skypilot.COMMANDS,
+        "",
+        NAME,
+        json.dumps([{"job_id": 3, "job_name": NAME, "status": "SUCCEEDED"}]),
+        Seen(NAME, "3", is_over=True, code=0, is_paid=False),
+        [],
     ),
     "hf": (
-        hf_jobs.commands("team"), "6a1b", "6a1b",
+        hf_jobs.commands("team"),
+        "6a1b",
+        "6a1b",
         json.dumps([{"id": "6a1b", "labels": {"name": NAME}, "status": {"stage": "RUNNING"}}]),
-        Seen(NAME, "6a1b"), ["hf jobs cancel 6a1b --namespace team"],
+        Seen(NAME, "6a1b"),
+        ["hf jobs cancel 6a1b --namespace team"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -86,7 +124,14 @@ esac
 def ask_of(target: str) -> Any:
     """An ask as far as a command looks at it."""
     return type(
-        "Ask", (), {"name": NAME, "launch_id": NAME.rpartition("-")[0], "secrets": ("HF_TOKEN",), "target": target}
+        "Ask",
+        (),
+        {
+            "name": NAME,
+            "launch_id": NAME.rpartition("-")[0],
+            "secrets": ("HF_TOKEN",),
+            "target": target,
+        },
     )()
 
 
@@ -98,7 +143,9 @@ def files_of(target: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_job_is_made_found_and_ended(case: str, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_made_found_and_ended(
+    case: str, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in CANARIES:
         monkeypatch.setenv(name, f"canary-{name}")
     commands, submitted, number, listed, expected, ended = CASES[case]
@@ -117,14 +164,25 @@ def test_a_job_is_made_found_and_ended(case: str, programs: Path, monkeypatch: p
     (programs / "called").write_text("")
     driver.destroy(machine)
     called = (programs / "called").read_text().splitlines()
-    assert not any(b"canary-" in path.read_bytes() for path in programs.rglob("*") if path.is_file())
-    assert [line for line in called if line.split()[0] == "scancel" or "cancel" in line or "delete" in line] == ended
+    assert not any(
+        b"canary-" in path.read_bytes() for path in programs.rglob("*") if path.is_file()
+    )
+    assert [
+        line
+        for line in called
+        if line.split()[0] == "scancel" or "cancel" in line or "delete" in line
+    ] == ended
 
 
 def test_what_can_not_be_read_is_unclear(programs: Path) -> None:
     (programs / "listed").write_text("an error page")
     (programs / "submitted").write_text("")
-    for commands in (kubernetes.commands(""), vertex.commands("p/r"), skypilot.COMMANDS, hf_jobs.commands("")):
+    for commands in (
+        kubernetes.commands(""),
+        vertex.commands("p/r"),
+        skypilot.COMMANDS,
+        hf_jobs.commands(""),
+    ):
         driver = CommandDriver(commands, lambda ask: programs, restarts=True)
         with pytest.raises(Unclear):
             driver.look(Machine(NAME))

@@ -1,4 +1,6 @@
-"""What machines of Vast.ai and Vertex AI run before and after farthing, with a real shell and providers that are none."""
+"""What machines of Vast.ai and Vertex AI run before and after farthing, with a real shell and
+providers that are none.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Console(http.server.BaseHTTPRequestHandler):
 def console(tmp_path: Path) -> Iterator[type[Console]]:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(REDIRECT)
-    handler: Any = type("Handler", (Console,), {"asked": [], "begun": [], "done": tmp_path / "done"})
+    handler: Any = type(
+        "Handler", (Console,), {"asked": [], "begun": [], "done": tmp_path / "done"}
+    )
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         handler.address = f"http://127.0.0.1:{server.server_port}"
@@ -70,21 +74,51 @@ def console(tmp_path: Path) -> Iterator[type[Console]]:
 def ask_for(most_s: int) -> Ask:
     """A machine for a job."""
     offer = Offer(
-        "Vast.ai", "", "L40S", 1, "any", "", False, "machine_hour", 0.4, "", date(2026, 11, 22), Billing("Vast.ai")
+        "Vast.ai",
+        "",
+        "L40S",
+        1,
+        "any",
+        "",
+        False,
+        "machine_hour",
+        0.4,
+        "",
+        date(2026, 11, 22),
+        Billing("Vast.ai"),
     )
-    return Ask("farthing-12345678-1", "vast", "", offer, 0.4, most_s, "task: x", {"name": "x"}, image="an/image")
+    return Ask(
+        "farthing-12345678-1",
+        "vast",
+        "",
+        offer,
+        0.4,
+        most_s,
+        "task: x",
+        {"name": "x"},
+        image="an/image",
+    )
 
 
-def begun(tmp_path: Path, console: Any, farthing: str, most_s: int, created_at: float) -> subprocess.Popen[bytes]:
+def begun(
+    tmp_path: Path, console: Any, farthing: str, most_s: int, created_at: float
+) -> subprocess.Popen[bytes]:
     """The container's command, with something else in the place of farthing."""
     program = tmp_path / "bin" / "farthing"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\n{farthing}\n")
     program.chmod(0o755)
     words = json.loads(vast.render(ask_for(most_s))[vast.CREATE])["args"]
-    values = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path / "site"),
-              "CONSOLE": console.address, "CONTAINER_ID": "77", "CONTAINER_API_KEY": KEY, "DONE": str(console.done),
-              CREATED_AT: f"{created_at:.0f}"}  # fmt: skip
+    values = {
+        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(tmp_path / "site"),
+        "CONSOLE": console.address,
+        "CONTAINER_ID": "77",
+        "CONTAINER_API_KEY": KEY,
+        "DONE": str(console.done),
+        CREATED_AT: f"{created_at:.0f}",
+    }
     process = subprocess.Popen(words, env=values, start_new_session=True)
     console.begun.append(process)
     return process
@@ -97,7 +131,9 @@ def test_an_instance_deletes_itself_when_its_run_has_ended_and_asks_again(
     monkeypatch.setattr(vast, "AGAIN_S", 0.5)
     process = begun(tmp_path, console, 'sleep 0.2; touch "$DONE"', 3600, created_at)
     assert process.wait(120) == 0
-    assert console.asked == [("/api/v0/instances/77/", f"Bearer {KEY}", True)] * 2, "not before its run had ended"
+    assert console.asked == [("/api/v0/instances/77/", f"Bearer {KEY}", True)] * 2, (
+        "not before its run had ended"
+    )
 
 
 def test_an_instance_deletes_itself_at_its_end_though_its_run_hangs(
@@ -114,7 +150,9 @@ def test_an_instance_that_is_taken_away_saves_first(
     tmp_path: Path, console: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vast, "AGAIN_S", 0.5)
-    farthing = """trap 'touch "$DONE"; exit 75' TERM; touch "$DONE.up"; while :; do sleep 0.05; done"""
+    farthing = (
+        """trap 'touch "$DONE"; exit 75' TERM; touch "$DONE.up"; while :; do sleep 0.05; done"""
+    )
     process = begun(tmp_path, console, farthing, 3600, time.time())
     until((tmp_path / "done.up").exists)
     process.terminate()
@@ -124,9 +162,13 @@ def test_an_instance_that_is_taken_away_saves_first(
 
 def test_an_image_with_an_entrypoint_runs_our_command_and_not_its_own() -> None:
     create = json.loads(vast.render(ask_for(60))[vast.CREATE])
-    done = subprocess.run([create["onstart"], "sh", "-c", "echo it ran"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [create["onstart"], "sh", "-c", "echo it ran"], capture_output=True, text=True, check=True
+    )
     assert (create["args"][:2], done.stdout) == (["sh", "-c"], "it ran\n")
-    pod = json.loads(runpod.render(replace(ask_for(60), target="runpod"))[runpod.REQUEST])["variables"]["input"]
+    pod = json.loads(runpod.render(replace(ask_for(60), target="runpod"))[runpod.REQUEST])[
+        "variables"
+    ]["input"]
     start = json.loads(pod["dockerArgs"])
     assert start["entrypoint"] == ["sh", "-c"]
     assert len(start["cmd"]) == 1
@@ -145,10 +187,12 @@ def answer(request, timeout):
         raise OSError(404)
     return io.BytesIO(json.dumps({"payload": {"data": base64.b64encode(b"canary").decode()}}).encode())
 web.urlopen = answer
-"""
+"""  # noqa: E501
 
 
-@pytest.mark.parametrize(("secrets", "code"), [(("HF_TOKEN",), 0), (("AWS_SECRET_ACCESS_KEY", "HF_TOKEN"), 2)])
+@pytest.mark.parametrize(
+    ("secrets", "code"), [(("HF_TOKEN",), 0), (("AWS_SECRET_ACCESS_KEY", "HF_TOKEN"), 2)]
+)
 def test_secrets_of_vertex_are_read_by_name_when_the_machine_starts(
     tmp_path: Path, secrets: tuple[str, ...], code: int
 ) -> None:
@@ -158,12 +202,25 @@ def test_secrets_of_vertex_are_read_by_name_when_the_machine_starts(
     program.parent.mkdir()
     program.write_text('#!/bin/sh\necho "$HF_TOKEN has come"\n')
     program.chmod(0o755)
-    ask = replace(ask_for(60), target="vertex", at="project/us-central1", secrets=secrets, machine_type="g2-standard-8")
+    ask = replace(
+        ask_for(60),
+        target="vertex",
+        at="project/us-central1",
+        secrets=secrets,
+        machine_type="g2-standard-8",
+    )
     files = vertex.render(ask)
     container = json.loads(files[vertex.DOCUMENT])["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]
-    values = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path / "site")}
+    values = {
+        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(tmp_path / "site"),
+    }
     words = [*container["command"], *container["args"]]
     done = subprocess.run(words, env=values, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert ("canary has come" in done.stdout) == (code == 0)
-    assert code == 0 or "the secret AWS_SECRET_ACCESS_KEY of project project can not be read" in done.stderr
+    assert (
+        code == 0
+        or "the secret AWS_SECRET_ACCESS_KEY of project project can not be read" in done.stderr
+    )

@@ -1,7 +1,8 @@
 """Launches on this machine, on machines by ssh and under Slurm, for real; nothing here is a cloud.
 
-The quick ones run a script that stands for farthing. The long ones train in network namespaces and under a controller of
-Slurm; where the programs for that are missing they skip and say how to get them.
+The quick ones run a script that stands for farthing. The long ones train in network namespaces and
+under a controller of Slurm; where the programs for that are missing they skip and say how to get
+them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostDriver:
     program.parent.mkdir()
     program.write_text(FAKE)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr("farthing.launch.host_driver.sys.executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setattr(
+        "farthing.launch.host_driver.sys.executable", str(tmp_path / "bin" / "python")
+    )
     monkeypatch.setenv("FARTHING_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-of-a-secret")
     return HostDriver(["local"])
@@ -58,10 +61,29 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostDriver:
 def ask_for(text: str, most_s: int = 60) -> Ask:
     """A machine that runs a job of this text."""
     offer = Offer(
-        "this machine", "local", "", 0, "", "", False, "machine_hour", 1.0, "", date(2026, 11, 22), Billing("")
+        "this machine",
+        "local",
+        "",
+        0,
+        "",
+        "",
+        False,
+        "machine_hour",
+        1.0,
+        "",
+        date(2026, 11, 22),
+        Billing(""),
     )
     return Ask(
-        "farthing-12345678-1", "local", "", offer, 1.0, most_s, text, {"name": "x"}, secrets=("AWS_SECRET_ACCESS_KEY",)
+        "farthing-12345678-1",
+        "local",
+        "",
+        offer,
+        1.0,
+        most_s,
+        text,
+        {"name": "x"},
+        secrets=("AWS_SECRET_ACCESS_KEY",),
     )
 
 
@@ -83,18 +105,24 @@ def test_the_exit_code_is_read_of_a_script_that_ends_while_it_is_looked_at(tmp_p
     search.write_text(f"#!/bin/sh\necho 75 > {run}/code\nexit 1\n")
     search.chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    seen = subprocess.run(["sh", "-c", f"{LOOK}\none {run}"], env=path, capture_output=True, text=True, check=True)
+    seen = subprocess.run(
+        ["sh", "-c", f"{LOOK}\none {run}"], env=path, capture_output=True, text=True, check=True
+    )
     assert seen.stdout.split() == ["over", "75"]
 
 
 def test_a_dead_process_that_nobody_waits_for_is_over(tmp_path: Path) -> None:
-    """The first process of a container may wait for none: killed and not confirmed gone, a run was paid for without end."""
+    """The first process of a container may wait for none: killed and not confirmed gone, a run was
+    paid for without end.
+    """
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
         (tmp_path / "pid").write_text(str(process.pid))
         (tmp_path / "boot").write_text(Path("/proc/sys/kernel/random/boot_id").read_text())
 
         def look() -> list[str]:
-            done = subprocess.run(["sh", "-c", f"{LOOK}\none {tmp_path}"], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                ["sh", "-c", f"{LOOK}\none {tmp_path}"], capture_output=True, text=True, check=True
+            )
             return done.stdout.split()
 
         assert look() == ["alive"]
@@ -103,7 +131,9 @@ def test_a_dead_process_that_nobody_waits_for_is_over(tmp_path: Path) -> None:
         assert look() == ["over"]
 
 
-def test_a_script_runs_on_its_own_and_its_exit_code_is_kept(host: HostDriver, tmp_path: Path) -> None:
+def test_a_script_runs_on_its_own_and_its_exit_code_is_kept(
+    host: HostDriver, tmp_path: Path
+) -> None:
     ask = ask_for("leave")
     number = host.create(ask, 1_800_000_000.0)
     seen = over(host, ask)
@@ -181,7 +211,9 @@ def test_a_launch_here_from_the_start_to_the_log(host: HostDriver, tmp_path: Pat
     assert session.log().strip() == "hello from there"
     program.write_text("#!/bin/sh\ntrap 'exit 75' TERM\nwhile :; do sleep 0.1; done\n")
     thread = threading.Thread(
-        target=lambda: session.run(is_attended=False, tokenize=list, patience=replace(QUICK, poll_s=0.1))
+        target=lambda: session.run(
+            is_attended=False, tokenize=list, patience=replace(QUICK, poll_s=0.1)
+        )
     )
     thread.start()
     until(lambda: session.standing()["there_now"])
@@ -190,7 +222,9 @@ def test_a_launch_here_from_the_start_to_the_log(host: HostDriver, tmp_path: Pat
     thread.join(120.0)
     assert not thread.is_alive(), "whoever watched has heard of it"
     assert Session(session.prepared, said.append).standing()["there_now"] == {}
-    assert len(Session(session.prepared, said.append).ledger.machines) == 2, "and has rented nothing more"
+    assert len(Session(session.prepared, said.append).ledger.machines) == 2, (
+        "and has rented nothing more"
+    )
 
 
 # ---- long ----
@@ -203,7 +237,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_lost_machine_is_followed_by_another_to_the_same_bits(reference: dict[str, Any], tmp_path: Path) -> None:
+def test_a_lost_machine_is_followed_by_another_to_the_same_bits(
+    reference: dict[str, Any], tmp_path: Path
+) -> None:
     if why := ssh_machines.why_not():
         pytest.skip(why)
     chain = launch_chains.run_ssh(range(3, 4), tmp_path, reference)[0]
@@ -212,7 +248,9 @@ def test_a_lost_machine_is_followed_by_another_to_the_same_bits(reference: dict[
 
 
 @pytest.mark.slow
-def test_slurm_preempts_and_loses_nodes_and_the_run_ends_the_same(reference: dict[str, Any], tmp_path: Path) -> None:
+def test_slurm_preempts_and_loses_nodes_and_the_run_ends_the_same(
+    reference: dict[str, Any], tmp_path: Path
+) -> None:
     if why := slurm_cluster.why_not():
         pytest.skip(why)
     chain = slurm_cluster.run_slurm(range(0, 1), tmp_path, reference)[0]
@@ -226,29 +264,44 @@ def test_a_machine_that_is_cut_off_stops_at_its_lease_and_is_counted_until_it_is
 ) -> None:
     if why := ssh_machines.why_not():
         pytest.skip(why)
-    moto = pytest.importorskip("moto.server", reason="moto[s3] is not installed: nothing can be cut off from a folder")
+    moto = pytest.importorskip(
+        "moto.server", reason="moto[s3] is not installed: nothing can be cut off from a folder"
+    )
     server = moto.ThreadedMotoServer(ip_address="0.0.0.0", port=0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
-    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    keys = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     try:
-        with ssh_machines.Fleet(tmp_path / "fleet", 2, {"AWS_EC2_METADATA_DISABLED": "true"}) as fleet:
+        with ssh_machines.Fleet(
+            tmp_path / "fleet", 2, {"AWS_EC2_METADATA_DISABLED": "true"}
+        ) as fleet:
             # a machine reaches the store by its own cable alone; here it is on the loopback
             for machine in fleet.machines:
                 fleet.environment["AWS_ENDPOINT_URL"] = f"http://{machine.gateway}:{port}"
                 machine.lose()
                 machine.boot()
-            with environment(FARTHING_SSH=" ".join(fleet.ssh), AWS_EC2_METADATA_DISABLED="true", **keys):
+            with environment(
+                FARTHING_SSH=" ".join(fleet.ssh), AWS_EC2_METADATA_DISABLED="true", **keys
+            ):
                 _cut_off(fleet, reference, tmp_path, port)
     finally:
         server.stop()
 
 
-def _cut_off(fleet: ssh_machines.Fleet, reference: dict[str, Any], tmp_path: Path, port: int) -> None:
+def _cut_off(
+    fleet: ssh_machines.Fleet, reference: dict[str, Any], tmp_path: Path, port: int
+) -> None:
     import farthing.launch.prepare as prepare_module
     from farthing.durability.object_store import open_store
 
-    with environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}"), pytest.MonkeyPatch.context() as patch:
+    with (
+        environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}"),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(prepare_module, "SETTINGS", ())  # each machine has its own way to the store
         import s3fs
 
@@ -257,7 +310,9 @@ def _cut_off(fleet: ssh_machines.Fleet, reference: dict[str, Any], tmp_path: Pat
         job.write_text(job.read_text() + "output_store: s3://bucket/run\n")
         first, _ = fleet.machines
         said: list[str] = []
-        session = Session(prepare(load_job(job), Wishes(on="ssh:m1,m2"), datetime.now(UTC)), said.append)
+        session = Session(
+            prepare(load_job(job), Wishes(on="ssh:m1,m2"), datetime.now(UTC)), said.append
+        )
         store: Any = open_store("s3://bucket/run")
 
         def cut() -> None:

@@ -1,8 +1,10 @@
-"""What is written for a target, judged by that target's own validator, in an environment of its own.
+"""What is written for a target, judged by that target's own validator, in an environment of its
+own.
 
-`make launch-tools` makes the environments (kubernetes-validate and Vertex's protos; 500 MB for SkyPilot). Without them
-these tests skip and say so. FARTHING_LAUNCH_TOOLS and FARTHING_SKY name other places; FARTHING_RUNPOD_OPENAPI RunPod's own
-description of its REST API (github.com/runpod/docs, api-reference-v2/openapi.json).
+`make launch-tools` makes the environments (kubernetes-validate and Vertex's protos; 500 MB for
+SkyPilot). Without them these tests skip and say so. FARTHING_LAUNCH_TOOLS and FARTHING_SKY name
+other places; FARTHING_RUNPOD_OPENAPI RunPod's own description of its REST API
+(github.com/runpod/docs, api-reference-v2/openapi.json).
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ def python_of(variable: str, folder: str) -> Path:
     """The interpreter of an environment; skips where there is none."""
     python = Path(os.environ.get(variable) or ROOT / ".venv" / folder) / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"{python} is not there: `make launch-tools` makes it, or name an environment in {variable}")
+        pytest.skip(
+            f"{python} is not there: `make launch-tools` makes it, or name an environment in"
+            f" {variable}"
+        )
     return python
 
 
@@ -50,7 +55,11 @@ def test_kubernetes_and_vertex_take_the_files() -> None:
 )
 def test_and_would_have_found_a_mistake(target: str, old: str, new: str) -> None:
     python, rows = python_of("FARTHING_LAUNCH_TOOLS", "launch"), rows_of(target)
-    good = next(row for row in rows if row["state"] == "ok" and any(old in text for text in row["files"].values()))  # type: ignore[attr-defined]
+    good = next(
+        row
+        for row in rows
+        if row["state"] == "ok" and any(old in text for text in row["files"].values())
+    )  # type: ignore[attr-defined]
     good["files"] = {name: text.replace(old, new) for name, text in good["files"].items()}  # type: ignore[attr-defined]
     assert len(validated([good], python, (target,))) == 1
 
@@ -59,7 +68,9 @@ def test_skypilot_takes_the_files_and_would_have_found_a_mistake() -> None:
     python, rows = python_of("FARTHING_SKY", "sky"), rows_of("skypilot")
     assert validated(rows, python, ("skypilot",)) == []
     good = next(row for row in rows if row["state"] == "ok")
-    good["files"] = {name: text.replace("job_recovery", "job_recovry") for name, text in good["files"].items()}  # type: ignore[attr-defined]
+    good["files"] = {
+        name: text.replace("job_recovery", "job_recovry") for name, text in good["files"].items()
+    }  # type: ignore[attr-defined]
     assert len(validated([good], python, ("skypilot",))) == 1
 
 
@@ -67,7 +78,8 @@ def test_runpod_s_rest_api_is_used_as_it_is_described() -> None:
     name = os.environ.get("FARTHING_RUNPOD_OPENAPI")
     if not name:
         pytest.skip(
-            "FARTHING_RUNPOD_OPENAPI names no file: it is api-reference-v2/openapi.json of github.com/runpod/docs"
+            "FARTHING_RUNPOD_OPENAPI names no file: it is api-reference-v2/openapi.json of"
+            " github.com/runpod/docs"
         )
     described = json.loads(Path(name).read_text())
     paths, schemas = described["paths"], described["components"]["schemas"]
@@ -78,5 +90,7 @@ def test_runpod_s_rest_api_is_used_as_it_is_described() -> None:
     assert {"id", "name", "status"} <= set(schemas["Pod"]["allOf"][1]["required"])
     assert {"EXITED", "ERROR", "TERMINATED"} < set(schemas["PodStatus"]["enum"])
     request = json.dumps(schemas["CreatePodRequest"]).lower()
-    assert "terminate" not in request, "it has an end now: pods need not be made by GraphQL any more"
+    assert "terminate" not in request, (
+        "it has an end now: pods need not be made by GraphQL any more"
+    )
     assert "interrupt" not in request, "it has spot now"

@@ -1,4 +1,6 @@
-"""`farthing launch` as somebody uses it who has not read the manual: what is answered, and by which exit code."""
+"""`farthing launch` as somebody uses it who has not read the manual: what is answered, and by which
+exit code.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,16 @@ def job(tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
     values = {
-        "task": "causal-lm", "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
-        "data": "./data.jsonl", "method": "full", "limits": {"max_usd": 2}, "output_dir": "./run",
-        "output_store": str(tmp_path / "store"), "cache_dir": "./cache", "where": {"device": "cpu", "usd_per_hour": 1},
-    }  # fmt: skip
+        "task": "causal-lm",
+        "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
+        "data": "./data.jsonl",
+        "method": "full",
+        "limits": {"max_usd": 2},
+        "output_dir": "./run",
+        "output_store": str(tmp_path / "store"),
+        "cache_dir": "./cache",
+        "where": {"device": "cpu", "usd_per_hour": 1},
+    }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
     return tmp_path / "job.yaml"
 
@@ -41,17 +49,29 @@ def answer(capsys: Any, job: Path, *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("verb", ["--logs", "--stop", "--attach"])
-def test_what_was_never_launched_is_not_looked_for_at_a_provider(job: Path, verb: str, capsys: Any) -> None:
+def test_what_was_never_launched_is_not_looked_for_at_a_provider(
+    job: Path, verb: str, capsys: Any
+) -> None:
     code, said = answer(capsys, job, verb)
     assert (code, len(said.splitlines())) == (EXIT_MISTAKE, 2)
     assert "nothing was launched from this folder, nor by way of this store" in said
     assert answer(capsys, job, "--status") == (EXIT_FINISHED, "nothing was launched yet\n")
 
 
-def test_a_launch_is_looked_for_where_its_machine_is(job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_is_looked_for_where_its_machine_is(
+    job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("farthing.launch.session.LOOK_S", 0.1)
     ledger = MachineLedger(job.parent / "run")
-    ledger.note("farthing-1-1", "asked", time.time(), number=1, target="runpod", on="runpod", usd_per_hour=1.0)
+    ledger.note(
+        "farthing-1-1",
+        "asked",
+        time.time(),
+        number=1,
+        target="runpod",
+        on="runpod",
+        usd_per_hour=1.0,
+    )
     ledger.note("farthing-1-1", "created", time.time(), id="pod")
     code, said = answer(capsys, job, "--stop", "--set", "output_store=s3://bucket/run")
     assert (code, "RUNPOD_API_KEY is not set" in said) == (EXIT_MISTAKE, True)
@@ -64,25 +84,41 @@ def test_a_launch_is_looked_for_where_its_machine_is(job: Path, capsys: Any, mon
         "--set",
         "data=./gone",
     )
-    assert "RUNPOD_API_KEY is not set" in answer(capsys, job, *too_little)[1], "needs neither an offer nor the data"
+    assert "RUNPOD_API_KEY is not set" in answer(capsys, job, *too_little)[1], (
+        "needs neither an offer nor the data"
+    )
     code, said = answer(capsys, job, "--stop", "--on", "ssh:nowhere")
     assert (code, "farthing-1-1 of this launch is at runpod" in said) == (EXIT_MISTAKE, True)
     code, said = answer(capsys, job, "--yes", "--on", "ssh:nowhere")
     assert (code, "go on with --on runpod" in said) == (EXIT_MISTAKE, True), said
-    assert [machine.state for machine in MachineLedger(job.parent / "run").open] == ["created"], "not taken for gone"
+    assert [machine.state for machine in MachineLedger(job.parent / "run").open] == ["created"], (
+        "not taken for gone"
+    )
 
 
-def test_another_folder_finds_the_launch_by_the_store(job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_folder_finds_the_launch_by_the_store(
+    job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ssh = job.parent / "ssh"
     ssh.write_text("#!/bin/sh\necho 'Connection reset by peer' >&2; exit 255\n")
     ssh.chmod(0o755)
     monkeypatch.setenv("FARTHING_SSH", str(ssh))
-    monkeypatch.setattr(Launch, "_found", lambda self, machine: (_ for _ in ()).throw(KeyboardInterrupt))
-    code, said = answer(capsys, job, "--yes", "--on", "ssh:a", "--set", f"output_dir={job.parent}/first")
-    assert (code, "no longer watched: farthing-" in said, "--stop destroys" in said) == (EXIT_INTERRUPTED, True, True)
+    monkeypatch.setattr(
+        Launch, "_found", lambda self, machine: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    code, said = answer(
+        capsys, job, "--yes", "--on", "ssh:a", "--set", f"output_dir={job.parent}/first"
+    )
+    assert (code, "no longer watched: farthing-" in said, "--stop destroys" in said) == (
+        EXIT_INTERRUPTED,
+        True,
+        True,
+    )
     code, said = answer(capsys, job, "--status", "--set", f"output_dir={job.parent}/second")
     assert code == EXIT_FINISHED
-    assert "asked    machines by ssh a" in said, "known by the store, and asked for over ssh without --on"
+    assert "asked    machines by ssh a" in said, (
+        "known by the store, and asked for over ssh without --on"
+    )
 
 
 def test_a_host_that_was_never_reached_is_refused_at_once(
@@ -90,7 +126,8 @@ def test_a_host_that_was_never_reached_is_refused_at_once(
 ) -> None:
     ssh = job.parent / "ssh"
     ssh.write_text(
-        "#!/bin/sh\necho 'ssh: Could not resolve hostname nowhere: Name or service not known' >&2; exit 255\n"
+        "#!/bin/sh\necho 'ssh: Could not resolve hostname nowhere: Name or service not known' >&2;"
+        " exit 255\n"
     )
     ssh.chmod(0o755)
     monkeypatch.setenv("FARTHING_SSH", str(ssh))
@@ -102,7 +139,9 @@ def test_a_host_that_was_never_reached_is_refused_at_once(
 
 def test_a_cap_that_is_spent_is_a_limit_and_no_crash(job: Path, capsys: Any) -> None:
     ledger = MachineLedger(job.parent / "run")
-    ledger.note("farthing-1-1", "asked", 1e9, number=1, target="local", on="local", usd_per_hour=1.0)
+    ledger.note(
+        "farthing-1-1", "asked", 1e9, number=1, target="local", on="local", usd_per_hour=1.0
+    )
     ledger.note("farthing-1-1", "gone", 1e9 + 8000)
     for words in (["--on", "local"], ["--yes", "--on", "local"]):
         code, said = answer(capsys, job, *words)
@@ -112,7 +151,13 @@ def test_a_cap_that_is_spent_is_a_limit_and_no_crash(job: Path, capsys: Any) -> 
         )
 
 
-@pytest.mark.parametrize("value", ["where.usd_per_hour=null", "limits.max_hours={}", "where.usd_per_hour=[1]"])
+@pytest.mark.parametrize(
+    "value", ["where.usd_per_hour=null", "limits.max_hours={}", "where.usd_per_hour=[1]"]
+)
 def test_an_amount_that_is_none_is_a_mistake(job: Path, value: str, capsys: Any) -> None:
     code, said = answer(capsys, job, "--on", "local", "--set", value)
-    assert (code, value.partition("=")[0] in said, "Traceback" in said) == (EXIT_MISTAKE, True, False)
+    assert (code, value.partition("=")[0] in said, "Traceback" in said) == (
+        EXIT_MISTAKE,
+        True,
+        False,
+    )

@@ -1,4 +1,6 @@
-"""What may befall whoever watches a launch: sleep, a clock that is set, a full disk, damaged notes, answers of another form."""
+"""What may befall whoever watches a launch: sleep, a clock that is set, a full disk, damaged notes,
+answers of another form.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from fake_clouds import World
 from farthing.durability.machines import MACHINES, Machine, MachineLedger
 from farthing.durability.object_store import LocalStore
 from farthing.durability.summed_lines import SummedLines
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, NoSpace, UserMistake
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, DiskFullError, InputError
 from farthing.launch import aboard as aboard_module
 from farthing.launch.aboard import Aboard
 from farthing.launch.ask import Ask
@@ -43,7 +45,9 @@ ALIVE = Fate(None, is_before=False)
 def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lid is closed for an hour while a machine trains; the network comes back a minute after the lid was opened."""
+    """A lid is closed for an hour while a machine trains; the network comes back a minute after the
+    lid was opened.
+    """
     world, asleep_s = World("runpod", n_steps=600), 0.0
     real, send = World.sleep, World.send
     slept: list[float] = []
@@ -77,7 +81,9 @@ def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machine
     assert len(world.machines) == 1, "it was at work all the while"
 
 
-def test_a_clock_that_is_set_ends_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_set_ends_no_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = Session(prepared_for("runpod", tmp_path / "run", 4.0, 0.4), lambda text: None)
     before = session.clock()
     real = time.time()
@@ -103,26 +109,39 @@ def test_a_machine_is_watched_and_given_back_though_nothing_can_be_written_down(
         real(lines, row)
 
     monkeypatch.setattr(SummedLines, "append", append)
-    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE, say=said.append) == EXIT_FINISHED
+    assert (
+        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE, say=said.append)
+        == EXIT_FINISHED
+    )
     assert (world.n_alive, len(world.machines), world.saved) == (0, 1, 60)
     assert sum("No space left" in text for text in said) == 1
     events = [row["event"] for row in world.lines[world.machines[0].name]]
     assert events == ["asked", "created", "booted", "left", "gone"], "the store knows it"
 
 
-def test_nothing_is_rented_that_can_not_be_written_down_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_rented_that_can_not_be_written_down_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world, run = World("runpod"), tmp_path / "run"
-    monkeypatch.setattr(SummedLines, "append", lambda lines, row: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        SummedLines,
+        "append",
+        lambda lines, row: (_ for _ in ()).throw(OSError(28, "No space left")),
+    )
     with pytest.raises(OSError, match="No space left"):
         supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
     assert world.machines == []
     session = Session(prepared_for("runpod", run, 4.0, 0.4), lambda text: None)
     monkeypatch.setattr(
-        Session, "driver", lambda self: RunPod(Api("https://x", {}, send=world.send, sleep=world.sleep))
+        Session,
+        "driver",
+        lambda self: RunPod(Api("https://x", {}, send=world.send, sleep=world.sleep)),
     )
     monkeypatch.setattr(Session, "_opened", LocalStore(tmp_path / "store"))
-    monkeypatch.setattr("farthing.launch.session.open_store", lambda place: LocalStore(Path(tmp_path / "lease")))
-    with pytest.raises(NoSpace, match="the run folder can't be written: No space left"):
+    monkeypatch.setattr(
+        "farthing.launch.session.open_store", lambda place: LocalStore(Path(tmp_path / "lease"))
+    )
+    with pytest.raises(DiskFullError, match="the run folder can't be written: No space left"):
         session.run(is_attended=False, tokenize=list)
     assert world.machines == []
 
@@ -135,7 +154,12 @@ def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(aboard_module, "fetch_inputs", full)
-    facts = {"name": "farthing-1-1", "store": str(tmp_path / "store"), "inputs": "x", "boot_limit_s": 600.0}
+    facts = {
+        "name": "farthing-1-1",
+        "store": str(tmp_path / "store"),
+        "inputs": "x",
+        "boot_limit_s": 600.0,
+    }
     assert Aboard(Path("job.yaml"), facts).run() == EXIT_INTERRUPTED
     word = StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1")
     assert (word.code, "No space left" in word.why) == (EXIT_INTERRUPTED, True)
@@ -145,7 +169,9 @@ def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
 
 
 class Hosts(Driver):
-    """Two hosts. The first answers nobody from some moment on, trains for a while longer, and so the second is refused."""
+    """Two hosts. The first answers nobody from some moment on, trains for a while longer, and so
+    the second is refused.
+    """
 
     may_overlap, late_s = True, 0.0
 
@@ -178,7 +204,9 @@ class Hosts(Driver):
             self.gone.add(machine.name)
 
 
-def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(tmp_path: Path) -> None:
+def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(
+    tmp_path: Path,
+) -> None:
     world = World("runpod")
     driver = Hosts(world)
 
@@ -188,19 +216,36 @@ def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(tmp
             return Word(has_booted=True, beat=f"{world.now}")
         is_held = driver.made[name] - driver.made["farthing-1-1"] < 1000.0
         world.saved = int(min(driver.holds_s, 1000.0)) if is_held else 2000
-        return Word(has_booted=True, code=2 if is_held else 0, why="host is training this run" if is_held else "")
+        return Word(
+            has_booted=True,
+            code=2 if is_held else 0,
+            why="host is training this run" if is_held else "",
+        )
 
     world.of = word_of  # type: ignore[method-assign]
     prepared = prepared_for("runpod", tmp_path / "run", 400.0, 0.4)
 
     def make_ask(number: int, offer: Any, accounts: Any) -> Ask:
-        return replace(prepared.ask(number, offer, ledger, accounts, world.now), name=f"farthing-1-{number}")
+        return replace(
+            prepared.ask(number, offer, ledger, accounts, world.now), name=f"farthing-1-{number}"
+        )
 
     ledger = MachineLedger(tmp_path / "run")
-    launch = Launch(ledger, driver, prepared.offers, make_ask, world, say=print, clock=world.clock, sleep=world.sleep)  # type: ignore[arg-type]
+    launch = Launch(
+        ledger,
+        driver,
+        prepared.offers,
+        make_ask,
+        world,
+        say=print,
+        clock=world.clock,
+        sleep=world.sleep,
+    )  # type: ignore[arg-type]
     assert launch.run("farthing-1") == EXIT_FINISHED
     assert 2 < len(driver.made) < 30
-    assert [machine.name for machine in ledger.open] == ["farthing-1-1"], "said, and counted until it is confirmed"
+    assert [machine.name for machine in ledger.open] == ["farthing-1-1"], (
+        "said, and counted until it is confirmed"
+    )
 
 
 # ---- what is known of machines is damaged ----
@@ -219,7 +264,9 @@ def lost_after(world: World, run: Path, n_calls: int) -> None:
     assert world.n_alive == 1
 
 
-def test_the_price_of_a_machine_that_is_damaged_here_comes_back_from_the_store(tmp_path: Path) -> None:
+def test_the_price_of_a_machine_that_is_damaged_here_comes_back_from_the_store(
+    tmp_path: Path,
+) -> None:
     world, run = World("runpod", n_steps=120), tmp_path / "run"
     lost_after(world, run, 25)
     damage(run / MACHINES, '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
@@ -229,12 +276,14 @@ def test_the_price_of_a_machine_that_is_damaged_here_comes_back_from_the_store(t
     assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
 
 
-def test_without_any_line_of_its_price_nothing_more_is_rented_and_stop_still_works(tmp_path: Path) -> None:
+def test_without_any_line_of_its_price_nothing_more_is_rented_and_stop_still_works(
+    tmp_path: Path,
+) -> None:
     world, run = World("runpod", n_steps=10**6), tmp_path / "run"
     lost_after(world, run, 25)
     damage(run / MACHINES, '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
     world.lines.clear()
-    with pytest.raises(UserMistake, match="the cap can't be held"):
+    with pytest.raises(InputError, match="the cap can't be held"):
         supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
     assert len(world.machines) == 1
     supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE, stop=True)
@@ -248,10 +297,19 @@ def test_stop_ends_every_machine_though_what_the_store_knows_of_them_is_damaged(
     lost_after(world, run, 25)
 
     def kept(self: World) -> Any:
-        raise UserMistake("what is known of a machine is damaged", where="store", to_do="look at the bill")
+        raise InputError(
+            "what is known of a machine is damaged", where="store", to_do="look at the bill"
+        )
 
     monkeypatch.setattr(World, "kept", kept)
-    supervise(world, prepared_for("runpod", run, 4.0, 0.4), tmp_path / "elsewhere", ALIVE, stop=True, say=said.append)
+    supervise(
+        world,
+        prepared_for("runpod", run, 4.0, 0.4),
+        tmp_path / "elsewhere",
+        ALIVE,
+        stop=True,
+        say=said.append,
+    )
     assert world.n_alive == 0
     assert "damaged" in said[0]
 
@@ -262,10 +320,16 @@ def test_stop_ends_every_machine_though_what_the_store_knows_of_them_is_damaged(
 @pytest.mark.parametrize("client", [RunPod, Vast, Lambda])
 @pytest.mark.parametrize(
     "answer",
-    ['{"pods": 3, "instances": [{}], "data": "x"}', '{"pods": [1], "instances": 7, "data": {"x": 1}}', '"busy"'],
-)  # fmt: skip
+    [
+        '{"pods": 3, "instances": [{}], "data": "x"}',
+        '{"pods": [1], "instances": 7, "data": {"x": 1}}',
+        '"busy"',
+    ],
+)
 def test_a_list_that_is_none_is_no_answer(client: Any, answer: str) -> None:
-    driver = client(Api("https://x", {}, send=lambda *_: (200, answer.encode()), sleep=lambda s: None))
+    driver = client(
+        Api("https://x", {}, send=lambda *_: (200, answer.encode()), sleep=lambda s: None)
+    )
     with pytest.raises(Unclear):
         driver.names("farthing-1")
 
@@ -292,13 +356,17 @@ def test_a_creation_answered_with_something_else_is_looked_for_by_name(
 
 
 def test_a_number_that_another_process_has_got_since_is_not_ours(host: Any, tmp_path: Path) -> None:
-    """After a loss without a word the number of our process went to somebody else's session: it is neither ours nor ended."""
+    """After a loss without a word the number of our process went to somebody else's session: it is
+    neither ours nor ended.
+    """
     ask = ask_for("forever")
     host.create(ask, 1.0)
     home = tmp_path / "home" / ask.name
     pid = int((home / "pid").read_text())
     subprocess.run(["pkill", "-KILL", "-s", str(pid)], check=True)
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    until(
+        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    )
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
         (home / "pid").write_text(f"{other.pid}\n")  # as if the number had come round
         seen = host.look(machine_of(ask))

@@ -1,4 +1,4 @@
-"""Configurations of DeepSpeed and accelerate beside a job: every line is mapped, named or refused."""
+"""Configurations of DeepSpeed and accelerate beside a job: every line is mapped, named or refused."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -15,46 +15,84 @@ from farthing.config.importers.record import flat
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.run_folder import kept_job
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from workshop import job_file, make_job
 
 ZERO = {
-    "train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4,
-    "gradient_clipping": 0.5, "steps_per_print": 100, "bf16": {"enabled": True}, "fp16": {"enabled": "auto"},
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 100,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": "auto"},
     "zero_optimization": {
-        "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "overlap_comm": True,
-        "allgather_bucket_size": 2e8, "contiguous_gradients": True,
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "allgather_bucket_size": 2e8,
+        "contiguous_gradients": True,
     },
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 20, "total_num_steps": 900}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 20, "total_num_steps": 900},
+    },
     "my_own_key": 1,
-}  # fmt: skip
+}
 FSDP = {
-    "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1,
-    "num_processes": 8, "use_cpu": False, "machine_rank": 0, "rdzv_backend": "static",
-    "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True,
-                    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-                    "fsdp_cpu_ram_efficient_loading": True, "fsdp_activation_checkpointing": True},
-}  # fmt: skip
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "mixed_precision": "bf16",
+    "num_machines": 1,
+    "num_processes": 8,
+    "use_cpu": False,
+    "machine_rank": 0,
+    "rdzv_backend": "static",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_offload_params": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_activation_checkpointing": True,
+    },
+}
 
 
 def read(folder: Path, kind: str, values: Any, **keys: Any) -> tuple[dict[str, Any], list[str]]:
     folder.mkdir(parents=True, exist_ok=True)
     name = folder / f"{kind}.json"
     name.write_text(json.dumps(values) if kind == "deepspeed" else yaml.safe_dump(values))
-    job = Job.model_validate({"task": "causal-lm", "model": "m", "data": "d.jsonl", "output_dir": "o", **keys})
+    job = Job.model_validate(
+        {"task": "causal-lm", "model": "m", "data": "d.jsonl", "output_dir": "o", **keys}
+    )
     overrides, said = beside(job, [(kind, str(name))])
-    return {key: json.loads(value) for key, _, value in (each.partition("=") for each in overrides)}, said
+    return {
+        key: json.loads(value) for key, _, value in (each.partition("=") for each in overrides)
+    }, said
 
 
 def test_each_line_of_deepspeed_becomes_a_key_or_is_named(tmp_path: Path) -> None:
     found, said = read(tmp_path, "deepspeed", ZERO, method="full", train={"max_grad_norm": 2.0})
     assert found == {
-        "where.strategy": "fsdp", "where.reshard_after_forward": False, "train.optim": "adamw_torch_offload",
-        "train.bf16": True, "train.global_batch_size": 64, "train.learning_rate": 3e-5, "train.adam_epsilon": 1e-8,
-        "train.weight_decay": 0.1, "train.adam_beta1": 0.9, "train.adam_beta2": 0.95, "train.warmup_steps": 20,
+        "where.strategy": "fsdp",
+        "where.reshard_after_forward": False,
+        "train.optim": "adamw_torch_offload",
+        "train.bf16": True,
+        "train.global_batch_size": 64,
+        "train.learning_rate": 3e-5,
+        "train.adam_epsilon": 1e-8,
+        "train.weight_decay": 0.1,
+        "train.adam_beta1": 0.9,
+        "train.adam_beta2": 0.95,
+        "train.warmup_steps": 20,
         "train.lr_scheduler_type": "linear",
-    }  # fmt: skip
+    }
     for key, _ in flat(ZERO):
         assert sum(f": {key}: " in line for line in said) == 1, key
     text = "\n".join(said)
@@ -65,13 +103,22 @@ def test_each_line_of_deepspeed_becomes_a_key_or_is_named(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("stage", "method", "expected"),
-    [(0, "full", ("ddp", None)), (1, "full", ("ddp", None)), (2, "full", ("fsdp", False)), (3, "full", ("fsdp", True)),
-     (2, "lora", ("ddp", None)), (3, "lora", ("fsdp", True))],
-)  # fmt: skip
+    [
+        (0, "full", ("ddp", None)),
+        (1, "full", ("ddp", None)),
+        (2, "full", ("fsdp", False)),
+        (3, "full", ("fsdp", True)),
+        (2, "lora", ("ddp", None)),
+        (3, "lora", ("fsdp", True)),
+    ],
+)
 def test_stages_are_strategies(stage: int, method: str, expected: Any, tmp_path: Path) -> None:
     for kind, values in (
         ("deepspeed", {"zero_optimization": {"stage": stage}}),
-        ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}),
+        (
+            "accelerate",
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}},
+        ),
     ):
         found, _ = read(tmp_path, kind, values, method=method)
         assert (found["where.strategy"], found.get("where.reshard_after_forward")) == expected
@@ -80,16 +127,25 @@ def test_stages_are_strategies(stage: int, method: str, expected: Any, tmp_path:
 def test_each_line_of_accelerate_becomes_a_key_or_is_named(tmp_path: Path) -> None:
     found, said = read(tmp_path, "accelerate", FSDP)
     assert found == {
-        "where.strategy": "fsdp", "where.reshard_after_forward": False, "where.gpus": 8, "train.bf16": True,
+        "where.strategy": "fsdp",
+        "where.reshard_after_forward": False,
+        "where.gpus": 8,
+        "train.bf16": True,
         "where.offload_weights": True,
-    }  # fmt: skip
+    }
     assert all(sum(f": {key}: " in line for line in said) == 1 for key, _ in flat(FSDP))
     zero = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     assert read(tmp_path / "zero", "deepspeed", zero)[0]["where.offload_weights"] is True
-    older = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": 4}, "mixed_precision": False}
+    older = {
+        "distributed_type": "FSDP",
+        "fsdp_config": {"fsdp_sharding_strategy": 4},
+        "mixed_precision": False,
+    }
     found, _ = read(tmp_path / "older", "accelerate", older)
     assert (found["where.strategy"], found["train.bf16"]) == ("hsdp", False)
-    found, _ = read(tmp_path / "plain", "accelerate", {"distributed_type": "MULTI_GPU", "num_processes": 2})
+    found, _ = read(
+        tmp_path / "plain", "accelerate", {"distributed_type": "MULTI_GPU", "num_processes": 2}
+    )
     assert found == {"where.strategy": "ddp", "where.gpus": 2}
 
 
@@ -101,7 +157,11 @@ def test_each_line_of_accelerate_becomes_a_key_or_is_named(tmp_path: Path) -> No
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
             "weights are off-loaded",
         ),
-        ("deepspeed", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "to main memory"),
+        (
+            "deepspeed",
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "to main memory",
+        ),
         ("deepspeed", {"zero_optimization": {"stage": 4}}, "stages 0 to 3"),
         ("deepspeed", {"optimizer": {"type": "OneBitAdam"}}, "has no OneBitAdam"),
         ("deepspeed", {"tensor_parallel": {"autotp_size": 4}}, "and nothing else"),
@@ -116,19 +176,30 @@ def test_each_line_of_accelerate_becomes_a_key_or_is_named(tmp_path: Path) -> No
         ("accelerate", ["no", "mapping"], "not a mapping"),
     ],
 )
-def test_what_farthing_cannot_do_is_refused(kind: str, values: Any, why: str, tmp_path: Path) -> None:
-    with pytest.raises(UserMistake, match=why) as refused:
+def test_what_farthing_cannot_do_is_refused(
+    kind: str, values: Any, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=why) as refused:
         read(tmp_path, kind, values)
     assert refused.value.to_do
 
 
-def test_a_run_takes_the_file_and_says_every_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_takes_the_file_and_says_every_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = job_file(tmp_path, max_steps=1)
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_clipping": 0.25, "train_batch_size": 4}))
+    file.write_text(
+        json.dumps(
+            {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.25, "train_batch_size": 4}
+        )
+    )
     assert main(["train", str(path), "--deepspeed", str(file)]) == 0
     told = capfd.readouterr().err
-    assert "zero_optimization.stage: 1 -> where.strategy: ddp (optimizer state is on each GPU here)" in told
+    assert (
+        "zero_optimization.stage: 1 -> where.strategy: ddp (optimizer state is on each GPU here)"
+        in told
+    )
     assert "train_batch_size: 4 - left out: the job says train.global_batch_size itself" in told
     kept = kept_job(tmp_path / "run")
     assert (kept["train"]["max_grad_norm"], kept["where"]["strategy"]) == (0.25, "ddp")
@@ -144,6 +215,8 @@ def test_a_file_that_unfolds_beyond_measure_is_refused(tmp_path: Path) -> None:
         f"b{i}: &b{i} [{', '.join([f'*b{i - 1}' if i else '*a'] * 9)}]\n" for i in range(20)
     )
     (tmp_path / "accelerate.yaml").write_text(bomb)
-    job = Job.model_validate({"task": "causal-lm", "model": "m", "data": "d.jsonl", "output_dir": "o"})
-    with pytest.raises(UserMistake, match="too many aliases"):
+    job = Job.model_validate(
+        {"task": "causal-lm", "model": "m", "data": "d.jsonl", "output_dir": "o"}
+    )
+    with pytest.raises(InputError, match="too many aliases"):
         beside(job, [("accelerate", str(tmp_path / "accelerate.yaml"))])

@@ -1,4 +1,6 @@
-"""The money of a run under damage: ledgers with broken, changed or missing lines, none at all, and kills while writing."""
+"""The money of a run under damage: ledgers with broken, changed or missing lines, none at all, and
+kills while writing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from farthing.durability.files import commit_folder, write_json
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.opening import likely_folder, opened
 from farthing.durability.run_folder import witnesses_of
-from farthing.errors import DataError, RunChanged, RunDamaged
+from farthing.errors import DataError, RunChangedError, RunDamagedError
 from farthing.events import StepTaken
 from farthing.report.receipt import build_receipt
 from test_meter import Clock, attempt
@@ -56,7 +58,9 @@ def test_a_changed_digit_anywhere_is_noticed_and_no_money_is_forgotten(tmp_path:
         path.write_bytes(content[:at] + digit + content[at + 1 :])
         found = read_ledger(path)
         assert found.n_broken == 1
-        assert sums_of(path) == (pytest.approx(200), pytest.approx(0.24)), "the line after knows the sum"
+        assert sums_of(path) == (pytest.approx(200), pytest.approx(0.24)), (
+            "the line after knows the sum"
+        )
         n_noticed += 1
     assert n_noticed == 150
 
@@ -73,7 +77,9 @@ def test_a_changed_digit_in_the_newest_line_leaves_its_twin(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("gone", [[0], [1], [0, 1]])
-def test_removed_lines_are_made_good_from_what_later_ones_know(gone: list[int], tmp_path: Path) -> None:
+def test_removed_lines_are_made_good_from_what_later_ones_know(
+    gone: list[int], tmp_path: Path
+) -> None:
     path = tmp_path / "ledger.jsonl"
     clock = three_attempts(path)
     lines = path.read_text().splitlines(keepends=True)
@@ -107,7 +113,9 @@ def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(how: str, tmp_p
     if how == "removed":
         path.unlink()
     else:
-        path.write_bytes({"emptied": b"", "garbage": b"\xff\x00\n" * 9}.get(how, content.replace(b": ", b":")))
+        path.write_bytes(
+            {"emptied": b"", "garbage": b"\xff\x00\n" * 9}.get(how, content.replace(b": ", b":"))
+        )
     receipt = build_receipt(tmp_path)
     assert (receipt.wall_s, receipt.usd) == (pytest.approx(160), pytest.approx(0.22))
     assert sum(span.usd for span in receipt.spans) == pytest.approx(receipt.usd)
@@ -118,7 +126,9 @@ def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(how: str, tmp_p
     assert ledger.damage is not None
 
 
-def test_a_checkpoint_of_an_earlier_version_without_sums_changes_nothing_on_the_bill(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_without_sums_changes_nothing_on_the_bill(
+    tmp_path: Path,
+) -> None:
     three_attempts(tmp_path / "ledger.jsonl")
     facts = {"kind": "farthing checkpoint", "step": 5, "run_id": "run-1", "attempt": 1}
     commit_folder(tmp_path / "checkpoints" / "step-00000005-0001", lambda draft: None, facts)
@@ -127,14 +137,19 @@ def test_a_checkpoint_of_an_earlier_version_without_sums_changes_nothing_on_the_
 
 
 @pytest.mark.parametrize("left", ["run.json", "log.jsonl", "checkpoints"])
-def test_nothing_known_of_the_money_is_refused_until_it_is_asked_for(left: str, tmp_path: Path) -> None:
+def test_nothing_known_of_the_money_is_refused_until_it_is_asked_for(
+    left: str, tmp_path: Path
+) -> None:
     if left == "checkpoints":
         facts = {"kind": "farthing checkpoint", "step": 5, "run_id": "run-1", "attempt": 1}
         commit_folder(tmp_path / "checkpoints" / "step-00000005-0001", lambda draft: None, facts)
     else:
         (tmp_path / left).write_text("{}\n")
     for _ in range(2):  # and again
-        with pytest.raises(RunDamaged, match="what it has cost is not known") as caught, opened(tmp_path, 1.0) as new:
+        with (
+            pytest.raises(RunDamagedError, match="what it has cost is not known") as caught,
+            opened(tmp_path, 1.0) as new,
+        ):
             new.refuse_forgotten(allow_restart=False)
         assert "--allow-restart" in str(caught.value)
     with opened(tmp_path, 1.0) as new:
@@ -143,7 +158,9 @@ def test_nothing_known_of_the_money_is_refused_until_it_is_asked_for(left: str, 
         new.refuse_forgotten(allow_restart=False)
 
 
-def test_a_running_attempt_writes_its_line_again_when_the_ledger_is_taken_away(tmp_path: Path) -> None:
+def test_a_running_attempt_writes_its_line_again_when_the_ledger_is_taken_away(
+    tmp_path: Path,
+) -> None:
     path, clock = tmp_path / "ledger.jsonl", Clock()
     attempt(path, clock, 3.6, 0, 10, end="interrupted")
     ledger = attempt(path, clock, 3.6, 10, 12)
@@ -165,7 +182,7 @@ def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path
     shutil.copytree(tmp_path / "run", kept)
     shutil.rmtree(checkpoints)
     ledger.unlink()
-    with pytest.raises(RunDamaged, match="what it has cost is not known"):
+    with pytest.raises(RunDamagedError, match="what it has cost is not known"):
         workshop.train(job)
     assert not ledger.exists()
     shutil.copytree(kept / "checkpoints", checkpoints)
@@ -264,7 +281,12 @@ def test_a_ledger_has_a_line_an_attempt_and_is_read_in_little_memory(tmp_path: P
     with open(path, "w") as file:
         for number in range(1, 1001):
             account = accounts[number % 40]
-            account.number, account.id, account.past_s, account.past_usd = number, str(number), 0.0, 0.0
+            account.number, account.id, account.past_s, account.past_usd = (
+                number,
+                str(number),
+                0.0,
+                0.0,
+            )
             file.write(as_line(account) + "\n")
     assert path.stat().st_size < 2_000_000
     clock.now += 5
@@ -290,8 +312,8 @@ def test_an_attempt_at_another_run_is_not_on_its_bill_and_one_at_its_own_is(tmp_
     path = tmp_path / "ledger.jsonl"
     three_attempts(path)
     before = sums_of(path)
-    with pytest.raises(RunChanged), opened(tmp_path, 3600.0):
-        raise RunChanged("another run")
+    with pytest.raises(RunChangedError), opened(tmp_path, 3600.0):
+        raise RunChangedError("another run")
     assert sums_of(path) == before
     with pytest.raises(DataError), opened(tmp_path, 3600.0) as new:
         raise DataError("no such file")
@@ -306,7 +328,9 @@ def test_the_age_of_a_process_is_counted_once(tmp_path: Path) -> None:
     assert sums_of(tmp_path / "c" / "ledger.jsonl")[0] < 5
 
 
-def test_a_wrong_job_leaves_no_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_job_leaves_no_run_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = workshop.job_file(tmp_path, max_steps=2)
     (tmp_path / "data.jsonl").unlink()
     assert main(["train", str(path)]) == 2
@@ -316,12 +340,20 @@ def test_a_wrong_job_leaves_no_run_folder(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("output_dir: run", "run"), ("output_dir: ./a/run  # here\n", "a/run"), ('output_dir: "a run"', "a run"),
-        ("output_dir: 'x#y'", "x#y"), ("task: t\noutput_dir: out-1.b\nx: 1", "out-1.b"),
-        ("output_dir: &a run", None), ("output_dir: |\n  run", None), ("output_dir: a\noutput_dir: b", None),
-        ("x:\n  output_dir: run", None), ("{output_dir: run}", None), ("output_dir: [run]", None), ("", None),
+        ("output_dir: run", "run"),
+        ("output_dir: ./a/run  # here\n", "a/run"),
+        ('output_dir: "a run"', "a run"),
+        ("output_dir: 'x#y'", "x#y"),
+        ("task: t\noutput_dir: out-1.b\nx: 1", "out-1.b"),
+        ("output_dir: &a run", None),
+        ("output_dir: |\n  run", None),
+        ("output_dir: a\noutput_dir: b", None),
+        ("x:\n  output_dir: run", None),
+        ("{output_dir: run}", None),
+        ("output_dir: [run]", None),
+        ("", None),
     ],
-)  # fmt: skip
+)
 def test_the_folder_of_a_job_is_found_before_the_job_is_read_or_not_at_all(
     text: str, name: str | None, tmp_path: Path
 ) -> None:
@@ -342,9 +374,21 @@ def test_a_job_that_is_wrong_or_of_another_folder_leaves_the_bill_as_it_was(
     assert main(["train", str(path), "--set", "train.no_such_key=1"]) == 2
     assert sums_of(ledger) == before
     assert (
-        main(["train", str(path), "--set", "output_dir=" + str(tmp_path / "run"), "--set", "limits.max_hours=1s"]) == 3
+        main(
+            [
+                "train",
+                str(path),
+                "--set",
+                "output_dir=" + str(tmp_path / "run"),
+                "--set",
+                "limits.max_hours=1s",
+            ]
+        )
+        == 3
     )
-    assert sums_of(ledger)[1] == pytest.approx(before[1], abs=0.01), "a second or so, at the price of the job"
+    assert sums_of(ledger)[1] == pytest.approx(before[1], abs=0.01), (
+        "a second or so, at the price of the job"
+    )
     priced = [account.usd_per_hour for account in read_ledger(ledger).ordered]
     assert priced == [*PRICES, 3.6]
     assert main(["train", str(path), "--set", "limits.max_hours=1s"]) == 3

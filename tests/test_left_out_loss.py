@@ -30,7 +30,10 @@ def with_experts() -> list[str]:
     for name in CONFIG_MAPPING:
         path = MODELS / name.replace("-", "_") / f"modeling_{name.replace('-', '_')}.py"
         text = path.read_text() if path.exists() else ""
-        if re.search(r"^class \w+For(CausalLM|ConditionalGeneration)\b", text, re.MULTILINE) and "aux_loss" in text:
+        if (
+            re.search(r"^class \w+For(CausalLM|ConditionalGeneration)\b", text, re.MULTILINE)
+            and "aux_loss" in text
+        ):
             found.append(name)
     return found
 
@@ -39,9 +42,21 @@ EXPERTS = with_experts()
 
 
 def test_the_families_with_experts_are_found() -> None:
-    named = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "dbrx", "jetmoe", "granitemoe", "phimoe"}
+    named = {
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "olmoe",
+        "gpt_oss",
+        "dbrx",
+        "jetmoe",
+        "granitemoe",
+        "phimoe",
+    }
     assert named | {"switch_transformers", "nllb-moe"} <= set(EXPERTS)
-    assert {name for name in {*DECODERS, *FAMILIES} if name.endswith("moe") or name == "mixtral"} <= set(EXPERTS)
+    assert {
+        name for name in {*DECODERS, *FAMILIES} if name.endswith("moe") or name == "mixtral"
+    } <= set(EXPERTS)
 
 
 @pytest.mark.parametrize("family", EXPERTS)
@@ -50,7 +65,9 @@ def test_the_balance_of_experts_is_refused_where_it_would_count_and_only_there(f
         config: Any = CONFIG_MAPPING[family]()
     except Exception as error:  # a few composite ones can't be made from nothing
         pytest.skip(f"no default configuration: {type(error).__name__}")
-    assert left_out_loss(config.to_dict(), "causal-lm") == ""  # transformers leaves it out too, unless asked
+    assert (
+        left_out_loss(config.to_dict(), "causal-lm") == ""
+    )  # transformers leaves it out too, unless asked
     for part in (config, config.get_text_config()):
         part.output_router_logits = True
     assert left_out_loss(config.to_dict(), "causal-lm") == "output_router_logits"
@@ -70,14 +87,20 @@ def test_a_weight_of_nothing_leaves_nothing_out() -> None:
 def test_a_penalty_on_large_logits_is_refused() -> None:
     assert left_out_loss(transformers.BambaConfig().to_dict(), "causal-lm") == ""
     assert (
-        left_out_loss(transformers.BambaConfig(z_loss_coefficient=1e-4).to_dict(), "causal-lm") == "z_loss_coefficient"
+        left_out_loss(transformers.BambaConfig(z_loss_coefficient=1e-4).to_dict(), "causal-lm")
+        == "z_loss_coefficient"
     )
 
 
 def mixtral_folder(folder: Path, **keys: Any) -> Path:
     workshop.make_folder(folder, "llama")
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, **keys}
+    config |= {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        **keys,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -90,14 +113,19 @@ def test_a_job_that_would_leave_a_loss_out_is_refused_before_it_starts(
     for verb in ("train", "doctor"):
         assert main([verb, str(path)]) == 2
         said = " ".join("".join(capsys.readouterr()).split())
-        assert "`output_router_logits` in the model's config.json adds the balance of the experts to the loss" in said
+        assert (
+            "`output_router_logits` in the model's config.json adds the balance of the experts to"
+            " the loss" in said
+        )
         assert "config.json has `output_router_logits: false`" in said
     assert not (tmp_path / "run/run.json").exists()
     mixtral_folder(tmp_path / "base", output_router_logits=False)
     assert main(["train", str(path), "--json"]) == 0
 
 
-def test_a_run_that_began_without_it_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_began_without_it_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mixtral_folder(tmp_path / "base", output_router_logits=True)
     job = make_job(tmp_path, max_steps=2)
     with monkeypatch.context() as before:

@@ -1,4 +1,6 @@
-"""Lengths against the real thing: padding against batches that are cut, samples against whole token sets."""
+"""Lengths against the real thing: padding against batches that are cut, samples against whole token
+sets.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.read import open_sources
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
-from farthing.errors import DataError, ModelError, UserMistake
+from farthing.errors import DataError, InputError, ModelError
 from farthing.events import Decided, StepTaken
 from farthing.planner.job_lengths import INDEX, read_lengths
 from farthing.planner.lengths import Lengths, from_arrays, from_mean, from_token_set
@@ -38,14 +40,17 @@ from workshop import Heard, cut, job_file, make_job, rows_of, train
 # ---- padding ----
 
 
-def drawn(n: int, mean: float = 5.0, spread: float = 0.8, most: int = 1024, seed: int = 0) -> NDArray[np.int64]:
+def drawn(
+    n: int, mean: float = 5.0, spread: float = 0.8, most: int = 1024, seed: int = 0
+) -> NDArray[np.int64]:
     """Lengths with a long tail."""
     draws = np.random.default_rng(seed).normal(mean, spread, n)
     return np.minimum(np.exp(draws).astype(np.int64) + 1, most)
 
 
 @pytest.mark.parametrize(
-    ("n", "batch", "micro"), [(1000, 16, 8), (1000, 64, 8), (300, 128, 10), (700, 8, 1), (96, 32, 32)]
+    ("n", "batch", "micro"),
+    [(1000, 16, 8), (1000, 64, 8), (300, 128, 10), (700, 8, 1), (96, 32, 32)],
 )
 def test_padding_of_sorted_rows_is_what_batches_have(n: int, batch: int, micro: int) -> None:
     tokens = drawn(n)
@@ -66,7 +71,9 @@ def test_padding_of_sorted_rows_is_what_batches_have(n: int, batch: int, micro: 
 def test_padding_of_sorted_rows_at_its_ends() -> None:
     tokens = drawn(500)
     lengths = from_arrays(tokens, source="drawn")
-    assert padded_by_number(lengths, 1, 16).tokens == pytest.approx(lengths.mean), "one row has no padding"
+    assert padded_by_number(lengths, 1, 16).tokens == pytest.approx(lengths.mean), (
+        "one row has no padding"
+    )
     assert padded_by_number(lengths, 1, 16).token_pairs == pytest.approx(lengths.mean_of_squares)
     assert padded_by_number(lengths, 9999, 9999).tokens == pytest.approx(int(tokens.max()))
     wide = [padded_by_number(lengths, 8, batch).tokens for batch in (8, 16, 32, 64, 128)]
@@ -80,17 +87,23 @@ def steps_of(n: int, batch: int) -> list[NDArray[np.int64]]:
     """The full steps of a few epochs, in the trainer's order."""
     batches = Batches(np.arange(n), batch, seed=7)
     n_steps = min(300, max(3, 8_000 // n) * batches.steps_per_epoch)
-    return [examples for step in range(n_steps) if len(examples := batches.examples_of(step)) == batch]
+    return [
+        examples for step in range(n_steps) if len(examples := batches.examples_of(step)) == batch
+    ]
 
 
 @pytest.mark.parametrize(("n", "batch"), [(1000, 16), (3000, 64), (300, 128), (700, 8), (50, 16)])
 @pytest.mark.parametrize("most", [512, 2048, 8192])
-def test_flat_pieces_are_as_many_and_as_large_as_the_trainer_makes(n: int, batch: int, most: int) -> None:
+def test_flat_pieces_are_as_many_and_as_large_as_the_trainer_makes(
+    n: int, batch: int, most: int
+) -> None:
     tokens = drawn(n)
     found = from_arrays(tokens, source="drawn").cut(most, batch, is_packed=True)
     pieces = [split_by_tokens(step, tokens, most) for step in steps_of(n, batch)]
     assert found.n_micro_batches == pytest.approx(np.mean([len(step) for step in pieces]), rel=0.02)
-    largest = max((piece for step in pieces for piece in step), key=lambda piece: tokens[piece].sum())
+    largest = max(
+        (piece for step in pieces for piece in step), key=lambda piece: tokens[piece].sum()
+    )
     assert tokens[largest].sum() <= found.largest.tokens * 1.02
     assert found.largest.tokens <= max(most, tokens.max())
     assert (found.largest.n_rows, found.largest.targets) == (1, 0)
@@ -102,15 +115,21 @@ def test_flat_pieces_are_as_many_and_as_large_as_the_trainer_makes(n: int, batch
 @pytest.mark.parametrize(("n", "batch"), [(1000, 16), (3000, 64), (50, 16)])
 @pytest.mark.parametrize("most", [512, 8192])
 @pytest.mark.parametrize("has_targets", [False, True])
-def test_padded_pieces_are_those_of_the_trainer(n: int, batch: int, most: int, has_targets: bool) -> None:
+def test_padded_pieces_are_those_of_the_trainer(
+    n: int, batch: int, most: int, has_targets: bool
+) -> None:
     tokens, targets = drawn(n), drawn(n, mean=3.0, spread=0.5, seed=1) if has_targets else None
     found = from_arrays(tokens, targets, source="drawn").cut(most, batch, is_packed=False)
     steps = steps_of(n, batch)[:80]
     pieces = [split_padded(step, tokens, most, target_lengths=targets) for step in steps]
     assert found.n_micro_batches == pytest.approx(np.mean([len(step) for step in pieces]), rel=0.05)
     of_targets = np.zeros(n, np.int64) if targets is None else targets
-    sides = [(len(p), int(tokens[p].max()), int(of_targets[p].max())) for step in pieces for p in step]
-    computed = sum(rows * (source + target) for rows, source, target in sides) / sum(map(len, steps))
+    sides = [
+        (len(p), int(tokens[p].max()), int(of_targets[p].max())) for step in pieces for p in step
+    ]
+    computed = sum(rows * (source + target) for rows, source, target in sides) / sum(
+        map(len, steps)
+    )
     assert found.example.tokens + found.example.targets == pytest.approx(computed, rel=0.03)
     assert found.example.tokens + found.example.targets < (tokens + of_targets).mean() / 0.97 * 1.03
     squares = sum(rows * source**2 for rows, source, _ in sides) / sum(map(len, steps))
@@ -129,7 +148,11 @@ def test_cutting_at_its_ends() -> None:
         alone = lengths.cut(1, 16, is_packed=is_packed)
         assert (alone.n_micro_batches, alone.largest.n_tokens) == (16, int(tokens.max()))
         assert alone.example.tokens == pytest.approx(lengths.mean)
-    assert lengths.cut(10**9, 9999, is_packed=True).largest.tokens == tokens.sum() == lengths.largest_step(9999)
+    assert (
+        lengths.cut(10**9, 9999, is_packed=True).largest.tokens
+        == tokens.sum()
+        == lengths.largest_step(9999)
+    )
     assert lengths.largest_step(1) == tokens.max()
     same = from_arrays(np.full(40, 77), source="equal")
     for is_packed in (True, False):
@@ -142,7 +165,10 @@ def test_inputs_that_are_cut_off() -> None:
     tokens, targets = drawn(300), drawn(300, mean=3.0, seed=1)
     for short, both in (
         (from_arrays(tokens, source="drawn").truncated(100), np.minimum(tokens, 100)),
-        (from_arrays(tokens, targets, source="drawn").truncated(100), np.minimum(tokens, 100) + targets),
+        (
+            from_arrays(tokens, targets, source="drawn").truncated(100),
+            np.minimum(tokens, 100) + targets,
+        ),
     ):
         assert short.longest == 100
         assert short.mean == pytest.approx(np.minimum(tokens, 100).mean())
@@ -152,7 +178,9 @@ def test_inputs_that_are_cut_off() -> None:
 
 def test_the_same_lengths_give_the_same_bytes() -> None:
     tokens, targets = drawn(3000), drawn(3000, seed=2)
-    twice = [from_arrays(tokens, targets, source="x").cut(900, 48, is_packed=False) for _ in range(2)]
+    twice = [
+        from_arrays(tokens, targets, source="x").cut(900, 48, is_packed=False) for _ in range(2)
+    ]
     assert twice[0] == twice[1]
     code = (
         "import numpy as np\nfrom farthing.planner.lengths import *\n"
@@ -161,20 +189,26 @@ def test_the_same_lengths_give_the_same_bytes() -> None:
         "print(from_arrays(t, t[::-1], source='').cut(900, 48, is_packed=False))"
     )
     said = {
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
         for _ in range(2)
     }
     assert len(said) == 1
 
 
-def test_cutting_looks_at_a_bounded_number_of_examples_and_at_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutting_looks_at_a_bounded_number_of_examples_and_at_none_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """However many examples there are: a plan asks for dozens of cuts of the same lengths."""
     from farthing.planner import lengths as module
 
     n_cut = []
     for name in ("split_by_tokens", "split_padded"):
         real = getattr(module, name)
-        counted = lambda step, *rest, real=real, **named: n_cut.append(len(step)) or real(step, *rest, **named)  # noqa: E731
+        counted = lambda step, *rest, real=real, **named: (  # noqa: E731
+            n_cut.append(len(step)) or real(step, *rest, **named)
+        )
         monkeypatch.setattr(module, name, counted)
     lengths = from_arrays(drawn(50_000), source="drawn")
     pairs = from_arrays(drawn(50_000), drawn(50_000, seed=1), source="drawn")
@@ -206,7 +240,12 @@ def test_a_large_set_is_kept_as_a_sample_with_its_ends() -> None:
 
 def test_lengths_from_the_command_line() -> None:
     lengths = from_mean(5000, 300, longest=1024)
-    assert (lengths.n_examples, lengths.mean, lengths.longest, lengths.is_exact) == (5000, 300, 1024, False)
+    assert (lengths.n_examples, lengths.mean, lengths.longest, lengths.is_exact) == (
+        5000,
+        300,
+        1024,
+        False,
+    )
     assert np.mean(lengths.tokens) == pytest.approx(300, rel=0.002)
     assert "command line" in lengths.source
     assert "assumption" in lengths.source
@@ -216,9 +255,9 @@ def test_lengths_from_the_command_line() -> None:
     assert from_mean(1, 300).longest == 300
     assert from_mean(10, 300, longest=300).tokens.tolist() == [300] * 10
     for wrong in ((0, 300, None), (10, 0, None), (10, 300, 200)):
-        with pytest.raises(UserMistake):
+        with pytest.raises(InputError):
             from_mean(*wrong)
-    with pytest.raises(UserMistake, match="no examples"):
+    with pytest.raises(InputError, match="no examples"):
         from_arrays(np.array([], np.int64), source="nothing")
 
 
@@ -227,7 +266,11 @@ def test_lengths_from_the_command_line() -> None:
 
 def same(a: Lengths, b: Lengths) -> None:
     """Everything but the words."""
-    assert (a.n_examples, a.n_tokens, a.n_target_tokens) == (b.n_examples, b.n_tokens, b.n_target_tokens)
+    assert (a.n_examples, a.n_tokens, a.n_target_tokens) == (
+        b.n_examples,
+        b.n_tokens,
+        b.n_target_tokens,
+    )
     assert (a.longest, a.longest_target) == (b.longest, b.longest_target)
     assert a.tokens.tolist() == b.tokens.tolist()
     assert (a.targets is None) == (b.targets is None)
@@ -278,16 +321,24 @@ def test_every_token_that_a_run_computes_is_foreseen(tmp_path: Path) -> None:
     for family in ("llama", "t5"):
         rows = rows_of(family, 96) if family == "t5" else demo_rows(96)
         job = make_job(
-            tmp_path / family, family, rows=rows, num_train_epochs=2, max_steps=None, global_batch_size=16,
-            micro_batch_tokens=100, size={"hidden": 32, "layers": 1},
-        )  # fmt: skip
+            tmp_path / family,
+            family,
+            rows=rows,
+            num_train_epochs=2,
+            max_steps=None,
+            global_batch_size=16,
+            micro_batch_tokens=100,
+            size={"hidden": 32, "layers": 1},
+        )
         heard = Heard()
         train(job, heard)
         lengths, _ = read_lengths(job, cache_dir=cache_of(job))
         steps = heard.of(StepTaken)
         found = lengths.cut(100, 16, is_packed=family == "llama")
         computed = len(steps) * 16 * (found.example.tokens + found.example.targets)
-        assert computed == pytest.approx(steps[-1].run_padded_tokens, rel=1e-6 if family == "llama" else 0.02)
+        assert computed == pytest.approx(
+            steps[-1].run_padded_tokens, rel=1e-6 if family == "llama" else 0.02
+        )
         (measured,) = read_measurements(cache_of(job) / MEASUREMENTS)
         n_pieces = measured.n_micro_batches / measured.n_steps
         assert found.n_micro_batches == pytest.approx(n_pieces, rel=0.05)
@@ -303,7 +354,9 @@ def test_limits_on_the_samples_are_honoured(tmp_path: Path) -> None:
     exact, held_out = read_lengths(job, cache_dir=cache_of(job))
     assert guessed is not None
     assert held_out is not None
-    assert (guess.n_examples, guessed.n_examples) == (exact.n_examples, held_out.n_examples) == (10, 3)
+    assert (
+        (guess.n_examples, guessed.n_examples) == (exact.n_examples, held_out.n_examples) == (10, 3)
+    )
 
 
 def test_evaluation_data_of_its_own(tmp_path: Path) -> None:
@@ -319,9 +372,14 @@ def test_evaluation_data_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", thinned(["data", "tokenizer", "model", "max_length", "columns", "chat_template", "set", "size"], 4)
+    "change",
+    thinned(
+        ["data", "tokenizer", "model", "max_length", "columns", "chat_template", "set", "size"], 4
+    ),
 )
-def test_a_stale_note_is_never_used(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_note_is_never_used(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = job_file(tmp_path, n_rows=20, max_steps=1, data={"eval_fraction": 0.1})
     from farthing.config.load import load_job
 
@@ -330,7 +388,9 @@ def test_a_stale_note_is_never_used(change: str, tmp_path: Path, monkeypatch: py
     assert read_lengths(job, cache_dir=cache_of(job))[0].is_exact
     if change == "data":
         stat = (tmp_path / "data.jsonl").stat()
-        text = (tmp_path / "data.jsonl").read_text().replace("a", "e", 1)  # as long as before, and as old
+        text = (
+            (tmp_path / "data.jsonl").read_text().replace("a", "e", 1)
+        )  # as long as before, and as old
         (tmp_path / "data.jsonl").write_text(text)
         os.utime(tmp_path / "data.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     elif change == "tokenizer":
@@ -376,14 +436,16 @@ def test_a_run_finishes_when_lengths_cannot_be_written_to_the_cache(tmp_path: Pa
     assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
 
 
-def test_remote_data_is_remembered_but_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_data_is_remembered_but_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import fsspec
 
     rows = write_jsonl(tmp_path / "rows.jsonl", demo_rows(20))
     memory = fsspec.filesystem("memory")
     memory.pipe("/set/rows.jsonl", rows.read_bytes())
     job = make_job(tmp_path, n_rows=20, max_steps=1, data={"train": "memory://set/rows.jsonl"})
-    with pytest.raises(UserMistake, match="network") as caught:
+    with pytest.raises(InputError, match="network") as caught:
         read_lengths(job, cache_dir=cache_of(job))
     assert "--mean-tokens" in caught.value.to_do
     train(job)
@@ -396,9 +458,16 @@ def test_remote_data_is_remembered_but_not_looked_at(tmp_path: Path, monkeypatch
 # ---- kinds of files, and mistakes ----
 
 
-def plain_job(data: str, model: Path | str = "nobody/nothing", task: str = "causal-lm", **more: Any) -> Job:
+def plain_job(
+    data: str, model: Path | str = "nobody/nothing", task: str = "causal-lm", **more: Any
+) -> Job:
     return Job.model_validate(
-        {"task": task, "model": str(model), "data": {"train": data, **more}, "output_dir": "nothing"}
+        {
+            "task": task,
+            "model": str(model),
+            "data": {"train": data, **more},
+            "output_dir": "nothing",
+        }
     )
 
 
@@ -410,25 +479,39 @@ def as_csv(path: Path, rows: list[dict[str, str]], delimiter: str = ",") -> Path
     return path
 
 
-def test_a_plan_reads_a_csv_file_as_training_does(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
-    """Spaces around the names of columns, a line separator within a text, bytes that are no UTF-8, headers that won't do."""
-    lines = [f"{i} \u2028 say,{row['completion']}".replace("\n", " ") for i, row in enumerate(demo_rows(60))]
+def test_a_plan_reads_a_csv_file_as_training_does(
+    tiny_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Spaces around the names of columns, a line separator within a text, bytes that are no UTF-8,
+    headers that won't do.
+    """
+    lines = [
+        f"{i} \u2028 say,{row['completion']}".replace("\n", " ")
+        for i, row in enumerate(demo_rows(60))
+    ]
     path = tmp_path / "a.csv"
     path.write_bytes("\n".join(["prompt, completion", *lines]).encode() + b"\nbad,\xff\n")
     sources = open_sources((str(path),), cache_dir=tmp_path, split="train")
     recipe = Recipe("causal-lm", 512, max_bad_rows=0.5)
-    tokens = tokenize(sources, AutoTokenizer.from_pretrained(tiny_folders["llama"]), recipe, tmp_path)
+    tokens = tokenize(
+        sources, AutoTokenizer.from_pretrained(tiny_folders["llama"]), recipe, tmp_path
+    )
     found = sample.sample_lengths(sources, light_tokenizer(tiny_folders["llama"], None), recipe)
     assert (len(tokens), found.n_examples) == (60, 60)
     assert sorted(found.tokens.tolist()) == sorted(tokens.lengths.tolist())
-    for header, words in (("text,text", "`text` appears twice"), ("prompt;completion", "separated by `;`")):
+    for header, words in (
+        ("text,text", "`text` appears twice"),
+        ("prompt;completion", "separated by `;`"),
+    ):
         path.write_text(f"{header}\na,b\n")
         sources = open_sources((str(path),), cache_dir=tmp_path, split="train")
         with pytest.raises(DataError, match=words):
             sample.sample_lengths(sources, light_tokenizer(tiny_folders["llama"], None), recipe)
 
 
-def test_every_kind_of_file_has_the_same_lengths(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+def test_every_kind_of_file_has_the_same_lengths(
+    tiny_folders: dict[str, Path], tmp_path: Path
+) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -438,17 +521,23 @@ def test_every_kind_of_file_has_the_same_lengths(tiny_folders: dict[str, Path], 
     ]
     jsonl = write_jsonl(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl.read_bytes()))
-    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl.read_bytes().replace(b"\n", b"\r\n\r\n"))
+    (tmp_path / "bom.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + jsonl.read_bytes().replace(b"\n", b"\r\n\r\n")
+    )
     (tmp_path / "a.json").write_text(json.dumps({"data": rows}))
     as_csv(tmp_path / "a.csv", rows)
     as_csv(tmp_path / "a.tsv", rows, "\t")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7
+    )
     (tmp_path / "set").mkdir()
     write_jsonl(tmp_path / "set" / "train.jsonl", rows)
     write_jsonl(tmp_path / "set" / "test.jsonl", rows[:5])
     names = ("a.jsonl", "a.jsonl.gz", "bom.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "set")
     found = {
-        name: read_lengths(plain_job(str(tmp_path / name), tiny_folders["llama"]), cache_dir=tmp_path / "no")[0]
+        name: read_lengths(
+            plain_job(str(tmp_path / name), tiny_folders["llama"]), cache_dir=tmp_path / "no"
+        )[0]
         for name in names
     }
     for lengths in found.values():
@@ -475,11 +564,19 @@ def test_chats_are_rendered_as_for_training(messages: str, tmp_path: Path) -> No
     ]
     if messages == "messages":
         rows: list[dict[str, Any]]
-        rows = [{"messages": [{"role": who, "content": said * i} for who, said in turns]} for i in (1, 2, 3, 4)]
+        rows = [
+            {"messages": [{"role": who, "content": said * i} for who, said in turns]}
+            for i in (1, 2, 3, 4)
+        ]
     elif messages == "conversations":
-        rows = [{"conversations": [{"from": who, "value": said * i} for who, said in turns]} for i in (1, 2, 3, 4)]
+        rows = [
+            {"conversations": [{"from": who, "value": said * i} for who, said in turns]}
+            for i in (1, 2, 3, 4)
+        ]
     else:
-        rows = [{"instruction": "Say it. " * i, "input": "x", "output": "It."} for i in (1, 2, 3, 4)]
+        rows = [
+            {"instruction": "Say it. " * i, "input": "x", "output": "It."} for i in (1, 2, 3, 4)
+        ]
     job = make_job(tmp_path, rows=rows, max_steps=1)
     guess, _ = read_lengths(job, cache_dir=cache_of(job))
     train(job)
@@ -494,13 +591,17 @@ def test_without_a_tokenizer_characters_are_counted(tmp_path: Path) -> None:
     lengths, _ = read_lengths(plain_job(str(data)), cache_dir=tmp_path / "no")
     assert "guessed from characters" in lengths.source
     assert not lengths.is_exact
-    assert lengths.mean == pytest.approx(15 + 1)  # one for every four characters, and one for the end
+    assert lengths.mean == pytest.approx(
+        15 + 1
+    )  # one for every four characters, and one for the end
 
 
 def test_bad_rows_are_left_out(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", demo_rows(30))
     path.write_text(path.read_text() + '{"prompt": "x"}\nnot json\n\n   \n[1]\n')
-    lengths, _ = read_lengths(plain_job(str(path), tiny_folders["llama"]), cache_dir=tmp_path / "no")
+    lengths, _ = read_lengths(
+        plain_job(str(path), tiny_folders["llama"]), cache_dir=tmp_path / "no"
+    )
     assert lengths.n_examples == 30
 
 
@@ -529,26 +630,33 @@ def test_data_that_cant_be_used(tiny_folders: dict[str, Path], tmp_path: Path) -
     }
     for name, words in expected.items():
         with pytest.raises(DataError, match=words):
-            read_lengths(plain_job(str(tmp_path / name), tiny_folders["llama"]), cache_dir=tmp_path / "no")
+            read_lengths(
+                plain_job(str(tmp_path / name), tiny_folders["llama"]), cache_dir=tmp_path / "no"
+            )
     for name in (
         "s3://bucket/a.jsonl",
         "https://example.org/a.jsonl?sig=secret",
         "nobody/set",
         str(tmp_path / "folder"),
     ):
-        with pytest.raises(UserMistake, match=r"network|split") as caught:
+        with pytest.raises(InputError, match=r"network|split") as caught:
             read_lengths(plain_job(name, tiny_folders["llama"]), cache_dir=tmp_path / "no")
         assert "--mean-tokens" in caught.value.to_do
         assert "secret" not in str(caught.value)
     data = str(write_jsonl(tmp_path / "good.jsonl", demo_rows(3)))
     with pytest.raises(ModelError, match="chat template"):
-        read_lengths(plain_job(data, tiny_folders["llama"], chat_template="/no/where"), cache_dir=tmp_path / "no")
+        read_lengths(
+            plain_job(data, tiny_folders["llama"], chat_template="/no/where"),
+            cache_dir=tmp_path / "no",
+        )
 
 
 def test_a_large_file_is_read_in_blocks(
     tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [{"text": "word " * (1 + i * 60 // 6000 + i % 7)} for i in range(6000)]  # longer towards its end
+    rows = [
+        {"text": "word " * (1 + i * 60 // 6000 + i % 7)} for i in range(6000)
+    ]  # longer towards its end
     job = plain_job(str(write_jsonl(tmp_path / "a.jsonl", rows)), tiny_folders["llama"])
     whole, _ = read_lengths(job, cache_dir=tmp_path / "no")
     monkeypatch.setattr("farthing.data.sample._MOST_READ_BYTES", 400_000)
@@ -566,10 +674,24 @@ MOST_TOKENIZED_CHARACTERS = 2_500_000
 CASES = [
     ("chat_messages", "causal-lm", "gpt2", 1024, {}),
     ("chat_messages", "causal-lm", "mistral-7b-v0.1", 8192, {}),
-    ("complaints_narratives", "classification", "bert-base-uncased", 512, {"columns": {"label": "product"}}),
-    ("complaints_narratives", "classification", "roberta-base", 8192, {"columns": {"label": "product"}}),
+    (
+        "complaints_narratives",
+        "classification",
+        "bert-base-uncased",
+        512,
+        {"columns": {"label": "product"}},
+    ),
+    (
+        "complaints_narratives",
+        "classification",
+        "roberta-base",
+        8192,
+        {"columns": {"label": "product"}},
+    ),
     ("e2e_nlg_dev_test", "seq2seq", "t5", 512, {}),
-    pytest.param("p3_open_license_sample", "causal-lm", "gpt-neox-mpt", 8192, {}, marks=pytest.mark.slow),
+    pytest.param(
+        "p3_open_license_sample", "causal-lm", "gpt-neox-mpt", 8192, {}, marks=pytest.mark.slow
+    ),
     pytest.param(
         "p3_open_license_sample",
         "seq2seq",
@@ -583,10 +705,18 @@ CASES = [
 
 @pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), thinned(CASES, 4))
 def test_samples_of_real_sets(
-    file: str, task: str, tokenizer: str, limit: int, data: dict[str, Any], data_dir: Path, tmp_path: Path,
+    file: str,
+    task: str,
+    tokenizer: str,
+    limit: int,
+    data: dict[str, Any],
+    data_dir: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Within 3 % in the mean and 10 % at the long end of what all rows are; targets, a word here and a page there, 15 %."""
+) -> None:
+    """Within 3 % in the mean and 10 % at the long end of what all rows are; targets, a word here
+    and a page there, 15 %.
+    """
     from farthing.model.load import ModelChoice, load_tokenizer
 
     path, folder = data_dir / f"{file}.jsonl", (data_dir / "tokenizers" / tokenizer).resolve()
@@ -594,13 +724,21 @@ def test_samples_of_real_sets(
     with monkeypatch.context() as patch:
         asked: list[str] = []
         encode = Encoder._encode
-        patch.setattr(Encoder, "_encode", lambda self, texts, *more: asked.extend(texts) or encode(self, texts, *more))
+        patch.setattr(
+            Encoder,
+            "_encode",
+            lambda self, texts, *more: asked.extend(texts) or encode(self, texts, *more),
+        )
         n_parsed = []
         parse = sample.json_row
-        patch.setattr(sample, "json_row", lambda line, number: n_parsed.append(number) or parse(line, number))
+        patch.setattr(
+            sample, "json_row", lambda line, number: n_parsed.append(number) or parse(line, number)
+        )
         found, _ = read_lengths(job, cache_dir=tmp_path / "no")
     assert len(n_parsed) <= sample._MOST_READ_ROWS, "a sample is parsed"
-    assert len(asked) <= (2 if task == "seq2seq" else 1) * sample.MOST_ROWS, "and of that a part is tokenized"
+    assert len(asked) <= (2 if task == "seq2seq" else 1) * sample.MOST_ROWS, (
+        "and of that a part is tokenized"
+    )
     assert sum(map(len, asked)) <= MOST_TOKENIZED_CHARACTERS
     recipe = Recipe(task, limit, limit, **data)
     sources = open_sources((str(path),), cache_dir=tmp_path, split="train")

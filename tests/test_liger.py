@@ -1,8 +1,9 @@
 """Liger's kernels go into one model and no other, and compute what the plain model does.
 
-Whether they do is tried with the real package where it is installed: its kernels, made for GPUs, run in Triton's interpreter
-(`interpreted.py`). Both are apart from the rest, as Triton takes 1 GB: `pip install --no-deps --target liger liger-kernel
-triton`, then `PYTHONPATH=liger python -m pytest tests/test_liger.py`.
+Whether they do is tried with the real package where it is installed: its kernels, made for GPUs,
+run in Triton's interpreter (`interpreted.py`). Both are apart from the rest, as Triton takes 1 GB:
+`pip install --no-deps --target liger liger-kernel triton`, then `PYTHONPATH=liger python -m pytest
+tests/test_liger.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from farthing.model.liger import patch, use_liger, why_not_liger
 from farthing.planner.families import FUSED_BY_LIGER
 
 SMALL = {
-    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
     **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
@@ -84,7 +91,9 @@ def test_another_activation_is_refused_before_anything_is_changed(kernels: list[
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """In place of Liger: norms in other operations, the family's class and rotation replaced; counts rotations."""
+    """In place of Liger: norms in other operations, the family's class and rotation replaced;
+    counts rotations.
+    """
     rotated: list[int] = []
     plain_rotation = modeling_llama.apply_rotary_pos_emb
 
@@ -93,7 +102,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return plain_rotation(*args)
 
     def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+        return torch.nn.functional.rms_norm(
+            hidden, hidden.shape[-1:], self.weight, self.variance_epsilon
+        )
 
     def apply(
         rope: bool = True,
@@ -111,7 +122,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             if "RMSNorm" in type(module).__name__:
                 module.__dict__["forward"] = norm.__get__(module)
 
-    for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"):
+    for name in (
+        "liger_kernel",
+        "liger_kernel.transformers",
+        "liger_kernel.transformers.monkey_patch",
+    ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(
         sys.modules["liger_kernel.transformers.monkey_patch"],
@@ -156,7 +171,9 @@ class Norm(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if self.fails is not None:
-            raise self.fails("Failed to find C compiler.\nPlease specify via CC environment variable.")
+            raise self.fails(
+                "Failed to find C compiler.\nPlease specify via CC environment variable."
+            )
         return rows * self.weight
 
 
@@ -166,7 +183,9 @@ def test_a_model_is_left_as_it_is_where_the_first_kernel_fails(
 ) -> None:
     monkeypatch.setattr(liger, "why_not_liger", lambda model: None)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.8.5")
-    monkeypatch.setattr(sys.modules["liger_kernel.transformers"], "LigerRMSNorm", Norm, raising=False)
+    monkeypatch.setattr(
+        sys.modules["liger_kernel.transformers"], "LigerRMSNorm", Norm, raising=False
+    )
     monkeypatch.setattr(Norm, "fails", error)
     model = small_model()
     said = use_liger(model)
@@ -187,14 +206,20 @@ def interpreted(*kinds: str) -> dict[str, Any]:
     if any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")):
         pytest.skip("liger-kernel and triton are not installed")
     command = [sys.executable, str(Path(__file__).with_name("interpreted.py")), *kinds]
-    found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    )
     assert set(found) == set(kinds)
     return found
 
 
 def test_the_real_kernels_agree_with_the_plain_model_also_under_adapters() -> None:
     for kind, facts in interpreted("llama", "gemma2+lora").items():
-        assert facts["replaced"] == {"norms": 5 if kind == "llama" else 9, "feed-forwards": 2, "rotations": 2}
+        assert facts["replaced"] == {
+            "norms": 5 if kind == "llama" else 9,
+            "feed-forwards": 2,
+            "rotations": 2,
+        }
         assert (facts["loss"] < 1e-5, facts["gradient"] < 2e-5) == (True, True), (kind, facts)
 
 
@@ -202,5 +227,8 @@ def test_the_real_kernels_agree_with_the_plain_model_also_under_adapters() -> No
 def test_the_real_kernels_agree_in_every_family_that_is_let_in() -> None:
     for kind, facts in interpreted(*sorted(FUSED_BY_LIGER)).items():
         assert facts["replaced"]["norms"] >= 5, kind
-        assert (facts["replaced"]["feed-forwards"], facts["replaced"]["rotations"]) == (2, 2), (kind, facts)
+        assert (facts["replaced"]["feed-forwards"], facts["replaced"]["rotations"]) == (2, 2), (
+            kind,
+            facts,
+        )
         assert (facts["loss"] < 1e-5, facts["gradient"] < 2e-5) == (True, True), (kind, facts)

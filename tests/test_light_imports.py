@@ -1,4 +1,5 @@
-"""Names that are taken from a module which is imported when they are used; optimizers that step without torch's compiler.
+"""Names that are taken from a module which is imported when they are used; optimizers that step
+without torch's compiler.
 
 What a whole run imports, and that it ends in the same bits, is in `test_start_up.py`.
 """
@@ -72,7 +73,9 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(light_imports, "_IMPORTERS", ("farthing_library.",))
     monkeypatch.setattr("builtins.__import__", light_imports._import)
     yield importlib.import_module("farthing_library.user")
-    for name in [name for name in sys.modules if name.startswith(("farthing_heavy", "farthing_library"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("farthing_heavy", "farthing_library"))
+    ]:
         del sys.modules[name]
 
 
@@ -132,12 +135,22 @@ def test_an_optimizer_steps_to_the_same_bits_without_the_compiler(name: str) -> 
     def stepped() -> list[torch.Tensor]:
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(7))]
-        optimizer = kind([{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:]}], lr=0.01)
+        optimizer = kind(
+            [{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:]}], lr=0.01
+        )
         for _ in range(3):
             sum((weight**2).sum() for weight in weights).backward()  # type: ignore[union-attr]
             optimizer.step()
             optimizer.zero_grad()
-        return [*weights, *(v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))]
+        return [
+            *weights,
+            *(
+                v
+                for state in optimizer.state.values()
+                for v in state.values()
+                if torch.is_tensor(v)
+            ),
+        ]
 
     def bare() -> list[Any]:
         return [
@@ -179,27 +192,39 @@ def test_the_compiler_hears_what_it_would_have_heard() -> None:
     assert heard == [left_alone]
 
 
-def test_files_of_models_are_looked_through_when_a_name_of_theirs_is_asked_for_and_give_the_same_names() -> None:
+def test_files_of_models_are_looked_through_when_a_name_of_theirs_is_asked_for_and_give_the_same_names() -> (  # noqa: E501
+    None
+):
     import transformers
 
     scan = importlib.import_module("transformers.utils.import_utils")
     names = ("__name__", "__file__", "fetch__all__", "define_import_structure")
     copy = SimpleNamespace(
-        **{name: getattr(scan, name) for name in names}, _LazyModule=type("Lazy", (scan._LazyModule,), {})
+        **{name: getattr(scan, name) for name in names},
+        _LazyModule=type("Lazy", (scan._LazyModule,), {}),
     )
     light_imports._look_later(copy)
     later = copy.define_import_structure
     light_imports._look_later(copy)
     assert copy.define_import_structure is later
-    light_imports._look_later(object())  # another version of the library, which has no such functions
+    light_imports._look_later(
+        object()
+    )  # another version of the library, which has no such functions
     models = Path(scan.__file__).parents[1] / "models"
 
     def module(kind: Any, structure: Any) -> Any:
         structure[frozenset()].update({"activations": {"ACT2FN"}})  # as transformers does
-        return kind("transformers", transformers.__file__, structure, extra_objects={"__version__": "of a test"})
+        return kind(
+            "transformers",
+            transformers.__file__,
+            structure,
+            extra_objects={"__version__": "of a test"},
+        )
 
     light = module(copy._LazyModule, later(models, prefix="models"))
-    plain = module(scan._LazyModule, scan.define_import_structure.__wrapped__(models, prefix="models"))
+    plain = module(
+        scan._LazyModule, scan.define_import_structure.__wrapped__(models, prefix="models")
+    )
     assert light.AutoConfig is transformers.AutoConfig
     assert light.activations is transformers.activations
     assert light.__version__ == "of a test"
@@ -222,13 +247,17 @@ def test_names_of_a_file_are_found_from_their_last_mention_on() -> None:
     scan = importlib.import_module("transformers.utils.import_utils")
     names = ("__name__", "__file__", "fetch__all__", "define_import_structure")
     copy = SimpleNamespace(
-        **{name: getattr(scan, name) for name in names}, _LazyModule=type("Lazy", (scan._LazyModule,), {})
+        **{name: getattr(scan, name) for name in names},
+        _LazyModule=type("Lazy", (scan._LazyModule,), {}),
     )
     light_imports._look_later(copy)
     for text in (
         "x = 1\n",
         "__all__ = ['A', 'B']",
-        "import a\n__all__ = ['A']\n\nfor __all__ in []: pass\n__all__ = [\n    'C',\n    'D',\n]\n",
+        (
+            "import a\n__all__ = ['A']\n\nfor __all__ in []: pass\n__all__ = [\n    'C',\n   "
+            " 'D',\n]\n"
+        ),
         "# about __all__\ny = 2\n",
     ):
         assert copy.fetch__all__(text) == scan.fetch__all__(text)

@@ -1,6 +1,8 @@
-"""Caps that hold: dollars, hours and deadlines over kills, restarts and clocks that jump; a model is always left.
+"""Caps that hold: dollars, hours and deadlines over kills, restarts and clocks that jump; a model
+is always left.
 
-Most of it runs the real loop over a simulated machine: steps, saves and exports only pass time, kills come at any moment.
+Most of it runs the real loop over a simulated machine: steps, saves and exports only pass time,
+kills come at any moment.
 """
 
 from __future__ import annotations
@@ -65,7 +67,11 @@ class Machine:
                 self.alive_s += self.kill_at - self.now
                 self.now = self.kill_at
                 raise Killed
-            self.now, self.alive_s, seconds = self.now + piece, self.alive_s + piece, seconds - piece
+            self.now, self.alive_s, seconds = (
+                self.now + piece,
+                self.alive_s + piece,
+                seconds - piece,
+            )
             if self.ledger is not None:
                 self.ledger.beat()
 
@@ -75,7 +81,9 @@ class Machine:
 
 
 class Simulated(Attempt):
-    """An attempt on a machine on which work is only time: what the loop calls on it is replaced by `simulate`."""
+    """An attempt on a machine on which work is only time: what the loop calls on it is replaced by
+    `simulate`.
+    """
 
     machine: Machine
     costs: Any
@@ -83,7 +91,7 @@ class Simulated(Attempt):
 
 
 def simulate(patch: pytest.MonkeyPatch) -> None:
-    """Let steps, evaluations, saves and exports be time; the loop, its limits and its order stay."""
+    """Let steps, evaluations, saves and exports be time; the loop, its limits and its order stay."""  # noqa: E501
 
     def take_step(run: Simulated) -> None:
         seconds = run.costs.step_s()
@@ -104,7 +112,11 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
     def save(run: Simulated) -> None:
         with run.context.meter.span("checkpoint"):
             run.machine.passes(run.costs.save_s)
-        run.saving.took_s, run.saving.at_s, run.saving.mark = run.costs.save_s, run.context.meter.wall_s, mark(run)
+        run.saving.took_s, run.saving.at_s, run.saving.mark = (
+            run.costs.save_s,
+            run.context.meter.wall_s,
+            mark(run),
+        )
         run.disk["progress"] = run.progress.state()[1]
         run.context.ledger.committed(run.progress.step)
 
@@ -157,11 +169,20 @@ class Costs:
 
 @pytest.fixture(autouse=True)
 def simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work is time; and looking for garbage in a process of many tests takes longer than a simulated run."""
+    """Work is time; and looking for garbage in a process of many tests takes longer than a
+    simulated run.
+    """
     monkeypatch.setattr(farthing.train.loop, "rare_collections", nullcontext)
 
 
-def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[str, Any], estimate: Any = None) -> str:
+def attempt(
+    job: Job,
+    folder: Path,
+    machine: Machine,
+    costs: Costs,
+    disk: dict[str, Any],
+    estimate: Any = None,
+) -> str:
     """One process, as `train` does it: the state it ends in. Raises `Killed`."""
     clock = lambda: machine.now  # noqa: E731
     meter = Meter(clock=clock, wall=machine.wall, since_boot=clock)
@@ -179,14 +200,21 @@ def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[s
     machine.passes(costs.start_s * 0.6)
     run = Simulated.__new__(Simulated)
     run.machine, run.costs, run.disk = machine, costs, disk
-    run.job, run.context = job, Context(folder, "simulated", meter, ledger, Notice(), lambda *_: None)
+    run.job, run.context = (
+        job,
+        Context(folder, "simulated", meter, ledger, Notice(), lambda *_: None),
+    )
     run.train_examples, run.eval_examples = [1], [1] if costs.evaluation_s else None  # type: ignore[assignment]
     run.model, run.estimate, run.progress = torch.nn.Linear(1, 1), estimate, Progress()
     run.batches = SimpleNamespace(steps_per_epoch=7)  # type: ignore[assignment]
     run.schedule = first_schedule(job, folder, ledger, run.estimate, 7)
     run.pace = SimpleNamespace(longest_step_s=0.0, step_s=None, n_steps=0)  # type: ignore[assignment]
     run.steps = SimpleNamespace(close=lambda: None, n_steps=run.n_steps)  # type: ignore[assignment]
-    run.saving, run.clocks, run.in_flight = Saving(costs.save_every_s, meter.wall_s, mark(run)), Clocks(), deque()
+    run.saving, run.clocks, run.in_flight = (
+        Saving(costs.save_every_s, meter.wall_s, mark(run)),
+        Clocks(),
+        deque(),
+    )
     if "progress" in disk:
         run.progress.restore({}, disk["progress"])
         run.saving.mark = mark(run)
@@ -222,9 +250,11 @@ def limited(plain: Job, dice: random.Random, budget_s: float, **train_keys: Any)
     return plain.model_copy(update={"limits": section, "train": train})
 
 
-def play(job: Job, folder: Path, dice: random.Random, costs: Costs, budget_s: float) -> tuple[Machine, Any, int]:
-    """Attempts until one ends by itself, each killed after a random spell, often when hardly anything is left of the
-    budget; the clock is set now and then."""
+def play(
+    job: Job, folder: Path, dice: random.Random, costs: Costs, budget_s: float
+) -> tuple[Machine, Any, int]:
+    """Attempts until one ends by itself, each killed after a random spell, often when hardly
+    anything is left of the budget; the clock is set now and then."""
     machine, disk, n_kills = Machine(), {}, 0
     folder.mkdir()
     for _ in range(60):
@@ -244,11 +274,19 @@ def play(job: Job, folder: Path, dice: random.Random, costs: Costs, budget_s: fl
 
 
 @pytest.mark.parametrize("seed", thinned(range(50), 4))
-def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed: int, plain: Job, tmp_path: Path) -> None:
+def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(
+    seed: int, plain: Job, tmp_path: Path
+) -> None:
     dice = random.Random(seed)
     costs = Costs(dice)
     # enough for a start and the first save: below that there is nothing to be lost
-    budget_s = 2 * costs.start_s + 8 * costs.longest_step_s + costs.evaluation_s + 60 + dice.uniform(0, 600)
+    budget_s = (
+        2 * costs.start_s
+        + 8 * costs.longest_step_s
+        + costs.evaluation_s
+        + 60
+        + dice.uniform(0, 600)
+    )
     job = limited(plain, dice, budget_s, fit_schedule_to_budget=dice.random() < 0.5)
     folder = tmp_path / "run"
     machine, (state, disk), n_kills = play(job, folder, dice, costs, budget_s)
@@ -263,7 +301,9 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed: int, p
     receipt = build_receipt(folder)  # every second has a name and a price, over all attempts
     assert receipt.wall_s == pytest.approx(ledger._past_s, abs=0.1)
     assert sum(span.seconds for span in receipt.spans) == pytest.approx(receipt.wall_s, rel=0.01)
-    assert sum(span.usd for span in receipt.spans) == pytest.approx(receipt.wall_s / 3600 * 7.2, rel=0.01)
+    assert sum(span.usd for span in receipt.spans) == pytest.approx(
+        receipt.wall_s / 3600 * 7.2, rel=0.01
+    )
     started_again = [attempt for attempt in receipt.attempts[1:] if attempt["began"]]
     assert receipt.restart_s >= 0.99 * len(started_again) * costs.start_s
     assert receipt.restart_usd == pytest.approx(receipt.restart_s / 3600 * 7.2)
@@ -286,9 +326,13 @@ def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again
     assert machine.alive_s == 97.0, "asking costs nothing"
 
 
-def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(plain: Job, tmp_path: Path) -> None:
+def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(
+    plain: Job, tmp_path: Path
+) -> None:
     deadline = datetime.fromtimestamp(STARTED_AT + 300).astimezone()
-    job = plain.model_copy(update={"limits": plain.limits.model_copy(update={"deadline": deadline})})
+    job = plain.model_copy(
+        update={"limits": plain.limits.model_copy(update={"deadline": deadline})}
+    )
     ends = []
     for error_s in (0, 172800, -172800):
         costs = Costs(random.Random(3))
@@ -297,7 +341,9 @@ def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(plain
         folder.mkdir()
         take = costs.step_s
 
-        def step_s(machine: Machine = machine, error_s: float = error_s, take: Callable[[], float] = take) -> float:
+        def step_s(
+            machine: Machine = machine, error_s: float = error_s, take: Callable[[], float] = take
+        ) -> float:
             machine.clock_error_s = error_s
             return take()
 
@@ -350,21 +396,29 @@ def test_the_number_is_settled_once_by_the_pace() -> None:
     assert settled_fit(fit, 400.0, None, 0.0).n_steps == fit.n_steps
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "cosine_with_restarts", "constant", "inverse_sqrt"])
+@pytest.mark.parametrize(
+    "name", ["linear", "cosine", "polynomial", "cosine_with_restarts", "constant", "inverse_sqrt"]
+)
 def test_the_rate_before_it_is_settled_does_not_depend_on_the_number(name: str) -> None:
     few = fitted_schedule(name, n_warmup_steps=4, holds_until=10, n_steps=40)
     many = fitted_schedule(name, n_warmup_steps=4, holds_until=10, n_steps=400)
     assert [few(step) for step in range(11)] == [many(step) for step in range(11)]
     assert few(9) == few(10) == 1
-    assert [few(step) for step in (30, 5, 30)] == [few(30), few(5), few(30)], "a function of the step alone"
+    assert [few(step) for step in (30, 5, 30)] == [
+        few(30),
+        few(5),
+        few(30),
+    ], "a function of the step alone"
     if name in ("linear", "cosine", "polynomial"):
         assert few(39) < 0.05
         assert all(few(step) >= few(step + 1) for step in range(10, 39))
-        assert [few(step) for step in range(4)] == [schedule(name, n_warmup_steps=4, n_steps=40)(s) for s in range(4)]
+        assert [few(step) for step in range(4)] == [
+            schedule(name, n_warmup_steps=4, n_steps=40)(s) for s in range(4)
+        ]
 
 
 def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path: Path) -> None:
-    from farthing.errors import RunDamaged
+    from farthing.errors import RunDamagedError
 
     fit = Fit(100, 50, 3, 10, True, 0.25)
     assert kept_fit(tmp_path / "s") is None
@@ -373,15 +427,17 @@ def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path: Pa
     (tmp_path / "s").write_text("{")
     assert kept_fit(tmp_path / "s") is None, "while nothing was saved by it, it is made again"
     (tmp_path / "checkpoints" / "step-00000005-0001").mkdir(parents=True)
-    with pytest.raises(RunDamaged, match="s can't be read"):
+    with pytest.raises(RunDamagedError, match="s can't be read"):
         kept_fit(tmp_path / "s")
     (tmp_path / "s").unlink()
-    with pytest.raises(RunDamaged, match="s is gone, which has the schedule"):
+    with pytest.raises(RunDamagedError, match="s is gone, which has the schedule"):
         kept_fit(tmp_path / "s")
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_fitted_run_uses_its_budget_and_ends_annealed(seed: int, plain: Job, tmp_path: Path) -> None:
+def test_a_fitted_run_uses_its_budget_and_ends_annealed(
+    seed: int, plain: Job, tmp_path: Path
+) -> None:
     dice = random.Random(seed)
     costs = Costs(dice)
     costs.mean_step_s = 1.0
@@ -403,9 +459,13 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
 
     def make(name: str) -> Job:
         return workshop.make_job(
-            tmp_path / name, max_steps=5000, limits={"max_hours": "4s"}, lr_scheduler_type="linear",
-            fit_schedule_to_budget=True, save_steps=5,
-        )  # fmt: skip
+            tmp_path / name,
+            max_steps=5000,
+            limits={"max_hours": "4s"},
+            lr_scheduler_type="linear",
+            fit_schedule_to_budget=True,
+            save_steps=5,
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
@@ -422,7 +482,10 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
     assert done.receipt.state in ("finished", "limit")
     rates = [row["lr"] for row in workshop.log_of(job) if "examples" in row]
     factor = fitted_schedule(
-        "linear", n_warmup_steps=fit["n_warmup_steps"], holds_until=fit["settles_at"], n_steps=fit["n_steps"]
+        "linear",
+        n_warmup_steps=fit["n_warmup_steps"],
+        holds_until=fit["settles_at"],
+        n_steps=fit["n_steps"],
     )
     assert rates == pytest.approx([job.learning_rate * factor(step) for step in range(len(rates))])
     assert "as many of 5,000 as the limits allow, fixed" in heard.of(Decided)[-1].fitted
@@ -441,13 +504,17 @@ def test_a_schedule_can_be_fitted_to_a_limit_only(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.slow
 def test_real_processes_that_are_killed_stay_within_their_hours(tmp_path: Path) -> None:
-    path = workshop.job_file(tmp_path, max_steps=100_000, limits={"max_hours": 1}, save_steps=20, probe=False)
+    path = workshop.job_file(
+        tmp_path, max_steps=100_000, limits={"max_hours": 1}, save_steps=20, probe=False
+    )
     command = [sys.executable, "-m", "farthing", "train", str(path)]
     log, ledger = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "ledger.jsonl"
 
     def kill_after(n_rows: int) -> None:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") > n_rows):
+        while process.poll() is None and not (
+            log.exists() and log.read_bytes().count(b"\n") > n_rows
+        ):
             time.sleep(0.02)
         process.kill()
         process.wait()
@@ -461,7 +528,9 @@ def test_real_processes_that_are_killed_stay_within_their_hours(tmp_path: Path) 
     assert ended.returncode == 3, ended.stderr
     receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert receipt["wall_s"] <= cap_s + 0.5
-    assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"], rel=0.01)
+    assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(
+        receipt["wall_s"], rel=0.01
+    )
     assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"], rel=0.01)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     assert receipt["exported_step"] >= 20

@@ -1,4 +1,6 @@
-"""The log of a run reaches a store in pieces: each once, the last with every commit, and old stores are read as they are."""
+"""The log of a run reaches a store in pieces: each once, the last with every commit, and old stores
+are read as they are.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def write_steps(run: Path, first: int, last: int) -> None:
 
 
 def commits_of(tmp_path: Path, n: int) -> tuple[Model, list[str], Path]:
-    """A store with `n` commits of a log that grows by 45 lines each; the pieces that were sent, in order."""
+    """A store with `n` commits of a log that grows by 45 lines each; the pieces that were sent, in
+    order.
+    """
     store, sent = Model(), []
 
     def note(name: str, key: str, operation: Callable[[], Any]) -> Any:
@@ -54,7 +58,9 @@ def test_each_piece_is_sent_once_and_the_last_with_every_commit(tmp_path: Path) 
     store, sent, run = commits_of(tmp_path, 6)
     n_whole = len(set(sent)) - 1
     assert n_whole > 15
-    assert len(sent) <= n_whole + 6  # the last one of a commit may be whole in the next, with more lines
+    assert (
+        len(sent) <= n_whole + 6
+    )  # the last one of a commit may be whole in the next, with more lines
     assert taken(store, tmp_path / "empty") == 6
     assert (tmp_path / "empty" / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
     assert not (tmp_path / "empty" / LOG_PARTS).exists()
@@ -87,7 +93,9 @@ def test_a_lost_micro_batch_costs_its_lines_and_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     assert taken(store, tmp_path / "empty", said) == 3
     assert "log.parts/000004 of the copy of step 3 in the store is lost" in said[0]
-    whole, found = ((folder / "log.jsonl").read_bytes().splitlines() for folder in (run, tmp_path / "empty"))
+    whole, found = (
+        (folder / "log.jsonl").read_bytes().splitlines() for folder in (run, tmp_path / "empty")
+    )
     assert len(found) == len(whole) - n_lost
     assert set(found) < set(whole)
 
@@ -98,11 +106,15 @@ def test_a_store_of_an_older_farthing_is_read_and_gone_on_with(tmp_path: Path) -
     for key in store.list("commits/"):
         manifest = unseal(store.objects[key].decode(), "it")
         entries = [entry for entry in manifest["files"] if not entry["path"].startswith(LOG_PARTS)]
-        object_name = f"{entries[0]['object'].split('/checkpoints/')[0].rsplit('/', 1)[0]}/log.jsonl"
+        object_name = (
+            f"{entries[0]['object'].split('/checkpoints/')[0].rsplit('/', 1)[0]}/log.jsonl"
+        )
         store.objects[object_name] = log
         store.written_at[object_name] = 0.0
         digest = hashlib.sha256(log).hexdigest()
-        entries.append({"path": "log.jsonl", "size": len(log), "sha256": digest, "object": object_name})
+        entries.append(
+            {"path": "log.jsonl", "size": len(log), "sha256": digest, "object": object_name}
+        )
         del manifest["sha256"]
         store.objects[key] = seal({**manifest, "schema": 1, "files": entries}).encode()
     assert "log.jsonl" in SMALL

@@ -1,4 +1,6 @@
-"""A run of a month leaves files that stay small and are read in little memory: by bytes, lines and traced memory."""
+"""A run of a month leaves files that stay small and are read in little memory: by bytes, lines and
+traced memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_a_long_run_has_a_small_ledger_and_a_receipt_in_little_memory(tmp_path: 
     usd = make_run(tmp_path / "long", n_steps=20_000, n_evaluations=20, n_attempts=200)
     make_run(tmp_path / "short", n_steps=2_000, n_evaluations=20, n_attempts=200)
     ledger = tmp_path / "long" / "ledger.jsonl"
-    assert ledger.read_bytes().count(b"\n") == 201, "a line an attempt, and the two places of the last"
+    assert ledger.read_bytes().count(b"\n") == 201, (
+        "a line an attempt, and the two places of the last"
+    )
     assert ledger.stat().st_size < 200 * 1500
     receipt = build_receipt(tmp_path / "long")
     assert receipt.usd == pytest.approx(usd, abs=0.001)
@@ -42,12 +46,31 @@ def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path: P
     make_run(tmp_path / "run", n_steps=300, n_evaluations=30, n_attempts=2)
     path = tmp_path / "run" / "log.jsonl"
     odd = [
-        {"step": 301, "loss": None, "grad_norm": None, "lr": 1e-4, "n_targets": 5, "n_tokens": 7, "examples": [1]},
+        {
+            "step": 301,
+            "loss": None,
+            "grad_norm": None,
+            "lr": 1e-4,
+            "n_targets": 5,
+            "n_tokens": 7,
+            "examples": [1],
+        },
         {"step": 301, "skipped": "the loss is", "samples": ["a.jsonl:7"]},
         {"examples": [], "step": 302, "loss": 2.5, "n_targets": 1, "n_tokens": 2},
-        {"step": 303, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-4, "n_targets": 1, "n_tokens": 2, "examples": []},
+        {
+            "step": 303,
+            "loss": 2.0,
+            "grad_norm": 1.0,
+            "lr": 1e-4,
+            "n_targets": 1,
+            "n_tokens": 2,
+            "examples": [],
+        },
     ]
-    torn = '{"step": 304, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "n_targets": 3, "n_tokens": 9, "examples": [1, 2'
+    torn = (
+        '{"step": 304, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "n_targets": 3, "n_tokens": 9,'
+        ' "examples": [1, 2'
+    )
     with open(path, "a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in odd) + "no json\n[1]\n" + torn)
     rows = []
@@ -78,11 +101,18 @@ def test_a_digest_changes_nothing_of_what_a_log_says(tmp_path: Path) -> None:
         path.write_bytes(b"".join(lines))
         assert read_log(path) == whole
     assert keep_digest(path, end, worth_bytes=1 << 30) == end, "not worth writing"
-    path.write_bytes(b"".join(lines).replace(b'"loss": 1.', b'"loss": 2.', 1))  # the first line: another log
+    path.write_bytes(
+        b"".join(lines).replace(b'"loss": 1.', b'"loss": 2.', 1)
+    )  # the first line: another log
     assert read_log(path) != whole
     path.write_bytes(b"".join(lines))
     good = digest.read_bytes()
-    for damaged in (b"", good[:-9], good.replace(b'"n_tokens": ', b'"n_tokens": 1', 1), b'{"version": 1}'):
+    for damaged in (
+        b"",
+        good[:-9],
+        good.replace(b'"n_tokens": ', b'"n_tokens": 1', 1),
+        b'{"version": 1}',
+    ):
         digest.write_bytes(damaged)
         assert read_log(path) == whole
     digest.write_bytes(good)
@@ -90,7 +120,9 @@ def test_a_digest_changes_nothing_of_what_a_log_says(tmp_path: Path) -> None:
     assert read_log(path).step < whole.step
 
 
-def test_only_what_was_added_to_a_log_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_was_added_to_a_log_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_run(tmp_path / "run", n_steps=3_000, n_evaluations=3, n_attempts=2)
     path = tmp_path / "run" / "log.jsonl"
     keep_digest(path, worth_bytes=0)

@@ -1,4 +1,6 @@
-"""Fused LoRA layers: what peft computes, with less kept for the backward pass, and still peft's on disk."""
+"""Fused LoRA layers: what peft computes, with less kept for the backward pass, and still peft's on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,21 @@ KINDS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 
 def with_lora(family: str = "llama", model: Any = None, **settings: Any) -> Any:
     """A small model with adapters that do something: fresh ones would multiply by zero."""
-    settings = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "init_lora_weights": False} | settings
+    settings = {
+        "r": 4,
+        "lora_alpha": 12,
+        "target_modules": "all-linear",
+        "init_lora_weights": False,
+    } | settings
     config = peft.LoraConfig(task_type=KINDS[task_of(family)], **settings)
     torch.manual_seed(3)
-    wrapped = peft.get_peft_model(model if model is not None else make_model(family), config).train()
+    wrapped = peft.get_peft_model(
+        model if model is not None else make_model(family), config
+    ).train()
     for name, weight in wrapped.named_parameters():
-        if ".lora_B." in name:  # drawn as wide as kaiming would, adapters this strong are far from any that are trained
+        if (
+            ".lora_B." in name
+        ):  # drawn as wide as kaiming would, adapters this strong are far from any that are trained
             weight.data.mul_(0.3)
     return wrapped
 
@@ -69,8 +80,17 @@ def error(ours: Tensor, theirs: Tensor) -> float:
         [
             ("llama", {}),
             ("qwen2", {"use_rslora": True, "r": 8}),  # with biases
-            ("llama", {"rank_pattern": {"q_proj": 2, "layers.1.*down_proj": 8}, "alpha_pattern": {"v_proj": 3}}),
-            ("llama", {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "norm"]}),
+            (
+                "llama",
+                {
+                    "rank_pattern": {"q_proj": 2, "layers.1.*down_proj": 8},
+                    "alpha_pattern": {"v_proj": 3},
+                },
+            ),
+            (
+                "llama",
+                {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "norm"]},
+            ),
             ("gpt2", {"fan_in_fan_out": True}),
             ("gpt_neox", {}),
             ("phi3", {}),
@@ -80,7 +100,9 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     ),
     ids=str,
 )
-def test_outputs_and_gradients_are_those_of_peft(family: str, settings: dict[str, Any], is_bf16: bool) -> None:
+def test_outputs_and_gradients_are_those_of_peft(
+    family: str, settings: dict[str, Any], is_bf16: bool
+) -> None:
     model = with_lora(family, **settings)
     if is_bf16:
         in_bf16_with_fp32_adapters(model)
@@ -98,14 +120,19 @@ def test_outputs_and_gradients_are_those_of_peft(family: str, settings: dict[str
         assert error(logits, their_logits) < CLOSE
         assert_same(gradients, their_gradients)
         return
-    errors = []  # of these two and four other batches, against fp32: rounding is a matter of luck, layer after layer
+    # of these two and four other batches, against fp32: rounding is a matter of luck, layer after
+    # layer
+    errors = []
     for seed in range(5):
         ours, theirs, truth = (
-            outcome(one, family, is_bf16=one is not exact, seed=seed) for one in (model, as_peft, exact)
+            outcome(one, family, is_bf16=one is not exact, seed=seed)
+            for one in (model, as_peft, exact)
         )
         errors.append([error(one[0], truth[0]) for one in (ours, theirs)])
         errors[-1] += [error(as_one(one[1]), as_one(truth[1])) for one in (ours, theirs)]
-    logits_error, their_logits_error, gradient_error, their_gradient_error = torch.tensor(errors).mean(0).tolist()
+    logits_error, their_logits_error, gradient_error, their_gradient_error = (
+        torch.tensor(errors).mean(0).tolist()
+    )
     assert logits_error < min(1.2 * their_logits_error, CLOSE_BF16)
     assert gradient_error < min(1.6 * their_gradient_error, CLOSE_BF16)
 
@@ -153,13 +180,21 @@ def test_the_derivatives_hold_in_double_precision(bias: bool) -> None:
             layer, {"lora_A.default.weight": a, "lora_B.default.weight": b}, (x,), strict=False
         )
 
-    assert torch.autograd.gradcheck(output, (x, a.detach().requires_grad_(), b.detach().requires_grad_()))
+    assert torch.autograd.gradcheck(
+        output, (x, a.detach().requires_grad_(), b.detach().requires_grad_())
+    )
 
 
 def test_inputs_of_any_form_and_order_in_memory() -> None:
     layer, fused = one_layer(), one_layer()
     fused.__class__ = LowRankLinear
-    for x in (torch.randn(12), torch.randn(0, 12), torch.randn(2, 3, 12), torch.randn(12, 5).t(), torch.randn(1, 12)):
+    for x in (
+        torch.randn(12),
+        torch.randn(0, 12),
+        torch.randn(2, 3, 12),
+        torch.randn(12, 5).t(),
+        torch.randn(1, 12),
+    ):
         torch.testing.assert_close(fused(x), layer(x))
     wide = torch.randn(4, 24)[:, ::2]
     torch.testing.assert_close(fused(wide), layer(wide))
@@ -190,7 +225,9 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def layer_bytes_per_token(model: Any, *, is_bf16: bool, n_tokens: int = 32) -> float:
-    """Bytes that autograd keeps of a layer for each token: what a second layer adds, and of that what grows."""
+    """Bytes that autograd keeps of a layer for each token: what a second layer adds, and of that
+    what grows.
+    """
     body = model.get_base_model().model
     layers = body.layers
 
@@ -212,7 +249,12 @@ def layer_bytes_per_token(model: Any, *, is_bf16: bool, n_tokens: int = 32) -> f
 
 
 def test_a_layer_keeps_less_than_with_peft_and_shares_its_inputs() -> None:
-    config = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 96, "num_key_value_heads": 2}
+    config = {
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+    }
     kept: dict[tuple[str, bool], float] = {}
     for is_bf16 in (False, True):
         model = with_lora(model=make_model("llama", **config), lora_alpha=8)
@@ -222,7 +264,8 @@ def test_a_layer_keeps_less_than_with_peft_and_shares_its_inputs() -> None:
         use_low_rank(model)
         kept["fused", is_bf16] = layer_bytes_per_token(model, is_bf16=is_bf16)
     assert kept["fused", False] <= kept["peft", False]
-    # of the inputs in bf16, peft keeps one for each of q, k and v and of gate and up: three more than there are
+    # of the inputs in bf16, peft keeps one for each of q, k and v and of gate and up: three more
+    # than there are
     assert kept["peft", True] - kept["fused", True] >= 3 * 2 * 32
 
 
@@ -238,7 +281,9 @@ def test_layers_that_read_one_tensor_keep_one_copy_of_it() -> None:
             return saved_bytes(whole, lambda: sum(layer(x).float().sum() for layer in layers))
 
     assert kept(False) == 100 * (12 + 3 * 4) * 4
-    assert kept(True) == 100 * (12 + 3 * 4) * 2 + 3 * 4 * (12 + 10) * 2, "one input, three thin products, the adapters"
+    assert kept(True) == 100 * (12 + 3 * 4) * 2 + 3 * 4 * (12 + 10) * 2, (
+        "one input, three thin products, the adapters"
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         before = layers[0](x)
         with torch.no_grad():
@@ -257,10 +302,15 @@ class Kept:
 
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(every: int, is_fused: bool) -> None:
+def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(
+    every: int, is_fused: bool
+) -> None:
     base = make_model("llama", num_hidden_layers=4)
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    parts = {name: "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn" for name in names}
+    parts = {
+        name: "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+        for name in names
+    }
     top = tuple(f"layers.3.{parts[name]}.{name}" for name in names)
     model = add_adapter(base, Adapter(r=4, target_modules=top), "causal-lm", seed=0).train()
     if is_fused:
@@ -269,7 +319,9 @@ def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(every: int, 
     layers = model.get_base_model().model.layers
     need_gradients: list[bool] = []
     for layer in layers:
-        layer.register_forward_hook(lambda layer, args, output: need_gradients.append(output.requires_grad))
+        layer.register_forward_hook(
+            lambda layer, args, output: need_gradients.append(output.requires_grad)
+        )
 
     kept: weakref.WeakSet[Kept] = weakref.WeakSet()
 
@@ -305,13 +357,17 @@ def test_checkpointing_every_layer_gives_the_same(is_bf16: bool) -> None:
         assert all(torch.equal(gradients[name], gradient) for name, gradient in without.items())
 
 
-def test_with_the_tiled_head_and_checkpointing_the_gradients_are_still_those_of_peft_and_whole_logits() -> None:
+def test_with_the_tiled_head_and_checkpointing_the_gradients_are_still_those_of_peft_and_whole_logits() -> (  # noqa: E501
+    None
+):
     model = with_lora()
     theirs = gradients_of(model, summed_loss(model, make_batch(), "causal-lm")[0])
     use_low_rank(model)
     for every in (0, 1):
         checkpoint_layers(model, every)
-        ours = gradients_of(model, language_model_loss(model, make_batch(), "causal-lm", tile_tokens=4))
+        ours = gradients_of(
+            model, language_model_loss(model, make_batch(), "causal-lm", tile_tokens=4)
+        )
         assert_same(ours, theirs)
 
 
@@ -358,14 +414,18 @@ def test_saving_loading_disabling_and_merging_are_pefts(tmp_path: Path) -> None:
     use_low_rank(model)
     fused, _ = outcome(model)
     model.save_pretrained(tmp_path / "adapter")
-    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter", is_trainable=True)
+    loaded = peft.PeftModel.from_pretrained(
+        copy.deepcopy(base), tmp_path / "adapter", is_trainable=True
+    )
     assert torch.equal(outcome(loaded)[0], before)
     assert use_low_rank(loaded).n_left == 0
     assert torch.equal(outcome(loaded)[0], fused)
 
     with model.disable_adapter():
         disabled = summed_loss(model, make_batch(), "causal-lm")[1]
-    assert error(disabled.detach(), summed_loss(base, make_batch(), "causal-lm")[1].detach()) < CLOSE
+    assert (
+        error(disabled.detach(), summed_loss(base, make_batch(), "causal-lm")[1].detach()) < CLOSE
+    )
     assert error(disabled.detach(), before) > CLOSE, "the adapter does something"
     model.merge_adapter()
     assert error(summed_loss(model, make_batch(), "causal-lm")[1].detach(), before) < 1e-4
@@ -396,7 +456,9 @@ def test_what_is_not_plain_is_left_counted_and_computed_as_before() -> None:
 
 
 def test_quantized_layers_are_left_to_peft() -> None:
-    class Linear4bit(LoraLayer):  # as peft names its layer for bitsandbytes, which is no LoRA `Linear`
+    class Linear4bit(
+        LoraLayer
+    ):  # as peft names its layer for bitsandbytes, which is no LoRA `Linear`
         pass
 
     model = with_lora(target_modules=["q_proj", "v_proj"])
@@ -410,7 +472,9 @@ def test_quantized_layers_are_left_to_peft() -> None:
 def test_a_second_adapter_beside_the_first_is_computed_by_peft() -> None:
     model = with_lora()
     use_low_rank(model)
-    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     model.add_adapter("other", config)
     model.base_model.set_adapter(["default", "other"])
     both, _ = outcome(model)

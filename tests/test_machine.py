@@ -14,7 +14,14 @@ import torch
 from farthing.durability.run_folder import PLAN, kept
 from farthing.model.hardware import Numerics
 from farthing.planner import machine
-from farthing.planner.machine import Cpu, free_memory_bytes, hardware_key, local_cpu, local_machine, read_cpuinfo
+from farthing.planner.machine import (
+    Cpu,
+    free_memory_bytes,
+    hardware_key,
+    local_cpu,
+    local_machine,
+    read_cpuinfo,
+)
 from farthing.train.estimate import estimated
 from farthing.train.setup import open_examples, open_inputs
 from thinned import thinned
@@ -47,7 +54,9 @@ CPU part\t: 0xd40
 
 def on_its_own(code: str, **environment: str) -> str:
     """What a fresh Python says."""
-    own = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")} | environment
+    own = {
+        name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")
+    } | environment
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=own
     ).stdout.strip()
@@ -56,7 +65,13 @@ def on_its_own(code: str, **environment: str) -> str:
 @pytest.mark.parametrize(
     "environment",
     thinned(
-        [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "99"}, {"OMP_NUM_THREADS": "2,1"}, {"MKL_NUM_THREADS": "1"}],
+        [
+            {},
+            {"OMP_NUM_THREADS": "1"},
+            {"OMP_NUM_THREADS": "99"},
+            {"OMP_NUM_THREADS": "2,1"},
+            {"MKL_NUM_THREADS": "1"},
+        ],
         5,
     ),
 )
@@ -67,14 +82,17 @@ def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[s
         **environment,
     )
     trainer = on_its_own(
-        "import torch, farthing.model.hardware\nprint(farthing.model.hardware.hardware_key(torch.device('cpu')))",
+        "import torch,"
+        " farthing.model.hardware\nprint(farthing.model.hardware.hardware_key(torch.device('cpu')))",  # noqa: E501
         **environment,
     )
     assert planner == trainer
     assert " thread" in planner
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only: a process kept to one core")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="Linux only: a process kept to one core"
+)
 def test_a_process_kept_to_one_core_computes_with_one_thread() -> None:
     code = (
         "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
@@ -100,7 +118,9 @@ def test_names_of_hardware() -> None:
 
 
 def test_processors() -> None:
-    text = "\n".join(XEON.format(i // 2).replace("processor\t: 0", f"processor\t: {i}") for i in range(8))
+    text = "\n".join(
+        XEON.format(i // 2).replace("processor\t: 0", f"processor\t: {i}") for i in range(8)
+    )
     xeon = read_cpuinfo(text)
     assert xeon.name == "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz (family 6, model 143)"
     assert (xeon.n_cores, xeon.has_bf16) == (4, True), "two threads a core"
@@ -142,7 +162,9 @@ def test_the_memory_of_a_container(tmp_path: Path) -> None:
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An nvidia-smi that says what its file `says` holds, after `wait` seconds."""
-    (tmp_path / "says").write_text("0, GPU-aa, NVIDIA A10G, 23028\n1, GPU-bb, Tesla T4, 15360\n2, GPU-cc, Odd, [N/A]\n")
+    (tmp_path / "says").write_text(
+        "0, GPU-aa, NVIDIA A10G, 23028\n1, GPU-bb, Tesla T4, 15360\n2, GPU-cc, Odd, [N/A]\n"
+    )
     command = tmp_path / "nvidia-smi"
     lines = [
         f"[ -f {tmp_path}/wait ] && exec sleep 30",
@@ -163,7 +185,11 @@ def test_gpus_by_nvidia_smi(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.memory_bytes == 23028 << 20
     assert here.hardware == "NVIDIA A10G"
     assert here.cpu == local_cpu()
-    for visible, name, n in (("1", "Tesla T4", 1), ("1,0", "Tesla T4", 2), ("GPU-bb", "Tesla T4", 1)):
+    for visible, name, n in (
+        ("1", "Tesla T4", 1),
+        ("1,0", "Tesla T4", 2),
+        ("GPU-bb", "Tesla T4", 1),
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert (local_machine().device_name, local_machine().n_gpus) == (name, n)
     for visible in ("", "-1", "9"):
@@ -193,12 +219,18 @@ def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(
     job = make_job(tmp_path, where={"spot": True, "gpus": "all"})
     inputs = open_inputs(job)
     examples, _ = open_examples(job, inputs, Heard(), lambda: False)
-    answers = {"mem_get_info": (15 << 30, 15 << 30), "get_device_name": "Tesla T4", "device_count": 2}
+    answers = {
+        "mem_get_info": (15 << 30, 15 << 30),
+        "get_device_name": "Tesla T4",
+        "device_count": 2,
+    }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(machine, "_gpus", list)
     job = job.model_copy(update={"where": job.where.model_copy(update={"device": "cuda"})})
     heard = Heard()
-    estimated(job, tmp_path, inputs, Numerics(torch.device("cuda"), torch.float16), examples, None, heard)
+    estimated(
+        job, tmp_path, inputs, Numerics(torch.device("cuda"), torch.float16), examples, None, heard
+    )
     assert kept(tmp_path / PLAN)
     assert "no plan" not in str(heard)

@@ -14,22 +14,35 @@ from farthing.cli import main
 from farthing.planner.managed import Service, bill_of, services
 
 
-def spec(n_examples: int = 1000, mean: float = 100, n_epochs: float = 3, max_steps: int | None = None) -> Any:
+def spec(
+    n_examples: int = 1000, mean: float = 100, n_epochs: float = 3, max_steps: int | None = None
+) -> Any:
     from types import SimpleNamespace
 
     lengths = SimpleNamespace(n_tokens=n_examples * mean, n_examples=n_examples)
     return SimpleNamespace(
-        lengths=lengths, n_epochs=n_epochs, max_steps=max_steps, global_batch=10, eval_lengths=lengths
+        lengths=lengths,
+        n_epochs=n_epochs,
+        max_steps=max_steps,
+        global_batch=10,
+        eval_lengths=lengths,
     )
 
 
 def a_service(counts: str) -> Service:
-    return Service("N", "", "lora", 0, 16, 0.5, 1.0, counts, "the adapter", "", None, "made", date(2026, 1, 1))
+    return Service(
+        "N", "", "lora", 0, 16, 0.5, 1.0, counts, "the adapter", "", None, "made", date(2026, 1, 1)
+    )
 
 
 def test_tokens_are_counted_by_the_rules_of_each() -> None:
     plain = bill_of(a_service("tokens"), spec(), 512)
-    assert (plain.n_tokens, plain.usd, plain.usd_high, plain.usd_unpacked) == (300_000, 0.15, 0.3, None)
+    assert (plain.n_tokens, plain.usd, plain.usd_high, plain.usd_unpacked) == (
+        300_000,
+        0.15,
+        0.3,
+        None,
+    )
     with_validation = bill_of(a_service("with validation"), spec(), 512)
     assert with_validation.n_tokens == 600_000  # the validation data once an epoch
     assert with_validation.usd_unpacked == pytest.approx((3 * 1000 * 512 + 300_000) / 1e6 * 0.5)
@@ -49,7 +62,16 @@ def test_every_row_has_its_source_its_day_and_its_unit() -> None:
 
 def test_a_plan_answers_what_was_paid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workshop.job_file(tmp_path)
-    words = ["plan", str(tmp_path / "job.yaml"), "--examples", "20000", "--mean-tokens", "500", "--paid", "$90"]
+    words = [
+        "plan",
+        str(tmp_path / "job.yaml"),
+        "--examples",
+        "20000",
+        "--mean-tokens",
+        "500",
+        "--paid",
+        "$90",
+    ]
     assert main([*words, "--json"]) == 0
     view = json.loads(capsys.readouterr().out)
     assert view["paid"]["usd"] == 90

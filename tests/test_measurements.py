@@ -1,4 +1,6 @@
-"""What runs leave behind for later plans: whole lines, true numbers, no secrets, and never a failed run."""
+"""What runs leave behind for later plans: whole lines, true numbers, no secrets, and never a failed
+run.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,21 @@ from thinned import thinned
 from workshop import ESTIMATE, TASK, Heard, make_job, rows_of, train
 
 VALUES: dict[str, Any] = {
-    "str": "x", "int": 3, "float": 1.5, "bool": True, "dict[str, float]": {"a": 1.0}, "dict[str, Any]": {"usd": 1},
+    "str": "x",
+    "int": 3,
+    "float": 1.5,
+    "bool": True,
+    "dict[str, float]": {"a": 1.0},
+    "dict[str, Any]": {"usd": 1},
     "list[list[int]]": [[1, 2]],
-}  # fmt: skip
+}
 
 
 def some(**changes: Any) -> Measurement:
     """A measurement with a value in every field."""
-    fields = {f.name: VALUES[str(f.type)] for f in dataclasses.fields(Measurement) if f.name != "version"}
+    fields = {
+        f.name: VALUES[str(f.type)] for f in dataclasses.fields(Measurement) if f.name != "version"
+    }
     return Measurement(**fields | changes)
 
 
@@ -60,7 +69,11 @@ def kept(job: Job) -> list[Measurement]:
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "new" / MEASUREMENTS
     assert read_measurements(path) == []
-    wanted = [some(hardware="a"), some(hardware="b", when="é"), some(promised={"any": ["thing", None]})]
+    wanted = [
+        some(hardware="a"),
+        some(hardware="b", when="é"),
+        some(promised={"any": ["thing", None]}),
+    ]
     for each in wanted:
         append_measurement(path, each)
     found = read_measurements(path)
@@ -86,13 +99,29 @@ def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / MEASUREMENTS
     good = dataclasses.asdict(some())
     bad: list[Any] = [
-        "{", "[1]", "null", '"x"', "{}", b"\xff\xfe",
-        good | {"version": 0}, good | {"version": "1"}, good | {"n_steps": -1}, good | {"n_steps": 1.5},
-        good | {"n_steps": True}, good | {"compute_s": "1"}, good | {"compute_s": None}, good | {"hardware": 5},
-        good | {"spans": {"compute": "x"}}, good | {"lengths": []}, good | {"peak_bytes_by_step": [[1]]},
-        good | {"has_generated": 1}, {key: value for key, value in good.items() if key != "vocab"},
-        json.dumps(good).replace("1.5", "NaN"), json.dumps(good).replace("1.5", "1e999"), "[" * 100_000,
-    ]  # fmt: skip
+        "{",
+        "[1]",
+        "null",
+        '"x"',
+        "{}",
+        b"\xff\xfe",
+        good | {"version": 0},
+        good | {"version": "1"},
+        good | {"n_steps": -1},
+        good | {"n_steps": 1.5},
+        good | {"n_steps": True},
+        good | {"compute_s": "1"},
+        good | {"compute_s": None},
+        good | {"hardware": 5},
+        good | {"spans": {"compute": "x"}},
+        good | {"lengths": []},
+        good | {"peak_bytes_by_step": [[1]]},
+        good | {"has_generated": 1},
+        {key: value for key, value in good.items() if key != "vocab"},
+        json.dumps(good).replace("1.5", "NaN"),
+        json.dumps(good).replace("1.5", "1e999"),
+        "[" * 100_000,
+    ]
     with open(path, "wb") as file:
         for line in bad:
             line = json.dumps(line) if isinstance(line, dict) else line
@@ -107,9 +136,15 @@ def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
 
 def test_fields_of_earlier_versions_are_read_under_their_new_names(tmp_path: Path) -> None:
     path, row = tmp_path / MEASUREMENTS, dataclasses.asdict(some())
-    former = {"checkpoint_every": "every_n_layers", "caches_frozen": "caches_prefix", "is_packed": "is_flat"}
+    former = {
+        "checkpoint_every": "every_n_layers",
+        "caches_frozen": "caches_prefix",
+        "is_packed": "is_flat",
+    }
     assert former.keys() <= row.keys()
-    path.write_text(json.dumps({former.get(name, name): value for name, value in row.items()}) + "\n")
+    path.write_text(
+        json.dumps({former.get(name, name): value for name, value in row.items()}) + "\n"
+    )
     assert read_measurements(path) == [some()]
 
 
@@ -128,7 +163,9 @@ def test_runs_that_end_together_tear_nothing(tmp_path: Path) -> None:
         writer.join()
     found = read_measurements(path)
     assert found.n_skipped == 0
-    assert sorted(each.hardware for each in found) == sorted(f"{w}-{n}" for w in range(3) for n in range(40))
+    assert sorted(each.hardware for each in found) == sorted(
+        f"{w}-{n}" for w in range(3) for n in range(40)
+    )
 
 
 def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +186,15 @@ def test_those_that_match_newest_first() -> None:
         some(hardware="a", when="2026-02-01", method="lora"),
         some(hardware="b", when="2026-04-01", method="lora"),
     ]
-    assert [m.when for m in matching(measured, hardware="a")] == ["2026-03-01", "2026-02-01", "2026-01-01"]
-    assert [m.when for m in matching(measured, hardware="a", method="lora")] == ["2026-02-01", "2026-01-01"]
+    assert [m.when for m in matching(measured, hardware="a")] == [
+        "2026-03-01",
+        "2026-02-01",
+        "2026-01-01",
+    ]
+    assert [m.when for m in matching(measured, hardware="a", method="lora")] == [
+        "2026-02-01",
+        "2026-01-01",
+    ]
     assert matching(measured, hardware="c") == []
     with pytest.raises(AttributeError):
         matching(measured, hardware="a", no_such_field=1)
@@ -165,10 +209,22 @@ def test_a_record_leaves_the_first_step_out() -> None:
     measured = record.measured()
     assert measured is not None
     assert measured["n_micro_batches"] == 10
-    assert (measured["n_steps"], measured["n_tokens"], measured["n_padded_tokens"], measured["n_target_tokens"]) == (
-        5, 50, 60, 15,
-    )  # fmt: skip
-    assert (measured["compute_s"], measured["optimizer_s"], measured["data_wait_s"]) == (5.0, 2.5, 0.0)
+    assert (
+        measured["n_steps"],
+        measured["n_tokens"],
+        measured["n_padded_tokens"],
+        measured["n_target_tokens"],
+    ) == (
+        5,
+        50,
+        60,
+        15,
+    )
+    assert (measured["compute_s"], measured["optimizer_s"], measured["data_wait_s"]) == (
+        5.0,
+        2.5,
+        0.0,
+    )
     assert (measured["first_step_s"], measured["first_step_peak_bytes"]) == (1.5, 100)
     assert measured["peak_bytes_by_step"] == [[1, 100], [2, 101], [4, 103]]
 
@@ -179,10 +235,20 @@ def test_a_record_leaves_the_first_step_out() -> None:
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 3))
 def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     job = make_job(
-        tmp_path, family, n_rows=40, eval_rows=rows_of(family, 9, seed=1), method="lora", global_batch_size=8,
-        per_device_train_batch_size=4, max_steps=8, save_steps=4, eval_strategy="steps", eval_steps=4,
-        per_device_eval_batch_size=4, size={"hidden": 64},
-    )  # fmt: skip
+        tmp_path,
+        family,
+        n_rows=40,
+        eval_rows=rows_of(family, 9, seed=1),
+        method="lora",
+        global_batch_size=8,
+        per_device_train_batch_size=4,
+        max_steps=8,
+        save_steps=4,
+        eval_strategy="steps",
+        eval_steps=4,
+        per_device_eval_batch_size=4,
+        size={"hidden": 64},
+    )
     heard = Heard()
     outcome = train(job, heard)
     assert "measured" not in heard.warnings
@@ -192,17 +258,28 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.hardware == hardware_key(torch.device("cpu")) == local_machine().hardware
     assert (found.device, found.n_devices, found.precision) == ("cpu", 1, "fp32")
     shape = read_shape(json.loads((tmp_path / "base" / "config.json").read_text()), TASK[family], 3)
-    assert (found.n_parameters, found.hidden, found.n_layers) == (shape.n_parameters, shape.hidden, shape.n_layers)
+    assert (found.n_parameters, found.hidden, found.n_layers) == (
+        shape.n_parameters,
+        shape.hidden,
+        shape.n_layers,
+    )
     assert (found.vocab, found.model_type) == (shape.vocab, shape.model_type)
     assert found.n_trainable == decided.n_trainable
-    assert (found.task, found.method, found.lora_r, found.optim) == (TASK[family], "lora", 16, "adamw_torch_fused")
+    assert (found.task, found.method, found.lora_r, found.optim) == (
+        TASK[family],
+        "lora",
+        16,
+        "adamw_torch_fused",
+    )
     longest = found.lengths["longest"] + found.lengths["longest_target"]
     assert (found.global_batch_size, found.checkpoint_every, found.first_layer) == (8, 0, 0)
     assert 0 < found.micro_batch_tokens <= 4 * longest, "four of the longest, as the job says"
     assert found.is_packed
     assert found.lengths["n_examples"] == 40
 
-    rows = [json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()
+    ]
     rows = [row for row in rows if "n_tokens" in row]
     assert found.n_steps == 7
     assert found.n_tokens == sum(row["n_tokens"] for row in rows[1:])
@@ -217,7 +294,9 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert sum(found.spans.values()) <= receipt.wall_s + 0.01
     assert found.compute_s + found.first_step_s >= found.spans["compute"] - 0.01
     assert 0 < found.compute_s < found.spans["compute"]
-    work_s = sum(found.spans[name] for name in ("compute", "optimizer", "data_wait", "host_to_device"))
+    work_s = sum(
+        found.spans[name] for name in ("compute", "optimizer", "data_wait", "host_to_device")
+    )
     assert found.step_s * 7 == pytest.approx(work_s - found.first_step_s, rel=0.2)
     assert found.n_evaluations == len(heard.of(Evaluated)) == 2
     assert found.evaluation_s * 2 == pytest.approx(found.spans["evaluation"], rel=0.05)
@@ -225,7 +304,9 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.has_generated == (family == "t5")
     assert found.n_saves == len(heard.of(Saved)) > 0
     assert found.save_bytes == heard.of(Saved)[-1].n_bytes
-    assert (found.save_s, found.export_s) == pytest.approx((found.spans["checkpoint"], found.spans["export"]), abs=1e-4)
+    assert (found.save_s, found.export_s) == pytest.approx(
+        (found.spans["checkpoint"], found.spans["export"]), abs=1e-4
+    )
     assert found.start_up_s > 0
     assert not found.was_tokenized_before
 
@@ -236,19 +317,31 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert of_run == [dataclasses.asdict(found)]
 
 
-def test_the_padding_of_an_evaluation_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_padding_of_an_evaluation_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for family in ("llama", "t5"):
         sizes: list[int] = []
         honest = Forward.to_device
 
-        def seen(forward: Forward, arrays: Any, honest: Any = honest, sizes: list[int] = sizes) -> Any:
+        def seen(
+            forward: Forward, arrays: Any, honest: Any = honest, sizes: list[int] = sizes
+        ) -> Any:
             if not torch.is_grad_enabled():
-                sizes.append(arrays["input_ids"].size + (arrays["labels"].size if forward.task == "seq2seq" else 0))
+                sizes.append(
+                    arrays["input_ids"].size
+                    + (arrays["labels"].size if forward.task == "seq2seq" else 0)
+                )
             return honest(forward, arrays)
 
         monkeypatch.setattr(Forward, "to_device", seen)
-        job = make_job(tmp_path / family, family, eval_rows=rows_of(family, 33, seed=1), per_device_eval_batch_size=5,
-                       size={"hidden": 32, "layers": 1})  # fmt: skip
+        job = make_job(
+            tmp_path / family,
+            family,
+            eval_rows=rows_of(family, 33, seed=1),
+            per_device_eval_batch_size=5,
+            size={"hidden": 32, "layers": 1},
+        )
         train(job)
         (found,) = kept(job)
         each = sum(sizes) / found.n_evaluations
@@ -292,12 +385,16 @@ def test_what_was_promised_is_kept(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     train(job)
     (found,) = kept(job)
-    assert found.promised | {"sha256": ANY} == json.loads((Path(job.output_dir) / "plan.json").read_text())
+    assert found.promised | {"sha256": ANY} == json.loads(
+        (Path(job.output_dir) / "plan.json").read_text()
+    )
     assert found.promised["wall_s"] > 0
     assert found.promised["formula"]["compute_s"] > 0
 
 
-def test_the_run_is_cut_by_the_cost_that_its_plan_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_is_cut_by_the_cost_that_its_plan_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
     real = farthing.model.forward.split_padded
     monkeypatch.setattr(
@@ -306,7 +403,9 @@ def test_the_run_is_cut_by_the_cost_that_its_plan_names(tmp_path: Path, monkeypa
     )
     monkeypatch.setattr("farthing.planner.search.ON_CPU", MicroBatchCost(4096, 64))
     job = make_job(tmp_path, "t5", max_steps=2)
-    job = job.model_copy(update={"model": job.model.model_copy(update={"attn_implementation": "eager"})})  # padded
+    job = job.model_copy(
+        update={"model": job.model.model_copy(update={"attn_implementation": "eager"})}
+    )  # padded
     train(job)
     assert set(asked) == {MicroBatchCost(4096, 64)}
     kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
@@ -314,11 +413,20 @@ def test_the_run_is_cut_by_the_cost_that_its_plan_names(tmp_path: Path, monkeypa
 
 
 def test_a_run_is_cut_as_planned_and_its_steps_stay_what_they_are(tmp_path: Path) -> None:
-    job = make_job(tmp_path, global_batch_size=None, per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    job = make_job(
+        tmp_path,
+        global_batch_size=None,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+    )
     assert job.global_batch_size == 6
     train(job)
     (found,) = kept(job)
-    assert found.micro_batch_tokens == found.promised["settings"]["micro_batch_tokens"] == 2 * found.lengths["longest"]
+    assert (
+        found.micro_batch_tokens
+        == found.promised["settings"]["micro_batch_tokens"]
+        == 2 * found.lengths["longest"]
+    )
 
 
 def test_no_path_and_no_secret_is_kept(tmp_path: Path) -> None:
@@ -337,7 +445,9 @@ def no_space(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("breaks", thinned(["write", "fsync", "line", "folder", "numbers"], 2))
-def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_never_fails_for_its_measurement(
+    breaks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(tmp_path)
     assert job.cache_dir is not None
     if breaks == "write":
@@ -351,7 +461,8 @@ def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monk
         monkeypatch.setattr("farthing.planner.measurements.append_measurement", no_space)
     elif breaks == "line":
         monkeypatch.setattr(
-            "farthing.train.run.estimated", lambda *_: dataclasses.replace(ESTIMATE, tokens_per_s=float("nan"))
+            "farthing.train.run.estimated",
+            lambda *_: dataclasses.replace(ESTIMATE, tokens_per_s=float("nan")),
         )
     elif breaks == "folder":
         (Path(job.cache_dir) / MEASUREMENTS).mkdir(parents=True)
@@ -364,7 +475,9 @@ def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monk
     assert read_measurements(Path(job.cache_dir) / MEASUREMENTS) == []
 
 
-def test_measuring_changes_nothing_of_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_changes_nothing_of_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def weights(folder: Path) -> bytes:
         job = make_job(folder, n_rows=24, eval_rows=rows_of("llama", 5), max_steps=7)
         train(job)

@@ -1,4 +1,6 @@
-"""How processes that share a run find each other, and what is said where they can't: odd launches as users make them."""
+"""How processes that share a run find each other, and what is said where they can't: odd launches
+as users make them.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ import torch.distributed as dist
 
 from farthing.cli.command import main
 from farthing.durability.group import EXIT_RANK_LOST, STORE, Elastic, Seat, seat_in
-from farthing.errors import EXIT_INTERRUPTED, NoSpace, UserMistake
+from farthing.errors import EXIT_INTERRUPTED, DiskFullError, InputError
 from farthing.settings import Settings
 from farthing.train import joining, meeting
 from farthing.train.joining import with_lanes
-from farthing.train.meeting import RankLost, meet
+from farthing.train.meeting import RankLostError, meet
 from farthing.train.ranks import Ranks
 from patience import until
 from test_ranks import child, lora_job
@@ -30,7 +32,12 @@ from workshop import Heard, job_file
 CPU = torch.device("cpu")
 RANKS = {"RANK": "0", "WORLD_SIZE": "2"}
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-TASK = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}
+TASK = {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -57,27 +64,39 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"PMI_SIZE": "2", **ADDRESS}, "PMI_SIZE"),
     ],
 )
-def test_a_process_that_half_knows_of_others_is_not_trained_alone(environ: dict[str, str], where: str) -> None:
-    with pytest.raises(UserMistake) as refused:
+def test_a_process_that_half_knows_of_others_is_not_trained_alone(
+    environ: dict[str, str], where: str
+) -> None:
+    with pytest.raises(InputError) as refused:
         seat_in(environ)
     assert where in refused.value.where
     assert refused.value.to_do
 
 
 def test_a_process_that_is_alone_or_knows_all_is_let_be() -> None:
-    for alone in ({"WORLD_SIZE": "1"}, {"PMI_SIZE": "1"}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}):
+    for alone in (
+        {"WORLD_SIZE": "1"},
+        {"PMI_SIZE": "1"},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    ):
         assert seat_in(alone) == Seat()
-    assert seat_in({"RANK": "0", "WORLD_SIZE": "1"}) == Seat(by="a launcher"), "nobody has to be found"
+    assert seat_in({"RANK": "0", "WORLD_SIZE": "1"}) == Seat(by="a launcher"), (
+        "nobody has to be found"
+    )
     srun = seat_in({**TASK, **ADDRESS, "WORLD_SIZE": "2", "PMI_SIZE": "2"})
     assert srun == Seat(1, 2, 1, 2, "srun")
 
 
 def test_a_terminal_of_a_slurm_step_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`srun -n 2 --pty bash`: what is typed there is started once, and waited for others that nobody had started."""
+    """`srun -n 2 --pty bash`: what is typed there is started once, and waited for others that
+    nobody had started.
+    """
     monkeypatch.setattr("farthing.durability.group.os.isatty", lambda number: number == 0)
-    with pytest.raises(UserMistake, match="one of the 2 tasks"):
+    with pytest.raises(InputError, match="one of the 2 tasks"):
         seat_in({**TASK, **ADDRESS})
-    assert seat_in({**RANKS, **ADDRESS, **TASK}).by == "a launcher", "torchrun in that terminal knows who is who"
+    assert seat_in({**RANKS, **ADDRESS, **TASK}).by == "a launcher", (
+        "torchrun in that terminal knows who is who"
+    )
 
 
 class Clock:
@@ -107,31 +126,37 @@ def test_a_port_that_is_in_use_is_said_and_not_tried_again(monkeypatch: pytest.M
         other.listen()
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
-        with pytest.raises(UserMistake, match="is in use by another program"):
+        with pytest.raises(InputError, match="is in use by another program"):
             meet(Seat(0, 2, by="a launcher"), CPU, 1.0)
 
 
 def test_a_seat_that_another_run_has_is_not_taken(host: Any) -> None:
-    """Two runs with the port that launchers give by default: the second one's ranks would join the first one's."""
+    """Two runs with the port that launchers give by default: the second one's ranks would join the
+    first one's.
+    """
     host.add("taken-1", 1)
-    with pytest.raises(UserMistake, match="is rank 1 already"):
+    with pytest.raises(InputError, match="is rank 1 already"):
         meet(Seat(1, 2, by="a launcher"), CPU, 1.0)
 
 
-def test_who_does_not_come_is_named(host: Any, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_who_does_not_come_is_named(
+    host: Any, tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
     monkeypatch.setattr(meeting, "JOIN_S", 0.1)
     monkeypatch.setattr(meeting, "JOIN_HERE_S", 0.1)
     monkeypatch.setattr(meeting, "SAY_AFTER_S", 0.05)
-    monkeypatch.setattr(meeting, "BEYOND_S", 300.0)  # by a clock that runs by itself, and it ends this process
+    monkeypatch.setattr(
+        meeting, "BEYOND_S", 300.0
+    )  # by a clock that runs by itself, and it ends this process
     clock = Clock()
     monkeypatch.setattr(meeting, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
     host.set("seat-0", json.dumps(["cpu", ""]))
-    with pytest.raises(RankLost, match=r"2 did not come within 0 s \(rank 2, 3\)") as lost:
+    with pytest.raises(RankLostError, match=r"2 did not come within 0 s \(rank 2, 3\)") as lost:
         meet(Seat(1, 4, by="srun"), CPU, 0.1)
     assert lost.value.exit_code == EXIT_INTERRUPTED
     assert "rank 1 of 4, started by srun, waits for rank 2, 3" in capfd.readouterr().err
     monkeypatch.setenv(STORE, str(tmp_path / "store"))
-    with pytest.raises(RankLost) as lost:
+    with pytest.raises(RankLostError) as lost:
         meet(Seat(1, 2, by="farthing"), CPU, 0.1)
     assert lost.value.exit_code == EXIT_RANK_LOST, "not that of one who was asked to leave"
 
@@ -152,7 +177,7 @@ def test_more_processes_than_gpus_are_refused_by_all_and_told_by_the_first(
     if not says:
         meet(Seat(1, 2, by="torchrun"), CPU, 5.0)
         return
-    with pytest.raises(UserMistake, match=says) as refused:
+    with pytest.raises(InputError, match=says) as refused:
         meet(Seat(1, 2, by="torchrun"), CPU, 5.0)
     assert refused.value.is_told  # type: ignore[attr-defined]
 
@@ -173,7 +198,9 @@ def test_a_launcher_that_starts_more_than_the_job_says_is_told_of(tmp_path: Path
         assert says or "where.gpus" not in heard.warnings
 
 
-def test_retry_is_not_for_processes_that_a_launcher_has_started(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_retry_is_not_for_processes_that_a_launcher_has_started(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     for name, value in {**RANKS, **ADDRESS, "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     assert main(["train", str(job_file(tmp_path)), "--retry"]) == 2
@@ -183,16 +210,18 @@ def test_retry_is_not_for_processes_that_a_launcher_has_started(tmp_path: Path, 
 def test_a_rank_without_room_for_its_files_says_so(tmp_path: Path, monkeypatch: Any) -> None:
     """It was a crash, after which the others went on without that rank."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(NoSpace, match="has no place for files of its own"):
+    with pytest.raises(DiskFullError, match="has no place for files of its own"):
         joining._own_folder()
 
 
-@pytest.mark.parametrize("leaves", [f"sys.exit({EXIT_INTERRUPTED})", f"os.kill(os.getpid(), {signal.SIGTERM})"])
+@pytest.mark.parametrize(
+    "leaves", [f"sys.exit({EXIT_INTERRUPTED})", f"os.kill(os.getpid(), {signal.SIGTERM})"]
+)
 def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(
     leaves: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that wait end as if one were lost; the one that was asked to leave has ended in order, or before
-    it could listen."""
+    """Those that wait end as if one were lost; the one that was asked to leave has ended in order,
+    or before it could listen."""
     monkeypatch.setattr("farthing.durability.group.GRACE_S", 120.0)
     ends = {
         0: f"sys.exit({EXIT_RANK_LOST})",
@@ -204,8 +233,12 @@ def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(
     assert attempt._n_begun == 1
 
 
-def test_one_that_is_killed_before_all_have_met_takes_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others waited for it until they were killed as well, all were lost, and the command had ended."""
+def test_one_that_is_killed_before_all_have_met_takes_nobody_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others waited for it until they were killed as well, all were lost, and the command had
+    ended.
+    """
     started: list[list[int]] = []
 
     def start(seat: Seat, slot: int, number: int) -> Any:
@@ -221,10 +254,10 @@ def test_one_that_is_killed_before_all_have_met_takes_nobody_along(monkeypatch: 
 def test_a_run_that_is_finished_is_told_to_all_that_a_launcher_has_started(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """The first rank ended at once with 0, and the others waited three minutes for it and failed."""
+    """The first rank ended at once with 0, and the others waited three minutes for it and failed."""  # noqa: E501
 
     def joins(*_: Any, **__: Any) -> None:
-        raise UserMistake("here the others are told")
+        raise InputError("here the others are told")
 
     monkeypatch.setattr("farthing.durability.run_folder.is_finished", lambda folder: True)
     monkeypatch.setattr("farthing.train.finished.receipt_of_finished", lambda job: "a receipt")
@@ -241,7 +274,9 @@ def test_what_a_killed_rank_leaves_goes_with_the_meeting(tmp_path: Path, monkeyp
         assert Path(folder).parent == tmp_path
 
 
-def test_what_torch_would_wait_for_without_end_is_ended_in_words(monkeypatch: Any, capfd: Any) -> None:
+def test_what_torch_would_wait_for_without_end_is_ended_in_words(
+    monkeypatch: Any, capfd: Any
+) -> None:
     """torch's store waits for ever for a program that listens at its port and says nothing."""
     ended: list[int] = []
     monkeypatch.setattr("farthing.train.meeting.os._exit", ended.append)

@@ -1,4 +1,6 @@
-"""Memory: formulas against the real code traced without data, published peaks, and sums that must add up."""
+"""Memory: formulas against the real code traced without data, published peaks, and sums that must
+add up.
+"""
 
 from __future__ import annotations
 
@@ -82,26 +84,39 @@ QV = {
 }
 ALL = ("all-linear",)
 SIZES = {"vocab_size": 1000, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
-FEW, MANY = {"num_local_experts": 8, "num_experts_per_tok": 2}, {"num_experts": 16, "num_experts_per_tok": 4}
+FEW, MANY = (
+    {"num_local_experts": 8, "num_experts_per_tok": 2},
+    {"num_experts": 16, "num_experts_per_tok": 4},
+)
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": SIZES | FEW | {"intermediate_size": 512},
     "qwen3_moe": SIZES | MANY | {"moe_intermediate_size": 192, "head_dim": 32},
-    "qwen2_moe": SIZES | MANY | {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 512},
+    "qwen2_moe": (
+        SIZES | MANY | {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 512}
+    ),
     "olmoe": SIZES | MANY | {"intermediate_size": 192},
     "gpt_oss": SIZES | FEW | {"intermediate_size": 256, "head_dim": 32},
 }
 """Mixtures of experts, small enough for a test."""
 
 
-UPPER = tuple(f"layers.{n}.{name}" for n in (2, 3) for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"))
+UPPER = tuple(
+    f"layers.{n}.{name}"
+    for n in (2, 3)
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
+)
 DOCUMENTS = 300, 150, 450, 124  # tokens; more than the 128 for which a CPU has another way in bf16
-BLOCK_BYTES = 16 << 20  # of fp32 rows of logits: a step has fewer operations to trace than with a CPU's own
+BLOCK_BYTES = (
+    16 << 20
+)  # of fp32 rows of logits: a step has fewer operations to trace than with a CPU's own
 
 
 class Traced(NamedTuple):
-    """A step to trace, in fp32 (fp32), with autocast of fp32 weights (amp) or of bf16 ones (frozen), or in bf16.
+    """A step to trace, in fp32 (fp32), with autocast of fp32 weights (amp) or of bf16 ones
+    (frozen), or in bf16.
 
-    Of four rows as other trainers compute it, or as ours does: of documents, or of rows where they are padded.
+    Of four rows as other trainers compute it, or as ours does: of documents, or of rows where they
+    are padded.
     """
 
     model: str
@@ -134,10 +149,35 @@ OTHERS = [
     Traced("flan-t5", "lora", "frozen", 1, QV["flan-t5"], share=0.25),
 ]
 OTHERS_SWEEP = [
-    Traced(model, method, dtype, every, ALL if method == "lora" else (), share=share, accumulates=accumulates)
-    for model in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "gpt2", "neox", "flan-t5")
+    Traced(
+        model,
+        method,
+        dtype,
+        every,
+        ALL if method == "lora" else (),
+        share=share,
+        accumulates=accumulates,
+    )
+    for model in (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gpt2",
+        "neox",
+        "flan-t5",
+    )
     for method, dtype in (("full", "fp32"), ("full", "amp"), ("lora", "fp32"), ("lora", "frozen"))
-    for every, share, accumulates in ((0, 1.0, False), (1, 1.0, False), (2, 0.25, False), (0, 0.25, True))
+    for every, share, accumulates in (
+        (0, 1.0, False),
+        (1, 1.0, False),
+        (2, 0.25, False),
+        (0, 0.25, True),
+    )
 ]
 OURS = [
     Traced("llama", "full", "amp", share=0.25),
@@ -162,10 +202,36 @@ OURS = [
     Traced("t5", "lora", "fp32", 0, ALL),
 ]
 OURS_SWEEP = [
-    Traced(model, method, dtype, every, ALL if method == "lora" else (), share=share, accumulates=accumulates)
-    for model in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gpt2", "neox", "xlm-r", "bert", "t5", "mt5")
+    Traced(
+        model,
+        method,
+        dtype,
+        every,
+        ALL if method == "lora" else (),
+        share=share,
+        accumulates=accumulates,
+    )
+    for model in (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma2",
+        "gpt2",
+        "neox",
+        "xlm-r",
+        "bert",
+        "t5",
+        "mt5",
+    )
     for method, dtype in (("full", "fp32"), ("full", "amp"), ("lora", "fp32"), ("lora", "frozen"))
-    for every, share, accumulates in ((0, 1.0, False), (1, 0.25, False), (2, 0.25, True), (0, 0.25, True))
+    for every, share, accumulates in (
+        (0, 1.0, False),
+        (1, 0.25, False),
+        (2, 0.25, True),
+        (0, 0.25, True),
+    )
 ]
 
 
@@ -194,7 +260,10 @@ def cut_config(model: str, n_layers: int) -> dict[str, Any]:
         if key in config:
             config[key] = n_layers
     config.pop("layer_types", None)
-    if config["model_type"] in ("t5", "mt5"):  # transformers ties a model that is made from its configuration alone
+    if config["model_type"] in (
+        "t5",
+        "mt5",
+    ):  # transformers ties a model that is made from its configuration alone
         config["tie_word_embeddings"] = True
     return config
 
@@ -211,7 +280,9 @@ def shape_of(model: str, n_layers: int | None = None) -> Shape:
     config = cut_config(model, n_layers) if n_layers else known_config(NAMES[model])
     assert config is not None
     task = task_of(model)
-    return read_shape(config, task, N_LABELS) if task == "classification" else read_shape(config, task)
+    return (
+        read_shape(config, task, N_LABELS) if task == "classification" else read_shape(config, task)
+    )
 
 
 def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
@@ -226,34 +297,67 @@ def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
     adapters = lora = None
     if case.method == "lora":
         r = 256 if case.keeps_start else 16
-        adapters = shape.with_lora(r, case.targets, use_dora=case.dora)._replace(keeps_start=case.keeps_start)
+        adapters = shape.with_lora(r, case.targets, use_dora=case.dora)._replace(
+            keeps_start=case.keeps_start
+        )
         names: Any = "all-linear" if case.targets == ALL else list(case.targets)
-        lora = {"r": r, "target_modules": names, "lora_dropout": case.dropout, "use_dora": case.dora}
+        lora = {
+            "r": r,
+            "target_modules": names,
+            "lora_dropout": case.dropout,
+            "use_dora": case.dora,
+        }
     stack = FARTHING
     if is_ours:
         is_plain = not (case.dropout or case.dora or case.keeps_start)
-        stack = stack_for(shape.model_type, task, precision, case.method, has_plain_adapters=is_plain)
+        stack = stack_for(
+            shape.model_type, task, precision, case.method, has_plain_adapters=is_plain
+        )
     documents = DOCUMENTS if stack.is_packed else ()
-    n_targets = 1 if task == "classification" else round(case.share * (sum(documents) or case.n_tokens))
+    n_targets = (
+        1 if task == "classification" else round(case.share * (sum(documents) or case.n_tokens))
+    )
     kind = {name: value for name, value in config.items() if name != "model_type"}
     kind |= {"num_labels": N_LABELS} if task == "classification" else {}
     kind |= {"decoder_start_token_id": 0} if task == "seq2seq" else {}
     seen = traced_peak(
-        AutoConfig.for_model(config["model_type"], **kind), task, method=case.method, weights=weights, autocast=is_mixed,
-        checkpoint_every=case.every, n_rows=4, n_tokens=case.n_tokens, n_targets=n_targets, documents=documents, lora=lora,
-        accumulates=case.accumulates, loss=own_loss if is_ours else labelled_loss, keeps_start=case.keeps_start,
-    )  # fmt: skip
+        AutoConfig.for_model(config["model_type"], **kind),
+        task,
+        method=case.method,
+        weights=weights,
+        autocast=is_mixed,
+        checkpoint_every=case.every,
+        n_rows=4,
+        n_tokens=case.n_tokens,
+        n_targets=n_targets,
+        documents=documents,
+        lora=lora,
+        accumulates=case.accumulates,
+        loss=own_loss if is_ours else labelled_loss,
+        keeps_start=case.keeps_start,
+    )
     recipe = Recipe(
-        case.method, Settings(checkpoint_every=case.every, precision=precision), "adamw_torch_fused",
-        8 if case.accumulates else 4, 4, adapters.r if adapters else 0, case.dropout, case.targets, (), case.dora,
+        case.method,
+        Settings(checkpoint_every=case.every, precision=precision),
+        "adamw_torch_fused",
+        8 if case.accumulates else 4,
+        4,
+        adapters.r if adapters else 0,
+        case.dropout,
+        case.targets,
+        (),
+        case.dora,
         stack=replace(stack, has_autocast=is_mixed, has_master_weights=case.dtype != "bf16"),
-    )  # fmt: skip
+    )
     largest = Largest(4, case.n_tokens, n_targets if task == "seq2seq" else 0)
     if documents:
         of_targets = n_targets if task == "seq2seq" else 0
         largest = Largest(1, sum(documents), of_targets, sum(length**2 for length in documents))
     share = case.share if task == "causal-lm" else 1.0
-    return estimate_memory(shape, recipe, largest, adapters, labelled_share=share, is_cuda=False), seen
+    return (
+        estimate_memory(shape, recipe, largest, adapters, labelled_share=share, is_cuda=False),
+        seen,
+    )
 
 
 def named(case: Traced) -> str:
@@ -270,7 +374,9 @@ def agree(case: Traced, is_ours: bool) -> None:
 @pytest.fixture
 def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(farthing.planner.tiles, "CPU_BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads())
+    monkeypatch.setattr(
+        farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads()
+    )
 
 
 @pytest.mark.parametrize("case", thinned(OTHERS, 5), ids=named)
@@ -290,16 +396,26 @@ def test_the_peak_is_that_of_the_loop(case: Traced) -> None:
 def test_the_peak_of_experts_is_that_of_the_modelling_code(
     case: Traced, is_ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # without data there is a kernel of torch for bf16 alone; for fp32 the one that transformers has itself
-    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16)
+    # without data there is a kernel of torch for bf16 alone; for fp32 the one that transformers has
+    # itself
+    monkeypatch.setattr(
+        moe, "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16
+    )
     monkeypatch.setattr(sys.modules[__name__], "DOCUMENTS", (1200, 600, 1800, 496))
     agree(case, is_ours)
 
 
 @pytest.mark.usefixtures("_large_blocks")
-@pytest.mark.parametrize(("model", "dtype", "every"), thinned([("llama", "frozen", 0), ("qwen2", "fp32", 1)], 2))
-def test_what_an_adapter_began_as_is_counted_where_it_is_kept(model: str, dtype: str, every: int) -> None:
-    agree(Traced(model, "lora", dtype, every, ALL, n_tokens=64, share=0.25, keeps_start=True), is_ours=True)
+@pytest.mark.parametrize(
+    ("model", "dtype", "every"), thinned([("llama", "frozen", 0), ("qwen2", "fp32", 1)], 2)
+)
+def test_what_an_adapter_began_as_is_counted_where_it_is_kept(
+    model: str, dtype: str, every: int
+) -> None:
+    agree(
+        Traced(model, "lora", dtype, every, ALL, n_tokens=64, share=0.25, keeps_start=True),
+        is_ours=True,
+    )
 
 
 @pytest.mark.slow
@@ -319,12 +435,16 @@ def test_the_peak_is_that_of_the_loop_everywhere(case: Traced) -> None:
 
 PLAIN = Stack("hf", has_master_weights=False, has_autocast=False, loss=WHOLE, is_flash=True)
 BF16 = Settings(precision="bf16")
-FULL = Recipe("full", Settings(checkpoint_every=1, precision="bf16"), "adamw_torch", 2, 2, stack=PLAIN)
+FULL = Recipe(
+    "full", Settings(checkpoint_every=1, precision="bf16"), "adamw_torch", 2, 2, stack=PLAIN
+)
 LORA = Recipe("lora", BF16, "adamw_torch_fused", 2, 2, 16, target_modules=ALL)
 SHORT = Largest(2, 64, 0)
 
 
-@pytest.mark.parametrize(("name", "gib"), [("mistralai/Mistral-7B-v0.1", 67.46), ("meta-llama/Meta-Llama-3-8B", 74.80)])
+@pytest.mark.parametrize(
+    ("name", "gib"), [("mistralai/Mistral-7B-v0.1", 67.46), ("meta-llama/Meta-Llama-3-8B", 74.80)]
+)
 def test_full_training_in_bf16_peaks_at_ten_bytes_a_parameter(name: str, gib: float) -> None:
     config = known_config(name)
     assert config is not None
@@ -341,7 +461,9 @@ def test_eight_bytes_with_a_fused_optimizer_and_sixteen_with_master_weights() ->
     # at the end of the backward pass gradients are complete
     assert fused.allocated_bytes == pytest.approx(8 * shape.n_parameters, rel=1e-6)
     master = replace(FULL, optim="adamw_torch_fused", stack=FARTHING)
-    assert estimate_memory(shape, master, SHORT).allocated_bytes == pytest.approx(16 * shape.n_parameters, rel=1e-6)
+    assert estimate_memory(shape, master, SHORT).allocated_bytes == pytest.approx(
+        16 * shape.n_parameters, rel=1e-6
+    )
 
 
 def test_layers_that_are_kept_to_the_backward_pass_and_fp16_take_more_of_spread_weights() -> None:
@@ -405,7 +527,9 @@ def test_parts_add_up_and_the_device_needs_more_than_torch_says() -> None:
 
 @pytest.mark.parametrize("model", list(NAMES))
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-def test_more_checkpointing_never_needs_more_and_a_larger_micro_batch_never_less(model: str, method: str) -> None:
+def test_more_checkpointing_never_needs_more_and_a_larger_micro_batch_never_less(
+    model: str, method: str
+) -> None:
     shape = shape_of(model)
     adapters = None if method == "full" else shape.with_lora(16)
     found: dict[tuple[int, int], int] = {}
@@ -420,11 +544,15 @@ def test_more_checkpointing_never_needs_more_and_a_larger_micro_batch_never_less
                 0 if adapters is None else 16,
             )
             largest = Largest(rows, 1024, 256 if shape.task == "seq2seq" else 0)
-            found[every, rows] = estimate_memory(shape, recipe, largest, adapters, labelled_share=0.5).allocated_bytes
+            found[every, rows] = estimate_memory(
+                shape, recipe, largest, adapters, labelled_share=0.5
+            ).allocated_bytes
     for every in (0, 4, 3, 2, 1):
         assert found[every, 1] <= found[every, 2] <= found[every, 4] <= found[every, 8]
     for rows in (1, 2, 4, 8):
-        assert found[0, rows] >= found[4, rows] >= found[3, rows] >= found[2, rows] >= found[1, rows]
+        assert (
+            found[0, rows] >= found[4, rows] >= found[3, rows] >= found[2, rows] >= found[1, rows]
+        )
 
 
 def test_what_is_left_of_the_logits_orders_the_losses() -> None:
@@ -433,7 +561,9 @@ def test_what_is_left_of_the_logits_orders_the_losses() -> None:
     needed = {}
     for loss in (WHOLE, FREED, LABELLED, FUSED, UNCAST, CHUNKED, TILED, POSITIONS):
         recipe = replace(LORA.with_settings(checkpoint_every=1), stack=replace(FARTHING, loss=loss))
-        needed[loss] = estimate_memory(shape, recipe, largest, adapters, labelled_share=0.25).allocated_bytes
+        needed[loss] = estimate_memory(
+            shape, recipe, largest, adapters, labelled_share=0.25
+        ).allocated_bytes
     assert (
         needed[WHOLE]
         > needed[FREED]
@@ -443,17 +573,25 @@ def test_what_is_left_of_the_logits_orders_the_losses() -> None:
         > needed[CHUNKED]
         > needed[TILED]
     )
-    assert needed[WHOLE] - needed[FREED] == 2 * shape.vocab * 8 * 2048, "logits that are held in the backward pass"
-    assert needed[FUSED] - needed[UNCAST] == 2 * shape.vocab * 8 * 2048, "logits, their softmax and a gradient in bf16"
+    assert needed[WHOLE] - needed[FREED] == 2 * shape.vocab * 8 * 2048, (
+        "logits that are held in the backward pass"
+    )
+    assert needed[FUSED] - needed[UNCAST] == 2 * shape.vocab * 8 * 2048, (
+        "logits, their softmax and a gradient in bf16"
+    )
     assert needed[CHUNKED] > needed[POSITIONS]
-    whole = estimate_memory(shape, replace(LORA, stack=replace(FARTHING, loss=WHOLE)), largest, adapters)
+    whole = estimate_memory(
+        shape, replace(LORA, stack=replace(FARTHING, loss=WHOLE)), largest, adapters
+    )
     assert whole.parts["logits"] == 14 * shape.vocab * 8 * 2048
 
 
 def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most() -> None:
     shape, adapters = shape_of("qwen2"), shape_of("qwen2").with_lora(16)
     stack = stack_for("qwen2", "causal-lm", "bf16", "lora")
-    recipe = Recipe("lora", Settings(65_536, precision="bf16"), "adamw_torch_fused", 64, lora_r=16, stack=stack)
+    recipe = Recipe(
+        "lora", Settings(65_536, precision="bf16"), "adamw_torch_fused", 64, lora_r=16, stack=stack
+    )
 
     def logits(n_tokens: int, share: float, is_trained: bool | None = False) -> float:
         largest = Largest(1, n_tokens, 0)
@@ -461,10 +599,14 @@ def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most() -> No
 
     h, words = shape.hidden, shape.vocab
     gradients = 2 * h * 8192
-    assert logits(65_536, 0.25) - logits(65_536, 0.125) == gradients, "a whole tile either way, gradients of positions"
+    assert logits(65_536, 0.25) - logits(65_536, 0.125) == gradients, (
+        "a whole tile either way, gradients of positions"
+    )
     block = 4 * (CUDA_BLOCK_BYTES // (4 * words)) * words
     assert logits(8192, 1.0) == 2 * 2048 * (words + h) + 2 * block + 2 * 8192 * h
-    assert logits(8192, 1.0, None) == logits(8192, 1.0) - 2 * 8192 * h, "an evaluation has no gradients"
+    assert logits(8192, 1.0, None) == logits(8192, 1.0) - 2 * 8192 * h, (
+        "an evaluation has no gradients"
+    )
     assert logits(1000, 0.1) == 2 * 100 * (words + h) + 2 * 4 * 100 * words + 2 * 100 * h, (
         "fewer than a tile or a block"
     )
@@ -475,16 +617,23 @@ def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most() -> No
 
 def test_nothing_is_kept_below_the_first_trained_layer() -> None:
     shape, largest = shape_of("llama"), Largest(1, 16_384, 0)
-    upper = shape.with_lora(16, tuple(f"layers.{n}.self_attn.{name}_proj" for n in range(21, 28) for name in "qv"))
+    upper = shape.with_lora(
+        16, tuple(f"layers.{n}.self_attn.{name}_proj" for n in range(21, 28) for name in "qv")
+    )
     assert (shape.n_layers, upper.first_layer) == (28, 21)
     alike = shape.with_lora(16, ("q_proj", "v_proj"))
     for every in (0, 2, 1):
         recipe = Recipe(
-            "lora", Settings(16_384, every, precision="bf16"), "adamw_torch_fused", 8, lora_r=16,
+            "lora",
+            Settings(16_384, every, precision="bf16"),
+            "adamw_torch_fused",
+            8,
+            lora_r=16,
             stack=stack_for("llama", "causal-lm", "bf16", "lora"),
-        )  # fmt: skip
+        )
         few, many = (
-            estimate_memory(shape, recipe, largest, adapters, labelled_share=0.1) for adapters in (upper, alike)
+            estimate_memory(shape, recipe, largest, adapters, labelled_share=0.1)
+            for adapters in (upper, alike)
         )
         assert few.allocated_bytes < many.allocated_bytes
         if every == 0:
@@ -497,15 +646,23 @@ def test_nothing_is_kept_below_the_first_trained_layer() -> None:
 def test_old_gpus_repeat_keys_and_other_kernels_take_them_as_they_are() -> None:
     shape, largest = shape_of("llama"), Largest(1, 16_384, 0)
     adapters = shape.with_lora(16)
-    stacks = {precision: stack_for("llama", "causal-lm", precision, "lora") for precision in ("bf16", "fp16")}
+    stacks = {
+        precision: stack_for("llama", "causal-lm", precision, "lora")
+        for precision in ("bf16", "fp16")
+    }
     recipes = {
         name: Recipe("lora", Settings(precision=name), "adamw_torch_fused", 8, lora_r=16, stack=one)
         for name, one in stacks.items()
     }
-    found = {name: estimate_memory(shape, one, largest, adapters, labelled_share=0.01) for name, one in recipes.items()}
+    found = {
+        name: estimate_memory(shape, one, largest, adapters, labelled_share=0.01)
+        for name, one in recipes.items()
+    }
     repeated = 2 * 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_dim * 16_384 * shape.n_layers
     sums = 4 * shape.n_heads * 16_384 * shape.n_layers  # of scores, which varlen keeps in fp32
-    assert found["fp16"].parts["activations"] - found["bf16"].parts["activations"] == repeated - sums
+    assert (
+        found["fp16"].parts["activations"] - found["bf16"].parts["activations"] == repeated - sums
+    )
 
 
 def test_what_the_trainer_does_with_a_model_is_known_without_it() -> None:
@@ -513,16 +670,30 @@ def test_what_the_trainer_does_with_a_model_is_known_without_it() -> None:
     assert (flat.is_packed, flat.loss, flat.fuses_adapters) == (True, POSITIONS, True)
     assert not stack_for("llama", "causal-lm", "bf16", "lora", may_go_packed=False).is_packed
     shape, quantized = shape_of("llama"), stack_for("llama", "causal-lm", "bf16", "qlora")
-    recipe = Recipe("qlora", Settings(4096, precision="bf16"), "adamw_torch_fused", 8, lora_r=16, stack=quantized)
+    recipe = Recipe(
+        "qlora",
+        Settings(4096, precision="bf16"),
+        "adamw_torch_fused",
+        8,
+        lora_r=16,
+        stack=quantized,
+    )
     theirs = replace(recipe, stack=replace(quantized, shares_inputs=False))
-    each = [estimate_memory(shape, how, Largest(1, 4096, 0), shape.with_lora(16)) for how in (recipe, theirs)]
+    each = [
+        estimate_memory(shape, how, Largest(1, 4096, 0), shape.with_lora(16))
+        for how in (recipe, theirs)
+    ]
     saved = (
         shape.n_layers * 4096 * 2 * (3 * shape.hidden + shape.n_heads * shape.head_dim)
     )  # of k, v, up and what attention gave
     assert each[1].parts["activations"] - each[0].parts["activations"] == saved
     assert stack_for("llama", "causal-lm", "bf16", "lora", has_plain_head=False).loss == LABELLED
-    assert not stack_for("llama", "causal-lm", "bf16", "lora", has_plain_adapters=False).fuses_adapters
-    assert not stack_for("llama", "causal-lm", "bf16", "qlora").fuses_adapters, "peft's own layers are kept there"
+    assert not stack_for(
+        "llama", "causal-lm", "bf16", "lora", has_plain_adapters=False
+    ).fuses_adapters
+    assert not stack_for("llama", "causal-lm", "bf16", "qlora").fuses_adapters, (
+        "peft's own layers are kept there"
+    )
     assert stack_for("t5", "seq2seq", "bf16", "full").is_packed
     padded = stack_for("t5", "seq2seq", "bf16", "full", may_go_packed=False)
     assert (padded.is_packed, padded.loss) == (False, POSITIONS)
@@ -542,12 +713,15 @@ def test_sharding_divides_weights_gradients_and_state_and_leaves_activations() -
     assert copied.allocated_bytes == alone.allocated_bytes
 
 
-def test_spread_frozen_weights_leave_adapters_whole_and_gather_a_layer_and_what_is_beside_the_layers() -> None:
+def test_spread_frozen_weights_leave_adapters_whole_and_gather_a_layer_and_what_is_beside_the_layers() -> (  # noqa: E501
+    None
+):
     shape = shape_of("llama")
     adapters = shape.with_lora(8)
     lora = Recipe("lora", BF16, "adamw_torch_fused", 16, 2, 8, n_gpus=4)
     spread, copied = (
-        estimate_memory(shape, replace(lora, sharding=how), SHORT, adapters).parts for how in ("fsdp", "ddp")
+        estimate_memory(shape, replace(lora, sharding=how), SHORT, adapters).parts
+        for how in ("fsdp", "ddp")
     )
     assert spread["optimizer"] == copied["optimizer"] == 8 * adapters.n_trainable
     assert spread["gradients"] == copied["gradients"]
@@ -566,21 +740,35 @@ def test_accumulation_keeps_gradients_while_the_next_micro_batch_runs() -> None:
     at_once = Recipe("full", BF16, "adamw_torch_fused", 4, 4)
     twice = replace(at_once, global_batch=8)
     assert twice.n_micro_batches == 2
-    more = estimate_memory(shape, twice, large).allocated_bytes - estimate_memory(shape, at_once, large).allocated_bytes
+    more = (
+        estimate_memory(shape, twice, large).allocated_bytes
+        - estimate_memory(shape, at_once, large).allocated_bytes
+    )
     assert more == pytest.approx(4 * shape.n_parameters, rel=0.01)
 
 
 def test_bitsandbytes_of_before_july_2024_kept_what_quantized_layers_read() -> None:
     shape, tokens = shape_of("llama"), 4096
-    adapters, plain = shape.with_lora(16, ("q_proj", "v_proj")), replace(FARTHING, has_autocast=False, is_flash=True)
+    adapters, plain = (
+        shape.with_lora(16, ("q_proj", "v_proj")),
+        replace(FARTHING, has_autocast=False, is_flash=True),
+    )
     new, old = (
         {
-            method: estimate_memory(
-                shape,
-                replace(LORA, method=method, target_modules=("q_proj", "v_proj"), lora_dropout=0.05, stack=stack),
-                Largest(1, tokens, 0),
-                adapters,
-            ).allocated_bytes
+            method: (
+                estimate_memory(
+                    shape,
+                    replace(
+                        LORA,
+                        method=method,
+                        target_modules=("q_proj", "v_proj"),
+                        lora_dropout=0.05,
+                        stack=stack,
+                    ),
+                    Largest(1, tokens, 0),
+                    adapters,
+                ).allocated_bytes
+            )
             for method in ("lora", "qlora")
         }
         for stack in (plain, replace(plain, keeps_quantized_inputs=True))
@@ -598,9 +786,15 @@ def test_weights_that_plain_operations_unpack_stay_for_the_backward_pass_of_thei
     needed = {}
     for every in (0, 1):
         for keeps in (False, True):
-            stack = replace(FARTHING, has_autocast=False, is_flash=True, loss=TILED, keeps_unpacked=keeps)
-            recipe = replace(LORA.with_settings(checkpoint_every=every), method="qlora", stack=stack)
-            needed[every, keeps] = estimate_memory(shape, recipe, Largest(1, tokens, 0), adapters).allocated_bytes
+            stack = replace(
+                FARTHING, has_autocast=False, is_flash=True, loss=TILED, keeps_unpacked=keeps
+            )
+            recipe = replace(
+                LORA.with_settings(checkpoint_every=every), method="qlora", stack=stack
+            )
+            needed[every, keeps] = estimate_memory(
+                shape, recipe, Largest(1, tokens, 0), adapters
+            ).allocated_bytes
     of_all = 2 * shape.n_packed
     assert needed[0, True] - needed[0, False] == pytest.approx(of_all, rel=0.1)
     assert needed[1, True] - needed[1, False] == pytest.approx(of_all / shape.n_layers, rel=0.2)
@@ -630,7 +824,9 @@ def test_an_evaluation_keeps_no_activations_but_all_logits() -> None:
     assert small.allocated_bytes < training.allocated_bytes
 
 
-def test_autocast_leaves_experts_in_fp32_and_each_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_leaves_experts_in_fp32_and_each_has_a_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What the plan's seconds of full training count for experts, seen in the modelling code."""
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
     seen = []
@@ -640,7 +836,9 @@ def test_autocast_leaves_experts_in_fp32_and_each_has_a_gradient(monkeypatch: py
         return real(inputs, weight, offs=offsets)
 
     real = moe._grouped_mm
-    monkeypatch.setattr(moe, "_grouped_mm", lambda inputs, weight, offs: noted(inputs, weight, offs))
+    monkeypatch.setattr(
+        moe, "_grouped_mm", lambda inputs, weight, offs: noted(inputs, weight, offs)
+    )
     kind = {name: value for name, value in cut_config("olmoe", 1).items() if name != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmoe", **kind))
     ids = torch.zeros(1, 2, dtype=torch.long)
@@ -655,9 +853,18 @@ def test_autocast_leaves_experts_in_fp32_and_each_has_a_gradient(monkeypatch: py
 @pytest.mark.parametrize(
     ("n_rows", "n_source", "n_new", "n_layers"), [(64, 48, 24, 3), (32, 16, 64, 2), (128, 64, 8, 4)]
 )
-def test_the_peak_of_writing_is_that_of_generate(n_rows: int, n_source: int, n_new: int, n_layers: int) -> None:
+def test_the_peak_of_writing_is_that_of_generate(
+    n_rows: int, n_source: int, n_new: int, n_layers: int
+) -> None:
     """Keys and values of a whole batch, which is larger than any of training."""
-    sizes = {"vocab_size": 500, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "num_layers": n_layers}
+    sizes = {
+        "vocab_size": 500,
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_heads": 4,
+        "num_layers": n_layers,
+    }
     config = AutoConfig.for_model(
         "t5", **sizes, num_decoder_layers=n_layers, decoder_start_token_id=0, eos_token_id=None
     )
@@ -666,12 +873,21 @@ def test_the_peak_of_writing_is_that_of_generate(n_rows: int, n_source: int, n_n
     for weight in model.parameters():
         alive.add(weight)
     with alive, torch.no_grad():
-        ids, packed = torch.ones(n_rows, n_source, dtype=torch.long), torch.zeros(1, n_rows * n_source, 64)
+        ids, packed = (
+            torch.ones(n_rows, n_source, dtype=torch.long),
+            torch.zeros(1, n_rows * n_source, 64),
+        )
         read = BaseModelOutput(last_hidden_state=packed.new_zeros(n_rows, n_source, 64))
         model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), encoder_outputs=read, max_new_tokens=n_new,
-            min_new_tokens=n_new, do_sample=False, num_beams=1, use_cache=True,
-        )  # fmt: skip
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            encoder_outputs=read,
+            max_new_tokens=n_new,
+            min_new_tokens=n_new,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+        )
     stack = stack_for("t5", "seq2seq", "fp32", "full")
     recipe = Recipe("full", Settings(precision="fp32"), "sgd", 8, stack=stack)
     said = writing_memory(shape, recipe, Largest(n_rows, n_source, n_new), is_cuda=False)

@@ -1,4 +1,6 @@
-"""The memory that is judged before the first step, against the peak of steps traced without data at real sizes."""
+"""The memory that is judged before the first step, against the peak of steps traced without data at
+real sizes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from transformers import AutoConfig
 
 import farthing.model.head
 import farthing.planner.tiles
-from farthing.model.activation_checkpointing import Beside, Linear, MemoryNeed, Sample, choose_checkpointing
+from farthing.model.activation_checkpointing import (
+    Beside,
+    Linear,
+    MemoryNeed,
+    Sample,
+    choose_checkpointing,
+)
 from farthing.model.attention import Documents
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
@@ -32,7 +40,9 @@ LENGTH = 512  # of a document
 
 
 class Case(NamedTuple):
-    """A model by its size or family, and how it is trained: micro-batches of `n_documents` of 512 tokens."""
+    """A model by its size or family, and how it is trained: micro-batches of `n_documents` of 512
+    tokens.
+    """
 
     model: str
     method: str
@@ -58,13 +68,19 @@ def config_for(case: Case) -> Any:
 def how(case: Case) -> dict[str, Any]:
     """What both the judgement and the trace are made with."""
     lora = None if case.method == "full" else {"r": 16, "target_modules": "all-linear"}
-    return {"method": case.method, "weights": "fp32" if case.method == "full" else "bf16", "lora": lora}
+    return {
+        "method": case.method,
+        "weights": "fp32" if case.method == "full" else "bf16",
+        "lora": lora,
+    }
 
 
 def judged(case: Case) -> tuple[MemoryNeed, int]:
     """(the need that is found from one document and two, bytes of the loaded weights)."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = fake_model(config_for(case), "causal-lm", checkpoint_every=0, is_own=True, **how(case))
+        model = fake_model(
+            config_for(case), "causal-lm", checkpoint_every=0, is_own=True, **how(case)
+        )
         forward = Forward(model, "causal-lm", 0, Numerics(CPU, torch.bfloat16))
         assert forward.is_packed
 
@@ -118,7 +134,9 @@ def seen(case: Case) -> int:
 @pytest.fixture
 def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer operations to trace than with a CPU's own blocks of logits."""
-    monkeypatch.setattr(farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads())
+    monkeypatch.setattr(
+        farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads()
+    )
     monkeypatch.setattr(farthing.planner.tiles, "CPU_BLOCK_BYTES", BLOCK_BYTES)
 
 
@@ -226,12 +244,19 @@ def test_the_head_has_one_block_of_rows_at_work(
 ) -> None:
     n, n_words, width = 256, 4000, 8
     block_bytes = 64 * n_words * 4
-    monkeypatch.setattr(farthing.model.head, "CPU_BLOCK_BYTES", block_bytes // torch.get_num_threads())
+    monkeypatch.setattr(
+        farthing.model.head, "CPU_BLOCK_BYTES", block_bytes // torch.get_num_threads()
+    )
     monkeypatch.setattr(farthing.planner.tiles, "CPU_BLOCK_BYTES", block_bytes)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    hidden, weight = torch.zeros(n, width, dtype=dtype, requires_grad=True), torch.zeros(n_words, width, dtype=dtype)
+    hidden, weight = (
+        torch.zeros(n, width, dtype=dtype, requires_grad=True),
+        torch.zeros(n_words, width, dtype=dtype),
+    )
     labelled = Labelled(torch.arange(n), torch.zeros(n, dtype=torch.long))
     with Alive() as alive:
         head_loss(hidden, weight, None, labelled, How(n, soft_cap=cap))
-    said = head_bytes(n, n_words, width, precision, is_cuda=False, has_cap=cap is not None, tile_tokens=n)
+    said = head_bytes(
+        n, n_words, width, precision, is_cuda=False, has_cap=cap is not None, tile_tokens=n
+    )
     assert alive.peak == pytest.approx(said, rel=0.05)

@@ -40,7 +40,9 @@ def test_spans_add_up_to_the_wall_time_however_they_nest() -> None:
     meter.enter("idle")
     clock.now += 4
     assert meter.wall_s == pytest.approx(12.5)
-    assert meter.spans == pytest.approx({"start_up": 3.0, "evaluation": 5.0, "data_wait": 0.5, "idle": 4.0})
+    assert meter.spans == pytest.approx(
+        {"start_up": 3.0, "evaluation": 5.0, "data_wait": 0.5, "idle": 4.0}
+    )
 
 
 def test_a_span_ends_with_an_error_too() -> None:
@@ -65,7 +67,9 @@ def test_a_span_without_a_name_on_the_receipt_is_refused() -> None:
     assert "compute" in SPANS
 
 
-def attempt(path: Path, clock: Clock, price: float, first: int, last: int, *, end: str | None = None) -> Ledger:
+def attempt(
+    path: Path, clock: Clock, price: float, first: int, last: int, *, end: str | None = None
+) -> Ledger:
     """One attempt of ten seconds a step, from `first` to `last`."""
     meter = Meter(clock=clock)
     ledger = Ledger(path, meter, price)
@@ -111,7 +115,9 @@ def test_an_attempt_that_never_began_loses_no_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
-def test_a_line_torn_by_a_kill_leaves_the_one_before_and_nothing_is_said(share: float, tmp_path: Path) -> None:
+def test_a_line_torn_by_a_kill_leaves_the_one_before_and_nothing_is_said(
+    share: float, tmp_path: Path
+) -> None:
     clock = Clock()
     ledger = attempt(tmp_path / "l", clock, 1, 0, 3)
     place, size = ledger._places[ledger._mine.line % 2], ledger._place_bytes
@@ -131,19 +137,39 @@ def test_ledgers_of_earlier_versions_are_read_to_the_same_sums(tmp_path: Path) -
     for number, first, last in ((1, 0, 9), (2, 8, 12)):
         for step in range(first, last + 1):
             spans = {"start_up": 2.5, "compute": 10.0 * (step - first)}
-            row = {"attempt": number, "at": 1e9 + 1e4 * number + sum(spans.values()), "usd_per_hour": 3.6 * number}
+            row = {
+                "attempt": number,
+                "at": 1e9 + 1e4 * number + sum(spans.values()),
+                "usd_per_hour": 3.6 * number,
+            }
             state = "started" if step == first else "running"
-            rows.append({**row, "state": state, "first_step": first, "step": step, "spans": spans, "committed": first})
-    (tmp_path / "l").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"attempt": 3, "st')
+            rows.append(
+                {
+                    **row,
+                    "state": state,
+                    "first_step": first,
+                    "step": step,
+                    "spans": spans,
+                    "committed": first,
+                }
+            )
+    (tmp_path / "l").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + '{"attempt": 3, "st'
+    )
     found = read_ledger(tmp_path / "l")
     assert not found.is_damaged
     before = with_redone(found.ordered)
-    assert [(a.wall_s, round(a.usd, 6), a.redone_s) for a in before] == [(92.5, 0.0925, 10.0), (42.5, 0.085, 0.0)]
+    assert [(a.wall_s, round(a.usd, 6), a.redone_s) for a in before] == [
+        (92.5, 0.0925, 10.0),
+        (42.5, 0.085, 0.0),
+    ]
     ledger = Ledger(tmp_path / "l", Meter(clock=Clock()), 1)
     ledger.write("starting")
     assert ledger.number == 3
     assert ledger.committed_step == 8
-    again = [replace(a, line=0, past_s=0.0, past_usd=0.0) for a in read_attempts(tmp_path / "l")[:2]]
+    again = [
+        replace(a, line=0, past_s=0.0, past_usd=0.0) for a in read_attempts(tmp_path / "l")[:2]
+    ]
     assert again == [replace(a, line=0) for a in before], "and written again they are the same"
 
 

@@ -1,4 +1,6 @@
-"""Full fine-tuning and adapters on the three tasks: what learns, what stays, and by which rule it moves."""
+"""Full fine-tuning and adapters on the three tasks: what learns, what stays, and by which rule it
+moves.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import torch
 import transformers
 
 import workshop
-from farthing.errors import ModelError, UserMistake
+from farthing.errors import InputError, ModelError
 from farthing.export.folders import export_run
 from farthing.model.activation_checkpointing import (
     Beside,
@@ -57,13 +59,22 @@ def test_the_loss_falls_and_only_what_should_be_trained_changes(
     family: str, method: str, tmp_path: Path, watched: Watched
 ) -> None:
     rate = 0.002 if method == "full" else 0.01
-    job = make_job(tmp_path, family, method=ADAPTERS.get(method, method), max_steps=15, n_rows=24, learning_rate=rate)
+    job = make_job(
+        tmp_path,
+        family,
+        method=ADAPTERS.get(method, method),
+        max_steps=15,
+        n_rows=24,
+        learning_rate=rate,
+    )
     outcome = workshop.train(job)
     losses = losses_of(job)
     assert outcome.state == "finished"
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
     assert watched.changed() <= watched.trainable()
-    assert len(watched.changed()) > 0.9 * len(watched.trainable())  # a decoder start or unused position may stay
+    assert len(watched.changed()) > 0.9 * len(
+        watched.trainable()
+    )  # a decoder start or unused position may stay
     if method != "full":
         kinds = ("lora_", "modules_to_save") if family == "bert" else ("lora_",)
         assert all(any(kind in name for kind in kinds) for name in watched.trainable())
@@ -71,9 +82,13 @@ def test_the_loss_falls_and_only_what_should_be_trained_changes(
         assert bool(magnitudes) == (method == "dora")
 
 
-def test_a_classifier_trains_query_value_and_its_head_by_default(tmp_path: Path, watched: Watched) -> None:
+def test_a_classifier_trains_query_value_and_its_head_by_default(
+    tmp_path: Path, watched: Watched
+) -> None:
     workshop.train(make_job(tmp_path, "bert", method="lora", max_steps=1))
-    adapted = {name.split(".lora_")[0].split(".")[-1] for name in watched.trainable() if ".lora_" in name}
+    adapted = {
+        name.split(".lora_")[0].split(".")[-1] for name in watched.trainable() if ".lora_" in name
+    }
     saved = {name for name in watched.trainable() if ".modules_to_save." in name}
     assert adapted == {"query", "value"}
     assert {name.split(".")[-1] for name in saved} == {"weight", "bias"}
@@ -84,8 +99,16 @@ def test_a_classifier_trains_query_value_and_its_head_by_default(tmp_path: Path,
     ("family", "target_modules", "adapted"),
     thinned(
         [
-            ("llama", (), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
-            ("llama", "all-linear", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+            (
+                "llama",
+                (),
+                {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+            ),
+            (
+                "llama",
+                "all-linear",
+                {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+            ),
             ("llama", ["q_proj", "v_proj"], {"q_proj", "v_proj"}),
             ("t5", ["q"], {"q"}),
             ("bert", "all-linear", {"query", "key", "value", "dense"}),
@@ -98,7 +121,9 @@ def test_target_modules_are_the_layers_that_get_an_adapter(
 ) -> None:
     method = {"name": "lora", "target_modules": target_modules}
     workshop.train(make_job(tmp_path, family, method=method, max_steps=1))
-    names = {name.split(".lora_")[0].split(".")[-1] for name in watched.trainable() if ".lora_" in name}
+    names = {
+        name.split(".lora_")[0].split(".")[-1] for name in watched.trainable() if ".lora_" in name
+    }
     assert names == adapted
 
 
@@ -122,22 +147,37 @@ def test_modules_to_save_are_trained_whole(tmp_path: Path, watched: Watched) -> 
 
 @pytest.mark.parametrize(
     ("family", "saved"),
-    [("llama", ["lm_head"]), ("llama", ["embed_tokens", "lm_head"]), ("t5", ["lm_head"]), ("bert", ["pooler"])],
+    [
+        ("llama", ["lm_head"]),
+        ("llama", ["embed_tokens", "lm_head"]),
+        ("t5", ["lm_head"]),
+        ("bert", ["pooler"]),
+    ],
 )
-def test_modules_in_fp32_go_with_a_base_in_half_precision(tmp_path: Path, family: str, saved: list[str]) -> None:
+def test_modules_in_fp32_go_with_a_base_in_half_precision(
+    tmp_path: Path, family: str, saved: list[str]
+) -> None:
     method = {"name": "lora", "target_modules": "all-linear", "modules_to_save": saved}
     keys: dict[str, Any] = {"max_steps": 2, "bf16": True, "predict_with_generate": False}
-    job = make_job(tmp_path, family, method=method, pretrained=True, data={"eval_fraction": 0.2}, **keys)
+    job = make_job(
+        tmp_path, family, method=method, pretrained=True, data={"eval_fraction": 0.2}, **keys
+    )
     assert workshop.train(job).state == "finished"
     assert export_run(Path(job.output_dir), tmp_path / "merged", "merged")
 
 
 @pytest.mark.parametrize(
     "method",
-    [{"target_modules": ["shared"]}, {"target_modules": ["q", "shared"]}, {"modules_to_save": ["shared"]}],
+    [
+        {"target_modules": ["shared"]},
+        {"target_modules": ["q", "shared"]},
+        {"modules_to_save": ["shared"]},
+    ],
     ids=["an adapter alone", "one of two", "trained whole"],
 )
-def test_a_module_that_is_never_computed_is_refused_by_name(tmp_path: Path, method: dict[str, Any]) -> None:
+def test_a_module_that_is_never_computed_is_refused_by_name(
+    tmp_path: Path, method: dict[str, Any]
+) -> None:
     job = make_job(tmp_path, "t5", method={"name": "lora", **method})
     with pytest.raises(ModelError, match="computed without `shared`") as refused:
         workshop.train(job)
@@ -152,14 +192,19 @@ def test_a_module_that_is_never_computed_is_refused_by_name(tmp_path: Path, meth
             ("t5", {"target_modules": ["q"], "modules_to_save": ["lm_head"]}),
             ("t5", {"target_modules": ["embed_tokens"]}),
             ("llama", {"target_modules": ["embed_tokens"]}),
-            ("llama", {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}),
+            (
+                "llama",
+                {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
+            ),
             ("bert", {"target_modules": ["word_embeddings", "position_embeddings"]}),
         ],
         2,
     ),
     ids=["t5 head", "t5 embeddings", "llama embeddings", "llama both", "bert embeddings"],
 )
-def test_whatever_a_job_names_is_trained(tmp_path: Path, watched: Watched, family: str, names: dict[str, Any]) -> None:
+def test_whatever_a_job_names_is_trained(
+    tmp_path: Path, watched: Watched, family: str, names: dict[str, Any]
+) -> None:
     workshop.train(make_job(tmp_path, family, method={"name": "lora", **names}, max_steps=2))
     assert watched.changed() == watched.trainable()
 
@@ -220,13 +265,19 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
     examples = open_examples(job, inputs, heard, lambda: False)
     model = build_model(job, inputs, numerics, examples[0].tokens.label_names)
     meter = Meter()
-    context = Context(folder, "test", meter, Ledger(folder / "ledger.jsonl", meter, 0.0), Notice(), heard)
-    attempt = assemble(job, context, inputs, numerics, model, examples, None, Settings(micro_batch_tokens=1024))
+    context = Context(
+        folder, "test", meter, Ledger(folder / "ledger.jsonl", meter, 0.0), Notice(), heard
+    )
+    attempt = assemble(
+        job, context, inputs, numerics, model, examples, None, Settings(micro_batch_tokens=1024)
+    )
     restore(attempt, allow_restart=False)
     return attempt, heard
 
 
-def test_the_scaler_unscales_before_clipping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scaler_unscales_before_clipping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, _ = overflowing_run(tmp_path)
     seen: list[float] = []
     clip = torch.nn.utils.clip_grad_norm_
@@ -261,8 +312,14 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_n
         take_step(run)
         assert run.scaler.get_scale() == expected
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
-    assert not any(bool(value.any()) for state in run.optimizer.state.values() for value in state.values())
-    assert (run.progress.step, run.progress.skipped_steps, run.progress.skipped_in_a_row) == (3, 3, 0)
+    assert not any(
+        bool(value.any()) for state in run.optimizer.state.values() for value in state.values()
+    )
+    assert (run.progress.step, run.progress.skipped_steps, run.progress.skipped_in_a_row) == (
+        3,
+        3,
+        0,
+    )
     assert "overflowed" in heard.warnings
     monkeypatch.undo()
     take_step(run)
@@ -279,7 +336,9 @@ def test_a_cpu_computes_in_fp32_and_in_bf16_when_asked() -> None:
 
 @pytest.mark.parametrize("optim", thinned(["adamw_torch", "adamw_torch_fused", "sgd"], 2))
 def test_every_torch_optimizer_learns(optim: str, tmp_path: Path) -> None:
-    job = make_job(tmp_path, optim=optim, max_steps=12, learning_rate=0.5 if optim == "sgd" else 0.01)
+    job = make_job(
+        tmp_path, optim=optim, max_steps=12, learning_rate=0.5 if optim == "sgd" else 0.01
+    )
     workshop.train(job)
     losses = losses_of(job)
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
@@ -287,7 +346,8 @@ def test_every_torch_optimizer_learns(optim: str, tmp_path: Path) -> None:
 
 def test_fused_and_plain_adamw_agree_to_rounding(tmp_path: Path) -> None:
     plain, fused = (
-        make_job(tmp_path / optim, optim=optim, max_steps=8) for optim in ("adamw_torch", "adamw_torch_fused")
+        make_job(tmp_path / optim, optim=optim, max_steps=8)
+        for optim in ("adamw_torch", "adamw_torch_fused")
     )
     workshop.train(plain)
     workshop.train(fused)
@@ -297,20 +357,40 @@ def test_fused_and_plain_adamw_agree_to_rounding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_warmup_steps", [0, 7])
 @pytest.mark.parametrize(
     "name",
-    ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"],
+    [
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+    ],
 )
 def test_schedules_are_those_of_transformers_step_by_step(name: str, n_warmup_steps: int) -> None:
     rate, n_steps = 3e-4, 40
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
-    theirs = transformers.get_scheduler(name, optimizer, num_warmup_steps=n_warmup_steps, num_training_steps=n_steps)
+    theirs = transformers.get_scheduler(
+        name, optimizer, num_warmup_steps=n_warmup_steps, num_training_steps=n_steps
+    )
     ours = schedule(name, n_warmup_steps=n_warmup_steps, n_steps=n_steps, learning_rate=rate)
-    assert [ours(step) for step in range(n_steps + 9)] == [theirs.lr_lambdas[0](step) for step in range(n_steps + 9)]
+    assert [ours(step) for step in range(n_steps + 9)] == [
+        theirs.lr_lambdas[0](step) for step in range(n_steps + 9)
+    ]
 
 
 @pytest.mark.parametrize(
     "name",
     thinned(
-        ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"],
+        [
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "polynomial",
+            "constant",
+            "constant_with_warmup",
+            "inverse_sqrt",
+        ],
         3,
     ),
 )
@@ -318,23 +398,31 @@ def test_every_schedule_trains(name: str, tmp_path: Path) -> None:
     job = make_job(tmp_path, lr_scheduler_type=name, max_steps=5, warmup_steps=2)
     workshop.train(job)
     rates = [row["lr"] for row in log_of(job)]
-    assert rates[1:3] == (pytest.approx([0.01, 0.01]) if name == "constant" else pytest.approx([0.005, 0.01]))
+    assert rates[1:3] == (
+        pytest.approx([0.01, 0.01]) if name == "constant" else pytest.approx([0.005, 0.01])
+    )
     assert rates[0] == (0.01 if name == "constant" else 0)
 
 
 def test_a_polynomial_that_would_have_to_rise_is_refused() -> None:
-    with pytest.raises(UserMistake, match="the learning rate is 1e-08"):
+    with pytest.raises(InputError, match="the learning rate is 1e-08"):
         schedule("polynomial", n_warmup_steps=0, n_steps=4, learning_rate=1e-8)
 
 
 def test_warm_up_is_a_share_of_the_steps_rounded_up(tmp_path: Path) -> None:
-    job = make_job(tmp_path, lr_scheduler_type="constant_with_warmup", max_steps=5, warmup_ratio=0.5)
+    job = make_job(
+        tmp_path, lr_scheduler_type="constant_with_warmup", max_steps=5, warmup_ratio=0.5
+    )
     workshop.train(job)
     assert [row["lr"] for row in log_of(job)] == pytest.approx([0, 0.01 / 3, 0.02 / 3, 0.01, 0.01])
 
 
-def test_the_learning_rate_follows_the_global_batch_when_told_what_it_was_tuned_for(tmp_path: Path) -> None:
-    job = make_job(tmp_path, learning_rate=0.01, global_batch_size=8, learning_rate_batch_size=32, max_steps=1)
+def test_the_learning_rate_follows_the_global_batch_when_told_what_it_was_tuned_for(
+    tmp_path: Path,
+) -> None:
+    job = make_job(
+        tmp_path, learning_rate=0.01, global_batch_size=8, learning_rate_batch_size=32, max_steps=1
+    )
     workshop.train(job)
     assert log_of(job)[0]["lr"] == pytest.approx(0.0025)
 
@@ -343,7 +431,12 @@ def test_weight_decay_is_on_matrices_alone(tmp_path: Path) -> None:
     folder = workshop.make_folder(tmp_path / "base", "bert")
     choice = ModelChoice(str(folder), init="random")
     model: Any = load_model(
-        choice, load_config(choice), "classification", dtype=torch.float32, seed=0, label_names=("a", "b")
+        choice,
+        load_config(choice),
+        "classification",
+        dtype=torch.float32,
+        seed=0,
+        label_names=("a", "b"),
     )
     optimizer = make_optimizer(
         model, "adamw_torch", learning_rate=0.1, weight_decay=0.5, betas=(0.9, 0.999), epsilon=1e-8
@@ -359,7 +452,13 @@ def test_weight_decay_is_on_matrices_alone(tmp_path: Path) -> None:
 
 def test_clipping_bounds_the_gradient_and_zero_switches_it_off(tmp_path: Path) -> None:
     def moved(name: str, max_grad_norm: float) -> float:
-        job = make_job(tmp_path / name, optim="sgd", learning_rate=1.0, max_steps=1, max_grad_norm=max_grad_norm)
+        job = make_job(
+            tmp_path / name,
+            optim="sgd",
+            learning_rate=1.0,
+            max_steps=1,
+            max_grad_norm=max_grad_norm,
+        )
         with pytest.MonkeyPatch.context() as patch:
             watched = Watched(patch)
             workshop.train(job)
@@ -383,7 +482,11 @@ def test_label_smoothing_is_that_of_torch() -> None:
         def __call__(self, **inputs: Any) -> Any:
             return type("Output", (), {"logits": logits})()
 
-    batch = {"input_ids": labels.clamp(0), "attention_mask": torch.ones_like(labels), "labels": labels}
+    batch = {
+        "input_ids": labels.clamp(0),
+        "attention_mask": torch.ones_like(labels),
+        "labels": labels,
+    }
     loss, _ = summed_loss(Fixed(), batch, "causal-lm", label_smoothing=0.1)
     log_p = logits.log_softmax(-1)
     expected = 0.0
@@ -408,7 +511,9 @@ def test_label_smoothing_changes_training_and_not_evaluation(tmp_path: Path) -> 
 # ---- loading ----
 
 
-def test_a_head_for_other_classes_is_drawn_anew_and_the_body_is_kept(tmp_path: Path, watched: Watched) -> None:
+def test_a_head_for_other_classes_is_drawn_anew_and_the_body_is_kept(
+    tmp_path: Path, watched: Watched
+) -> None:
     rows = [{"text": f"row {i}", "label": "abcde"[i % 5]} for i in range(20)]
     job = make_job(tmp_path, "bert", pretrained=True, rows=rows, method="lora", max_steps=1)
     before = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
@@ -416,7 +521,9 @@ def test_a_head_for_other_classes_is_drawn_anew_and_the_body_is_kept(tmp_path: P
     workshop.train(job)
     model = watched.model.get_base_model()
     assert model.config.num_labels == 5
-    assert torch.equal(model.bert.embeddings.word_embeddings.weight, before.bert.embeddings.word_embeddings.weight)
+    assert torch.equal(
+        model.bert.embeddings.word_embeddings.weight, before.bert.embeddings.word_embeddings.weight
+    )
 
 
 def test_a_model_whose_weights_are_not_all_there_is_refused(tmp_path: Path) -> None:
@@ -426,8 +533,12 @@ def test_a_model_whose_weights_are_not_all_there_is_refused(tmp_path: Path) -> N
     path = tmp_path / "base/model.safetensors"
     weights = load_file(path)
     lost = "model.layers.1.mlp.up_proj.weight"
-    save_file({name: value for name, value in weights.items() if name != lost}, path, {"format": "pt"})
-    with pytest.raises(ModelError, match="1 of the weights of a llama for causal-lm are not in its files") as caught:
+    save_file(
+        {name: value for name, value in weights.items() if name != lost}, path, {"format": "pt"}
+    )
+    with pytest.raises(
+        ModelError, match="1 of the weights of a llama for causal-lm are not in its files"
+    ) as caught:
         workshop.train(job)
     assert lost in caught.value.what
 
@@ -449,14 +560,19 @@ def test_an_encoder_with_lora_and_a_head_counts_each_weight_once() -> None:
         bare = transformers.AutoModel.from_config(config, add_pooling_layer=False)
         model = transformers.AutoModelForSequenceClassification.from_config(config)
         assert count_parameters(bare)["total"] == 558_840_832
-        wrapped = add_adapter(model, Adapter(r=16, target_modules=("query", "value")), "classification", seed=0)
+        wrapped = add_adapter(
+            model, Adapter(r=16, target_modules=("query", "value")), "classification", seed=0
+        )
     counts = count_parameters(wrapped)
     assert counts["adapter"] == 1_572_864
     assert counts["saved_modules"] == 1_268_950
     assert counts["trainable"] == 1_572_864 + 1_268_950
     assert counts["total"] == 558_840_832 + 1_572_864 + 1_268_950
     trainable, total = wrapped.get_nb_trainable_parameters()
-    assert (trainable, total) == (2_841_814, 562_951_596)  # what peft prints counts the frozen head as well
+    assert (trainable, total) == (
+        2_841_814,
+        562_951_596,
+    )  # what peft prints counts the frozen head as well
 
 
 @pytest.mark.parametrize(
@@ -481,13 +597,24 @@ def test_an_encoder_with_lora_and_a_head_counts_each_weight_once() -> None:
 )
 def test_real_models_count_what_their_makers_say(name: str, n_parameters: int) -> None:
     config = transformers.AutoConfig.from_pretrained(shared("model_configs", name))
-    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    kind = (
+        transformers.AutoModelForSeq2SeqLM
+        if config.is_encoder_decoder
+        else transformers.AutoModelForCausalLM
+    )
     with torch.device("meta"):
         model = kind.from_config(config)
-        if name == "flan-t5-base":  # its output layer is a weight of its own, which transformers sees when it loads it
+        if (
+            name == "flan-t5-base"
+        ):  # its output layer is a weight of its own, which transformers sees when it loads it
             model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     counts = count_parameters(model)
-    assert counts == {"total": n_parameters, "trainable": n_parameters, "adapter": 0, "saved_modules": 0}
+    assert counts == {
+        "total": n_parameters,
+        "trainable": n_parameters,
+        "adapter": 0,
+        "saved_modules": 0,
+    }
 
 
 # ---- activation checkpointing ----
@@ -496,10 +623,12 @@ def test_real_models_count_what_their_makers_say(name: str, n_parameters: int) -
 def small_model(
     family: str, folder: Path, method: str = "full", dropout: float = 0.0
 ) -> tuple[Any, Callable[..., Any]]:
-    """A model of four layers in training mode, and its forward pass, of so many copies of a batch."""
+    """A model of four layers in training mode, and its forward pass, of so many copies of a batch."""  # noqa: E501
     workshop.make_folder(folder, family, layers=4, dropout=dropout)
     choice, task = ModelChoice(str(folder), init="random"), workshop.TASK[family]
-    model: Any = load_model(choice, load_config(choice), task, dtype=torch.float32, seed=0, label_names=("a", "b", "c"))
+    model: Any = load_model(
+        choice, load_config(choice), task, dtype=torch.float32, seed=0, label_names=("a", "b", "c")
+    )
     if method == "lora":
         model = add_adapter(model, Adapter(r=4), task, seed=0)
     model.train()
@@ -508,7 +637,9 @@ def small_model(
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
     def forward(n_copies: int = 1) -> torch.Tensor:
-        copies = {name: value.repeat(n_copies, *[1] * (value.ndim - 1)) for name, value in batch.items()}
+        copies = {
+            name: value.repeat(n_copies, *[1] * (value.ndim - 1)) for name, value in batch.items()
+        }
         return summed_loss(model, copies, task)[0]
 
     return model, forward
@@ -538,7 +669,9 @@ def test_checkpointing_saves_memory_and_changes_no_bit_of_the_gradients(
     assert saved_bytes(model, forward) == kept[0]
 
 
-def choose(model: Any, forward: Callable[..., Any], free_bytes: int, wanted: bool | int | str = "auto") -> Any:
+def choose(
+    model: Any, forward: Callable[..., Any], free_bytes: int, wanted: bool | int | str = "auto"
+) -> Any:
     return choose_checkpointing(
         model,
         (Sample(96, forward), Sample(192, lambda: forward(2))),
@@ -549,7 +682,9 @@ def choose(model: Any, forward: Callable[..., Any], free_bytes: int, wanted: boo
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_auto_checkpoints_no_more_than_the_memory_asks_for(family: str, method: str, tmp_path: Path) -> None:
+def test_auto_checkpoints_no_more_than_the_memory_asks_for(
+    family: str, method: str, tmp_path: Path
+) -> None:
     model, forward = small_model(family, tmp_path / "base", method)
     ample, tiny = choose(model, forward, 1 << 40), choose(model, forward, 1)
     assert (ample.checkpoint_every, ample.fits) == (0, True)
@@ -566,7 +701,9 @@ def test_a_sample_without_room_is_a_mode_that_does_not_fit(tmp_path: Path) -> No
     model, forward = small_model("llama", tmp_path / "base")
 
     def short(n_copies: int = 1) -> torch.Tensor:
-        if not any(getattr(module, "gradient_checkpointing", False) for module in model.model.layers):
+        if not any(
+            getattr(module, "gradient_checkpointing", False) for module in model.model.layers
+        ):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(n_copies)
 
@@ -576,7 +713,9 @@ def test_a_sample_without_room_is_a_mode_that_does_not_fit(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("wanted", "every"), [(True, 1), (False, 0), (3, 3)])
-def test_checkpointing_is_what_the_job_says_when_it_says(wanted: bool | int, every: int, tmp_path: Path) -> None:
+def test_checkpointing_is_what_the_job_says_when_it_says(
+    wanted: bool | int, every: int, tmp_path: Path
+) -> None:
     model, forward = small_model("llama", tmp_path / "base")
     assert choose(model, forward, 1 << 40, wanted).checkpoint_every == every
 
@@ -593,11 +732,19 @@ def test_a_frozen_embedding_stays_out_of_the_backward_pass(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, 3))
-def test_training_with_and_without_checkpointing_ends_in_the_same_weights(family: str, tmp_path: Path) -> None:
+def test_training_with_and_without_checkpointing_ends_in_the_same_weights(
+    family: str, tmp_path: Path
+) -> None:
     ends = []
     for wanted in (False, True):
-        job = make_job(tmp_path / str(wanted), family, method="lora", gradient_checkpointing=wanted, max_steps=3,
-                       size={"dropout": 0.1})  # fmt: skip
+        job = make_job(
+            tmp_path / str(wanted),
+            family,
+            method="lora",
+            gradient_checkpointing=wanted,
+            max_steps=3,
+            size={"dropout": 0.1},
+        )
         with pytest.MonkeyPatch.context() as patch:
             watched = Watched(patch)
             workshop.train(job)
@@ -606,7 +753,9 @@ def test_training_with_and_without_checkpointing_ends_in_the_same_weights(family
 
 
 def test_nothing_is_kept_of_a_pass_that_was_counted() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sigmoid(), torch.nn.Linear(8, 8), torch.nn.Softmax(-1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.Sigmoid(), torch.nn.Linear(8, 8), torch.nn.Softmax(-1)
+    )
     seen: list[Any] = []
     for layer in model:
         layer.register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out)))
@@ -614,4 +763,6 @@ def test_nothing_is_kept_of_a_pass_that_was_counted() -> None:
     # the input, what the sigmoid gives, which the next layer reads too, and what the softmax gives
     assert saved_bytes(model, lambda: model(rows).sum()) == 3 * rows.nbytes
     assert len(seen) == 4
-    assert not [each for each in seen if each() is not None], "a graph that holds itself is never collected"
+    assert not [each for each in seen if each() is not None], (
+        "a graph that holds itself is never collected"
+    )

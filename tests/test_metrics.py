@@ -1,4 +1,6 @@
-"""Metrics against numbers worked by hand, and what hangs on them: the best checkpoint and the early stop."""
+"""Metrics against numbers worked by hand, and what hangs on them: the best checkpoint and the early
+stop.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 
 import farthing.train.run
 import workshop
-from farthing.errors import DataError, Interrupted
+from farthing.errors import DataError, RunInterruptedError
 from farthing.events import Event, Exported, Saved, Warned
 from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
@@ -32,12 +34,17 @@ from workshop import Heard, Watched, log_of, make_job
 
 
 def test_classification_metrics_are_those_worked_by_hand() -> None:
-    # true a: 3 right, 1 taken for b; true b: 1 right, 1 taken for a; true c: never right, twice taken for a
+    # true a: 3 right, 1 taken for b; true b: 1 right, 1 taken for a; true c: never right, twice
+    # taken for a
     confusion = np.array([[3, 1, 0], [1, 1, 0], [2, 0, 0]])
     found = classification_metrics(confusion, ("a", "b", "c"))
     assert found["accuracy"] == pytest.approx(4 / 8)
-    assert found["per_class"]["a"] == pytest.approx({"precision": 3 / 6, "recall": 3 / 4, "f1": 0.6, "n": 4})
-    assert found["per_class"]["b"] == pytest.approx({"precision": 1 / 2, "recall": 1 / 2, "f1": 0.5, "n": 2})
+    assert found["per_class"]["a"] == pytest.approx(
+        {"precision": 3 / 6, "recall": 3 / 4, "f1": 0.6, "n": 4}
+    )
+    assert found["per_class"]["b"] == pytest.approx(
+        {"precision": 1 / 2, "recall": 1 / 2, "f1": 0.5, "n": 2}
+    )
     assert found["per_class"]["c"] == pytest.approx({"precision": 0, "recall": 0, "f1": 0, "n": 2})
     assert found["precision"] == pytest.approx((0.5 + 0.5 + 0) / 3)
     assert found["recall"] == pytest.approx((0.75 + 0.5 + 0) / 3)
@@ -47,7 +54,9 @@ def test_classification_metrics_are_those_worked_by_hand() -> None:
 
 
 def test_a_class_that_never_occurs_does_not_pull_the_macro_mean_down() -> None:
-    found = classification_metrics(np.array([[2, 0, 0], [0, 3, 0], [0, 0, 0]]), ("a", "b", "absent"))
+    found = classification_metrics(
+        np.array([[2, 0, 0], [0, 3, 0], [0, 0, 0]]), ("a", "b", "absent")
+    )
     assert (found["f1"], found["precision"], found["recall"], found["accuracy"]) == (1, 1, 1, 1)
     assert found["per_class"]["absent"] == {"precision": 0, "recall": 0, "f1": 0, "n": 0}
 
@@ -77,7 +86,9 @@ def test_rouge_is_the_f_measure_of_shared_words() -> None:
 
 
 def test_exact_match_looks_past_outer_spaces_alone() -> None:
-    assert text_metrics([" yes\n", "Yes", "y es"], ["yes", "yes", "yes"])["exact_match"] == pytest.approx(1 / 3)
+    assert text_metrics([" yes\n", "Yes", "y es"], ["yes", "yes", "yes"])[
+        "exact_match"
+    ] == pytest.approx(1 / 3)
 
 
 def test_perplexity_is_the_exponential_of_the_loss_and_never_infinite() -> None:
@@ -87,8 +98,14 @@ def test_perplexity_is_the_exponential_of_the_loss_and_never_infinite() -> None:
 
 
 def test_every_metric_of_a_task_has_a_direction() -> None:
-    directions = {name: greater for task in task_names() for name, greater in task_of(task).metrics.items()}
-    assert {name for name, greater in directions.items() if not greater} == {"loss", "perplexity", "document_loss"}
+    directions = {
+        name: greater for task in task_names() for name, greater in task_of(task).metrics.items()
+    }
+    assert {name for name, greater in directions.items() if not greater} == {
+        "loss",
+        "perplexity",
+        "document_loss",
+    }
     assert all(task_of(task).metrics["loss"] is False for task in task_names())
 
 
@@ -100,14 +117,19 @@ def evaluations(job: Any) -> list[dict[str, Any]]:
 
 
 def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_path: Path) -> None:
-    job = make_job(tmp_path, pretrained=True, eval_rows=workshop.rows_of("llama", 7, seed=3), max_steps=2)
+    job = make_job(
+        tmp_path, pretrained=True, eval_rows=workshop.rows_of("llama", 7, seed=3), max_steps=2
+    )
     workshop.train(job)
     measured = evaluations(job)[-1]["metrics"]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").eval()
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
     total, n, means = 0.0, 0, list[float]()
     for row in workshop.rows_of("llama", 7, seed=3):
-        prompt, answer = tokenizer(row["prompt"])["input_ids"], tokenizer(row["completion"])["input_ids"]
+        prompt, answer = (
+            tokenizer(row["prompt"])["input_ids"],
+            tokenizer(row["completion"])["input_ids"],
+        )
         answer = [*answer, tokenizer.eos_token_id]
         labels = torch.tensor([[-100] * len(prompt) + answer])
         with torch.no_grad():
@@ -116,16 +138,22 @@ def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_pa
     assert measured["loss"] == pytest.approx(total / n, rel=1e-5)
     assert measured["perplexity"] == pytest.approx(math.exp(total / n), rel=1e-4)
     assert measured["document_loss"] == pytest.approx(sum(means) / 7, rel=1e-5)
-    assert measured["document_loss"] != pytest.approx(measured["loss"], rel=1e-5), "answers have several lengths"
+    assert measured["document_loss"] != pytest.approx(measured["loss"], rel=1e-5), (
+        "answers have several lengths"
+    )
     assert measured["n_examples"] == 7
 
 
 def test_a_classifier_is_judged_by_the_answers_it_gives(tmp_path: Path) -> None:
     held_out = workshop.rows_of("bert", 13, seed=1)
-    job = make_job(tmp_path, "bert", method="full", learning_rate=0.002, max_steps=10, eval_rows=held_out)
+    job = make_job(
+        tmp_path, "bert", method="full", learning_rate=0.002, max_steps=10, eval_rows=held_out
+    )
     workshop.train(job)
     measured = evaluations(job)[-1]["metrics"]
-    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model").eval()
+    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "run/model"
+    ).eval()
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
     right = 0
     for row in held_out:
@@ -137,9 +165,20 @@ def test_a_classifier_is_judged_by_the_answers_it_gives(tmp_path: Path) -> None:
 
 
 def test_a_generated_answer_that_was_learnt_by_heart_matches_exactly(tmp_path: Path) -> None:
-    rows = [{"input": "color of grass", "target": "green"}, {"input": "color of sky", "target": "blue"}]
-    job = make_job(tmp_path, "t5", rows=rows * 4, eval_rows=rows, max_steps=60, learning_rate=0.01,
-                   metric_for_best_model="exact_match", eval_steps=20)  # fmt: skip
+    rows = [
+        {"input": "color of grass", "target": "green"},
+        {"input": "color of sky", "target": "blue"},
+    ]
+    job = make_job(
+        tmp_path,
+        "t5",
+        rows=rows * 4,
+        eval_rows=rows,
+        max_steps=60,
+        learning_rate=0.01,
+        metric_for_best_model="exact_match",
+        eval_steps=20,
+    )
     outcome = workshop.train(job)
     assert outcome.receipt.metrics["exact_match"] == 1
     assert outcome.receipt.metrics["rougeL"] == 1
@@ -147,7 +186,9 @@ def test_a_generated_answer_that_was_learnt_by_heart_matches_exactly(tmp_path: P
 
 def test_a_seq2seq_run_may_spare_the_generation(tmp_path: Path) -> None:
     rows = workshop.rows_of("t5", 4)
-    job = make_job(tmp_path, "t5", rows=rows, eval_rows=rows, max_steps=1, predict_with_generate=False)
+    job = make_job(
+        tmp_path, "t5", rows=rows, eval_rows=rows, max_steps=1, predict_with_generate=False
+    )
     workshop.train(job)
     assert set(evaluations(job)[-1]["metrics"]) == {"loss", "n_examples", "document_loss"}
 
@@ -155,11 +196,19 @@ def test_a_seq2seq_run_may_spare_the_generation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 3))
 def test_evaluating_changes_no_bit_of_the_training(family: str, tmp_path: Path) -> None:
     ends = []
-    for name, keys in (("with", {"eval_rows": workshop.rows_of(family, 6), "eval_steps": 1}), ("without", {})):
-        job = make_job(tmp_path / name, family, size={"dropout": 0.1}, load_best_model_at_end=False, **keys)
+    for name, keys in (
+        ("with", {"eval_rows": workshop.rows_of(family, 6), "eval_steps": 1}),
+        ("without", {}),
+    ):
+        job = make_job(
+            tmp_path / name, family, size={"dropout": 0.1}, load_best_model_at_end=False, **keys
+        )
         workshop.train(job)
         ends.append(load_file(tmp_path / name / "run/model/model.safetensors"))
-    assert len(evaluations(make_job(tmp_path / "with", family, eval_rows=workshop.rows_of(family, 6)))) == 6
+    assert (
+        len(evaluations(make_job(tmp_path / "with", family, eval_rows=workshop.rows_of(family, 6))))
+        == 6
+    )
     assert ends[0].keys() == ends[1].keys()
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
@@ -171,12 +220,15 @@ def set_metrics(monkeypatch: pytest.MonkeyPatch, *values: float | None, name: st
     """Let the next evaluations measure `values`."""
     measured = iter(values)
     monkeypatch.setattr(
-        "farthing.train.evaluation.evaluate", lambda *args, **kwargs: {name: next(measured), "n_examples": 1}
+        "farthing.train.evaluation.evaluate",
+        lambda *args, **kwargs: {name: next(measured), "n_examples": 1},
     )
 
 
 def judged_job(tmp_path: Path, **keys: Any) -> Any:
-    return make_job(tmp_path, n_rows=16, eval_rows=workshop.rows_of("llama", 2), eval_steps=1, **keys)
+    return make_job(
+        tmp_path, n_rows=16, eval_rows=workshop.rows_of("llama", 2), eval_steps=1, **keys
+    )
 
 
 def checkpoint_weights(job: Any, step: int) -> dict[str, torch.Tensor]:
@@ -184,7 +236,9 @@ def checkpoint_weights(job: Any, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_the_best_checkpoint_is_the_one_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_is_the_one_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_metrics(monkeypatch, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0)
     job, heard = judged_job(tmp_path, save_steps=1), Heard()
     outcome = workshop.train(job, heard)
@@ -213,7 +267,9 @@ def test_a_real_run_that_gets_worse_exports_its_best_step(tmp_path: Path) -> Non
     assert outcome.receipt.metrics["loss"] == by_step[best]
 
 
-def test_the_last_step_is_exported_when_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_step_is_exported_when_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_metrics(monkeypatch, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0)
     job = judged_job(tmp_path, load_best_model_at_end=False)
     workshop.train(job)
@@ -221,7 +277,9 @@ def test_the_last_step_is_exported_when_that_is_asked_for(tmp_path: Path, monkey
     assert all(torch.equal(exported[name], last[name]) for name in exported)
 
 
-def test_patience_counts_evaluations_without_a_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_counts_evaluations_without_a_gain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_metrics(monkeypatch, 3.0, 2.0, 2.5, 1.5, 1.6, 1.5)
     job = judged_job(tmp_path, early_stopping_patience=2, max_steps=20)
     outcome = workshop.train(job)
@@ -235,7 +293,9 @@ def test_a_gain_below_the_threshold_does_not_count_for_patience_and_is_still_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_metrics(monkeypatch, 3.0, 2.95, 2.91, 2.0)
-    job = judged_job(tmp_path, early_stopping_patience=2, early_stopping_threshold=0.1, max_steps=20)
+    job = judged_job(
+        tmp_path, early_stopping_patience=2, early_stopping_threshold=0.1, max_steps=20
+    )
     outcome = workshop.train(job)
     assert outcome.receipt.steps == 3
     assert outcome.receipt.best_step == 3
@@ -256,25 +316,42 @@ def test_a_gain_below_the_threshold_does_not_count_for_patience_and_is_still_the
     ),
 )
 def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
-    values: tuple[float | None, ...], greater: bool, best_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    values: tuple[float | None, ...],
+    greater: bool,
+    best_step: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluation, "_measured", lambda run: {"loss": values[run.progress.step - 1], "n_examples": 1})
-    job = judged_job(tmp_path, greater_is_better=greater, early_stopping_threshold=0.5, max_steps=4, save_steps=1)
+    monkeypatch.setattr(
+        evaluation,
+        "_measured",
+        lambda run: {"loss": values[run.progress.step - 1], "n_examples": 1},
+    )
+    job = judged_job(
+        tmp_path, greater_is_better=greater, early_stopping_threshold=0.5, max_steps=4, save_steps=1
+    )
 
     def stop(event: Event) -> None:
         if isinstance(event, Saved) and event.step == 2:
-            raise Interrupted("asked to leave")
+            raise RunInterruptedError("asked to leave")
 
     assert farthing.train.run.train(job, stop).state == "interrupted"
     outcome = workshop.train(job)
     assert (outcome.state, outcome.receipt.best_step) == ("finished", best_step)
-    exported, best = load_file(tmp_path / "run/model/model.safetensors"), checkpoint_weights(job, best_step)
+    exported, best = (
+        load_file(tmp_path / "run/model/model.safetensors"),
+        checkpoint_weights(job, best_step),
+    )
     assert all(torch.equal(exported[name], best[name]) for name in exported)
 
 
-def test_patience_is_that_of_transformers_early_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_is_that_of_transformers_early_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = (3.0, 2.8, 2.4, 2.3, 2.25, 1.6, 1.55, 1.5, 1.5, 1.45, 0.1)
-    theirs = transformers.EarlyStoppingCallback(early_stopping_patience=3, early_stopping_threshold=0.3)
+    theirs = transformers.EarlyStoppingCallback(
+        early_stopping_patience=3, early_stopping_threshold=0.3
+    )
     arguments: Any = SimpleNamespace(greater_is_better=False)
     state: Any = SimpleNamespace(best_metric=None)
     stopped_at = 0
@@ -285,7 +362,9 @@ def test_patience_is_that_of_transformers_early_stopping(tmp_path: Path, monkeyp
             stopped_at = step
             break
     set_metrics(monkeypatch, *values)
-    job = judged_job(tmp_path, early_stopping_patience=3, early_stopping_threshold=0.3, max_steps=20)
+    job = judged_job(
+        tmp_path, early_stopping_patience=3, early_stopping_threshold=0.3, max_steps=20
+    )
     outcome = workshop.train(job)
     assert outcome.receipt.steps == stopped_at == 9
     assert outcome.receipt.best_step == 8
@@ -293,27 +372,54 @@ def test_patience_is_that_of_transformers_early_stopping(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("metric", "values", "best_step"),
-    thinned([("f1", (0.1, 0.9, 0.5), 2), ("eval_accuracy", (0.1, 0.2, 0.3), 3), ("eval_loss", (0.3, 0.1, 0.2), 2)], 3),
+    thinned(
+        [
+            ("f1", (0.1, 0.9, 0.5), 2),
+            ("eval_accuracy", (0.1, 0.2, 0.3), 3),
+            ("eval_loss", (0.3, 0.1, 0.2), 2),
+        ],
+        3,
+    ),
 )
 def test_more_or_less_is_better_as_the_metric_has_it(
-    metric: str, values: tuple[float, ...], best_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    metric: str,
+    values: tuple[float, ...],
+    best_step: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     set_metrics(monkeypatch, *values, name=metric.removeprefix("eval_"))
-    job = make_job(tmp_path, "bert", max_steps=3, eval_steps=1, metric_for_best_model=metric,
-                   eval_rows=workshop.rows_of("bert", 3))  # fmt: skip
+    job = make_job(
+        tmp_path,
+        "bert",
+        max_steps=3,
+        eval_steps=1,
+        metric_for_best_model=metric,
+        eval_rows=workshop.rows_of("bert", 3),
+    )
     assert workshop.train(job).receipt.best_step == best_step
 
 
-def test_the_job_may_turn_the_direction_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_may_turn_the_direction_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_metrics(monkeypatch, 1.0, 3.0, 2.0)
-    assert workshop.train(judged_job(tmp_path, max_steps=3, greater_is_better=True)).receipt.best_step == 2
+    assert (
+        workshop.train(judged_job(tmp_path, max_steps=3, greater_is_better=True)).receipt.best_step
+        == 2
+    )
 
 
-def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(tmp_path: Path) -> None:
+def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(
+    tmp_path: Path,
+) -> None:
     def examples_of(*labels: str, **label_map: str) -> list[str]:
         folder = tmp_path / str(len(labels) + len(label_map))
         job = make_job(folder, "bert", max_steps=1, data={"label_map": label_map})
-        rows = [{"text": f"{number} apples", "label": labels[number % len(labels)]} for number in range(20)]
+        rows = [
+            {"text": f"{number} apples", "label": labels[number % len(labels)]}
+            for number in range(20)
+        ]
         Path(job.data.train[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
         heard: list[Event] = []
         open_examples(job, open_inputs(job), heard.append, lambda: False)
@@ -324,7 +430,8 @@ def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refuse
     (said,) = examples_of("spam", "ham", "eggs", spam="bad", hams="good", egg="spam")
     assert (
         said
-        == "data.label_map names what no row has: 'egg' ('spam'), 'hams' ('good'); the classes are 'bad', 'eggs', 'ham'"
+        == "data.label_map names what no row has: 'egg' ('spam'), 'hams' ('good'); the classes are"
+        " 'bad', 'eggs', 'ham'"
     )
     (said,) = examples_of("spam", "ham", "Spam ", "HAM")
     assert "'HAM' and 'ham', 'Spam ' and 'spam'; make them one with data.label_map" in said
@@ -332,14 +439,18 @@ def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refuse
         examples_of("spam")
 
 
-def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_a_number_is_never_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_metrics(monkeypatch, None, 2.0, None)
     job = judged_job(tmp_path, max_steps=3)
     assert workshop.train(job).receipt.best_step == 2
     assert [row["is_best"] for row in evaluations(job)] == [False, True, False]
 
 
-def test_a_model_that_computes_no_numbers_is_measured_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_computes_no_numbers_is_measured_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = Watched(monkeypatch)
     job = make_job(tmp_path, "bert", max_steps=1, metric_for_best_model="accuracy")
     workshop.train(job)
@@ -371,7 +482,13 @@ def test_an_evaluation_batch_has_no_more_tokens_than_training_had(
 
     monkeypatch.setattr(Forward, "to_device", place)
     workshop.train(
-        make_job(tmp_path, family, max_steps=1, eval_rows=workshop.rows_of(family, 12, 9), micro_batch_tokens=70)
+        make_job(
+            tmp_path,
+            family,
+            max_steps=1,
+            eval_rows=workshop.rows_of(family, 12, 9),
+            micro_batch_tokens=70,
+        )
     )
     assert len(asked) > 1
     assert max(asked) <= 70

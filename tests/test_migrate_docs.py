@@ -1,4 +1,6 @@
-"""The pages of docs/migrate: what they show before is imported to what they show after, and that is a job."""
+"""The pages of docs/migrate: what they show before is imported to what they show after, and that is
+a job.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_there_is_a_page_for_each_source() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_page_shows_what_the_importer_writes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_the_importer_writes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     before = re.search(r"## Before: (\S+)\n\n```\w+\n(.*?)```\n", page, re.DOTALL)
     after = re.search(r"## After: job.yaml\n\n```yaml\n(.*?)```\n", page, re.DOTALL)

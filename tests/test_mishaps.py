@@ -24,7 +24,9 @@ from test_survive import job_in, quiet
 from thinned import thinned
 
 
-def test_tensorboard_gets_losses_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_gets_losses_and_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboard")
     monkeypatch.setattr(track, "PATIENCE_S", 300.0)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -54,7 +56,9 @@ def test_a_tracker_that_hangs_is_not_waited_for(
     most_waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_over = threading.Event()
-    monkeypatch.setitem(track._OPEN, "tensorboard", lambda run: (lambda *told: is_over.wait(600), lambda: None))
+    monkeypatch.setitem(
+        track._OPEN, "tensorboard", lambda run: (lambda *told: is_over.wait(600), lambda: None)
+    )
     monkeypatch.setattr(track, "MOST_WAITING", most_waiting)
     monkeypatch.setattr(track, "PATIENCE_S", 0.2)
     heard = workshop.Heard()
@@ -77,12 +81,16 @@ def fail_at(step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(farthing.train.step, "seed_everything", seed)
 
 
-def room_for(micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[int]:
+def room_for(
+    micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> list[int]:
     """A device with room for so many tokens at once; returns what it was asked to compute."""
     honest, asked = farthing.model.forward.Forward.loss, []
 
     def loss(forward: Any, batch: dict[str, Any], *scale: Any) -> Any:
-        n_tokens = batch["input_ids"].numel() + (batch["labels"].numel() if forward.task == "seq2seq" else 0)
+        n_tokens = batch["input_ids"].numel() + (
+            batch["labels"].numel() if forward.task == "seq2seq" else 0
+        )
         if torch.is_grad_enabled():
             asked.append(n_tokens)
             if n_tokens > micro_batch_tokens:
@@ -95,7 +103,9 @@ def room_for(micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch, error: Ex
 
 OUT = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+    ),
 ]
 
 
@@ -115,7 +125,9 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(
     assert outcome.state == "finished"
     assert max(asked[-3:]) <= 2 * longest < max(asked)
     ours, theirs = workshop.log_of(job), workshop.log_of(plain)
-    assert [row["examples"] for row in ours if "loss" in row] == [row["examples"] for row in theirs if "loss" in row]
+    assert [row["examples"] for row in ours if "loss" in row] == [
+        row["examples"] for row in theirs if "loss" in row
+    ]
     assert [row["loss"] for row in ours if "loss" in row] == pytest.approx(
         [row["loss"] for row in theirs if "loss" in row], rel=1e-4
     )

@@ -1,4 +1,6 @@
-"""Where a config.json is found, and the table of known models against real configurations and published totals."""
+"""Where a config.json is found, and the table of known models against real configurations and
+published totals.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,13 @@ PUBLISHED = {
     "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2": 117_653_760,
 }
 REAL = {
-    "meta-llama": ["Llama-2-7b-hf", "Llama-2-13b-hf", "Llama-2-70b-hf", "Llama-3.1-8B", "Llama-3.2-3B"],
+    "meta-llama": [
+        "Llama-2-7b-hf",
+        "Llama-2-13b-hf",
+        "Llama-2-70b-hf",
+        "Llama-3.1-8B",
+        "Llama-3.2-3B",
+    ],
     "mistralai": ["Mistral-7B-v0.1"],
     "microsoft": ["Phi-3-mini-4k-instruct"],
     "Qwen": ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"],
@@ -151,7 +159,11 @@ def test_known_models_have_their_published_size(name: str) -> None:
     config = known_config(name)
     assert config is not None
     shape = read_shape(config)
-    pooler = shape.hidden * (shape.hidden + 1) if config["model_type"] in ("bert", "roberta", "xlm-roberta") else 0
+    pooler = (
+        shape.hidden * (shape.hidden + 1)
+        if config["model_type"] in ("bert", "roberta", "xlm-roberta")
+        else 0
+    )
     assert shape.n_parameters + pooler == PUBLISHED[name]
 
 
@@ -163,7 +175,9 @@ def test_the_table_is_whole() -> None:
     assert set(table["same_as"].values()) <= set(table["models"])
 
 
-@pytest.mark.parametrize("name", [f"{owner}/{name}" for owner, names in REAL.items() for name in names])
+@pytest.mark.parametrize(
+    "name", [f"{owner}/{name}" for owner, names in REAL.items() for name in names]
+)
 def test_the_table_says_what_real_configurations_say(name: str, data_dir: Path) -> None:
     real = json.loads((data_dir / "model_configs" / name.split("/")[1] / "config.json").read_text())
     known = known_config(name)
@@ -189,14 +203,18 @@ def test_then_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = hub_cache() / "models--openai-community--gpt2"
     for name in (commit, older):
         (folder / "snapshots" / name).mkdir(parents=True)
-        (folder / "snapshots" / name / "config.json").write_text(json.dumps({"model_type": name[0]}))
+        (folder / "snapshots" / name / "config.json").write_text(
+            json.dumps({"model_type": name[0]})
+        )
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(commit)
     config, words = find_config("openai-community/gpt2")
     assert config == {"model_type": "a"}
     assert "cache" in words
     assert find_config("openai-community/gpt2", older)[0] == {"model_type": "b"}
-    assert find_config("openai-community/gpt2", "v9")[0]["model_type"] == "gpt2", "the table, for want of that revision"
+    assert find_config("openai-community/gpt2", "v9")[0]["model_type"] == "gpt2", (
+        "the table, for want of that revision"
+    )
     assert cached_snapshot("openai-community/gpt2", "../../../etc") is None
     assert cached_snapshot("../x") is None
     monkeypatch.delenv("HF_HUB_CACHE")
@@ -208,13 +226,25 @@ def test_then_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_hub_and_we_agree_on_the_cache(tmp_path: Path) -> None:
-    for variables in ({"HF_HOME": "/h"}, {"HF_HUB_CACHE": "/c"}, {"XDG_CACHE_HOME": "/x"}, {"HF_HOME": "~/h"}, {}):
+    for variables in (
+        {"HF_HOME": "/h"},
+        {"HF_HUB_CACHE": "/c"},
+        {"XDG_CACHE_HOME": "/x"},
+        {"HF_HOME": "~/h"},
+        {},
+    ):
         code = (
-            "from farthing.planner.model_config import hub_cache\nfrom huggingface_hub import constants\n"
-            "print(hub_cache(), constants.HF_HUB_CACHE, sep='\\n')"
+            "from farthing.planner.model_config import hub_cache\nfrom huggingface_hub import"
+            " constants\nprint(hub_cache(), constants.HF_HUB_CACHE, sep='\\n')"
         )
         environment = {"PATH": "/bin", "HOME": str(tmp_path)} | variables
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment,
+        )
         ours, theirs = done.stdout.splitlines()
         assert ours == theirs, variables
 
@@ -300,12 +330,19 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str | None]
     server.server_close()
 
 
-def test_last_the_hub_itself(hub: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_the_hub_itself(
+    hub: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert find_config("me/own") == ({"model_type": "llama"}, "config.json of me/own on the Hub")
     assert find_config("me/own", "refs/pr/1")[0] == {}
     assert hub[0] == ("/me/own/resolve/main/config.json", None), "no token over plain http"
-    for name, words in (("me/gated", "HF_TOKEN"), ("me/none", "revision"), ("me/ill", "500"), ("me/large", "larger")):
+    for name, words in (
+        ("me/gated", "HF_TOKEN"),
+        ("me/none", "revision"),
+        ("me/ill", "500"),
+        ("me/large", "larger"),
+    ):
         with pytest.raises(ModelError) as caught:
             find_config(name)
         assert words in str(caught.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.ownership import (
     Owned,
     Way,
@@ -54,10 +54,14 @@ def test_two_cheap_gpus_against_one_expensive_gpu() -> None:
 
 def test_how_fast_it_has_to_be() -> None:
     assert round(needed_samples_per_min(300_000, 1, gpu_hours=12)) == 417
-    assert needed_samples_per_min(300_000, 1, gpu_hours=12, n_gpus=2) == pytest.approx(833.3, abs=0.1)
+    assert needed_samples_per_min(300_000, 1, gpu_hours=12, n_gpus=2) == pytest.approx(
+        833.3, abs=0.1
+    )
     hours = hours_of(100_000, 3, samples_per_min=1100)
     assert round(hours, 2) == 4.55
-    assert run_on_rent(1.0, hours) == pytest.approx(4.55, abs=0.005), "4.55 times the price of an hour"
+    assert run_on_rent(1.0, hours) == pytest.approx(4.55, abs=0.005), (
+        "4.55 times the price of an hour"
+    )
     assert round(hours_of(200_000, 2, 1200), 2) == 5.56
 
 
@@ -69,7 +73,9 @@ def test_a_faster_step_is_cheaper() -> None:
 
 # ---- owning ----
 
-OWN = Owned("RTX 4090", price_usd=1600, power_kw=0.5, usd_per_kwh=0.2, resale_share=0.25, life_months=30)
+OWN = Owned(
+    "RTX 4090", price_usd=1600, power_kw=0.5, usd_per_kwh=0.2, resale_share=0.25, life_months=30
+)
 
 
 def test_a_run_of_ones_own_is_electricity_and_wear() -> None:
@@ -97,16 +103,25 @@ def test_break_even_in_hours_is_the_formula() -> None:
 def test_break_even_in_months_counts_the_hours_of_use() -> None:
     hours = break_even_hours(OWN, 0.5)
     assert hours is not None
-    assert break_even_months(OWN, rent_usd_per_h=0.5, hours_per_month=150) == pytest.approx(hours / 150)
+    assert break_even_months(OWN, rent_usd_per_h=0.5, hours_per_month=150) == pytest.approx(
+        hours / 150
+    )
     assert break_even_months(OWN, rent_usd_per_month=20, hours_per_month=300) is None
     assert break_even_months(OWN) is None
 
 
 def test_a_year_counts_what_is_paid_at_the_start() -> None:
-    ways = {"own": own_way(OWN, hours_per_run=20), "rent": Way(20 * 0.5), "flat": Way(0, usd_per_month=30)}
+    ways = {
+        "own": own_way(OWN, hours_per_run=20),
+        "rent": Way(20 * 0.5),
+        "flat": Way(0, usd_per_month=30),
+    }
     assert yearly_usd(ways, 4) == {"flat": 360, "rent": 480, "own": pytest.approx(1600 + 48 * 2)}
     assert next(iter(yearly_usd(ways, 20, n_years=3))) == "flat"
-    assert list(yearly_usd({"own": ways["own"], "rent": ways["rent"]}, 20, n_years=3)) == ["own", "rent"]
+    assert list(yearly_usd({"own": ways["own"], "rent": ways["rent"]}, 20, n_years=3)) == [
+        "own",
+        "rent",
+    ]
 
 
 def test_a_saving_may_be_none() -> None:
@@ -121,7 +136,10 @@ def test_a_saving_may_be_none() -> None:
 
 def test_what_people_write_of_their_gpus() -> None:
     assert parse_owned("RTX 4090:1600usd:0.45kW") == Owned("RTX 4090", 1, 1600, 0.45)
-    full = parse_owned("2x rtx3090 : $1400 : 700 W : kwh=0.30usd : resale=30% : life=24mo : other=0.02usd : use=100h")
+    full = parse_owned(
+        "2x rtx3090 : $1400 : 700 W : kwh=0.30usd : resale=30% : life=24mo : other=0.02usd :"
+        " use=100h"
+    )
     assert full == Owned("RTX 3090", 2, 1400, 0.7, 0.30, 0.3, 24, 0.02, 100)
     assert parse_owned("a6000:price=3000:power=300W:resale=0.5").resale_share == 0.5
 
@@ -153,7 +171,7 @@ def test_power_that_is_not_said_is_the_gpus_own_and_a_price_that_is_not_said_is_
     ],
 )
 def test_mistakes_in_it_are_named(text: str, words: str) -> None:
-    with pytest.raises(UserMistake) as caught:
+    with pytest.raises(InputError) as caught:
         parse_owned(text)
     assert words in str(caught.value)
     assert caught.value.where == f"own: {text}"

@@ -1,4 +1,6 @@
-"""NEFTune, rotary positions of the job's own, biases of adapters: as transformers and peft have them, and in the export."""
+"""NEFTune, rotary positions of the job's own, biases of adapters: as transformers and peft have
+them, and in the export.
+"""
 
 from __future__ import annotations
 
@@ -79,12 +81,16 @@ def test_a_noisy_run_resumes_to_the_bit_and_exports_without_noise(tmp_path: Path
     assert losses_of(noisy) == losses_of(whole)
     again = [trained_model(Path(whole.output_dir))(input_ids=IDS).logits for _ in range(2)]
     assert torch.equal(*again)
-    assert "neftune" not in "".join(path.read_text() for path in (Path(whole.output_dir) / "model").glob("*.json"))
+    assert "neftune" not in "".join(
+        path.read_text() for path in (Path(whole.output_dir) / "model").glob("*.json")
+    )
 
 
 def test_frozen_layers_are_computed_anew_under_noise(tmp_path: Path) -> None:
     method = {"name": "lora", "lora_r": 4, "target_modules": ["layers.1.self_attn.q_proj"]}
-    job = make_job(tmp_path, method=method, max_steps=9, n_rows=24, neftune_noise_alpha=5, learning_rate=1e-9)
+    job = make_job(
+        tmp_path, method=method, max_steps=9, n_rows=24, neftune_noise_alpha=5, learning_rate=1e-9
+    )
     workshop.train(job)
     losses = losses_of(job)
     assert losses[0] != losses[3] != losses[6], "every epoch has other noise"
@@ -97,11 +103,17 @@ def test_two_stacks_are_refused(tmp_path: Path) -> None:
 
 def test_positions_of_the_job_are_trained_and_exported(tmp_path: Path) -> None:
     path = workshop.job_file(tmp_path, pretrained=True, method="lora", max_steps=2)
-    assert main(["train", str(path), "--set", "model.rope_scaling={rope_type: linear, factor: 4.0}"]) == 0
+    assert (
+        main(["train", str(path), "--set", "model.rope_scaling={rope_type: linear, factor: 4.0}"])
+        == 0
+    )
     run = tmp_path / "run"
     values = json.loads((run / "model/model_config.json").read_text())
     assert values["rope_parameters"]["rope_type"] == "linear"
-    assert 'AutoConfig.from_pretrained("model_config.json")  # its positions' in (run / "model/README.md").read_text()
+    assert (
+        'AutoConfig.from_pretrained("model_config.json")  # its positions'
+        in (run / "model/README.md").read_text()
+    )
     assert main(["export", str(run), "--output", str(tmp_path / "merged")]) == 0
     merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.rope_parameters["factor"] == 4.0
@@ -137,11 +149,21 @@ def test_stretched_positions_take_longer_texts(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     path = workshop.job_file(tmp_path, max_steps=1, data={"max_length": 200})
     assert main(["train", str(path)]) == 2
-    assert main(["train", str(path), "--set", "model.rope_scaling={rope_type: linear, factor: 4}"]) == 0
+    assert (
+        main(["train", str(path), "--set", "model.rope_scaling={rope_type: linear, factor: 4}"])
+        == 0
+    )
 
 
-def test_biases_of_an_adapter_are_trained_and_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    method = {"name": "lora", "lora_r": 4, "lora_bias": True, "target_modules": ["q_proj", "v_proj"]}
+def test_biases_of_an_adapter_are_trained_and_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    method = {
+        "name": "lora",
+        "lora_r": 4,
+        "lora_bias": True,
+        "target_modules": ["q_proj", "v_proj"],
+    }
     workshop.make_folder(tmp_path / "base", "llama")
     config = json.loads((tmp_path / "base/config.json").read_text())
     config |= {"model_type": "qwen2", "architectures": None, "vocab_size": config["vocab_size"] + 8}
@@ -155,10 +177,16 @@ def test_biases_of_an_adapter_are_trained_and_merged(tmp_path: Path, capsys: pyt
     workshop.train(job)
     run = Path(job.output_dir)
     tuned = trained_model(run)
-    assert any(bool(p.any()) for name, p in tuned.named_parameters() if "lora_B" in name and name.endswith("bias"))
+    assert any(
+        bool(p.any())
+        for name, p in tuned.named_parameters()
+        if "lora_B" in name and name.endswith("bias")
+    )
     assert main(["export", str(run), "--output", str(tmp_path / "merged")]) == 0
     merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(merged(input_ids=IDS).logits, tuned(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        merged(input_ids=IDS).logits, tuned(input_ids=IDS).logits, rtol=1e-4, atol=1e-4
+    )
     other = make_job(tmp_path / "other", method=method, max_steps=1)
     with pytest.raises(ModelError, match="have no bias"):
         workshop.train(other)

@@ -1,4 +1,6 @@
-"""The notebook of the documentation: its cells are Python and commands that farthing takes, and run from first to last."""
+"""The notebook of the documentation: its cells are Python and commands that farthing takes, and run
+from first to last.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ NOTEBOOK = Path(__file__).parent.parent / "docs/notebooks/farthing.ipynb"
 def cells() -> list[list[str]]:
     """The lines of each cell of code."""
     content: dict[str, Any] = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    return ["".join(cell["source"]).splitlines() for cell in content["cells"] if cell["cell_type"] == "code"]
+    return [
+        "".join(cell["source"]).splitlines()
+        for cell in content["cells"]
+        if cell["cell_type"] == "code"
+    ]
 
 
 def test_cells_are_python_and_commands_that_are_taken() -> None:
@@ -33,7 +39,9 @@ def test_cells_are_python_and_commands_that_are_taken() -> None:
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install nbclient ipykernel")
+    nbclient = pytest.importorskip(
+        "nbclient", reason="needs nbclient and ipykernel: pip install nbclient ipykernel"
+    )
     pytest.importorskip("ipykernel", reason="needs ipykernel: pip install ipykernel")
     nbformat = pytest.importorskip("nbformat")
     import sys

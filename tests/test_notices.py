@@ -1,4 +1,6 @@
-"""Notices of clouds, played by a scripted server on this machine, and of signals: each stops a run that can go on."""
+"""Notices of clouds, played by a scripted server on this machine, and of signals: each stops a run
+that can go on.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from farthing.durability.cloud_preemption import (
     services_for,
 )
 from farthing.durability.preemption import SIGNALS, Notice
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.events import Evaluating, Event, Saved, StepTaken, Tokenizing
 from farthing.train.run import train
 from mirrored import QUICK
@@ -54,7 +56,9 @@ Answer = tuple[int, str]
 
 
 class Metadata:
-    """A metadata service that answers as it is told to: `says[path]` is an answer, or a function of the request."""
+    """A metadata service that answers as it is told to: `says[path]` is an answer, or a function of
+    the request.
+    """
 
     def __init__(self) -> None:
         self.says: dict[str, Answer | Callable[[Any], Answer]] = {}
@@ -93,7 +97,9 @@ class Metadata:
 
 @pytest.fixture
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
-    monkeypatch.setattr(farthing.durability.cloud_preemption, "TIMEOUT_S", 60.0)  # it is this process that answers
+    monkeypatch.setattr(
+        farthing.durability.cloud_preemption, "TIMEOUT_S", 60.0
+    )  # it is this process that answers
     service = Metadata()
     yield service
     service.server.shutdown()
@@ -111,7 +117,9 @@ class Ears:
         """A watch that is quick."""
         return Watch(list(names), self, base=metadata.base, pause_s=0.01)  # type: ignore[arg-type]
 
-    def say(self, what: str, source: str, leaves_at: float | None = None, *, is_certain: bool = True) -> None:
+    def say(
+        self, what: str, source: str, leaves_at: float | None = None, *, is_certain: bool = True
+    ) -> None:
         """As of a `Notice`."""
         self.signs.append((source, Sign(what, leaves_at, is_certain)))
 
@@ -135,7 +143,9 @@ def aws_token(request: Any) -> Answer:
 
 
 def with_token(body: str, token: str = "token-1") -> Callable[[Any], Answer]:
-    return lambda request: (200, body) if request.headers.get("X-aws-ec2-metadata-token") == token else (401, "")
+    return lambda request: (
+        (200, body) if request.headers.get("X-aws-ec2-metadata-token") == token else (401, "")
+    )
 
 
 # ---- AWS ----
@@ -148,7 +158,9 @@ def test_aws_says_nothing_until_it_interrupts(metadata: Metadata, ears: Ears) ->
     until(lambda: metadata.count(ACTION) > 3)
     assert ears.signs == []
     leaves_at = int(time.time() + 115)
-    metadata.says[ACTION] = with_token(json.dumps({"action": "terminate", "time": in_words(leaves_at)}))
+    metadata.says[ACTION] = with_token(
+        json.dumps({"action": "terminate", "time": in_words(leaves_at)})
+    )
     until(lambda: ears.signs)
     watch.stop()
     assert ears.signs == [("aws", Sign("AWS spot: terminate", leaves_at))]
@@ -156,12 +168,17 @@ def test_aws_says_nothing_until_it_interrupts(metadata: Metadata, ears: Ears) ->
 
 
 def test_aws_rebalance_is_a_risk_and_is_told_once(metadata: Metadata, ears: Ears) -> None:
-    metadata.says |= {TOKEN: aws_token, REBALANCE: with_token(json.dumps({"noticeTime": moment(0)}))}
+    metadata.says |= {
+        TOKEN: aws_token,
+        REBALANCE: with_token(json.dumps({"noticeTime": moment(0)})),
+    }
     watch = ears.watch(metadata, "aws")
     watch.start()
     until(lambda: metadata.count(REBALANCE) > 3)
     watch.stop()
-    assert [(sign.what, sign.is_certain) for _, sign in ears.signs] == [("AWS rebalance recommendation", False)]
+    assert [(sign.what, sign.is_certain) for _, sign in ears.signs] == [
+        ("AWS rebalance recommendation", False)
+    ]
 
 
 def test_a_token_that_is_refused_is_renewed_at_once(metadata: Metadata, ears: Ears) -> None:
@@ -205,7 +222,9 @@ def test_an_interruption_is_heard_though_the_rest_fails(metadata: Metadata, ears
 # ---- Google Cloud and Azure ----
 
 
-def test_google_cloud_is_believed_when_it_says_that_it_is_google(metadata: Metadata, ears: Ears) -> None:
+def test_google_cloud_is_believed_when_it_says_that_it_is_google(
+    metadata: Metadata, ears: Ears
+) -> None:
     metadata.says[PREEMPTED] = lambda request: (
         (200, "TRUE") if request.headers.get("Metadata-Flavor") == "Google" else (403, "")
     )
@@ -258,12 +277,18 @@ def test_azure_names_the_machines_and_others_are_not_ours(metadata: Metadata, ea
         "no event",
         azure_event("Terminate", ["vm_2"]),
     ]
-    metadata.says |= {NAME: (200, "vm_1"), EVENTS: (200, json.dumps({"DocumentIncarnation": 1, "Events": events}))}
+    metadata.says |= {
+        NAME: (200, "vm_1"),
+        EVENTS: (200, json.dumps({"DocumentIncarnation": 1, "Events": events})),
+    }
     watch = ears.watch(metadata, "azure")
     watch.start()
     until(lambda: metadata.count(EVENTS) > 2)
     assert ears.signs == []
-    metadata.says[EVENTS] = (200, json.dumps({"Events": [azure_event("Preempt", ["vm_1", "vm_2"], soon)]}))
+    metadata.says[EVENTS] = (
+        200,
+        json.dumps({"Events": [azure_event("Preempt", ["vm_1", "vm_2"], soon)]}),
+    )
     until(lambda: ears.signs)
     watch.stop()
     assert ears.signs == [("azure", Sign("Azure Preempt", leaves_at))]
@@ -273,7 +298,10 @@ def test_what_is_announced_for_later_is_a_warning_now_and_a_notice_then(
     metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = datetime.fromtimestamp(time.time() + 900, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
-    metadata.says |= {NAME: (200, "vm"), EVENTS: (200, json.dumps({"Events": [azure_event("Reboot", ["vm"], later)]}))}
+    metadata.says |= {
+        NAME: (200, "vm"),
+        EVENTS: (200, json.dumps({"Events": [azure_event("Reboot", ["vm"], later)]})),
+    }
     watch = ears.watch(metadata, "azure")
     watch.start()
     until(lambda: ears.signs)
@@ -288,16 +316,24 @@ def test_what_is_announced_for_later_is_a_warning_now_and_a_notice_then(
 
 
 GARBAGE: list[Answer] = [
-    (200, "<html>log in</html>"), (200, "[1, 2]"), (200, "{" * 50_000), (200, "x" * 200_000), (500, "{}"), (302, ""),
-    (200, '{"Events": 3}'), (200, ""),
-]  # fmt: skip
+    (200, "<html>log in</html>"),
+    (200, "[1, 2]"),
+    (200, "{" * 50_000),
+    (200, "x" * 200_000),
+    (500, "{}"),
+    (302, ""),
+    (200, '{"Events": 3}'),
+    (200, ""),
+]
 
 
 @pytest.mark.parametrize("answer", GARBAGE, ids=range(len(GARBAGE)))
 def test_unreadable_answers_of_a_metadata_service_are_not_notices(
     answer: Answer, metadata: Metadata, ears: Ears
 ) -> None:
-    metadata.says = dict.fromkeys((ACTION, REBALANCE, PREEMPTED, EVENTS), answer) | {TOKEN: aws_token}
+    metadata.says = dict.fromkeys((ACTION, REBALANCE, PREEMPTED, EVENTS), answer) | {
+        TOKEN: aws_token
+    }
     metadata.headers["Location"] = "http://127.0.0.1:1/elsewhere"
     metadata.headers["Metadata-Flavor"] = "Google"
     watch = ears.watch(metadata, "aws", "gcp", "azure")
@@ -320,13 +356,17 @@ def test_without_a_service_it_is_given_up_and_nobody_waits(
     first.set()
     watch._thread.join(120)
     assert not watch._thread.is_alive()
-    until(lambda: metadata.count(PREEMPTED) >= FAILURES_UNTIL_GIVEN_UP)  # who asks is gone before some are answered
+    until(
+        lambda: metadata.count(PREEMPTED) >= FAILURES_UNTIL_GIVEN_UP
+    )  # who asks is gone before some are answered
     hang.set()
     assert metadata.count(PREEMPTED) == FAILURES_UNTIL_GIVEN_UP
     assert (ears.signs, ears.warnings) == ([], [])
 
 
-def test_a_service_that_was_there_and_falls_silent_is_said_and_asked_on(metadata: Metadata, ears: Ears) -> None:
+def test_a_service_that_was_there_and_falls_silent_is_said_and_asked_on(
+    metadata: Metadata, ears: Ears
+) -> None:
     metadata.headers["Metadata-Flavor"] = "Google"
     metadata.says[PREEMPTED] = (200, "FALSE")
     watch = ears.watch(metadata, "aws", "gcp", "azure")
@@ -342,7 +382,9 @@ def test_a_service_that_was_there_and_falls_silent_is_said_and_asked_on(metadata
     assert len(ears.warnings) == 1
 
 
-def test_proxies_are_passed_by(metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_are_passed_by(
+    metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     metadata.headers["Metadata-Flavor"] = "Google"
@@ -353,7 +395,9 @@ def test_proxies_are_passed_by(metadata: Metadata, ears: Ears, monkeypatch: pyte
     watch.stop()
 
 
-def test_a_watch_that_fails_says_so(metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_that_fails_says_so(
+    metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = ears.watch(metadata, "gcp")
     monkeypatch.setattr(watch, "_look", lambda service: 1 / 0)
     watch.start()
@@ -364,8 +408,13 @@ def test_a_watch_that_fails_says_so(metadata: Metadata, ears: Ears, monkeypatch:
 def test_only_this_machine_stands_in_for_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FARTHING_METADATA")
     assert Watch([], Notice())._address == ADDRESS
-    for base in ("http://example.org:80", "https://127.0.0.1:80", "http://127.0.0.1", "127.0.0.1:80"):
-        with pytest.raises(UserMistake, match="not an address of this machine"):
+    for base in (
+        "http://example.org:80",
+        "https://127.0.0.1:80",
+        "http://127.0.0.1",
+        "127.0.0.1:80",
+    ):
+        with pytest.raises(InputError, match="not an address of this machine"):
             Watch([], Notice(), base=base)
 
 
@@ -379,7 +428,9 @@ def test_only_this_machine_stands_in_for_the_service(monkeypatch: pytest.MonkeyP
         ({}, None),
     ],
 )
-def test_whose_machine_it_is_stands_in_its_firmware(files: dict[str, str], cloud: str | None, tmp_path: Path) -> None:
+def test_whose_machine_it_is_stands_in_its_firmware(
+    files: dict[str, str], cloud: str | None, tmp_path: Path
+) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
     every = ["aws", "gcp", "azure"]
@@ -443,7 +494,9 @@ def notices_of(monkeypatch: pytest.MonkeyPatch) -> list[Notice]:
     """What each run from now on listens with."""
     found: list[Notice] = []
     enter = Notice.__enter__
-    monkeypatch.setattr(Notice, "__enter__", lambda notice: (found.append(notice), enter(notice))[1])
+    monkeypatch.setattr(
+        Notice, "__enter__", lambda notice: (found.append(notice), enter(notice))[1]
+    )
     return found
 
 
@@ -505,7 +558,12 @@ def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(
     assert outcome.reason == notice["what"]
     quick.says = {TOKEN: aws_token}
     assert train(of_cloud(job, "off"), quiet).exit_code == 0
-    assert survive.differences(survive.result_of(tmp_path / "alone"), survive.result_of(tmp_path / "noticed")) == []
+    assert (
+        survive.differences(
+            survive.result_of(tmp_path / "alone"), survive.result_of(tmp_path / "noticed")
+        )
+        == []
+    )
 
 
 def test_a_rebalance_recommendation_saves_now_and_goes_on(
@@ -532,7 +590,9 @@ def test_no_metadata_service_is_asked_on_a_machine_of_no_cloud(
 ) -> None:
     nowhere = tmp_path / "firmware"
     honest = farthing.durability.cloud_preemption.cloud_here
-    monkeypatch.setattr(farthing.durability.cloud_preemption, "cloud_here", lambda firmware: honest(nowhere))
+    monkeypatch.setattr(
+        farthing.durability.cloud_preemption, "cloud_here", lambda firmware: honest(nowhere)
+    )
     assert train(workshop.make_job(tmp_path, max_steps=2), quiet).exit_code == 0
     assert quick.asked == []
 
@@ -557,8 +617,12 @@ def test_how_long_may_be_waited_is_what_is_left_until_the_machine_goes() -> None
     assert notice.patience_s(20, 600) == 1
 
 
-def test_a_store_gets_the_time_that_a_notice_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told that the machine goes in an hour, a run waits longer for a slow store than it would unasked."""
+def test_a_store_gets_the_time_that_a_notice_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told that the machine goes in an hour, a run waits longer for a slow store than it would
+    unasked.
+    """
     asked: list[float] = []
     real = mirror_module.Mirror.wait
 

@@ -1,4 +1,6 @@
-"""An optimizer whose state is on the host takes the steps of one whose state is on the device, and resumes exactly."""
+"""An optimizer whose state is on the host takes the steps of one whose state is on the device, and
+resumes exactly.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def small_model(seed: int = 0) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module, name: str, **keys: Any) -> torch.optim.Optimizer:
-    settings: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-8}
+    settings: dict[str, Any] = {
+        "learning_rate": 0.01,
+        "weight_decay": 0.1,
+        "betas": (0.9, 0.99),
+        "epsilon": 1e-8,
+    }
     return make_optimizer(model, name, **settings | keys)
 
 
@@ -56,10 +63,14 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 30])
-def test_its_steps_are_those_of_the_fused_one_bit_for_bit(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_steps_are_those_of_the_fused_one_bit_for_bit(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(farthing.train.offload, "BUCKET_BYTES", bucket_bytes)
     models = [small_model(), small_model()]
-    optimizers = [optimizer_of(m, name) for m, name in zip(models, ("adamw_torch_fused", NAME), strict=True)]
+    optimizers = [
+        optimizer_of(m, name) for m, name in zip(models, ("adamw_torch_fused", NAME), strict=True)
+    ]
     for seed in range(5):
         for model, optimizer in zip(models, optimizers, strict=True):
             step(model, optimizer, seed)
@@ -93,7 +104,12 @@ def test_a_restored_model_and_state_go_on_exactly() -> None:
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     step(broken, first, 99)  # work that is lost
 
-    for name, p in broken.state_dict().items():  # into the same optimizer: its copies of the weights are stale now
+    for (
+        name,
+        p,
+    ) in (
+        broken.state_dict().items()
+    ):  # into the same optimizer: its copies of the weights are stale now
         p.copy_(weights[name])
     load_state(first, broken.named_parameters(), tensors, values)
     fresh = small_model(seed=7)
@@ -126,7 +142,10 @@ def test_gradients_are_unscaled_and_an_overflow_skips_the_step() -> None:
     optimizer, scaler = optimizer_of(model, NAME), torch.amp.GradScaler("cpu", init_scale=2.0**10)
     step(model, optimizer, 0, scaler)
     step(plain, optimizer_of(plain, NAME), 0)
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True)
+    )
     scaler.update()
 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -140,7 +159,10 @@ def test_gradients_are_unscaled_and_an_overflow_skips_the_step() -> None:
 
 
 SIZES = {
-    "8B": [4 * n for n in (128256 * 4096, *32 * (4096 * 4096, 4096 * 1024, 4096 * 1024, 14336 * 4096), 4096)],
+    "8B": [
+        4 * n
+        for n in (128256 * 4096, *32 * (4096 * 4096, 4096 * 1024, 4096 * 1024, 14336 * 4096), 4096)
+    ],
     "just over half": [33 << 20] * 100,
     "one": [5000],
     "tiny": [12, 4, 0, 100],
@@ -173,7 +195,9 @@ def test_weights_that_are_not_fp32_are_refused_in_words() -> None:
     assert caught.value.where == "train.optim"
 
 
-def test_a_run_that_was_stopped_ends_as_one_left_alone_and_as_one_on_the_device(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_ends_as_one_left_alone_and_as_one_on_the_device(
+    tmp_path: Path,
+) -> None:
     class Stopper(Heard):
         def __call__(self, event: Event) -> None:
             if isinstance(event, StepTaken) and event.step == 3:

@@ -1,7 +1,9 @@
-"""Runs that an earlier farthing began and left unfinished go on from their folder, and from their store, to the same end.
+"""Runs that an earlier farthing began and left unfinished go on from their folder, and from their
+store, to the same end.
 
-`fixtures/make_old_runs.py` has made them and says how; what each had ended with uninterrupted lies beside them. The bits of
-the end are compared where torch and its CPU kernels are those of the machine that made them; elsewhere the losses alone.
+`fixtures/make_old_runs.py` has made them and says how; what each had ended with uninterrupted lies
+beside them. The bits of the end are compared where torch and its CPU kernels are those of the
+machine that made them; elsewhere the losses alone.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def test_an_old_run_goes_on_as_it_would_have(
     if came_from == "store":
         shutil.rmtree(folder / "run")
     job = load_job(folder / "job.yaml")
-    job = job.model_copy(update={"output_store": str(folder / "store") if came_from == "store" else None})
+    job = job.model_copy(
+        update={"output_store": str(folder / "store") if came_from == "store" else None}
+    )
     heard = workshop.Heard()
     outcome = workshop.train(job, heard)
     assert outcome.state == "finished", heard.warnings

@@ -1,4 +1,6 @@
-"""Memory that runs out: which errors say so, what survives it anywhere in a run, and what ends in words."""
+"""Memory that runs out: which errors say so, what survives it anywhere in a run, and what ends in
+words.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,23 @@ import farthing.train.state
 import farthing.train.step
 import survive
 import workshop
-from farthing.device_memory import ALLOCATOR_SETTING, is_out_of_memory, is_out_of_resources, set_allocator
-from farthing.errors import HardwareError, OutOfMemory, SaveFailing
+from farthing.device_memory import (
+    ALLOCATOR_SETTING,
+    is_out_of_memory,
+    is_out_of_resources,
+    set_allocator,
+)
+from farthing.errors import HardwareError, OutOfMemoryError, SaveError
 from farthing.events import Decided, Event, Restored, StepTaken, Warned
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.train.optim import allocate_state, load_state, make_optimizer, state_bytes, state_tensors
+from farthing.train.optim import (
+    allocate_state,
+    load_state,
+    make_optimizer,
+    state_bytes,
+    state_tensors,
+)
 from farthing.train.run import opened_attempt
 from farthing.train.update_guard import UpdateGuard, forget_unscaling, temporary_bytes, update_bytes
 from thinned import thinned
@@ -34,13 +47,17 @@ from workshop import Heard, losses_of, make_job
 
 FULL = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    torch.AcceleratorError(
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
+    ),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("CUDA driver error: out of memory"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+    ),
     MemoryError(),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
 ]
@@ -51,7 +68,7 @@ OTHERS = [
     RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
     OSError(errno.ENOSPC, "No space left on device"),
     ValueError("CUDA out of memory"),
-    OutOfMemory("said already"),
+    OutOfMemoryError("said already"),
 ]
 
 
@@ -73,8 +90,12 @@ def test_other_errors_are_not_taken_for_it(error: BaseException) -> None:
 def test_a_kernel_that_does_not_fit_on_the_gpu_is_said_and_not_tried_with_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_triton = OutOfResources("out of resource: shared memory, Required: 180224, Hardware limit: 101376")
-    of_inductor = RuntimeError("No valid triton configs. OutOfMemoryError: out of resource: triton_tem_fused_0")
+    of_triton = OutOfResources(
+        "out of resource: shared memory, Required: 180224, Hardware limit: 101376"
+    )
+    of_inductor = RuntimeError(
+        "No valid triton configs. OutOfMemoryError: out of resource: triton_tem_fused_0"
+    )
     for error in (of_triton, of_inductor):
         assert is_out_of_resources(error)
         assert not is_out_of_memory(error)
@@ -112,8 +133,12 @@ def test_the_command_line_sets_it_before_torch_is_there_and_children_have_it_too
         "command = [sys.executable, '-c', 'import os; print(os.environ[\"PYTORCH_ALLOC_CONF\"])']\n"
         "print(subprocess.run(command, capture_output=True, text=True, check=True).stdout)\n"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert done.stdout.splitlines()[-2:] == [ALLOCATOR_SETTING, ""]
 
 
@@ -126,12 +151,19 @@ def small_model(seed: int = 0) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    settings: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-8}
+    settings: dict[str, Any] = {
+        "learning_rate": 0.01,
+        "weight_decay": 0.1,
+        "betas": (0.9, 0.99),
+        "epsilon": 1e-8,
+    }
     return make_optimizer(model, name, **settings)
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
-    model(torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+    model(
+        torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
+    ).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -144,7 +176,9 @@ def test_state_that_is_made_beforehand_is_what_the_first_step_makes(name: str) -
     models = [small_model(), small_model()]
     early, late = (optimizer_of(model, name) for model in models)
     allocate_state(early)
-    places = {key: value.data_ptr() for state in early.state.values() for key, value in state.items()}
+    places = {
+        key: value.data_ptr() for state in early.state.values() for key, value in state.items()
+    }
     made = [
         [(key, value.dtype, value.shape, value.device) for key, value in early.state[p].items()]
         for p in models[0].parameters()
@@ -157,10 +191,14 @@ def test_state_that_is_made_beforehand_is_what_the_first_step_makes(name: str) -
         for p in models[1].parameters()
     ]
     assert made == found
-    assert {key: value.data_ptr() for state in early.state.values() for key, value in state.items()} == places
+    assert {
+        key: value.data_ptr() for state in early.state.values() for key, value in state.items()
+    } == places
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other)
-        assert all(torch.equal(value, late.state[other][key]) for key, value in early.state[one].items())
+        assert all(
+            torch.equal(value, late.state[other][key]) for key, value in early.state[one].items()
+        )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS[:3])
@@ -168,13 +206,18 @@ def test_saved_state_goes_into_the_memory_that_is_there(name: str) -> None:
     model, other = small_model(), small_model(1)
     optimizer, second = optimizer_of(model, name), optimizer_of(other, name)
     step_of(model, optimizer)
-    tensors, values = state_tensors(optimizer, {id(p): name for name, p in model.named_parameters()})
+    tensors, values = state_tensors(
+        optimizer, {id(p): name for name, p in model.named_parameters()}
+    )
     allocate_state(second)
     before = {id(value) for state in second.state.values() for value in state.values()}
     load_state(second, other.named_parameters(), tensors, values)
     assert {id(value) for state in second.state.values() for value in state.values()} == before
     names = {id(p): name for name, p in other.named_parameters()}
-    assert all(torch.equal(value, tensors[place]) for place, value in state_tensors(second, names)[0].items())
+    assert all(
+        torch.equal(value, tensors[place])
+        for place, value in state_tensors(second, names)[0].items()
+    )
 
 
 def test_a_weight_that_was_saved_without_state_begins_again() -> None:
@@ -183,7 +226,9 @@ def test_a_weight_that_was_saved_without_state_begins_again() -> None:
     optimizer = optimizer_of(model, "adamw_torch_fused")
     step_of(model, optimizer)
     tensors, _ = state_tensors(optimizer, {id(p): name for name, p in model.named_parameters()})
-    tensors = {place: value.clone() for place, value in tensors.items() if not place.startswith("3.bias")}
+    tensors = {
+        place: value.clone() for place, value in tensors.items() if not place.startswith("3.bias")
+    }
     step_of(model, optimizer, 1)
     load_state(optimizer, model.named_parameters(), tensors, {})
     assert not optimizer.state[model[3].bias]["exp_avg"].any()
@@ -206,7 +251,7 @@ def test_an_optimizer_without_room_for_its_state_says_so_before_the_first_step(
         raise torch.AcceleratorError("CUDA error: out of memory")
 
     monkeypatch.setattr(farthing.train.assemble, "allocate_state", failing)
-    with pytest.raises(OutOfMemory, match="CUDA error: out of memory") as caught:
+    with pytest.raises(OutOfMemoryError, match="CUDA error: out of memory") as caught:
         workshop.train(make_job(tmp_path, max_steps=2))
     assert "adamw_torch_offload" in caught.value.to_do
 
@@ -214,11 +259,19 @@ def test_an_optimizer_without_room_for_its_state_says_so_before_the_first_step(
 # ---- memory that runs out somewhere in a run ----
 
 GONE = "CUDA error: out of memory"
-KEYS: dict[str, Any] = {"max_steps": 5, "n_rows": 40, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+KEYS: dict[str, Any] = {
+    "max_steps": 5,
+    "n_rows": 40,
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+}
 
 
 class Failing:
-    """Fails at its n-th call, once, as a device without memory does; else it does what it stands for."""
+    """Fails at its n-th call, once, as a device without memory does; else it does what it stands
+    for.
+    """
 
     def __init__(self, honest: Callable[..., Any], at: int) -> None:
         self.honest, self.at, self.n = honest, at, 0
@@ -274,13 +327,20 @@ def ended(folder: Path, heard: Heard | None = None, **keys: Any) -> Any:
     thinned(
         [
             *((place, False) for place in PLACES),
-            *((place, True) for place in ("clipping", "before the first update", "the update, before it writes")),
+            *(
+                (place, True)
+                for place in ("clipping", "before the first update", "the update, before it writes")
+            ),
         ],
         3,
     ),
 )
 def test_memory_that_runs_out_once_is_survived_to_the_bit(
-    place: str, scales: bool, untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    scales: bool,
+    untouched: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scale(monkeypatch, scales)
     holder, name, at = PLACES[place]
@@ -317,10 +377,14 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(
 
     scale(monkeypatch, False)
     monkeypatch.setattr(torch.optim.AdamW, "step", half)
-    with pytest.raises(OutOfMemory, match="in the update of step 4, after some weights had changed") as caught:
+    with pytest.raises(
+        OutOfMemoryError, match="in the update of step 4, after some weights had changed"
+    ) as caught:
         ended(tmp_path, max_steps=5)
     assert "goes on from the last checkpoint" in caught.value.to_do
-    assert sorted(path.name[:13] for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002"]
+    assert sorted(path.name[:13] for path in (tmp_path / "run/checkpoints").iterdir()) == [
+        "step-00000002"
+    ]
     heard = Heard()
     result, losses, _ = ended(tmp_path, heard)
     assert [event.step for event in heard.of(Restored)] == [2]
@@ -328,7 +392,9 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(
     assert losses == untouched[False][1]
 
 
-def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_stays_full_halves_after_it_was_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the first steps are taken again as they were."""
     honest, asked, freed = Forward.loss, list[int](), list[Any]()
 
@@ -341,7 +407,9 @@ def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path: Path, monk
 
     monkeypatch.setattr(farthing.train.step, "free_cached", freed.append)
     monkeypatch.setattr(Forward, "loss", loss)
-    outcome = workshop.train(make_job(tmp_path, max_steps=4, n_rows=64, global_batch_size=32, micro_batch_tokens=1200))
+    outcome = workshop.train(
+        make_job(tmp_path, max_steps=4, n_rows=64, global_batch_size=32, micro_batch_tokens=1200)
+    )
     assert outcome.state == "finished"
     events = outcome.receipt.out_of_memory
     assert [event["micro_batch_tokens"] for event in events] == sorted(
@@ -365,7 +433,12 @@ def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(
         if isinstance(event, Warned) and "tokens at a time" in event.text:
             raise ZeroDivisionError
 
-    keys: dict[str, Any] = {"max_steps": 2, "n_rows": 32, "global_batch_size": 16, "micro_batch_tokens": 600}
+    keys: dict[str, Any] = {
+        "max_steps": 2,
+        "n_rows": 32,
+        "global_batch_size": 16,
+        "micro_batch_tokens": 600,
+    }
     with monkeypatch.context() as patch:
         patch.setattr(Forward, "loss", loss)
         with pytest.raises(ZeroDivisionError):
@@ -399,7 +472,7 @@ def test_a_restore_without_memory_says_nothing_against_the_checkpoint(
         workshop.train(job, stop)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
         patch.setattr(farthing.train.state, "put_back", Failing(farthing.train.state.put_back, 1))
-        with pytest.raises(OutOfMemory, match=GONE):
+        with pytest.raises(OutOfMemoryError, match=GONE):
             workshop.train(job)
     assert [path for path in (tmp_path / "run/checkpoints").iterdir() if ".bad" in path.name] == []
     assert workshop.train(job).state == "finished"
@@ -413,7 +486,7 @@ def test_checkpoints_without_room_for_a_snapshot_end_the_run_like_a_full_disk(
 
     monkeypatch.setattr(farthing.durability.checkpoint, "_copied", failing)
     heard = Heard()
-    with pytest.raises(SaveFailing):
+    with pytest.raises(SaveError):
         workshop.train(make_job(tmp_path, max_steps=6, save_steps=1), heard)
     assert "the checkpoint of step 1 could not be written" in heard.warnings
 
@@ -432,7 +505,7 @@ def test_the_guard_hears_of_every_write(name: str) -> None:
     guard.enter()
     guard.refuse_half_an_update(0, MemoryError())
     step_of(model, optimizer)
-    with pytest.raises(OutOfMemory, match="step 1"):
+    with pytest.raises(OutOfMemoryError, match="step 1"):
         guard.refuse_half_an_update(0, MemoryError())
     guard.begin()
     guard.refuse_half_an_update(1, MemoryError())
@@ -441,15 +514,28 @@ def test_the_guard_hears_of_every_write(name: str) -> None:
 def test_what_an_update_takes_besides_is_known() -> None:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 512), nn.LayerNorm(512))
     large, small = 4 << 20, 2 << 20
-    expected = {"adamw_torch_fused": 0, "adamw_torch": large + small, "sgd": large, "adamw_torch_offload": 0}
+    expected = {
+        "adamw_torch_fused": 0,
+        "adamw_torch": large + small,
+        "sgd": large,
+        "adamw_torch_offload": 0,
+    }
     assert {name: update_bytes(optimizer_of(model, name)) for name in expected} == expected
     optimizer = optimizer_of(model, "adamw_torch")
-    assert temporary_bytes(optimizer, {"params": list(model.parameters()), "fused": False, "foreach": False}) == large
+    assert (
+        temporary_bytes(
+            optimizer, {"params": list(model.parameters()), "fused": False, "foreach": False}
+        )
+        == large
+    )
 
 
 def test_a_scaler_forgets_a_step_that_failed_and_keeps_its_scale() -> None:
     model = small_model()
-    optimizer, scaler = optimizer_of(model, "adamw_torch_fused"), torch.amp.GradScaler("cpu", init_scale=512.0)
+    optimizer, scaler = (
+        optimizer_of(model, "adamw_torch_fused"),
+        torch.amp.GradScaler("cpu", init_scale=512.0),
+    )
     for _ in range(2):
         scaler.scale(model(torch.ones(2, 24)).sum()).backward()
         scaler.unscale_(optimizer)

@@ -1,4 +1,6 @@
-"""A CPU's own kernels give what transformers and torch give: attention of short documents, norms, gradients of embeddings."""
+"""A CPU's own kernels give what transformers and torch give: attention of short documents, norms,
+gradients of embeddings.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def tokens(n: int, heads: int = 2, width: int = 4) -> Tensor:
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
     """The same in plain operations, a document at a time."""
     found = []
-    parts = (query.split(documents.lengths), key.split(documents.key_lengths), value.split(documents.key_lengths))
+    parts = (
+        query.split(documents.lengths),
+        key.split(documents.key_lengths),
+        value.split(documents.key_lengths),
+    )
     for q, k, v in zip(*parts, strict=True):
         one = plain_attention(*(each.transpose(0, 1)[None] for each in (q, k, v)), None, how)
         found.append(one[0].transpose(0, 1))
@@ -38,9 +44,13 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, 
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("reads_others", [False, True])
-def test_short_documents_are_attended_to_as_one_at_a_time(has_bias: bool, reads_others: bool) -> None:
+def test_short_documents_are_attended_to_as_one_at_a_time(
+    has_bias: bool, reads_others: bool
+) -> None:
     seen = SEEN if reads_others else LENGTHS
-    documents = Documents.of(LENGTHS, "cpu", seen if reads_others else None, reads_others=reads_others)
+    documents = Documents.of(
+        LENGTHS, "cpu", seen if reads_others else None, reads_others=reads_others
+    )
     query, key, value = tokens(sum(LENGTHS)), tokens(sum(seen)), tokens(sum(seen))
     bias = torch.randn(1, 2, 9, 9)
     if not reads_others:
@@ -53,7 +63,11 @@ def test_short_documents_are_attended_to_as_one_at_a_time(has_bias: bool, reads_
     found = over_documents(query, key, value, documents, replace(how, is_short=True))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     given = torch.randn_like(wanted)
-    pairs = zip(torch.autograd.grad(found, inputs, given), torch.autograd.grad(wanted, inputs, given), strict=True)
+    pairs = zip(
+        torch.autograd.grad(found, inputs, given),
+        torch.autograd.grad(wanted, inputs, given),
+        strict=True,
+    )
     for own, plain in pairs:
         torch.testing.assert_close(own, plain, rtol=1e-4, atol=1e-6)
 
@@ -66,19 +80,25 @@ def test_what_is_dropped_of_weights_is_dropped_of_their_gradients() -> None:
         torch.manual_seed(3)
         return short_attention(*inputs, documents, 0.5, None, 0.4)
 
-    # in double precision the softmax's backward pass is asked for fp32, so differences are taken of the values alone
+    # in double precision the softmax's backward pass is asked for fp32, so differences are taken of
+    # the values alone
     direction = torch.randn_like(value)
     step = 1e-4
-    numeric = (drawn(query, key, value + step * direction) - drawn(query, key, value - step * direction)) / (2 * step)
+    numeric = (
+        drawn(query, key, value + step * direction) - drawn(query, key, value - step * direction)
+    ) / (2 * step)
     given = torch.randn_like(numeric)
     (of_value,) = torch.autograd.grad(drawn(query, key, value), value, given)
     torch.testing.assert_close((of_value * direction).sum(), (given * numeric).sum())
-    assert not torch.equal(drawn(query, key, value), short_attention(query, key, value, documents, 0.5, None, 0.0))
+    assert not torch.equal(
+        drawn(query, key, value), short_attention(query, key, value, documents, 0.5, None, 0.0)
+    )
 
 
 @pytest.mark.parametrize(
-    "change", ["fp16", "long", "causal", "shared keys", "shared heads", "an older run"],
-)  # fmt: skip
+    "change",
+    ["fp16", "long", "causal", "shared keys", "shared heads", "an older run"],
+)
 def test_other_attention_is_left_to_others(change: str) -> None:
     lengths = (200, 4) if change == "long" else LENGTHS
     documents = Documents.of(lengths)
@@ -93,8 +113,25 @@ def test_other_attention_is_left_to_others(change: str) -> None:
 
 def kinds() -> list[Any]:
     """The classes that `KINDS` names, where this version of transformers has them."""
-    families = ("exaone4", "granite", "llama", "ministral", "mistral", "mixtral", "mt5", "olmo2", "olmo3", "phi3", "qwen2",
-                "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "t5", "umt5")  # fmt: skip
+    families = (
+        "exaone4",
+        "granite",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "mt5",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "t5",
+        "umt5",
+    )
     found = {}
     for family in families:
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -142,7 +179,9 @@ def test_gradients_of_embeddings_are_added_by_rows(padding: int | None, is_tied:
         assert embedding.weight.grad is not None
         return embedding.weight.grad
 
-    torch.testing.assert_close(gradient(True), gradient(False), rtol=1e-4, atol=1e-4 if is_tied else 1e-6)
+    torch.testing.assert_close(
+        gradient(True), gradient(False), rtol=1e-4, atol=1e-4 if is_tied else 1e-6
+    )
 
 
 def test_embeddings_that_are_small_or_frozen_are_left_alone() -> None:

@@ -21,7 +21,12 @@ ROOT = Path(__file__).parent.parent
 def run(*words: object, cwd: Path) -> str:
     """What a command prints; a failure with it when it fails."""
     done = subprocess.run(
-        [str(word) for word in words], cwd=cwd, capture_output=True, text=True, timeout=900, check=False
+        [str(word) for word in words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -36,13 +41,17 @@ def test_every_place_says_the_same_version() -> None:
 def test_the_image_takes_the_locked_versions_and_extras_that_exist() -> None:
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
     installs = [line for line in lines if line.startswith("RUN pip install")]
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
     assert len(installs) == 2
     for line in installs:
         assert "-c constraints.txt" in line
         (named,) = re.findall(r"'\.\[(.*)\]'", line)
         assert set(named.split(",")) <= extras.keys()
-    copied = " ".join(line.removeprefix("COPY ") for line in lines if line.startswith("COPY ")).split()
+    copied = " ".join(
+        line.removeprefix("COPY ") for line in lines if line.startswith("COPY ")
+    ).split()
     assert all((ROOT / name).exists() for name in copied if name not in ("./", "src"))
 
 
@@ -58,14 +67,26 @@ def test_a_wheel_is_built_checked_installed_alone_and_trains_the_demo(tmp_path: 
     source.mkdir()
     for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copytree(
+        ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
     run(sys.executable, "-m", "build", "--outdir", tmp_path / "dist", source, cwd=tmp_path)
     files = sorted((tmp_path / "dist").iterdir())
     assert [file.suffix for file in files] == [".whl", ".gz"]
     run(sys.executable, "-m", "twine", "check", "--strict", *files, cwd=tmp_path)
     venv.create(tmp_path / "empty", with_pip=True)
     python = tmp_path / "empty/bin/python"
-    run(python, "-m", "pip", "install", "--quiet", "-c", source / "constraints.txt", files[0], cwd=tmp_path)
+    run(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "-c",
+        source / "constraints.txt",
+        files[0],
+        cwd=tmp_path,
+    )
     farthing_there = tmp_path / "empty/bin/farthing"
     assert farthing.__version__ in run(farthing_there, "--version", cwd=tmp_path)
     run(farthing_there, "init", "--demo", cwd=tmp_path)
@@ -73,7 +94,8 @@ def test_a_wheel_is_built_checked_installed_alone_and_trains_the_demo(tmp_path: 
     told = run(
         python,
         "-c",
-        "import farthing; p = farthing.plan('demo/job.yaml'); print(farthing.__version__, len(p.choices))",
+        "import farthing; p = farthing.plan('demo/job.yaml'); print(farthing.__version__,"
+        " len(p.choices))",
         cwd=tmp_path,
     )
     assert told.startswith(farthing.__version__)

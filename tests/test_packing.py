@@ -1,4 +1,6 @@
-"""Pieces of a token budget: whole, balanced, within the budget, and together what one padded batch is."""
+"""Pieces of a token budget: whole, balanced, within the budget, and together what one padded batch
+is.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ CLOSE = 1e-5
 
 
 def some_lengths(seed: int) -> NDArray[np.int64]:
-    """Lengths as chats have them, as instructions have them, all equal, or two sorts; now and then one giant."""
+    """Lengths as chats have them, as instructions have them, all equal, or two sorts; now and then
+    one giant.
+    """
     draw = np.random.default_rng(seed)
     n = int(draw.integers(1, 200))
     kinds: list[Callable[[], Any]] = [
@@ -49,7 +53,9 @@ def some_lengths(seed: int) -> NDArray[np.int64]:
     return np.clip(kinds[seed % 4](), 1, 2048).astype(np.int64)
 
 
-def token_set(lengths: NDArray[np.int64], seed: int = 0, n_labels: int = 0, **sizes: Any) -> TokenSet:
+def token_set(
+    lengths: NDArray[np.int64], seed: int = 0, n_labels: int = 0, **sizes: Any
+) -> TokenSet:
     """Random examples of these lengths; the last two thirds of each is its target."""
     draw = np.random.default_rng(seed)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -84,7 +90,9 @@ def test_flat_pieces_hold_every_example_once_within_the_budget(seed: int) -> Non
         assert (np.diff(lengths[piece]) <= 0).all()
     shared = [load for load, piece in zip(loads, pieces, strict=True) if load < budget]
     if len(shared) > 1:  # nearly equal: by less than the longest of them
-        longest = max(int(lengths[piece].max()) for piece in pieces if lengths[piece].sum() < budget)
+        longest = max(
+            int(lengths[piece].max()) for piece in pieces if lengths[piece].sum() < budget
+        )
         assert max(shared) - min(shared) <= longest
     rest = [load for load in loads if load < budget]
     assert len(rest) <= 2 * -(-sum(rest) // budget) + 1
@@ -109,11 +117,15 @@ def test_a_step_that_fits_is_one_piece() -> None:
 
 @pytest.mark.parametrize("two_sides", [False, True])
 @pytest.mark.parametrize("seed", range(16))
-def test_padded_pieces_hold_every_example_once_within_budget_and_share(seed: int, two_sides: bool) -> None:
+def test_padded_pieces_hold_every_example_once_within_budget_and_share(
+    seed: int, two_sides: bool
+) -> None:
     lengths = some_lengths(seed)
     targets = np.random.default_rng(seed).integers(1, 50, len(lengths)) if two_sides else None
     examples = permutation(len(lengths), seed, 0)
-    pieces = split_padded(examples, lengths, 2048, target_lengths=targets, cost=MicroBatchCost(0, 0))
+    pieces = split_padded(
+        examples, lengths, 2048, target_lengths=targets, cost=MicroBatchCost(0, 0)
+    )
     assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
     sizes = lengths[:, None] if targets is None else np.stack([lengths, targets], 1)
     computed = [padded_tokens(sizes[piece]) for piece in pieces]
@@ -131,8 +143,15 @@ def test_equal_lengths_are_not_split_further_than_the_budget_asks() -> None:
 
 def test_no_piece_is_split_for_less_than_a_micro_batch_costs() -> None:
     lengths = np.array([100, 100, 60, 60, 20, 19])
-    assert [piece.tolist() for piece in split_padded(np.arange(6), lengths, 1000)] == [[0, 1], [2, 3], [4, 5]]
-    assert [len(piece) for piece in split_padded(np.arange(6), lengths, 1000, cost=MicroBatchCost(0, 100))] == [4, 2]
+    assert [piece.tolist() for piece in split_padded(np.arange(6), lengths, 1000)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+    assert [
+        len(piece)
+        for piece in split_padded(np.arange(6), lengths, 1000, cost=MicroBatchCost(0, 100))
+    ] == [4, 2]
     assert len(split_padded(np.arange(6), lengths, 1000, cost=MicroBatchCost(0, 300))) == 1
 
 
@@ -218,15 +237,23 @@ def flat_loss(model: Any, batch: dict[str, Any], task: str) -> torch.Tensor:
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("task", ["causal-lm", "classification"])
-def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task: str, method: str, budget: int) -> None:
-    tokens = token_set(np.array([7, 1, 12, 12, 3, 1, 20, 33, 5, 5]), n_labels=3 if task == "classification" else 0)
+def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(
+    task: str, method: str, budget: int
+) -> None:
+    tokens = token_set(
+        np.array([7, 1, 12, 12, 3, 1, 20, 33, 5, 5]), n_labels=3 if task == "classification" else 0
+    )
     examples, model = np.arange(len(tokens)), model_of(task, method)
     n_targets = tokens.n_targets(examples)
-    padded = {name: torch.from_numpy(array) for name, array in collate(tokens, examples, task, 1).items()}
+    padded = {
+        name: torch.from_numpy(array) for name, array in collate(tokens, examples, task, 1).items()
+    }
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
-        found = torch.autograd.grad(loss / n_targets, list(named.values()), allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(
+            loss / n_targets, list(named.values()), allow_unused=True, materialize_grads=True
+        )
         return list(found)
 
     loss = summed_loss(model, padded, task)[0]
@@ -249,12 +276,17 @@ def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task: st
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_the_head_that_pays_for_labelled_positions_takes_flat_batches(method: str) -> None:
     tokens, model = token_set(np.array([7, 1, 12, 12])), model_of("causal-lm", method)
-    padded = {name: torch.from_numpy(array) for name, array in collate(tokens, range(4), "causal-lm", 1).items()}
+    padded = {
+        name: torch.from_numpy(array)
+        for name, array in collate(tokens, range(4), "causal-lm", 1).items()
+    }
     named = [p for p in model.parameters() if p.requires_grad]
     whole = summed_loss(model, padded, "causal-lm")[0]
     theirs = torch.autograd.grad(whole, named)
     go_packed(model)
-    ours = language_model_loss(model, packed_batch(collate_packed(tokens, range(4), "causal-lm")), "causal-lm")
+    ours = language_model_loss(
+        model, packed_batch(collate_packed(tokens, range(4), "causal-lm")), "causal-lm"
+    )
     assert float(ours.detach()) == pytest.approx(float(whole.detach()), rel=CLOSE)
     for one, other in zip(torch.autograd.grad(ours, named), theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -263,14 +295,19 @@ def test_the_head_that_pays_for_labelled_positions_takes_flat_batches(method: st
 # ---- real lengths ----
 
 
-def real_lengths(data_dir: Path, file: str, tokenizer: str, *columns: str) -> list[NDArray[np.int64]]:
+def real_lengths(
+    data_dir: Path, file: str, tokenizer: str, *columns: str
+) -> list[NDArray[np.int64]]:
     """Tokens of each column of the first 1,500 rows."""
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / tokenizer)
     with open(data_dir / file, encoding="utf-8") as lines:
         rows = [json.loads(line) for line, _ in zip(lines, range(1500), strict=False)]
-    return [np.array([len(ids) for ids in encode([row[column] for row in rows])["input_ids"]]) for column in columns]
+    return [
+        np.array([len(ids) for ids in encode([row[column] for row in rows])["input_ids"]])
+        for column in columns
+    ]
 
 
 @pytest.mark.parametrize("batch", thinned([32, 128], 2))
@@ -279,14 +316,18 @@ def test_almost_all_computed_tokens_of_real_sets_are_useful(
     costs: int, least: float, batch: int, data_dir: Path
 ) -> None:
     reviews, sentences = real_lengths(data_dir, "e2e_nlg_dev_test.jsonl", "t5", "input", "target")
-    texts = np.minimum(real_lengths(data_dir, "complaints_narratives.jsonl", "bert-base-uncased", "text")[0], 512)
+    texts = np.minimum(
+        real_lengths(data_dir, "complaints_narratives.jsonl", "bert-base-uncased", "text")[0], 512
+    )
     for lengths, targets in ((reviews, sentences), (texts, None)):
         sizes = lengths[:, None] if targets is None else np.stack([lengths, targets], 1)
         useful = computed = 0
         order = permutation(len(lengths), 0, 0)
         for start in range(0, len(order) - batch, batch):
             step = order[start : start + batch]
-            pieces = split_padded(step, lengths, 8192, target_lengths=targets, cost=MicroBatchCost(0, costs))
+            pieces = split_padded(
+                step, lengths, 8192, target_lengths=targets, cost=MicroBatchCost(0, costs)
+            )
             useful += int(sum(sizes[piece].sum() for piece in pieces))
             computed += sum(padded_tokens(sizes[piece]) for piece in pieces)
         assert useful >= least * computed
@@ -294,7 +335,9 @@ def test_almost_all_computed_tokens_of_real_sets_are_useful(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_splitting_with_a_floor_of_costs_is_never_more_expensive(seed: int) -> None:
-    """On a GPU a small piece takes as long as its launches: neither one batch nor a processor's cut is cheaper."""
+    """On a GPU a small piece takes as long as its launches: neither one batch nor a processor's cut
+    is cheaper.
+    """
     lengths = some_lengths(seed)
     on_gpu = MicroBatchCost(2048, 256)
 
@@ -305,4 +348,6 @@ def test_splitting_with_a_floor_of_costs_is_never_more_expensive(seed: int) -> N
     assert cost(cost=on_gpu) <= cost()
     assert cost(cost=on_gpu) <= cost(least_share=0.0)
     few = split_padded(np.arange(len(lengths)), lengths, 16_384, cost=MicroBatchCost(10**6, 0))
-    assert len(few) == len(split_padded(np.arange(len(lengths)), lengths, 16_384, least_share=0.0)), "nothing to gain"
+    assert len(few) == len(
+        split_padded(np.arange(len(lengths)), lengths, 16_384, least_share=0.0)
+    ), "nothing to gain"

@@ -1,4 +1,6 @@
-"""Encoder-decoder models over documents laid end to end: the losses and gradients of one example at a time, and no leak."""
+"""Encoder-decoder models over documents laid end to end: the losses and gradients of one example at
+a time, and no leak.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,30 @@ QUIET: dict[str, Any] = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in sorted(PACKED["seq2seq"])},
-    "flan-t5": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 1}),
-    "bart, scaled": ("bart", {"scale_embedding": True, "decoder_layers": 2, "tie_word_embeddings": False}),
+    "flan-t5": (
+        "t5",
+        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 1},
+    ),
+    "bart, scaled": (
+        "bart",
+        {"scale_embedding": True, "decoder_layers": 2, "tie_word_embeddings": False},
+    ),
 }
 
 
 def model_of(name: str, **others: Any) -> Any:
-    """A small model in training mode without dropout, its weights drawn so that places and distances matter."""
+    """A small model in training mode without dropout, its weights drawn so that places and
+    distances matter.
+    """
     kind, own = FAMILIES[name]
     known = set(AutoConfig.for_model(kind).to_dict())
-    model = small(kind, AutoModelForSeq2SeqLM, **{key: QUIET[key] for key in QUIET if key in known}, **own, **others)
+    model = small(
+        kind,
+        AutoModelForSeq2SeqLM,
+        **{key: QUIET[key] for key in QUIET if key in known},
+        **own,
+        **others,
+    )
     with torch.no_grad():
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_()
@@ -58,18 +74,30 @@ def by_itself(model: Any, tokens: TokenSet, index: int, smoothing: float = 0.0) 
     """The loss of one example by plain transformers."""
     ids, is_target = (torch.from_numpy(part.astype(np.int64)) for part in tokens.example(index))
     source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
-    logits = model(input_ids=source, attention_mask=torch.ones_like(source), labels=labels, use_cache=False).logits[0]
+    logits = model(
+        input_ids=source, attention_mask=torch.ones_like(source), labels=labels, use_cache=False
+    ).logits[0]
     return F.cross_entropy(logits, labels[0], reduction="sum", label_smoothing=smoothing)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("name", thinned(FAMILIES, 3))
-def test_losses_and_gradients_are_those_of_one_example_at_a_time(name: str, smoothing: float) -> None:
+def test_losses_and_gradients_are_those_of_one_example_at_a_time(
+    name: str, smoothing: float
+) -> None:
     model, tokens = model_of(name), examples_of(LENGTHS)
-    tokens.ids[tokens.offsets[4] + 2] = model.config.pad_token_id  # in the midst of a source; some count no padding
-    alone = torch.stack([by_itself(model, tokens, index, smoothing) for index in range(len(LENGTHS))])
+    tokens.ids[tokens.offsets[4] + 2] = (
+        model.config.pad_token_id
+    )  # in the midst of a source; some count no padding
+    alone = torch.stack(
+        [by_itself(model, tokens, index, smoothing) for index in range(len(LENGTHS))]
+    )
     (alone.sum() / 100).backward()
-    expected = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    expected = {
+        name: weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }
     model.zero_grad()
     forward = Forward(model, "seq2seq", model.config.pad_token_id, CPU, label_smoothing=smoothing)
     assert forward.is_packed, forward.why_padded
@@ -83,7 +111,10 @@ def test_losses_and_gradients_are_those_of_one_example_at_a_time(name: str, smoo
         assert loss.item() == pytest.approx(alone.sum().item(), rel=1e-5)
         for weight_name, gradient in expected.items():
             weight = model.get_parameter(weight_name)
-            assert (weight.grad - gradient).norm() <= 2e-5 * max(1e-2, gradient.norm()), (weight_name, every)
+            assert (weight.grad - gradient).norm() <= 2e-5 * max(1e-2, gradient.norm()), (
+                weight_name,
+                every,
+            )
         model.zero_grad()
     if not smoothing:
         with torch.no_grad():
@@ -91,8 +122,12 @@ def test_losses_and_gradients_are_those_of_one_example_at_a_time(name: str, smoo
         assert of_each.tolist() == pytest.approx(alone.tolist(), rel=1e-5)
 
 
-def test_parts_with_a_configuration_of_their_own_get_the_attention_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.17 sets that of the whole model alone where a part's configuration is a copy of the same class."""
+def test_parts_with_a_configuration_of_their_own_get_the_attention_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers 5.17 sets that of the whole model alone where a part's configuration is a copy
+    of the same class.
+    """
 
     def of_itself(self: Any, name: str) -> None:
         self.config._attn_implementation_internal = name
@@ -118,7 +153,8 @@ def test_a_changed_neighbour_changes_nothing_in_a_document(name: str) -> None:
     everything = np.arange(len(LENGTHS))
     with torch.no_grad():
         before, after = (
-            forward.loss_and_log_probs(forward.to_device(forward.collate(each, everything)))[1] for each in (one, other)
+            forward.loss_and_log_probs(forward.to_device(forward.collate(each, everything)))[1]
+            for each in (one, other)
         )
     assert before[0] != after[0]
     assert torch.equal(before[1:], after[1:])
@@ -129,7 +165,8 @@ def test_a_run_that_began_padded_goes_on_padded_to_the_same_bits(
 ) -> None:
     """One that an earlier version began has no word of it in its settings."""
     job, other = (
-        workshop.make_job(tmp_path / name, family="t5", max_steps=4, save_steps=2, probe=False) for name in ("a", "b")
+        workshop.make_job(tmp_path / name, family="t5", max_steps=4, save_steps=2, probe=False)
+        for name in ("a", "b")
     )
     with monkeypatch.context() as before:  # as it was computed then
         before.setattr("farthing.model.forward.can_go_packed", lambda *_: "padded then")
@@ -159,7 +196,12 @@ def test_a_classifier_that_began_with_a_whole_last_layer_goes_on_with_it(
 
 def test_a_run_is_packed_evaluated_and_has_texts_written(tmp_path: Path) -> None:
     rows = workshop.rows_of("t5", 6, seed=3)
-    keys = {"max_steps": 2, "probe": False, "predict_with_generate": True, "data": {"max_target_length": 24}}
+    keys = {
+        "max_steps": 2,
+        "probe": False,
+        "predict_with_generate": True,
+        "data": {"max_target_length": 24},
+    }
     job = workshop.make_job(tmp_path, family="t5", eval_rows=rows, **keys)
     assert workshop.train(job).state == "finished"
     log = workshop.log_of(job)
@@ -176,7 +218,9 @@ def test_a_head_with_an_adapter_is_padded_where_labels_are_smoothed() -> None:
         forward = Forward(model, "seq2seq", 1, CPU, label_smoothing=smoothing)
         assert forward.is_packed == (smoothing == 0)
         alone = sum(summed(forward, tokens, [index]).item() for index in range(len(LENGTHS)))
-        assert summed(forward, tokens, list(range(len(LENGTHS)))).item() == pytest.approx(alone, rel=1e-5)
+        assert summed(forward, tokens, list(range(len(LENGTHS)))).item() == pytest.approx(
+            alone, rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["bart", "m2m_100", "t5"])
@@ -188,14 +232,23 @@ def test_texts_are_those_that_are_written_for_one_example_at_a_time(name: str) -
     tokenizer = Spelling()
     examples = np.arange(len(LENGTHS))
     with torch.no_grad():
-        found = write_texts(forward, tokens, examples, 0, Writing(tokenizer, 5), micro_batch_tokens=64)
+        found = write_texts(
+            forward, tokens, examples, 0, Writing(tokenizer, 5), micro_batch_tokens=64
+        )
     for index, text in enumerate(found.predictions or ()):
         ids, is_target = (torch.from_numpy(part.astype(np.int64)) for part in tokens.example(index))
         source = ids[is_target == 0][None]
         alone = model.generate(
-            input_ids=source, attention_mask=torch.ones_like(source), max_new_tokens=5, do_sample=False, num_beams=1
+            input_ids=source,
+            attention_mask=torch.ones_like(source),
+            max_new_tokens=5,
+            do_sample=False,
+            num_beams=1,
         )
-        assert text.split() == tokenizer.batch_decode(alone.numpy(), skip_special_tokens=True)[0].split(), index
+        assert (
+            text.split()
+            == tokenizer.batch_decode(alone.numpy(), skip_special_tokens=True)[0].split()
+        ), index
     assert len({*(found.predictions or ())}) > 1
 
 

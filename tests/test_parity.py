@@ -1,4 +1,6 @@
-"""The loop against plain `transformers`: same examples, same losses, same gradients, however the batch is cut."""
+"""The loop against plain `transformers`: same examples, same losses, same gradients, however the
+batch is cut.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,24 @@ def quiet(event: Event) -> None:
 def rows_for(task: str, n: int = 100) -> list[dict[str, str]]:
     rows = demo_rows(n, seed=3)
     if task == "causal-lm":
-        return [row if i % 3 else {**row, "completion": row["completion"] * (i % 5 + 1)} for i, row in enumerate(rows)]
+        return [
+            row if i % 3 else {**row, "completion": row["completion"] * (i % 5 + 1)}
+            for i, row in enumerate(rows)
+        ]
     if task == "seq2seq":
         return [{"input": row["prompt"], "target": row["completion"].strip()} for row in rows]
     return [
-        {"text": row["prompt"] * (i % 4 + 1), "label": row["prompt"].split("food: ")[1].split(";")[0]}
+        {
+            "text": row["prompt"] * (i % 4 + 1),
+            "label": row["prompt"].split("food: ")[1].split(";")[0],
+        }
         for i, row in enumerate(rows)
     ]
 
 
-def job_for(task: str, folder: Path, name: str = "run", method: str = "full", **train_keys: Any) -> Job:
+def job_for(
+    task: str, folder: Path, name: str = "run", method: str = "full", **train_keys: Any
+) -> Job:
     if not (folder / "model").exists():
         rows = rows_for(task)
         texts = [" ".join(row.values()) for row in rows]
@@ -94,7 +104,9 @@ def open_run(job: Job) -> Attempt:
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
     context = Context(folder, "test", meter, ledger, Notice(), quiet)
     settings = first_settings(job, context, inputs, numerics, train_examples, None)
-    return assemble(job, context, inputs, numerics, model, (train_examples, eval_examples), None, settings)
+    return assemble(
+        job, context, inputs, numerics, model, (train_examples, eval_examples), None, settings
+    )
 
 
 def cut_by_rows(examples: Any, most: int) -> list[Any]:
@@ -105,7 +117,11 @@ def accumulate(run: Attempt, pieces: list[Any]) -> Sums:
     """Gradients of the first step, cut like this."""
     tokens = run.train_examples.tokens
     ready = micro_batches(
-        0, 1, run.batches.examples_of, lambda _: in_one_lane(pieces), lambda e: run.forward.collate(tokens, e)
+        0,
+        1,
+        run.batches.examples_of,
+        lambda _: in_one_lane(pieces),
+        lambda e: run.forward.collate(tokens, e),
     )
     return run.steps.accumulate(ready)
 
@@ -118,7 +134,8 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 def plain_loop(
     task: str, folder: Path, steps: list[list[int]], optim: str = "adamw_torch"
 ) -> tuple[list[float], list[float], Any, list[Any]]:
-    """Losses, gradient norms, model and the first step's gradients of a loop that knows nothing of farthing's data.
+    """Losses, gradient norms, model and the first step's gradients of a loop that knows nothing of
+    farthing's data.
 
     One example at a time, tokenized by the tokenizer's own call, with the library's own loss.
     """
@@ -126,10 +143,18 @@ def plain_loop(
     tokenizer, rows = load_tokenizer(choice, None), rows_for(task)
     names = tuple(FOODS) if task == "classification" else ()
     model: Any = load_model(
-        choice, load_config(choice), task, dtype=torch.float32, seed=SEED, label_names=names, pad_id=0
+        choice,
+        load_config(choice),
+        task,
+        dtype=torch.float32,
+        seed=SEED,
+        label_names=names,
+        pad_id=0,
     )
     model.train()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+        model.parameters(), lr=RATE, weight_decay=0.0
+    )
     if optim == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=SGD_RATE)
     scheduler = get_linear_schedule_with_warmup(optimizer, 2, len(steps))
@@ -139,11 +164,16 @@ def plain_loop(
         for index in step:
             row = rows[index]
             if task == "causal-lm":
-                ids = tokenizer(row["prompt"] + row["completion"])["input_ids"] + [tokenizer.eos_token_id]
+                ids = tokenizer(row["prompt"] + row["completion"])["input_ids"] + [
+                    tokenizer.eos_token_id
+                ]
                 n_prompt = len(tokenizer(row["prompt"])["input_ids"])
                 labels = [-100] * n_prompt + ids[n_prompt:]
             elif task == "seq2seq":
-                ids, labels = tokenizer(row["input"])["input_ids"], tokenizer(row["target"])["input_ids"]
+                ids, labels = (
+                    tokenizer(row["input"])["input_ids"],
+                    tokenizer(row["target"])["input_ids"],
+                )
             else:
                 ids, labels = tokenizer(row["text"])["input_ids"], [FOODS.index(row["label"])]
             inputs.append((torch.tensor([ids]), torch.tensor([labels])))
@@ -151,8 +181,14 @@ def plain_loop(
         total = 0.0
         for ids, labels in inputs:
             share = int((labels != -100).sum()) / n_targets
-            output = model(input_ids=ids, labels=labels) if task != "classification" else model(input_ids=ids)
-            loss = output.loss if task != "classification" else cross_entropy(output.logits, labels[0])
+            output = (
+                model(input_ids=ids, labels=labels)
+                if task != "classification"
+                else model(input_ids=ids)
+            )
+            loss = (
+                output.loss if task != "classification" else cross_entropy(output.logits, labels[0])
+            )
             (loss * share).backward()
             total += float(loss.detach()) * share
         if not first:
@@ -165,8 +201,12 @@ def plain_loop(
     return losses, norms, model, first
 
 
-def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str = "") -> None:
-    """Tensor by tensor, relative to its own size; one that is rounding noise (a key's bias) to the whole's."""
+def assert_close(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str = ""
+) -> None:
+    """Tensor by tensor, relative to its own size; one that is rounding noise (a key's bias) to the
+    whole's.
+    """
     assert ours.keys() == theirs.keys()
     floor = 1e-4 * float(torch.stack([tensor.norm() for tensor in theirs.values()]).norm())
     assert floor > 0
@@ -176,7 +216,9 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
 
 
 @pytest.mark.parametrize("task", thinned(TASKS, 3))
-def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(task: str, tmp_path: Path) -> None:
+def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(
+    task: str, tmp_path: Path
+) -> None:
     job = job_for(task, tmp_path)
     train(job, quiet)
     rows = logged(Path(job.output_dir))
@@ -184,31 +226,40 @@ def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(t
     losses, _, reference, first = plain_loop(task, tmp_path, [row["examples"] for row in rows])
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=CLOSE)
 
-    # AdamW divides tiny gradients by their own size, which blows rounding up; by SGD every gradient can be followed
+    # AdamW divides tiny gradients by their own size, which blows rounding up; by SGD every gradient
+    # can be followed
     job = job_for(task, tmp_path, "sgd", optim="sgd", learning_rate=SGD_RATE)
     train(job, quiet)
     rows = logged(Path(job.output_dir))
     losses, norms, _, _ = plain_loop(task, tmp_path, [row["examples"] for row in rows], "sgd")
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=CLOSE)
-    # rounding grows along the way, and differs from processor to processor: 2e-5 at step 15 on one of them
+    # rounding grows along the way, and differs from processor to processor: 2e-5 at step 15 on one
+    # of them
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=10 * CLOSE)
 
     run = open_run(job_for(task, tmp_path, "again"))
     accumulate(run, cut_by_rows(run.batches.examples_of(0), 5))
-    theirs = {name: gradient for (name, _), gradient in zip(reference.named_parameters(), first, strict=True)}
+    theirs = {
+        name: gradient
+        for (name, _), gradient in zip(reference.named_parameters(), first, strict=True)
+    }
     assert_close({name: p.grad for name, p in run.model.named_parameters()}, theirs)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("task", TASKS)
-def test_every_way_of_cutting_the_batch_gives_the_same_gradients(task: str, method: str, tmp_path: Path) -> None:
+def test_every_way_of_cutting_the_batch_gives_the_same_gradients(
+    task: str, method: str, tmp_path: Path
+) -> None:
     run = open_run(job_for(task, tmp_path, method=method))
     examples = run.batches.examples_of(0)
 
     def gradients(pieces: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
         run.optimizer.zero_grad(set_to_none=True)
         sums = accumulate(run, pieces)
-        grads = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+        grads = {
+            name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
+        }
         return float(torch.stack(sums.losses).sum()), grads
 
     loss, whole = gradients(cut_by_rows(examples, 16))
@@ -233,7 +284,9 @@ def test_twenty_losses_do_not_depend_on_the_cut(task: str, tmp_path: Path) -> No
 
 
 def test_the_last_partial_batch_of_an_epoch_is_divided_by_its_own_targets(tmp_path: Path) -> None:
-    job = job_for("causal-lm", tmp_path, global_batch_size=32, max_steps=4)  # 100 rows: 32, 32, 32, 4
+    job = job_for(
+        "causal-lm", tmp_path, global_batch_size=32, max_steps=4
+    )  # 100 rows: 32, 32, 32, 4
     train(job, quiet)
     rows = logged(Path(job.output_dir))
     assert [len(row["examples"]) for row in rows] == [32, 32, 32, 4]

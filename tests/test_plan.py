@@ -1,4 +1,6 @@
-"""The plan: what fits, what it costs, how it is ranked, what stands in the way, and that advice can be followed."""
+"""The plan: what fits, what it costs, how it is ranked, what stands in the way, and that advice can
+be followed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from farthing.data.packing import ON_CPU
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner import recipe as recipe_wing
 from farthing.planner.confidence import speed_error
 from farthing.planner.inputs import estimate_of
@@ -26,7 +28,16 @@ from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.software import Torch
 from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.spot import Interruptions
-from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected, place_of, up_front
+from farthing.planner.types import (
+    Answer,
+    Assumptions,
+    JobSpec,
+    Place,
+    Plan,
+    Rejected,
+    place_of,
+    up_front,
+)
 from farthing.planner.uptime import Weibull
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Billing, Offer
@@ -68,12 +79,29 @@ def wanted_of(model: str = "meta-llama/Llama-3.2-1B", **changes: Any) -> JobSpec
 
 
 def offer_of(
-    gpu: str, usd: float, n_gpus: int = 1, *, spot: bool = False, provider: str = "A", zone: str = ""
+    gpu: str,
+    usd: float,
+    n_gpus: int = 1,
+    *,
+    spot: bool = False,
+    provider: str = "A",
+    zone: str = "",
 ) -> Offer:
     """Machines by the hour, whole, without other terms."""
     return Offer(
-        provider, "", gpu, n_gpus, "here", zone, spot, "machine_hour", usd, "made", TODAY, Billing(provider)
-    )  # fmt: skip
+        provider,
+        "",
+        gpu,
+        n_gpus,
+        "here",
+        zone,
+        spot,
+        "machine_hour",
+        usd,
+        "made",
+        TODAY,
+        Billing(provider),
+    )
 
 
 def place(gpu: str, usd: float, n_gpus: int = 1, **more: Any) -> Place:
@@ -84,10 +112,29 @@ def place(gpu: str, usd: float, n_gpus: int = 1, **more: Any) -> Place:
 
 
 MARKET = [
-    *(place("A100-80GB", 2.5), place("H100-80GB", 3.5), place("RTX 4090", 0.5), place("RTX 4090", 1.0, 2)),
-    *(place("L4", 0.6), place("T4", 0.3), place("A10G", 1.0), place("A100-40GB", 1.3, provider="B")),
-    *(place("A100-80GB", 1.25, spot=True), place("H100-80GB", 14.0, 4), place("RTX 3090", 0.3, provider="C")),
-    *(place("V100-16GB", 0.8), place("A100-80GB", 5.0, 2), place("T4", 0.1, spot=True), place("L40S", 1.2)),
+    *(
+        place("A100-80GB", 2.5),
+        place("H100-80GB", 3.5),
+        place("RTX 4090", 0.5),
+        place("RTX 4090", 1.0, 2),
+    ),
+    *(
+        place("L4", 0.6),
+        place("T4", 0.3),
+        place("A10G", 1.0),
+        place("A100-40GB", 1.3, provider="B"),
+    ),
+    *(
+        place("A100-80GB", 1.25, spot=True),
+        place("H100-80GB", 14.0, 4),
+        place("RTX 3090", 0.3, provider="C"),
+    ),
+    *(
+        place("V100-16GB", 0.8),
+        place("A100-80GB", 5.0, 2),
+        place("T4", 0.1, spot=True),
+        place("L40S", 1.2),
+    ),
 ]
 
 
@@ -120,13 +167,18 @@ def test_parts_add_up_and_ranges_hold_what_is_likely() -> None:
         assert plan.total_usd == pytest.approx(sum(plan.usd.values()))
         assert min(plan.seconds.values()) > 0
         assert plan.seconds["training"] == pytest.approx(answer.n_steps * plan.step.seconds)
-        for known, likely in ((plan.hours_range, plan.wall_s / H), (plan.usd_range, plan.total_usd)):
+        for known, likely in (
+            (plan.hours_range, plan.wall_s / H),
+            (plan.usd_range, plan.total_usd),
+        ):
             assert 0 <= known.low < known.likely < known.high
             assert known.likely == pytest.approx(likely)
         assert plan.memory_range.likely <= plan.place.memory_bytes
         assert tokens_of(plan.recipe) >= 32 * wanted_of().lengths.mean
         waited_s = plan.seconds.get("waiting", 0.0)
-        assert plan.usd["compute"] == pytest.approx((plan.wall_s - waited_s) / H * (plan.offer.usd_per_hour or 0))
+        assert plan.usd["compute"] == pytest.approx(
+            (plan.wall_s - waited_s) / H * (plan.offer.usd_per_hour or 0)
+        )
 
 
 def test_micro_batches_are_budgets_of_tokens() -> None:
@@ -152,28 +204,44 @@ def test_documents_end_to_end_have_no_padding_and_padded_ones_little() -> None:
     assert flat.step.n_padded_tokens == pytest.approx(flat.step.n_tokens)
     padded = only(decide(wanted_of(may_go_packed=False), [place("A100-80GB", 2.0)]))
     assert not padded.recipe.stack.is_packed
-    assert 1 < padded.step.n_padded_tokens / padded.step.n_tokens < 1.15, "as far as pieces pay for themselves"
+    assert 1 < padded.step.n_padded_tokens / padded.step.n_tokens < 1.15, (
+        "as far as pieces pay for themselves"
+    )
     assert padded.step.seconds > flat.step.seconds
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches(method: str) -> None:
-    """FLAN-T5-base with short pairs on an RTX 4090: cut as for a CPU, launches would be most of the step."""
+    """FLAN-T5-base with short pairs on an RTX 4090: cut as for a CPU, launches would be most of the
+    step.
+    """
     rng = np.random.default_rng(0)
     pairs = from_arrays(rng.integers(10, 80, 2000), rng.integers(5, 60, 2000), source="drawn")
-    asked = wanted_of("google/flan-t5-base", lengths=pairs, global_batch=32, method=method, target_modules=("q", "v"))
+    asked = wanted_of(
+        "google/flan-t5-base",
+        lengths=pairs,
+        global_batch=32,
+        method=method,
+        target_modules=("q", "v"),
+    )
     packed = only(decide(asked, [place("RTX 4090", 0.4)]))
     assert packed.recipe.stack.is_packed
     asked = replace(asked, may_go_packed=False)
     plan = only(decide(asked, [place("RTX 4090", 0.4)]))
     is_one = plan.recipe.mean_passes == 1
-    assert plan.step.parts.get("launch", 0.0) < 0.2 * plan.step.seconds or (is_one and method == "lora")
+    assert plan.step.parts.get("launch", 0.0) < 0.2 * plan.step.seconds or (
+        is_one and method == "lora"
+    )
     assert plan.recipe.cost.least_tokens >= 1024
     as_on_cpu = asked.cut(plan.recipe.settings.micro_batch_tokens)
     assert plan.recipe.mean_passes < 0.5 * as_on_cpu.n_micro_batches
     kept = estimate_of(plan, asked).settings
     assert (kept.least_tokens, kept.more_tokens) == plan.recipe.cost
-    here = only(decide(asked, [replace(place("RTX 4090", 0.4), device=cpu_device("", 1e11, 2), is_cuda=False)]))
+    here = only(
+        decide(
+            asked, [replace(place("RTX 4090", 0.4), device=cpu_device("", 1e11, 2), is_cuda=False)]
+        )
+    )
     assert here.recipe.cost == ON_CPU
     assert here.step.n_tokens > 0.9 * here.step.n_padded_tokens
 
@@ -205,13 +273,19 @@ def test_adapters_in_upper_layers_cost_less_and_a_cache_of_the_others_less_still
     n_tokens = asked.lengths.n_tokens + lengths_of(500).n_tokens
     assert cached.cache_bytes == pytest.approx(n_tokens * asked.shape.hidden * 2)
     saved = few.seconds["training"] / asked.n_epochs - cached.seconds["training"] / asked.n_epochs
-    assert cached.seconds["frozen layers"] == pytest.approx(saved, rel=0.25), "about what an epoch no longer computes"
-    assert only(decide(replace(asked, caches_frozen=True), here)).cache_bytes == 0, "nothing is below"
+    assert cached.seconds["frozen layers"] == pytest.approx(saved, rel=0.25), (
+        "about what an epoch no longer computes"
+    )
+    assert only(decide(replace(asked, caches_frozen=True), here)).cache_bytes == 0, (
+        "nothing is below"
+    )
 
 
 def test_steps_are_those_of_the_trainer() -> None:
     short = lengths_of(100)
-    assert wanted_of(lengths=short, global_batch=32, n_epochs=1.0).n_steps == 4  # the last one is smaller
+    assert (
+        wanted_of(lengths=short, global_batch=32, n_epochs=1.0).n_steps == 4
+    )  # the last one is smaller
     assert wanted_of(lengths=short, global_batch=32, n_epochs=2.5).n_steps == 10
     assert wanted_of(lengths=short, max_steps=7).n_steps == 7
     assert wanted_of(lengths=short, global_batch=1000, n_epochs=3.0).n_steps == 3
@@ -227,11 +301,16 @@ def test_hours_cost_what_they_cost_and_twice_the_work_takes_twice_as_long() -> N
     two = only(decide(wanted_of(n_epochs=2.0), [place("A100-80GB", 4.0)]))
     assert two.seconds["training"] == pytest.approx(2 * one.seconds["training"])
     assert two.seconds["start-up"] == one.seconds["start-up"]
-    assert two.usd["compute"] == pytest.approx(two.wall_s / H * 4.0, rel=2e-3)  # seconds are billed whole
+    assert two.usd["compute"] == pytest.approx(
+        two.wall_s / H * 4.0, rel=2e-3
+    )  # seconds are billed whole
 
 
 def test_each_provider_has_its_own_time_to_boot_on_the_same_gpu() -> None:
-    plans = decide(wanted_of(), [place("A100-80GB", 2.0, provider=name) for name in ("AWS", "Lambda", "nobody")]).plans
+    plans = decide(
+        wanted_of(),
+        [place("A100-80GB", 2.0, provider=name) for name in ("AWS", "Lambda", "nobody")],
+    ).plans
     seconds = {plan.offer.provider: plan.seconds["setup"] for plan in plans}
     assert seconds == {"AWS": 221.0, "Lambda": 420.0, "nobody": Assumptions().setup_s}
 
@@ -246,11 +325,20 @@ def test_a_place_of_ones_own_needs_no_setup_no_download_and_no_tokenizing_twice(
 
 
 def test_a_processor_is_a_place_too() -> None:
-    cpu = Place(offer_of("T4", 0.01), cpu_device("a processor", 1e11, 2), "fp32", 8 << 30, is_local=True, is_cuda=False)
+    cpu = Place(
+        offer_of("T4", 0.01),
+        cpu_device("a processor", 1e11, 2),
+        "fp32",
+        8 << 30,
+        is_local=True,
+        is_cuda=False,
+    )
     plan = only(decide(wanted_of("HuggingFaceTB/SmolLM2-135M", lengths=lengths_of(500)), [cpu]))
     assert plan.recipe.precision == "fp32"
     assert plan.memory.total_bytes == plan.memory.allocated_bytes
-    assert plan.hours_range.high / plan.hours_range.likely > 1.4  # a rough guess, and said to be one
+    assert (
+        plan.hours_range.high / plan.hours_range.likely > 1.4
+    )  # a rough guess, and said to be one
 
 
 def test_old_gpus_compute_in_fp16_and_none_in_bf16() -> None:
@@ -266,7 +354,10 @@ def test_old_gpus_compute_in_fp16_and_none_in_bf16() -> None:
 
 def test_calibration_moves_and_narrows_the_ranges() -> None:
     raw = place("L4", 0.6)
-    known = replace(raw, calibration=Calibration(compute=2.0, start_s=30.0, spread=0.08, n_runs=3, source="3 runs"))
+    known = replace(
+        raw,
+        calibration=Calibration(compute=2.0, start_s=30.0, spread=0.08, n_runs=3, source="3 runs"),
+    )
     before, after = (only(decide(wanted_of(), [one])) for one in (raw, known))
     moving = [("matmul", 2.0), ("attention", 2.0), ("memory traffic", 2.0), ("optimizer", 1.0)]
     for name, factor in moving:
@@ -292,17 +383,26 @@ def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so() -> None:
     assert answer.plans[0].total_usd <= cheapest * (1 + TIE) + 1e-9
     slow = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
     quick = only(decide(wanted_of(), [place("H100-80GB", 2.0)]))
-    even = 2.0 * slow.total_usd / quick.total_usd  # the price at which the quicker one costs as much
+    even = (
+        2.0 * slow.total_usd / quick.total_usd
+    )  # the price at which the quicker one costs as much
     for factor, first, why in (
         (1.03, "H100-80GB", "within 5% or a cent of the cheapest"),
         (1.08, "A100-80GB", "the cheapest"),
         (0.97, "H100-80GB", "the cheapest"),
     ):
-        ranked = decide(wanted_of(), [place("A100-80GB", 2.0), place("H100-80GB", even * factor)]).plans
+        ranked = decide(
+            wanted_of(), [place("A100-80GB", 2.0), place("H100-80GB", even * factor)]
+        ).plans
         assert ranked[0].offer.gpu == first, factor
         assert ranked[0].why.startswith(why)
         assert "x as" in ranked[1].why
-    assert "sooner" in decide(wanted_of(), [place("A100-80GB", 2.0), place("H100-80GB", even * 1.03)]).plans[0].why
+    assert (
+        "sooner"
+        in decide(wanted_of(), [place("A100-80GB", 2.0), place("H100-80GB", even * 1.03)])
+        .plans[0]
+        .why
+    )
 
 
 def test_among_equals_one_gpu_comes_before_several() -> None:
@@ -340,7 +440,10 @@ def test_a_machine_that_needs_hands_is_not_the_first_choice_and_says_what_it_nee
     arm, other = (place_of(offer, wanted_of(), torch=torch) for offer in offers)
     assert isinstance(arm, Place)
     assert isinstance(other, Place)
-    assert "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130" in arm.host_note
+    assert (
+        "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
+        in arm.host_note
+    )
     answer = decide(wanted_of(), [arm, other])
     assert answer.plans[0].place is other
     assert answer.plans[1].total_usd < answer.plans[0].total_usd
@@ -358,7 +461,10 @@ def test_a_session_that_ends_before_the_run_is_not_the_first_choice() -> None:
 
 
 def test_a_price_a_little_old_is_better_than_twice_the_dollars() -> None:
-    old, firm = replace(place("A100-80GB", 2.0), price_age_days=95), place("A100-80GB", 4.0, provider="B")
+    old, firm = (
+        replace(place("A100-80GB", 2.0), price_age_days=95),
+        place("A100-80GB", 4.0, provider="B"),
+    )
     assert decide(wanted_of(), [old, firm]).plans[0].place is old
     assert decide(wanted_of(), [replace(old, price_age_days=300), firm]).plans[0].place is firm
     near = place("A100-80GB", 2.1, provider="B")
@@ -371,16 +477,26 @@ def test_a_cent_is_not_waited_for() -> None:
     plans = {plan.offer.gpu: plan for plan in decide(asked, [quick, slow]).plans}
     more = plans["A100-80GB"].total_usd - plans["RTX 3090"].total_usd
     cheaper = replace(
-        quick, offer=quick.offer._replace(usd=2.0 * (1 - (more - 0.008) / plans["A100-80GB"].usd["compute"]))
+        quick,
+        offer=quick.offer._replace(
+            usd=2.0 * (1 - (more - 0.008) / plans["A100-80GB"].usd["compute"])
+        ),
     )
     answer = decide(asked, [cheaper, slow])
     assert answer.plans[0].offer.gpu == "A100-80GB"
-    assert 0.05 * answer.plans[1].total_usd < answer.plans[0].total_usd - answer.plans[1].total_usd < 0.01
+    assert (
+        0.05 * answer.plans[1].total_usd
+        < answer.plans[0].total_usd - answer.plans[1].total_usd
+        < 0.01
+    )
 
 
 def test_where_no_price_is_firm_the_first_is_the_cheapest_at_worst() -> None:
     old = place("A100-80GB", 2.0)
-    near, far = replace(old, price_age_days=95), replace(old, price_age_days=400, offer=old.offer._replace(usd=1.9))
+    near, far = (
+        replace(old, price_age_days=95),
+        replace(old, price_age_days=400, offer=old.offer._replace(usd=1.9)),
+    )
     answer = decide(wanted_of(), [near, far])
     assert answer.plans[0].total_usd > answer.plans[1].total_usd
     assert answer.plans[0].usd_range.high < answer.plans[1].usd_range.high
@@ -388,7 +504,10 @@ def test_where_no_price_is_firm_the_first_is_the_cheapest_at_worst() -> None:
 
 def test_the_front_is_what_nothing_beats_in_both() -> None:
     drawn = random.Random(1)
-    prices = [replace(one, offer=one.offer._replace(usd=one.offer.usd * drawn.uniform(0.5, 2))) for one in MARKET * 4]
+    prices = [
+        replace(one, offer=one.offer._replace(usd=one.offer.usd * drawn.uniform(0.5, 2)))
+        for one in MARKET * 4
+    ]
     plans = decide(wanted_of(), prices).plans
     for plan in plans:
         beaten = any(
@@ -398,7 +517,9 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
             for other in plans
         )
         twin_before = any(
-            (other.total_usd, other.wall_s) == (plan.total_usd, plan.wall_s) and other.on_front and other is not plan
+            (other.total_usd, other.wall_s) == (plan.total_usd, plan.wall_s)
+            and other.on_front
+            and other is not plan
             for other in plans
         )
         assert plan.on_front == (not beaten and not (twin_before and not plan.on_front))
@@ -413,7 +534,9 @@ def test_the_same_question_has_the_same_answer_whatever_the_order() -> None:
     for _ in range(3):
         shuffled = drawn.sample(MARKET, len(MARKET))
         assert decide(asked, shuffled).plans == first.plans
-        assert sorted(map(repr, decide(asked, shuffled).rejected)) == sorted(map(repr, first.rejected))
+        assert sorted(map(repr, decide(asked, shuffled).rejected)) == sorted(
+            map(repr, first.rejected)
+        )
 
 
 def test_ten_thousand_offers_are_decided() -> None:
@@ -423,14 +546,16 @@ def test_ten_thousand_offers_are_decided() -> None:
     ]
     answer = decide(wanted_of(), many)
     assert len(answer.plans) + len(answer.rejected) == 10_000
-    assert len({id(plan.memory) for plan in answer.plans}) <= len(MARKET)  # worked out once for each kind of machine
+    assert len({id(plan.memory) for plan in answer.plans}) <= len(
+        MARKET
+    )  # worked out once for each kind of machine
 
 
 def test_nothing_to_choose_from_and_nothing_to_train_on() -> None:
     empty = decide(wanted_of(), [])
     assert (empty.plans, empty.rejected, empty.best) == ((), (), None)
     nothing = replace(lengths_of(), n_examples=0)
-    with pytest.raises(UserMistake, match="no data to train on"):
+    with pytest.raises(InputError, match="no data to train on"):
         decide(wanted_of(lengths=nothing), MARKET)
 
 
@@ -438,11 +563,25 @@ def test_nothing_to_choose_from_and_nothing_to_train_on() -> None:
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_t5_spends_less_than_a_fifth_of_a_step_on_launches(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an RTX 4090, padded and, as soon as two stacks are laid end to end, packed: targets count as sources do."""
-    pairs = {head: families for head, families in recipe_wing.KNOWN_HEADS.items() if "t5" in families}
-    monkeypatch.setattr(recipe_wing, "PACKED", recipe_wing.PACKED | (pairs if is_packed else dict.fromkeys(pairs, ())))
-    asked = wanted_of("google/flan-t5-base", lengths=from_mean(20_000, 200.0, 512, mean_target=50.0), global_batch=16)
+def test_t5_spends_less_than_a_fifth_of_a_step_on_launches(
+    is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an RTX 4090, padded and, as soon as two stacks are laid end to end, packed: targets count
+    as sources do.
+    """
+    pairs = {
+        head: families for head, families in recipe_wing.KNOWN_HEADS.items() if "t5" in families
+    }
+    monkeypatch.setattr(
+        recipe_wing,
+        "PACKED",
+        recipe_wing.PACKED | (pairs if is_packed else dict.fromkeys(pairs, ())),
+    )
+    asked = wanted_of(
+        "google/flan-t5-base",
+        lengths=from_mean(20_000, 200.0, 512, mean_target=50.0),
+        global_batch=16,
+    )
     assert asked.is_packed == is_packed
     step = only(decide(asked, [place("RTX 4090", 0.5)])).step
     assert step.parts["launch"] < 0.2 * step.seconds
@@ -452,7 +591,10 @@ def test_t5_spends_less_than_a_fifth_of_a_step_on_launches(is_packed: bool, monk
         assert step.n_padded_tokens == pytest.approx(step.n_tokens)
         assert largest.tokens + largest.targets <= 2048
         assert largest.targets == pytest.approx(largest.tokens / 4, rel=0.05)
-        assert (cut.example.tokens, cut.example.targets) == (asked.lengths.mean, asked.lengths.mean_target)
+        assert (cut.example.tokens, cut.example.targets) == (
+            asked.lengths.mean,
+            asked.lengths.mean_target,
+        )
 
 
 # ---- several GPUs ----
@@ -491,7 +633,10 @@ def test_a_model_too_large_for_one_gpu_is_divided() -> None:
     spread = only(decide(large, [place("A100-80GB", 16.0, 8)]))
     assert spread.recipe.sharding == "fsdp"
     assert spread.recipe.to_set == ("where.gpus: all", "where.strategy: fsdp")
-    assert "needs" in refused(decide(replace(large, method="qlora"), [place("RTX 4090", 4.0, 8)])).reason
+    assert (
+        "needs"
+        in refused(decide(replace(large, method="qlora"), [place("RTX 4090", 4.0, 8)])).reason
+    )
 
 
 def test_the_plan_cuts_a_step_into_as_many_parts_as_the_trainer() -> None:
@@ -500,8 +645,13 @@ def test_the_plan_cuts_a_step_into_as_many_parts_as_the_trainer() -> None:
     for n in range(2, 17):
         assert n_lanes_of("lora", n) == n_lanes_for(n, True)
         assert n_lanes_of("full", n) == n_lanes_for(n, False)
-    shares = [replace(recipe_wing.Recipe("lora", UNDECIDED, "", 8), n_gpus=n).share_of_gpu for n in range(1, 9)]
-    assert shares == [1, 1 / 2, 1 / 2, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 1 / 8], "three are no quicker than two"
+    shares = [
+        replace(recipe_wing.Recipe("lora", UNDECIDED, "", 8), n_gpus=n).share_of_gpu
+        for n in range(1, 9)
+    ]
+    assert shares == [1, 1 / 2, 1 / 2, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 1 / 8], (
+        "three are no quicker than two"
+    )
     two = only(decide(wanted_of(global_batch=8), [place("A100-80GB", 4.0, 2)])).recipe
     assert two.lanes_of_gpu == 2
     assert two.n_micro_batches >= 2, "a micro-batch has examples of one lane"
@@ -517,14 +667,20 @@ def follow(wanted: JobSpec, change: str, *, last: bool = False) -> JobSpec:
         name, _, value = words.partition(": ")
         if name == "data.max_length":
             cut = np.minimum(wanted.lengths.tokens, int(value))
-            wanted = replace(wanted, lengths=from_arrays(cut, source="cut", n_examples=wanted.lengths.n_examples))
+            wanted = replace(
+                wanted, lengths=from_arrays(cut, source="cut", n_examples=wanted.lengths.n_examples)
+            )
             if wanted.eval_lengths is not None:
                 held = np.minimum(wanted.eval_lengths.tokens, int(value))
                 wanted = replace(wanted, eval_lengths=from_arrays(held, source="cut"))
-        elif found := re.fullmatch(r"a deadline (?:(\d+) h )?(?:(\d+) min(?: (\d+) s)?)? later", words):
+        elif found := re.fullmatch(
+            r"a deadline (?:(\d+) h )?(?:(\d+) min(?: (\d+) s)?)? later", words
+        ):
             hours, minutes, seconds = (int(part or 0) for part in found.groups())
             assert wanted.deadline_s is not None
-            wanted = replace(wanted, deadline_s=wanted.deadline_s + hours * H + minutes * 60 + seconds)
+            wanted = replace(
+                wanted, deadline_s=wanted.deadline_s + hours * H + minutes * 60 + seconds
+            )
         else:
             field = {
                 "train.global_batch_size": ("global_batch", int),
@@ -545,7 +701,12 @@ def random_job(drawn: random.Random) -> JobSpec:
     """A job that some places can't do."""
     longest = drawn.choice([256, 1024, 4096])
     model = drawn.choice(
-        ["meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-7B", "google/gemma-2-9b", "openai-community/gpt2-xl"]
+        [
+            "meta-llama/Llama-3.2-1B",
+            "Qwen/Qwen2.5-7B",
+            "google/gemma-2-9b",
+            "openai-community/gpt2-xl",
+        ]
     )
     return wanted_of(
         model,
@@ -576,12 +737,17 @@ def test_every_rejection_has_a_reason_and_its_change_lets_the_offer_in(seed: int
         here = [one for one in places if one.offer == refusal.offer]
         for last in (False, True):
             job, change = asked, refusal.change
-            for _ in range(6):  # another limit may be in the way after the first, never the same one again
+            for _ in range(
+                6
+            ):  # another limit may be in the way after the first, never the same one again
                 job = follow(job, change, last=last)
                 again = decide(job, here)
                 if again.plans:
                     break
-                assert kind_of(again.rejected[0].reason) != kind_of(refusal.reason), (refusal, again.rejected[0])
+                assert kind_of(again.rejected[0].reason) != kind_of(refusal.reason), (
+                    refusal,
+                    again.rejected[0],
+                )
                 if again.rejected[0].change.startswith("a smaller model"):
                     break
                 change, refusal_now = again.rejected[0].change, again.rejected[0]
@@ -628,7 +794,9 @@ def test_the_nearest_are_three_different_ways() -> None:
 
 
 def test_evaluation_takes_as_many_tokens_at_once_as_training_but_one_row_has_to_fit() -> None:
-    asked = wanted_of(lengths=lengths_of(2000, 128), eval_lengths=lengths_of(200, 2048), eval_batch=64)
+    asked = wanted_of(
+        lengths=lengths_of(2000, 128), eval_lengths=lengths_of(200, 2048), eval_batch=64
+    )
     assert decide(asked, [place("RTX 4090", 0.5)]).plans
     long = replace(asked, eval_lengths=lengths_of(200, 1 << 20))
     assert "needs" in refused(decide(long, [place("RTX 4090", 0.5)])).reason
@@ -646,7 +814,10 @@ def test_spot_at_half_price_costs_about_half_and_takes_longer() -> None:
     assert spot.spot.n_interruptions > 0.5
     assert 0.5 < spot.total_usd / own.total_usd < 0.8
     assert spot.wall_s > own.wall_s
-    assert spot.hours_range.high - spot.hours_range.likely > own.hours_range.high - own.hours_range.likely
+    assert (
+        spot.hours_range.high - spot.hours_range.likely
+        > own.hours_range.high - own.hours_range.likely
+    )
 
 
 def calm(offer: Offer) -> Interruptions:
@@ -672,7 +843,11 @@ def test_each_zone_has_its_own_chance() -> None:
 
 def test_capacity_that_never_lasts_a_start_is_refused() -> None:
     found = refused(
-        decide(wanted_of(), [place("A100-80GB", 1.0, spot=True)], hazard=lambda _: Interruptions(Weibull(0.1)))
+        decide(
+            wanted_of(),
+            [place("A100-80GB", 1.0, spot=True)],
+            hazard=lambda _: Interruptions(Weibull(0.1)),
+        )
     )
     assert found.reason == "interruptions come faster than work is saved"
 
@@ -692,7 +867,9 @@ def test_a_deadline_is_met_with_the_chance_that_is_asked_for() -> None:
 
 def test_managed_training_is_listed_with_its_fee_the_cheapest_first() -> None:
     fee = Offer("M", "", "", 0, "", "", False, "run", 250.0, "made", TODAY, Billing("M"))
-    by_token = Offer("N", "", "", 0, "", "", False, "million_tokens", 0.5, "made", TODAY, Billing("N"))
+    by_token = Offer(
+        "N", "", "", 0, "", "", False, "million_tokens", 0.5, "made", TODAY, Billing("N")
+    )
     asked = wanted_of()
     answer = decide(asked, MARKET, managed=[fee, by_token])
     trained = asked.n_steps * asked.global_batch * asked.lengths.mean / 1e6
@@ -704,7 +881,18 @@ def test_managed_training_is_listed_with_its_fee_the_cheapest_first() -> None:
 
 def test_units_of_gigabytes_and_packs_are_paid_up_front() -> None:
     colab = Offer(
-        "Colab", "", "T4", 1, "", "", False, "gb_hour", 9.99 / 100, "made", TODAY, Billing("Colab", pack_usd=9.99)
+        "Colab",
+        "",
+        "T4",
+        1,
+        "",
+        "",
+        False,
+        "gb_hour",
+        9.99 / 100,
+        "made",
+        TODAY,
+        Billing("Colab", pack_usd=9.99),
     )
     found = place_of(colab)
     assert isinstance(found, Place)
@@ -718,24 +906,37 @@ def test_checkpoints_that_go_to_a_store_elsewhere_are_egress() -> None:
     wanted = wanted_of(method="full", optim="adamw_torch_fused", save_every_s=600.0)
     of_offer = place("H100-80GB", 2.0)
     there = replace(of_offer, offer=of_offer.offer._replace(provider="AWS"))
-    usd = {store: only(decide(replace(wanted, store=store), [there])).usd for store in ("", "s3://a/b", "gs://a/b")}
-    assert usd[""]["egress"] == usd["s3://a/b"]["egress"] == pytest.approx(wanted.n_trainable * 4e-9 * 0.09)
+    usd = {
+        store: only(decide(replace(wanted, store=store), [there])).usd
+        for store in ("", "s3://a/b", "gs://a/b")
+    }
+    assert (
+        usd[""]["egress"]
+        == usd["s3://a/b"]["egress"]
+        == pytest.approx(wanted.n_trainable * 4e-9 * 0.09)
+    )
     plan = only(decide(replace(wanted, store="gs://a/b"), [there]))
     n = plan.seconds["training"] // 600 + 1
-    assert plan.usd["egress"] == pytest.approx((wanted.n_trainable * 4 + n * wanted.save_bytes) * 9e-11)
+    assert plan.usd["egress"] == pytest.approx(
+        (wanted.n_trainable * 4 + n * wanted.save_bytes) * 9e-11
+    )
     here = only(decide(replace(wanted, store="gs://a/b"), [replace(there, is_local=True)]))
     assert "egress" not in here.usd
     assert "storage" not in here.usd
 
 
-def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_of_its_disk() -> None:
+def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_of_its_disk() -> (
+    None
+):
     wanted = wanted_of(method="full", optim="adamw_torch_fused")
     checkpoint_gib = wanted.save_bytes / 2**30
     of_offer = place("H100-80GB", 2.0)
     seconds = {}
     for ram_gib in (None, 2.1 * checkpoint_gib, 1.9 * checkpoint_gib):
         there = replace(of_offer, offer=of_offer.offer._replace(ram_gib=ram_gib))
-        seconds[ram_gib is None or ram_gib > 2 * checkpoint_gib] = only(decide(wanted, [there])).seconds["checkpoints"]
+        seconds[ram_gib is None or ram_gib > 2 * checkpoint_gib] = only(
+            decide(wanted, [there])
+        ).seconds["checkpoints"]
     assert seconds[False] > 2 * seconds[True]
 
 
@@ -762,7 +963,9 @@ def test_full_training_that_fits_no_other_way_is_planned_with_its_weights_in_mai
     assert plan.usd["compute"] == pytest.approx(plan.wall_s / 3600 * 0.5)
 
 
-def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_or_not_known() -> None:
+def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_or_not_known() -> (
+    None
+):
     asked = wanted_of(EIGHT, method="full")
     whole = only(decide(asked, [with_ram(place("B200", 5.0), 512.0)]))
     assert (whole.to_set, whole.host_bytes) == ((), 0)
@@ -772,11 +975,21 @@ def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_o
 
 @pytest.mark.parametrize(
     "changes",
-    [{"spreads": False}, {"may_spread": False}, {"optim": "adamw_8bit"}, {"optim": "paged_adamw_8bit"}, {"precision": "fp16"}],
-)  # fmt: skip
-def test_weights_that_training_refuses_to_spread_are_not_planned_in_main_memory(changes: dict[str, Any]) -> None:
+    [
+        {"spreads": False},
+        {"may_spread": False},
+        {"optim": "adamw_8bit"},
+        {"optim": "paged_adamw_8bit"},
+        {"precision": "fp16"},
+    ],
+)
+def test_weights_that_training_refuses_to_spread_are_not_planned_in_main_memory(
+    changes: dict[str, Any],
+) -> None:
     asked = wanted_of("meta-llama/Llama-2-13b-hf", method="full", **changes)
-    there = with_ram(replace(place("RTX 4090", 0.5), precision=changes.get("precision", "bf16")), 512.0)
+    there = with_ram(
+        replace(place("RTX 4090", 0.5), precision=changes.get("precision", "bf16")), 512.0
+    )
     assert refused(decide(asked, [there])).reason.startswith("needs ")
     told = refused(decide(replace(asked, offloads_weights=True), [there]))
     assert told.reason.startswith("weights can't be kept in main memory: ")
@@ -786,7 +999,10 @@ def test_what_the_job_asks_for_is_planned_also_where_it_would_fit_otherwise() ->
     asked = wanted_of(EIGHT, method="full", offloads_weights=True)
     plan = only(decide(asked, [place("B200", 5.0)]))
     assert plan.recipe.offloads_weights
-    assert plan.step.seconds > only(decide(replace(asked, offloads_weights=False), [place("B200", 5.0)])).step.seconds
+    assert (
+        plan.step.seconds
+        > only(decide(replace(asked, offloads_weights=False), [place("B200", 5.0)])).step.seconds
+    )
     short = refused(decide(asked, [with_ram(place("B200", 5.0), 64.0)]))
     assert short.reason == "needs 119.7 GiB of main memory, has 64.0 GiB"
 
@@ -796,7 +1012,9 @@ def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_mai
     one, two = (only(decide(asked, [with_ram(place("A100-80GB", 2.0, n), 512.0)])) for n in (1, 2))
     assert one.host_bytes == two.host_bytes
     each = one.step.parts["weights from the host"] / one.recipe.n_micro_batches
-    assert two.step.parts["weights from the host"] / two.recipe.n_micro_batches == pytest.approx(each / 2)
+    assert two.step.parts["weights from the host"] / two.recipe.n_micro_batches == pytest.approx(
+        each / 2
+    )
     assert two.to_set == ("where.gpus: all", "where.strategy: fsdp", "where.offload_weights: true")
     lora = only(decide(replace(asked, method="lora"), [place("RTX 3090", 0.2)]))
     assert lora.host_bytes == 2 * asked.shape.n_parameters
@@ -805,7 +1023,9 @@ def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_mai
 
 def test_an_off_loaded_optimizer_needs_main_memory_too() -> None:
     asked = wanted_of(EIGHT, method="full", optim="adamw_torch_offload", checkpoint_every=1)
-    assert only(decide(asked, [place("A100-80GB", 2.0)])).host_bytes == 16 * asked.shape.n_parameters
+    assert (
+        only(decide(asked, [place("A100-80GB", 2.0)])).host_bytes == 16 * asked.shape.n_parameters
+    )
     short = with_ram(place("A100-80GB", 2.0), 100.0)
     assert refused(decide(asked, [short])).reason.endswith("of main memory, has 100.0 GiB")
 
@@ -819,7 +1039,9 @@ def test_texts_that_an_evaluation_writes_at_once_are_counted_in_memory_and_in_se
     at_once = replace(asked, max_new_tokens=256).written_at_once(most)
     assert at_once.n_rows == 8 * most // (512 + 256)
     layers = asked.shape.n_decoder_layers
-    keys_and_values = 2 * 2 * at_once.n_rows * (512 + 256) * layers * asked.shape.n_heads * asked.shape.head_dim
+    keys_and_values = (
+        2 * 2 * at_once.n_rows * (512 + 256) * layers * asked.shape.n_heads * asked.shape.head_dim
+    )
     assert writes.memory.moment == "evaluation"
     assert writes.memory.parts["activations"] > keys_and_values
     assert writes.memory.allocated_bytes > reads.memory.allocated_bytes

@@ -19,7 +19,10 @@ def test_a_width_holds_its_share_of_new_rows_and_each_group_counts_the_same() ->
 
 
 def test_a_source_has_no_say_in_its_own_range() -> None:
-    rows = [{"source": source, "e": error} for source, error in (("a", 0.1), ("a", -0.1), ("b", 0.3), ("c", None))]
+    rows = [
+        {"source": source, "e": error}
+        for source, error in (("a", 0.1), ("a", -0.1), ("b", 0.3), ("c", None))
+    ]
     whole, a, b = left_out(rows, "e")
     assert (a["width"], a["n_held"], b["width"], b["n_held"]) == (0.3, 2, 0.1, 0)
     assert (whole["n"], whole["n_held"], whole["share"]) == (3, 2, pytest.approx(2 / 3))
@@ -28,11 +31,18 @@ def test_a_source_has_no_say_in_its_own_range() -> None:
     assert held_by(rows, "e", lambda row: 0.2)["share"] == pytest.approx(2 / 3)
 
 
-def test_the_share_with_each_source_alike_is_printed_first(capsys: pytest.CaptureFixture[str]) -> None:
-    rows: list[dict[str, Any]] = [{"source": name, "e": e} for name, e in (("a", 0.1), ("a", -0.1), ("b", 0.3))]
+def test_the_share_with_each_source_alike_is_printed_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"source": name, "e": e} for name, e in (("a", 0.1), ("a", -0.1), ("b", 0.3))
+    ]
     none = {"n": 0, "n_held": 0, "share": 0.0}
     ways = {"family left out": [], "by facts/estimate_errors.csv": none, "as plans say it": none}
     print_coverage({"memory": ways | {"source left out": left_out(rows, "e")}})
-    assert capsys.readouterr().out.splitlines()[1] == "80 % ranges of memory: 50.0%, each source alike (66.7% of rows)"
+    assert (
+        capsys.readouterr().out.splitlines()[1]
+        == "80 % ranges of memory: 50.0%, each source alike (66.7% of rows)"
+    )
     print_coverage({"memory": ways | {"source left out": []}})
     assert capsys.readouterr().out.splitlines()[1] == "80 % ranges of memory"

@@ -1,4 +1,6 @@
-"""The page of a plan: whole HTML, nothing from elsewhere, everything escaped, the figures of the view."""
+"""The page of a plan: whole HTML, nothing from elsewhere, everything escaped, the figures of the
+view.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def test_the_page_is_whole_and_can_be_read_by_all(view: dict[str, Any]) -> None:
     assert headings[0] == "h1"
     assert {"h1", "h2"} == set(headings)
     assert read.count("table") == read.count("thead") == read.count("tbody") >= 6
-    assert all(attributes.get("scope") in ("col", "row") for tag, attributes in read.tags if tag == "th")
+    assert all(
+        attributes.get("scope") in ("col", "row") for tag, attributes in read.tags if tag == "th"
+    )
     for tag, attributes in read.tags:
         if tag == "svg":
             assert attributes["role"] == "img"
@@ -104,7 +108,15 @@ def test_nothing_is_loaded_from_elsewhere(view: dict[str, Any]) -> None:
     loading = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
     assert not {tag for tag, _ in read.tags} & loading
     for _, attributes in read.tags:
-        assert not attributes.keys() & {"src", "href", "xlink:href", "srcset", "action", "onclick", "onload"}
+        assert not attributes.keys() & {
+            "src",
+            "href",
+            "xlink:href",
+            "srcset",
+            "action",
+            "onclick",
+            "onload",
+        }
     assert "url(" not in page
     assert "@import" not in page
     assert "default-src 'none'" in page
@@ -117,7 +129,11 @@ def test_what_comes_from_outside_is_only_text(view: dict[str, Any]) -> None:
             return {key: nasty(one) for key, one in value.items()}
         if isinstance(value, list):
             return [nasty(one) for one in value]
-        return value + NASTY if isinstance(value, str) and value not in ("spot", "on-demand", "own", "here") else value
+        return (
+            value + NASTY
+            if isinstance(value, str) and value not in ("spot", "on-demand", "own", "here")
+            else value
+        )
 
     changed = nasty(view)
     changed["years"]["one_year_usd"] = {NASTY: 1.0}
@@ -187,7 +203,10 @@ def test_no_label_overlaps_another_or_hides_a_point() -> None:
     draw = random.Random(0)
     n_placed = 0
     for _ in range(50):
-        points = [("x" * draw.randint(3, 30), draw.uniform(60, 800), draw.uniform(20, 400)) for _ in range(12)]
+        points = [
+            ("x" * draw.randint(3, 30), draw.uniform(60, 800), draw.uniform(20, 400))
+            for _ in range(12)
+        ]
         dots = [(draw.uniform(60, 800), draw.uniform(20, 400)) for _ in range(100)]
         labels = place_labels(points, dots, (60, 10, 840, 420))
         n_placed += len(labels)

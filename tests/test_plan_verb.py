@@ -26,8 +26,17 @@ from farthing.tiny import demo_rows, write_jsonl
 from farthing.units import said_apart, say_usd
 
 CARD = "NVIDIA GeForce RTX 4090"
-MACHINE = Machine("cpu", "Old CPU", 0, 8 << 30, 2, Cpu("Old CPU", 2, 2.0, frozenset({"avx2", "fma"})))
-BIG = ("--set", "model.model_name_or_path=meta-llama/Llama-3.1-8B", "--examples", "10000", "--mean-tokens", "400")
+MACHINE = Machine(
+    "cpu", "Old CPU", 0, 8 << 30, 2, Cpu("Old CPU", 2, 2.0, frozenset({"avx2", "fma"}))
+)
+BIG = (
+    "--set",
+    "model.model_name_or_path=meta-llama/Llama-3.1-8B",
+    "--examples",
+    "10000",
+    "--mean-tokens",
+    "400",
+)
 
 
 ANSWERED: dict[str, study.Study] = {}
@@ -81,7 +90,9 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     return json.loads(out)
 
 
-def test_the_short_answer_is_fifteen_lines_and_none_is_broken(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_short_answer_is_fifteen_lines_and_none_is_broken(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = run(capsys, job, *BIG)
     assert (code, err) == (0, "")
     lines = out.rstrip().splitlines()
@@ -91,7 +102,9 @@ def test_the_short_answer_is_fifteen_lines_and_none_is_broken(job: str, capsys: 
     best = run_json(capsys, job, *BIG)["best"]
     assert lines[0].startswith(f"Rent {best['name']}: $")
     assert "(" in lines[0]
-    assert re.match(r"\d.* \(.* to .*\).*; \d.* of .* GiB$", lines[1]), "time with its range, and the memory"
+    assert re.match(r"\d.* \(.* to .*\).*; \d.* of .* GiB$", lines[1]), (
+        "time with its range, and the memory"
+    )
     head = next(i for i, line in enumerate(lines) if line.split()[:3] == ["#", "machine", "at"])
     table = lines[head + 1 : head + 6]
     assert [int(line.split()[0].rstrip("*")) for line in table] == [1, 2, 3, 4, 5]
@@ -118,17 +131,28 @@ def test_a_row_says_how_long_spot_waits_and_what_has_to_be_bought(
     assert f"{spot['waiting_s'] / 60:.0f} min of it waiting" in out or "h of it waiting" in out
     prices = tmp_path / "colab.csv"
     head = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,source,date\n"
-    prices.write_text(f"{head}Colab,A100,A100-80GB,1,any,,on-demand,gb_hour,0.01,made up,2026-11-01\n")
+    prices.write_text(
+        f"{head}Colab,A100,A100-80GB,1,any,,on-demand,gb_hour,0.01,made up,2026-11-01\n"
+    )
     _, out, _ = run(capsys, job, "--prices", str(prices), "--examples", "10", "--mean-tokens", "40")
     assert "buy $9.99" in out
     _, out, _ = run(capsys, job, "--prices", str(prices))
     assert "check     the price: you have to buy $9.99; the run uses $" in out
 
 
-def test_what_is_asked_for_is_shown_without_all(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, job, *BIG, "--runs", "12", "--paid", "33", "--samples-per-min", "300", "--serve")
+def test_what_is_asked_for_is_shown_without_all(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = run(
+        capsys, job, *BIG, "--runs", "12", "--paid", "33", "--samples-per-min", "300", "--serve"
+    )
     words = " ".join(out.split())
-    for part in ("12 runs: ", "you paid $33.00: here it is $", "By your own figures", "Serving 1,000 requests a day"):
+    for part in (
+        "12 runs: ",
+        "you paid $33.00: here it is $",
+        "By your own figures",
+        "Serving 1,000 requests a day",
+    ):
         assert part in words, part
     assert "Assumptions" not in words
 
@@ -179,13 +203,20 @@ def test_the_table_reads_at_80_columns(job: str, capsys: pytest.CaptureFixture[s
         assert part in words, part
 
 
-@pytest.mark.parametrize("columns", ["80", *(pytest.param(n, marks=pytest.mark.slow) for n in ("60", "100", "160"))])
+@pytest.mark.parametrize(
+    "columns", ["80", *(pytest.param(n, marks=pytest.mark.slow) for n in ("60", "100", "160"))]
+)
 def test_no_line_is_wider_than_the_terminal(
     job: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     own = ("--own", "RTX 4090:1600usd:0.45kW", "--runs-per-month", "5", "--serve")
-    for more in ((), ("--limit", "0", "--all", *own), ("--explain",), ("--compare", "H100", "2x RTX 4090")):
+    for more in (
+        (),
+        ("--limit", "0", "--all", *own),
+        ("--explain",),
+        ("--compare", "H100", "2x RTX 4090"),
+    ):
         _, out, _ = run(capsys, job, *BIG, *more)
         lines = [line for line in out.splitlines() if not line.startswith("next")]
         assert max(map(len, lines)) <= int(columns)
@@ -197,13 +228,17 @@ def test_a_small_job_is_planned_from_its_data(job: str, capsys: pytest.CaptureFi
     assert found["job"]["n_epochs"] == 3
     assert found["job"]["n_steps"] == 3 * 13
     assert 10 < found["job"]["mean_tokens"] <= found["job"]["longest_tokens"]
-    assert found["best"]["kind"] in ("spot", "on-demand"), "this machine has no price, so it is shown apart"
+    assert found["best"]["kind"] in ("spot", "on-demand"), (
+        "this machine has no price, so it is shown apart"
+    )
     assert found["here"]["rank"] == len(found["plans"])
     assert any(note.startswith("model: ") for note in found["notes"])
 
 
 @pytest.mark.slow
-def test_the_same_question_gives_the_same_bytes(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_question_gives_the_same_bytes(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = run(capsys, job, *BIG, "--json")
     ANSWERED.clear()
     other = run(capsys, job, *BIG, "--json")
@@ -215,7 +250,18 @@ def test_a_program_gets_everything(job: str, capsys: pytest.CaptureFixture[str])
     found = run_json(capsys, job, *BIG)
     assert found["kind"] == "farthing plan"
     assert set(found) >= {
-        *("version", "date", "job", "prices", "assumptions", "notes", "answer", "best", "plans", "rejected"),
+        *(
+            "version",
+            "date",
+            "job",
+            "prices",
+            "assumptions",
+            "notes",
+            "answer",
+            "best",
+            "plans",
+            "rejected",
+        ),
         *("nearest", "managed", "own", "years", "here", "spot_or_not", "sooner"),
     }
     assert len(found["plans"]) == found["n_choices"] > 200
@@ -226,7 +272,9 @@ def test_a_program_gets_everything(job: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_wishes_narrow_the_offers(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capsys, job, *BIG, "--gpu", "h100", "--gpu", "l40s", "--offers", "spot", "--max-gpus", "1")
+    found = run_json(
+        capsys, job, *BIG, "--gpu", "h100", "--gpu", "l40s", "--offers", "spot", "--max-gpus", "1"
+    )
     assert {row["gpu"] for row in found["plans"]} == {"H100-80GB", "L40S"}
     assert {row["kind"] for row in found["plans"]} == {"spot"}
     assert {row["n_gpus"] for row in found["plans"]} == {1}
@@ -242,7 +290,16 @@ def test_components_are_explained(job: str, capsys: pytest.CaptureFixture[str]) 
     code, out, _ = run(capsys, job, *BIG, "--explain")
     assert code == 0
     assert f"Plan {best['rank']}: {best['name']}" in out
-    for part in ("Memory of one GPU", "One step", "The whole run", "Dollars", "weights", "matmul", "training", "█"):
+    for part in (
+        "Memory of one GPU",
+        "One step",
+        "The whole run",
+        "Dollars",
+        "weights",
+        "matmul",
+        "training",
+        "█",
+    ):
         assert part in out
     _, out, _ = run(capsys, job, *BIG, "--explain", "h100 spot")
     assert "Plan" in out
@@ -269,20 +326,46 @@ def test_a_service_is_compared_beside_everything_else_and_page_and_text_agree(
     job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     page = tmp_path / "plan.html"
-    more = ("--own", "RTX 4090:1600usd:0.45kW", "--runs-per-month", "24", "--html", str(page), "--explain", "1")
+    more = (
+        "--own",
+        "RTX 4090:1600usd:0.45kW",
+        "--runs-per-month",
+        "24",
+        "--html",
+        str(page),
+        "--explain",
+        "1",
+    )
     code, out, _ = run(capsys, job, *BIG, "--compare", "1", "Together", *more)
     assert code == 0
-    words, shown = " ".join(out.split()), " ".join(re.sub(r"<[^>]+>", " ", page.read_text()).split())
+    words, shown = (
+        " ".join(out.split()),
+        " ".join(re.sub(r"<[^>]+>", " ", page.read_text()).split()),
+    )
     shown = html.unescape(shown)
     assert re.search(r"Together, LoRA up to 16B = \$[\d.]+: \d+ % more", words)
-    for part in ("dollar range", "tokens/s", "the adapter", "Own 1x RTX 4090: $0.", "24 runs a month", "Plan 1: "):
+    for part in (
+        "dollar range",
+        "tokens/s",
+        "the adapter",
+        "Own 1x RTX 4090: $0.",
+        "24 runs a month",
+        "Plan 1: ",
+    ):
         assert part in words, part
     comparison = re.match(r".*?(?:more|less|the same)", words)
     assert comparison is not None
-    for part in (comparison[0], "dollar range", "saved in a year", "Services that fine-tune for you"):
+    for part in (
+        comparison[0],
+        "dollar range",
+        "saved in a year",
+        "Services that fine-tune for you",
+    ):
         assert part in shown, part
     code, _, err = run(capsys, job, *BIG, "--explain", "OpenAI")
-    assert (code, "no plan is called `OpenAI`" in err) == (2, True), "a service is made of nothing but its fee"
+    assert (code, "no plan is called `OpenAI`" in err) == (2, True), (
+        "a service is made of nothing but its fee"
+    )
 
 
 def test_own_or_buy(job: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,7 +385,9 @@ def test_own_or_buy(job: str, capsys: pytest.CaptureFixture[str]) -> None:
 # ---- the page ----
 
 
-def test_a_page_is_written_whole(job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_is_written_whole(
+    job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "plan.html"
     page.write_text("old", encoding="utf-8")
     code, out, _ = run(capsys, job, *BIG, "--html", str(page))
@@ -312,11 +397,15 @@ def test_a_page_is_written_whole(job: str, tmp_path: Path, capsys: pytest.Captur
     assert text.startswith("<!doctype html>")
     assert run_json(capsys, job, *BIG)["best"]["name"] in text
     assert stat.S_IMODE(page.stat().st_mode) == 0o644
-    assert sorted(path.name for path in tmp_path.glob("*plan.html*")) == ["plan.html"], "no draft is left"
+    assert sorted(path.name for path in tmp_path.glob("*plan.html*")) == ["plan.html"], (
+        "no draft is left"
+    )
     json.loads(run(capsys, job, *BIG, "--html", str(page), "--json")[1])
 
 
-@pytest.mark.parametrize(("where", "words"), [(".", "is a folder"), ("none/plan.html", "no such folder")])
+@pytest.mark.parametrize(
+    ("where", "words"), [(".", "is a folder"), ("none/plan.html", "no such folder")]
+)
 def test_a_page_that_can_not_be_written(
     job: str, tmp_path: Path, where: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,7 +439,9 @@ def test_a_page_that_can_not_be_written(
         (("--set", "train.learning_rat=1"), "did you mean"),
     ],
 )
-def test_mistakes_are_named(job: str, argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(
+    job: str, argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = run(capsys, job, *BIG, *argv)
     assert code == 2
     assert words in err
@@ -361,7 +452,9 @@ def test_mistakes_are_named(job: str, argv: tuple[str, ...], words: str, capsys:
         assert json.loads(out)["exit_code"] == 2
 
 
-def test_an_impossible_job_names_the_three_nearest_ways(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_job_names_the_three_nearest_ways(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = run(capsys, job, *BIG, "--budget", "0.01")
     assert code == 2
     assert out.startswith("Nothing can do this job as it is")
@@ -402,7 +495,11 @@ def test_a_plan_comes_without_torch(job: str) -> None:
         "assert not heavy, heavy\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "80"}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "80"},
     )
     assert done.returncode == 0, done.stderr
     assert "supposed" in done.stdout
@@ -437,9 +534,13 @@ def test_a_throughput_that_no_gpu_reaches_is_told_apart_from_one_that_is_likely(
     assert "share_of_peak" not in run_json(capsys, *ask, "130")["by_hand"]
 
 
-def test_a_throughput_that_is_known_is_reckoned_with_by_hand(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_throughput_that_is_known_is_reckoned_with_by_hand(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     spot = ("--spot-discount", "50%")
-    found = by_hand(capsys, job, 100_000, 3, "--samples-per-min", "1100", *spot, "--spot-overhead", "10%")
+    found = by_hand(
+        capsys, job, 100_000, 3, "--samples-per-min", "1100", *spot, "--spot-overhead", "10%"
+    )
     assert (round(found["hours"], 2), round(found["price_hours"], 2)) == (4.55, 4.55)
     assert round(found["spot"]["price_hours"], 1) == 2.5
     assert round(found["spot"]["saved_share"], 2) == 0.45
@@ -458,24 +559,44 @@ def test_a_throughput_that_is_known_is_reckoned_with_by_hand(job: str, capsys: p
     assert "1.54 x as fast, 35% fewer dollars" in out
 
 
-def test_hours_that_are_paid_by_the_gigabyte(job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hours_that_are_paid_by_the_gigabyte(
+    job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """15 GB x 9 h are 135 units at $9.99 per 100: $13.49, and two packs to have them."""
     prices = tmp_path / "colab.csv"
     prices.write_text(
         "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,source,date\n"
         "Colab,T4,T4,1,any,,on-demand,gb_hour,0.0999,made up,2026-11-01\n"
     )
-    known = ("--examples", "54000", "--mean-tokens", "300", "--samples-per-min", "100", "--prices", str(prices))
+    known = (
+        "--examples",
+        "54000",
+        "--mean-tokens",
+        "300",
+        "--samples-per-min",
+        "100",
+        "--prices",
+        str(prices),
+    )
     found = run_json(capsys, job, *known, "--set", "train.num_train_epochs=1")["by_hand"]
     assert (found["hours"], round(found["units"], 1), round(found["usd"], 2)) == (9.0, 135.0, 13.49)
     assert "15 GB x 9.00 h = 135.0 units" in found["words"][0]
 
 
-def test_a_cap_on_gpu_hours_says_the_throughput_that_would_do(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cap_on_gpu_hours_says_the_throughput_that_would_do(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     cap = ("--set", "limits.max_gpu_hours=12")
     found = by_hand(capsys, job, 300_000, 1, *cap)
     assert round(found["needed_samples_per_min"]) == 417
-    big = ("--set", "model.model_name_or_path=meta-llama/Llama-3.1-8B", *SMALL, "--examples", "300000", *cap)
+    big = (
+        "--set",
+        "model.model_name_or_path=meta-llama/Llama-3.1-8B",
+        *SMALL,
+        "--examples",
+        "300000",
+        *cap,
+    )
     code, out, _ = run(capsys, job, *big, "--max-gpus", "1", "--json")
     rejected = [one for one in json.loads(out)["rejected"] if "GPU-hours" in one["reason"]]
     assert rejected
@@ -521,7 +642,9 @@ def test_a_gpu_that_nobody_sells_is_named_and_no_option_that_was_not_given(
     assert "--region" not in err
 
 
-def test_examples_alone_are_as_long_as_those_that_are_here(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_alone_are_as_long_as_those_that_are_here(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     here = run_json(capsys, job)["job"]
     found = run_json(capsys, job, "--examples", "5000")["job"]
     assert found["n_examples"] == 5000
@@ -538,14 +661,20 @@ def test_examples_alone_are_as_long_as_those_that_are_here(job: str, capsys: pyt
 def test_the_longest_example_is_no_shorter_than_the_mean(
     job: str, tmp_path: Path, tiny_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_jsonl(tmp_path / "pairs.jsonl", [{"input": "a few words", "target": "many more words " * 9}] * 40)
+    write_jsonl(
+        tmp_path / "pairs.jsonl", [{"input": "a few words", "target": "many more words " * 9}] * 40
+    )
     changes = (
         "task=seq2seq",
         f"model.model_name_or_path={tiny_folders['t5']}",
         f"data.train={tmp_path / 'pairs.jsonl'}",
     )
     found = run_json(
-        capsys, job, *(word for change in changes for word in ("--set", change)), "--set", "method.name=full"
+        capsys,
+        job,
+        *(word for change in changes for word in ("--set", change)),
+        "--set",
+        "method.name=full",
     )
     assert found["job"]["mean_tokens"] <= found["job"]["longest_tokens"]
 
@@ -560,12 +689,18 @@ def test_a_machine_with_several_gpus_shows_each_way_to_use_them(
     job: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        study, "local_machine", lambda: replace(MACHINE, kind="cuda", device_name=CARD, n_gpus=6, memory_bytes=24 << 30)
+        study,
+        "local_machine",
+        lambda: replace(MACHINE, kind="cuda", device_name=CARD, n_gpus=6, memory_bytes=24 << 30),
     )
 
     def ways(*argv: str) -> dict[int, list[str]]:
         found = run_json(capsys, job, *BIG, "--gpu", "RTX 4090", *argv)
-        return {row["n_gpus"]: row["recipe"]["to_set"] for row in found["plans"] if row["kind"] == "here"}
+        return {
+            row["n_gpus"]: row["recipe"]["to_set"]
+            for row in found["plans"]
+            if row["kind"] == "here"
+        }
 
     every = ways()
     assert sorted(every) == [1, 2, 4, 6]
@@ -578,8 +713,12 @@ def test_a_machine_with_several_gpus_shows_each_way_to_use_them(
     assert rows[2]["name"] == "this machine (2x RTX 4090)"
 
 
-def test_the_device_of_this_machine_says_nothing_of_other_places(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capsys, job, *BIG[2:], "--set", "where.device=cpu", "--own", "RTX 4090:1600usd:0.45kW")
+def test_the_device_of_this_machine_says_nothing_of_other_places(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_json(
+        capsys, job, *BIG[2:], "--set", "where.device=cpu", "--own", "RTX 4090:1600usd:0.45kW"
+    )
     assert "here" in {row["kind"] for row in found["plans"]}
     assert len({row["kind"] for row in found["plans"]}) > 1
     assert any("where.device: cpu is of this machine" in note for note in found["notes"])
@@ -597,7 +736,9 @@ def test_what_is_to_be_known_of_the_precision_is_in_the_short_answer(
         assert words in " ".join(out.split()), more
 
 
-def test_the_nearest_ways_are_not_gpus_that_no_torch_runs_on(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_nearest_ways_are_not_gpus_that_no_torch_runs_on(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = run(capsys, job, *BIG, "--budget", "0.01")
     assert code == 2
     ways = [line for line in err.splitlines() if re.match(r"\s+\d\. ", line)]

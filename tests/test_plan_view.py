@@ -1,4 +1,6 @@
-"""The view of a plan: its figures add up, the same question gives the same bytes, and what is asked for is found."""
+"""The view of a plan: its figures add up, the same question gives the same bytes, and what is asked
+for is found.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from farthing.config.job import Job
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.inputs import Asked, Study, study_job
 from farthing.planner.ownership import break_even_hours, parse_owned, run_on_own
 from farthing.planner.search import decide
@@ -27,7 +29,13 @@ from farthing.prices.offers import Billing, Offer
 from farthing.report.plan_brief import draw_choices, to_check
 from farthing.report.plan_compare import compare_plans, find_plan
 from farthing.report.plan_view import plan_view
-from farthing.report.plan_words import break_even_words, limits_in_words, say_cost, summary, ways_out
+from farthing.report.plan_words import (
+    break_even_words,
+    limits_in_words,
+    say_cost,
+    summary,
+    ways_out,
+)
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 OWN = "RTX 4090:1600usd:0.45kW"
@@ -98,15 +106,27 @@ def test_the_parts_of_every_plan_add_up(view: dict[str, Any]) -> None:
         assert (row["n_gpus"] > 1) == ("where.gpus: all" in row["recipe"]["to_set"]), (
             "adapters: several GPUs are trained on"
         )
-        for words in (row["why"], row["confidence"], row["price_source"], row["price_date"], row["name"]):
+        for words in (
+            row["why"],
+            row["confidence"],
+            row["price_source"],
+            row["price_date"],
+            row["name"],
+        ):
             assert words
 
 
-def test_offers_that_differ_in_place_alone_are_one_choice(view: dict[str, Any], study: Study) -> None:
+def test_offers_that_differ_in_place_alone_are_one_choice(
+    view: dict[str, Any], study: Study
+) -> None:
     names = [(row["provider"], row["gpu"], row["n_gpus"], row["kind"]) for row in view["plans"]]
     assert len(set(names)) == len(names) == view["n_choices"]
     assert [row["rank"] for row in view["plans"]] == list(range(1, len(names) + 1))
-    assert sum(1 + len(row["also_at"]) for row in view["plans"]) == view["n_plans"] == len(study.answer.plans)
+    assert (
+        sum(1 + len(row["also_at"]) for row in view["plans"])
+        == view["n_plans"]
+        == len(study.answer.plans)
+    )
     assert any(row["also_at"] for row in view["plans"])
 
 
@@ -114,7 +134,12 @@ def test_two_cheap_gpus_against_a_dear_one_have_both_dollars(view: dict[str, Any
     found = view["two_or_one"]
     rows = {row["rank"]: row for row in view["plans"]}
     two, one = rows[found["two_rank"]], rows[found["one_rank"]]
-    assert (two["n_gpus"], one["n_gpus"], two["kind"], one["kind"]) == (2, 1, "on-demand", "on-demand")
+    assert (two["n_gpus"], one["n_gpus"], two["kind"], one["kind"]) == (
+        2,
+        1,
+        "on-demand",
+        "on-demand",
+    )
     assert two["usd_per_gpu_hour"] < one["usd_per_gpu_hour"]
     assert found["saved_usd"] == pytest.approx(one["total_usd"] - two["total_usd"])
     for row in (two, one):
@@ -136,11 +161,15 @@ def test_the_front_is_what_nothing_beats(view: dict[str, Any]) -> None:
     dollars = [row["total_usd"] for row in front]
     assert dollars == sorted(dollars, reverse=True)
     for row in can:
-        beaten = any(one["total_usd"] <= row["total_usd"] and one["hours"] < row["hours"] for one in can)
+        beaten = any(
+            one["total_usd"] <= row["total_usd"] and one["hours"] < row["hours"] for one in can
+        )
         assert not (row["on_front"] and beaten)
 
 
-def test_the_answer_says_what_to_do_and_what_it_comes_to(tmp_path: Path, view: dict[str, Any]) -> None:
+def test_the_answer_says_what_to_do_and_what_it_comes_to(
+    tmp_path: Path, view: dict[str, Any]
+) -> None:
     assert view["answer"].startswith("Use your own RTX 4090: $0.")
     assert "Rented: 1x " in view["answer"], "who owns nothing is told what to rent"
     rented = plan_view(ask(tmp_path))
@@ -149,11 +178,15 @@ def test_the_answer_says_what_to_do_and_what_it_comes_to(tmp_path: Path, view: d
     assert rented["best"] in rented["plans"]
     assert rented["best"]["rank"] == 1, "`--explain 1` explains the headline"
     assert find_plan(rented, "1") == rented["best"]
-    assert re.search(r"\(\S.* to .*\), .* \(.* to .*\), fits", rented["answer"]), "dollars and hours with their ranges"
+    assert re.search(r"\(\S.* to .*\), .* \(.* to .*\), fits", rented["answer"]), (
+        "dollars and hours with their ranges"
+    )
     assert "10,000 examples x 3 epochs, 1,875 steps of 16" in summary(rented)
 
 
-def test_every_rejection_is_counted_with_its_reason_and_its_change(view: dict[str, Any], study: Study) -> None:
+def test_every_rejection_is_counted_with_its_reason_and_its_change(
+    view: dict[str, Any], study: Study
+) -> None:
     assert sum(one["n_offers"] for one in view["rejected"]) == len(study.answer.rejected) > 10
     for one in view["rejected"]:
         assert one["reason"]
@@ -167,7 +200,12 @@ def test_every_rejection_is_counted_with_its_reason_and_its_change(view: dict[st
     [
         ({}, {"budget_usd": 0.01}, "limits.max_usd: ", 3),
         ({}, {"deadline_s": 500.0}, "a deadline ", 3),
-        ({"method": "full", "model": "meta-llama/Llama-3.1-70B"}, {"max_gpus": 1}, "method: lora", 3),
+        (
+            {"method": "full", "model": "meta-llama/Llama-3.1-70B"},
+            {"max_gpus": 1},
+            "method: lora",
+            3,
+        ),
         (
             {"train": {"global_batch_size": 4096, "micro_batch_tokens": 1_000_000}},
             {"gpu": ["A10G"], "max_gpus": 1},
@@ -191,7 +229,9 @@ def test_nothing_fits_and_the_three_nearest_ways_are_named(
 
 @pytest.mark.parametrize("width", [80, 100, 118, 130, 160, 240])
 def test_a_long_reason_for_a_rank_cuts_no_other_column(view: dict[str, Any], width: int) -> None:
-    choices = [{**one, "why": "a reason that is longer than any line. " * 8} for one in view["plans"][:6]]
+    choices = [
+        {**one, "why": "a reason that is longer than any line. " * 8} for one in view["plans"][:6]
+    ]
     out = io.StringIO()
     draw_choices(Console(file=out, width=width), choices)
     lines = out.getvalue().splitlines()
@@ -204,7 +244,10 @@ def test_a_long_reason_for_a_rank_cuts_no_other_column(view: dict[str, Any], wid
 
 def test_limits_are_told(tmp_path: Path) -> None:
     found = plan_view(ask(tmp_path, budget_usd=5.0, deadline_s=6 * 3600.0))
-    assert limits_in_words(found) == "at most $5.00, done in 6 h 00 min from now, on spot with 90% at least"
+    assert (
+        limits_in_words(found)
+        == "at most $5.00, done in 6 h 00 min from now, on spot with 90% at least"
+    )
     assert found["best"]["chance"] is not None
     assert all(row["total_usd"] <= 5 for row in found["plans"])
 
@@ -213,15 +256,21 @@ def test_own_or_rent_is_the_arithmetic_of_money(view: dict[str, Any], study: Stu
     own, owned = view["own"][0], study.own[0]
     row = next(row for row in view["plans"] if row["kind"] == "own")
     assert own["hours"] == row["hours"]
-    assert own["usd"] == pytest.approx({name: usd for name, usd in run_on_own(owned, row["hours"]).items() if usd})
+    assert own["usd"] == pytest.approx(
+        {name: usd for name, usd in run_on_own(owned, row["hours"]).items() if usd}
+    )
     assert own["total_usd"] == pytest.approx(row["total_usd"], rel=1e-3)
     equal = own["against"][0]
     assert equal["is_equal"]
     assert "RTX 4090 on demand" in equal["name"]
-    dollars = [r["usd_per_hour"] for r in view["plans"] if (r["name"].startswith("1x RTX 4090 on demand"))]
+    dollars = [
+        r["usd_per_hour"] for r in view["plans"] if (r["name"].startswith("1x RTX 4090 on demand"))
+    ]
     assert equal["usd_per_own_hour"] == min(dollars)
     assert equal["break_even_hours"] == pytest.approx(break_even_hours(owned, min(dollars)))
-    assert equal["break_even_months"] == pytest.approx(equal["break_even_hours"] / (24 * own["hours"]), rel=1e-6)
+    assert equal["break_even_months"] == pytest.approx(
+        equal["break_even_hours"] / (24 * own["hours"]), rel=1e-6
+    )
     assert "it pays for itself after" in break_even_words(own, equal)
     dear = equal | {"break_even_hours": None, "break_even_months": None}
     assert "never pays for itself" in break_even_words(own, dear)
@@ -231,11 +280,17 @@ def test_a_year_of_runs(view: dict[str, Any]) -> None:
     years = view["years"]
     assert list(years["one_year_usd"].values()) == sorted(years["one_year_usd"].values())
     spot = next(row for row in view["plans"] if row["kind"] == "spot")
-    assert years["one_year_usd"][f"rent {spot['name']}"] == pytest.approx(12 * 24 * spot["total_usd"], rel=1e-6)
+    assert years["one_year_usd"][f"rent {spot['name']}"] == pytest.approx(
+        12 * 24 * spot["total_usd"], rel=1e-6
+    )
     own = view["own"][0]
     running = own["hours"] * 0.45 * 0.15
-    assert years["one_year_usd"]["buy 1x RTX 4090"] == pytest.approx(1600 + 12 * 24 * running, rel=1e-6)
-    assert years["three_years_usd"]["buy 1x RTX 4090"] == pytest.approx(1600 + 36 * 24 * running, rel=1e-6)
+    assert years["one_year_usd"]["buy 1x RTX 4090"] == pytest.approx(
+        1600 + 12 * 24 * running, rel=1e-6
+    )
+    assert years["three_years_usd"]["buy 1x RTX 4090"] == pytest.approx(
+        1600 + 36 * 24 * running, rel=1e-6
+    )
     assert any(name.startswith("Together") for name in years["one_year_usd"])
 
 
@@ -247,10 +302,16 @@ def test_more_runs_than_a_month_has_hours_is_said(study: Study) -> None:
 def test_a_service_is_named_for_models_that_it_takes(tmp_path: Path, view: dict[str, Any]) -> None:
     takes = {service["what"] for service in view["managed"] if service["takes_the_model"]}
     assert takes == {"LoRA up to 16B"}
-    assert [service["usd"] for service in view["managed"]] == sorted(service["usd"] for service in view["managed"])
+    assert [service["usd"] for service in view["managed"]] == sorted(
+        service["usd"] for service in view["managed"]
+    )
     full = plan_view(ask(tmp_path, {"method": "full"}, max_gpus=1))
-    assert {service["what"] for service in full["managed"] if service["takes_the_model"]} == {"full up to 16B"}
-    assert {service["you_get"] for service in full["managed"] if service["takes_the_model"]} == {"the weights"}
+    assert {service["what"] for service in full["managed"] if service["takes_the_model"]} == {
+        "full up to 16B"
+    }
+    assert {service["you_get"] for service in full["managed"] if service["takes_the_model"]} == {
+        "the weights"
+    }
 
 
 def test_plans_are_found_by_rank_and_by_name(view: dict[str, Any]) -> None:
@@ -277,7 +338,7 @@ def test_plans_are_found_by_rank_and_by_name(view: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_not_found_is_told(view: dict[str, Any], name: str, words: str) -> None:
-    with pytest.raises(UserMistake, match="plan") as caught:
+    with pytest.raises(InputError, match="plan") as caught:
         find_plan(view, name)
     assert words in caught.value.what
     assert caught.value.to_do
@@ -285,13 +346,22 @@ def test_what_is_not_found_is_told(view: dict[str, Any], name: str, words: str) 
 
 def test_two_plans_are_compared_as_people_would_say_it(view: dict[str, Any]) -> None:
     def row(n_gpus: int, gpu: str, usd_per_gpu_hour: float, hours: float) -> dict[str, Any]:
-        changed = {"n_gpus": n_gpus, "gpu": gpu, "usd_per_gpu_hour": usd_per_gpu_hour, "kind": "on-demand"}
+        changed = {
+            "n_gpus": n_gpus,
+            "gpu": gpu,
+            "usd_per_gpu_hour": usd_per_gpu_hour,
+            "kind": "on-demand",
+        }
         usd = n_gpus * usd_per_gpu_hour * hours
-        return view["plans"][0] | changed | {"total_usd": usd, "wall_s": hours * 3600, "hours": hours}
+        return (
+            view["plans"][0] | changed | {"total_usd": usd, "wall_s": hours * 3600, "hours": hours}
+        )
 
     found = compare_plans(row(1, "A100", 2.5, 10), row(2, "RTX 4090", 0.5, 7))
-    assert found["words"] == (
-        "1x A100 at $2.50 for 10 h 00 min = $25.00; 2x RTX 4090 at $0.50 each for 7 h 00 min = $7.00: 72 % less"
+    assert (
+        found["words"]
+        == "1x A100 at $2.50 for 10 h 00 min = $25.00; 2x RTX 4090 at $0.50 each for 7 h 00 min ="
+        " $7.00: 72 % less"
     )
     assert found["saved_share"] == pytest.approx(0.72)
     assert found["rows"]["hours"]["ratio"] == pytest.approx(0.7)
@@ -305,11 +375,28 @@ def test_two_plans_are_compared_as_people_would_say_it(view: dict[str, Any]) -> 
 
 def here(usd_per_hour: float, flops: float, **changes: Any) -> Place:
     offer = Offer(
-        *("this machine", "Old CPU", "", 1, "", "", False, "machine_hour", usd_per_hour, "the job", date(2026, 11, 20)),
+        *(
+            "this machine",
+            "Old CPU",
+            "",
+            1,
+            "",
+            "",
+            False,
+            "machine_hour",
+            usd_per_hour,
+            "the job",
+            date(2026, 11, 20),
+        ),
         Billing("this machine"),
     )
     place = Place(
-        offer, cpu_device("Old CPU", flops, 2 if flops < 1e12 else 200), "fp32", 1 << 40, is_local=True, is_cuda=False
+        offer,
+        cpu_device("Old CPU", flops, 2 if flops < 1e12 else 200),
+        "fp32",
+        1 << 40,
+        is_local=True,
+        is_cuda=False,
     )
     return replace(place, **changes)
 
@@ -322,7 +409,9 @@ def with_here(study: Study, place: Place) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flops", [1e11, 1e15])
-def test_this_machine_without_a_price_is_shown_apart_with_its_hours(study: Study, flops: float) -> None:
+def test_this_machine_without_a_price_is_shown_apart_with_its_hours(
+    study: Study, flops: float
+) -> None:
     found = with_here(study, here(0.0, flops))
     last = found["plans"][-1]
     assert last["kind"] == "here"
@@ -341,7 +430,9 @@ def test_the_first_is_at_a_price_that_can_be_had(study: Study) -> None:
     def at(provider: str, usd: float, days: int, **terms: Any) -> Place:
         day = date(2026, 11, 20) - timedelta(days=days)
         billing = Billing(provider, **terms)
-        offer = Offer(provider, "", "L4", 1, "", "", False, "machine_hour", usd, "made", day, billing)
+        offer = Offer(
+            provider, "", "L4", 1, "", "", False, "machine_hour", usd, "made", day, billing
+        )
         found = place_of(offer, today=date(2026, 11, 20))
         assert isinstance(found, Place)
         return found
@@ -374,10 +465,15 @@ def test_the_first_is_at_a_price_that_can_be_had(study: Study) -> None:
 
 
 def test_how_sure_a_plan_is_and_why(study: Study) -> None:
-    known = Calibration(n_runs=3, spread=0.06, source="3 runs of this model here", extra_bytes=1 << 30)
+    known = Calibration(
+        n_runs=3, spread=0.06, source="3 runs of this model here", extra_bytes=1 << 30
+    )
     rows = with_here(study, here(0.1, 1e15, calibration=known))["plans"]
     one = next(row for row in rows if row["kind"] == "here")
-    assert one["confidence"] == "calibrated by 3 runs of this model here: seconds within 6% in 4 of 5 runs"
+    assert (
+        one["confidence"]
+        == "calibrated by 3 runs of this model here: seconds within 6% in 4 of 5 runs"
+    )
     assert one["memory"]["parts"]["measured beside the formula"] == 1 << 30
     bare = next(row for row in with_here(study, here(0.1, 1e15))["plans"] if row["kind"] == "here")
     assert "nothing was measured on this processor" in bare["confidence"]
@@ -387,14 +483,24 @@ def test_how_sure_a_plan_is_and_why(study: Study) -> None:
 
 
 BY_NAME = {
-    *("parts", "usd", "seconds", "one_year_usd", "three_years_usd", "saved_in_a_year", "usd_per_million_at_load"),
+    *(
+        "parts",
+        "usd",
+        "seconds",
+        "one_year_usd",
+        "three_years_usd",
+        "saved_in_a_year",
+        "usd_per_million_at_load",
+    ),
     *("usd_per_million",),
 }
 """Keys whose values are named by what they are of."""
 
 
 def keys_of(value: Any, path: str = "") -> dict[str, list[str]]:
-    """The keys of every object of a JSON value in their order, by where they stand; those of a list's elements together."""
+    """The keys of every object of a JSON value in their order, by where they stand; those of a
+    list's elements together.
+    """
     found: dict[str, list[str]] = {}
     if isinstance(value, list):
         for one in value:
@@ -408,13 +514,23 @@ def keys_of(value: Any, path: str = "") -> dict[str, list[str]]:
 
 
 def test_the_keys_of_a_plan_stay_as_they_were(tmp_path: Path) -> None:
-    known = json.loads((Path(__file__).parent / "golden" / "plan_keys.json").read_text(encoding="utf-8"))
-    kept = {path: keys for path, keys in known.items() if not path.startswith((".comparison", ".paid"))}
-    figures = OwnFigures(samples_per_min=1100, spot_discount=0.5, interrupted_every_s=28800.0, restart_s=180.0)
+    known = json.loads(
+        (Path(__file__).parent / "golden" / "plan_keys.json").read_text(encoding="utf-8")
+    )
+    kept = {
+        path: keys for path, keys in known.items() if not path.startswith((".comparison", ".paid"))
+    }
+    figures = OwnFigures(
+        samples_per_min=1100, spot_discount=0.5, interrupted_every_s=28800.0, restart_s=180.0
+    )
     asked = ask(tmp_path, {"limits": {"max_gpu_hours": 5}}, own=[parse_owned(OWN)], is_local=True)
     found = keys_of(plan_view(asked, 24, figures, Traffic(latency_s=2.0), 5))
     for path, keys in kept.items():
-        missing = [key for key in keys if key not in found.get(path, []) and key not in ("paid", "comparison")]
+        missing = [
+            key
+            for key in keys
+            if key not in found.get(path, []) and key not in ("paid", "comparison")
+        ]
         assert not missing, f"{path} has lost {missing}"
     here = keys_of(plan_view(ask(tmp_path)))
     assert [key for key in known[""] if key in here[""]] == here[""], "and stand in their order"

@@ -1,5 +1,7 @@
 # ruff: noqa: F811 - fixtures of another file
-"""What is wrong with data and model is told at once: all of it, before torch is imported, and the Hub is asked once."""
+"""What is wrong with data and model is told at once: all of it, before torch is imported, and the
+Hub is asked once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 
 from farthing.config.load import load_job
-from farthing.errors import DataError, Mistakes, ModelError, UserMistake
+from farthing.errors import DataError, InputError, ModelError, PreflightError
 from farthing.planner.preflight import look_over
 from test_bad_input import Desk, Said, desk, left_behind, run  # noqa: F401 - fixtures
 from thinned import thinned
@@ -27,8 +29,8 @@ HEAVY = ("torch", "transformers", "datasets", "peft")
 def in_a_process(folder: Path, *argv: str, **environment: str) -> tuple[int, str, list[str]]:
     """Exit code, words, and which heavy packages the command has imported."""
     code = (
-        "import sys\nfrom farthing.cli import main\ncode = main(sys.argv[1:])\n"
-        f"print('HEAVY', *[name for name in {HEAVY!r} if name in sys.modules])\nraise SystemExit(code)"
+        "import sys\nfrom farthing.cli import main\ncode = main(sys.argv[1:])\nprint('HEAVY',"
+        f" *[name for name in {HEAVY!r} if name in sys.modules])\nraise SystemExit(code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *argv],
@@ -62,7 +64,9 @@ def test_every_fault_is_told_at_once_and_nothing_heavy_is_imported(verb: str, de
 
 
 @pytest.mark.parametrize("verb", thinned(["train", "plan", "doctor", "probe"], 2))
-def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(verb: str, desk: Desk) -> None:
+def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(
+    verb: str, desk: Desk
+) -> None:
     desk.rows([{"left": "a", "right": "b"}])
     desk.values["model"] = "./no-such-model"
     desk.set("train", learning_rat=1e-4, num_train_epochs="many")
@@ -87,10 +91,20 @@ def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(verb: st
     thinned(
         [
             (
-                [{"question": "is it?", "choices": ["no", "yes"], "answer": i % 2} for i in range(80)],
-                ("`completion` is a number, not text", 'completion: "{answer}"}', '"{choices[answer]}"'),
+                [
+                    {"question": "is it?", "choices": ["no", "yes"], "answer": i % 2}
+                    for i in range(80)
+                ],
+                (
+                    "`completion` is a number, not text",
+                    'completion: "{answer}"}',
+                    '"{choices[answer]}"',
+                ),
             ),
-            ([{"prompt": "is it?", "completion": True}], ("`completion` is true/false, not text", '"{completion}"}')),
+            (
+                [{"prompt": "is it?", "completion": True}],
+                ("`completion` is true/false, not text", '"{completion}"}'),
+            ),
             ([{"prompt": "", "completion": "b"}] * 3, ("line 1: `prompt` is empty",)),
         ],
         2,
@@ -167,9 +181,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
 
 
 @pytest.mark.parametrize(
-    ("status", "words"), thinned([(404, "no such model"), (401, "does not show it"), (503, "answers 503")], 2)
+    ("status", "words"),
+    thinned([(404, "no such model"), (401, "does not show it"), (503, "answers 503")], 2),
 )
-def test_the_hub_is_asked_once_for_a_model(status: int, words: str, desk: Desk, hub: type[Hub]) -> None:
+def test_the_hub_is_asked_once_for_a_model(
+    status: int, words: str, desk: Desk, hub: type[Hub]
+) -> None:
     hub.status = status
     desk.values["model"] = "some-org/some-model"
     desk.job()
@@ -219,7 +236,9 @@ def test_a_model_that_is_only_in_the_table_can_be_planned_and_not_trained(desk: 
         look_over(job)
 
 
-def test_a_sound_job_passes_and_reads_a_few_rows_only(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sound_job_passes_and_reads_a_few_rows_only(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from farthing.data import read
 
     desk.rows([{"prompt": "a", "completion": "b"}] * 5000)
@@ -244,7 +263,7 @@ def test_lengths_that_are_given_need_no_data(desk: Desk, run: Callable[..., Said
 
 def test_a_template_that_is_not_there_is_one_of_the_faults(desk: Desk) -> None:
     desk.set("data", train="not-here.jsonl", chat_template="not-here.jinja")
-    with pytest.raises(Mistakes) as caught:
+    with pytest.raises(PreflightError) as caught:
         look_over(load_job(desk.job()))
     assert [type(problem) for problem in caught.value.problems] == [DataError, ModelError]
-    assert isinstance(caught.value, UserMistake)
+    assert isinstance(caught.value, InputError)

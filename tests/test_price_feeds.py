@@ -1,4 +1,5 @@
-"""Feeds of prices from a server on this machine: what is written, what fails alone, what is never half there.
+"""Feeds of prices from a server on this machine: what is written, what fails alone, what is never
+half there.
 
 The real feeds are not asked by any test.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from farthing.errors import FarthingError, FeedsDown, UserMistake
+from farthing.errors import FarthingError, FeedsUnavailableError, InputError
 from farthing.prices import feeds as price_feeds
 from farthing.prices.catalog import read_catalog, read_refreshed
 from farthing.prices.feeds import Feed, known_feeds, update
@@ -27,20 +28,21 @@ from farthing.prices.gpus import facts
 
 TODAY = date(2026, 11, 21)
 
-SKYPILOT = (
-    "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone"
-)
+SKYPILOT = "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone"  # noqa: E501
 AWS = "\n".join(
     [
         SKYPILOT,
-        *(f"p5.48xlarge,H100,8,192,2048,,55.04,{usd},us-east-1,{zone}" for zone, usd in (("a", 12.5), ("b", 30.25))),
+        *(
+            f"p5.48xlarge,H100,8,192,2048,,55.04,{usd},us-east-1,{zone}"
+            for zone, usd in (("a", 12.5), ("b", 30.25))
+        ),
         "g5.xlarge,A10G,1,4,16,,1.006,0.4,us-east-1,a",
         "g5.xlarge,A10G,1,4,16,,1.006,0.4,us-east-1,b",
         "m5.large,,,2,8,,0.1,0.05,us-east-1,a",
         "fancy,QUANTUM9,1,2,8,,0.1,,us-east-1,a",
     ]
 )
-GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"
+GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"  # noqa: E501
 GCP = f"{GPUHUNT}\na2-highgpu-1g,us-central1,3.67,12,85,1,A100,40,False,,nvidia,\n"
 
 
@@ -96,7 +98,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def both(server: Server) -> list[Feed]:
-    return [Feed("AWS", "skypilot", f"{server.address}/aws.csv"), Feed("GCP", "gpuhunt", f"{server.address}/v3/gcp")]
+    return [
+        Feed("AWS", "skypilot", f"{server.address}/aws.csv"),
+        Feed("GCP", "gpuhunt", f"{server.address}/v3/gcp"),
+    ]
 
 
 def test_feeds_become_prices_of_the_day(server: Server, tmp_path: Path) -> None:
@@ -118,20 +123,30 @@ def test_feeds_become_prices_of_the_day(server: Server, tmp_path: Path) -> None:
     }
     assert rows["p5.48xlarge", "spot", "b"].usd == 30.25
     assert {offer.date for offer in offers} == {TODAY}
-    assert all(offer.source.endswith("127.0.0.1:" + server.address.rpartition(":")[2]) for offer in offers)
+    assert all(
+        offer.source.endswith("127.0.0.1:" + server.address.rpartition(":")[2]) for offer in offers
+    )
     assert result.outcomes[0].n_skipped == 1, "a GPU that is not known is counted"
     assert [p.name for p in path.parent.iterdir()] == ["prices.csv"], "no draft is left"
 
 
-def test_the_refreshed_prices_are_planned_with(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_refreshed_prices_are_planned_with(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     update(tmp_path / "farthing" / "prices.csv", TODAY, both(server))
     catalog = read_catalog(None, TODAY)
-    assert {offer.instance for offer in catalog.offers if offer.provider == "GCP"} == {"a2-highgpu-1g"}
-    assert len({offer.provider for offer in catalog.offers}) > 12, "the others are those of the package"
+    assert {offer.instance for offer in catalog.offers if offer.provider == "GCP"} == {
+        "a2-highgpu-1g"
+    }
+    assert len({offer.provider for offer in catalog.offers}) > 12, (
+        "the others are those of the package"
+    )
 
 
-def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(server: Server, tmp_path: Path) -> None:
+def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(
+    server: Server, tmp_path: Path
+) -> None:
     feeds = [
         Feed("AWS", "skypilot", f"{server.address}/gone.csv"),
         Feed("AWS", "skypilot", f"{server.address}/aws.csv"),
@@ -139,10 +154,15 @@ def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(server: S
     ]
     result = update(tmp_path / "prices.csv", TODAY, feeds)
     assert result.refreshed == ("AWS",)
-    assert [(o.feed.provider, o.problem) for o in result.failed] == [("AWS", "HTTP 404"), ("Azure", "HTTP 404")]
+    assert [(o.feed.provider, o.problem) for o in result.failed] == [
+        ("AWS", "HTTP 404"),
+        ("Azure", "HTTP 404"),
+    ]
 
 
-def test_what_was_known_of_a_provider_stays_when_its_feed_fails(server: Server, tmp_path: Path) -> None:
+def test_what_was_known_of_a_provider_stays_when_its_feed_fails(
+    server: Server, tmp_path: Path
+) -> None:
     path = tmp_path / "prices.csv"
     update(path, TODAY, both(server))
     del server.answers["/v3/gcp/version"]
@@ -157,7 +177,7 @@ def test_nothing_changes_when_every_feed_fails(server: Server, tmp_path: Path) -
     update(path, TODAY, both(server))
     before = path.read_bytes()
     server.answers.clear()
-    with pytest.raises(FeedsDown, match="none of the 2 price feeds answered") as caught:
+    with pytest.raises(FeedsUnavailableError, match="none of the 2 price feeds answered") as caught:
         update(path, TODAY, both(server))
     assert caught.value.exit_code == 2, "no crash"
     assert "HTTP 404" in str(caught.value)
@@ -185,7 +205,7 @@ def test_a_disk_that_is_full_leaves_the_old_prices(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(price_feeds.os, "fsync", full)
-    with pytest.raises(UserMistake, match="No space left on device"):
+    with pytest.raises(InputError, match="No space left on device"):
         update(path, TODAY, both(server))
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["prices.csv"]
@@ -238,7 +258,12 @@ def cut_off(handler: BaseHTTPRequestHandler) -> None:
     ],
 )
 def test_a_bad_answer_is_the_failure_of_one_feed(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, words: str, limits: dict[str, float]
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Any,
+    words: str,
+    limits: dict[str, float],
 ) -> None:
     monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
     honest = price_feeds._download
@@ -246,13 +271,17 @@ def test_a_bad_answer_is_the_failure_of_one_feed(
     def download(address: str, timeout_s: float, give_up_at: float) -> bytes:
         """The others may be as slow as this machine is."""
         is_bad = address.endswith("/bad.csv")
-        return honest(address, timeout_s if is_bad else 120.0, give_up_at if is_bad else float("inf"))
+        return honest(
+            address, timeout_s if is_bad else 120.0, give_up_at if is_bad else float("inf")
+        )
 
     monkeypatch.setattr(price_feeds, "_download", download)
     server.answers["/bad.csv"] = answer
     feeds = [Feed("Azure", "skypilot", f"{server.address}/bad.csv"), *both(server)]
     result = update(tmp_path / "prices.csv", TODAY, feeds, **limits)
-    assert [(o.feed.provider, words in o.problem) for o in result.failed] == [("Azure", True)], result.failed
+    assert [(o.feed.provider, words in o.problem) for o in result.failed] == [("Azure", True)], (
+        result.failed
+    )
     assert result.refreshed == ("AWS", "GCP")
 
 
@@ -279,7 +308,9 @@ def test_a_bad_archive_is_the_failure_of_one_feed(
     if archive is not None:
         server.answers["/v3/gcp/7/catalog.zip"] = archive
     result = update(tmp_path / "prices.csv", TODAY, both(server))
-    assert [(o.feed.provider, words in o.problem) for o in result.failed] == [("GCP", True)], result.failed
+    assert [(o.feed.provider, words in o.problem) for o in result.failed] == [("GCP", True)], (
+        result.failed
+    )
 
 
 def test_only_https_is_used_but_for_this_machine(tmp_path: Path) -> None:
@@ -324,12 +355,21 @@ class FakeProvider:
 
     def get(self, query_filter: Any = None, balance_resources: bool = True) -> list[Any]:
         names = next(csv.reader([GPUHUNT]))
-        plain = dict.fromkeys(names, None) | {"instance_name": "1x", "location": "here", "gpu_count": 1, "cpu": 8}
+        plain = dict.fromkeys(names, None) | {
+            "instance_name": "1x",
+            "location": "here",
+            "gpu_count": 1,
+            "cpu": 8,
+        }
         plain |= {"memory": 32.0, "spot": False}
         return [
             SimpleNamespace(**plain | {"gpu_name": "RTX4090", "gpu_memory": 24.0, "price": 0.4}),
-            SimpleNamespace(**plain | {"gpu_name": "RTX3090", "gpu_memory": 24.0, "price": 0.2, "spot": True}),
-            SimpleNamespace(**plain | {"gpu_name": None, "gpu_memory": None, "gpu_count": 0, "price": 0.1}),
+            SimpleNamespace(
+                **plain | {"gpu_name": "RTX3090", "gpu_memory": 24.0, "price": 0.2, "spot": True}
+            ),
+            SimpleNamespace(
+                **plain | {"gpu_name": None, "gpu_memory": None, "gpu_count": 0, "price": 0.1}
+            ),
         ]
 
 
@@ -374,7 +414,10 @@ def test_live_providers_are_asked_by_the_library(tmp_path: Path) -> None:
     ]
     assert "the API has changed" in result.failed[0].problem
     offers = read_refreshed(tmp_path / "prices.csv", TODAY).offers
-    assert [(o.gpu, o.kind, o.usd) for o in offers] == [("RTX 4090", "on-demand", 0.4), ("RTX 3090", "spot", 0.2)]
+    assert [(o.gpu, o.kind, o.usd) for o in offers] == [
+        ("RTX 4090", "on-demand", 0.4),
+        ("RTX 3090", "spot", 0.2),
+    ]
 
 
 def test_without_the_library_live_feeds_are_not_asked(
@@ -389,7 +432,9 @@ def test_without_the_library_live_feeds_are_not_asked(
     assert [o.feed.provider for o in result.outcomes if o.is_absent] == ["Lium"]
 
 
-def test_the_library_itself_reads_the_same_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_itself_reads_the_same_from_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpuhunt = pytest.importorskip("gpuhunt", reason="the extra `prices` is not installed")
     header = f"{GPUHUNT},cpu_arch,provider_data"
     rows = [

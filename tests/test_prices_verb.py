@@ -17,7 +17,7 @@ from farthing.prices import feeds as price_feeds
 from farthing.prices.catalog import cache_path
 from farthing.prices.feeds import Feed
 
-GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"
+GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"  # noqa: E501
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +40,15 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     return json.loads(out)
 
 
-def test_the_table_fits_80_columns_and_says_age_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_fits_80_columns_and_says_age_and_source(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, out, err = run(capsys, "--gpu", "rtx 4090")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    table = lines[: next(i for i, line in enumerate(lines) if line.startswith("and ") or "prices of" in line)]
+    table = lines[
+        : next(i for i, line in enumerate(lines) if line.startswith("and ") or "prices of" in line)
+    ]
     assert len(table) == 21, "a header and 20 rows"
     assert max(map(len, table)) <= 80
     for word in ("GPUs", "provider", "where", "kind", "an hour", "per GPU", "age"):
@@ -69,7 +73,9 @@ def test_no_table_is_wider_than_80_columns(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_wishes_narrow_the_offers(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capsys, "--gpu", "h100", "--provider", "aws", "--region", "us-", "--kind", "spot")
+    found = run_json(
+        capsys, "--gpu", "h100", "--provider", "aws", "--region", "us-", "--kind", "spot"
+    )
     assert found["n_found"] == len(found["offers"]) > 5
     for offer in found["offers"]:
         assert (offer["gpu"], offer["provider"], offer["kind"]) == ("H100-80GB", "AWS", "spot")
@@ -81,18 +87,27 @@ def test_wishes_narrow_the_offers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sorting_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
-    by_hour = [offer["usd_per_hour"] for offer in run_json(capsys, "--sort", "usd", "--limit", "30")["offers"]]
+    by_hour = [
+        offer["usd_per_hour"]
+        for offer in run_json(capsys, "--sort", "usd", "--limit", "30")["offers"]
+    ]
     assert len(by_hour) == 30
     assert by_hour == sorted(by_hour)
     by_age = [offer["age_days"] for offer in run_json(capsys, "--sort", "age")["offers"]]
     assert by_age == sorted(by_age)
     everything = run_json(capsys)
     assert len(everything["offers"]) == everything["n_found"] > 400, "a program gets all of them"
-    assert everything["age_days"]["oldest"] >= everything["age_days"]["median"] >= everything["age_days"]["newest"]
+    assert (
+        everything["age_days"]["oldest"]
+        >= everything["age_days"]["median"]
+        >= everything["age_days"]["newest"]
+    )
     assert isinstance(everything["is_stale"], bool)
 
 
-def test_managed_training_is_shown_by_what_is_paid_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_managed_training_is_shown_by_what_is_paid_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.csv"
     header = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,vcpus,ram_gib,source,date"
     row = "Together,LoRA up to 16B,,0,any,,on-demand,million_tokens,0.48,,,made,2026-05-08"
@@ -118,7 +133,10 @@ def test_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_markup_in_a_file_is_only_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text("provider,instance,gpu,n_gpus,usd,source\n[red]x,[/],T4,1,0.2,[link=http://x]y\n", encoding="utf-8")
+    path.write_text(
+        "provider,instance,gpu,n_gpus,usd,source\n[red]x,[/],T4,1,0.2,[link=http://x]y\n",
+        encoding="utf-8",
+    )
     _, out, _ = run(capsys, "--prices", str(path))
     assert "[red]x" in out
     assert "[link=http://x]y" in out
@@ -134,7 +152,9 @@ def test_markup_in_a_file_is_only_text(tmp_path: Path, capsys: pytest.CaptureFix
         (("--prices", "none.csv"), "none.csv: no such file"),
     ],
 )
-def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], words: str) -> None:
+def test_mistakes_are_named(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], words: str
+) -> None:
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")
     assert words in err
@@ -149,7 +169,9 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], argv: tuple[str,
 
 def feeds_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One feed that is a file of this test, one that no server answers."""
-    (tmp_path / "gcp.csv").write_text(f"{GPUHUNT}\nbox,us-central1,0.5,4,16,1,T4,16,False,,nvidia,\n", encoding="utf-8")
+    (tmp_path / "gcp.csv").write_text(
+        f"{GPUHUNT}\nbox,us-central1,0.5,4,16,1,T4,16,False,,nvidia,\n", encoding="utf-8"
+    )
     monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path))
     here = (
         Feed("GCP", "gpuhunt", "https://example.org/v3/gcp"),
@@ -182,7 +204,9 @@ def test_update_for_a_program(
     feeds_here(tmp_path, monkeypatch)
     result = run_json(capsys, "update")
     assert result["refreshed"] == ["GCP"]
-    assert [(feed["provider"], feed["n_offers"], feed["was_asked"]) for feed in result["feeds"]] == [
+    assert [
+        (feed["provider"], feed["n_offers"], feed["was_asked"]) for feed in result["feeds"]
+    ] == [
         ("GCP", 1, True),
         ("Azure", 0, True),
         ("Lium", 0, False),
@@ -209,13 +233,16 @@ def test_update_without_a_network_changes_nothing(
 
 def test_prices_come_without_torch() -> None:
     code = (
-        "import sys\nfrom farthing import cli\n"
-        "cli.main(['prices', '--limit', '3'])\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'urllib.request'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "import sys\nfrom farthing import cli\ncli.main(['prices', '--limit', '3'])\nheavy ="
+        " {'torch', 'transformers', 'numpy', 'pydantic', 'urllib.request'} &"
+        " set(sys.modules)\nassert not heavy, heavy\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "80"}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "80"},
     )
     assert done.returncode == 0, done.stderr
     assert "prices of" in done.stdout

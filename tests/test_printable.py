@@ -1,5 +1,7 @@
 # ruff: noqa: F811 - fixtures of another file
-"""Canaries: control characters and markup of data, prices, names and errors never reach a terminal, a log or a page raw."""
+"""Canaries: control characters and markup of data, prices, names and errors never reach a terminal,
+a log or a page raw.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2
 
 def is_harmless(text: str) -> bool:
     """Nothing that steers, no line that seems to be ours, and markup as it was written."""
-    return not STEERING.search(text) and not any(line.startswith("farthing: finished") for line in text.splitlines())
+    return not STEERING.search(text) and not any(
+        line.startswith("farthing: finished") for line in text.splitlines()
+    )
 
 
 def test_what_steers_is_spelt_out_and_everything_else_left() -> None:
@@ -80,7 +84,9 @@ def model(desk: Desk) -> None:
 
 
 def template(desk: Desk) -> None:
-    desk.rows([{"messages": [{"role": "user", "content": CANARY}, {"role": "assistant", "content": "b"}]}])
+    desk.rows(
+        [{"messages": [{"role": "user", "content": CANARY}, {"role": "assistant", "content": "b"}]}]
+    )
     desk.bytes(b"{{ raise_exception(messages[0].content) }}", "chat.jinja")
     desk.set("data", chat_template="chat.jinja")
 
@@ -107,7 +113,8 @@ def test_refusals_repeat_nothing_that_steers(
 def test_a_run_says_names_as_they_are_spelt(desk: Desk, run: Callable[..., Said]) -> None:
     name = "[red]" + CANARY.replace("/", "") + ".jsonl"
     lines = "".join(
-        f'{{"prompt": "{row["prompt"]}", "completion": " x", "[red]\\u001b[0m": 1}}\n' for row in demo_rows(60)
+        f'{{"prompt": "{row["prompt"]}", "completion": " x", "[red]\\u001b[0m": 1}}\n'
+        for row in demo_rows(60)
     )
     desk.bytes((lines + '{"prompt": \n').encode(), name)
     desk.set("data", train=name, max_bad_rows=0.1)
@@ -120,7 +127,9 @@ def test_a_run_says_names_as_they_are_spelt(desk: Desk, run: Callable[..., Said]
     assert r"`[red]\x1b[0m`" in said.out
     assert r"run[bold]\x1b[31m" in said.out.replace("\n", "")
     assert main(["report", str(desk.folder / desk.values["output_dir"])]) == 0
-    card = (desk.folder / desk.values["output_dir"] / "model" / "README.md").read_text(encoding="utf-8")
+    card = (desk.folder / desk.values["output_dir"] / "model" / "README.md").read_text(
+        encoding="utf-8"
+    )
     assert not STEERING.search(card)
     assert r"# run[bold]\x1b[31m" in card
 
@@ -149,7 +158,10 @@ def test_prices_of_others_steer_no_table_and_no_page(
 
 
 def test_a_crash_and_a_wrong_argument_are_told_without_it(
-    desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    desk: Desk,
+    run: Callable[..., Said],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import farthing.planner.preflight
 
@@ -167,7 +179,9 @@ def test_a_crash_and_a_wrong_argument_are_told_without_it(
         assert is_harmless(capsys.readouterr().err)
 
 
-def test_several_problems_of_a_job_each_have_lines_of_their_own(desk: Desk, run: Callable[..., Said]) -> None:
+def test_several_problems_of_a_job_each_have_lines_of_their_own(
+    desk: Desk, run: Callable[..., Said]
+) -> None:
     desk.values["lerning"] = 1
     desk.values["speed"] = 2
     said = run()

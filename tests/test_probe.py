@@ -1,4 +1,6 @@
-"""The probe: it finds the cheapest setting, moves no weight, leaves what plans and runs use, and knows when to keep out."""
+"""The probe: it finds the cheapest setting, moves no weight, leaves what plans and runs use, and
+knows when to keep out.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import farthing.train.autotune
 import farthing.train.run
 from farthing.cli import main
 from farthing.durability.run_folder import PLAN, SETTINGS
-from farthing.errors import Interrupted
+from farthing.errors import RunInterruptedError
 from farthing.events import Decided, Probed
 from farthing.planner.measurements import MEASUREMENTS, read_measurements
 from farthing.settings import Settings
@@ -23,7 +25,9 @@ from farthing.train.autotune_cache import PROBES, Subject, known_settings, leave
 from farthing.train.run import opened_attempt
 from workshop import ESTIMATE, Heard, Watched, job_file, log_of, make_job
 
-SUBJECT = Subject("H100", "llama", 64, 4, 1000, "causal-lm", "lora", 16, "bf16", "adamw_torch", 16, 100.0, 500)
+SUBJECT = Subject(
+    "H100", "llama", 64, 4, 1000, "causal-lm", "lora", 16, "bf16", "adamw_torch", 16, 100.0, 500
+)
 
 
 class Bench(Prober):
@@ -54,17 +58,27 @@ def run(tmp_path: Path) -> Any:
 
 def test_it_climbs_to_the_best_size_and_tile(run: Any) -> None:
     def seconds(setting: Settings) -> float:
-        return abs(setting.micro_batch_tokens - 1024) / 1024 + abs((setting.tile_tokens or 4000) - 500) / 1000 + 1.0
+        return (
+            abs(setting.micro_batch_tokens - 1024) / 1024
+            + abs((setting.tile_tokens or 4000) - 500) / 1000
+            + 1.0
+        )
 
     found = Bench(run, seconds).find()
     assert found.settings.micro_batch_tokens == 1024
     assert found.settings.tile_tokens is not None
     assert found.settings.tile_tokens <= 1024
-    assert (run.settings.micro_batch_tokens, run.forward.tile_tokens) == (1024, found.settings.tile_tokens)
+    assert (run.settings.micro_batch_tokens, run.forward.tile_tokens) == (
+        1024,
+        found.settings.tile_tokens,
+    )
 
 
 def test_smaller_is_found_too_and_noise_is_not_believed(run: Any) -> None:
-    assert Bench(run, lambda setting: setting.micro_batch_tokens).find().settings.micro_batch_tokens < 256
+    assert (
+        Bench(run, lambda setting: setting.micro_batch_tokens).find().settings.micro_batch_tokens
+        < 256
+    )
     run.steps.use(Settings(256))
     waves = iter(range(1000))
     noisy = Bench(run, lambda setting: 1.0 + 0.015 * (next(waves) % 2))
@@ -73,14 +87,18 @@ def test_smaller_is_found_too_and_noise_is_not_believed(run: Any) -> None:
 
 def test_what_does_not_fit_is_not_tried_and_what_ran_out_is_not_chosen(run: Any) -> None:
     bench = Bench(
-        run, lambda setting: 1000 / setting.micro_batch_tokens, lambda setting: setting.micro_batch_tokens << 30
+        run,
+        lambda setting: 1000 / setting.micro_batch_tokens,
+        lambda setting: setting.micro_batch_tokens << 30,
     )
     bench._cap_bytes = 600 << 30
     assert bench.find().settings.micro_batch_tokens == 512
     assert max(setting.micro_batch_tokens for setting in bench.measured) == 512
 
     def short(setting: Settings) -> float:
-        return float("inf") if setting.micro_batch_tokens > 512 else 1000 / setting.micro_batch_tokens
+        return (
+            float("inf") if setting.micro_batch_tokens > 512 else 1000 / setting.micro_batch_tokens
+        )
 
     assert Bench(run, short).find().settings.micro_batch_tokens == 512
     assert run.settings.micro_batch_tokens == 512
@@ -88,7 +106,12 @@ def test_what_does_not_fit_is_not_tried_and_what_ran_out_is_not_chosen(run: Any)
 
 def test_less_checkpointing_is_tried_where_there_is_some(run: Any) -> None:
     run.steps.use(replace(run.settings, checkpoint_every=1))
-    assert Bench(run, lambda setting: 1.0 + 0.1 * bool(setting.checkpoint_every)).find().settings.checkpoint_every == 0
+    assert (
+        Bench(run, lambda setting: 1.0 + 0.1 * bool(setting.checkpoint_every))
+        .find()
+        .settings.checkpoint_every
+        == 0
+    )
     assert run.settings.checkpoint_every == 0
 
 
@@ -105,12 +128,16 @@ def test_real_trials_move_no_weight_and_leave_no_gradient(run: Any) -> None:
     best = prober.find()
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
     assert all(p.grad is None for p in run.model.parameters())
-    assert not any(state["step"].any() or state["exp_avg"].any() for state in run.optimizer.state.values())
+    assert not any(
+        state["step"].any() or state["exp_avg"].any() for state in run.optimizer.state.values()
+    )
     assert best.seconds_per_token <= 1.1 * min(trial.seconds_per_token for trial in prober.trials)
     assert best.computed_share == 1.0
 
 
-def test_memory_that_runs_out_in_a_trial_is_an_answer(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_in_a_trial_is_an_answer(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = run.forward.loss
 
     def loss(batch: Any, *scale: Any) -> Any:
@@ -121,14 +148,17 @@ def test_memory_that_runs_out_in_a_trial_is_an_answer(run: Any, monkeypatch: pyt
     monkeypatch.setattr(run.forward, "loss", loss)
     prober = Prober(run, 4.0)
     found = prober._measure(Settings(100_000)), prober._measure(Settings(128))
-    assert [one.seconds_per_token == float("inf") for one in found] == [len(prober._sample[0]) > 9, False]
+    assert [one.seconds_per_token == float("inf") for one in found] == [
+        len(prober._sample[0]) > 9,
+        False,
+    ]
     prober._sample = [run.batches.examples_of(0)]
     assert prober._measure(Settings(100_000)).seconds_per_token == float("inf")
 
 
 def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
     run.context.notice.reason = "SIGTERM"
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterruptedError):
         Prober(run, 4.0).find()
     assert (run.settings.micro_batch_tokens, run.forward.tile_tokens) == (256, None)
 
@@ -142,8 +172,15 @@ def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) ->
     leave_probe(path, SUBJECT, Settings(4096, 2, None), "then", [])
     leave_probe(path, replace(SUBJECT, hardware="A100"), Settings(1024), "later", [])
     assert known_settings(path, SUBJECT) == Settings(4096, 2, None)
-    assert known_settings(path, replace(SUBJECT, mean_tokens=115.0, longest=450)) == Settings(4096, 2, None)
-    for name, value in (("mean_tokens", 150.0), ("longest", 900), ("method", "full"), ("precision", "fp32")):
+    assert known_settings(path, replace(SUBJECT, mean_tokens=115.0, longest=450)) == Settings(
+        4096, 2, None
+    )
+    for name, value in (
+        ("mean_tokens", 150.0),
+        ("longest", 900),
+        ("method", "full"),
+        ("precision", "fp32"),
+    ):
         assert known_settings(path, replace(SUBJECT, **{name: value})) is None
     leave_probe(path, SUBJECT, Settings(8192), "last", [])
     assert known_settings(path, SUBJECT) == Settings(8192)
@@ -179,7 +216,9 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     assert not (tmp_path / "run").exists()
     assert found["trials"][0] | found["settings"] == found["trials"][0]
     assert found["tokens_per_s"] > 0
-    assert found["usd_per_million_tokens"] == pytest.approx(1e6 / found["tokens_per_s"] / 3600 * 3.6)
+    assert found["usd_per_million_tokens"] == pytest.approx(
+        1e6 / found["tokens_per_s"] / 3600 * 3.6
+    )
     (measured,) = read_measurements(tmp_path / "cache" / MEASUREMENTS)
     assert measured.n_steps >= 5
     assert measured.n_tokens > 0
@@ -196,7 +235,9 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     assert "up to 77 tokens at a time" in heard.of(Decided)[0].batch
     kept = json.loads((Path(job.output_dir) / SETTINGS).read_text())
     assert (kept["micro_batch_tokens"], kept["probed"]) == (77, True)
-    assert json.loads((Path(job.output_dir) / PLAN).read_text())["settings"]["micro_batch_tokens"] > 77, "as planned"
+    assert (
+        json.loads((Path(job.output_dir) / PLAN).read_text())["settings"]["micro_batch_tokens"] > 77
+    ), "as planned"
     assert main(["probe", str(path), "--seconds", "5"]) == 0
     assert "chosen:" in capsys.readouterr().out
 
@@ -205,7 +246,9 @@ def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
     assert main(["probe", str(job_file(tmp_path, max_steps=3)), "--seconds", "5"]) == 0
     for key, value in (("micro_batch_tokens", 99), ("probe", False)):
         heard = Heard()
-        farthing.train.run.train(make_job(tmp_path, max_steps=3, output_dir=f"./{key}", **{key: value}), heard)
+        farthing.train.run.train(
+            make_job(tmp_path, max_steps=3, output_dir=f"./{key}", **{key: value}), heard
+        )
         assert not json.loads((tmp_path / key / SETTINGS).read_text())["probed"]
         assert ("up to 99 tokens" in heard.of(Decided)[0].batch) == (key == "micro_batch_tokens")
 
@@ -216,9 +259,15 @@ def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
 def test_a_run_probes_only_where_that_pays(tmp_path: Path) -> None:
     job = make_job(tmp_path)
 
-    def pays(job: Any, training_s: float | None, *, probed: bool = False, is_deterministic: bool = False) -> bool:
-        estimate = None if training_s is None else replace(ESTIMATE, seconds={"training": training_s})
-        return is_worth_it(job, estimate, Settings(512, probed=probed), is_deterministic=is_deterministic)
+    def pays(
+        job: Any, training_s: float | None, *, probed: bool = False, is_deterministic: bool = False
+    ) -> bool:
+        estimate = (
+            None if training_s is None else replace(ESTIMATE, seconds={"training": training_s})
+        )
+        return is_worth_it(
+            job, estimate, Settings(512, probed=probed), is_deterministic=is_deterministic
+        )
 
     assert pays(job, 7200.0)
     assert not pays(job, 300.0)

@@ -1,4 +1,6 @@
-"""A few real steps under the profiler: parts by our own names that add up to the step, a trace, memory and the peak."""
+"""A few real steps under the profiler: parts by our own names that add up to the step, a trace,
+memory and the peak.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from workshop import job_file
 
 
 class Alike:
-    """An operation of the profiler as if it took a second, as each does: others use the same machine."""
+    """An operation of the profiler as if it took a second, as each does: others use the same
+    machine.
+    """
 
     self_cpu_time_total = 1e6
 
@@ -39,7 +43,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return by_name(events, device)
 
     folder = tmp_path_factory.mktemp("profile")
-    path = job_file(folder, "llama", method="lora", pretrained=True, micro_batch_tokens=64, gradient_checkpointing=True)
+    path = job_file(
+        folder,
+        "llama",
+        method="lora",
+        pretrained=True,
+        micro_batch_tokens=64,
+        gradient_checkpointing=True,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiling, "seconds_by_name", seconds_by_name)
         profiled = profiling.profile_job(load_job(path), ignore, folder / "out", 2)
@@ -49,9 +60,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_step_is_named_forward_and_backward(found: dict[str, Any]) -> None:
     parts = {part["name"]: part["step_s"] for part in found["parts"]}
-    assert {"attention", "layers with LoRA", "feed-forward", "head", "optimizer", "norms", "copies", "data"} <= set(
-        parts
-    )
+    assert {
+        "attention",
+        "layers with LoRA",
+        "feed-forward",
+        "head",
+        "optimizer",
+        "norms",
+        "copies",
+        "data",
+    } <= set(parts)
     assert sum(parts.values()) == pytest.approx(found["step_s"], rel=0.05)
     of_all = sum(found["n_operations"].values())
     assert of_all > 10_000
@@ -61,7 +79,9 @@ def test_a_step_is_named_forward_and_backward(found: dict[str, Any]) -> None:
 
 def test_the_trace_can_be_opened_and_has_our_names(found: dict[str, Any]) -> None:
     trace = json.loads(Path(found["trace"]).read_text())
-    assert Path(found["trace"]).name.endswith(".pt.trace.json"), "the name that TensorBoard looks for"
+    assert Path(found["trace"]).name.endswith(".pt.trace.json"), (
+        "the name that TensorBoard looks for"
+    )
     names = {event.get("name") for event in trace["traceEvents"]}
     assert {"farthing: attention", "farthing: head", "farthing: optimizer"} <= names
 
@@ -77,7 +97,9 @@ def test_memory_and_peak_are_measured(found: dict[str, Any]) -> None:
     assert found["flops_per_s"] == pytest.approx(found["mfu"] * found["measured_peak_flops_per_s"])
 
 
-def test_what_can_not_be_profiled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_profiled_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(job_file(tmp_path, "llama"))
     assert main(["profile", path, "--steps", "0"]) == 2
     assert "1 to 100" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 # ruff: noqa: F811 - fixtures of another file
-"""How far reading and tokenizing have got: told with a total, as a bar on a terminal and as lines in a log."""
+"""How far reading and tokenizing have got: told with a total, as a bar on a terminal and as lines
+in a log.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Log:
     def __init__(self, *, is_terminal: bool = False) -> None:
         self.now = 0.0
         self.file = io.StringIO()
-        console = SafeConsole(file=self.file, force_terminal=is_terminal, width=200, highlight=False)
+        console = SafeConsole(
+            file=self.file, force_terminal=is_terminal, width=200, highlight=False
+        )
         self.terminal = Terminal(console, 10, clock=lambda: self.now)
 
     def tokenizing(self, n_seconds: int, of_seconds: int) -> None:
@@ -98,13 +102,23 @@ def test_every_reader_knows_how_far_it_is(kind: str, tmp_path: Path) -> None:
     assert reading.share() == pytest.approx(1.0, abs=0.1)
 
 
-def test_shares_are_of_all_sources(tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_are_of_all_sources(
+    tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokens_module, "CHUNK_ROWS", 50)
     names = [str(write_jsonl(tmp_path / f"{i}.jsonl", demo_rows(200, seed=i))) for i in range(2)]
     (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(Path(names[0]).read_bytes() + b"\n"))
-    sources = open_sources((*names, str(tmp_path / "2.jsonl.gz")), cache_dir=tmp_path, split="train")
+    sources = open_sources(
+        (*names, str(tmp_path / "2.jsonl.gz")), cache_dir=tmp_path, split="train"
+    )
     told: list[tuple[int, int, float]] = []
-    tokenize(sources, tokenizers["llama"], Recipe("causal-lm", 64), tmp_path, progress=lambda *all: told.append(all))
+    tokenize(
+        sources,
+        tokenizers["llama"],
+        Recipe("causal-lm", 64),
+        tmp_path,
+        progress=lambda *all: told.append(all),
+    )
     shares = [share for _, _, share in told]
     assert len(shares) >= 12
     assert shares == sorted(shares)
@@ -121,7 +135,9 @@ def test_a_run_tells_of_reading_and_of_tokenizing(tmp_path: Path) -> None:
     assert heard.of(Tokenizing)[-1].role == "train"
 
 
-def test_json_is_left_alone(desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_is_left_alone(
+    desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("farthing.report.terminal._PLAIN_EVERY_S", 0.0)
     said = run("--json")
     assert json.loads(said.out)["state"] == "finished"

@@ -1,4 +1,6 @@
-"""Models go to the Hub by its own client, to a server on this machine: private, with a card, noted, and taken up again."""
+"""Models go to the Hub by its own client, to a server on this machine: private, with a card, noted,
+and taken up again.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import pytest
 import workshop
 from farthing.cli import main
 from farthing.clock import today
-from farthing.errors import UserMistake
-from farthing.export.publish import NotPublished
+from farthing.errors import InputError
+from farthing.export.publish import PublishError
 from farthing.planner.serving import Traffic, serve
 from farthing.planner.shapes import read_shape
 from farthing.prices.catalog import read_catalog
@@ -36,7 +38,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an adapter."""
-    job = workshop.make_job(tmp_path_factory.mktemp("pushed"), pretrained=True, method="lora", max_steps=2)
+    job = workshop.make_job(
+        tmp_path_factory.mktemp("pushed"), pretrained=True, method="lora", max_steps=2
+    )
     workshop.train(job)
     return Path(job.output_dir)
 
@@ -55,11 +59,17 @@ def test_an_export_is_published_in_private_with_its_card(
     repository = hub.repositories["team/small"]
     assert repository.is_private
     assert said["commit"] == repository.commits[-1] != "0" * 40
-    assert repository.files["adapter_model.safetensors"] == (tmp_path / "out/adapter_model.safetensors").read_bytes()
+    assert (
+        repository.files["adapter_model.safetensors"]
+        == (tmp_path / "out/adapter_model.safetensors").read_bytes()
+    )
     assert b"## Receipt" in repository.files["README.md"]
     assert not any(str(tmp_path).encode() in content for content in repository.files.values())
     assert [one["commit"] for one in build_receipt(trained).published][-1] == said["commit"]
-    assert json.loads((trained / "receipt.json").read_text())["published"][-1]["commit"] == said["commit"]
+    assert (
+        json.loads((trained / "receipt.json").read_text())["published"][-1]["commit"]
+        == said["commit"]
+    )
     assert main(["report", str(trained)]) == 0
     assert f"commit {said['commit']}" in " ".join(capsys.readouterr().out.split())
 
@@ -78,14 +88,20 @@ def test_a_push_that_fails_is_taken_up_by_the_same_command(
     hub.fails_at = ""
     n_asked = len(hub.asked)
     assert push(trained, tmp_path / "out") == 0
-    assert (tmp_path / "out/adapter_model.safetensors").stat().st_mtime_ns == written, "it is not written again"
+    assert (tmp_path / "out/adapter_model.safetensors").stat().st_mtime_ns == written, (
+        "it is not written again"
+    )
     assert hub.repositories["team/small"].files["adapter_model.safetensors"]
     sent_before = part == "commit"
     assert any(path.startswith("PUT /blobs/") for path in hub.asked[n_asked:]) != sent_before
 
 
 def test_what_would_be_wrong_is_refused_before_a_byte_is_sent(
-    hub: Hub, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: Hub,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert push(trained, tmp_path / "first", "--public") == 0
     assert not hub.repositories["team/small"].is_private
@@ -106,11 +122,13 @@ def test_what_would_be_wrong_is_refused_before_a_byte_is_sent(
     assert not (tmp_path / "fourth").exists()
 
 
-def test_a_finished_run_publishes_its_model_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_publishes_its_model_once(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = {"pretrained": True, "method": "lora", "max_steps": 2}
     job = workshop.make_job(tmp_path, **keys, push_to_hub=True, hub_model_id="team/of-a-run")
     hub.fails_at = "preupload"
-    with pytest.raises(NotPublished, match="same command again"):
+    with pytest.raises(PublishError, match="same command again"):
         workshop.train(job)
     assert build_receipt(Path(job.output_dir)).state == "finished"
     wall_s = build_receipt(Path(job.output_dir)).wall_s
@@ -124,21 +142,30 @@ def test_a_finished_run_publishes_its_model_once(hub: Hub, tmp_path: Path, monke
     assert main(["train", str(tmp_path / "job.yaml")]) == 0
     assert len(hub.asked) == n_asked, "the Hub has it"
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(UserMistake, match="no token"):
+    with pytest.raises(InputError, match="no token"):
         workshop.train(workshop.make_job(tmp_path / "other", **keys, push_to_hub=True))
 
 
-def test_a_receipt_ends_with_what_serving_would_cost(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_receipt_ends_with_what_serving_would_cost(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     serving = build_receipt(trained).serving
     assert serving is not None
     shape = read_shape(json.loads((trained / "model/model_config.json").read_text()), "causal-lm")
     traffic = Traffic(1000.0, serving.input_tokens, serving.output_tokens)
     found, _ = serve(shape, traffic, list(read_catalog(None, today()).offers))
     assert serving.usd_per_month == min(min(one.always_on_usd, one.to_zero_usd()) for one in found)
-    lines = [line for line in (trained / "log.jsonl").read_text().splitlines() if '"n_tokens"' in line]
+    lines = [
+        line for line in (trained / "log.jsonl").read_text().splitlines() if '"n_tokens"' in line
+    ]
     tokens = sum(json.loads(line)["n_tokens"] for line in lines)
     assert serving.input_tokens + serving.output_tokens == pytest.approx(tokens / (8 * len(lines)))
     assert main(["report", str(trained)]) == 0
-    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("serving 1,000 requests a day of ")
+    assert (
+        capsys.readouterr()
+        .out.rstrip()
+        .splitlines()[-1]
+        .startswith("serving 1,000 requests a day of ")
+    )
     assert main(["report", str(trained), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["serving"]["usd_per_month"] == serving.usd_per_month

@@ -1,4 +1,6 @@
-"""QLoRA and the 8-bit optimizers, end to end on the CPU. Apart from the rest: it needs bitsandbytes."""
+"""QLoRA and the 8-bit optimizers, end to end on the CPU. Apart from the rest: it needs
+bitsandbytes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def qlora_job(folder: Path, **keys: Any) -> Any:
-    return make_job(folder, pretrained=True, method={"name": "qlora", "lora_r": 4}, **{"max_steps": 8, **keys})
+    return make_job(
+        folder, pretrained=True, method={"name": "qlora", "lora_r": 4}, **{"max_steps": 8, **keys}
+    )
 
 
 def test_qlora_keeps_the_base_in_four_bits_and_learns(tmp_path: Path, watched: Watched) -> None:
@@ -88,9 +92,15 @@ def test_qlora_takes_dora_and_a_classification_head(tmp_path: Path, watched: Wat
     assert any("classifier" in name and "modules_to_save" in name for name in trained)
     assert watched.changed() <= watched.trainable()
     written = export_run(Path(job.output_dir), tmp_path / "merged", "merged")
-    merged = transformers.AutoModelForSequenceClassification.from_pretrained(written["folder"]).eval()
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(
+        written["folder"]
+    ).eval()
     assert set(merged.config.id2label.values()) == {"food", "sport", "weather"}
-    head = next(p for name, p in watched.model.named_parameters() if "modules_to_save" in name and "weight" in name)
+    head = next(
+        p
+        for name, p in watched.model.named_parameters()
+        if "modules_to_save" in name and "weight" in name
+    )
     assert torch.equal(merged.classifier.weight, head)
 
 
@@ -116,7 +126,9 @@ def test_qlora_with_checkpointing_ends_in_the_same_weights(tmp_path: Path) -> No
         with pytest.MonkeyPatch.context() as patch:
             watched = Watched(patch)
             workshop.train(job)
-        ends.append({name: p.detach() for name, p in watched.model.named_parameters() if p.requires_grad})
+        ends.append(
+            {name: p.detach() for name, p in watched.model.named_parameters() if p.requires_grad}
+        )
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
@@ -150,13 +162,19 @@ def stop_after(job: Any, step: int) -> None:
 
 
 @pytest.mark.parametrize("optim", EIGHT_BIT)
-def test_every_bitsandbytes_optimizer_learns_and_keeps_its_promise_of_size(optim: str, tmp_path: Path) -> None:
+def test_every_bitsandbytes_optimizer_learns_and_keeps_its_promise_of_size(
+    optim: str, tmp_path: Path
+) -> None:
     job = make_job(tmp_path, optim=optim, max_steps=15, learning_rate=0.003, size={"hidden": 128})
     seen: dict[str, set[torch.dtype]] = {}
     with pytest.MonkeyPatch.context() as patch:
         build = farthing.train.assemble.build_optimizer
         made: list[torch.optim.Optimizer] = []
-        patch.setattr(farthing.train.assemble, "build_optimizer", lambda *args: made.append(build(*args)) or made[-1])
+        patch.setattr(
+            farthing.train.assemble,
+            "build_optimizer",
+            lambda *args: made.append(build(*args)) or made[-1],
+        )
         workshop.train(job)
     for parameter, state in made[0].state.items():
         if parameter.numel() >= 4096:
@@ -187,24 +205,38 @@ def test_a_quantized_adapter_merges_into_the_whole_base(tmp_path: Path, watched:
     assert error < 0.5  # equal but for the error of four bits
 
 
-def test_doctor_finds_bitsandbytes_where_it_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_finds_bitsandbytes_where_it_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = workshop.job_file(tmp_path, pretrained=True, method="qlora")
     assert main(["doctor", str(path)]) == 0
     assert f"bitsandbytes works: version {bitsandbytes.__version__}" in capsys.readouterr().out
 
 
-def test_frozen_layers_in_four_bits_are_computed_once_and_told_apart_by_their_scales(tmp_path: Path) -> None:
+def test_frozen_layers_in_four_bits_are_computed_once_and_told_apart_by_their_scales(
+    tmp_path: Path,
+) -> None:
     choice = ModelChoice(str(make_folder(tmp_path / "base", "llama", pretrained=True, layers=2)))
     cpu = torch.device("cpu")
     base = load_model(
-        choice, load_config(choice), "causal-lm", dtype=torch.float32, seed=0, in_four_bits=FourBits(cpu), pad_id=0
+        choice,
+        load_config(choice),
+        "causal-lm",
+        dtype=torch.float32,
+        seed=0,
+        in_four_bits=FourBits(cpu),
+        pad_id=0,
     )
-    model = add_adapter(base, Adapter(r=4, target_modules=("layers.1.mlp.up_proj",)), "causal-lm", 0).train()
+    model = add_adapter(
+        base, Adapter(r=4, target_modules=("layers.1.mlp.up_proj",)), "causal-lm", 0
+    ).train()
     go_packed(model)
     frozen = find_frozen_layers(model, "causal-lm")
     assert not isinstance(frozen, str), frozen
     tokens, examples = token_set(np.array([5, 9, 1, 20])), np.arange(4)
-    cache = open_frozen_cache(frozen, tokens, examples, tmp_path, numerics=Numerics(cpu, None), micro_batch_tokens=100)
+    cache = open_frozen_cache(
+        frozen, tokens, examples, tmp_path, numerics=Numerics(cpu, None), micro_batch_tokens=100
+    )
     assert not isinstance(cache, str), cache
     batch = packed_batch(collate_packed(tokens, examples, "causal-lm"))
     theirs = language_model_loss(model, batch, "causal-lm")
@@ -217,7 +249,9 @@ def test_frozen_layers_in_four_bits_are_computed_once_and_told_apart_by_their_sc
 
 
 def test_state_is_there_before_the_first_step_and_comes_back_into_the_same_pages() -> None:
-    """On a GPU `get_state_buffer` gives pages that the driver moves; here it is watched for being asked."""
+    """On a GPU `get_state_buffer` gives pages that the driver moves; here it is watched for being
+    asked.
+    """
     model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 4))
     settings = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-8}
     names = {id(p): name for name, p in model.named_parameters()}
@@ -233,7 +267,10 @@ def test_state_is_there_before_the_first_step_and_comes_back_into_the_same_pages
         )
         load_state(second, model.named_parameters(), tensors, values)
         kept = {
-            id(value) for state in second.state.values() for key, value in state.items() if key in ("state1", "state2")
+            id(value)
+            for state in second.state.values()
+            for key, value in state.items()
+            if key in ("state1", "state2")
         }
         assert kept == {id(buffer) for buffer in asked}
         assert len(kept) == 2 * 4

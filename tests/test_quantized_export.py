@@ -1,4 +1,6 @@
-"""GGUF files and compressed-tensors folders: refused where they would be another model, judged, and loaded for real."""
+"""GGUF files and compressed-tensors folders: refused where they would be another model, judged, and
+loaded for real.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import workshop
 from exported_families import FAMILIES, make_family
 from farthing.cli import main
 from farthing.config.load import load_job
-from farthing.errors import FarthingError, UserMistake
+from farthing.errors import FarthingError, InputError
 from farthing.export.gguf_families import family_of, lay_out, taken_back
 from farthing.export.gguf_file import plan_gguf
 from farthing.export.modelfile import modelfile
@@ -24,7 +26,9 @@ from llama_cpp import LlamaCpp, greedy_of
 from test_export import body_of
 
 DATA = Path(os.environ.get("FARTHING_DATA", ""))
-needs_data = pytest.mark.skipif(not (DATA / "tokenizers").exists(), reason="FARTHING_DATA is not set")
+needs_data = pytest.mark.skipif(
+    not (DATA / "tokenizers").exists(), reason="FARTHING_DATA is not set"
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +52,29 @@ def test_what_is_laid_out_for_llama_cpp_is_taken_back() -> None:
         config = transformers.AutoConfig.for_model(model_type)
         config.num_attention_heads, config.num_key_value_heads = 4, 2
         family = family_of(config, "causal-lm")
-        for name, rows in (("layers.0.self_attn.q_proj.weight", 32), ("layers.0.self_attn.k_proj.bias", 16),
-                           ("h.0.attn.c_attn.weight", 24), ("layers.0.input_layernorm.weight", 8)):  # fmt: skip
+        for name, rows in (
+            ("layers.0.self_attn.q_proj.weight", 32),
+            ("layers.0.self_attn.k_proj.bias", 16),
+            ("h.0.attn.c_attn.weight", 24),
+            ("layers.0.input_layernorm.weight", 8),
+        ):
             shape = (rows, 12) if name.endswith("attn.weight") or "q_proj" in name else (rows,)
             weight = torch.randn(shape, generator=dice).numpy()
             back = taken_back(name, lay_out(name, weight, config, family), config, family)
-            torch.testing.assert_close(torch.from_numpy(back), torch.from_numpy(weight), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                torch.from_numpy(back), torch.from_numpy(weight), rtol=1e-6, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
         ("llama", {"hidden_act": "gelu"}, "activation"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic",
+        ),
         ("gemma2", {"query_pre_attn_scalar": 77}, "query_pre_attn_scalar"),
         ("gemma2", {"layer_types": ["full_attention"] * 26}, "layer_types"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_weights"),
@@ -80,7 +94,8 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_its_key(
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2"]
+    "family",
+    ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2"],
 )
 def test_every_weight_of_a_family_has_a_place_or_is_another_weight_too(
     family: str, is_tied: bool, tokenizers: dict[str, Any]
@@ -90,10 +105,18 @@ def test_every_weight_of_a_family_has_a_place_or_is_another_weight_too(
     sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
     if family != "gpt2":
         sizes = {
-            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-            "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, "query_pre_attn_scalar": 16,
-        }  # fmt: skip
-    config = transformers.AutoConfig.for_model(family, vocab_size=2000, tie_word_embeddings=is_tied, **sizes)
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "query_pre_attn_scalar": 16,
+        }
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=2000, tie_word_embeddings=is_tied, **sizes
+    )
 
     def planned() -> Any:
         return plan_gguf(config, tokenizers["llama"], "causal-lm", "f32", "x", is_chat=False)
@@ -119,12 +142,15 @@ def test_other_tasks_are_refused_before_a_byte_is_written(
 
 
 def test_a_template_is_said_in_the_language_of_ollama_or_not_at_all(tmp_path: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(workshop.make_folder(tmp_path / "base", "llama"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        workshop.make_folder(tmp_path / "base", "llama")
+    )
     text, notes = modelfile(tokenizer, None, is_chat=False)
     assert 'TEMPLATE """{{ .Prompt }}"""' in text
     tokenizer.chat_template = (
-        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content"
+        " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{%"
+        " endif %}"
     )
     text, notes = modelfile(tokenizer, None)
     assert '{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n{{ end }}' in text
@@ -148,7 +174,7 @@ def test_positions_that_are_stretched_by_a_factor_are_said_to_llama_cpp(tmp_path
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     try:
         plan = plan_gguf(model.config, tokenizer, "causal-lm", "f32", "small", is_chat=False)
-    except UserMistake:  # its tokenizer is none of llama.cpp's
+    except InputError:  # its tokenizer is none of llama.cpp's
         tokenizer = transformers.AutoTokenizer.from_pretrained(DATA / "tokenizers/gpt2")
         model.config.vocab_size = len(tokenizer)
         plan = plan_gguf(model.config, tokenizer, "causal-lm", "f32", "small", is_chat=False)
@@ -159,7 +185,10 @@ def test_positions_that_are_stretched_by_a_factor_are_said_to_llama_cpp(tmp_path
 
 
 def test_without_the_package_it_is_said_how_to_get_it(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for package, form in (("gguf", "gguf"), ("compressed_tensors.quantization", "fp8")):
         monkeypatch.setitem(__import__("sys").modules, package, None)
@@ -191,7 +220,10 @@ def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(
 
 
 def test_bits_of_llama_quantize_need_it(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -201,41 +233,68 @@ def test_bits_of_llama_quantize_need_it(
     tool.write_text('#!/bin/sh\n[ "$3" = Q4_K_M ] && /bin/cp "$1" "$2"\n')
     tool.chmod(0o755)
     assert export(trained, tmp_path / "out", "--format", "gguf", "--bits", "q4_k_m") == 0
-    assert sorted(os.listdir(tmp_path / "out")) == ["Modelfile", "README.md", "export.json", "model.gguf"]
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "Modelfile",
+        "README.md",
+        "export.json",
+        "model.gguf",
+    ]
 
 
 TINY: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 @pytest.mark.parametrize("form", ["fp8", "w8a16", "w4a16"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral", "qwen3_moe", "falcon"])
-def test_a_compressed_folder_has_all_weights_in_plain_transformers(family: str, form: str, tmp_path: Path) -> None:
+def test_a_compressed_folder_has_all_weights_in_plain_transformers(
+    family: str, form: str, tmp_path: Path
+) -> None:
     pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
     from farthing.export.compressed import plan_compressed, write_compressed
 
-    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    config = transformers.AutoConfig.for_model(family, **TINY, **(experts if "mo" in family or "mix" in family else {}))
+    experts = {
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }
+    config = transformers.AutoConfig.for_model(
+        family, **TINY, **(experts if "mo" in family or "mix" in family else {})
+    )
     torch.manual_seed(0)
     model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path / "whole")
     if (family, form) in {("falcon", "w8a16"), ("falcon", "w4a16")}:
-        with pytest.raises(UserMistake, match="does not load a falcon"):
+        with pytest.raises(InputError, match="does not load a falcon"):
             plan_compressed(config, "causal-lm", form)
         return
     (tmp_path / "few").mkdir()
-    write_compressed(plan_compressed(config, "causal-lm", form), tmp_path / "whole", tmp_path / "few")
-    few, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "few", output_loading_info=True)
+    write_compressed(
+        plan_compressed(config, "causal-lm", form), tmp_path / "whole", tmp_path / "few"
+    )
+    few, found = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "few", output_loading_info=True
+    )
     assert not any(found.values()), "weights are missing, or nobody reads them"
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
         wanted, got = model(ids).logits, few.eval()(ids).logits.float()
     off = float((got - wanted).norm() / wanted.norm())
     assert off < {"fp8": 0.3, "w8a16": 0.06, "w4a16": 0.5}[form]
-    sizes = [sum(path.stat().st_size for path in (tmp_path / name).glob("*.safetensors")) for name in ("few", "whole")]
+    sizes = [
+        sum(path.stat().st_size for path in (tmp_path / name).glob("*.safetensors"))
+        for name in ("few", "whole")
+    ]
     assert sizes[0] < 0.45 * sizes[1]
 
 
@@ -255,20 +314,27 @@ def test_what_transformers_does_not_load_compressed_is_refused_by_its_family(
 
     config = transformers.AutoConfig.for_model(family)
     if family == "llama":
-        config = transformers.AutoConfig.for_model(family, **TINY | {"hidden_size": 72, "intermediate_size": 72})
-    with pytest.raises(UserMistake, match=words):
+        config = transformers.AutoConfig.for_model(
+            family, **TINY | {"hidden_size": 72, "intermediate_size": 72}
+        )
+    with pytest.raises(InputError, match=words):
         plan_compressed(config, task, form)
 
 
 def test_a_folder_that_lacks_weights_is_not_kept(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
     from farthing.export import compressed
 
     real = compressed._compressed
     monkeypatch.setattr(
-        compressed, "_compressed", lambda name, *rest: {} if "layers.0.mlp.up" in name else real(name, *rest)
+        compressed,
+        "_compressed",
+        lambda name, *rest: {} if "layers.0.mlp.up" in name else real(name, *rest),
     )
     assert export(trained, tmp_path / "out", "--format", "w8a16") != 0
     assert "it finds no model.layers.0.mlp.up_proj.weight_packed" in capsys.readouterr().err
@@ -281,12 +347,15 @@ def test_a_folder_that_lacks_weights_is_not_kept(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "form"), [("bert", "fp8"), ("bert", "w8a16"), ("bert", "w4a16"), ("t5", "fp8"), ("llama", "w4a16")]
+    ("family", "form"),
+    [("bert", "fp8"), ("bert", "w8a16"), ("bert", "w4a16"), ("t5", "fp8"), ("llama", "w4a16")],
 )
 def test_a_compressed_run_is_judged(family: str, form: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
     body_of(tmp_path / "base", family)
-    job = workshop.make_job(tmp_path, family, n_rows=60, pretrained=True, method="lora", max_steps=30)
+    job = workshop.make_job(
+        tmp_path, family, n_rows=60, pretrained=True, method="lora", max_steps=30
+    )
     workshop.train(job)
     assert export(Path(job.output_dir), tmp_path / "out", "--format", form) == 0
     kept = json.loads((tmp_path / "out/export.json").read_text())
@@ -296,8 +365,14 @@ def test_a_compressed_run_is_judged(family: str, form: str, tmp_path: Path) -> N
 def job_of_family(folder: Path, family: str, texts: list[str]) -> Path:
     """A run of a small model of a family that has learned a few real sentences."""
     make_family(folder / "base", family, texts)
-    rows = [json.loads(line) for line in (DATA / "e2e_nlg_dev_test.jsonl").read_text().splitlines()[:160]]
-    workshop.write_jsonl(folder / "data.jsonl", [{"prompt": r["input"], "completion": " " + r["target"]} for r in rows])
+    rows = [
+        json.loads(line)
+        for line in (DATA / "e2e_nlg_dev_test.jsonl").read_text().splitlines()[:160]
+    ]
+    workshop.write_jsonl(
+        folder / "data.jsonl",
+        [{"prompt": r["input"], "completion": " " + r["target"]} for r in rows],
+    )
     values = {
         "task": "causal-lm",
         "model": {"model_name_or_path": "./base"},
@@ -319,7 +394,10 @@ def job_of_family(folder: Path, family: str, texts: list[str]) -> Path:
 def test_llama_cpp_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
     pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
-    texts = [json.loads(line)["text"] for line in (DATA / "complaints_narratives.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"]
+        for line in (DATA / "complaints_narratives.jsonl").read_text().splitlines()
+    ]
     run = job_of_family(tmp_path, family, texts[:300])
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
     for bits in ("f32", "bf16"):
@@ -335,7 +413,13 @@ def test_llama_cpp_answers_as_transformers_does(family: str, tmp_path: Path) -> 
         ids, first = greedy_of(model, prompt, 32)
         found, found_first = engine.greedy(prompt, 32)
         assert found == ids
-        assert abs(found_first - first) < (1e-3 if bits == "f32" else 5e-3)  # it rounds activations to bf16 too
+        assert abs(found_first - first) < (
+            1e-3 if bits == "f32" else 5e-3
+        )  # it rounds activations to bf16 too
         if bits == "f32":
             texts = [text.strip() for text in texts if text.strip()][:1000]
-            assert [i for i, text in enumerate(texts) if engine.tokenize(text) != tokenizer(text)["input_ids"]] == []
+            assert [
+                i
+                for i, text in enumerate(texts)
+                if engine.tokenize(text) != tokenizer(text)["input_ids"]
+            ] == []

@@ -1,4 +1,6 @@
-"""Several processes share a run: the same bits on any number of them, one word for all, and an end when one is lost."""
+"""Several processes share a run: the same bits on any number of them, one word for all, and an end
+when one is lost.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.row_table import rows_of as table_of
 from farthing.durability.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.durability.run_folder import SETTINGS, kept
-from farthing.errors import EXIT_INTERRUPTED, Interrupted, UserMistake
+from farthing.errors import EXIT_INTERRUPTED, InputError, RunInterruptedError
 from farthing.model.forward import Forward
 from farthing.planner.measurements import MEASUREMENTS, append_measurement, read_measurements
 from farthing.settings import Settings
@@ -49,7 +51,9 @@ from workshop import Heard, job_file, log_of, losses_of, make_job, rows_of
 @pytest.mark.parametrize("n_lanes", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("n", [1, 2, 5, 16, 61])
 @pytest.mark.parametrize("cut", [split_by_tokens, split_padded])
-def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n: int, n_lanes: int, cut: Any) -> None:
+def test_every_example_stands_in_one_cell_and_lanes_cost_alike(
+    n: int, n_lanes: int, cut: Any
+) -> None:
     lengths = np.random.default_rng(n).integers(3, 120, 200)
     examples = np.random.default_rng(n_lanes).permutation(200)[:n]
 
@@ -57,14 +61,21 @@ def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n: int, n_lanes: 
         return cut(some, lengths, most)
 
     table = table_of(examples, lengths, 300, n_lanes, split=pieces, squares_at=12 * 64)
-    assert sorted(i for cell in table.cells for i in cell.examples.tolist()) == sorted(examples.tolist())
+    assert sorted(i for cell in table.cells for i in cell.examples.tolist()) == sorted(
+        examples.tolist()
+    )
     assert [cell.number for cell in table.cells] == sorted({cell.number for cell in table.cells})
-    assert all(cell.lane < n_lanes and cell.number // n_lanes < table.n_rows for cell in table.cells)
+    assert all(
+        cell.lane < n_lanes and cell.number // n_lanes < table.n_rows for cell in table.cells
+    )
     if n_lanes == 1:
-        assert [cell.examples.tolist() for cell in table.cells] == [each.tolist() for each in pieces(examples, 300)]
+        assert [cell.examples.tolist() for cell in table.cells] == [
+            each.tolist() for each in pieces(examples, 300)
+        ]
     elif n >= 16:
         sums = [
-            sum(int(lengths[cell.examples].sum()) for cell in table.of_lanes(range(i, i + 1))) for i in range(n_lanes)
+            sum(int(lengths[cell.examples].sum()) for cell in table.of_lanes(range(i, i + 1)))
+            for i in range(n_lanes)
         ]
         assert len(table.cells) % n_lanes == 0
         assert max(sums) <= (1.35 if cut is split_by_tokens else 1.7) * sum(sums) / n_lanes, (
@@ -76,9 +87,11 @@ def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n: int, n_lanes: 
 @pytest.mark.parametrize("evenly", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 16, 64])
 @pytest.mark.parametrize("n_lanes", [2, 3, 4, 5, 8])
-def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(n: int, n_lanes: int, evenly: bool) -> None:
-    """With eight long and short chats a step, the slower of two processes took 14 % more than the mean, when the step was cut
-    before it was dealt."""
+def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(
+    n: int, n_lanes: int, evenly: bool
+) -> None:
+    """With eight long and short chats a step, the slower of two processes took 14 % more than the
+    mean, when the step was cut before it was dealt."""
     drawn = np.random.default_rng(n)
     lengths = np.clip(drawn.lognormal(5.1, 0.8, 600).astype(int), 8, 683)
 
@@ -88,22 +101,40 @@ def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(n: int
     worst = []
     for _ in range(12):
         examples = drawn.permutation(600)[:n]
-        table = table_of(examples, lengths, 900, n_lanes, costs=costs, evenly=evenly,
-                         split=lambda some, most: split_by_tokens(some, lengths, most))  # fmt: skip
-        assert sorted(i for cell in table.cells for i in cell.examples.tolist()) == sorted(examples.tolist())
-        assert [cell.number for cell in table.cells] == sorted({cell.number for cell in table.cells})
-        assert all(cell.number % n_lanes == cell.lane and cell.number // n_lanes < table.n_rows for cell in table.cells)
+        table = table_of(
+            examples,
+            lengths,
+            900,
+            n_lanes,
+            costs=costs,
+            evenly=evenly,
+            split=lambda some, most: split_by_tokens(some, lengths, most),
+        )
+        assert sorted(i for cell in table.cells for i in cell.examples.tolist()) == sorted(
+            examples.tolist()
+        )
+        assert [cell.number for cell in table.cells] == sorted(
+            {cell.number for cell in table.cells}
+        )
+        assert all(
+            cell.number % n_lanes == cell.lane and cell.number // n_lanes < table.n_rows
+            for cell in table.cells
+        )
         assert max(int(lengths[cell.examples].sum()) for cell in table.cells) <= 900
         columns = [table.of_lanes(range(lane, lane + 1)) for lane in range(n_lanes)]
         for column in columns:
             of_rows = [int(costs(cell.examples).sum()) for cell in column]
             assert of_rows == sorted(of_rows, reverse=True), "the dearest row comes first"
-        halves = [sum(int(costs(cell.examples).sum()) for column in some for cell in column)
-                  for some in (columns[: n_lanes // 2], columns[n_lanes // 2 :])]  # fmt: skip
+        halves = [
+            sum(int(costs(cell.examples).sum()) for column in some for cell in column)
+            for some in (columns[: n_lanes // 2], columns[n_lanes // 2 :])
+        ]
         worst.append(max(halves) / sum(halves) * 2)
     if n_lanes in (2, 4, 8) and n >= 8:
         most = 1.01 if evenly else 1.02
-        assert sum(worst) / len(worst) < most, "of two processes the slower one is what a step takes"
+        assert sum(worst) / len(worst) < most, (
+            "of two processes the slower one is what a step takes"
+        )
     if n == 64:
         assert max(len(column) for column in columns) == min(len(column) for column in columns)
 
@@ -123,32 +154,48 @@ def test_a_run_that_was_cut_by_an_earlier_version_is_cut_so_to_its_end(tmp_path:
         steps.use(before)
         was = steps.table_of(examples, 90)
         split = partial(steps.forward.split, steps.tokens)
-        like = table_of(examples, steps.tokens.lengths, 90, 4, split=split, squares_at=steps.forward.squares_at)
+        like = table_of(
+            examples, steps.tokens.lengths, 90, 4, split=split, squares_at=steps.forward.squares_at
+        )
     cells = [
-        [(cell.number, sorted(cell.examples.tolist())) for cell in table.cells] for table in (less_even, now, was, like)
+        [(cell.number, sorted(cell.examples.tolist())) for cell in table.cells]
+        for table in (less_even, now, was, like)
     ]
     assert cells[0] != cells[1]
     assert cells[0] != cells[2] == cells[3]
 
 
 def test_going_backward_attention_counts_more_where_the_weights_are_frozen(tmp_path: Path) -> None:
-    """A document of 683 tokens kept one of two processes 4 % longer than the other: frozen products need no gradients."""
+    """A document of 683 tokens kept one of two processes 4 % longer than the other: frozen products
+    need no gradients.
+    """
     for method, products in (("lora", 4), ("full", 6)):
         job = make_job(tmp_path / method, method=method, max_steps=1)
         Path(job.output_dir).mkdir()
         with opened_attempt(job, Heard()) as attempt:
             forward, tokens = attempt.forward, attempt.steps.tokens
             examples, lengths = np.arange(len(tokens)), tokens.lengths.astype(np.int64)
-            before, now = (forward.costs(tokens, examples, both_passes=both) for both in (False, True))
+            before, now = (
+                forward.costs(tokens, examples, both_passes=both) for both in (False, True)
+            )
         assert (now == products * (before - lengths**2) + 7 * lengths**2).all()
-        assert (before > lengths * forward.squares_at + lengths**2).all(), "labelled tokens go through the head"
+        assert (before > lengths * forward.squares_at + lengths**2).all(), (
+            "labelled tokens go through the head"
+        )
 
 
-def test_another_rank_keeps_the_first_waiting_no_longer_than_itself(tmp_path: Path, monkeypatch: Any) -> None:
-    """The first look for garbage went through all libraries, 0.24 s of processor time in which the first rank waited."""
+def test_another_rank_keeps_the_first_waiting_no_longer_than_itself(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The first look for garbage went through all libraries, 0.24 s of processor time in which the
+    first rank waited.
+    """
     heard: list[str] = []
     monkeypatch.setattr("farthing.cli.train.gc.freeze", lambda: heard.append("frozen"))
-    monkeypatch.setattr("farthing.train.run.train", lambda *_: heard.append("trains") or Outcome("finished", "", None))  # type: ignore[arg-type,func-returns-value]
+    monkeypatch.setattr(
+        "farthing.train.run.train",
+        lambda *_: heard.append("trains") or Outcome("finished", "", None),
+    )  # type: ignore[arg-type,func-returns-value]
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -162,7 +209,9 @@ def test_no_step_walks_through_the_model_to_know_what_leaving_takes(tmp_path: Pa
     job = lora_job(tmp_path, max_steps=2)
     Path(job.output_dir).mkdir()
     with opened_attempt(job, Heard()) as attempt:
-        n_bytes = sum(weight.nbytes for weight in attempt.model.parameters() if weight.requires_grad)
+        n_bytes = sum(
+            weight.nbytes for weight in attempt.model.parameters() if weight.requires_grad
+        )
         assert attempt.saving.trained_bytes == n_bytes > 0
         attempt.model, less_s = None, reserve_with_start_s(attempt)
         attempt.saving.trained_bytes += 10**9
@@ -217,18 +266,31 @@ class Sends:
         self.sent: list[tuple[tuple[int, ...], list[bool]]] = []
 
     def sum_bucket(self, bucket: list[Piece], sums: LaneSums) -> None:
-        has = [bool(sums.nodes[piece.at] and sums.nodes[piece.at][0] is not None) for piece in bucket]
+        has = [
+            bool(sums.nodes[piece.at] and sums.nodes[piece.at][0] is not None) for piece in bucket
+        ]
         self.sent.append((tuple(bucket), has))
 
     together = staticmethod(contextlib.nullcontext)
 
 
-def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others wait for each of them: one that has failed, has no micro-batch or no use for a weight must send as many."""
+def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others wait for each of them: one that has failed, has no micro-batch or no use for a weight
+    must send as many.
+    """
     monkeypatch.setattr("farthing.train.sending.pays_early", lambda ranks, weights: True)
     monkeypatch.setattr("farthing.train.sending.BUCKET", 9)
     sent = {}
-    for case in ("whole", "unused", "fails under way", "fails before", "fails in the second lane", "nothing to do"):
+    for case in (
+        "whole",
+        "unused",
+        "fails under way",
+        "fails before",
+        "fails in the second lane",
+        "nothing to do",
+    ):
         layers = [torch.nn.Linear(3, 3) for _ in range(3)]
         weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
         ranks = Sends()
@@ -253,13 +315,17 @@ def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(monkeypatch: pyte
         sent[case] = [bucket for bucket, _ in ranks.sent]
         assert n_early == {"whole": 6, "unused": 2, "fails under way": 2}.get(case, 0)
         if not case.startswith("fails"):
-            assert has == [int(case == "whole" or (case == "unused" and at not in (2, 3))) for at in range(6)]
+            assert has == [
+                int(case == "whole" or (case == "unused" and at not in (2, 3))) for at in range(6)
+            ]
         assert not any(weight.grad is not None for weight in weights)
     assert len(sent["whole"]) == 6
     assert all(each == sent["whole"] for each in sent.values())
 
 
-def test_large_gradients_are_sent_in_pieces_and_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_gradients_are_sent_in_pieces_and_written_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """So that sums take a few buckets of memory, and not some times the largest weight."""
     monkeypatch.setattr("farthing.train.sending.BUCKET", 9)
     weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((7, 4), (3,), (0,), (5, 2))]
@@ -272,19 +338,26 @@ def test_large_gradients_are_sent_in_pieces_and_written_over(monkeypatch: pytest
     ranks, sent, sizes = Ranks(), list[torch.Tensor](), []
     ranks.n = 2
 
-    def to_all(got: torch.Tensor, mine: torch.Tensor, *shares: Any) -> None:  # the other has no gradient at all
+    def to_all(
+        got: torch.Tensor, mine: torch.Tensor, *shares: Any
+    ) -> None:  # the other has no gradient at all
         sent[:] = mine.view(2, -1)
         got.zero_()[: len(got) // 2] = sent[0]
 
     monkeypatch.setattr("farthing.train.ranks.dist.all_to_all_single", to_all)
-    monkeypatch.setattr("farthing.train.ranks._all_gather", lambda flat, mine: flat.copy_(torch.cat([mine, sent[1]])))
+    monkeypatch.setattr(
+        "farthing.train.ranks._all_gather",
+        lambda flat, mine: flat.copy_(torch.cat([mine, sent[1]])),
+    )
     for bucket in buckets_of(range(4), weights):
         sizes.append(sum(piece.end - piece.start for piece in bucket))
         ranks.sum_bucket(bucket, sums)
     assert sum(sizes) == 41
     assert max(sizes) == 9
     assert [weight.grad.data_ptr() for weight in weights if weight.grad is not None] == own
-    assert all(torch.equal(weight.grad, each) for weight, each in zip(weights, gradients, strict=True))  # type: ignore[arg-type]
+    assert all(
+        torch.equal(weight.grad, each) for weight, each in zip(weights, gradients, strict=True)
+    )  # type: ignore[arg-type]
     assert sums.nodes == [[]] * 4
 
 
@@ -305,12 +378,12 @@ def words(rank: int) -> dict[str, Any]:
         "sum": ranks.sum_up(torch.tensor([1.5, 0.0, float(rank)], dtype=torch.float64)).tolist(),
         "link": ranks.link_bytes_per_s(),
     }
-    for kind in (Interrupted, torch.OutOfMemoryError):
+    for kind in (RunInterruptedError, torch.OutOfMemoryError):
         try:
             with ranks.all_or_none():
                 if rank == 2:
                     raise kind("for one rank")
-        except (Interrupted, torch.OutOfMemoryError) as error:
+        except (RunInterruptedError, torch.OutOfMemoryError) as error:
             found[kind.__name__] = type(error).__name__
     ranks.close()
     return found
@@ -354,14 +427,24 @@ def lora_job(folder: Path, **keys: Any) -> Job:
     method = {"name": "lora", "lora_r": 2, "lora_dropout": 0.1}
     where = {"gpus": 1, "patience_s": 60, **keys.pop("where", {})}
     settings = {
-        "n_rows": 29, "eval_rows": rows_of("llama", 9, 5), "max_steps": 6, "global_batch_size": 11, "save_steps": 2,
-        "eval_strategy": "steps", "eval_steps": 3, "micro_batch_tokens": 90,
-        "size": {"hidden": 32, "layers": 1}, "save_total_limit": 20, "pretrained": True,
-    }  # fmt: skip
+        "n_rows": 29,
+        "eval_rows": rows_of("llama", 9, 5),
+        "max_steps": 6,
+        "global_batch_size": 11,
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "micro_batch_tokens": 90,
+        "size": {"hidden": 32, "layers": 1},
+        "save_total_limit": 20,
+        "pretrained": True,
+    }
     return make_job(folder, method=method, where=where, **(settings | keys))
 
 
-def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_early: bool = False) -> dict[str, Any]:
+def run(
+    rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_early: bool = False
+) -> dict[str, Any]:
     """Train the job on this rank; `mishap` is (rank, step, what): kill, leave, no room."""
     heard, take = Heard(), Steps._take
     if sends_early:  # as where gradients are large and there are GPUs
@@ -394,9 +477,14 @@ def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_e
     Ranks.link_bytes_per_s = lambda ranks: links.append(link_bytes_per_s(ranks)) or links[-1]  # type: ignore[assignment,func-returns-value]
 
     def looked_at(attempt: Any) -> Any:
-        of_layers = [weight for name, weight in attempt.model.named_parameters() if ".layers." in name]
+        of_layers = [
+            weight for name, weight in attempt.model.named_parameters() if ".layers." in name
+        ]
         frozen = [weight for weight in of_layers if not weight.requires_grad]
-        held[:] = [sum(getattr(w, "_local_tensor", w).numel() for w in frozen), sum(w.numel() for w in frozen)]
+        held[:] = [
+            sum(getattr(w, "_local_tensor", w).numel() for w in frozen),
+            sum(w.numel() for w in frozen),
+        ]
         return loop(attempt)
 
     farthing.train.run.loop = looked_at
@@ -410,7 +498,9 @@ def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_e
     }
 
 
-def train_on(n: int, folder: Path, job: Job, mishap: list[Any] | None = None, sends_early: bool = False) -> list[Any]:
+def train_on(
+    n: int, folder: Path, job: Job, mishap: list[Any] | None = None, sends_early: bool = False
+) -> list[Any]:
     return on_ranks(n, folder / "meetings", run, job.model_dump(mode="json"), mishap, sends_early)
 
 
@@ -418,7 +508,9 @@ def sha256_at(job: Job, step: int) -> str:
     """Of weights, moments and progress as they were saved at a step."""
     folders = sorted((Path(job.output_dir) / "checkpoints").glob(f"step-{step:08d}-*"))
     files = [
-        path for path in sorted(folders[-1].iterdir()) if path.suffix == ".safetensors" or path.name == "state.json"
+        path
+        for path in sorted(folders[-1].iterdir())
+        if path.suffix == ".safetensors" or path.name == "state.json"
     ]
     assert len(files) == 3
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
@@ -434,15 +526,23 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
     assert "ranks" in json.dumps(found[0]["receipt"]), "waiting for others is on the bill"
     killed = train_on(2, tmp_path, others, [1, 4, "kill"])
     assert killed == [76, -signal.SIGKILL], "the other one ends, and says why"
-    others = others.model_copy(update={"where": others.where.model_copy(update={"strategy": "fsdp"})})
+    others = others.model_copy(
+        update={"where": others.where.model_copy(update={"strategy": "fsdp"})}
+    )
     measured = read_measurements(Path(four.cache_dir or ".") / MEASUREMENTS)[-1]
-    assert [measured.link_bytes_per_s] == found[0]["links"] == found[3]["links"], "measured once, and kept"
+    assert [measured.link_bytes_per_s] == found[0]["links"] == found[3]["links"], (
+        "measured once, and kept"
+    )
     (tmp_path / "known").mkdir()
-    append_measurement(tmp_path / "known" / MEASUREMENTS, replace(measured, n_devices=3, link_bytes_per_s=5e9))
+    append_measurement(
+        tmp_path / "known" / MEASUREMENTS, replace(measured, n_devices=3, link_bytes_per_s=5e9)
+    )
     others = others.model_copy(update={"cache_dir": str(tmp_path / "known")})
     found = train_on(3, tmp_path, others)
     assert [each["code"] for each in found] == [0] * 3
-    assert all(not each["links"] for each in found), "what is known of a machine is not measured at each start"
+    assert all(not each["links"] for each in found), (
+        "what is known of a machine is not measured at each start"
+    )
     assert read_measurements(tmp_path / "known" / MEASUREMENTS)[-1].link_bytes_per_s == 5e9
     held, whole = [each["held"][0] for each in found], found[0]["held"][1]
     assert sum(held) == whole, "each rank holds its rows of the layers' frozen weights"
@@ -453,7 +553,9 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
     assert log_of(alone) == log_of(four) == log_of(others)
 
 
-def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_than_ranks(tmp_path: Path) -> None:
+def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_than_ranks(
+    tmp_path: Path,
+) -> None:
     keys = {
         "n_rows": 7,
         "max_steps": 4,
@@ -471,11 +573,15 @@ def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_tha
 
 
 def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
-    """Memory that runs out on the second makes both halve; who is asked to leave takes the first along, after a save."""
+    """Memory that runs out on the second makes both halve; who is asked to leave takes the first
+    along, after a save.
+    """
     job = lora_job(tmp_path / "a", save_steps=100)
     found = train_on(2, tmp_path, job, [1, 1, "no room"], sends_early=True)
     assert [each["code"] for each in found] == [0, 0]
-    assert "goes on with 45 tokens" in found[0]["warnings"] or "out of memory" in found[0]["warnings"]
+    assert (
+        "goes on with 45 tokens" in found[0]["warnings"] or "out of memory" in found[0]["warnings"]
+    )
     job = lora_job(tmp_path / "b", save_steps=100)
     found = train_on(2, tmp_path, job, [1, 3, "leave"])
     assert [each["code"] for each in found] == [75, 75]
@@ -486,22 +592,32 @@ def test_a_run_of_one_lane_goes_on_with_more_to_rounding_and_says_so(tmp_path: P
     job, heard, two = lora_job(tmp_path), Heard(), Ranks()
     two.n = 2
 
-    def lanes_to_use(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit: Any) -> int | None:
+    def lanes_to_use(
+        job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit: Any
+    ) -> int | None:
         return with_lanes(job, ranks, settings, has_begun, emit).lanes
 
     assert lanes_to_use(job, Ranks(), Settings(), True, heard) == 1
     assert not heard
     assert lanes_to_use(job, two, Settings(), True, heard) == 4
     assert "equal to rounding" in heard.warnings
-    now, was = with_lanes(job, two, Settings(), False, heard), with_lanes(job, two, Settings(lanes=4), True, heard)
-    assert (now.lane_by_lane, was.lane_by_lane, now.lanes_even, was.lanes_even) == (True, None, True, None), (
-        "what an earlier version has cut stays so"
+    now, was = (
+        with_lanes(job, two, Settings(), False, heard),
+        with_lanes(job, two, Settings(lanes=4), True, heard),
     )
+    assert (now.lane_by_lane, was.lane_by_lane, now.lanes_even, was.lanes_even) == (
+        True,
+        None,
+        True,
+        None,
+    ), "what an earlier version has cut stays so"
     assert "no GPU" not in heard.warnings
     anywhere = job.model_copy(update={"where": job.where.model_copy(update={"device": "auto"})})
     lanes_to_use(anywhere, two, Settings(), False, heard)
     assert "no GPU is here: 2 processes share the processor" in heard.warnings
-    assert lanes_to_use(job, Ranks(), Settings(lanes=4), True, heard) == 4, "on fewer it stays as it was cut"
+    assert lanes_to_use(job, Ranks(), Settings(lanes=4), True, heard) == 4, (
+        "on fewer it stays as it was cut"
+    )
     assert lanes_to_use(make_job(tmp_path / "plain"), Ranks(), Settings(), False, heard) == 1
 
 
@@ -509,10 +625,18 @@ def test_a_run_of_one_lane_goes_on_with_more_to_rounding_and_says_so(tmp_path: P
 
 
 def test_seats_are_those_that_launchers_give() -> None:
-    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
-                "MASTER_PORT": "1"}  # fmt: skip
+    torchrun = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
     assert seat_in(torchrun) == Seat(3, 4, 1, 2, "a launcher")
-    assert seat_in({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) == Seat(), "an address alone means nothing"
+    assert seat_in({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) == Seat(), (
+        "an address alone means nothing"
+    )
     batch_script = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
     assert seat_in(batch_script) == Seat(), "a batch script is no task of a step"
     step = {
@@ -522,8 +646,13 @@ def test_seats_are_those_that_launchers_give() -> None:
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     }
     assert seat_in({**step, "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == Seat(1, 2, 0, 1, "srun")
-    for wrong in (step, {**torchrun, "RANK": "4"}, {**torchrun, "WORLD_SIZE": "two"}, {**torchrun, "LOCAL_RANK": "2"}):
-        with pytest.raises(UserMistake):
+    for wrong in (
+        step,
+        {**torchrun, "RANK": "4"},
+        {**torchrun, "WORLD_SIZE": "two"},
+        {**torchrun, "LOCAL_RANK": "2"},
+    ):
+        with pytest.raises(InputError):
             seat_in(wrong)
     assert device_of(Seat(3, 4, 1, 2, "x"), {"CUDA_VISIBLE_DEVICES": "5, 7"}) == "7"
     assert device_of(Seat(3, 4, 1, 2, "x"), {}) == "1"
@@ -550,36 +679,57 @@ ENDS: list[tuple[list[list[str]], int, int]] = [
     ([["sys.exit(1)", "sys.exit(1)"]], 1, 0),
     ([[KILLED, KILLED]], -9, 0),
     ([["sys.exit(76)", "sys.exit(76)"]] * 3, 75, 2),
-    ([["sys.exit(0)", HANGS], ["sys.exit(0)"]], 0, 1),  # the first ends last: who is there yet does not answer
+    (
+        [["sys.exit(0)", HANGS], ["sys.exit(0)"]],
+        0,
+        1,
+    ),  # the first ends last: who is there yet does not answer
 ]
 
 
-def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for attempts, code, n_said in ENDS:
-        hangs = any(HANGS in each for each in attempts)  # where none does, one may begin long after another has ended
+        hangs = any(
+            HANGS in each for each in attempts
+        )  # where none does, one may begin long after another has ended
         monkeypatch.setattr("farthing.durability.group.GRACE_S", 0.5 if hangs else 120.0)
         said: list[str] = []
         started: list[tuple[int, int]] = []
 
-        def start(seat: Seat, slot: int, number: int, attempts: Any = attempts, started: Any = started) -> Popen[bytes]:
+        def start(
+            seat: Seat, slot: int, number: int, attempts: Any = attempts, started: Any = started
+        ) -> Popen[bytes]:
             started.append((number, slot))
             return child(attempts[number - 1][seat.index])
 
         attempt = Elastic(len(attempts[0]), start, said.append)
         assert attempt.wait() == code, attempts
-        assert (len(said), len(started)) == (n_said, sum(len(each) for each in attempts)), (attempts, said)
-        assert all(each.poll() is not None for each in attempt._group.children), "no process is left"
+        assert (len(said), len(started)) == (n_said, sum(len(each) for each in attempts)), (
+            attempts,
+            said,
+        )
+        assert all(each.poll() is not None for each in attempt._group.children), (
+            "no process is left"
+        )
 
 
-@pytest.mark.parametrize(("index", "took_s", "code"), [(1, 20.0, 76), (1, 0.0, None), (0, 20.0, None)])
+@pytest.mark.parametrize(
+    ("index", "took_s", "code"), [(1, 20.0, 76), (1, 0.0, None), (0, 20.0, None)]
+)
 def test_who_is_done_and_waits_for_a_first_rank_that_hangs_says_so(
     index: int, took_s: float, code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped in its export, the first rank was killed a minute after the others had given it up, and not at once. One that
-    is gone at the same moment is no loss."""
+    """Stopped in its export, the first rank was killed a minute after the others had given it up,
+    and not at once. One that is gone at the same moment is no loss."""
     ranks = Ranks()
     ranks.index, ranks.n, ranks.is_first, ranks.patience_s = index, 2, index == 0, 20.0
-    ranks.seat, ranks._word, ranks._of_beats = replace(ranks.seat, index=index, n=2, by="farthing"), 1000, None
+    ranks.seat, ranks._word, ranks._of_beats = (
+        replace(ranks.seat, index=index, n=2, by="farthing"),
+        1000,
+        None,
+    )
     now = [time.monotonic()]
 
     def all_reduce(*_: Any, **__: Any) -> None:
@@ -600,7 +750,9 @@ def test_who_is_done_and_waits_for_a_first_rank_that_hangs_says_so(
 def test_a_wish_to_leave_reaches_all_and_nothing_is_begun_again(tmp_path: Path) -> None:
     polite = "signal.signal(15, lambda *_: sys.exit(75))\nopen({!r}, 'w')\ntime.sleep(600)"
     listening = [tmp_path / "first", tmp_path / "second"]
-    attempt = Elastic(2, lambda seat, slot, n: child(polite.format(str(listening[seat.index]))), lambda text: None)
+    attempt = Elastic(
+        2, lambda seat, slot, n: child(polite.format(str(listening[seat.index]))), lambda text: None
+    )
     until(lambda: all(path.exists() for path in listening))
     attempt.send_signal(signal.SIGTERM)
     assert attempt.wait() == 75

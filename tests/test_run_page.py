@@ -1,4 +1,6 @@
-"""The page of a run, and of several: whole HTML, nothing from elsewhere, escaped, small, and laid out by a browser."""
+"""The page of a run, and of several: whole HTML, nothing from elsewhere, escaped, small, and laid
+out by a browser.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
     found = []
     for name, every in (("calm", 8), ("busy", 2)):
-        keys: dict[str, Any] = {"max_steps": 16, "eval_steps": every, "save_steps": every, "output_dir": f"./{name}"}
+        keys: dict[str, Any] = {
+            "max_steps": 16,
+            "eval_steps": every,
+            "save_steps": every,
+            "output_dir": f"./{name}",
+        }
         job = make_job(folder, "llama", n_rows=60, data={"eval_fraction": 0.2}, **keys)
         assert train(job).state == "finished"
         found.append(Path(job.output_dir))
     return found
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 5e-324), (1.0, 1.0), (0.0, 1e-300), (0.0, float("nan"))])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 5e-324), (1.0, 1.0), (0.0, 1e-300), (0.0, float("nan"))]
+)
 def test_values_that_are_next_to_equal_have_ticks(low: float, high: float) -> None:
     assert 1 <= len(ticks(low, high, 5)) <= 6
 
@@ -47,18 +56,38 @@ def test_a_run_leaves_its_page_and_it_is_whole(runs: list[Path]) -> None:
     read, receipt = Read(text), build_receipt(runs[0])
     assert ("html", {"lang": "en"}) in read.tags
     assert read.count("h1") == 1
-    assert all(attributes.get("scope") in ("col", "row") for tag, attributes in read.tags if tag == "th")
+    assert all(
+        attributes.get("scope") in ("col", "row") for tag, attributes in read.tags if tag == "th"
+    )
     ids = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     for tag, attributes in read.tags:
         if tag == "svg":
             assert attributes["role"] == "img"
             assert all(name in ids for name in str(attributes["aria-labelledby"]).split())
-    loading = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use", "a"}
+    loading = {
+        "script",
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "base",
+        "form",
+        "image",
+        "use",
+        "a",
+    }
     assert not {tag for tag, _ in read.tags} & loading
     assert "url(" not in text
     assert "default-src 'none'" in text
-    for words in ("Where the time went", "Loss", "Where each second went", "The same again", "evaluation loss"):
+    for words in (
+        "Where the time went",
+        "Loss",
+        "Where each second went",
+        "The same again",
+        "evaluation loss",
+    ):
         assert words in read.text
     for span in receipt.spans:
         if span.seconds >= 0.005:
@@ -80,7 +109,9 @@ def test_the_timeline_adds_up_to_the_bill_and_marks_what_happened(runs: list[Pat
     assert steps == sorted(steps), "in the order of their time"
 
 
-def test_runs_are_compared_on_one_page(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_compared_on_one_page(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "both.html"
     assert main(["report", *map(str, runs), str(runs[0]), "--html", str(out)]) == 0
     read, (calm, busy) = Read(out.read_text(encoding="utf-8")), map(build_receipt, runs)
@@ -97,7 +128,9 @@ def test_runs_are_compared_on_one_page(runs: list[Path], tmp_path: Path, capsys:
 def nasty(value: Any) -> Any:
     """With markup at the end of every text of others."""
     if isinstance(value, dict):
-        return {f"{key}{NASTY}" if key == "device" else key: nasty(one) for key, one in value.items()}
+        return {
+            f"{key}{NASTY}" if key == "device" else key: nasty(one) for key, one in value.items()
+        }
     if isinstance(value, list):
         return [nasty(one) for one in value]
     return value + NASTY if isinstance(value, str) else value
@@ -131,14 +164,19 @@ def test_the_page_of_a_million_steps_is_small_and_exact_at_its_ends(tmp_path: Pa
     page = run_page(receipt)
     assert len(page.encode()) < 350_000, "curves have as many points after a million steps"
     rows = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
-    first, last = json.loads(rows[0]), next(row for line in reversed(rows) if "examples" in (row := json.loads(line)))
+    first, last = (
+        json.loads(rows[0]),
+        next(row for line in reversed(rows) if "examples" in (row := json.loads(line))),
+    )
     assert (
-        f"Training loss from {first['loss']:.4g} after step 1 to {last['loss']:.4g} after step 20,000"
-        in Read(page).text
+        f"Training loss from {first['loss']:.4g} after step 1 to {last['loss']:.4g} after step"
+        " 20,000" in Read(page).text
     )
     assert receipt.curves.loss_ends == [[1, first["loss"]], [20_000, last["loss"]]]
     assert len(receipt.timeline.columns) <= 120
-    assert sum(column.usd for column in receipt.timeline.columns) == pytest.approx(receipt.usd, rel=0.01)
+    assert sum(column.usd for column in receipt.timeline.columns) == pytest.approx(
+        receipt.usd, rel=0.01
+    )
 
 
 def test_no_attempts_no_timeline() -> None:
@@ -146,12 +184,17 @@ def test_no_attempts_no_timeline() -> None:
 
 
 @pytest.mark.parametrize("width", thinned([390, 768, 1280], 3))
-def test_a_browser_lays_the_page_out_without_a_sideways_scroll(runs: list[Path], tmp_path: Path, width: int) -> None:
+def test_a_browser_lays_the_page_out_without_a_sideways_scroll(
+    runs: list[Path], tmp_path: Path, width: int
+) -> None:
     for name, text in (
         ("one", run_page(build_receipt(runs[0]))),
         (
             "two",
-            compared_page([r := build_receipt(runs[0]), build_receipt(runs[1])], [compare(r, build_receipt(runs[1]))]),
+            compared_page(
+                [r := build_receipt(runs[0]), build_receipt(runs[1])],
+                [compare(r, build_receipt(runs[1]))],
+            ),
         ),
     ):
         path = tmp_path / f"{name}.html"

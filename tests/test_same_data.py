@@ -1,4 +1,6 @@
-"""What a run reads is settled when it begins: not by the day, the cache, or how rows are rendered and cut."""
+"""What a run reads is settled when it begins: not by the day, the cache, or how rows are rendered
+and cut.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from farthing.data.read import open_sources
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.durability.run_folder import RUN, kept
-from farthing.errors import Interrupted, RunChanged
+from farthing.errors import RunChangedError, RunInterruptedError
 from farthing.events import Event, StepTaken
 from farthing.planner.job_lengths import read_lengths
 from farthing.tiny import write_jsonl
@@ -26,12 +28,15 @@ from farthing.train.setup import open_examples, open_inputs
 from workshop import Heard, make_job, train
 
 DATED = (
-    "{{ '### Today is ' + strftime_now('%A %d %B %Y') + '\n' }}"
-    "{% for m in messages %}{{ '### ' + m['role'] + '\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### assistant\n' }}{% endif %}"
+    "{{ '### Today is ' + strftime_now('%A %d %B %Y') + '\n' }}{% for m in messages %}{{ '### ' +"
+    " m['role'] + '\n' + m['content'] + eos_token + '\n' }}{% endfor %}{% if add_generation_prompt"
+    " %}{{ '### assistant\n' }}{% endif %}"
 )
 CHATS = [
-    [{"role": "user", "content": f"count to {n}"}, {"role": "assistant", "content": " ".join("1234"[: n % 4 + 1])}]
+    [
+        {"role": "user", "content": f"count to {n}"},
+        {"role": "assistant", "content": " ".join("1234"[: n % 4 + 1])},
+    ]
     for n in range(40)
 ]
 ROWS: list[dict[str, Any]] = [{"messages": chat} for chat in CHATS]
@@ -56,10 +61,12 @@ class StopAt(Heard):
         """Hear one."""
         super().__call__(event)
         if isinstance(event, StepTaken) and event.step == self.step:
-            raise Interrupted("stopped by the test")
+            raise RunInterruptedError("stopped by the test")
 
 
-def test_a_run_goes_on_with_the_date_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_with_the_date_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FARTHING_TODAY", "2026-03-01")
     assert train(dated_job(tmp_path, "alone")).exit_code == 0
     alone = survive.result_of(tmp_path / "alone")
@@ -75,7 +82,9 @@ def test_a_run_goes_on_with_the_date_it_began_with(tmp_path: Path, monkeypatch: 
     facts = json.loads((tmp_path / "killed" / RUN).read_text())
     assert facts["date"] == facts["identity"]["tokenization.date"] == "2026-03-01"
     assert train(dated_job(tmp_path, "other")).exit_code == 0
-    assert survive.differences(alone, survive.result_of(tmp_path / "other")) != [], "the template does ask for the date"
+    assert survive.differences(alone, survive.result_of(tmp_path / "other")) != [], (
+        "the template does ask for the date"
+    )
 
 
 def test_a_plan_sees_the_date_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +104,9 @@ def test_a_plan_sees_the_date_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert of_new.mean > of_run.mean
 
 
-def test_a_template_without_a_date_has_none_in_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_without_a_date_has_none_in_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = DATED.replace("strftime_now('%A %d %B %Y')", "'a day'")
     monkeypatch.setenv("FARTHING_TODAY", "2026-05-02")
     job = dated_job(tmp_path, "run", template)
@@ -112,7 +123,9 @@ def as_before(folder: Path) -> None:
         facts.pop(key, None)
     for key in ("tokenization.version", "tokenization.date"):
         facts["identity"].pop(key, None)
-    facts["started"] = datetime(2026, 2, 3, 12).astimezone(UTC).isoformat(timespec="seconds")  # noon here
+    facts["started"] = (
+        datetime(2026, 2, 3, 12).astimezone(UTC).isoformat(timespec="seconds")
+    )  # noon here
     (folder / RUN).write_text(json.dumps(facts))
 
 
@@ -121,7 +134,10 @@ def test_a_run_from_before_goes_on_with_its_split_and_the_date_it_began_on(
 ) -> None:
     job = dated_job(tmp_path, "run", data={"max_train_samples": 20})
     with monkeypatch.context() as at_claim:
-        at_claim.setattr("farthing.train.run.open_examples", lambda *_: (_ for _ in ()).throw(Interrupted("stop")))
+        at_claim.setattr(
+            "farthing.train.run.open_examples",
+            lambda *_: (_ for _ in ()).throw(RunInterruptedError("stop")),
+        )
         assert train(job).exit_code == 75
     as_before(tmp_path / "run")
     inputs = open_inputs(job)
@@ -138,13 +154,17 @@ def test_a_run_from_before_goes_on_with_its_split_and_the_date_it_began_on(
     assert found.tokens.inputs is None
 
 
-def test_other_examples_than_a_run_began_with_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_examples_than_a_run_began_with_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = dated_job(tmp_path, "run")
     assert train(job, StopAt(2)).exit_code == 75
     shutil.rmtree(tmp_path / "cache")
     render = "farthing.data.chat.Renderer.marked"
-    monkeypatch.setattr(render, lambda self, messages, *_: "### " + "".join(each["content"] for each in messages))
-    with pytest.raises(RunChanged, match="other examples"):
+    monkeypatch.setattr(
+        render, lambda self, messages, *_: "### " + "".join(each["content"] for each in messages)
+    )
+    with pytest.raises(RunChangedError, match="other examples"):
         train(job)
 
 
@@ -152,9 +172,14 @@ def test_other_examples_than_a_run_began_with_are_refused(tmp_path: Path, monkey
 
 
 def made(folder: Path, rows: list[dict[str, Any]], tokenizer: Any, **recipe: Any) -> TokenSet:
-    sources = open_sources((str(write_jsonl(folder / "rows.jsonl", rows)),), cache_dir=folder, split="train")
+    sources = open_sources(
+        (str(write_jsonl(folder / "rows.jsonl", rows)),), cache_dir=folder, split="train"
+    )
     return tokenize(
-        sources, tokenizer, Recipe(**{"task": "causal-lm", "max_length": 512, "max_bad_rows": 0.9} | recipe), folder
+        sources,
+        tokenizer,
+        Recipe(**{"task": "causal-lm", "max_length": 512, "max_bad_rows": 0.9} | recipe),
+        folder,
     )
 
 
@@ -194,11 +219,19 @@ def test_rows_of_one_input_stay_together_whatever_is_answered(
 ) -> None:
     rows: list[dict[str, Any]]
     if task == "classification":
-        rows = [{"text": f"text {n % 10}" + " " * (n % 3), "label": str(n // 10)} for n in range(30)]
+        rows = [
+            {"text": f"text {n % 10}" + " " * (n % 3), "label": str(n // 10)} for n in range(30)
+        ]
     elif task == "seq2seq":
-        rows = [{"instruction": f"say {n % 10}", "input": "x", "output": f"answer {n}"} for n in range(30)]
+        rows = [
+            {"instruction": f"say {n % 10}", "input": "x", "output": f"answer {n}"}
+            for n in range(30)
+        ]
     else:
-        rows = [{"instruction": f"say {n % 10}", "system": "s", "output": f"answer {n}"} for n in range(30)]
+        rows = [
+            {"instruction": f"say {n % 10}", "system": "s", "output": f"answer {n}"}
+            for n in range(30)
+        ]
     family = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}[task]
     tokens = made(tmp_path, rows, tokenizers[family], task=task)
     assert len(np.unique(tokens.groups)) == 10
@@ -211,12 +244,19 @@ def test_rows_of_one_input_stay_together_whatever_is_answered(
 
 
 @pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
-def test_tokenizing_leaves_the_tokenizer_as_it_was(tmp_path: Path, tiny_folders: dict[str, Path], task: str) -> None:
+def test_tokenizing_leaves_the_tokenizer_as_it_was(
+    tmp_path: Path, tiny_folders: dict[str, Path], task: str
+) -> None:
     from farthing.model.load import ModelChoice, load_tokenizer
 
     family = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}[task]
     rows = [
-        {"prompt": f"one two three {n}", "completion": f" four five {n}", "text": f"t {n}", "label": "a"}
+        {
+            "prompt": f"one two three {n}",
+            "completion": f" four five {n}",
+            "text": f"t {n}",
+            "label": "a",
+        }
         for n in range(9)
     ]
     tokenizer = load_tokenizer(ModelChoice(str(tiny_folders[family])), None)

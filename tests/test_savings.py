@@ -21,10 +21,19 @@ OFFERS = (
 )
 
 
-def plan_of(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str, offers: str = OFFERS) -> Any:
+def plan_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str, offers: str = OFFERS
+) -> Any:
     prices = tmp_path / "prices.csv"
     prices.write_text(COLUMNS + offers)
-    size = ("--set", "model.model_name_or_path=meta-llama/Llama-3.2-1B", "--examples", "20000", "--mean-tokens", "300")
+    size = (
+        "--set",
+        "model.model_name_or_path=meta-llama/Llama-3.2-1B",
+        "--examples",
+        "20000",
+        "--mean-tokens",
+        "300",
+    )
     asked = [
         "plan",
         str(job_file(tmp_path)),
@@ -47,7 +56,14 @@ def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(
 ) -> None:
     view, out = plan_of(tmp_path, capsys)
     rungs = view["savings"]["rungs"]
-    assert [one["choice"] for one in rungs] == ["plain", "method", "precision", "packing", "checkpointing", "place"]
+    assert [one["choice"] for one in rungs] == [
+        "plain",
+        "method",
+        "precision",
+        "packing",
+        "checkpointing",
+        "place",
+    ]
     assert rungs[-1]["usd"] == view["best"]["total_usd"] == view["savings"]["usd"]
     usd = [one["usd"] for one in rungs]
     assert usd == sorted(usd, reverse=True), "no choice makes it dearer here"
@@ -58,7 +74,9 @@ def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(
         assert one["words"].split(":")[0] in out
 
 
-def test_methods_have_their_dollars_even_where_all_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_have_their_dollars_even_where_all_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     view, out = plan_of(tmp_path, capsys)
     methods = {one["method"]: one for one in view["methods"]}
     assert set(methods) == {"full", "lora", "qlora"}
@@ -77,20 +95,28 @@ def test_spot_is_a_choice_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert last["usd"] == view["best"]["total_usd"] < place["usd"]
 
 
-def test_runs_add_up_and_the_saving_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_add_up_and_the_saving_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     managed = "Boss,one run,,1,x,,on-demand,run,250,made up,2026-11-01\n"
-    view, out = plan_of(tmp_path, capsys, "--runs", "5", "--runs-per-month", "2", offers=OFFERS + managed)
+    view, out = plan_of(
+        tmp_path, capsys, "--runs", "5", "--runs-per-month", "2", offers=OFFERS + managed
+    )
     runs = view["runs"]["usd"]
     assert runs["Boss, one run"] == 1250
     assert runs[view["best"]["name"]] == pytest.approx(5 * view["best"]["total_usd"])
     assert runs["the plain way"] == pytest.approx(5 * view["savings"]["plain_usd"])
     assert "5 runs:" in out
     saved = view["years"]["saved_in_a_year"]
-    assert saved[f"rent {view['best']['name']}"]["usd"] == pytest.approx(24 * (250 - view["best"]["total_usd"]))
+    assert saved[f"rent {view['best']['name']}"]["usd"] == pytest.approx(
+        24 * (250 - view["best"]["total_usd"])
+    )
     assert "saved in a year" in out
 
 
-def test_a_gpu_pays_back_against_a_service_by_the_month(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_pays_back_against_a_service_by_the_month(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """$1,600 against $480 a month: 3.3 months."""
     managed = "Boss,one run,,1,x,,on-demand,run,20,made up,2026-11-01\n"
     own = ("--own", "RTX 4090:1600usd:0W", "--runs-per-month", "24")
@@ -108,6 +134,8 @@ def test_padding_as_it_comes_is_that_of_the_longest_in_each_batch() -> None:
     alone = [np.sort(rng.permutation(tokens).reshape(-1, 8).max(axis=1)).mean() for _ in range(20)]
     assert padded.mean == pytest.approx(np.mean(alone), rel=0.05)
     assert padded.n_examples == 8000
-    assert padded.n_target_tokens == pytest.approx(targets.mean() * 8000), "as many labels as there were"
+    assert padded.n_target_tokens == pytest.approx(targets.mean() * 8000), (
+        "as many labels as there were"
+    )
     assert padded.targets is not None
     assert padded.longest == tokens.max()

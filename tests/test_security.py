@@ -1,8 +1,9 @@
 # ruff: noqa: F811 - fixtures of another file
-"""Hostile input and secrets: nothing that is loaded runs code or fills the memory, nothing that is written holds a secret.
+"""Hostile input and secrets: nothing that is loaded runs code or fills the memory, nothing that is
+written holds a secret.
 
-Each hostile thing carries a payload that leaves a file when it is run, and is made with whatever checksums its reader asks
-for: they are no defence against those who can write them.
+Each hostile thing carries a payload that leaves a file when it is run, and is made with whatever
+checksums its reader asks for: they are no defence against those who can write them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from farthing.data.light_tokenizer import light_tokenizer
 from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.files import seal, unseal, write_text
 from farthing.durability.run_folder import keep_job, kept, kept_job
-from farthing.errors import RunChanged, RunDamaged
+from farthing.errors import RunChangedError, RunDamagedError
 from farthing.tasks.columns import Unusable
 from held import Held
 from mirrored import delivered, folder_of_run, mirror_of, step_done
@@ -91,7 +92,9 @@ class PeakMemory:
 
 def test_the_payload_would_leave_its_mark(marker: Path) -> None:
     for content in pickles(marker).values():
-        with contextlib.suppress(RuntimeError):  # it runs before torch finds out that this is none of its files
+        with contextlib.suppress(
+            RuntimeError
+        ):  # it runs before torch finds out that this is none of its files
             torch.load(io.BytesIO(content), weights_only=False)
         assert marker.exists()
         marker.unlink()
@@ -129,31 +132,50 @@ def secrets_in(content: bytes) -> list[str]:
 def files_with_secrets(folder: Path) -> dict[str, list[str]]:
     """What under a folder holds secrets, in its name or its bytes."""
     found = {
-        str(path): secrets_in(path.read_bytes() + str(path).encode()) for path in folder.rglob("*") if path.is_file()
+        str(path): secrets_in(path.read_bytes() + str(path).encode())
+        for path in folder.rglob("*")
+        if path.is_file()
     }
     return {path: names for path, names in found.items() if names}
 
 
 def test_no_secret_of_the_environment_gets_out(
-    secrets: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    secrets: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A run with evaluations, checkpoints, a copy in a store and a tracker is asked to leave, crashes and finishes; then it
-    is planned, looked at and exported. Files, words and titles of processes are searched."""
+    """A run with evaluations, checkpoints, a copy in a store and a tracker is asked to leave,
+    crashes and finishes; then it is planned, looked at and exported. Files, words and titles of
+    processes are searched."""
     path = job_file(
-        tmp_path, data={"eval_fraction": 0.2}, max_steps=40, save_steps=4, eval_steps=20, method="lora", pretrained=True,
+        tmp_path,
+        data={"eval_fraction": 0.2},
+        max_steps=40,
+        save_steps=4,
+        eval_steps=20,
+        method="lora",
+        pretrained=True,
         report_to=["tensorboard"],
-    )  # fmt: skip
+    )
     job = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**job, "output_store": "./store"}))
     monkeypatch.setattr("farthing.train.trackers.PATIENCE_S", 300.0)
     held = Held(tmp_path.with_name(f"{tmp_path.name}-hold"), "step-00000008")
     first = subprocess.Popen(
         [sys.executable, "-m", "farthing", "train", str(path), "--json"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=held.environment,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=held.environment,
+    )
     titles: set[str] = set()
-    while first.poll() is None and not (held.is_there() and list((tmp_path / "store").glob("commits/*-0*4.json"))):
-        for process in [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]:
+    while first.poll() is None and not (
+        held.is_there() and list((tmp_path / "store").glob("commits/*-0*4.json"))
+    ):
+        for process in [
+            psutil.Process(first.pid),
+            *psutil.Process(first.pid).children(recursive=True),
+        ]:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
                 titles.add(" ".join(process.cmdline()))
         time.sleep(0.02)
@@ -181,11 +203,23 @@ def test_no_secret_of_the_environment_gets_out(
         assert main(argv) == 0, capfd.readouterr()
         said += "".join(capfd.readouterr()).encode()
     assert secrets_in(said) == []
-    kinds = {p.suffix for p in tmp_path.rglob("*") if p.is_file()} | {p.name for p in tmp_path.rglob("*")}
-    assert {".safetensors", "ledger.jsonl", "receipt.json", "plan.html", "commits", "writers", "tensorboard"} <= kinds
+    kinds = {p.suffix for p in tmp_path.rglob("*") if p.is_file()} | {
+        p.name for p in tmp_path.rglob("*")
+    }
+    assert {
+        ".safetensors",
+        "ledger.jsonl",
+        "receipt.json",
+        "plan.html",
+        "commits",
+        "writers",
+        "tensorboard",
+    } <= kinds
     assert files_with_secrets(tmp_path) == {}
     (tmp_path / "planted").write_text(f"key = {CANARIES['HF_TOKEN']}")
-    assert files_with_secrets(tmp_path) == {str(tmp_path / "planted"): ["HF_TOKEN"]}, "and it would have been found"
+    assert files_with_secrets(tmp_path) == {str(tmp_path / "planted"): ["HF_TOKEN"]}, (
+        "and it would have been found"
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +232,12 @@ def test_no_secret_of_the_environment_gets_out(
         {"output_dir": "s3://key:{canary}@bucket/run"},
         {"cache_dir": "https://user:{canary}@host/cache"},
         {"model": "https://user:{canary}@huggingface.co/org/name"},
-        {"model": {"model_name_or_path": "org/name", "tokenizer_name_or_path": "https://u:{canary}@host/org/name"}},
+        {
+            "model": {
+                "model_name_or_path": "org/name",
+                "tokenizer_name_or_path": "https://u:{canary}@host/org/name",
+            }
+        },
     ],
     ids=lambda keys: "-".join(keys),
 )
@@ -244,14 +283,20 @@ def test_what_may_hold_data_is_for_its_owner_alone(desk: Desk, run: Callable[...
         name: (desk.folder / name).stat().st_mode & 0o777
         for name in ("run", "run/checkpoints", "store/data", "cache/tokens")
     } == dict.fromkeys(("run", "run/checkpoints", "store/data", "cache/tokens"), 0o700)
-    open_to_others = [p for p in (desk.folder / "run").iterdir() if p.suffix == ".jsonl" and p.stat().st_mode & 0o077]
+    open_to_others = [
+        p
+        for p in (desk.folder / "run").iterdir()
+        if p.suffix == ".jsonl" and p.stat().st_mode & 0o077
+    ]
     assert open_to_others == []
 
 
 # ---- checkpoints ----
 
 
-def tensors_file(header: dict[str, Any] | bytes, data: bytes = b"\0" * 64, says: int | None = None) -> bytes:
+def tensors_file(
+    header: dict[str, Any] | bytes, data: bytes = b"\0" * 64, says: int | None = None
+) -> bytes:
     """A safetensors file with any header."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(raw) if says is None else says) + raw + data
@@ -329,13 +374,17 @@ def goes_on_from_the_one_before(folder: Path, marker: Path) -> None:
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_checkpoint_is_refused_before_it_is_parsed(what: str, two_saves: Path, marker: Path) -> None:
+def test_a_hostile_checkpoint_is_refused_before_it_is_parsed(
+    what: str, two_saves: Path, marker: Path
+) -> None:
     forge(newest(two_saves), *HOSTILE[what])
     goes_on_from_the_one_before(two_saves, marker)
 
 
 @pytest.mark.parametrize("kind", ["pickle", "torch"])
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
 def test_a_pickle_under_any_name_of_a_checkpoint_is_not_run(
     name: str, kind: str, two_saves: Path, marker: Path
 ) -> None:
@@ -346,8 +395,12 @@ def test_a_pickle_under_any_name_of_a_checkpoint_is_not_run(
     goes_on_from_the_one_before(two_saves, marker)
 
 
-@pytest.mark.parametrize("name", ["training_args.bin", "rng_state.pth", "pytorch_model.bin", "scheduler.pt"])
-def test_a_pickle_beside_a_checkpoint_is_not_looked_at(name: str, two_saves: Path, marker: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["training_args.bin", "rng_state.pth", "pytorch_model.bin", "scheduler.pt"]
+)
+def test_a_pickle_beside_a_checkpoint_is_not_looked_at(
+    name: str, two_saves: Path, marker: Path
+) -> None:
     for content in pickles(marker).values():
         forge(newest(two_saves), name, content)
         assert restored(two_saves) == 2
@@ -355,7 +408,9 @@ def test_a_pickle_beside_a_checkpoint_is_not_looked_at(name: str, two_saves: Pat
 
 
 @pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "..", "a/b", "", "manifest.json"])
-def test_a_manifest_can_not_name_files_outside_its_folder(name: str, two_saves: Path, marker: Path) -> None:
+def test_a_manifest_can_not_name_files_outside_its_folder(
+    name: str, two_saves: Path, marker: Path
+) -> None:
     path = newest(two_saves) / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"][0]["name"] = name
@@ -378,7 +433,9 @@ def test_links_and_pipes_in_place_of_a_checkpoint_are_not_followed(
     what: str, two_saves: Path, tmp_path: Path, marker: Path
 ) -> None:
     folder, elsewhere = newest(two_saves), tmp_path / "elsewhere"
-    name = {"manifest": "manifest.json", "pipe": "manifest.json", "file": "model.safetensors"}.get(what)
+    name = {"manifest": "manifest.json", "pipe": "manifest.json", "file": "model.safetensors"}.get(
+        what
+    )
     path = folder if name is None else folder / name
     path.rename(elsewhere)
     if what == "pipe":
@@ -398,9 +455,11 @@ def test_parts_that_do_not_fit_are_refused_in_words(two_saves: Path) -> None:
             values["not there"]
 
     fresh = Checkpoints(two_saves, "run-1", 3, warn=print)
-    with pytest.raises(RunDamaged, match="the model of step-00000002-0002 is not what this run has saved"):
+    with pytest.raises(
+        RunDamagedError, match="the model of step-00000002-0002 is not what this run has saved"
+    ):
         fresh.restore(fresh.folder_of(2), {"model": Picky(), "optimizer": Picky()})
-    with pytest.raises(RunChanged, match="the checkpoint holds"):
+    with pytest.raises(RunChangedError, match="the checkpoint holds"):
         fresh.restore(fresh.folder_of(2), {"model": Picky()})
 
 
@@ -447,18 +506,35 @@ def object_of_first(name: str) -> Callable[[dict[str, Any]], None]:
 
 
 COMMITS: dict[str, Callable[[dict[str, Any]], None]] = {
-    **{f"path {path!r}": path_of_first(path) for path in (
-        "../evil", "/etc/evil", "checkpoints/../../evil", "checkpoints/step-1/x", "other.txt", "model/../x", "model\\x",
-        "", "model", "checkpoints", ".lock", "store.json", "model/" + "x" * 300,
-    )},
-    **{f"object {name!r}": object_of_first(name) for name in ("../../etc/passwd", "/etc/passwd", "data/../x", "writers/x")},
+    **{
+        f"path {path!r}": path_of_first(path)
+        for path in (
+            "../evil",
+            "/etc/evil",
+            "checkpoints/../../evil",
+            "checkpoints/step-1/x",
+            "other.txt",
+            "model/../x",
+            "model\\x",
+            "",
+            "model",
+            "checkpoints",
+            ".lock",
+            "store.json",
+            "model/" + "x" * 300,
+        )
+    },
+    **{
+        f"object {name!r}": object_of_first(name)
+        for name in ("../../etc/passwd", "/etc/passwd", "data/../x", "writers/x")
+    },
     "a file twice": lambda commit: commit["files"].append(commit["files"][0]),
     "a file and a folder": lambda commit: commit["files"].extend(
         [{**commit["files"][0], "path": "model/a"}, {**commit["files"][0], "path": "model/a/b"}]
     ),
     "a negative size": lambda commit: commit["files"][0].update(size=-1),
     "no files": lambda commit: commit.update(files={"a": 1}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", COMMITS)
@@ -470,17 +546,27 @@ def test_a_hostile_commit_is_refused_before_anything_is_fetched(
 
 
 @pytest.mark.parametrize("what", ["pickle", "nested", "gzip", "empty", "no number"])
-def test_a_malformed_commit_is_refused(what: str, two_copies: Model, tmp_path: Path, marker: Path) -> None:
+def test_a_malformed_commit_is_refused(
+    what: str, two_copies: Model, tmp_path: Path, marker: Path
+) -> None:
     no_number = b'{"files": [], "at": 1e999}'
     content = {
-        "nested": nested(), "gzip": gzip.compress(b" " * (50 << 20)), "empty": b"", "no number": no_number, **pickles(marker),
-    }[what]  # fmt: skip
+        "nested": nested(),
+        "gzip": gzip.compress(b" " * (50 << 20)),
+        "empty": b"",
+        "no number": no_number,
+        **pickles(marker),
+    }[what]
     two_copies.objects[max(two_copies.list("commits/"))] = content
     takes_the_one_before(two_copies, tmp_path, marker)
 
 
-def test_objects_larger_than_they_may_be_are_not_fetched(two_copies: Model, tmp_path: Path, marker: Path) -> None:
-    """A folder as the store: its commit grows to 3 GB, and the one before names a file that has grown to as much."""
+def test_objects_larger_than_they_may_be_are_not_fetched(
+    two_copies: Model, tmp_path: Path, marker: Path
+) -> None:
+    """A folder as the store: its commit grows to 3 GB, and the one before names a file that has
+    grown to as much.
+    """
     folder = tmp_path / "store"
     for key, content in two_copies.objects.items():
         (folder / key).parent.mkdir(parents=True, exist_ok=True)
@@ -489,15 +575,20 @@ def test_objects_larger_than_they_may_be_are_not_fetched(two_copies: Model, tmp_
 
     os.truncate(folder / max(two_copies.list("commits/")), 3 << 30)
     first = unseal(two_copies.objects[min(two_copies.list("commits/"))].decode(), "it")
-    large = next(entry["object"] for entry in first["files"] if entry["path"].endswith("model.safetensors"))
+    large = next(
+        entry["object"] for entry in first["files"] if entry["path"].endswith("model.safetensors")
+    )
     os.truncate(folder / large, 3 << 30)
     said: list[str] = []
-    with PeakMemory() as memory, pytest.raises(RunDamaged, match="none of the 2 commits"):
+    with PeakMemory() as memory, pytest.raises(RunDamagedError, match="none of the 2 commits"):
         mirror_of(open_store(str(folder)), tmp_path / "empty", said).bring_back()
     assert "bytes, no more than" in said[0]
     assert "bytes, no more than" in said[1]
     assert memory.n_bytes < MOST_BYTES
-    assert sum(path.stat().st_size for path in (tmp_path / "empty").rglob("*") if path.is_file()) < 1 << 20
+    assert (
+        sum(path.stat().st_size for path in (tmp_path / "empty").rglob("*") if path.is_file())
+        < 1 << 20
+    )
 
 
 @pytest.mark.parametrize(
@@ -506,8 +597,8 @@ def test_objects_larger_than_they_may_be_are_not_fetched(two_copies: Model, tmp_
 def test_hostile_small_files_of_a_commit_end_in_words(
     name: str, tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are installed, as their checksums are right; the run that reads them says what is wrong, and writes those that
-    decide its result again from its checkpoint."""
+    """They are installed, as their checksums are right; the run that reads them says what is wrong,
+    and writes those that decide its result again from its checkpoint."""
     path = job_file(tmp_path, max_steps=2)
     keys = ["--set", "limits.max_hours=1", "--set", "train.fit_schedule_to_budget=true"]
     assert main(["train", str(path), *keys]) == 0
@@ -520,7 +611,9 @@ def test_hostile_small_files_of_a_commit_end_in_words(
     assert not marker.exists()
 
 
-def test_a_hostile_lease_costs_nothing_but_the_lease(two_copies: Model, tmp_path: Path, marker: Path) -> None:
+def test_a_hostile_lease_costs_nothing_but_the_lease(
+    two_copies: Model, tmp_path: Path, marker: Path
+) -> None:
     newest_link = max(two_copies.list("writers/"))
     row = {"attempt": 1, "spans": {"compute": "a lot"}, "at": "never"}
     for number, content in enumerate(
@@ -532,7 +625,9 @@ def test_a_hostile_lease_costs_nothing_but_the_lease(two_copies: Model, tmp_path
         ]
     ):
         two_copies.objects[newest_link] = content
-        for key in [key for key in two_copies.objects if key.startswith("writers/") and key > newest_link]:
+        for key in [
+            key for key in two_copies.objects if key.startswith("writers/") and key > newest_link
+        ]:
             del two_copies.objects[key]
         mirror = mirror_of(two_copies, tmp_path / f"empty-{number}")
         assert mirror.bring_back() == 2
@@ -546,7 +641,9 @@ def test_a_hostile_lease_costs_nothing_but_the_lease(two_copies: Model, tmp_path
 
 def laughs(n: int) -> str:
     """Lists of lists of lists: a billion words in a page, where aliases are followed."""
-    lines = ["a0: &a0 [lol]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, n)]
+    lines = ["a0: &a0 [lol]"] + [
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, n)
+    ]
     return "\n".join(lines)
 
 
@@ -573,7 +670,9 @@ def test_a_hostile_job_runs_nothing_and_stays_small(
     marker: Path,
 ) -> None:
     written = (
-        desk.job().read_text() + text.replace("{{", "{").replace("}}", "}").replace("{marker}", str(marker)) + "\n"
+        desk.job().read_text()
+        + text.replace("{{", "{").replace("}}", "}").replace("{marker}", str(marker))
+        + "\n"
     )
     (desk.folder / "evil.yaml").write_text(written)
     with PeakMemory() as memory:
@@ -585,7 +684,9 @@ def test_a_hostile_job_runs_nothing_and_stays_small(
     assert not marker.exists()
 
 
-def test_an_override_that_would_run_code_runs_none(desk: Desk, run: Callable[..., Said], marker: Path) -> None:
+def test_an_override_that_would_run_code_runs_none(
+    desk: Desk, run: Callable[..., Said], marker: Path
+) -> None:
     said = run("--set", f"limits=!!python/object/apply:os.system ['touch \"{marker}\"']")
     assert said.code == 2
     assert "not valid YAML" in said.err
@@ -604,7 +705,9 @@ def test_nothing_of_the_environment_is_put_into_a_job(
     assert files_with_secrets(desk.folder) == {}
 
 
-def test_a_run_folder_that_is_a_link_of_ones_own_is_followed(desk: Desk, run: Callable[..., Said]) -> None:
+def test_a_run_folder_that_is_a_link_of_ones_own_is_followed(
+    desk: Desk, run: Callable[..., Said]
+) -> None:
     (desk.folder / "large disk").mkdir(mode=0o755)
     (desk.folder / "run").symlink_to(desk.folder / "large disk")
     assert run().code == 0
@@ -613,7 +716,9 @@ def test_a_run_folder_that_is_a_link_of_ones_own_is_followed(desk: Desk, run: Ca
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a link that is another's")
-def test_a_run_folder_that_somebody_else_has_linked_is_refused(desk: Desk, run: Callable[..., Said]) -> None:
+def test_a_run_folder_that_somebody_else_has_linked_is_refused(
+    desk: Desk, run: Callable[..., Said]
+) -> None:
     (desk.folder / "elsewhere").mkdir(mode=0o755)
     (desk.folder / "run").symlink_to(desk.folder / "elsewhere")
     os.chown(desk.folder / "run", 12345, 12345, follow_symlinks=False)
@@ -624,7 +729,9 @@ def test_a_run_folder_that_somebody_else_has_linked_is_refused(desk: Desk, run: 
     assert (desk.folder / "elsewhere").stat().st_mode & 0o777 == 0o755
 
 
-@pytest.mark.parametrize("name", [".lock", "log.jsonl", "ledger.jsonl", "run.json", "plan.json", "settings.json"])
+@pytest.mark.parametrize(
+    "name", [".lock", "log.jsonl", "ledger.jsonl", "run.json", "plan.json", "settings.json"]
+)
 def test_nothing_is_written_through_a_link_in_the_run_folder(
     name: str,
     desk: Desk,
@@ -643,7 +750,9 @@ def test_nothing_is_written_through_a_link_in_the_run_folder(
 # ---- data ----
 
 
-def test_a_link_in_a_data_folder_does_not_lead_out_of_it(desk: Desk, run: Callable[..., Said]) -> None:
+def test_a_link_in_a_data_folder_does_not_lead_out_of_it(
+    desk: Desk, run: Callable[..., Said]
+) -> None:
     folder = desk.folder / "set"
     folder.mkdir()
     shutil.copy(desk.folder / "train.jsonl", folder / "real.jsonl")
@@ -675,15 +784,23 @@ ESCAPES = [
 ]
 
 
-@pytest.mark.parametrize("marks", ["", "{% generation %}x{% endgeneration %}"], ids=["plain", "with marks"])
+@pytest.mark.parametrize(
+    "marks", ["", "{% generation %}x{% endgeneration %}"], ids=["plain", "with marks"]
+)
 @pytest.mark.parametrize("escape", ESCAPES)
 def test_a_chat_template_does_not_get_out_of_its_sandbox(
-    escape: str, marks: str, tokenizers: dict[str, Any], tiny_folders: dict[str, Path], marker: Path,
+    escape: str,
+    marks: str,
+    tokenizers: dict[str, Any],
+    tiny_folders: dict[str, Path],
+    marker: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Neither the one that renders for training nor the planner's."""
     template = escape.replace("MARKER", str(marker)) + marks + "{{ messages[0].content }}"
-    chat = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]}
+    chat = {
+        "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
+    }
     monkeypatch.setattr(tokenizers["llama"], "chat_template", template)
     planners = light_tokenizer(tiny_folders["llama"], template)
     for tokenizer in (tokenizers["llama"], planners):
@@ -725,7 +842,11 @@ def test_a_pickle_under_any_name_of_a_model_folder_is_not_run(
         (folder / name).write_bytes(content)
     assert run().code == 0, "beside whole weights it is not looked at"
     assert not marker.exists()
-    for name, words in (("model.safetensors", "can't be loaded"), ("tokenizer.json", ""), ("config.json", "")):
+    for name, words in (
+        ("model.safetensors", "can't be loaded"),
+        ("tokenizer.json", ""),
+        ("config.json", ""),
+    ):
         kept = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
         said = run("--set", "output_dir=other")
@@ -735,7 +856,9 @@ def test_a_pickle_under_any_name_of_a_model_folder_is_not_run(
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "../elsewhere.bin", "../elsewhere.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "../elsewhere.bin", "../elsewhere.safetensors"]
+)
 def test_an_index_does_not_make_a_pickle_of_a_model_folder_run(
     name: str,
     desk: Desk,
@@ -789,9 +912,13 @@ def test_code_beside_a_model_is_not_run(
         assert "trust_remote_code" in said.err
 
 
-def test_kernels_that_a_model_would_fetch_and_run_are_refused(desk: Desk, run: Callable[..., Said]) -> None:
+def test_kernels_that_a_model_would_fetch_and_run_are_refused(
+    desk: Desk, run: Callable[..., Said]
+) -> None:
     path = desk.own_model() / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"attn_implementation": "someone/some-kernels"}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"attn_implementation": "someone/some-kernels"})
+    )
     said = run()
     assert said.code == 2
     assert "attention 'someone/some-kernels' is code from the Hub" in said.err
@@ -806,7 +933,9 @@ def test_a_run_folder_can_not_ask_for_code_to_be_run_at_its_export(
     assert main(["train", str(path)]) == 0
     base = tmp_path / "base"
     (base / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Evil: pass\n")
-    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | auto_map("", True)))
+    (base / "config.json").write_text(
+        json.dumps(json.loads((base / "config.json").read_text()) | auto_map("", True))
+    )
     job = kept_job(tmp_path / "run")
     job["model"]["trust_remote_code"] = True
     keep_job(tmp_path / "run", job, kept(tmp_path / "run" / "run.json") or {})

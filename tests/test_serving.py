@@ -1,4 +1,6 @@
-"""Serving: memory by hand, rates against published ones and the bounds of physics, going to zero against a simulation."""
+"""Serving: memory by hand, rates against published ones and the bounds of physics, going to zero
+against a simulation.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from farthing.cli.command import main
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.model_config import known_config
 from farthing.planner.serving import (
     PRECISIONS,
@@ -43,13 +45,28 @@ H100 = find_gpu("H100-80GB")
 
 def offer_of(gpu: str, usd: float, n_gpus: int = 1, **more: Any) -> Offer:
     return Offer(
-        "A", "", gpu, n_gpus, "", "", False, "machine_hour", usd, "", date(2026, 11, 1), Billing("A")
+        "A",
+        "",
+        gpu,
+        n_gpus,
+        "",
+        "",
+        False,
+        "machine_hour",
+        usd,
+        "",
+        date(2026, 11, 1),
+        Billing("A"),
     )._replace(**more)
 
 
 @pytest.mark.parametrize(
     ("name", "n_bytes"),
-    [("meta-llama/Llama-3.1-8B", 131_072), ("meta-llama/Llama-2-7b-hf", 524_288), ("Qwen/Qwen2.5-7B", 57_344)],
+    [
+        ("meta-llama/Llama-3.1-8B", 131_072),
+        ("meta-llama/Llama-2-7b-hf", 524_288),
+        ("Qwen/Qwen2.5-7B", 57_344),
+    ],
 )
 def test_the_cache_of_a_token(name: str, n_bytes: int) -> None:
     assert Server(shape_of(name), H100, 1, "bf16").cache_bytes_per_token == n_bytes
@@ -57,7 +74,9 @@ def test_the_cache_of_a_token(name: str, n_bytes: int) -> None:
 
 
 def test_the_memory_of_a_known_case() -> None:
-    """An 8B in fp8 on 80 GB: 9.1 GB of weights leave room for 929,000 tokens; in bf16 on 24 GB for three of 8k."""
+    """An 8B in fp8 on 80 GB: 9.1 GB of weights leave room for 929,000 tokens; in bf16 on 24 GB for
+    three of 8k.
+    """
     fp8 = Server(LLAMA, H100, 1, "fp8")
     assert fp8.weights_bytes == pytest.approx(9.1e9, rel=0.01)
     assert fp8.room_bytes == pytest.approx(60.9e9, rel=0.01)
@@ -116,28 +135,38 @@ def test_a_mixture_reads_the_experts_that_tokens_go_to_and_holds_all() -> None:
 
 
 def test_what_cannot_serve_says_why() -> None:
-    offers = [offer_of("V100-16GB", 0.1), offer_of("A10", 0.5), offer_of("H100-80GB", 2.0, is_spot=True)]
+    offers = [
+        offer_of("V100-16GB", 0.1),
+        offer_of("A10", 0.5),
+        offer_of("H100-80GB", 2.0, is_spot=True),
+    ]
     found, refused = serve(shape_of("meta-llama/Meta-Llama-3-70B"), Traffic(), offers)
     assert found == []
     whys = {(one.gpu, one.precision): one.why for one in refused}
     assert "older" in whys["V100-16GB", "any"]
     assert "does not compute in fp8" in whys["A10", "fp8"]
     assert "needs" in whys["A10", "int4"]
-    with pytest.raises(UserMistake, match="not for seq2seq"):
+    with pytest.raises(InputError, match="not for seq2seq"):
         serve(read_shape(known_config("google/flan-t5-base") or {}, "seq2seq"), Traffic(), offers)
 
 
 def test_dollars_of_a_million_tokens_add_up_to_the_hour() -> None:
-    one = Served(Server(LLAMA, H100, 1, "fp8"), offer_of("H100-80GB", 2.69), Traffic(1, 1000, 500), 300)
+    one = Served(
+        Server(LLAMA, H100, 1, "fp8"), offer_of("H100-80GB", 2.69), Traffic(1, 1000, 500), 300
+    )
     dear_in, dear_out = one.usd_per_million(1.0)
     per_hour = one.capacity_tokens_per_s * 3600 / 1e6
     assert per_hour * dear_out + 2 * per_hour * dear_in == pytest.approx(2.69)
     assert one.usd_per_million(0.05)[1] == pytest.approx(20 * dear_out)
-    assert dear_in < dear_out, "tokens that are read together are cheaper than those written one by one"
+    assert dear_in < dear_out, (
+        "tokens that are read together are cheaper than those written one by one"
+    )
 
 
 def test_going_to_zero_against_a_simulation() -> None:
-    """50 random settings of 100,000 arrivals: on from one to the end of its warmth, or to the next; a start after a silence."""
+    """50 random settings of 100,000 arrivals: on from one to the end of its warmth, or to the next;
+    a start after a silence.
+    """
     rng = np.random.default_rng(7)
     for _ in range(50):
         rate, busy, warm, cold = rng.uniform((0.002, 1, 0, 5), (0.2, 10, 120, 120))
@@ -164,10 +193,11 @@ def test_traffic_is_read(text: str, traffic: Traffic) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["requests", "requests=many", "input=-3", "requests=5/year", "size=3", "output=0", "latency=x"]
+    "text",
+    ["requests", "requests=many", "input=-3", "requests=5/year", "size=3", "output=0", "latency=x"],
 )
 def test_traffic_that_is_not_understood_is_refused(text: str) -> None:
-    with pytest.raises(UserMistake) as error:
+    with pytest.raises(InputError) as error:
         parse_traffic(text)
     assert error.value.where == "--serve"
 

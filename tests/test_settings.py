@@ -1,4 +1,6 @@
-"""How a run is computed: one value, its JSON and that of earlier versions, and the file that later attempts follow."""
+"""How a run is computed: one value, its JSON and that of earlier versions, and the file that later
+attempts follow.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,32 @@ from farthing.train.autotune_cache import PROBES, Subject, leave_probe
 from test_identity import LeavesAt
 from workshop import Heard, losses_of, make_job, train
 
-EVERYTHING = Settings(512, 2, 64, True, False, compiled=True, kernels="liger", precision="bf16", probed=True)
+EVERYTHING = Settings(
+    512, 2, 64, True, False, compiled=True, kernels="liger", precision="bf16", probed=True
+)
 
 
 def test_what_was_written_is_read_and_so_is_what_earlier_versions_wrote() -> None:
     assert Settings.from_json(json.loads(json.dumps(EVERYTHING.to_json()))) == EVERYTHING
-    assert Settings.from_json({"most_tokens": 77, "every_n_layers": 1, "of_another": 3}) == Settings(77, 1)
-    assert MicroBatchCost(Settings().least_tokens, Settings().more_tokens) == ON_CPU, "as runs of before were cut"
+    assert Settings.from_json(
+        {"most_tokens": 77, "every_n_layers": 1, "of_another": 3}
+    ) == Settings(77, 1)
+    assert MicroBatchCost(Settings().least_tokens, Settings().more_tokens) == ON_CPU, (
+        "as runs of before were cut"
+    )
     assert Settings(100).with_probed(EVERYTHING) == Settings(512, 2, 64, probed=True)
 
 
 @pytest.mark.parametrize(
-    "name", ["micro_batch_tokens", "checkpoint_every", "tile_tokens", "compiled", "precision", "more_tokens"]
+    "name",
+    [
+        "micro_batch_tokens",
+        "checkpoint_every",
+        "tile_tokens",
+        "compiled",
+        "precision",
+        "more_tokens",
+    ],
 )
 @pytest.mark.parametrize("bad", [-1, 1.5, [2]])
 def test_values_that_farthing_never_writes_are_refused(name: str, bad: Any) -> None:
@@ -39,13 +55,18 @@ def test_values_that_farthing_never_writes_are_refused(name: str, bad: Any) -> N
 
 
 def test_memory_that_ran_out_lowers_them_whichever_version_noted_it() -> None:
-    events = [{"most_tokens": 400, "every_n_layers": 0}, {"micro_batch_tokens": 200, "checkpoint_every": 1}]
+    events = [
+        {"most_tokens": 400, "every_n_layers": 0},
+        {"micro_batch_tokens": 200, "checkpoint_every": 1},
+    ]
     assert Settings(512, 2).lowered_by(events[:1]) == Settings(400, 2)
     assert Settings(512, 2).lowered_by(events) == Settings(200, 1)
     assert Settings(100).lowered_by([]) == Settings(100)
 
 
-def test_the_plan_stays_as_it_was_and_the_settings_are_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_stays_as_it_was_and_the_settings_are_lowered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(tmp_path, max_steps=6)
     run, honest = Path(job.output_dir), Forward.loss
 
@@ -64,7 +85,10 @@ def test_the_plan_stays_as_it_was_and_the_settings_are_lowered(tmp_path: Path, m
 
     assert train(job, leaves).exit_code == 75
     lowered = Settings.from_json(json.loads((run / SETTINGS).read_text()))
-    assert lowered.micro_batch_tokens < Settings.from_json(json.loads(seen[SETTINGS])).micro_batch_tokens
+    assert (
+        lowered.micro_batch_tokens
+        < Settings.from_json(json.loads(seen[SETTINGS])).micro_batch_tokens
+    )
     heard = Heard()
     outcome = train(job, heard)
     assert outcome.state == "finished"
@@ -81,7 +105,9 @@ def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path: Path) 
     assert train(alone).state == "finished"
     found: list[Subject] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farthing.train.settled.known_settings", lambda path, subject: found.append(subject))
+        patch.setattr(
+            "farthing.train.settled.known_settings", lambda path, subject: found.append(subject)
+        )
         train(make_job(tmp_path / "like", max_steps=1, n_rows=48))
     assert job.cache_dir is not None
     leave_probe(Path(job.cache_dir) / PROBES, found[0], Settings(64, 0, 32), "now", [])

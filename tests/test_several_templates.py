@@ -1,4 +1,6 @@
-"""A tokenizer with several chat templates: the default is taken, and where none is, nothing is chosen in silence."""
+"""A tokenizer with several chat templates: the default is taken, and where none is, nothing is
+chosen in silence.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ OWN = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 CHATS = [
-    {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"number {n}"}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"say {n}"},
+            {"role": "assistant", "content": f"number {n}"},
+        ]
+    }
     for n in range(8)
 ]
 
@@ -44,14 +51,18 @@ def job_of(folder: Path, templates: Any, rows: Any = CHATS, **keys: Any) -> Any:
 
 
 @pytest.mark.parametrize("in_files", [True, False], ids=["files", "settings"])
-def test_without_a_default_they_are_named_and_nothing_is_trained(tmp_path: Path, in_files: bool) -> None:
+def test_without_a_default_they_are_named_and_nothing_is_trained(
+    tmp_path: Path, in_files: bool
+) -> None:
     job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN})
     if not in_files:
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
         shutil.rmtree(tmp_path / "base" / "additional_chat_templates", ignore_errors=True)
         tokenizer.save_pretrained(tmp_path / "base", save_jinja_files=False)
     for _ in range(2):  # the second time would find tokens that the first had kept
-        with pytest.raises(ModelError, match=r"several chat templates, and none is the default: rag, tool_use"):
+        with pytest.raises(
+            ModelError, match=r"several chat templates, and none is the default: rag, tool_use"
+        ):
             workshop.train(job)
     light = light_tokenizer(tmp_path / "base", None)
     assert light.chat_template is None
@@ -59,13 +70,17 @@ def test_without_a_default_they_are_named_and_nothing_is_trained(tmp_path: Path,
 
 
 def test_prompts_of_messages_ask_for_a_template_too(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"several chat templates, and none is the default: rag, tool_use"):
+    with pytest.raises(
+        ModelError, match=r"several chat templates, and none is the default: rag, tool_use"
+    ):
         workshop.train(job_of(tmp_path, {"tool_use": OWN, "rag": OWN}, rows=AS_PROMPTS))
 
 
 def test_a_file_chooses_and_the_others_are_kept(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text(OWN)
-    job = job_of(tmp_path, {"tool_use": "{{ tools }}"}, data={"chat_template": str(tmp_path / "mine.jinja")})
+    job = job_of(
+        tmp_path, {"tool_use": "{{ tools }}"}, data={"chat_template": str(tmp_path / "mine.jinja")}
+    )
     assert workshop.train(job).state == "finished"
     assert light_tokenizer(tmp_path / "run" / "model", None).chat_template == OWN
 
@@ -84,7 +99,9 @@ def test_the_default_is_taken(tmp_path: Path) -> None:
     assert light_tokenizer(tmp_path, None).chat_template == OWN
 
 
-def test_a_run_that_began_with_the_own_one_goes_on_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_began_with_the_own_one_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN})
     with monkeypatch.context() as before:
         before.setattr(farthing.durability.run_folder, "RULES", 2)
@@ -106,4 +123,6 @@ def test_it_is_said_that_farthings_own_is_used(tmp_path: Path, rows: Any) -> Non
     job = job_of(tmp_path, None, rows)
     heard = workshop.Heard()
     workshop.train(job, heard)
-    assert "the tokenizer has no chat template: farthing's own is used" in json.dumps([str(event) for event in heard])
+    assert "the tokenizer has no chat template: farthing's own is used" in json.dumps(
+        [str(event) for event in heard]
+    )

@@ -1,4 +1,6 @@
-"""What examples begin with in common, computed once: the same losses and gradients, pieces that fit, nothing that leaks."""
+"""What examples begin with in common, computed once: the same losses and gradients, pieces that
+fit, nothing that leaks.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ from test_data import opened, real_tokenizer
 CLOSE = 1e-5
 
 
-def token_set(texts: list[list[int]], n_inputs: list[int], labels: list[int] | None = None) -> TokenSet:
+def token_set(
+    texts: list[list[int]], n_inputs: list[int], labels: list[int] | None = None
+) -> TokenSet:
     """Examples of these tokens, of which all but the first `n_inputs` are targets."""
     rows = [np.array(text, dtype=np.int32) for text in texts]
     targets = [np.arange(len(row)) >= n for row, n in zip(rows, n_inputs, strict=True)]
@@ -61,14 +65,20 @@ def token_set(texts: list[list[int]], n_inputs: list[int], labels: list[int] | N
 
 
 def some_tree(seed: int, n: int = 8, longest: int = 9) -> TokenSet:
-    """Texts that go on from one another anywhere, some the same, some beginning another; targets from anywhere on."""
+    """Texts that go on from one another anywhere, some the same, some beginning another; targets
+    from anywhere on.
+    """
     draw = np.random.default_rng(seed)
     texts = [draw.integers(3, 99, longest).tolist()]
     while len(texts) < n:
         before = texts[draw.integers(len(texts))]
         kept = int(draw.integers(len(before) // 2, len(before) + 1)) if draw.random() < 0.8 else 0
-        texts.append((before[:kept] + draw.integers(3, 99, draw.integers(kept == 0, longest)).tolist())[:40])
-    return token_set(texts, [int(draw.integers(1 + len(text) // 3, len(text) + 1)) for text in texts])
+        texts.append(
+            (before[:kept] + draw.integers(3, 99, draw.integers(kept == 0, longest)).tolist())[:40]
+        )
+    return token_set(
+        texts, [int(draw.integers(1 + len(text) // 3, len(text) + 1)) for text in texts]
+    )
 
 
 def nodes_of(texts: list[list[int]]) -> int:
@@ -96,7 +106,10 @@ def test_each_takes_over_the_most_it_may_from_those_before_it(seed: int) -> None
     for at, text in enumerate(texts):
         is_target = tokens.example(int(examples[order[at]]))[1]
         may = int(is_target.argmax()) - 1 if is_target.any() else len(text) - 1
-        most = max((n for n in range(len(text) + 1) for other in texts[:at] if other[:n] == text[:n]), default=0)
+        most = max(
+            (n for n in range(len(text) + 1) for other in texts[:at] if other[:n] == text[:n]),
+            default=0,
+        )
         assert taken[at] == (min(may, most) if min(may, most) >= 2 else 0)
 
 
@@ -139,7 +152,9 @@ def test_a_shared_batch_leaves_out_what_was_there_before() -> None:
 
 def test_where_nothing_is_in_common_the_batch_is_the_flat_one() -> None:
     tokens = token_set([[5] * 31 + [index, 9] for index in range(3)], [32] * 3)
-    flat, ours = (lay(tokens, np.arange(3), "causal-lm") for lay in (collate_packed, collate_shared))
+    flat, ours = (
+        lay(tokens, np.arange(3), "causal-lm") for lay in (collate_packed, collate_shared)
+    )
     assert flat.keys() == ours.keys()
     assert all((flat[name] == ours[name]).all() for name in flat)
 
@@ -153,9 +168,14 @@ def test_a_shared_batch_asks_for_the_same_predictions_from_the_same_texts(seed: 
     found = find_labelled(torch.from_numpy(ours["labels"]), predicts_next=True)
     asked = find_labelled(torch.from_numpy(flat["labels"]), predicts_next=True)
     assert found.targets.tolist() == asked.targets.tolist()
-    places, expected = (batch["position_ids"][0][where.positions] for batch, where in ((ours, found), (flat, asked)))
+    places, expected = (
+        batch["position_ids"][0][where.positions] for batch, where in ((ours, found), (flat, asked))
+    )
     assert places.tolist() == expected.tolist()
-    assert ours["input_ids"][0][found.positions].tolist() == flat["input_ids"][0][asked.positions].tolist()
+    assert (
+        ours["input_ids"][0][found.positions].tolist()
+        == flat["input_ids"][0][asked.positions].tolist()
+    )
 
 
 # ---- pieces ----
@@ -177,7 +197,9 @@ def test_pieces_hold_every_example_once_within_the_budget(seed: int) -> None:
     costs = [cost_of(tokens, piece) for piece in pieces]
     assert all(cost <= budget or len(piece) == 1 for cost, piece in zip(costs, pieces, strict=True))
     assert costs == sorted(costs, reverse=True)
-    assert [piece.tolist() for piece in split_shared(tokens, examples, budget)] == [piece.tolist() for piece in pieces]
+    assert [piece.tolist() for piece in split_shared(tokens, examples, budget)] == [
+        piece.tolist() for piece in pieces
+    ]
 
 
 @pytest.mark.usefixtures("_takes_little")
@@ -190,7 +212,10 @@ def test_pieces_are_as_few_as_can_be_and_the_largest_as_small(seed: int) -> None
         ends = [0, *(at + 1 for at in range(7) if cuts >> at & 1), 8]
         stretches = [order[start:stop] for start, stop in itertools.pairwise(ends)]
         costs = [cost_of(tokens, stretch) for stretch in stretches]
-        if all(cost <= budget or len(stretch) == 1 for cost, stretch in zip(costs, stretches, strict=True)):
+        if all(
+            cost <= budget or len(stretch) == 1
+            for cost, stretch in zip(costs, stretches, strict=True)
+        ):
             best = min(best, (len(costs), max(costs)))
     pieces = split_shared(tokens, np.arange(8), budget)
     assert (len(pieces), max(cost_of(tokens, piece) for piece in pieces)) == best
@@ -202,13 +227,18 @@ def test_what_begins_alike_is_kept_together() -> None:
     tokens = token_set(texts, [102] * 40)
     pieces = split_shared(tokens, permutation(40, 0, 0), 450)
     assert [sorted({int(index) % 4 for index in piece}) for piece in pieces] == [[0, 1], [2, 3]]
-    assert all(collate_shared(tokens, piece, "causal-lm")["input_ids"].size == 2 * 100 + 20 * 4 for piece in pieces)
+    assert all(
+        collate_shared(tokens, piece, "causal-lm")["input_ids"].size == 2 * 100 + 20 * 4
+        for piece in pieces
+    )
     assert len(split_by_tokens(np.arange(40), tokens.lengths, 450)) == 10
     assert split_shared(tokens, np.arange(0), 450) == []
 
 
 def test_the_example_with_most_of_its_own_comes_first_in_a_piece() -> None:
-    tokens = token_set([[5] * 40 + [index] * n for index, n in ((6, 3), (7, 9), (8, 9), (9, 2))], [41] * 4)
+    tokens = token_set(
+        [[5] * 40 + [index] * n for index, n in ((6, 3), (7, 9), (8, 9), (9, 2))], [41] * 4
+    )
     assert [piece.tolist() for piece in split_shared(tokens, np.arange(4), 1000)] == [[0, 1, 2, 3]]
     assert collate_shared(tokens, np.arange(4), "causal-lm")["lengths"].tolist() == [43, 9, 9, 2]
 
@@ -222,7 +252,11 @@ def test_what_is_saved_is_what_the_steps_leave_out() -> None:
     texts = [system + draw.integers(3, 99, n).tolist() for n in draw.integers(20, 400, 200)]
     tokens = token_set(texts, [1010] * 200)
     batches = Batches(np.arange(200), 20, seed=0)
-    pieces = [piece for step in range(10) for piece in split_shared(tokens, batches.examples_of(step), 4096)]
+    pieces = [
+        piece
+        for step in range(10)
+        for piece in split_shared(tokens, batches.examples_of(step), 4096)
+    ]
     computed = sum(collate_shared(tokens, piece, "causal-lm")["input_ids"].size for piece in pieces)
     saved = saved_by_sharing(tokens, batches, 4096)
     assert saved == pytest.approx(1 - computed / tokens.lengths.sum())
@@ -234,7 +268,9 @@ def test_what_is_saved_is_what_the_steps_leave_out() -> None:
 
 def test_nothing_is_saved_where_little_is_shared() -> None:
     draw = np.random.default_rng(0)
-    alone = token_set([draw.integers(3, 99, n).tolist() for n in draw.integers(50, 400, 100)], [40] * 100)
+    alone = token_set(
+        [draw.integers(3, 99, n).tolist() for n in draw.integers(50, 400, 100)], [40] * 100
+    )
     assert saved_by_sharing(alone, Batches(np.arange(100), 50, seed=0), 8192) == 0
     learned = token_set([[5] * 300 + [index] for index in range(100)], [1] * 100)  # train_on_prompt
     assert saved_by_sharing(learned, Batches(np.arange(100), 50, seed=0), 8192) == 0
@@ -244,9 +280,14 @@ def test_nothing_is_saved_where_little_is_shared() -> None:
 def test_real_chats_pay_with_one_system_prompt_and_not_without(
     same_system: bool, data_dir: Path, tmp_path: Path
 ) -> None:
-    rows = [json.loads(line) for line in (data_dir / "chat_messages.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (data_dir / "chat_messages.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     with open(data_dir / "complaints_narratives.jsonl", encoding="utf-8") as file:
-        system = " ".join(json.loads(line)["text"] for line, _ in zip(file, range(20), strict=False))[:3000]
+        system = " ".join(
+            json.loads(line)["text"] for line, _ in zip(file, range(20), strict=False)
+        )[:3000]
     if same_system:  # and no tools, which stand before it
         said = [[turn for turn in row["messages"] if turn["role"] != "system"] for row in rows]
         rows = [{"messages": [{"role": "system", "content": system}, *turns]} for turns in said]
@@ -267,13 +308,17 @@ def test_real_chats_pay_with_one_system_prompt_and_not_without(
 def losses_of(model: Any, tokens: TokenSet, *, is_shared: bool) -> Tensor:
     """The summed loss of all examples as one flat micro-batch."""
     lay = collate_shared if is_shared else collate_packed
-    return language_model_loss(model, packed_batch(lay(tokens, np.arange(len(tokens)), "causal-lm")), "causal-lm")
+    return language_model_loss(
+        model, packed_batch(lay(tokens, np.arange(len(tokens)), "causal-lm")), "causal-lm"
+    )
 
 
 def padded_loss(model: Any, tokens: TokenSet) -> Tensor:
     """The same from a padded batch, by way of transformers' attention."""
     arrays = collate(tokens, np.arange(len(tokens)), "causal-lm", 1)
-    return summed_loss(model, {name: torch.from_numpy(array) for name, array in arrays.items()}, "causal-lm")[0]
+    return summed_loss(
+        model, {name: torch.from_numpy(array) for name, array in arrays.items()}, "causal-lm"
+    )[0]
 
 
 def n_left_out(tokens: TokenSet) -> int:
@@ -326,10 +371,14 @@ def test_in_double_precision_the_difference_is_rounding(family: str, seed: int) 
 
 
 def test_a_long_prefix_under_many_heads_a_group() -> None:
-    model = model_of("llama", num_attention_heads=8, num_key_value_heads=1, max_position_embeddings=600)
+    model = model_of(
+        "llama", num_attention_heads=8, num_key_value_heads=1, max_position_embeddings=600
+    )
     draw = np.random.default_rng(0)
     system = draw.integers(3, 99, 400).tolist()
-    tokens = token_set([system + draw.integers(3, 99, n).tolist() for n in (9, 20, 20, 20, 41)], [405] * 5)
+    tokens = token_set(
+        [system + draw.integers(3, 99, n).tolist() for n in (9, 20, 20, 20, 41)], [405] * 5
+    )
     go_packed(model)
     flat, ours = (losses_of(model, tokens, is_shared=is_shared) for is_shared in (False, True))
     assert float(ours.detach()) == pytest.approx(float(flat.detach()), rel=CLOSE)
@@ -360,10 +409,18 @@ def test_gradients_over_pieces_add_up_to_those_of_one_padded_batch(budget: int) 
     theirs = gradients(model, padded)
     go_packed(model)
     pieces = split_shared(tokens, np.arange(20), budget)
-    assert len(pieces) == 20 if budget == 1 else len(pieces) == 1 if budget == 10_000 else 2 < len(pieces) < 20
+    assert (
+        len(pieces) == 20
+        if budget == 1
+        else len(pieces) == 1
+        if budget == 10_000
+        else 2 < len(pieces) < 20
+    )
     total = torch.stack(
         [
-            language_model_loss(model, packed_batch(collate_shared(tokens, piece, "causal-lm")), "causal-lm")
+            language_model_loss(
+                model, packed_batch(collate_shared(tokens, piece, "causal-lm")), "causal-lm"
+            )
             for piece in pieces
         ]
     ).sum()
@@ -378,7 +435,9 @@ def test_bf16_autocast_is_as_close_as_without_sharing(family: str) -> None:
     exact = gradients(model, padded_loss(model, tokens))
     go_packed(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        flat, ours = (gradients(model, losses_of(model, tokens, is_shared=way)) for way in (False, True))
+        flat, ours = (
+            gradients(model, losses_of(model, tokens, is_shared=way)) for way in (False, True)
+        )
 
     def error(these: dict[str, Tensor]) -> float:
         return float(torch.stack([(these[name] - g).norm() for name, g in exact.items()]).norm())
@@ -402,7 +461,10 @@ class Adds(TorchDispatchMode):
 
 def test_gradients_of_many_copies_are_added_up_in_fp32() -> None:
     n = 600  # on a GPU a sum in bf16 would stop at 256
-    lengths, rows = [1] * n, np.concatenate([[0], np.stack([np.zeros(n - 1), np.arange(1, n)], 1).flatten()])
+    lengths, rows = (
+        [1] * n,
+        np.concatenate([[0], np.stack([np.zeros(n - 1), np.arange(1, n)], 1).flatten()]),
+    )
     documents = Documents.of(lengths, "cpu", [1] + [2] * (n - 1), rows.astype(np.int64))
     keys = torch.zeros(n, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     with Adds() as adds:
@@ -416,8 +478,16 @@ def test_gradients_of_many_copies_are_added_up_in_fp32() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_classification_reads_the_last_token_of_the_whole_text(family: str) -> None:
     model = model_of(family, "classification")
-    texts = [*[[5, 6, 7, 8, index] for index in (9, 10, 11, 9)], [5, 6, 7, 8, 9, 12], [5, 6, 1], [20]]
-    texts += [[5, 6, 7, 8], [5, 6, 7, 8, 1, 1]]  # 1 is the padding token: nothing of the last one's own is read
+    texts = [
+        *[[5, 6, 7, 8, index] for index in (9, 10, 11, 9)],
+        [5, 6, 7, 8, 9, 12],
+        [5, 6, 1],
+        [20],
+    ]
+    texts += [
+        [5, 6, 7, 8],
+        [5, 6, 7, 8, 1, 1],
+    ]  # 1 is the padding token: nothing of the last one's own is read
     tokens = token_set(texts, [len(text) for text in texts], labels=[0, 1, 2, 0, 1, 2, 0, 1, 2])
     assert can_share(model, "classification") is None
     assert n_left_out(tokens) == 2 + 5 * 4 + 5
@@ -439,7 +509,10 @@ def test_classification_reads_the_last_token_of_the_whole_text(family: str) -> N
 @pytest.mark.parametrize("family", MAIN)
 def test_only_what_is_shared_moves_others(family: str) -> None:
     draw = np.random.default_rng(0)
-    model, prefix = model_of(family, max_position_embeddings=128, n_positions=128), draw.integers(3, 99, 40).tolist()
+    model, prefix = (
+        model_of(family, max_position_embeddings=128, n_positions=128),
+        draw.integers(3, 99, 40).tolist(),
+    )
     go_packed(model)
     owns = [draw.integers(3, 99, n).tolist() for n in (9, 9, 4, 14)]
     places = [range(40 + 2, 40 + len(own)) for own in owns]
@@ -456,7 +529,9 @@ def test_only_what_is_shared_moves_others(family: str) -> None:
     before = losses(prefix, owns)
     for changed in range(4):
         other = [list(own) for own in owns]
-        other[changed][0] = (other[changed][0] + 11) % 90 + 3  # so that the order of the texts may change too
+        other[changed][0] = (
+            other[changed][0] + 11
+        ) % 90 + 3  # so that the order of the texts may change too
         for index, loss in enumerate(losses(prefix, other)):
             if index == changed:
                 assert (loss - before[index]).abs().max() > 1e-4
@@ -470,7 +545,7 @@ def test_only_what_is_shared_moves_others(family: str) -> None:
 
 
 def a_batch(seed: int = 1) -> tuple[Documents, Tensor]:
-    """Documents that go on from each other, and bool [T, T]: what each token sees without a window."""
+    """Documents that go on from each other, and bool [T, T]: what each token sees without a window."""  # noqa: E501
     tokens = some_tree(seed, n=8)
     arrays = collate_shared(tokens, np.arange(8), "causal-lm")
     documents = packed_batch(arrays)["documents"]
@@ -483,7 +558,13 @@ def a_batch(seed: int = 1) -> tuple[Documents, Tensor]:
 
 
 def formula(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, distance: Tensor, window: int | None, cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    distance: Tensor,
+    window: int | None,
+    cap: float | None,
 ) -> Tensor:
     """Attention with one dense mask over the whole batch: [1, T, H, D]."""
     groups = q.shape[1] // k.shape[1]
@@ -499,7 +580,9 @@ def formula(
 def distances(documents: Documents) -> Tensor:
     """int64 [T, T]: how far apart tokens stand in their texts."""
     gaps = documents.key_bounds[1:].diff(prepend=documents.key_bounds[:1]) - documents.bounds.diff()
-    places = torch.cat([torch.arange(n) + gap for n, gap in zip(documents.lengths, gaps.tolist(), strict=True)])
+    places = torch.cat(
+        [torch.arange(n) + gap for n, gap in zip(documents.lengths, gaps.tolist(), strict=True)]
+    )
     return places[:, None] - places[None]
 
 
@@ -516,23 +599,35 @@ def test_kernels_follow_the_formula(
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: kernel)
-    monkeypatch.setattr(attention_kernels, "_flex", lambda: flex_attention)  # not compiled, as it runs on a CPU
+    monkeypatch.setattr(
+        attention_kernels, "_flex", lambda: flex_attention
+    )  # not compiled, as it runs on a CPU
     for seed in range(3):
         documents, seen = a_batch(seed)
         q, k, v = heads(len(seen))
         theirs = formula(q, k, v, seen, distances(documents), window, cap)
         inputs = (q.detach(), k.detach(), v.detach()) if kernel == "flex" else (q, k, v)
-        ours = attend(Layer(), *inputs, None, sliding_window=window, softcap=cap, documents=documents)[0]
+        ours = attend(
+            Layer(), *inputs, None, sliding_window=window, softcap=cap, documents=documents
+        )[0]
         torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
         if ours.requires_grad:
             weight = torch.randn_like(theirs)
             found = torch.autograd.grad((ours * weight).sum(), (q, k, v))
-            for one, other in zip(found, torch.autograd.grad((theirs * weight).sum(), (q, k, v)), strict=True):
+            for one, other in zip(
+                found, torch.autograd.grad((theirs * weight).sum(), (q, k, v)), strict=True
+            ):
                 torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
 
 
 def lower_right(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, key_bounds: Tensor, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    key_bounds: Tensor,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """What flash-attn says it does with more keys than queries, document by document: [T, H, D]."""
     outputs = []
@@ -574,7 +669,19 @@ def test_kernels_of_a_gpu_are_told_which_keys_are_seen(
     ) -> Tensor:
         assert scale is not None
         assert enable_gqa
-        return flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, scale, window_size[1] == 0, window_size)
+        return flash(
+            query,
+            key,
+            value,
+            cu_seq_q,
+            cu_seq_k,
+            max_q,
+            max_k,
+            0.0,
+            scale,
+            window_size[1] == 0,
+            window_size,
+        )
 
     def flash(
         q: Tensor,
@@ -615,7 +722,9 @@ def test_a_shared_forward_pass_never_waits_for_the_device(task: str) -> None:
     model = model_of("llama", task)
     go_packed(model)
     tokens = some_tree(1)
-    tokens = token_set([tokens.example(index)[0].tolist() for index in range(8)], [40] * 8, labels=[0] * 8)
+    tokens = token_set(
+        [tokens.example(index)[0].tolist() for index in range(8)], [40] * 8, labels=[0] * 8
+    )
     batch = packed_batch(collate_shared(tokens, np.arange(8), task))
     with Waits() as waits:
         packed_logits(model, batch, task)
@@ -647,7 +756,9 @@ def test_a_model_that_drops_is_exact_in_evaluation_and_repeatable_in_training() 
     model.eval()
     padded = padded_loss(model, tokens)
     go_packed(model)
-    assert float(losses_of(model, tokens, is_shared=True).detach()) == pytest.approx(float(padded.detach()), rel=CLOSE)
+    assert float(losses_of(model, tokens, is_shared=True).detach()) == pytest.approx(
+        float(padded.detach()), rel=CLOSE
+    )
     model.train()
     draws = []
     for seed in (0, 0, 1):
@@ -671,8 +782,12 @@ def test_models_with_two_stacks_do_not_share() -> None:
         attend(Layer(), *heads(3), None, is_causal=False, documents=documents)
 
 
-@pytest.mark.parametrize(("key_lengths", "rows"), [([2, 3], [0, 1, 0, 2]), ([1, 3], [0, 0, 1, 2]), (None, [0, 1])])
-def test_documents_see_their_own_tokens_and_each_key_is_a_token(key_lengths: Any, rows: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("key_lengths", "rows"), [([2, 3], [0, 1, 0, 2]), ([1, 3], [0, 0, 1, 2]), (None, [0, 1])]
+)
+def test_documents_see_their_own_tokens_and_each_key_is_a_token(
+    key_lengths: Any, rows: list[int]
+) -> None:
     with pytest.raises(ValueError, match="own tokens"):
         Documents.of([2, 1], "cpu", key_lengths, np.array(rows))
 
@@ -684,8 +799,14 @@ def test_a_task_with_two_sides_is_refused() -> None:
 
 
 def test_the_least_is_more_than_a_few_tokens() -> None:
-    tokens = token_set([[5] * (LEAST_TOKENS - 1) + [index] * 9 for index in (6, 7)], [LEAST_TOKENS + 3] * 2)
+    tokens = token_set(
+        [[5] * (LEAST_TOKENS - 1) + [index] * 9 for index in (6, 7)], [LEAST_TOKENS + 3] * 2
+    )
     assert n_left_out(tokens) == 0
-    tokens = token_set([[5] * LEAST_TOKENS + [index] * 9 for index in (6, 7)], [LEAST_TOKENS + 3] * 2)
+    tokens = token_set(
+        [[5] * LEAST_TOKENS + [index] * 9 for index in (6, 7)], [LEAST_TOKENS + 3] * 2
+    )
     assert n_left_out(tokens) == LEAST_TOKENS
-    assert (collate_shared(tokens, np.arange(2), "causal-lm")["labels"] == IGNORED).sum() == LEAST_TOKENS + 6
+    assert (
+        collate_shared(tokens, np.arange(2), "causal-lm")["labels"] == IGNORED
+    ).sum() == LEAST_TOKENS + 6

@@ -1,4 +1,6 @@
-"""A cache that others share: what another user has made or could change is made again or left alone, with words."""
+"""A cache that others share: what another user has made or could change is made again or left
+alone, with words.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def made(tmp_path: Path, tokenizers: dict[str, Any]) -> Callable[[], tuple[Token
         said: list[str] = []
         sources = open_sources((str(data),), cache_dir=tmp_path / "cache", split="train")
         recipe = Recipe("causal-lm", 64)
-        return tokenize(sources, tokenizers["llama"], recipe, tmp_path / "cache", warn=said.append), said
+        return tokenize(
+            sources, tokenizers["llama"], recipe, tmp_path / "cache", warn=said.append
+        ), said
 
     return making
 
@@ -72,12 +76,18 @@ def a_link(folder: Path) -> None:
     ],
     ids=lambda spoil: spoil.__name__,
 )
-def test_a_set_that_another_could_have_changed_is_made_again(spoil: Callable[[Path], None], made: Any) -> None:
+def test_a_set_that_another_could_have_changed_is_made_again(
+    spoil: Callable[[Path], None], made: Any
+) -> None:
     first, said = made()
     assert said == []
     before = first.folder.lstat().st_ino
-    first_open = os.open(first.folder, os.O_RDONLY)  # its number is given to no other as long as somebody has it open
-    assert (made()[0].folder.lstat().st_ino, made()[1]) == (before, []), "a set of one's own is taken as it is"
+    first_open = os.open(
+        first.folder, os.O_RDONLY
+    )  # its number is given to no other as long as somebody has it open
+    assert (made()[0].folder.lstat().st_ino, made()[1]) == (before, []), (
+        "a set of one's own is taken as it is"
+    )
     spoil(first.folder)
     again, said = made()
     assert again.folder.lstat().st_ino != before
@@ -100,7 +110,9 @@ def test_a_folder_of_another_user_is_left_alone(made: Any, tmp_path: Path) -> No
     assert f"belongs to another user (uid {SOMEBODY})" in said[0]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     os.chown(again.folder.parent, SOMEBODY, SOMEBODY)
-    with pytest.raises(DataError, match=r"can't be written.*belongs to another user|can't be written"):
+    with pytest.raises(
+        DataError, match=r"can't be written.*belongs to another user|can't be written"
+    ):
         made()
 
 
@@ -147,7 +159,9 @@ def test_a_download_and_a_data_set_of_another_are_fetched_again(tmp_path: Path) 
     arrow_files = list((tmp_path / "datasets").rglob("*.arrow"))
     before = arrow_files[0].stat().st_ino
     os.chown(arrow_files[0], SOMEBODY, SOMEBODY)
-    with open(arrow_files[0], "rb"):  # its number is given to no other as long as somebody has it open
+    with open(
+        arrow_files[0], "rb"
+    ):  # its number is given to no other as long as somebody has it open
         (again,) = open_sources((str(folder),), cache_dir=tmp_path, split="train")
         assert next((tmp_path / "datasets").rglob("*.arrow")).stat().st_ino != before
     assert first.sha256 == again.sha256

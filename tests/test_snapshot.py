@@ -1,4 +1,6 @@
-"""Checkpoints of a GPU: copied behind the next step, never of two steps at once. A lane without a GPU stands in."""
+"""Checkpoints of a GPU: copied behind the next step, never of two steps at once. A lane without a
+GPU stands in.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,13 @@ class Event:
 class SlowLane:
     """Two buffers and no stream."""
 
-    def __init__(self, device: torch.device | None = None, at: threading.Event | None = None) -> None:
-        self._buffers = [torch.empty(farthing.durability.snapshot.PIECE_BYTES, dtype=torch.uint8) for _ in range(2)]
+    def __init__(
+        self, device: torch.device | None = None, at: threading.Event | None = None
+    ) -> None:
+        self._buffers = [
+            torch.empty(farthing.durability.snapshot.PIECE_BYTES, dtype=torch.uint8)
+            for _ in range(2)
+        ]
         self._at = at
         self.order: list[tuple[str, int]] = []
 
@@ -82,7 +89,11 @@ def test_what_is_fetched_in_pieces_is_what_was_there(
     assert later.is_copied == keeps_in_memory
     if keeps_in_memory:
         copies = later.copies("part")
-        assert all(copies[name].data_ptr() != tensors[name].data_ptr() for name in tensors if tensors[name].numel())
+        assert all(
+            copies[name].data_ptr() != tensors[name].data_ptr()
+            for name in tensors
+            if tensors[name].numel()
+        )
     later.write("part", at_once, tmp_path / "part.safetensors")
     found = load_file(tmp_path / "part.safetensors")
     assert found.keys() == tensors.keys() | at_once.keys()
@@ -91,7 +102,9 @@ def test_what_is_fetched_in_pieces_is_what_was_there(
         assert torch.equal(found[name], expected)
 
 
-def test_memory_of_the_host_is_taken_only_where_half_of_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_host_is_taken_only_where_half_of_it_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Memory:
         available = 4000
 
@@ -104,7 +117,9 @@ KEYS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "n_rows": 40, "save_tot
 
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch, share: float = 0.5) -> None:
-    """Every tensor is fetched later: when the trainer waits for it, before its next update, its next save or its end."""
+    """Every tensor is fetched later: when the trainer waits for it, before its next update, its
+    next save or its end.
+    """
     at_update = threading.Event()
     for honest in (Checkpoints.wait_until_copied, Checkpoints.wait):
 
@@ -117,7 +132,9 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch, share: float = 0.5) -> None:
 
         patch.setattr(Checkpoints, honest.__name__, wait)
     patch.setattr(farthing.durability.checkpoint, "can_wait", lambda tensor: tensor.nbytes > 0)
-    patch.setattr(farthing.durability.checkpoint, "CudaLane", lambda device: SlowLane(device, at_update))
+    patch.setattr(
+        farthing.durability.checkpoint, "CudaLane", lambda device: SlowLane(device, at_update)
+    )
     patch.setattr(farthing.durability.snapshot, "HOST_SHARE", share)
 
 
@@ -176,7 +193,9 @@ def test_without_the_wait_such_a_checkpoint_is_torn(
     assert not all(torch.equal(found[name], tensor) for name, tensor in at_once[0].items())
 
 
-def test_a_copy_that_fails_lets_training_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_lets_training_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     as_on_a_gpu(monkeypatch)
 
     def failing(*_: Any) -> Any:
@@ -192,7 +211,10 @@ def test_a_copy_that_fails_lets_training_go_on(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(SlowLane, "fetch", once)
     heard = workshop.Heard()
     assert workshop.train(make_job(tmp_path, **KEYS), heard).state == "finished"
-    assert "the checkpoint of step 2 could not be written (CUDA error: out of memory)" in heard.warnings
+    assert (
+        "the checkpoint of step 2 could not be written (CUDA error: out of memory)"
+        in heard.warnings
+    )
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 40, 1 << 20])

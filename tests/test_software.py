@@ -1,4 +1,6 @@
-"""GPUs that the installed software can't use are turned away with the line that would let them in; fp16's risk is said."""
+"""GPUs that the installed software can't use are turned away with the line that would let them in;
+fp16's risk is said.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from farthing.errors import HardwareError, UserMistake
+from farthing.errors import HardwareError, InputError
 from farthing.model.hardware import choose_numerics
 from farthing.planner.lengths import from_mean
 from farthing.planner.model_config import known_config
 from farthing.planner.search import decide
 from farthing.planner.shapes import read_shape
-from farthing.planner.software import Torch, builds, fp16_risk, parse_torch, pip_line, runs_in_words, why_no_code
+from farthing.planner.software import (
+    Torch,
+    builds,
+    fp16_risk,
+    parse_torch,
+    pip_line,
+    runs_in_words,
+    why_no_code,
+)
 from farthing.planner.types import JobSpec, Place, place_of
 from farthing.prices.catalog import read_catalog
 from farthing.prices.gpus import FACTS, find_gpu, gpus
@@ -26,15 +36,26 @@ TODAY = date(2026, 11, 22)
 
 
 def offer_of(gpu: str) -> Offer:
-    return Offer("X", gpu, gpu, 1, "", "", False, "machine_hour", 0.3, "a test", TODAY, Billing("X"))
+    return Offer(
+        "X", gpu, gpu, 1, "", "", False, "machine_hour", 0.3, "a test", TODAY, Billing("X")
+    )
 
 
 def wanted_of(model: str, **changes: Any) -> JobSpec:
     config = known_config(model)
     assert config is not None
     usual: dict[str, Any] = {
-        **{"shape": read_shape(config), "method": "lora", "optim": "adamw_torch_fused", "global_batch": 16},
-        **{"lengths": from_mean(2000, 200, 1024), "target_modules": ("all-linear",), "fp16_risk": fp16_risk(config)},
+        **{
+            "shape": read_shape(config),
+            "method": "lora",
+            "optim": "adamw_torch_fused",
+            "global_batch": 16,
+        },
+        **{
+            "lengths": from_mean(2000, 200, 1024),
+            "target_modules": ("all-linear",),
+            "fp16_risk": fp16_risk(config),
+        },
     }
     return JobSpec(**(usual | changes))
 
@@ -52,15 +73,28 @@ def test_facts_have_a_source_and_a_date(name: str) -> None:
 def test_every_version_of_torch_has_one_build_on_pypi() -> None:
     since = {one.since for one in builds() if one.package == "torch"}
     for version in since:
-        assert sum(one.is_default for one in builds() if (one.package, one.since) == ("torch", version)) == 1
+        assert (
+            sum(
+                one.is_default for one in builds() if (one.package, one.since) == ("torch", version)
+            )
+            == 1
+        )
 
 
 @pytest.mark.parametrize(
     ("version", "can", "cannot"),
     [
         ("2.10", ["V100-16GB", "T4", "H100", "B200"], ["P100", "K80", "MI300X"]),
-        ("2.13.0", ["T4", "A100-80GB", "L40S", "B300", "RTX 5090"], ["V100-16GB", "P100", "K80", "MI300X"]),
-        ("2.13.0+cu126", ["P100", "V100-32GB", "T4", "RTX 4090", "H100"], ["K80", "B200", "RTX 5090"]),
+        (
+            "2.13.0",
+            ["T4", "A100-80GB", "L40S", "B300", "RTX 5090"],
+            ["V100-16GB", "P100", "K80", "MI300X"],
+        ),
+        (
+            "2.13.0+cu126",
+            ["P100", "V100-32GB", "T4", "RTX 4090", "H100"],
+            ["K80", "B200", "RTX 5090"],
+        ),
         ("2.13.0+rocm7.2", ["MI300X"], ["H100"]),
         ("2.16", ["T4"], ["V100-16GB"]),
     ],
@@ -81,8 +115,10 @@ def test_the_pip_line_names_a_wheel_that_has_code_for_the_gpu() -> None:
             again = parse_torch(line.rpartition(" ")[2])
             assert why_no_code(gpu, again) is None, (gpu.name, line)
             assert f"/whl/{again.build}," in line
-    assert pip_line(find_gpu("V100-16GB"), Torch("2.13.0")) == (
-        "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126, and plan with --torch 2.13.0+cu126"
+    assert (
+        pip_line(find_gpu("V100-16GB"), Torch("2.13.0"))
+        == "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126, and plan"
+        " with --torch 2.13.0+cu126"
     )
     assert "'torch==2.14.*'" in (pip_line(find_gpu("V100-16GB"), Torch("2.15.0")) or "")
 
@@ -100,19 +136,24 @@ def test_no_plan_is_on_a_gpu_that_the_torch_cannot_run() -> None:
 
 def test_what_else_a_job_needs_has_code_too() -> None:
     turing, volta = find_gpu("T4"), find_gpu("V100-16GB")
-    assert "flash-attn" in (why_no_code(turing, Torch("2.13.0"), attention="flash_attention_2") or ("",))[0]
+    assert (
+        "flash-attn"
+        in (why_no_code(turing, Torch("2.13.0"), attention="flash_attention_2") or ("",))[0]
+    )
     assert why_no_code(find_gpu("L4"), Torch("2.13.0"), attention="flash_attention_2") is None
     assert why_no_code(volta, parse_torch("2.13.0+cu126"), needs_bitsandbytes=True) is None
 
 
 @pytest.mark.parametrize("text", ["2.13+cpu", "latest", "2.9", "2.13+cu128", "2.15+cu126"])
 def test_a_torch_that_is_not_known_is_refused_by_name(text: str) -> None:
-    with pytest.raises(UserMistake, match=text.partition("+")[2] or text):
+    with pytest.raises(InputError, match=text.partition("+")[2] or text):
         parse_torch(text)
 
 
 def test_the_notes_say_what_can_be_used() -> None:
-    assert runs_in_words(Torch("2.13.0")).startswith("torch 2.13.0 from PyPI (cu130) has code for Turing, Ampere")
+    assert runs_in_words(Torch("2.13.0")).startswith(
+        "torch 2.13.0 from PyPI (cu130) has code for Turing, Ampere"
+    )
 
 
 # ---- fp16 ----
@@ -136,7 +177,9 @@ def test_models_trained_in_bf16_are_known(config: dict[str, Any], is_risky: bool
 
 
 @pytest.mark.parametrize("model", ["google/flan-t5-base", "Qwen/Qwen2.5-0.5B", "google/gemma-2-2b"])
-def test_a_gpu_without_bf16_computes_such_a_model_in_fp32_unless_fp16_is_asked_for(model: str) -> None:
+def test_a_gpu_without_bf16_computes_such_a_model_in_fp32_unless_fp16_is_asked_for(
+    model: str,
+) -> None:
     wanted = wanted_of(model)
     place = place_of(offer_of("T4"), wanted)
     assert isinstance(place, Place)
@@ -147,7 +190,9 @@ def test_a_gpu_without_bf16_computes_such_a_model_in_fp32_unless_fp16_is_asked_f
     assert asked.precision == "fp16"
     calm = place_of(offer_of("T4"), replace(wanted, precision="fp16", fp16_risk=""))
     assert isinstance(calm, Place)
-    risky, usual = (decide(replace(wanted, precision="fp16"), [one]).plans[0] for one in (asked, calm))
+    risky, usual = (
+        decide(replace(wanted, precision="fp16"), [one]).plans[0] for one in (asked, calm)
+    )
     assert risky.total_usd == usual.total_usd
     assert risky.usd_range.high > 1.5 * usual.usd_range.high - 0.5 * usual.total_usd
     assert place_of(offer_of("L4"), wanted).precision == "bf16"  # type: ignore[union-attr]
@@ -166,7 +211,8 @@ def test_where_fp32_does_not_fit_fp16_is_offered_with_its_risk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("risk", "asked", "name"), [("overflow", None, "fp32"), ("", None, "fp16"), ("overflow", True, "fp16")]
+    ("risk", "asked", "name"),
+    [("overflow", None, "fp32"), ("", None, "fp16"), ("overflow", True, "fp16")],
 )
 def test_the_trainer_does_as_the_plan_says(
     risk: str, asked: bool | None, name: str, monkeypatch: pytest.MonkeyPatch

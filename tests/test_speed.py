@@ -1,4 +1,6 @@
-"""Speed: FLOPs against the shapes, what recomputing and adapters do to them, communication by hand, calibration."""
+"""Speed: FLOPs against the shapes, what recomputing and adapters do to them, communication by hand,
+calibration.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,13 @@ def test_flops_are_those_of_the_shape() -> None:
     counted = LLAMA.training_flops(1024)
     found = work(FULL)
     assert found.matmul_flops == pytest.approx(8 * (counted.body + counted.head))
-    assert found.attention_flops == pytest.approx(8 * counted.attention * 3.5 / 3)  # scores are computed once more
+    assert found.attention_flops == pytest.approx(
+        8 * counted.attention * 3.5 / 3
+    )  # scores are computed once more
     assert found.flops == pytest.approx(found.matmul_flops + found.attention_flops)
-    assert found.matmul_flops == pytest.approx(8 * 1024 * 6 * (LLAMA.n_matmul + LLAMA.n_head_matmul))
+    assert found.matmul_flops == pytest.approx(
+        8 * 1024 * 6 * (LLAMA.n_matmul + LLAMA.n_head_matmul)
+    )
     half = work(replace(FULL, n_gpus=2, sharding="ddp"))
     assert half.matmul_flops == pytest.approx(found.matmul_flops / 2)
     assert half.flops == found.flops  # of all of them
@@ -87,7 +93,9 @@ def test_a_frozen_weight_saves_a_third() -> None:
 def upper(n_layers: int) -> Adapters:
     """Adapters on the queries of the topmost layers."""
     first = LLAMA.n_layers - n_layers
-    return LLAMA.with_lora(16, tuple(f"layers.{n}.self_attn.q_proj" for n in range(first, LLAMA.n_layers)))
+    return LLAMA.with_lora(
+        16, tuple(f"layers.{n}.self_attn.q_proj" for n in range(first, LLAMA.n_layers))
+    )
 
 
 def test_adapters_in_the_precision_of_the_run_read_their_inputs_as_they_are() -> None:
@@ -95,7 +103,9 @@ def test_adapters_in_the_precision_of_the_run_read_their_inputs_as_they_are() ->
     for dropout in (0.0, 0.1):
         for is_fp32 in (True, False):
             stack = replace(FARTHING, adapters_fp32=is_fp32)
-            moved[dropout, is_fp32] = work(replace(LORA, lora_dropout=dropout, stack=stack)).traffic_bytes
+            moved[dropout, is_fp32] = work(
+                replace(LORA, lora_dropout=dropout, stack=stack)
+            ).traffic_bytes
     assert moved[0.0, False] < moved[0.0, True], "nothing is cast"
     cast, plain = (moved[0.1, is_fp32] - moved[0.0, is_fp32] for is_fp32 in (True, False))
     assert plain == pytest.approx(cast / 2), "2 + 2 + 1 bytes instead of 4 + 4 + 2"
@@ -107,7 +117,9 @@ def test_layers_below_the_first_trained_one_are_computed_once() -> None:
     once = LLAMA.forward_flops(1024)
     of_adapters = LLAMA.training_flops(1024, adapters=upper(8)).adapters
     # 32 layers forward, 8 of them back; the head both ways
-    assert few.matmul_flops == pytest.approx(8 * (once.body * (1 + 8 / 32) + 2 * once.head + of_adapters))
+    assert few.matmul_flops == pytest.approx(
+        8 * (once.body * (1 + 8 / 32) + 2 * once.head + of_adapters)
+    )
     # flash computes scores again in the backward pass: 2.5 times the forward pass
     assert few.attention_flops == pytest.approx(8 * once.attention * (1 + 2.5 * 8 / 32))
     checked = work_of(LLAMA, LORA.with_settings(checkpoint_every=1), lengths, mean, upper(8))
@@ -129,10 +141,21 @@ def test_a_cache_of_frozen_layers_leaves_the_upper_ones_and_is_filled_once() -> 
     assert filling.matmul_flops == pytest.approx(800 * once.body * 24 / 32)
     assert filling.attention_flops == pytest.approx(800 * once.attention * 24 / 32)
     assert (filling.optimizer_bytes, filling.sent_bytes) == (0, 0)
-    for name in ("matmul_flops", "attention_flops", "traffic_bytes", "read_bytes", "host_s", "flops"):
-        assert getattr(cached, name) + getattr(filling, name) / 100 == pytest.approx(getattr(every, name)), name
+    for name in (
+        "matmul_flops",
+        "attention_flops",
+        "traffic_bytes",
+        "read_bytes",
+        "host_s",
+        "flops",
+    ):
+        assert getattr(cached, name) + getattr(filling, name) / 100 == pytest.approx(
+            getattr(every, name)
+        ), name
     alone = forward_work(cached, 1.0)
-    assert alone.flops * cached.forward_share == pytest.approx(alone.matmul_flops + alone.attention_flops, rel=0.02)
+    assert alone.flops * cached.forward_share == pytest.approx(
+        alone.matmul_flops + alone.attention_flops, rel=0.02
+    )
     assert forward_work(cached, 1.0).matmul_flops < 0.4 * forward_work(every, 1.0).matmul_flops
     nothing = prefix_work(LLAMA, LORA, lengths, LLAMA.with_lora(16), 800, mean)
     assert nothing.matmul_flops == nothing.traffic_bytes == 0
@@ -144,20 +167,26 @@ def test_only_labelled_positions_go_through_the_head() -> None:
     of_head = 8 * 1024 * 6 * QWEN.n_head_matmul
     assert all_of_them.matmul_flops == pytest.approx(work(FULL, QWEN).matmul_flops)
     assert all_of_them.matmul_flops - few.matmul_flops == pytest.approx(0.75 * of_head)
-    assert all_of_them.traffic_bytes - few.traffic_bytes == pytest.approx(0.75 * 8 * 1024 * QWEN.vocab * (8 + 5 * 2))
+    assert all_of_them.traffic_bytes - few.traffic_bytes == pytest.approx(
+        0.75 * 8 * 1024 * QWEN.vocab * (8 + 5 * 2)
+    )
     assert all_of_them.traffic_bytes < work(FULL, QWEN).traffic_bytes
 
 
 def test_on_a_cpu_the_last_layer_is_computed_for_labelled_positions_where_they_are_few() -> None:
     ours = replace(FULL, stack=stack_for("qwen2", "causal-lm", "fp32", "full"))
-    fewer, few, many = (work(ours, QWEN, labelled_share=share).matmul_flops for share in (0.25, 0.7, 0.75))
+    fewer, few, many = (
+        work(ours, QWEN, labelled_share=share).matmul_flops for share in (0.25, 0.7, 0.75)
+    )
     of_head = 8 * 1024 * 6 * QWEN.n_head_matmul
     assert many - few == pytest.approx(0.05 * of_head), "so many that the layer is whole"
     assert few - fewer > 0.45 * of_head + 0.6 * 8 * 1024 * 6 * QWEN.n_matmul / QWEN.n_layers * 0.75
 
 
 def test_a_budget_of_tokens_says_how_often_weights_are_read() -> None:
-    recipe = Recipe("full", Settings(2048, precision="bf16"), "adamw_torch_fused", 8, mean_passes=4.2)
+    recipe = Recipe(
+        "full", Settings(2048, precision="bf16"), "adamw_torch_fused", 8, mean_passes=4.2
+    )
     asked = work(recipe)
     assert asked.read_bytes == pytest.approx(4.2 / 2 * work(FULL).read_bytes)
     assert asked.tokens_per_micro_batch == pytest.approx(8 * 1024 / 4.2)
@@ -168,7 +197,9 @@ def test_recomputing_every_layer_is_one_more_forward_pass(recipe: Recipe, factor
     # the head is no layer, so it is not computed again: it is a fiftieth of this model
     ratio = work(recipe.with_settings(checkpoint_every=1)).matmul_flops / work(recipe).matmul_flops
     assert ratio == pytest.approx(factor, rel=0.02)
-    halfway = work(recipe.with_settings(checkpoint_every=2)).matmul_flops / work(recipe).matmul_flops
+    halfway = (
+        work(recipe.with_settings(checkpoint_every=2)).matmul_flops / work(recipe).matmul_flops
+    )
     assert halfway - 1 == pytest.approx((ratio - 1) / 2)
 
 
@@ -180,12 +211,16 @@ def test_long_examples_attend_more_than_their_mean_says() -> None:
     assert (found[0].n_tokens, found[0].n_padded_tokens) == (8 * 900.0, 8 * 1000.0)
 
 
-@pytest.mark.parametrize("recipe", [FULL, LORA, replace(LORA, method="qlora"), FULL.with_settings(checkpoint_every=1)])
+@pytest.mark.parametrize(
+    "recipe", [FULL, LORA, replace(LORA, method="qlora"), FULL.with_settings(checkpoint_every=1)]
+)
 def test_more_tokens_never_take_less(recipe: Recipe) -> None:
     gpu = device_of(find_gpu("A100-80GB"), "bf16")
     assert gpu is not None
     for device in (gpu, cpu_device("a processor", 1e11, 2)):
-        seconds = [step_time(work(recipe, QWEN, n), device).seconds for n in (16, 64, 256, 1024, 4096)]
+        seconds = [
+            step_time(work(recipe, QWEN, n), device).seconds for n in (16, 64, 256, 1024, 4096)
+        ]
         assert seconds == sorted(seconds)
         assert seconds[-1] > seconds[0]
 
@@ -198,7 +233,9 @@ def test_parts_add_up_and_are_what_the_device_takes_for_them() -> None:
     found = step_time(asked, DEVICE)
     assert found.seconds == sum(found.parts.values())
     assert found.tokens_per_s == pytest.approx(8 * 1024 / found.seconds)
-    assert {"matmul", "attention", "memory traffic", "dequantization", "optimizer"} <= set(found.parts)
+    assert {"matmul", "attention", "memory traffic", "dequantization", "optimizer"} <= set(
+        found.parts
+    )
     reached = asked.tokens_per_micro_batch / (asked.tokens_per_micro_batch + HALF_TOKENS)
     assert asked.tokens_per_micro_batch == 4 * 1024
     reached *= LLAMA.hidden / (LLAMA.hidden + HALF_WIDTH)
@@ -210,14 +247,19 @@ def test_parts_add_up_and_are_what_the_device_takes_for_them() -> None:
 def test_a_tiny_micro_batch_takes_the_time_to_read_the_weights() -> None:
     asked = work_of(LLAMA, replace(FULL, global_batch=1, micro_batch=1), flat(4), 4.0)
     assert asked.read_bytes == 2 * 2 * (LLAMA.n_matmul + LLAMA.n_head_matmul)
-    assert step_time(asked, DEVICE._replace(flops_per_s=1e18)).parts["matmul"] == asked.read_bytes / 1e12
+    assert (
+        step_time(asked, DEVICE._replace(flops_per_s=1e18)).parts["matmul"]
+        == asked.read_bytes / 1e12
+    )
 
 
 def test_a_gpu_waits_for_its_host_only_when_it_is_done_sooner() -> None:
     small, large = (step_time(work(LORA, QWEN, n), DEVICE).parts for n in (8, 4096))
     of_layer = FARTHING.host_s_per_layer + FARTHING.host_s_per_adapted_layer
     assert small["launch"] > 0
-    assert large["launch"] == pytest.approx(LAUNCH_TAIL * 2 * QWEN.n_layers * of_layer), "what is too short to hide it"
+    assert large["launch"] == pytest.approx(LAUNCH_TAIL * 2 * QWEN.n_layers * of_layer), (
+        "what is too short to hide it"
+    )
     busy = sum(small[name] for name in ("matmul", "attention", "memory traffic"))
     assert busy + small["launch"] == pytest.approx(2 * QWEN.n_layers * of_layer)
 
@@ -272,19 +314,25 @@ def test_shards_gather_layers_twice_recomputed_or_not_and_scatter_gradients() ->
     n = LLAMA.n_parameters
     assert shards.n_micro_batches == 2
     of_layers = in_layers(LLAMA)
-    sent = 3 / 4 * 2 * (2 * (n + of_layers) + 4 * n)  # two micro-batches: bf16 weights, the root's once; fp32 gradients
+    sent = (
+        3 / 4 * 2 * (2 * (n + of_layers) + 4 * n)
+    )  # two micro-batches: bf16 weights, the root's once; fp32 gradients
     assert work(shards).sent_bytes == pytest.approx(sent)
     assert work(shards.with_settings(checkpoint_every=1)).sent_bytes == pytest.approx(sent)
     frozen = replace(LORA, n_gpus=4, sharding="fsdp", global_batch=32)
     adapters = LLAMA.with_lora(LORA.lora_r, LORA.target_modules).n_trainable
-    assert work(frozen).sent_bytes == pytest.approx(3 / 4 * (2 * 2 * (n + of_layers) + 2 * 4 * adapters))
+    assert work(frozen).sent_bytes == pytest.approx(
+        3 / 4 * (2 * 2 * (n + of_layers) + 2 * 4 * adapters)
+    )
 
 
 def test_sending_lengthens_a_step_and_gpus_wait_for_the_slowest() -> None:
     asked = work(replace(FULL, n_gpus=2, sharding="ddp"))
     found = step_time(asked, DEVICE).parts
     busy = sum(found[name] for name in ("matmul", "attention", "memory traffic"))
-    assert found["communication"] == pytest.approx(EXPOSED * asked.sent_bytes / 50e9 + WAITING * busy)
+    assert found["communication"] == pytest.approx(
+        EXPOSED * asked.sent_bytes / 50e9 + WAITING * busy
+    )
     slow = step_time(asked, DEVICE._replace(link_bytes_per_s=1e9)).parts
     assert slow["communication"] == pytest.approx(EXPOSED * asked.sent_bytes / 1e9 + WAITING * busy)
     assert "communication" not in step_time(work(FULL), DEVICE).parts
@@ -300,12 +348,16 @@ def test_a_gpu_is_its_data_sheet_times_what_is_reached() -> None:
     assert device.flops_per_s == 312e12 * GPU_SHARE["A100-80GB"]
     assert device.bandwidth_bytes_per_s == gpu.bandwidth_bytes_per_s * BANDWIDTH_SHARE
     assert device.link_bytes_per_s == gpu.link_bytes_per_s * LINK_SHARE["nvlink"]
-    assert device.attention_share * device.flops_per_s == pytest.approx(312e12 * 0.50), "facts/attention_shares.csv"
+    assert device.attention_share * device.flops_per_s == pytest.approx(312e12 * 0.50), (
+        "facts/attention_shares.csv"
+    )
     assert MATMUL_SHARE["Ampere"] < GPU_SHARE["A100-80GB"], "of that chip there are published runs"
 
 
 def test_attention_is_as_fast_as_its_kernels_were_measured_on_a_gpu() -> None:
-    """FlashAttention-2 is not made for Hopper's and Blackwell's units: a B200 is not twice an H100 where texts are long."""
+    """FlashAttention-2 is not made for Hopper's and Blackwell's units: a B200 is not twice an H100
+    where texts are long.
+    """
     rates = {}
     for name in ("A100-80GB", "L40S", "H100-80GB", "B200"):
         device = device_of(find_gpu(name), "bf16")
@@ -317,8 +369,13 @@ def test_attention_is_as_fast_as_its_kernels_were_measured_on_a_gpu() -> None:
 
 
 def test_geforce_cards_send_through_the_memory_of_the_host() -> None:
-    by_name = {name: device_of(find_gpu(name), "bf16") for name in ("RTX 3090", "RTX 4090", "A6000", "A100-80GB")}
-    links = {name: device.link_bytes_per_s for name, device in by_name.items() if device is not None}
+    by_name = {
+        name: device_of(find_gpu(name), "bf16")
+        for name in ("RTX 3090", "RTX 4090", "A6000", "A100-80GB")
+    }
+    links = {
+        name: device.link_bytes_per_s for name, device in by_name.items() if device is not None
+    }
     assert links["RTX 3090"] < 6e9
     assert links["RTX 4090"] < 6e9
     assert links["A6000"] > 2 * links["RTX 4090"]
@@ -338,9 +395,15 @@ def test_old_gpus_have_fp16_and_no_bf16() -> None:
 def test_a_processor_does_one_thing_after_the_other() -> None:
     device = cpu_device("a processor", 2e11, 4)
     assert (device.is_cuda, device.link_bytes_per_s) == (False, 0.0)
-    asked = work(replace(FULL.with_settings(precision="fp32"), stack=replace(FARTHING, has_autocast=False)), QWEN, 64)
+    asked = work(
+        replace(FULL.with_settings(precision="fp32"), stack=replace(FARTHING, has_autocast=False)),
+        QWEN,
+        64,
+    )
     found = step_time(asked, device).parts
-    assert found["launch"] == pytest.approx(0.5 * asked.host_s)  # beside the computing, not behind it
+    assert found["launch"] == pytest.approx(
+        0.5 * asked.host_s
+    )  # beside the computing, not behind it
     assert found["matmul"] == pytest.approx(asked.matmul_flops / device.flops_per_s)
 
 
@@ -359,7 +422,8 @@ def test_calibration_multiplies_what_it_was_measured_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "share"), [(FULL, 1 / 3), (LORA, 1 / 2), (FULL.with_settings(checkpoint_every=1), 1 / 4)]
+    ("recipe", "share"),
+    [(FULL, 1 / 3), (LORA, 1 / 2), (FULL.with_settings(checkpoint_every=1), 1 / 4)],
 )
 def test_an_evaluation_is_forward_passes_only(recipe: Recipe, share: float) -> None:
     asked = work(recipe)
@@ -384,11 +448,18 @@ def test_experts_that_are_trained_whole_write_a_gradient_each_for_every_micro_ba
     twice, four = (replace(FULL, micro_batch=micro) for micro in (4, 2))
     frozen = replace(FULL, stack=replace(FARTHING, has_master_weights=False))
     one, more = work(twice, shape), work(four, shape)
-    assert more.traffic_bytes - one.traffic_bytes == pytest.approx(2 * (4 + 12) * n), "written in fp32, and added up"
+    assert more.traffic_bytes - one.traffic_bytes == pytest.approx(2 * (4 + 12) * n), (
+        "written in fp32, and added up"
+    )
     bf16 = work(frozen, shape)
-    assert one.read_bytes - bf16.read_bytes == pytest.approx(2 * 2 * 2 * n), "autocast leaves them in fp32"
+    assert one.read_bytes - bf16.read_bytes == pytest.approx(2 * 2 * 2 * n), (
+        "autocast leaves them in fp32"
+    )
     assert one.matmul_flops > 1.5 * bf16.matmul_flops, "which GPUs multiply at half of the rate"
-    assert work(twice, LLAMA).matmul_flops == work(replace(twice, stack=frozen.stack), LLAMA).matmul_flops
+    assert (
+        work(twice, LLAMA).matmul_flops
+        == work(replace(twice, stack=frozen.stack), LLAMA).matmul_flops
+    )
 
 
 def test_spread_experts_are_multiplied_in_the_precision_of_the_run() -> None:
@@ -403,10 +474,14 @@ def test_spread_experts_are_multiplied_in_the_precision_of_the_run() -> None:
 
 
 def test_a_first_run_on_a_processor_takes_about_what_was_measured() -> None:
-    """50 ms of one thread of an EPYC (family 25, 2.6 GHz) for a step of the demo: 32 examples of 30 tokens."""
+    """50 ms of one thread of an EPYC (family 25, 2.6 GHz) for a step of the demo: 32 examples of 30
+    tokens.
+    """
     sizes = {"vocab_size": 410, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}
-    shape = read_shape(sizes | heads | {"model_type": "llama", "max_position_embeddings": 2048}, "causal-lm")
+    shape = read_shape(
+        sizes | heads | {"model_type": "llama", "max_position_embeddings": 2048}, "causal-lm"
+    )
     recipe = Recipe("full", Settings(2048, 0, precision="fp32"), "adamw_torch_fused", 32)
     recipe = replace(recipe, stack=stack_for("llama", "causal-lm", "fp32", "full"))
     epyc = cpu_device("EPYC", 83.1e9, 1)

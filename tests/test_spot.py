@@ -1,4 +1,6 @@
-"""Spot: closed forms, renewal against drawn paths, fits, oracles worked by hand, and jobs replayed on measured traces."""
+"""Spot: closed forms, renewal against drawn paths, fits, oracles worked by hand, and jobs replayed
+on measured traces.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 import spot_replay
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.spot import (
     Interruptions,
     Now,
@@ -41,7 +43,10 @@ def measured(zone: Interruptions, n: int, seed: int = 1) -> Interruptions:
     """A zone fitted to spells drawn from another."""
     chance = np.random.default_rng(seed)
     assert zone.down is not None
-    up, down = ([Spell(float(length), 0.0) for length in law.draw(chance, n)] for law in (zone.up, zone.down))
+    up, down = (
+        [Spell(float(length), 0.0) for length in law.draw(chance, n)]
+        for law in (zone.up, zone.down)
+    )
     return fit(up, down)
 
 
@@ -60,7 +65,8 @@ def test_half_price_with_ten_percent_overhead_saves_45_percent() -> None:
 
 
 def test_an_interruption_in_8_hours_and_a_12_hour_job() -> None:
-    # restart and loss of 5 min each: save every 4 min, half of it lost on average, and 3 min to restart
+    # restart and loss of 5 min each: save every 4 min, half of it lost on average, and 3 min to
+    # restart
     expected = expect(12 * H, SaveSchedule(240, 0, 180), exponential(8 * H))
     assert expected.n_interruptions == pytest.approx(1.5, abs=0.03)
     assert 7 <= (expected.lost_s + expected.restart_s) / 60 <= 10
@@ -70,7 +76,9 @@ def test_an_interruption_in_8_hours_and_a_12_hour_job() -> None:
 
 
 @pytest.mark.parametrize("mean_h", [2, 4, 8])
-def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(mean_h: float) -> None:
+def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(
+    mean_h: float,
+) -> None:
     work_s = 400_000 / 1200 * 60
     assert work_s / H == pytest.approx(5.56, abs=0.005)
     expected = expect(work_s, SaveSchedule(300, 5, 180), exponential(mean_h * H))
@@ -81,12 +89,17 @@ def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(me
 
 
 @pytest.mark.parametrize(
-    ("work_h", "tau", "save", "restart"), [(10, 900, 20, 300), (100, 36, 5, 60), (500, 300, 60, 600)]
+    ("work_h", "tau", "save", "restart"),
+    [(10, 900, 20, 300), (100, 36, 5, 60), (500, 300, 60, 600)],
 )
-def test_exponential_spells_give_dalys_formula(work_h: float, tau: float, save: float, restart: float) -> None:
+def test_exponential_spells_give_dalys_formula(
+    work_h: float, tau: float, save: float, restart: float
+) -> None:
     mean_s = 4 * H
     expected = expect(work_h * H, SaveSchedule(tau, save, restart), exponential(mean_s))
-    daly = mean_s * math.exp(restart / mean_s) * math.expm1((tau + save) / mean_s) * work_h * H / tau
+    daly = (
+        mean_s * math.exp(restart / mean_s) * math.expm1((tau + save) / mean_s) * work_h * H / tau
+    )
     assert expected.billed_s == pytest.approx(daly, rel=1e-6)
     assert expected.wall_s == expected.billed_s
     assert expected.n_interruptions == pytest.approx(daly / mean_s, rel=1e-6)
@@ -104,14 +117,19 @@ def test_the_best_interval_of_exponential_spells_is_dalys() -> None:
 def test_no_interval_does_better_than_the_best_one() -> None:
     for zone in (BURSTY, measured(BURSTY, 500)):
         best = best_interval_s(30, 300, zone)
-        hours = [expect(100 * H, SaveSchedule(tau, 30, 300), zone).billed_s for tau in (best, best / 2, best * 2)]
+        hours = [
+            expect(100 * H, SaveSchedule(tau, 30, 300), zone).billed_s
+            for tau in (best, best / 2, best * 2)
+        ]
         assert hours[0] < min(hours[1:])
 
 
 # ---- renewal equations against drawn paths ----
 
 
-@pytest.mark.parametrize("zone", [BURSTY, measured(BURSTY, 300), Interruptions(Weibull(2 * H), Weibull(H, 2.0))])
+@pytest.mark.parametrize(
+    "zone", [BURSTY, measured(BURSTY, 300), Interruptions(Weibull(2 * H), Weibull(H, 2.0))]
+)
 @pytest.mark.parametrize("work_h", [0.2, 3, 30])
 def test_expected_times_are_the_mean_of_drawn_paths(zone: Interruptions, work_h: float) -> None:
     saves = SaveSchedule(1200, 30, 300)
@@ -123,7 +141,9 @@ def test_expected_times_are_the_mean_of_drawn_paths(zone: Interruptions, work_h:
 
 
 def test_thousands_of_stretches_go_on_as_the_first() -> None:
-    """Beyond the stretches that are solved one by one, growth is even: a job twice as long at half the detail agrees."""
+    """Beyond the stretches that are solved one by one, growth is even: a job twice as long at half
+    the detail agrees.
+    """
     zone = Interruptions(Weibull(1 * H, 0.7), Weibull(0.5 * H))
     exact, grown = (expect(hours * H, SaveSchedule(60, 1, 30), zone).billed_s for hours in (49, 98))
     paths = draw_paths(98 * H, SaveSchedule(60, 1, 30), zone, deadline_s=1e12, n_paths=4000)
@@ -134,7 +154,9 @@ def test_thousands_of_stretches_go_on_as_the_first() -> None:
 def test_a_job_that_can_never_save_is_said_never_to_end() -> None:
     zone = fit([Spell(600, 0), Spell(900, 0)], [Spell(60, 0)])
     assert expect(5 * H, SaveSchedule(1800, 10, 60), zone).billed_s == math.inf
-    choice = choose(5 * H, SaveSchedule(1800, 10, 60), zone, spot_usd_per_h=0.1, on_demand_usd_per_h=1)
+    choice = choose(
+        5 * H, SaveSchedule(1800, 10, 60), zone, spot_usd_per_h=0.1, on_demand_usd_per_h=1
+    )
     assert choice.best.kind == "on demand"
 
 
@@ -148,8 +170,12 @@ def test_short_means_and_survivals_are_those_of_the_law() -> None:
         for t in (300.0, 5000.0, 60_000.0):
             assert float(law.survival(t)) == pytest.approx((drawn >= t).mean(), abs=0.005)
             assert float(law.lived(t)) == pytest.approx(np.minimum(drawn, t).mean(), rel=0.02)
-            assert float(law.lived_square(t)) == pytest.approx((np.minimum(drawn, t) ** 2).mean(), rel=0.04)
-            assert 1 - float(law.lived(t)) / law.mean_s == pytest.approx((rest >= t).mean(), abs=0.01)
+            assert float(law.lived_square(t)) == pytest.approx(
+                (np.minimum(drawn, t) ** 2).mean(), rel=0.04
+            )
+            assert 1 - float(law.lived(t)) / law.mean_s == pytest.approx(
+                (rest >= t).mean(), abs=0.01
+            )
 
 
 def test_the_young_are_at_risk() -> None:
@@ -168,13 +194,23 @@ def test_fits_find_the_law_again_with_spells_cut_short() -> None:
     assert 0.2 < np.mean([spell.is_censored for spell in spells]) < 0.6
     found = fit_law(spells, "weibull")
     assert isinstance(found, Weibull)
-    assert (found.shape, found.scale_s) == (pytest.approx(0.6, rel=0.05), pytest.approx(3 * H, rel=0.08))
+    assert (found.shape, found.scale_s) == (
+        pytest.approx(0.6, rel=0.05),
+        pytest.approx(3 * H, rel=0.08),
+    )
     for t in (600, H, 5 * H):
-        assert float(fit_law(spells).survival(t)) == pytest.approx(float(BURSTY.up.survival(t)), abs=0.03)
-    # worked by hand: 2, 3 cut short, 5, 8 cut short; 1/4 at 2, half of the other 3/4 at 5, the rest at 8 (Efron)
+        assert float(fit_law(spells).survival(t)) == pytest.approx(
+            float(BURSTY.up.survival(t)), abs=0.03
+        )
+    # worked by hand: 2, 3 cut short, 5, 8 cut short; 1/4 at 2, half of the other 3/4 at 5, the rest
+    # at 8 (Efron)
     few = fit_law([Spell(5, 0), Spell(2, 0), Spell(8, 0, True), Spell(3, 0, True)])
-    assert [float(few.survival(t)) for t in (2, 2.1, 5, 5.1, 8, 8.1)] == pytest.approx([1, 0.75, 0.75, 0.375, 0.375, 0])
-    assert fit_law([Spell(5, 0), Spell(2, 0), Spell(8, 0, True)], "exponential").mean_s == pytest.approx(15 / 2)
+    assert [float(few.survival(t)) for t in (2, 2.1, 5, 5.1, 8, 8.1)] == pytest.approx(
+        [1, 0.75, 0.75, 0.375, 0.375, 0]
+    )
+    assert fit_law(
+        [Spell(5, 0), Spell(2, 0), Spell(8, 0, True)], "exponential"
+    ).mean_s == pytest.approx(15 / 2)
 
 
 def test_spells_are_read_from_a_trace() -> None:
@@ -182,7 +218,7 @@ def test_spells_are_read_from_a_trace() -> None:
     assert up == [Spell(30, 60), Spell(10, 90, True)]
     assert down == [Spell(10, 30), Spell(20, 80)]
     assert spells_of([1, 1, 0, 2, 2, 2, 0, 0, 1], 10, nodes=2)[0] == [Spell(30, 60)]
-    with pytest.raises(UserMistake, match="no capacity"):
+    with pytest.raises(InputError, match="no capacity"):
         fit(*spells_of([0, 0, 0], 10))
 
 
@@ -193,12 +229,15 @@ def test_newer_spells_count_more() -> None:
 
 
 def test_zones_are_drawn_together() -> None:
-    zones = [Interruptions(Weibull(1 * H), Weibull(4 * H)), Interruptions(Weibull(4 * H), Weibull(1 * H))]
+    zones = [
+        Interruptions(Weibull(1 * H), Weibull(4 * H)),
+        Interruptions(Weibull(4 * H), Weibull(1 * H)),
+    ]
     for share, means in ((0, [1, 4]), (0.5, [2**0.5, 2**1.5]), (1, [2, 2])):
         assert [zone.up.mean_s / H for zone in drawn_together(zones, share)] == pytest.approx(means)
-        assert [zone.down.mean_s / H for zone in drawn_together(zones, share) if zone.down] == pytest.approx(
-            means[::-1]
-        )
+        assert [
+            zone.down.mean_s / H for zone in drawn_together(zones, share) if zone.down
+        ] == pytest.approx(means[::-1])
 
 
 def test_few_spells_and_priors_have_wide_ranges() -> None:
@@ -221,16 +260,21 @@ def test_the_mixture_meets_deadlines_that_spot_alone_would_miss() -> None:
     saves = SaveSchedule(1200, 30, 300)
     for deadline_h in (32, 36, 45, 60, 90):
         alone, mixed = (
-            draw_paths(30 * H, saves, BURSTY, deadline_s=deadline_h * H, falls_back=both) for both in (False, True)
+            draw_paths(30 * H, saves, BURSTY, deadline_s=deadline_h * H, falls_back=both)
+            for both in (False, True)
         )
         assert mixed.chance_by(deadline_h * H) == 1
         assert alone.chance_by(deadline_h * H) < 1
-    choice = choose(30 * H, saves, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=45 * H)
+    choice = choose(
+        30 * H, saves, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=45 * H
+    )
     assert choice.best.kind == "mixture"
     assert "spot alone meets the deadline with" in choice.why
     cost = {way.kind: way.usd for way in choice.ways}
     assert cost["spot"] < cost["mixture"] < cost["on demand"]
-    again = choose(30 * H, saves, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=45 * H)
+    again = choose(
+        30 * H, saves, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=45 * H
+    )
     assert again == choice
 
 
@@ -246,7 +290,9 @@ def test_spot_that_costs_more_or_ends_late_is_not_chosen() -> None:
 # ---- replays ----
 
 
-def second_by_second(trace: spot_replay.Trace, work_s: int, saves: SaveSchedule, start_s: int) -> tuple[int, int, int]:
+def second_by_second(
+    trace: spot_replay.Trace, work_s: int, saves: SaveSchedule, start_s: int
+) -> tuple[int, int, int]:
     """Wall and billed seconds and interruptions of one job: the plainest loop there is."""
     second, wall, billed, hits = start_s, 0, 0, 0
     safe = work = restart = saving = 0
@@ -281,7 +327,9 @@ def test_replays_are_those_of_a_loop_over_seconds(seed: int) -> None:
         data += [data[0]] * 2  # a spell that goes on over the end
     data = [1] * 9 if seed == 6 else data
     trace, saves = spot_replay.Trace("small", 40, tuple(data)), SaveSchedule(50, 7, 20)
-    starts = sorted({0, *(int(s) for s in chance.integers(0, 40 * len(data), 40)), 40 * len(data) - 1})
+    starts = sorted(
+        {0, *(int(s) for s in chance.integers(0, 40 * len(data), 40)), 40 * len(data) - 1}
+    )
     for work_s in (30, 170, 500):
         found = spot_replay.replay(trace, work_s, saves, starts)
         plain = [second_by_second(trace, work_s, saves, start) for start in starts]
@@ -298,10 +346,13 @@ def measured_traces() -> list[spot_replay.Trace]:
 
 
 @pytest.mark.parametrize(
-    ("way", "most_wall"), [("hold-out", 25), pytest.param("rolling", 20, marks=pytest.mark.slow), ("same half", 5)]
+    ("way", "most_wall"),
+    [("hold-out", 25), pytest.param("rolling", 20, marks=pytest.mark.slow), ("same half", 5)],
 )
 def test_replayed_cost_and_hours_are_about_the_predicted_ones(way: str, most_wall: float) -> None:
-    """Hours miss the target of 15 % on unseen halves, because capacity drifts: docs/log.md. Without drift they keep it."""
+    """Hours miss the target of 15 % on unseen halves, because capacity drifts: docs/log.md. Without
+    drift they keep it.
+    """
     result = spot_replay.judge_all(measured_traces(), way)
     assert result["mean_error_percent"]["billed_h"] < 5
     assert result["mean_error_percent"]["wall_h"] < most_wall
@@ -310,7 +361,10 @@ def test_replayed_cost_and_hours_are_about_the_predicted_ones(way: str, most_wal
 
 
 def test_measured_spells_are_not_exponential() -> None:
-    shapes = [fit_law(spells_of(trace.available, trace.gap_s)[0], "weibull") for trace in measured_traces()]
+    shapes = [
+        fit_law(spells_of(trace.available, trace.gap_s)[0], "weibull")
+        for trace in measured_traces()
+    ]
     assert all(isinstance(law, Weibull) and law.shape < 1 for law in shapes)
 
 
@@ -319,7 +373,9 @@ def test_measured_spells_are_not_exponential() -> None:
 
 @pytest.mark.parametrize("law", [Weibull(H, 0.6), measured(BURSTY, 4000).up])
 def test_the_rest_of_a_spell_of_a_known_age(law: Weibull | Measured) -> None:
-    """Of those that have lasted as long, by the law's own survival; young spells are at risk, old ones last."""
+    """Of those that have lasted as long, by the law's own survival; young spells are at risk, old
+    ones last.
+    """
     chance = np.random.default_rng(3)
     for age_s in (0.0, 0.5 * H, 2 * H):
         rest = law.draw_after(chance, 20_000, age_s)
@@ -327,18 +383,24 @@ def test_the_rest_of_a_spell_of_a_known_age(law: Weibull | Measured) -> None:
         for t_s in (0.2 * H, H):
             share = float(law.survival(age_s + t_s) / law.survival(age_s))
             assert float(np.mean(rest >= t_s)) == pytest.approx(share, abs=0.02)
-    assert np.median(law.draw_after(chance, 5000, 3 * H)) > np.median(law.draw_after(chance, 5000, 0.0))
+    assert np.median(law.draw_after(chance, 5000, 3 * H)) > np.median(
+        law.draw_after(chance, 5000, 0.0)
+    )
 
 
 def test_a_spell_older_than_any_that_was_seen_lasts_about_as_long_again() -> None:
     law = Measured(np.array([600.0, 1200.0]), np.array([0.5, 0.5]))
-    assert np.median(law.draw_after(np.random.default_rng(0), 20_000, 5 * H)) == pytest.approx(5 * H, rel=0.05)
+    assert np.median(law.draw_after(np.random.default_rng(0), 20_000, 5 * H)) == pytest.approx(
+        5 * H, rel=0.05
+    )
 
 
 def test_a_zone_that_is_up_now_is_likelier_to_be_in_time() -> None:
     zone = measured(BURSTY, 300)
     chances = [
-        draw_paths(H, SaveSchedule(600, 10, 120), replace(zone, now=now), deadline_s=2 * H).chance_by(2 * H)
+        draw_paths(
+            H, SaveSchedule(600, 10, 120), replace(zone, now=now), deadline_s=2 * H
+        ).chance_by(2 * H)
         for now in (Now(True, 6 * H), None, Now(False, 6 * H))
     ]
     assert chances[0] > chances[1] > chances[2]
@@ -352,5 +414,7 @@ def test_what_is_not_known_of_a_zone_widens_its_chances() -> None:
     assert sum(weights) == pytest.approx(1.0)
     assert zones[1].mean_between_s > zones[0].mean_between_s > zones[2].mean_between_s
     saves = SaveSchedule(600, 10, 120)
-    likely = [draw_paths(H, saves, zone, deadline_s=4 * H).chance_by(4 * H) for zone in (sure, vague)]
+    likely = [
+        draw_paths(H, saves, zone, deadline_s=4 * H).chance_by(4 * H) for zone in (sure, vague)
+    ]
     assert likely[1] < likely[0] - 0.02, "what was likely is less so"

@@ -1,4 +1,6 @@
-"""A day of spot capacity in a minute: real runs, begun and taken away as a trace has it, end as if nothing had happened."""
+"""A day of spot capacity in a minute: real runs, begun and taken away as a trace has it, end as if
+nothing had happened.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def day(folder: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize("notice", ["1", "0"], ids=["all are told", "none is told"])
 def test_a_made_up_day_ends_in_the_same_bits(notice: str, tmp_path: Path) -> None:
     data = [1, 1, 0] * 8
-    (tmp_path / "zone_v100_1.json").write_text(json.dumps({"metadata": {"gap_seconds": 3600}, "data": data}))
+    (tmp_path / "zone_v100_1.json").write_text(
+        json.dumps({"metadata": {"gap_seconds": 3600}, "data": data})
+    )
     result = day(tmp_path, "--trace", "zone_v100_1", "--seconds", "120", "--notice", notice)
     assert result["differences"] == []
     assert result["n_machines"] > 1

@@ -1,6 +1,8 @@
-"""Start-up is paid for: what a process has cost when it is killed before its libraries are there, and after its last step.
+"""Start-up is paid for: what a process has cost when it is killed before its libraries are there,
+and after its last step.
 
-The slow import is a torch of our own that sleeps; twenty kills of real processes are in the long tests.
+The slow import is a torch of our own that sleeps; twenty kills of real processes are in the long
+tests.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ import pytest
 
 import workshop
 from farthing.durability.accounts import Account, read_ledger
-from farthing.errors import RunChanged
+from farthing.errors import RunChangedError
 from farthing.train.loop import rare_collections
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A job file."""
-    return workshop.job_file(tmp_path_factory.mktemp("job"), max_steps=100_000, save_steps=50, probe=False)
+    return workshop.job_file(
+        tmp_path_factory.mktemp("job"), max_steps=100_000, save_steps=50, probe=False
+    )
 
 
 @pytest.fixture
@@ -36,7 +40,8 @@ def slow(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "slow" / "torch").mkdir(parents=True)
     (tmp_path / "slow" / "torch" / "__init__.py").write_text(
         f"import ctypes, pathlib\npathlib.Path({str(tmp_path / 'importing')!r}).touch()\n"
-        "while True: ctypes.PyDLL(None).usleep(900_000)\n"  # no other thread runs meanwhile, as where a library is loaded
+        # no other thread runs meanwhile, as where a library is loaded
+        "while True: ctypes.PyDLL(None).usleep(900_000)\n"
     )
     return {**os.environ, "PYTHONPATH": str(tmp_path / "slow")}
 
@@ -50,9 +55,20 @@ def until(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> 
         time.sleep(0.01)
 
 
-def train(job: Path, run: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def train(
+    job: Path, run: Path, *words: str, env: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """`farthing train` in a process of its own."""
-    command = [sys.executable, "-m", "farthing", "train", str(job), "--set", f"output_dir={run}", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "farthing",
+        "train",
+        str(job),
+        "--set",
+        f"output_dir={run}",
+        *words,
+    ]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
 
 
@@ -94,35 +110,48 @@ def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(
     assert read_ledger(tmp_path / "run" / "ledger.jsonl").accounts[1].state == "interrupted"
 
 
-def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch_at_no_cost(tmp_path: Path) -> None:
+def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch_at_no_cost(
+    tmp_path: Path,
+) -> None:
     path = workshop.job_file(tmp_path, max_steps=2)
     run = tmp_path / "run"
     code = (
-        "import gc, sys, farthing.cli\n"
-        f"code = farthing.cli.main(['train', {str(path)!r}, *sys.argv[1:]])\n"
-        "heavy = ['torch', 'transformers', 'transformers.trainer_utils', 'peft', 'datasets', 'pandas', 'torch._dynamo',\n"
-        "         'sympy', 'accelerate', 'torch.distributed.tensor', 'torch.distributed.checkpoint',\n"
-        "         'torch._meta_registrations', 'torch._prims', 'torch.distributed._functional_collectives']\n"
-        "print(','.join(name for name in heavy if name in sys.modules) or '-', file=sys.stderr)\n"
-        "print(sum(each['collections'] for each in gc.get_stats()), file=sys.stderr)\n"
-        "sys.exit(code)\n"
+        f"import gc, sys, farthing.cli\ncode = farthing.cli.main(['train', {str(path)!r},"
+        " *sys.argv[1:]])\nheavy = ['torch', 'transformers', 'transformers.trainer_utils', 'peft',"
+        " 'datasets', 'pandas', 'torch._dynamo',\n         'sympy', 'accelerate',"
+        " 'torch.distributed.tensor', 'torch.distributed.checkpoint',\n        "
+        " 'torch._meta_registrations', 'torch._prims',"
+        " 'torch.distributed._functional_collectives']\nprint(','.join(name for name in heavy if"
+        " name in sys.modules) or '-', file=sys.stderr)\nprint(sum(each['collections'] for each in"
+        " gc.get_stats()), file=sys.stderr)\nsys.exit(code)\n"
     )
 
     def again(*words: str) -> tuple[int, str, str, int]:
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+        )
         *_, heavy, n_collections = done.stderr.split()
         return done.returncode, done.stdout, heavy, int(n_collections)
 
     returncode, _, heavy, n_collections = again("--json")
     assert (returncode, heavy) == (0, "torch,transformers"), "a full run has no use for the others"
     assert n_collections < 100, "garbage was looked for while libraries were imported"
-    beside = workshop.train(workshop.load_job(path, [f"output_dir={tmp_path / 'beside'}"]))  # here all is imported
+    beside = workshop.train(
+        workshop.load_job(path, [f"output_dir={tmp_path / 'beside'}"])
+    )  # here all is imported
     assert beside.state == "finished"
-    assert (run / "model/model.safetensors").read_bytes() == (tmp_path / "beside/model/model.safetensors").read_bytes()
-    before = {name: (run / name).read_bytes() for name in ("ledger.jsonl", "receipt.json", "run.json", "log.jsonl")}
+    assert (run / "model/model.safetensors").read_bytes() == (
+        tmp_path / "beside/model/model.safetensors"
+    ).read_bytes()
+    before = {
+        name: (run / name).read_bytes()
+        for name in ("ledger.jsonl", "receipt.json", "run.json", "log.jsonl")
+    }
     returncode, printed, heavy, _ = again("--json")
     assert (returncode, heavy) == (0, "-")
-    assert json.loads(printed)["usd"] == pytest.approx(json.loads(before["receipt.json"])["usd"], rel=0.05)
+    assert json.loads(printed)["usd"] == pytest.approx(
+        json.loads(before["receipt.json"])["usd"], rel=0.05
+    )
     assert before == {name: (run / name).read_bytes() for name in before}
     assert again("--retry")[0] == 0
     data = tmp_path / "data.jsonl"
@@ -131,13 +160,17 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
     assert [a.state for a in read_ledger(run / "ledger.jsonl").ordered] == ["finished"]
     data.write_text(data.read_text() + data.read_text().splitlines()[0] + "\n")
     for words in ([], ["train.learning_rate=0.02"]):
-        with pytest.raises(RunChanged):  # though it is finished
+        with pytest.raises(RunChangedError):  # though it is finished
             workshop.train(workshop.load_job(path, words))
     assert [a.state for a in read_ledger(run / "ledger.jsonl").ordered] == ["finished"]
 
 
-def test_what_is_frozen_is_not_counted_where_the_collector_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("it walks through all that is imported"))
+def test_what_is_frozen_is_not_counted_where_the_collector_is_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        gc, "get_freeze_count", lambda: pytest.fail("it walks through all that is imported")
+    )
     frozen: list[str] = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append("frozen"))
     monkeypatch.setattr(gc, "unfreeze", lambda: frozen.append("unfrozen"))
@@ -156,7 +189,9 @@ def test_what_is_frozen_is_not_counted_where_the_collector_is_off(monkeypatch: p
 
 
 @pytest.mark.slow
-def test_twenty_attempts_killed_in_their_first_seconds_are_billed_to_a_hundredth(job: Path, tmp_path: Path) -> None:
+def test_twenty_attempts_killed_in_their_first_seconds_are_billed_to_a_hundredth(
+    job: Path, tmp_path: Path
+) -> None:
     chance, run, wall_s = random.Random(7), tmp_path / "run", 0.0
     for _ in range(20):
         began = time.monotonic()
@@ -173,7 +208,9 @@ def test_twenty_attempts_killed_in_their_first_seconds_are_billed_to_a_hundredth
     process = train(job, run, "--set", "limits.max_hours=" + f"{billed_s + 40}s")
     process.communicate()
     assert process.returncode == 3
-    billed_s = sum(account.wall_s for account in read_ledger(run / "ledger.jsonl").ordered) - billed_s
+    billed_s = (
+        sum(account.wall_s for account in read_ledger(run / "ledger.jsonl").ordered) - billed_s
+    )
     assert billed_s == pytest.approx(time.monotonic() - began, rel=0.01)
     receipt = json.loads((run / "receipt.json").read_text())
     assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"], rel=0.01)

@@ -1,4 +1,6 @@
-"""The step: micro-batches made ready ahead, figures that stay on the device, and what happens when a thread fails."""
+"""The step: micro-batches made ready ahead, figures that stay on the device, and what happens when
+a thread fails.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import farthing.train.run
 import workshop
 from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.data.row_table import in_one_lane
-from farthing.errors import Interrupted, NotFinite
+from farthing.errors import NotFiniteError, RunInterruptedError
 from farthing.events import Decided, Note, StepTaken
 from farthing.model.forward import Forward
 from farthing.train.step import Steps
@@ -103,18 +105,32 @@ def ends_of(job: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, t
     watched = Watched(patch)
     outcome = farthing.train.run.train(job, Heard())
     rows = [{k: v for k, v in row.items() if k != "samples"} for row in log_of(job)]
-    return rows, {name: p.detach().clone() for name, p in watched.model.named_parameters()}, outcome.receipt
+    return (
+        rows,
+        {name: p.detach().clone() for name, p in watched.model.named_parameters()},
+        outcome.receipt,
+    )
 
 
-@pytest.mark.parametrize("spoilt", thinned([[], [2, 3, 7]], 2), ids=["plain", "with steps that are not finite"])
+@pytest.mark.parametrize(
+    "spoilt", thinned([[], [2, 3, 7]], 2), ids=["plain", "with steps that are not finite"]
+)
 def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(
     spoilt: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the host is a step ahead when it reads a loss; the same order of things is played on the CPU here."""
+    """On a GPU the host is a step ahead when it reads a loss; the same order of things is played on
+    the CPU here.
+    """
     keys: dict[str, Any] = {
-        "max_steps": 8, "n_rows": 40, "global_batch_size": 8, "save_steps": 3, "eval_rows": workshop.rows_of("llama", 6, 5),
-        "eval_strategy": "steps", "eval_steps": 4, "max_skipped_steps": 3,
-    }  # fmt: skip
+        "max_steps": 8,
+        "n_rows": 40,
+        "global_batch_size": 8,
+        "save_steps": 3,
+        "eval_rows": workshop.rows_of("llama", 6, 5),
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "max_skipped_steps": 3,
+    }
     take = Steps.take
 
     def spoil(steps: Steps, step: int) -> Any:
@@ -129,9 +145,13 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(
     monkeypatch.setattr(Steps, "take", spoil)
     rows, weights, receipt = ends_of(make_job(tmp_path / "a", **keys), monkeypatch)
     monkeypatch.setattr(Steps, "n_ahead", property(lambda _: 1))
-    ahead_rows, ahead_weights, ahead_receipt = ends_of(make_job(tmp_path / "b", **keys), monkeypatch)
+    ahead_rows, ahead_weights, ahead_receipt = ends_of(
+        make_job(tmp_path / "b", **keys), monkeypatch
+    )
     assert [row for row in ahead_rows if "loss" in row] == [row for row in rows if "loss" in row]
-    assert [row for row in ahead_rows if "metrics" in row] == [row for row in rows if "metrics" in row]
+    assert [row for row in ahead_rows if "metrics" in row] == [
+        row for row in rows if "metrics" in row
+    ]
     assert all(torch.equal(weights[name], ahead_weights[name]) for name in weights)
     assert ahead_receipt.skipped_steps == receipt.skipped_steps == len(spoilt)
     assert ahead_receipt.steps == 8
@@ -144,7 +164,7 @@ def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(
     monkeypatch.setattr(Forward, "loss", lambda *a: honest(*a) * torch.nan)
     monkeypatch.setattr(Steps, "n_ahead", property(lambda _: 1))
     job = make_job(tmp_path, max_steps=9, max_skipped_steps=2)
-    with pytest.raises(NotFinite):
+    with pytest.raises(NotFiniteError):
         farthing.train.run.train(job, Heard())
     rows = [row for row in log_of(job) if "examples" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]  # the third was under way
@@ -194,7 +214,10 @@ def with_system_prompt(n: int, n_rules: int = 30) -> list[dict[str, Any]]:
     """Chats that begin alike, long enough to be worth it."""
     system = " ".join(f"rule {i} says bread and soup" for i in range(n_rules))
     return [
-        {"prompt": f"{system} question {i}: {'rain ' * (i % 7)}", "completion": f" answer {i % 5} goal"}
+        {
+            "prompt": f"{system} question {i}: {'rain ' * (i % 7)}",
+            "completion": f" answer {i % 5} goal",
+        }
         for i in range(n)
     ]
 
@@ -223,8 +246,15 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
 
 
-def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: dict[str, Any] = {"max_steps": 4, "rows": with_system_prompt(48), "global_batch_size": 16, "save_steps": 2}
+def test_what_was_decided_for_a_run_holds_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {
+        "max_steps": 4,
+        "rows": with_system_prompt(48),
+        "global_batch_size": 16,
+        "save_steps": 2,
+    }
     job = make_job(tmp_path / "whole", **keys)
     farthing.train.run.train(job, Heard())
     cut = make_job(tmp_path / "cut", **keys)
@@ -232,19 +262,25 @@ def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path: Path, monkey
 
     def stop(steps: Steps, step: int) -> Any:
         if step == 3:
-            raise Interrupted("here")
+            raise RunInterruptedError("here")
         return take(steps, step)
 
     monkeypatch.setattr(Steps, "take", stop)
     assert farthing.train.run.train(cut, Heard()).state == "interrupted"
     monkeypatch.setattr(Steps, "take", take)
-    monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)  # another version might judge otherwise
+    monkeypatch.setattr(
+        "farthing.model.forward.WORTH", 2.0
+    )  # another version might judge otherwise
     assert farthing.train.run.train(cut, Heard()).state == "finished"
     assert workshop.losses_of(cut) == workshop.losses_of(job)
 
 
 def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"rows": with_system_prompt(48, 40), "max_steps": 1, "global_batch_size": 16}
+    keys: dict[str, Any] = {
+        "rows": with_system_prompt(48, 40),
+        "max_steps": 1,
+        "global_batch_size": 16,
+    }
     keys |= {"data": {"max_length": 2048}}
     job = make_job(tmp_path / "free", **keys)
     heard, told = Heard(), Heard()
@@ -256,6 +292,9 @@ def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_pa
     assert f"up to {grown:,} tokens at a time" in heard.of(Decided)[0].batch
     asked = make_job(tmp_path / "asked", micro_batch_tokens=1024, **keys)
     farthing.train.run.train(asked, told)
-    assert json.loads((Path(asked.output_dir) / "settings.json").read_text())["micro_batch_tokens"] == 1024
+    assert (
+        json.loads((Path(asked.output_dir) / "settings.json").read_text())["micro_batch_tokens"]
+        == 1024
+    )
     assert "up to 1,024 tokens at a time" in told.of(Decided)[0].batch
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(asked), rel=1e-5)

@@ -1,4 +1,6 @@
-"""A run's copy in a store: through every fault of the store, kills at each operation, two machines, damage, empty machines."""
+"""A run's copy in a store: through every fault of the store, kills at each operation, two machines,
+damage, empty machines.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,24 @@ from farthing.durability import object_store as store_module
 from farthing.durability import replica as mirror_module
 from farthing.durability.accounts import read_ledger
 from farthing.durability.files import commit_folder, unseal, verify_folder
-from farthing.durability.object_store import Entry, LocalStore, NoSuchObject, Store, StoreFault, open_store
+from farthing.durability.object_store import (
+    Entry,
+    LocalStore,
+    NoSuchObject,
+    Store,
+    StoreError,
+    open_store,
+)
 from farthing.durability.replica import Mirror, Pace
 from farthing.durability.run_folder import COPIES, is_finished, kept
-from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
+from farthing.errors import (
+    InputError,
+    JobError,
+    RunBusyError,
+    RunChangedError,
+    RunDamagedError,
+    StoreUnavailableError,
+)
 from farthing.events import Event, Exported, Note, Restored, StepTaken
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from patience import until
@@ -102,7 +118,9 @@ def taken(store: Store, folder: Path, said: list[str] | None = None) -> int | No
     step = mirror.bring_back()
     for path in (folder / "checkpoints").glob("step-*") if step else ():
         assert verify_folder(path)["step"] <= step
-    newest = max((verify_folder(path)["step"] for path in (folder / "checkpoints").glob("step-*")), default=0)
+    newest = max(
+        (verify_folder(path)["step"] for path in (folder / "checkpoints").glob("step-*")), default=0
+    )
     assert newest == (step or 0)
     if step is not None:
         assert json.loads((folder / "run.json").read_text())["run_id"] == "run-1"
@@ -136,8 +154,14 @@ def behaves_like_a_store(store: Store, folder: Path) -> None:
     (folder / "some").write_bytes(b"abc")
     store.put("data/1/a", folder / "some")
     store.put("data/1/sub/b", folder / "some")
-    assert {key: entry.n_bytes for key, entry in store.list("data/").items()} == {"data/1/a": 3, "data/1/sub/b": 3}
-    assert all(entry.at is None or abs(entry.at - time.time()) < 100 for entry in store.list("data/").values())
+    assert {key: entry.n_bytes for key, entry in store.list("data/").items()} == {
+        "data/1/a": 3,
+        "data/1/sub/b": 3,
+    }
+    assert all(
+        entry.at is None or abs(entry.at - time.time()) < 100
+        for entry in store.list("data/").values()
+    )
     assert store.list("dat/") == {}
     store.fetch("data/1/a", folder / "back", 3)
     assert (folder / "back").read_bytes() == store.get("data/1/sub/b") == b"abc"
@@ -170,24 +194,30 @@ def test_a_copy_goes_through_each_kind_of_store(store: Store, run: Path, tmp_pat
 def test_an_address_with_secrets_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="credentials go into the environment"):
         load_job(job_file(tmp_path), ["output_store=s3://key:secret@bucket/x"])
-    with pytest.raises(UserMistake, match="can't be reached"):
+    with pytest.raises(InputError, match="can't be reached"):
         open_store("nosuch://bucket/x")
 
 
 def test_where_it_is_kept_does_not_identify_a_run(tmp_path: Path) -> None:
     job = load_job(job_file(tmp_path), ["output_store=s3://bucket/x"])
     assert job.identity() == make_job(tmp_path).identity()
-    assert Path(str(load_job(job_file(tmp_path), ["output_store=sub/copy"]).output_store)).is_absolute()
+    assert Path(
+        str(load_job(job_file(tmp_path), ["output_store=sub/copy"]).output_store)
+    ).is_absolute()
 
 
 # ---- what is kept ----
 
 
-def test_the_newest_and_the_best_are_kept_and_nothing_is_sent_twice(run: Path, tmp_path: Path) -> None:
+def test_the_newest_and_the_best_are_kept_and_nothing_is_sent_twice(
+    run: Path, tmp_path: Path
+) -> None:
     store, puts = Model(), []
 
     def note(name: str, key: str, operation: Callable[[], Any]) -> Any:
-        puts.extend([key.partition("/checkpoints/")[2]] if name == "put" and "/checkpoints/" in key else [])
+        puts.extend(
+            [key.partition("/checkpoints/")[2]] if name == "put" and "/checkpoints/" in key else []
+        )
         return operation()
 
     mirror = mirror_of(Faulty(store, note), run)
@@ -201,7 +231,9 @@ def test_the_newest_and_the_best_are_kept_and_nothing_is_sent_twice(run: Path, t
     mirror.close(1)
     assert len(puts) == len(set(puts)) == 12
     assert [int(key[-13:-5]) for key in store.list("commits/")] == [3, 4]
-    steps = {key.split("/checkpoints/step-")[1][:8] for key in store.objects if "/checkpoints/" in key}
+    steps = {
+        key.split("/checkpoints/step-")[1][:8] for key in store.objects if "/checkpoints/" in key
+    }
     assert steps == {"00000001", "00000003", "00000004"}
     assert taken(store, tmp_path / "empty") == 4
     assert sorted(path.name for path in (tmp_path / "empty" / "checkpoints").iterdir()) == [
@@ -219,14 +251,18 @@ def test_what_abandoned_uploads_left_is_removed_when_it_is_old(run: Path) -> Non
     mirror.bring_back()
     assert delivered(mirror, 1, step_done(run, 1))
     mirror.close(1)
-    assert [key for key in store.objects if key.startswith("data/00000000-")] == ["data/00000000-young/x"]
+    assert [key for key in store.objects if key.startswith("data/00000000-")] == [
+        "data/00000000-young/x"
+    ]
 
 
 # ---- killed at every operation ----
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_kill_at_any_operation_leaves_the_copy_before_or_the_new_one(after: bool, tmp_path: Path) -> None:
+def test_a_kill_at_any_operation_leaves_the_copy_before_or_the_new_one(
+    after: bool, tmp_path: Path
+) -> None:
     outcomes = []
     for k in range(1, 100):
         store, run, count = Model(), folder_of_run(tmp_path / f"run-{k}"), 0
@@ -280,9 +316,12 @@ HOLDING = replace(QUICK, lease_s=10.0)
 
 def test_of_two_machines_that_begin_together_one_holds_the_run(tmp_path: Path) -> None:
     store = Model()
-    first, second = mirror_of(store, folder_of_run(tmp_path / "a"), pace=HOLDING), mirror_of(store, tmp_path / "b")
+    first, second = (
+        mirror_of(store, folder_of_run(tmp_path / "a"), pace=HOLDING),
+        mirror_of(store, tmp_path / "b"),
+    )
     first.bring_back()
-    with pytest.raises(RunBusy, match="is training this run"):
+    with pytest.raises(RunBusyError, match="is training this run"):
         second.bring_back()
     assert delivered(first, 1, step_done(tmp_path / "a", 1))
     first.check()
@@ -306,7 +345,7 @@ def test_a_machine_that_is_silent_loses_the_run_and_stops_in_words(
     assert second.bring_back() == 1
     assert "waiting up to" in said[0]
     assert not delivered(first, 2, step_done(run, 2))
-    with pytest.raises(RunBusy, match="is training this run"):
+    with pytest.raises(RunBusyError, match="is training this run"):
         first.check()
     assert delivered(second, 2, step_done(tmp_path / "b", 2, attempt=2))
     second.check()
@@ -317,11 +356,15 @@ def test_a_machine_that_is_silent_loses_the_run_and_stops_in_words(
     second.close(1)
 
 
-def test_the_same_folder_goes_on_at_once_after_a_kill(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_folder_goes_on_at_once_after_a_kill(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Model()
     killed = mirror_of(store, run, pace=Pace(lease_s=60, renew_s=60))
     killed.bring_back()
-    monkeypatch.setattr(lease_module.time, "sleep", lambda _: pytest.fail("it waits for its own lease"))
+    monkeypatch.setattr(
+        lease_module.time, "sleep", lambda _: pytest.fail("it waits for its own lease")
+    )
     mirror_of(store, run).bring_back()
 
 
@@ -340,7 +383,9 @@ def test_a_machine_that_comes_back_takes_what_the_other_did(tmp_path: Path) -> N
     third = mirror_of(store, a, said)
     assert third.bring_back() == 4
     third.close(1)
-    here = sorted(path.name for path in (a / "checkpoints").iterdir() if "elsewhere" not in path.name)
+    here = sorted(
+        path.name for path in (a / "checkpoints").iterdir() if "elsewhere" not in path.name
+    )
     assert here == ["step-00000002-0001", "step-00000004-0002"]
     assert "step-00000006-0001 here is not part of the run that the store has" in said[0]
     rows = [json.loads(line) for line in (a / "ledger.jsonl").read_text().splitlines()]
@@ -348,14 +393,16 @@ def test_a_machine_that_comes_back_takes_what_the_other_did(tmp_path: Path) -> N
     assert last == {1: 6.0, 2: 4.0}, "time that was spent here and not sent stays on the bill"
 
 
-def test_a_clock_that_is_two_days_off_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_two_days_off_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Model()
     first = mirror_of(store, folder_of_run(tmp_path / "a"), pace=HOLDING)
     monkeypatch.setattr(lease_module.time, "time", lambda: 1e9)
     first.bring_back()
     monkeypatch.undo()
     monkeypatch.setattr(lease_module.time, "time", lambda: 1e9 - 2 * 86400)
-    with pytest.raises(RunBusy):
+    with pytest.raises(RunBusyError):
         mirror_of(store, tmp_path / "b").bring_back()
     first.close(1)
 
@@ -376,19 +423,31 @@ def two_copies(tmp_path: Path, run: Path) -> Model:
 
 def newest_objects(store: Model) -> list[str]:
     commit = max(store.list("commits/"))
-    return [commit, *(entry["object"] for entry in unseal(store.get(commit).decode(), "it")["files"])]
+    return [
+        commit,
+        *(entry["object"] for entry in unseal(store.get(commit).decode(), "it")["files"]),
+    ]
 
 
-def test_any_damage_to_any_object_is_detected_and_what_is_whole_used(two_copies: Model, tmp_path: Path) -> None:
-    """A commit or its checkpoint: the copy before. A small file: that file of the copy before, and the rest of this one."""
+def test_any_damage_to_any_object_is_detected_and_what_is_whole_used(
+    two_copies: Model, tmp_path: Path
+) -> None:
+    """A commit or its checkpoint: the copy before. A small file: that file of the copy before, and
+    the rest of this one.
+    """
     whole, chance, tried = dict(two_copies.objects), random.Random(1), 0
     names = newest_objects(two_copies)
-    before = {e["object"] for e in unseal(whole[min(two_copies.list("commits/"))].decode(), "it")["files"]}
+    before = {
+        e["object"] for e in unseal(whole[min(two_copies.list("commits/"))].decode(), "it")["files"]
+    }
     assert not before & set(names), "what both needed would leave none to fall back to"
     for name in names:
         size = len(whole[name])
         flips = [(chance.randrange(size), chance.randrange(8)) for _ in range(15)]
-        damaged = [whole[name][:at] + bytes([whole[name][at] ^ 1 << bit]) + whole[name][at + 1 :] for at, bit in flips]
+        damaged = [
+            whole[name][:at] + bytes([whole[name][at] ^ 1 << bit]) + whole[name][at + 1 :]
+            for at, bit in flips
+        ]
         damaged += [whole[name][: int(size * share)] for share in (0, 0.01, 0.5)] + [
             whole[name][:-1],
             whole[name] + b"\0",
@@ -402,10 +461,15 @@ def test_any_damage_to_any_object_is_detected_and_what_is_whole_used(two_copies:
             is_small = "checkpoints/" not in name and not name.startswith("commits/")
             assert taken(two_copies, empty, said) == (2 if is_small else 1)
             if is_small:
-                assert f"{name.rpartition('/')[2]} of the copy of step 2 in the store is lost" in said[0]
+                assert (
+                    f"{name.rpartition('/')[2]} of the copy of step 2 in the store is lost"
+                    in said[0]
+                )
                 assert "an older copy is used" in said[0]
             else:
-                assert (content is None and name.startswith("commits/")) or "step 2 in the store is damaged" in said[0]
+                assert (
+                    content is None and name.startswith("commits/")
+                ) or "step 2 in the store is damaged" in said[0]
             shutil.rmtree(empty)
             tried += 1
     assert tried > 150
@@ -415,13 +479,16 @@ def test_swapped_objects_are_detected(two_copies: Model, tmp_path: Path) -> None
     commits = sorted(two_copies.list("commits/"))
     objects = two_copies.objects
     objects[commits[0]], objects[commits[1]] = objects[commits[1]], objects[commits[0]]
-    with pytest.raises(RunDamaged, match="none of the 2 commits"):
+    with pytest.raises(RunDamagedError, match="none of the 2 commits"):
         mirror_of(two_copies, tmp_path / "empty").bring_back()
     objects[commits[0]], objects[commits[1]] = objects[commits[1]], objects[commits[0]]
     first, second = (unseal(objects[key].decode(), "it")["files"] for key in commits)
-    model = [next(e["object"] for e in files if "model.safetensors" in e["path"]) for files in (first, second)]
+    model = [
+        next(e["object"] for e in files if "model.safetensors" in e["path"])
+        for files in (first, second)
+    ]
     objects[model[0]], objects[model[1]] = objects[model[1]], objects[model[0]]
-    with pytest.raises(RunDamaged):
+    with pytest.raises(RunDamagedError):
         mirror_of(two_copies, tmp_path / "empty").bring_back()
     said: list[str] = []
     mirror = mirror_of(two_copies, tmp_path / "empty", said)
@@ -444,12 +511,20 @@ def test_objects_of_two_steps_swapped_are_detected_and_the_copy_before_both_used
     file: str, three_copies: Model, tmp_path: Path
 ) -> None:
     objects = three_copies.objects
-    commits = [unseal(objects[key].decode(), "it")["files"] for key in sorted(three_copies.list("commits/"))[1:]]
-    second, third = (next(e["object"] for e in files if e["path"].endswith(file)) for files in commits)
+    commits = [
+        unseal(objects[key].decode(), "it")["files"]
+        for key in sorted(three_copies.list("commits/"))[1:]
+    ]
+    second, third = (
+        next(e["object"] for e in files if e["path"].endswith(file)) for files in commits
+    )
     objects[second], objects[third] = objects[third], objects[second]
     said: list[str] = []
     assert taken(three_copies, tmp_path / "empty", said) == 1
-    assert [text.split(" in the store")[0] for text in said] == ["the copy of step 3", "the copy of step 2"]
+    assert [text.split(" in the store")[0] for text in said] == [
+        "the copy of step 3",
+        "the copy of step 2",
+    ]
 
 
 @pytest.mark.parametrize("file", ["log.parts/000000", "ledger.jsonl"])
@@ -457,8 +532,13 @@ def test_small_objects_of_two_steps_swapped_are_detected_and_an_older_copy_is_us
     file: str, three_copies: Model, tmp_path: Path
 ) -> None:
     objects = three_copies.objects
-    commits = [unseal(objects[key].decode(), "it")["files"] for key in sorted(three_copies.list("commits/"))]
-    first, second, third = (next(e["object"] for e in files if e["path"].endswith(file)) for files in commits)
+    commits = [
+        unseal(objects[key].decode(), "it")["files"]
+        for key in sorted(three_copies.list("commits/"))
+    ]
+    first, second, third = (
+        next(e["object"] for e in files if e["path"].endswith(file)) for files in commits
+    )
     objects[second], objects[third] = objects[third], objects[second]
     said: list[str] = []
     assert taken(three_copies, tmp_path / "empty", said) == 3
@@ -469,7 +549,10 @@ def test_small_objects_of_two_steps_swapped_are_detected_and_an_older_copy_is_us
 
 def objects_by_path(store: Model, commit: str) -> dict[str, str]:
     """path -> object of a commit."""
-    return {entry["path"]: entry["object"] for entry in unseal(store.get(commit).decode(), "it")["files"]}
+    return {
+        entry["path"]: entry["object"]
+        for entry in unseal(store.get(commit).decode(), "it")["files"]
+    }
 
 
 @pytest.fixture
@@ -485,7 +568,9 @@ def with_best(tmp_path: Path, run: Path) -> Model:
     return store
 
 
-def test_a_lost_object_of_the_best_checkpoint_leaves_the_last_step(with_best: Model, tmp_path: Path) -> None:
+def test_a_lost_object_of_the_best_checkpoint_leaves_the_last_step(
+    with_best: Model, tmp_path: Path
+) -> None:
     """Both commits name the same object: none of them is of no use for it."""
     by_path = objects_by_path(with_best, newest_objects(with_best)[0])
     name = by_path["checkpoints/step-00000001-0001/model.safetensors"]
@@ -493,7 +578,9 @@ def test_a_lost_object_of_the_best_checkpoint_leaves_the_last_step(with_best: Mo
     said: list[str] = []
     assert taken(with_best, tmp_path / "empty", said) == 3
     assert "checkpoints/step-00000001-0001 of the copy of step 3 in the store is lost" in said[0]
-    assert [path.name for path in (tmp_path / "empty" / "checkpoints").iterdir()] == ["step-00000003-0001"]
+    assert [path.name for path in (tmp_path / "empty" / "checkpoints").iterdir()] == [
+        "step-00000003-0001"
+    ]
 
 
 def test_a_lost_object_of_the_last_checkpoint_leaves_the_one_before_and_then_the_best(
@@ -502,7 +589,9 @@ def test_a_lost_object_of_the_last_checkpoint_leaves_the_one_before_and_then_the
     for n, (lost, left) in enumerate([(3, 2), (2, 1)]):
         for key in with_best.list("commits/"):
             by_path = objects_by_path(with_best, key)
-            with_best.objects.pop(by_path.get(f"checkpoints/step-0000000{lost}-0001/state.json", ""), None)
+            with_best.objects.pop(
+                by_path.get(f"checkpoints/step-0000000{lost}-0001/state.json", ""), None
+            )
         assert taken(with_best, tmp_path / f"empty-{n}") == left
     steps = {path.name[:13] for path in (tmp_path / "empty-1" / "checkpoints").iterdir()}
     assert steps == {"step-00000001"}
@@ -516,7 +605,12 @@ def test_a_commit_without_its_small_files_is_used(with_best: Model, tmp_path: Pa
         del with_best.objects[objects_by_path(with_best, newest)[path]]
     said: list[str] = []
     assert taken(with_best, tmp_path / "empty", said) == 3
-    assert {text.split(" of ")[0] for text in said} == {"log.parts/000000", "plan.json", "run.json", "ledger.jsonl"}
+    assert {text.split(" of ")[0] for text in said} == {
+        "log.parts/000000",
+        "plan.json",
+        "run.json",
+        "ledger.jsonl",
+    }
     assert (tmp_path / "empty" / "run.json").exists()
     assert not (tmp_path / "empty" / "log.jsonl").exists()
 
@@ -544,10 +638,14 @@ def test_a_file_that_decides_and_is_damaged_here_comes_back_from_the_store(
     assert mirror.bring_back() == 3
     mirror.close(1)
     assert json.loads((run / name).read_text()) == whole
-    assert {path.name for path in (run / "checkpoints").glob("step-*[0-9]")} >= {"step-00000003-0001"}
+    assert {path.name for path in (run / "checkpoints").glob("step-*[0-9]")} >= {
+        "step-00000003-0001"
+    }
 
 
-def test_what_was_damaged_when_it_was_sent_is_written_anew_from_the_checkpoint(tmp_path: Path) -> None:
+def test_what_was_damaged_when_it_was_sent_is_written_anew_from_the_checkpoint(
+    tmp_path: Path,
+) -> None:
     run = folder_of_run(tmp_path / "run")
     facts = {name: kept(run / name) for name in ("run.json", "plan.json")}
 
@@ -571,11 +669,16 @@ def test_a_commit_whose_data_is_gone_is_passed_over_and_what_no_commit_names_is_
     three_copies: Model, tmp_path: Path
 ) -> None:
     before = {
-        e["object"] for e in unseal(three_copies.get(sorted(three_copies.list("commits/"))[1]).decode(), "")["files"]
+        e["object"]
+        for e in unseal(three_copies.get(sorted(three_copies.list("commits/"))[1]).decode(), "")[
+            "files"
+        ]
     }
     _, *data = newest_objects(three_copies)
     prefix = next(name for name in data if name not in before).split("/checkpoints/")[0]
-    three_copies.put(f"{prefix}/checkpoints/step-00000003-0001/more.bin", tmp_path / "run" / "run.json")
+    three_copies.put(
+        f"{prefix}/checkpoints/step-00000003-0001/more.bin", tmp_path / "run" / "run.json"
+    )
     three_copies.put("data/of-nobody", tmp_path / "run" / "run.json")
     assert taken(three_copies, tmp_path / "one") == 3
     assert not list((tmp_path / "one").rglob("more.bin"))
@@ -591,7 +694,7 @@ def test_when_every_commit_is_damaged_nothing_restarts_in_silence(
         content = three_copies.objects[key]
         three_copies.objects[key] = content[: min(int(len(content) * share), len(content) - 1)]
     said: list[str] = []
-    with pytest.raises(RunDamaged, match="none of the 3 commits") as error:
+    with pytest.raises(RunDamagedError, match="none of the 3 commits") as error:
         mirror_of(three_copies, tmp_path / "empty", said).bring_back()
     assert "--allow-restart" in str(error.value)
     assert len(said) == 3
@@ -599,7 +702,7 @@ def test_when_every_commit_is_damaged_nothing_restarts_in_silence(
 
 def test_a_store_that_holds_another_run_is_refused(two_copies: Model, tmp_path: Path) -> None:
     other = folder_of_run(tmp_path / "other", run_id="run-2")
-    with pytest.raises(RunChanged, match="holds another run"):
+    with pytest.raises(RunChangedError, match="holds another run"):
         mirror_of(two_copies, other).bring_back()
 
 
@@ -612,7 +715,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine(folder: Path, name: str, store: str | Path | None, **keys: Any) -> Any:
-    """The job as a machine with an empty disk would run it: its own output_dir, the same data and model."""
+    """The job as a machine with an empty disk would run it: its own output_dir, the same data and
+    model.
+    """
     settings = {
         "save_steps": 2,
         "eval_strategy": "steps",
@@ -652,8 +757,8 @@ def mirrors_made(monkeypatch: pytest.MonkeyPatch) -> list[Mirror]:
 
 
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How many seconds after a mirror was made each wait for it was over: one before the ledger is written for the last
-    time that a store hears of, one after."""
+    """How many seconds after a mirror was made each wait for it was over: one before the ledger is
+    written for the last time that a store hears of, one after."""
     over_s, made_at = list[float](), [0.0]
     init, wait = Mirror.__init__, Mirror.wait
 
@@ -678,7 +783,9 @@ def same_result(left: Path, right: Path) -> list[str]:
     return [name for name in found if name != "model/README.md"]  # it names the data by its address
 
 
-def test_a_store_that_is_lost_with_the_disk_of_the_run_is_named(quick: None, tmp_path: Path) -> None:
+def test_a_store_that_is_lost_with_the_disk_of_the_run_is_named(
+    quick: None, tmp_path: Path
+) -> None:
     """As where the disk that was meant is not mounted."""
     said = "is on the disk of the run: mount one that outlives this machine"
     heard = Heard()
@@ -716,7 +823,9 @@ def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
     second_s = [a["wall_s"] for a in second.receipt.attempts]
     third_s = [a["wall_s"] for a in third.receipt.attempts][:2]
     assert third_s[0] == pytest.approx(second_s[0])
-    assert until_the_last_words_s <= third_s[1] <= second_s[1], "all but the moment in which the lease was given back"
+    assert until_the_last_words_s <= third_s[1] <= second_s[1], (
+        "all but the moment in which the lease was given back"
+    )
     fourth = train(machine(tmp_path, "fourth", store), heard := Heard())
     assert fourth.reason.startswith("it was finished already"), "the model came along"
     assert heard.of(StepTaken) == []
@@ -738,7 +847,7 @@ def test_a_run_that_another_machine_takes_over_stops_in_words(
                 number += 1
             time.sleep(0.3)
 
-    with pytest.raises(RunBusy, match="other is training this run"):
+    with pytest.raises(RunBusyError, match="other is training this run"):
         train(machine(tmp_path, "run", tmp_path / "store", num_train_epochs=50), take_over)  # type: ignore[arg-type]
 
 
@@ -753,9 +862,9 @@ def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
     def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
         if is_away and fault == "hangs":
             time.sleep(0.5)
-            raise StoreFault("no answer")
+            raise StoreError("no answer")
         if is_away and fault != "slow":
-            raise StoreFault("503") if fault == "fails" else store_module.StoreRefuses("403")
+            raise StoreError("503") if fault == "fails" else store_module.StoreRefuses("403")
         if is_away:
             time.sleep(0.1)
         return operation()
@@ -794,7 +903,7 @@ def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
 
     def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
         if heard.of(StepTaken):
-            raise StoreFault("503 for ever")
+            raise StoreError("503 for ever")
         return operation()
 
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
@@ -810,7 +919,9 @@ def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
     assert heard.of(StepTaken) == []
     assert is_finished(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "gone")
-    assert train(machine(tmp_path, "run", tmp_path / "store"), Heard()).reason.startswith("it was finished already")
+    assert train(machine(tmp_path, "run", tmp_path / "store"), Heard()).reason.startswith(
+        "it was finished already"
+    )
     assert (tmp_path / "run" / "model").is_dir()
 
 
@@ -831,16 +942,18 @@ def test_no_run_is_marked_as_finished_before_its_model_is_in_the_store(
     assert is_finished(tmp_path / "run")
 
 
-def test_a_store_that_is_down_at_the_start(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_store_that_is_down_at_the_start(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     real, is_down = open_store(str(tmp_path / "store")), True
 
     def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
         if is_down:
-            raise StoreFault("503")
+            raise StoreError("503")
         return operation()
 
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
-    with pytest.raises(StoreDown, match="does not answer") as error:
+    with pytest.raises(StoreUnavailableError, match="does not answer") as error:
         train(machine(tmp_path, "run", tmp_path / "store"))
     assert error.value.exit_code == 75, "an empty folder never begins again in silence"
     is_down = False

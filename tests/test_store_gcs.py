@@ -1,4 +1,5 @@
-"""The copy of a run in Google Cloud Storage, as gcsfs and an emulator have it, behind a proxy that breaks things.
+"""The copy of a run in Google Cloud Storage, as gcsfs and an emulator have it, behind a proxy that
+breaks things.
 
 The emulator does not look at `ifGenerationMatch`; the proxy does, as the service would.
 """
@@ -21,9 +22,15 @@ import pytest
 
 from farthing.durability import object_store as store_module
 from farthing.durability import replica as mirror_module
-from farthing.durability.object_store import BucketStore, Retrying, StoreFault, StoreRefuses, open_store
+from farthing.durability.object_store import (
+    BucketStore,
+    Retrying,
+    StoreError,
+    StoreRefuses,
+    open_store,
+)
 from farthing.durability.replica import Pace
-from farthing.errors import RunBusy, UserMistake
+from farthing.errors import InputError, RunBusyError
 from farthing.events import ReadingData, Restored
 from fault_proxy import FaultProxy
 from mirrored import IN_TROUBLE, PATIENT, delivered, folder_of_run, mirror_of, step_done
@@ -31,21 +38,29 @@ from test_store import behaves_like_a_store, machine, newest_objects, same_resul
 from workshop import Heard, train
 
 if importlib.util.find_spec("gcsfs") is None:  # not imported: how that goes is the store's
-    pytest.skip("gcsfs is not installed: nothing is tried against Google Cloud Storage", allow_module_level=True)
+    pytest.skip(
+        "gcsfs is not installed: nothing is tried against Google Cloud Storage",
+        allow_module_level=True,
+    )
 emulator = pytest.importorskip(
-    "gcp_storage_emulator.server", reason="gcp-storage-emulator is not installed: no Google Cloud Storage here"
+    "gcp_storage_emulator.server",
+    reason="gcp-storage-emulator is not installed: no Google Cloud Storage here",
 )
 
 
 class GcsProxy(FaultProxy):
-    """Enforces `ifGenerationMatch=0` (only where no object is), one request at a time, and counts what it has refused."""
+    """Enforces `ifGenerationMatch=0` (only where no object is), one request at a time, and counts
+    what it has refused.
+    """
 
     def __init__(self, backend_port: int) -> None:
         super().__init__(backend_port)
         self.n_refused = 0
         self._one_by_one = threading.Lock()
 
-    def _pass_on(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+    def _pass_on(
+        self, request: BaseHTTPRequestHandler, body: bytes
+    ) -> tuple[int, list[tuple[str, str]], bytes]:
         url = urllib.parse.urlsplit(request.path)
         asked = urllib.parse.parse_qs(url.query)
         if asked.get("ifGenerationMatch") != ["0"]:
@@ -56,7 +71,9 @@ class GcsProxy(FaultProxy):
         with self._one_by_one:
             if self._is_there(bucket, name):
                 self.n_refused += 1
-                reply = json.dumps({"error": {"code": 412, "message": "Precondition Failed"}}).encode()
+                reply = json.dumps(
+                    {"error": {"code": 412, "message": "Precondition Failed"}}
+                ).encode()
                 return 412, [("Content-Type", "application/json")], reply
             return super()._pass_on(request, body)
 
@@ -102,7 +119,9 @@ def address(server: Any) -> str:
     return f"gs://{bucket}/runs/one"
 
 
-def test_gcs_behaves_like_the_model_of_a_store(proxy: GcsProxy, address: str, tmp_path: Path) -> None:
+def test_gcs_behaves_like_the_model_of_a_store(
+    proxy: GcsProxy, address: str, tmp_path: Path
+) -> None:
     store = open_store(address)
     assert isinstance(store, BucketStore)
     behaves_like_a_store(store, tmp_path)
@@ -113,7 +132,9 @@ def test_of_many_that_create_an_object_at_once_one_does(proxy: GcsProxy, address
     outcomes: list[bool] = []
     stores = [open_store(address) for _ in range(6)]
     threads = [
-        threading.Thread(target=lambda i=i, store=store: outcomes.append(store.create("commits/1", b"%d" % i)))  # type: ignore[misc]
+        threading.Thread(
+            target=lambda i=i, store=store: outcomes.append(store.create("commits/1", b"%d" % i))
+        )  # type: ignore[misc]
         for i, store in enumerate(stores)
     ]
     for thread in threads:
@@ -125,12 +146,21 @@ def test_of_many_that_create_an_object_at_once_one_does(proxy: GcsProxy, address
 
 @pytest.mark.parametrize(
     ("fault", "method"),
-    [("503", "POST"), ("reset", "POST"), ("lost reply", "POST"), ("slow", "POST"), ("truncate", "GET"), ("503", "GET")],
+    [
+        ("503", "POST"),
+        ("reset", "POST"),
+        ("lost reply", "POST"),
+        ("slow", "POST"),
+        ("truncate", "GET"),
+        ("503", "GET"),
+    ],
 )
 def test_a_fault_that_passes_is_waited_out(
     fault: str, method: str, proxy: GcsProxy, address: str, tmp_path: Path
 ) -> None:
-    """The first request of a kind fails: a write happens once, and what is read is what was written."""
+    """The first request of a kind fails: a write happens once, and what is read is what was
+    written.
+    """
     n_left = 1
 
     def trouble(number: int, its_method: str, path: str) -> str | None:
@@ -162,7 +192,9 @@ def test_a_fault_that_passes_is_waited_out(
     assert store.get("data/1") == b"x" * 5000
 
 
-def test_what_is_changed_on_its_way_is_found_out(proxy: GcsProxy, address: str, tmp_path: Path) -> None:
+def test_what_is_changed_on_its_way_is_found_out(
+    proxy: GcsProxy, address: str, tmp_path: Path
+) -> None:
     """The service answers with the checksum of what arrived."""
     content = bytes(range(256)) * 40
 
@@ -176,16 +208,22 @@ def test_what_is_changed_on_its_way_is_found_out(proxy: GcsProxy, address: str, 
     (tmp_path / "file").write_bytes(content)
     honest = proxy._pass_on
     proxy._pass_on = change(honest)  # type: ignore[method-assign]
-    with pytest.raises(StoreFault):
+    with pytest.raises(StoreError):
         store.put("data/1", tmp_path / "file")
     proxy._pass_on = honest  # type: ignore[method-assign]
     store.put("data/1", tmp_path / "file")
     assert store.get("data/1") == content
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("503", StoreFault), ("403", StoreRefuses), ("hang", StoreFault)])
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("503", StoreError), ("403", StoreRefuses), ("hang", StoreError)]
+)
 def test_a_fault_that_lasts_ends_in_bounded_time(
-    fault: str, kind: type[Exception], proxy: GcsProxy, address: str, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    kind: type[Exception],
+    proxy: GcsProxy,
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = open_store(address)
     store.create("commits/1", b"x" * 100)
@@ -201,26 +239,30 @@ def test_a_fault_that_lasts_ends_in_bounded_time(
 def test_a_bucket_that_is_not_there_or_refuses_is_said_at_the_start(
     proxy: GcsProxy, address: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserMistake, match=r"the store refuses.*no such bucket"):
+    with pytest.raises(InputError, match=r"the store refuses.*no such bucket"):
         mirror_of(open_store("gs://no-such-bucket-here/x"), tmp_path / "a").bring_back()
     proxy.begin(lambda number, method, path: "403")
-    with pytest.raises(UserMistake, match="the store refuses"):
+    with pytest.raises(InputError, match="the store refuses"):
         mirror_of(open_store(address), tmp_path / "b").bring_back()
 
 
-def test_of_two_machines_one_holds_the_bucket(proxy: GcsProxy, address: str, tmp_path: Path) -> None:
+def test_of_two_machines_one_holds_the_bucket(
+    proxy: GcsProxy, address: str, tmp_path: Path
+) -> None:
     said: list[str] = []
     pace = Pace(renew_s=0.2, lease_s=10.0)
     first = mirror_of(open_store(address), folder_of_run(tmp_path / "a"), said, pace=pace)
     first.bring_back()
     assert said == [], "the bucket keeps its condition"
-    with pytest.raises(RunBusy, match="is training this run"):
+    with pytest.raises(RunBusyError, match="is training this run"):
         mirror_of(open_store(address), tmp_path / "b").bring_back()
     assert delivered(first, 1, step_done(tmp_path / "a", 1))
     first.close(2)
 
 
-def test_a_flipped_object_in_the_bucket_is_detected(proxy: GcsProxy, address: str, tmp_path: Path) -> None:
+def test_a_flipped_object_in_the_bucket_is_detected(
+    proxy: GcsProxy, address: str, tmp_path: Path
+) -> None:
     run, store = folder_of_run(tmp_path / "run"), open_store(address)
     mirror = mirror_of(store, run, pace=PATIENT)
     mirror.bring_back()
@@ -240,7 +282,9 @@ def test_a_flipped_object_in_the_bucket_is_detected(proxy: GcsProxy, address: st
 
 
 @pytest.mark.slow
-def test_a_large_file_goes_in_parts_and_comes_back(proxy: GcsProxy, address: str, tmp_path: Path) -> None:
+def test_a_large_file_goes_in_parts_and_comes_back(
+    proxy: GcsProxy, address: str, tmp_path: Path
+) -> None:
     content = bytes(range(256)) * (240 << 10)
     (tmp_path / "large").write_bytes(content)
     store = Retrying(open_store(address), 60, pause_s=0.05)
@@ -251,10 +295,13 @@ def test_a_large_file_goes_in_parts_and_comes_back(proxy: GcsProxy, address: str
     assert (tmp_path / "back").read_bytes() == content
 
 
-def test_training_reads_its_data_from_a_bucket(proxy: GcsProxy, address: str, tmp_path: Path) -> None:
+def test_training_reads_its_data_from_a_bucket(
+    proxy: GcsProxy, address: str, tmp_path: Path
+) -> None:
     import gcsfs
 
-    gcsfs.GCSFileSystem.clear_instance_cache()  # of other tests, with the addresses of their servers
+    # of other tests, with the addresses of their servers
+    gcsfs.GCSFileSystem.clear_instance_cache()
     bucket = address.split("/")[2]
     job = machine(tmp_path, "local", None)
     content = (tmp_path / "data.jsonl").read_bytes()
@@ -269,7 +316,7 @@ def test_training_reads_its_data_from_a_bucket(proxy: GcsProxy, address: str, tm
     assert heard.of(ReadingData)[0].what == f"downloading gs://{bucket}/sets/a.jsonl"
     assert heard.of(ReadingData)[0].done_bytes == len(content)
     missing = data.model_copy(update={"train": (f"gs://{bucket}/sets/b.jsonl",)})
-    with pytest.raises(UserMistake, match="no such file"):
+    with pytest.raises(InputError, match="no such file"):
         train(remote.model_copy(update={"data": missing, "output_dir": str(tmp_path / "missing")}))
 
 
@@ -277,7 +324,7 @@ def test_training_reads_its_data_from_a_bucket(proxy: GcsProxy, address: str, tm
 def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     proxy: GcsProxy, address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Every fortieth request meets another fault; the result is that of a run that was left alone."""
+    """Every fortieth request meets another fault; the result is that of a run that was left alone."""  # noqa: E501
     faults = ["503", "reset", "lost reply", "slow", "truncate"]
 
     def trouble(number: int, method: str, path: str) -> str | None:
@@ -296,7 +343,9 @@ def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
 
 
 def test_the_library_asks_twice_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own six tries take half a minute, before anything can be said of an endpoint that refuses."""
+    """Its own six tries take half a minute, before anything can be said of an endpoint that
+    refuses.
+    """
     asked: list[str] = []
 
     class Refusing(BaseHTTPRequestHandler):
@@ -311,7 +360,7 @@ def test_the_library_asks_twice_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
-        with pytest.raises(StoreFault):
+        with pytest.raises(StoreError):
             open_store("gs://bucket/run").list("commits/")
         assert len(asked) == 2
     finally:

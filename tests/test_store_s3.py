@@ -1,4 +1,6 @@
-"""The copy of a run in S3, as moto's server has it, behind a proxy that breaks things; each wait has a bound."""
+"""The copy of a run in S3, as moto's server has it, behind a proxy that breaks things; each wait
+has a bound.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import pytest
 
 from farthing.durability import object_store as store_module
 from farthing.durability import replica as mirror_module
-from farthing.durability.object_store import Retrying, StoreFault, StoreRefuses, open_store
+from farthing.durability.object_store import Retrying, StoreError, StoreRefuses, open_store
 from farthing.durability.replica import Pace
-from farthing.errors import RunBusy, UserMistake
+from farthing.errors import InputError, RunBusyError
 from farthing.events import ReadingData, Restored
 from fault_proxy import FaultProxy
 from mirrored import IN_TROUBLE, PATIENT, delivered, folder_of_run, mirror_of, step_done, upload
@@ -25,7 +27,9 @@ from together import forkserver
 from workshop import Heard, train
 
 pytest.importorskip("s3fs", reason="s3fs is not installed: nothing is tried against S3")
-moto_server = pytest.importorskip("moto.server", reason="moto[s3], flask and flask-cors are not installed: no S3 here")
+moto_server = pytest.importorskip(
+    "moto.server", reason="moto[s3], flask and flask-cors are not installed: no S3 here"
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,9 @@ def address(backend: int) -> str:
     return f"s3://{bucket}/runs/one"
 
 
-def test_s3_behaves_like_the_model_of_a_store(proxy: FaultProxy, address: str, tmp_path: Path) -> None:
+def test_s3_behaves_like_the_model_of_a_store(
+    proxy: FaultProxy, address: str, tmp_path: Path
+) -> None:
     behaves_like_a_store(open_store(address), tmp_path)
 
 
@@ -88,7 +94,9 @@ def test_s3_behaves_like_the_model_of_a_store(proxy: FaultProxy, address: str, t
 def test_a_fault_that_passes_is_waited_out(
     fault: str, method: str, proxy: FaultProxy, address: str, tmp_path: Path
 ) -> None:
-    """The first three requests of a kind fail: a write happens once, and what is read is what was written."""
+    """The first three requests of a kind fail: a write happens once, and what is read is what was
+    written.
+    """
     n_left = 3
 
     def trouble(number: int, its_method: str, path: str) -> str | None:
@@ -124,17 +132,21 @@ def test_a_fault_that_passes_is_waited_out(
     ("fault", "kind"),
     thinned(
         [
-            ("503", StoreFault),
+            ("503", StoreError),
             ("403", StoreRefuses),
-            ("reset", StoreFault),
-            ("hang", StoreFault),
-            ("truncate", StoreFault),
+            ("reset", StoreError),
+            ("hang", StoreError),
+            ("truncate", StoreError),
         ],
         2,
     ),
 )
 def test_a_fault_that_lasts_ends_in_bounded_time(
-    fault: str, kind: type[Exception], proxy: FaultProxy, address: str, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    kind: type[Exception],
+    proxy: FaultProxy,
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = open_store(address)
     store.create("commits/1", b"x" * 100)
@@ -150,16 +162,18 @@ def test_a_fault_that_lasts_ends_in_bounded_time(
 def test_a_bucket_that_is_not_there_or_refuses_is_said_at_the_start(
     proxy: FaultProxy, address: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserMistake, match="the store refuses"):
+    with pytest.raises(InputError, match="the store refuses"):
         mirror_of(open_store("s3://no-such-bucket-here/x"), tmp_path / "a").bring_back()
     proxy.begin(lambda number, method, path: "403")
-    with pytest.raises(UserMistake, match="the store refuses") as error:
+    with pytest.raises(InputError, match="the store refuses") as error:
         mirror_of(open_store(address), tmp_path / "b").bring_back()
     assert "canary" not in str(error.value)
 
 
 @pytest.mark.slow
-def test_a_large_file_goes_in_parts_and_comes_back(proxy: FaultProxy, address: str, tmp_path: Path) -> None:
+def test_a_large_file_goes_in_parts_and_comes_back(
+    proxy: FaultProxy, address: str, tmp_path: Path
+) -> None:
     content = bytes(range(256)) * (120 << 12)
     (tmp_path / "large").write_bytes(content)
     n_broken = 0
@@ -181,16 +195,22 @@ def test_a_large_file_goes_in_parts_and_comes_back(proxy: FaultProxy, address: s
     assert n_broken == 1
 
 
-def test_of_two_machines_one_holds_the_bucket(proxy: FaultProxy, address: str, tmp_path: Path) -> None:
-    first = mirror_of(open_store(address), folder_of_run(tmp_path / "a"), pace=Pace(renew_s=0.2, lease_s=10.0))
+def test_of_two_machines_one_holds_the_bucket(
+    proxy: FaultProxy, address: str, tmp_path: Path
+) -> None:
+    first = mirror_of(
+        open_store(address), folder_of_run(tmp_path / "a"), pace=Pace(renew_s=0.2, lease_s=10.0)
+    )
     first.bring_back()
-    with pytest.raises(RunBusy, match="is training this run"):
+    with pytest.raises(RunBusyError, match="is training this run"):
         mirror_of(open_store(address), tmp_path / "b").bring_back()
     assert delivered(first, 1, step_done(tmp_path / "a", 1))
     first.close(2)
 
 
-def test_a_flipped_object_in_the_bucket_is_detected(proxy: FaultProxy, address: str, tmp_path: Path) -> None:
+def test_a_flipped_object_in_the_bucket_is_detected(
+    proxy: FaultProxy, address: str, tmp_path: Path
+) -> None:
     run, store = folder_of_run(tmp_path / "run"), open_store(address)
     mirror = mirror_of(store, run, pace=PATIENT)
     mirror.bring_back()
@@ -215,7 +235,7 @@ def test_a_flipped_object_in_the_bucket_is_detected(proxy: FaultProxy, address: 
 def killed_in_upload(
     context: Any, proxy: FaultProxy, address: str, folder: Path, k: int, fault: str
 ) -> tuple[bool, int | None]:
-    """Whether the kill at request `k` struck, and the step that an empty machine then goes on from."""
+    """Whether the kill at request `k` struck, and the step that an empty machine then goes on from."""  # noqa: E501
     run = folder_of_run(folder / f"run-{k}")
     process = context.Process(target=upload, args=(address, str(run), dict(os.environ)))
     process.start()
@@ -225,13 +245,17 @@ def killed_in_upload(
     assert process.exitcode is not None, "it ended in bounded time"
     was_killed = process.exitcode != 0
     proxy.begin()
-    empty = mirror_of(open_store(address), folder / f"empty-{k}", pace=Pace(renew_s=60, lease_s=0.1, pause_s=0.01))
+    empty = mirror_of(
+        open_store(address), folder / f"empty-{k}", pace=Pace(renew_s=60, lease_s=0.1, pause_s=0.01)
+    )
     step = empty.bring_back()
     empty.close(2)
     return was_killed, step
 
 
-def kills(context: Any, proxy: FaultProxy, address: str, folder: Path, ks: range, fault: str) -> list[int | None]:
+def kills(
+    context: Any, proxy: FaultProxy, address: str, folder: Path, ks: range, fault: str
+) -> list[int | None]:
     outcomes = []
     for k in ks:
         was_killed, step = killed_in_upload(context, proxy, f"{address}-{k}", folder, k, fault)
@@ -265,7 +289,9 @@ def test_a_kill_at_any_request_of_an_upload_leaves_a_whole_copy(
 # ---- whole runs ----
 
 
-def test_training_reads_its_data_from_a_bucket(proxy: FaultProxy, address: str, tmp_path: Path) -> None:
+def test_training_reads_its_data_from_a_bucket(
+    proxy: FaultProxy, address: str, tmp_path: Path
+) -> None:
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()  # of other tests, with the addresses of their servers
@@ -283,20 +309,22 @@ def test_training_reads_its_data_from_a_bucket(proxy: FaultProxy, address: str, 
         f"downloading s3://{bucket}/sets/a.jsonl", len(content), len(content)
     )
     proxy.begin(lambda number, method, path: "403" if method == "GET" else None)
-    assert train(remote.model_copy(update={"output_dir": str(tmp_path / "again")})).exit_code == 0, "it is in the cache"
+    assert (
+        train(remote.model_copy(update={"output_dir": str(tmp_path / "again")})).exit_code == 0
+    ), "it is in the cache"
     proxy.begin()
     s3fs.S3FileSystem().pipe(f"{bucket}/sets/a.jsonl", content + content)
-    with pytest.raises(UserMistake, match="content"):
+    with pytest.raises(InputError, match="content"):
         train(remote)
     missing = data.model_copy(update={"train": (f"s3://{bucket}/sets/b.jsonl",)})
-    with pytest.raises(UserMistake, match="no such file"):
+    with pytest.raises(InputError, match="no such file"):
         train(remote.model_copy(update={"data": missing, "output_dir": str(tmp_path / "missing")}))
 
 
 def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     proxy: FaultProxy, address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Every seventh request meets another fault; the result is that of a run that was left alone."""
+    """Every seventh request meets another fault; the result is that of a run that was left alone."""  # noqa: E501
     faults = ["503", "reset", "lost reply", "slow", "truncate", "flip"]
 
     def trouble(number: int, method: str, path: str) -> str | None:

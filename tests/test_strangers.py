@@ -1,4 +1,6 @@
-"""What somebody meets who gives farthing a file that is not what it wants: an answer in plain words, never a crash."""
+"""What somebody meets who gives farthing a file that is not what it wants: an answer in plain
+words, never a crash.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import pytest
 import workshop
 from farthing.cli import main
 
-AXOLOTL = "base_model: a/b\ndatasets: [{path: x.jsonl, type: alpaca}]\nadapter: lora\nsequence_len: 512\n"
+AXOLOTL = (
+    "base_model: a/b\ndatasets: [{path: x.jsonl, type: alpaca}]\nadapter: lora\nsequence_len: 512\n"
+)
 NOISE = bytes(range(128, 256)) * 8
 
 
@@ -46,7 +50,9 @@ def test_an_odd_file_is_no_configuration(
     assert "to do:" in said
 
 
-@pytest.mark.parametrize("source", ["openai", "together", "fireworks", "llama-factory", "trl", "unsloth", "hf-trainer"])
+@pytest.mark.parametrize(
+    "source", ["openai", "together", "fireworks", "llama-factory", "trl", "unsloth", "hf-trainer"]
+)
 def test_settings_of_another_tool_than_the_named_one_are_no_job(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +94,9 @@ def test_an_odd_file_is_no_data(
     assert "to do:" in said
 
 
-def test_rows_that_are_nothing_are_counted_with_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_are_nothing_are_counted_with_their_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "noise.jsonl"
     path.write_bytes(NOISE + b"\n" + b'{"text": "' + b"x" * 11_000_000 + b'"}\n{"text": "good"}\n')
     assert main(["doctor", "--data", str(path)]) == 0
@@ -102,11 +110,19 @@ def test_inputs_that_are_trained_and_evaluated_on_are_counted(family: str, tmp_p
     rows = workshop.rows_of(family, 20)
     heard = workshop.Heard()
     workshop.train(
-        workshop.make_job(tmp_path, family, rows=rows, eval_rows=rows[-1:] * 2 + rows[:1], max_steps=1), heard
+        workshop.make_job(
+            tmp_path, family, rows=rows, eval_rows=rows[-1:] * 2 + rows[:1], max_steps=1
+        ),
+        heard,
     )
     assert "3 of 3 evaluation examples have an input that is trained on too" in heard.warnings
     assert "eval.jsonl" in heard.warnings
     heard = workshop.Heard()
-    fresh = [{**row, ("text" if family == "bert" else "prompt"): f"never seen {i}"} for i, row in enumerate(rows[:3])]
-    workshop.train(workshop.make_job(tmp_path / "b", family, rows=rows, eval_rows=fresh, max_steps=1), heard)
+    fresh = [
+        {**row, ("text" if family == "bert" else "prompt"): f"never seen {i}"}
+        for i, row in enumerate(rows[:3])
+    ]
+    workshop.train(
+        workshop.make_job(tmp_path / "b", family, rows=rows, eval_rows=fresh, max_steps=1), heard
+    )
     assert "trained on too" not in heard.warnings

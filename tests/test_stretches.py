@@ -1,4 +1,6 @@
-"""Where an attempt's seconds went over time: the parts add up, few are kept, and a ledger carries them."""
+"""Where an attempt's seconds went over time: the parts add up, few are kept, and a ledger carries
+them.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +70,12 @@ def test_a_ledger_keeps_the_stretches_of_each_attempt(tmp_path: Path) -> None:
 
 def test_what_are_no_stretches_is_passed_over() -> None:
     good: Stretch = [1, 2, 0, {"compute": 1.0}]
-    bad = [[1, 2, 0], [1, 2, 0, {"compute": -1}], [1, 2, "3", {}], {"a": 1}, [1, 2, 0, {"compute": float("nan")}]]
+    bad = [
+        [1, 2, 0],
+        [1, 2, 0, {"compute": -1}],
+        [1, 2, "3", {}],
+        {"a": 1},
+        [1, 2, 0, {"compute": float("nan")}],
+    ]
     assert read([*bad, good]) == [good]
     assert read("no list") == []

@@ -1,4 +1,6 @@
-"""Whole runs that are killed, stopped, damaged and continued end bit-identical to runs that were left alone."""
+"""Whole runs that are killed, stopped, damaged and continued end bit-identical to runs that were
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.files import only_writer
-from farthing.errors import RunBusy, RunDamaged
+from farthing.errors import RunBusyError, RunDamagedError
 from farthing.events import Decided, Emit, Evaluating, Event, Restored, Saved, StepTaken, Tokenizing
 from farthing.report.receipt_types import Receipt
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
@@ -42,14 +44,22 @@ def quiet(event: Event) -> None:
 def job_in(folder: Path, name: str, **train_keys: Any) -> Job:
     if not (folder / "model").exists():
         rows = demo_rows(60, seed=1)
-        make_model_folder(folder / "model", (r["prompt"] + r["completion"] for r in rows), hidden=32, dropout=0.1)
+        make_model_folder(
+            folder / "model", (r["prompt"] + r["completion"] for r in rows), hidden=32, dropout=0.1
+        )
         write_jsonl(folder / "data.jsonl", rows)
     job = {
         "task": "causal-lm",
         "model": {"model_name_or_path": "model", "init": "random"},
         "data": {"train": "data.jsonl", "eval_fraction": 0.1},
         "method": "full",
-        "train": {"max_steps": 12, "global_batch_size": 8, "save_steps": 2, "eval_steps": 4, "learning_rate": 3e-3}
+        "train": {
+            "max_steps": 12,
+            "global_batch_size": 8,
+            "save_steps": 2,
+            "eval_steps": 4,
+            "learning_rate": 3e-3,
+        }
         | train_keys,
         "where": {"usd_per_hour": 3.6},
         "output_dir": name,
@@ -83,13 +93,20 @@ def alone(tmp_path: Path) -> dict[str, Any]:
 
 
 def chains(*arguments: str) -> dict[str, Any]:
-    """`bench/survive.py` in a process of its own: it forks, which is safe only where no thread has run yet."""
+    """`bench/survive.py` in a process of its own: it forks, which is safe only where no thread has
+    run yet.
+    """
     command = [sys.executable, survive.__file__, "--json", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     result: dict[str, Any] = json.loads(done.stdout)
     assert (done.returncode == 0) == (result["survived"] == result["seeds"])
     assert sum(result["kills_by_place"].values()) == result["kills"]
-    assert result["steps_repeated"] == result["steps_skipped"] == result["finished_runs_trained_further"] == 0
+    assert (
+        result["steps_repeated"]
+        == result["steps_skipped"]
+        == result["finished_runs_trained_further"]
+        == 0
+    )
     return result
 
 
@@ -131,7 +148,9 @@ def test_a_chain_of_kills_that_take_the_disk_changes_nothing() -> None:
 @pytest.mark.slow
 def test_the_peer_goes_through_the_same() -> None:
     if not survive.PEERS_PYTHON.exists():
-        pytest.skip("`make peers` was not run: transformers.Trainer is not put through the same kills")
+        pytest.skip(
+            "`make peers` was not run: transformers.Trainer is not put through the same kills"
+        )
     result = chains("--seeds", "2", "--peer", "hf")["peer"]
     assert result["kills"] > 0
     assert result["identical"] + result["differ"] + result["could_not_go_on"] == 2
@@ -140,14 +159,31 @@ def test_the_peer_goes_through_the_same() -> None:
 def test_moments_follow_from_the_seed_and_are_spread() -> None:
     assert moments(7) == moments(7) != moments(8)
     drawn = [moment for seed in range(100) for moment in moments(seed, with_upload=True)]
-    assert {moment.aim for moment in drawn} == {None, "training step", "save", "evaluation", "tokenization", "upload"}
+    assert {moment.aim for moment in drawn} == {
+        None,
+        "training step",
+        "save",
+        "evaluation",
+        "tokenization",
+        "upload",
+    }
     assert {len(moments(seed)) for seed in range(20)} == {3, 4, 5}
     assert {moment.aim for seed in range(20) for moment in moments(seed, anywhere=True)} == {None}
 
 
 @pytest.mark.parametrize(
     ("kind", "step"),
-    thinned([(StepTaken, 1), (StepTaken, 5), (Evaluating, None), (Tokenizing, None), (Saved, 4), (Decided, None)], 3),
+    thinned(
+        [
+            (StepTaken, 1),
+            (StepTaken, 5),
+            (Evaluating, None),
+            (Tokenizing, None),
+            (Saved, 4),
+            (Decided, None),
+        ],
+        3,
+    ),
 )
 def test_a_stop_signal_at_any_time_can_be_continued(
     kind: type[Event], step: int | None, alone: dict[str, Any], tmp_path: Path
@@ -167,7 +203,8 @@ def test_a_finished_run_trains_nothing_more(alone: dict[str, Any], tmp_path: Pat
     run = tmp_path / "alone"
     log, steps = (run / "log.jsonl").read_bytes(), []
     outcome = train(
-        job_in(tmp_path, "alone"), lambda event: steps.append(event) if isinstance(event, StepTaken) else None
+        job_in(tmp_path, "alone"),
+        lambda event: steps.append(event) if isinstance(event, StepTaken) else None,
     )
     assert outcome.exit_code == 0
     assert steps == []
@@ -176,7 +213,8 @@ def test_a_finished_run_trains_nothing_more(alone: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "file", thinned(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"], 2)
+    "file",
+    thinned(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"], 2),
 )
 def test_after_damage_the_run_goes_on_from_the_checkpoint_before(
     file: str, alone: dict[str, Any], tmp_path: Path
@@ -203,7 +241,7 @@ def test_without_a_whole_checkpoint_a_restart_has_to_be_asked_for(
             (folder / "state.json").write_text("{}")
         else:
             shutil.rmtree(folder)
-    with pytest.raises(RunDamaged, match=r"none of|is gone"):
+    with pytest.raises(RunDamagedError, match=r"none of|is gone"):
         train(job, quiet)
     assert train(job, quiet, allow_restart=True).exit_code == 0
     assert survive.differences(alone, survive.result_of(tmp_path / "lost")) == []
@@ -212,13 +250,15 @@ def test_without_a_whole_checkpoint_a_restart_has_to_be_asked_for(
 def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
     job = job_in(tmp_path, "run")
     Path(job.output_dir).mkdir()
-    with only_writer(Path(job.output_dir)), pytest.raises(RunBusy, match="another process"):
+    with only_writer(Path(job.output_dir)), pytest.raises(RunBusyError, match="another process"):
         train(job, quiet)
 
 
 @pytest.mark.slow
 def test_a_resume_late_in_a_large_index_takes_no_time(tmp_path: Path) -> None:
-    """Which examples a step has is looked up, not replayed: ten million examples, 99 % of the epoch done."""
+    """Which examples a step has is looked up, not replayed: ten million examples, 99 % of the epoch
+    done.
+    """
     import numpy as np
 
     from farthing.data.batches import Batches
@@ -239,7 +279,9 @@ def test_dropout_is_a_function_of_seed_and_step() -> None:
     assert not torch.equal(first, torch.rand(4))
 
 
-def test_the_bill_counts_every_attempt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bill_counts_every_attempt_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # this process was started long before
     monkeypatch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
     job, within_s = job_in(tmp_path, "run"), 0.0
@@ -266,7 +308,9 @@ def test_the_bill_counts_every_attempt_once(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_work_that_was_lost_to_a_kill_stays_on_the_bill(tmp_path: Path) -> None:
-    """As if killed after step 7 with nothing saved since step 4: the later checkpoints are taken away."""
+    """As if killed after step 7 with nothing saved since step 4: the later checkpoints are taken
+    away.
+    """
     job = job_in(tmp_path, "run")
     train(job, when(StepTaken, 7, terminate))
     for folder in (tmp_path / "run" / "checkpoints").glob("step-*"):
@@ -279,8 +323,12 @@ def test_work_that_was_lost_to_a_kill_stays_on_the_bill(tmp_path: Path) -> None:
     assert receipt.tokens == train(job_in(tmp_path, "other"), quiet).receipt.tokens
 
 
-def test_the_receipt_says_how_long_saving_held_the_run_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot that takes 50 ms, and a disk that takes 200 ms, which only the last save has to wait for."""
+def test_the_receipt_says_how_long_saving_held_the_run_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot that takes 50 ms, and a disk that takes 200 ms, which only the last save has to
+    wait for.
+    """
     snapshot, write = Checkpoints.save, Checkpoints._write
 
     def slow_snapshot(*arguments: Any) -> Any:
@@ -294,7 +342,10 @@ def test_the_receipt_says_how_long_saving_held_the_run_up(tmp_path: Path, monkey
     monkeypatch.setattr(Checkpoints, "save", slow_snapshot)
     monkeypatch.setattr(Checkpoints, "_write", slow_write)
     under_way: list[str] = []
-    taken_s = {"loop": 0.0, "checkpoints": 0.0}  # all that the loop waits for, and what of it the checkpoints take
+    taken_s = {
+        "loop": 0.0,
+        "checkpoints": 0.0,
+    }  # all that the loop waits for, and what of it the checkpoints take
 
     def timed(part: str, owner: Any, name: str) -> None:
         function = getattr(owner, name)
@@ -321,13 +372,20 @@ def test_the_receipt_says_how_long_saving_held_the_run_up(tmp_path: Path, monkey
             time.sleep(0.15)
 
     job = job_in(tmp_path, "run", save_steps=4)
-    train(job, lambda event: terminate() if isinstance(event, StepTaken) and event.step == 6 else tell(event))
+    train(
+        job,
+        lambda event: (
+            terminate() if isinstance(event, StepTaken) and event.step == 6 else tell(event)
+        ),
+    )
     receipt = train(job, tell).receipt
     saves = receipt.checkpoints
     assert saves.n == sum(attempt["n_saves"] for attempt in receipt.attempts) >= 4
     assert taken_s["checkpoints"] > 0.05 * saves.n
     assert taken_s["checkpoints"] - 0.01 <= saves.held_up_s <= taken_s["loop"] + 0.01
-    assert saves.held_up_s <= next(s.seconds for s in receipt.spans if s.name == "checkpoint") + 0.01
+    assert (
+        saves.held_up_s <= next(s.seconds for s in receipt.spans if s.name == "checkpoint") + 0.01
+    )
     assert saves.share == pytest.approx(saves.held_up_s / receipt.wall_s)
     assert saves.interval_s is None, "by steps, as the job has it"
 

@@ -1,7 +1,9 @@
-"""SIGKILL before every system call of a save, and of an upload to a folder: what the kernel was told is all that is left.
+"""SIGKILL before every system call of a save, and of an upload to a folder: what the kernel was
+told is all that is left.
 
-One process is traced to see which calls it makes on files. Then for each of them `strace` attaches to another that is about
-to do the same, and kills it there. Refuses to stand in for a disk that loses its power: what the kernel has stays.
+One process is traced to see which calls it makes on files. Then for each of them `strace` attaches
+to another that is about to do the same, and kills it there. Refuses to stand in for a disk that
+loses its power: what the kernel has stays.
 """
 
 from __future__ import annotations
@@ -39,11 +41,15 @@ def why_not_here() -> str:
         return "strace is not installed: no process is killed at its system calls"
     command = ["strace", "-o", "/dev/null", "-e", "inject=write:signal=KILL:when=1", "echo"]
     done = subprocess.run(command, capture_output=True, check=False)
-    return "" if done.returncode == -signal.SIGKILL else "strace may not trace or kill here (ptrace)"
+    return (
+        "" if done.returncode == -signal.SIGKILL else "strace may not trace or kill here (ptrace)"
+    )
 
 
 def traced(work: Callable[[], None], *options: str) -> int:
-    """The exit code of a child that does `work` under strace, from its first call on a file to its end."""
+    """The exit code of a child that does `work` under strace, from its first call on a file to its
+    end.
+    """
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -53,7 +59,9 @@ def traced(work: Callable[[], None], *options: str) -> int:
             code = 0
         finally:
             os._exit(code)
-    with subprocess.Popen(["strace", "-f", "-qq", "-p", str(pid), *options], stderr=subprocess.DEVNULL) as tracer:
+    with subprocess.Popen(
+        ["strace", "-f", "-qq", "-p", str(pid), *options], stderr=subprocess.DEVNULL
+    ) as tracer:
         while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
             assert tracer.poll() is None, "strace did not attach"
             time.sleep(0.001)
@@ -66,7 +74,8 @@ def killed_at_each_call(
 ) -> list[int]:
     """What is left of a kill before each call, in the order of the calls, and of no kill at last.
 
-    `scene(folder)` sets up, and gives what is to be done and what then looks for the step that is left.
+    `scene(folder)` sets up, and gives what is to be done and what then looks for the step that is
+    left.
     """
     work, look = scene(folder / "whole")
     assert traced(work, "-o", str(folder / "trace"), "-e", f"trace={CALLS}") == 0
@@ -82,7 +91,9 @@ def killed_at_each_call(
         code = traced(work, "-o", "/dev/null", "-e", f"trace={name}", "-e", inject)
         assert code in (0, -signal.SIGKILL), f"{name} {seen[name]}: {code}"
         step = left()
-        if code == 0:  # names are drawn, so folders are listed in another order: a call less was made this time
+        if (
+            code == 0
+        ):  # names are drawn, so folders are listed in another order: a call less was made this time  # noqa: E501
             n_missed += 1
             assert step == whole
         else:
@@ -108,7 +119,9 @@ class Weights:
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Weights)
-        return self.values == other.values and all(torch.equal(t, other.tensors[k]) for k, t in self.tensors.items())
+        return self.values == other.values and all(
+            torch.equal(t, other.tensors[k]) for k, t in self.tensors.items()
+        )
 
 
 def parts_of(step: int) -> dict[str, Weights]:
@@ -116,7 +129,9 @@ def parts_of(step: int) -> dict[str, Weights]:
 
 
 def resumed(folder: Path) -> int:
-    """The step that a fresh process goes on from, its state compared; nothing of what was being written stays."""
+    """The step that a fresh process goes on from, its state compared; nothing of what was being
+    written stays.
+    """
     checkpoints = Checkpoints(folder, "run-1", 2, warn=print)
     step, parts = checkpoints.newest_valid(), parts_of(0)
     assert step is not None, "there was one"
@@ -127,7 +142,9 @@ def resumed(folder: Path) -> int:
 
 
 def a_save(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
-    """The checkpoints of steps 1 and 2 are there; that of 3 is written and linked for a store, and that of 1 removed."""
+    """The checkpoints of steps 1 and 2 are there; that of 3 is written and linked for a store, and
+    that of 1 removed.
+    """
     run = folder_of_run(folder)
     mirror = mirror_of(LocalStore(folder / "store"), run)
     checkpoints = Checkpoints(run / "checkpoints", "run-1", 2, warn=print, copy=mirror.offer)
@@ -145,8 +162,14 @@ def a_save(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
 
 
 def an_upload(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Step 1 is in the store; a second process claims the run, sends step 2, commits it, and removes what is older."""
-    run, store, pace = folder_of_run(folder / "run"), LocalStore(folder / "store"), replace(STILL, lease_s=0.02)
+    """Step 1 is in the store; a second process claims the run, sends step 2, commits it, and
+    removes what is older.
+    """
+    run, store, pace = (
+        folder_of_run(folder / "run"),
+        LocalStore(folder / "store"),
+        replace(STILL, lease_s=0.02),
+    )
 
     def send(step: int, checkpoint: Path) -> None:
         mirror = mirror_of(store, run, pace=pace, keep=1)
@@ -167,28 +190,41 @@ def an_upload(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
     return lambda: send(2, second), taken
 
 
-def tell_of_each_call(scene: Callable[[Path], tuple[Callable[[], None], Callable[[], int]]], folder: Path) -> None:
+def tell_of_each_call(
+    scene: Callable[[Path], tuple[Callable[[], None], Callable[[], int]]], folder: Path
+) -> None:
     """Checks what is left and says how many kills there were."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     outcomes = killed_at_each_call(folder, scene)
     before, after = outcomes[0], outcomes[-1]
     assert after == before + 1
     assert set(outcomes) == {before, after}
-    blur = len(outcomes) // 10  # names are drawn, and the order of calls with them: near the commit it is not sharp
+    blur = (
+        len(outcomes) // 10
+    )  # names are drawn, and the order of calls with them: near the commit it is not sharp
     at = outcomes.count(before)
     assert outcomes[: at - blur] == [before] * (at - blur), "nothing is there before its commit"
     assert set(outcomes[at + blur :]) <= {after}, "and once committed it stays"
-    print(f"{len(outcomes) - 1} kills, {outcomes.count(before)} of them before the new one was there")
+    print(
+        f"{len(outcomes) - 1} kills, {outcomes.count(before)} of them before the new one was there"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", ["a_save", "an_upload"])
-def test_a_kill_before_any_system_call_leaves_what_was_there_or_what_is_new(scene: str, tmp_path: Path) -> None:
+def test_a_kill_before_any_system_call_leaves_what_was_there_or_what_is_new(
+    scene: str, tmp_path: Path
+) -> None:
     """In a process of its own: it forks, which is safe only where no other thread runs."""
     if why := why_not_here():
         pytest.skip(why)
-    code = f"import pathlib, test_syscalls as t; t.tell_of_each_call(t.{scene}, pathlib.Path({str(tmp_path)!r}))"
+    code = (
+        f"import pathlib, test_syscalls as t; t.tell_of_each_call(t.{scene},"
+        f" pathlib.Path({str(tmp_path)!r}))"
+    )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > 50

@@ -19,11 +19,18 @@ from safetensors.torch import load_file
 
 from farthing.cli import main
 from farthing.config.load import load_job
-from farthing.errors import JobError, UserMistake
+from farthing.errors import InputError, JobError
 from farthing.tasks import registry
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.classification import CLASSIFICATION
-from farthing.tasks.registry import find_task, format_of, register, standard_columns, task_names, task_of
+from farthing.tasks.registry import (
+    find_task,
+    format_of,
+    register,
+    standard_columns,
+    task_names,
+    task_of,
+)
 from farthing.tasks.task import Rows
 from held import Held
 from patience import until
@@ -103,14 +110,19 @@ def rows_of(n: int) -> list[dict[str, Any]]:
     words = {"awful": -1.0, "dull": -0.5, "fine": 0.5, "grand": 1.0}
     names = list(words)
     return [
-        {"text": f"the {names[i % 4]} and the {names[i // 4 % 4]} number {i}", "score": words[names[i % 4]] / 2 + i % 3}
+        {
+            "text": f"the {names[i % 4]} and the {names[i // 4 % 4]} number {i}",
+            "score": words[names[i % 4]] / 2 + i % 3,
+        }
         for i in range(n)
     ]
 
 
 def write_job(folder: Path, **keys: Any) -> Path:
     """A small job of the task `scoring`."""
-    path = job_file(folder, "bert", rows=rows_of(40), pretrained=True, eval_rows=rows_of(8), max_steps=8, **keys)
+    path = job_file(
+        folder, "bert", rows=rows_of(40), pretrained=True, eval_rows=rows_of(8), max_steps=8, **keys
+    )
     values = yaml.safe_load(path.read_text()) | {"task": "scoring"}
     path.write_text(yaml.safe_dump(values))
     return path
@@ -121,10 +133,15 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "run/model/adapter_model.safetensors")
 
 
-def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_the_ordinary_commands(
+def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_the_ordinary_commands(  # noqa: E501
     package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys: dict[str, Any] = {"method": "lora", "save_steps": 1, "eval_steps": 4, "metric_for_best_model": "mean_error"}
+    keys: dict[str, Any] = {
+        "method": "lora",
+        "save_steps": 1,
+        "eval_steps": 4,
+        "metric_for_best_model": "mean_error",
+    }
     path = write_job(tmp_path / "killed", **keys)
     assert main(["plan", str(path), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -135,7 +152,9 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
     job, command = load_job(path), [sys.executable, "-m", "farthing", "train", str(path)]
     held = Held(tmp_path / "hold", "step-00000003", package)
     environment = held.environment
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
         until(lambda: held.is_there() or process.poll() is not None)
         process.send_signal(signal.SIGKILL)
         assert process.stderr is not None
@@ -155,7 +174,19 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
     assert all(set(each) == {"loss", "n_examples", "mean_error"} for each in metrics)
     assert (metrics[-1]["mean_error"] ** 2) <= metrics[-1]["loss"], "Jensen's inequality"
 
-    assert main(["export", str(job.output_dir), "--format", "merged", "--output", str(tmp_path / "merged")]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(job.output_dir),
+                "--format",
+                "merged",
+                "--output",
+                str(tmp_path / "merged"),
+            ]
+        )
+        == 0
+    )
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     assert (model.config.num_labels, model.config.problem_type) == (1, "regression")
     assert main(["report", str(job.output_dir)]) == 0
@@ -163,24 +194,26 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
     assert "pipeline_tag: text-classification" in (tmp_path / "merged/README.md").read_text()
 
 
-def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(package: Path, tmp_path: Path) -> None:
+def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(
+    package: Path, tmp_path: Path
+) -> None:
     path = write_job(tmp_path, data={"max_bad_rows": 0})
     text = (tmp_path / "data.jsonl").read_text()
     (tmp_path / "data.jsonl").write_text(text + '{"text": "no number", "score": "four"}\n')
-    with pytest.raises(UserMistake, match=r"data.jsonl:41: no number in `score`"):
+    with pytest.raises(InputError, match=r"data.jsonl:41: no number in `score`"):
         train(load_job(path))
 
 
 def test_a_package_whose_task_can_not_be_used_is_named(package: Path, tmp_path: Path) -> None:
     for name, why in (("broken", "no farthing Task"), ("gone", "ModuleNotFoundError")):
-        with pytest.raises(UserMistake, match=why):
+        with pytest.raises(InputError, match=why):
             find_task(name)
     path = write_job(tmp_path)
     path.write_text(path.read_text().replace("scoring", "scorning"))
     with pytest.raises(JobError, match="`task` can't be 'scorning'"):
         load_job(path)
     assert find_task("nothing") is None
-    with pytest.raises(UserMistake, match="there is no task `nothing`"):
+    with pytest.raises(InputError, match="there is no task `nothing`"):
         task_of("nothing")
 
 
@@ -195,7 +228,9 @@ def test_the_columns_of_all_tasks_are_known() -> None:
     assert format_of("text/label").needs == ("text", "label")
     assert {"messages", "tools", "system", "target", "label"} <= standard_columns()
     every = [each for name in task_names() for each in task_of(name).formats]
-    assert all(format_of(each.name) == each for each in every), "a form of rows is the same for all tasks"
+    assert all(format_of(each.name) == each for each in every), (
+        "a form of rows is the same for all tasks"
+    )
 
 
 @pytest.mark.parametrize("name", ["causal-lm", "seq2seq", "classification"])
@@ -212,11 +247,17 @@ def test_micro_batches_are_laid_out_as_each_task_says(name: str) -> None:
     assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == expected
     flat = task_of(name).packed_labels
     if flat is not None:
-        assert flat(rows).tolist() == {"causal-lm": [[-100, 6, -100, 8, 9]], "classification": [2, 0]}[name]
+        assert (
+            flat(rows).tolist()
+            == {"causal-lm": [[-100, 6, -100, 8, 9]], "classification": [2, 0]}[name]
+        )
 
 
 def test_a_classifiers_loss_is_the_sum_of_cross_entropies() -> None:
-    scores, labels = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 3, 0])
+    scores, labels = (
+        torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([1, 3, 0]),
+    )
     assert CLASSIFICATION.labels is not None
     loss = CLASSIFICATION.labels.loss(scores, labels, 0.0)
     assert loss.item() == pytest.approx(-scores.log_softmax(-1)[range(3), labels].sum().item())

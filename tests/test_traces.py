@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.spot import Now, prior
 from farthing.planner.spot_traces import hazards, read_traces
 from farthing.prices.offers import Billing, Offer
@@ -21,9 +21,24 @@ def write(folder: Path, name: str, data: object, gap_s: object = 60) -> Path:
     return path
 
 
-def offer(gpu: str = "V100-16GB", n_gpus: int = 1, region: str = "us-east-1", zone: str = "us-east-1a") -> Offer:
+def offer(
+    gpu: str = "V100-16GB", n_gpus: int = 1, region: str = "us-east-1", zone: str = "us-east-1a"
+) -> Offer:
     billing = Billing("AWS")
-    return Offer("AWS", "p3", gpu, n_gpus, region, zone, True, "machine_hour", 1.0, "test", date(2026, 1, 1), billing)
+    return Offer(
+        "AWS",
+        "p3",
+        gpu,
+        n_gpus,
+        region,
+        zone,
+        True,
+        "machine_hour",
+        1.0,
+        "test",
+        date(2026, 1, 1),
+        billing,
+    )
 
 
 LONG, SHORT = [1] * 600 + [0] * 60, [1] * 20 + [0] * 60
@@ -63,18 +78,18 @@ def test_memory_sizes_of_one_gpu_are_taken_away_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [[], "no list", [1, -1], [1, "a"], [0.5]])
 def test_a_broken_trace_is_named(data: object, tmp_path: Path) -> None:
     path = write(tmp_path, "us-east-1a_v100_1", data)
-    with pytest.raises(UserMistake) as caught:
+    with pytest.raises(InputError) as caught:
         read_traces(tmp_path)
     assert caught.value.where == str(path)
 
 
 def test_no_json_no_traces_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserMistake, match="no such folder"):
+    with pytest.raises(InputError, match="no such folder"):
         read_traces(tmp_path / "none")
-    with pytest.raises(UserMistake, match="no traces"):
+    with pytest.raises(InputError, match="no traces"):
         read_traces(tmp_path)
     (tmp_path / "x.json").write_text("{")
-    with pytest.raises(UserMistake, match="no JSON"):
+    with pytest.raises(InputError, match="no JSON"):
         read_traces(tmp_path)
 
 
@@ -92,7 +107,11 @@ def test_a_zone_that_was_never_up_says_nothing(tmp_path: Path) -> None:
 
 def test_a_trace_that_ends_now_says_what_its_zone_is_like(tmp_path: Path) -> None:
     now = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
-    for zone, data, minutes in (("a", LONG * 6 + [1] * 30, 20), ("b", LONG * 6, 20), ("c", LONG * 6, 600)):
+    for zone, data, minutes in (
+        ("a", LONG * 6 + [1] * 30, 20),
+        ("b", LONG * 6, 20),
+        ("c", LONG * 6, 600),
+    ):
         path = write(tmp_path, f"us-east-1{zone}_v100_1", data)
         content = json.loads(path.read_text())
         content["metadata"]["until"] = (now - timedelta(minutes=minutes)).isoformat()
@@ -103,5 +122,5 @@ def test_a_trace_that_ends_now_says_what_its_zone_is_like(tmp_path: Path) -> Non
     assert law(offer(zone="us-east-1b")).now == Now(False, 59 * 60.0)
     assert law(offer(zone="us-east-1c")).now is None, "ten hours ago"
     path.write_text(path.read_text().replace("2026-11", "last year"))
-    with pytest.raises(UserMistake, match=r"metadata\.until"):
+    with pytest.raises(InputError, match=r"metadata\.until"):
         read_traces(tmp_path)

@@ -1,4 +1,6 @@
-"""Trackers by their own libraries: a run that goes on goes on in the same run of theirs, and no step is in it twice."""
+"""Trackers by their own libraries: a run that goes on goes on in the same run of theirs, and no
+step is in it twice.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from workshop import Heard, make_job, step_taken, train
 def crashed_and_continued(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Job:
     """A run of 10 steps that crashes in its seventh, goes on from the fourth, and ends."""
     job = make_job(
-        folder, "llama", max_steps=10, save_steps=4, eval_steps=5, data={"eval_fraction": 0.2}, report_to=[name]
+        folder,
+        "llama",
+        max_steps=10,
+        save_steps=4,
+        eval_steps=5,
+        data={"eval_fraction": 0.2},
+        report_to=[name],
     )
     monkeypatch.setattr(track, "PATIENCE_S", 300.0)
     with monkeypatch.context() as patch:
@@ -43,7 +51,9 @@ def losses_in_log(job: Job) -> dict[int, float]:
 
 
 def records_of(content: bytes) -> Iterator[bytes]:
-    """The records of a file of wandb: a header of 7 bytes, then LevelDB's log format, blocks of 32 KiB with fragments."""
+    """The records of a file of wandb: a header of 7 bytes, then LevelDB's log format, blocks of 32
+    KiB with fragments.
+    """
     at, whole = 7, b""
     while at + 7 <= len(content):
         if (left := 32768 - at % 32768) < 7:
@@ -68,7 +78,10 @@ def test_wandb_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             ids |= {record.run.run_id} - {""}
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            items = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
             if "train/loss" in items:
                 steps.append(items["step"])
                 assert items["train/loss"] == pytest.approx(losses_in_log(job)[items["step"]])
@@ -91,7 +104,10 @@ def test_mlflow_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [point.step for point in history] == list(range(1, 11))
     assert {p.step: p.value for p in history} == pytest.approx(losses_in_log(job))
-    assert [point.step for point in client.get_metric_history(run.info.run_id, "eval/loss")] == [5, 10]
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "eval/loss")] == [
+        5,
+        10,
+    ]
     assert {"train/usd", "train/run_tokens"} <= set(run.data.metrics)
     assert run.data.params["method.name"] == "full"
     assert run.info.status == "FINISHED"
@@ -126,12 +142,16 @@ def test_tensorboard_has_each_step_once(tmp_path: Path, monkeypatch: pytest.Monk
     events = EventAccumulator(str(Path(job.output_dir) / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 11))
-    assert {event.step: event.value for event in events.Scalars("train/loss")} == pytest.approx(losses_in_log(job))
+    assert {event.step: event.value for event in events.Scalars("train/loss")} == pytest.approx(
+        losses_in_log(job)
+    )
     assert [event.step for event in events.Scalars("eval/loss")] == [5, 10]
     assert events.Scalars("estimate/wall_s")[0].step == 0
 
 
-def test_steps_that_are_taken_again_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_taken_again_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     everything: Everything = []
     monkeypatch.setitem(track._OPEN, "tensorboard", noting(everything))
     job = crashed_and_continued(tmp_path, monkeypatch, "tensorboard")
@@ -145,7 +165,9 @@ def test_steps_that_are_taken_again_are_told_once(tmp_path: Path, monkeypatch: p
     assert everything[-1][0] == 11, "what can't be read is no reason to say nothing"
 
 
-def test_one_that_hangs_does_not_keep_another_from_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_does_not_keep_another_from_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_over, heard = threading.Event(), Heard()
 
     everything: Everything = []

@@ -19,13 +19,30 @@ def choices(folder: Path, **keys: Any) -> dict[str, Any]:
 
 def test_the_list_answers_by_name_what_was_chosen_and_what_is_missing(tmp_path: Path) -> None:
     plain = choices(tmp_path)
-    names = ["GPU choice", "spot", "method", "precision", "activation checkpointing", "micro-batch", "save interval"]
+    names = [
+        "GPU choice",
+        "spot",
+        "method",
+        "precision",
+        "activation checkpointing",
+        "micro-batch",
+        "save interval",
+    ]
     assert list(plain) == [*names, "store", "cap"]
     assert plain["cap"].state == "warning", "there is a price and no limit"
     assert plain["store"].state == "ok"
-    keys: dict[str, Any] = {"method": "lora", "limits": {"max_usd": 5, "max_hours": 2}, "save_steps": 7, "bf16": True}
+    keys: dict[str, Any] = {
+        "method": "lora",
+        "limits": {"max_usd": 5, "max_hours": 2},
+        "save_steps": 7,
+        "bf16": True,
+    }
     found = choices(
-        tmp_path, **keys, where={"spot": True, "gpu": ["L4"]}, micro_batch_tokens=512, gradient_checkpointing=2
+        tmp_path,
+        **keys,
+        where={"spot": True, "gpu": ["L4"]},
+        micro_batch_tokens=512,
+        gradient_checkpointing=2,
     )
     assert found["cap"].state == "ok"
     assert found["cap"].found == "$5.00, 2 h"
@@ -44,7 +61,11 @@ def test_a_trial_goes_through_train_save_kill_resume_and_export(
     path = job_file(tmp_path, "llama", method="lora", pretrained=True, num_train_epochs=3)
     assert main(["doctor", str(path), "--try", "12", "--json"]) == 0
     found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    trial = {name.removeprefix("trial: "): check["found"] for name, check in found.items() if name.startswith("trial")}
+    trial = {
+        name.removeprefix("trial: "): check["found"]
+        for name, check in found.items()
+        if name.startswith("trial")
+    }
     assert list(trial) == ["train and save", "kill", "resume", "export", "bill of the trial"]
     assert "is safe" in trial["train and save"]
     assert "4 steps done over 1 interruption" in trial["resume"]

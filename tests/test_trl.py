@@ -1,12 +1,14 @@
-"""Chats held against TRL: the same tokens, and of each answer what its training templates have learned.
+"""Chats held against TRL: the same tokens, and of each answer what its training templates have
+learned.
 
-TRL is no dependency: tests/golden/trl_chats.json keeps what it made of short chats, and a slow test asks it again, for all of
-its templates for texts and several tokenizers, where it is installed.
+TRL is no dependency: tests/golden/trl_chats.json keeps what it made of short chats, and a slow test
+asks it again, for all of its templates for texts and several tokenizers, where it is installed.
 
-Three differences are meant. TRL learns the line break that a template writes behind the end of a turn, and what a prompt has
-written already; the model stops before the one and is given the other. It has a template of its own that keeps what was
-thought in earlier answers, where ours are learned in chats as the model is given them. And it learns answers without thinking
-behind a prompt that opens it, which are refused here.
+Three differences are meant. TRL learns the line break that a template writes behind the end of a
+turn, and what a prompt has written already; the model stops before the one and is given the other.
+It has a template of its own that keeps what was thought in earlier answers, where ours are learned
+in chats as the model is given them. And it learns answers without thinking behind a prompt that
+opens it, which are refused here.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from test_chat import GEMMA, MARKED, PHI_3, QWEN_3, WORDS
 GOLDEN = Path(__file__).parent / "golden" / "trl_chats.json"
 ASKED = [{"role": "user", "content": "What is bread?"}, {"role": "user", "content": "And soup?"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
-PLAIN = [{"role": "assistant", "content": "Food, of flour."}, {"role": "assistant", "content": "Food too 🙂"}]
+PLAIN = [
+    {"role": "assistant", "content": "Food, of flour."},
+    {"role": "assistant", "content": "Food too 🙂"},
+]
 THOUGHT = [{**turn, "content": f"<think>\nHm.\n</think>\n\n{turn['content']}"} for turn in PLAIN]
 CHATS: dict[str, list[dict[str, str]]] = {
     "single": [ASKED[0], PLAIN[0]],
@@ -36,39 +41,54 @@ CHATS: dict[str, list[dict[str, str]]] = {
     "thought": [ASKED[0], THOUGHT[0], ASKED[1], THOUGHT[1]],
 }
 LLAMA_3 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
-    "{{ m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] +"
+    " '<|end_header_id|>\n\n' }}{{ m['content'] | trim + '<|eot_id|>' }}{% endfor %}{% if"
+    " add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 CHATML = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 COHERE_2 = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' + m['content'] }}"
-    "{{ '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}{% else %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + m['content'] + '<|END_OF_TURN_TOKEN|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{"
+    " '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' + m['content'] }}{{"
+    " '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}{% else %}{{"
+    " '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + m['content'] + '<|END_OF_TURN_TOKEN|>' }}{% endif"
+    " %}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% endif %}"
 )
 GLM_4 = (
-    "[gMASK]<sop>{% for m in messages %}{{ '<|' + m['role'] + '|>\n' }}{% if m['role'] == 'assistant' %}"
-    "{{ '<think></think>\n' }}{% endif %}{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "[gMASK]<sop>{% for m in messages %}{{ '<|' + m['role'] + '|>\n' }}{% if m['role'] =="
+    " 'assistant' %}{{ '<think></think>\n' }}{% endif %}{{ m['content'] }}{% endfor %}{% if"
+    " add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SHORT_FORMS = {
-    "llama3": LLAMA_3, "gemma": GEMMA, "phi3": PHI_3, "qwen3_instruct_2507": CHATML, "qwen3": QWEN_3,
-    "cohere2": COHERE_2, "glm4moe": GLM_4,
-}  # fmt: skip
+    "llama3": LLAMA_3,
+    "gemma": GEMMA,
+    "phi3": PHI_3,
+    "qwen3_instruct_2507": CHATML,
+    "qwen3": QWEN_3,
+    "cohere2": COHERE_2,
+    "glm4moe": GLM_4,
+}
 FOR_IMAGES = {"idefics3", "llava_next", "smolvlm"}  # and silent where a content is a text
 REFUSED = {  # prompts of these open the thinking, and there is no other way to ask
-    ("deepseek_r1_distill", "single"), ("deepseek_r1_distill", "multi"), ("deepseek_r1_distill", "system"),
-    ("deepseekv3", "single"), ("deepseekv3", "multi"), ("deepseekv3", "system"),
-}  # fmt: skip
+    ("deepseek_r1_distill", "single"),
+    ("deepseek_r1_distill", "multi"),
+    ("deepseek_r1_distill", "system"),
+    ("deepseekv3", "single"),
+    ("deepseekv3", "multi"),
+    ("deepseekv3", "system"),
+}
 
 
 def ours(tokenizer: Any, chat: list[dict[str, str]]) -> list[tuple[list[int], list[int], Text]]:
     """(ids, mask, text) of every example that a chat becomes; the whole chat is the last."""
-    texts = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")({"messages": chat}).of_row
+    texts = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")(
+        {"messages": chat}
+    ).of_row
     examples = Encoder(tokenizer, "causal-lm", 4096, 4096)(texts).examples()
-    return [(ids.tolist(), mask.tolist(), text) for (ids, mask), text in zip(examples, texts, strict=True)]
+    return [
+        (ids.tolist(), mask.tolist(), text)
+        for (ids, mask), text in zip(examples, texts, strict=True)
+    ]
 
 
 def learned(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
@@ -82,18 +102,29 @@ def learned(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
     return [tokenizer.decode(stretch) for stretch in stretches]
 
 
-def by_trl(tokenizer: Any, template: str, chat: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+def by_trl(
+    tokenizer: Any, template: str, chat: list[dict[str, str]]
+) -> tuple[list[int], list[int]]:
     """(ids, mask) as TRL's `assistant_only_loss` has them with one of its training templates."""
     found = tokenizer.apply_chat_template(
-        chat, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        chat,
+        chat_template=template,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     return found["input_ids"], found["assistant_masks"]
 
 
 def as_written(answers: list[str], eos: str = "</s>") -> list[str]:
-    """What of TRL's answers a model writes itself: without line breaks around them, and the token behind Phi-3's last."""
+    """What of TRL's answers a model writes itself: without line breaks around them, and the token
+    behind Phi-3's last.
+    """
     without = [answer.strip().removesuffix(eos) for answer in answers]
-    return [(each if each.endswith("\n") else answer).strip() for each, answer in zip(without, answers, strict=True)]
+    return [
+        (each if each.endswith("\n") else answer).strip()
+        for each, answer in zip(without, answers, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +132,9 @@ def tokenizer(tiny_folders: dict[str, Path]) -> Any:
     """The small tokenizer with the words of all these templates."""
     found = load_tokenizer(ModelChoice(str(tiny_folders["llama"])), None)
     cohere = re.findall(r"<\|[A-Z_]+\|>", COHERE_2)
-    found.add_special_tokens({"additional_special_tokens": [*WORDS, *dict.fromkeys(cohere), "[gMASK]", "<sop>"]})
+    found.add_special_tokens(
+        {"additional_special_tokens": [*WORDS, *dict.fromkeys(cohere), "[gMASK]", "<sop>"]}
+    )
     return found
 
 
@@ -120,7 +153,7 @@ def test_a_chat_is_learned_as_by_trl(tokenizer: Any, kept: dict[str, Any]) -> No
         ((ids, _, _),) = examples
         if kept["family"] != "cohere2":  # whose system message is no part of the short form
             assert ids == tokenizer(kept["text"], add_special_tokens=False)["input_ids"]
-    else:  # each answer as the model is asked for it, where TRL has a template that shows all of them so
+    else:  # each answer as the model is asked for it, where TRL has a template that shows all of them so  # noqa: E501
         assert [text.n_unlearned for _, _, text in examples] == [0] * len(found)
         for (ids, mask, _), n_turns in zip(examples, (2, 4), strict=True):
             n_before = len(chat) - 4
@@ -137,29 +170,52 @@ def short_forms_by_trl(tokenizer: Any, templates: Path) -> list[dict[str, Any]]:
     for family in SHORT_FORMS:
         template = (templates / f"{family}_training.jinja").read_text(encoding="utf-8")
         for name, chat in CHATS.items():
-            if (family == "gemma" and name == "system") or (family == "glm4moe" and name in ("system", "thought")):
-                continue  # Gemma's refuses system messages; GLM's short form knows none, and no thinking
+            if (family == "gemma" and name == "system") or (
+                family == "glm4moe" and name in ("system", "thought")
+            ):
+                # Gemma's refuses system messages; GLM's short form knows none, and no thinking
+                continue
             if family == "cohere2" and name == "system":
                 continue
             ids, mask = by_trl(tokenizer, template, chat)
             text = tokenizer.decode(ids)
-            made.append({"family": family, "chat": name, "text": text, "learned": learned(tokenizer, ids, mask)})
+            made.append(
+                {
+                    "family": family,
+                    "chat": name,
+                    "text": text,
+                    "learned": learned(tokenizer, ids, mask),
+                }
+            )
     return made
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["tiny", "gpt2", "gpt-neox-mpt", "mistral-7b-v0.1"])
-def test_all_templates_of_trl_for_texts(tiny_folders: dict[str, Path], base: str, request: Any) -> None:
-    """Tokens as transformers has them with the model's own template, and every answer learned that TRL learns."""
+def test_all_templates_of_trl_for_texts(
+    tiny_folders: dict[str, Path], base: str, request: Any
+) -> None:
+    """Tokens as transformers has them with the model's own template, and every answer learned that
+    TRL learns.
+    """
     trl = pytest.importorskip("trl", reason="TRL is not installed: pip install --no-deps trl")
     templates = Path(trl.__file__).parent / "chat_templates"
-    folder = tiny_folders["llama"] if base == "tiny" else request.getfixturevalue("data_dir") / "tokenizers" / base
+    folder = (
+        tiny_folders["llama"]
+        if base == "tiny"
+        else request.getfixturevalue("data_dir") / "tokenizers" / base
+    )
     n_compared, n_refused = 0, 0
     for training in sorted(templates.glob("*_training.jinja")):
         family = training.name.removesuffix("_training.jinja")
         own = (templates / f"{family}.jinja").read_text(encoding="utf-8")
         tokenizer = load_tokenizer(ModelChoice(str(folder)), None)
-        words = set(re.findall(r"<\|[^<>|\s]+\|>|<｜[^<>｜]+｜>|</?(?:think|start_of_turn|end_of_turn)>|<turn\|>", own))
+        words = set(
+            re.findall(
+                r"<\|[^<>|\s]+\|>|<｜[^<>｜]+｜>|</?(?:think|start_of_turn|end_of_turn)>|<turn\|>",
+                own,
+            )
+        )
         tokenizer.add_special_tokens({"additional_special_tokens": sorted(words)})
         for name, chat in CHATS.items():
             tokenizer.chat_template = own
@@ -179,7 +235,9 @@ def test_all_templates_of_trl_for_texts(tiny_folders: dict[str, Path], base: str
                 n_refused += 1
                 continue
             examples = ours(tokenizer, chat)
-            found = [each for ids, targets, _ in examples for each in learned(tokenizer, ids, targets)]
+            found = [
+                each for ids, targets, _ in examples for each in learned(tokenizer, ids, targets)
+            ]
             expected = as_written(learned(tokenizer, expected_ids, mask), tokenizer.eos_token)
             assert len(found) == len(expected), (family, name)
             assert not any(text.n_unlearned for _, _, text in examples), (family, name)
@@ -189,9 +247,10 @@ def test_all_templates_of_trl_for_texts(tiny_folders: dict[str, Path], base: str
                 says = turn["content"].rpartition("</think>")[2].strip()
                 where = family, name, answer, wanted
                 assert says in answer, where
-                assert answer.rpartition(says)[2].strip() in (wanted.rpartition(says)[2], "<|return|>"), (
-                    where
-                )  # its end
+                assert answer.rpartition(says)[2].strip() in (
+                    wanted.rpartition(says)[2],
+                    "<|return|>",
+                ), where  # its end
             n_compared += 1
     assert n_compared > 80
     assert n_refused == len(REFUSED)

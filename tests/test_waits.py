@@ -1,7 +1,8 @@
-"""Within a step no operation makes the host wait for the device: every claimed family, over what the trainer itself calls.
+"""Within a step no operation makes the host wait for the device: every claimed family, over what
+the trainer itself calls.
 
-Run on a CPU, with eyes on each operation: values that come back, and shapes that follow from values, are what a GPU would be
-waited for. docs/gpu.md lists what is left, and why.
+Run on a CPU, with eyes on each operation: values that come back, and shapes that follow from
+values, are what a GPU would be waited for. docs/gpu.md lists what is left, and why.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ from farthing.train.optim import waiting_once
 from test_attention import model_of
 from test_shared import token_set
 
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "bincount", "grouped_mm_fallback")
+WAITING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "unique",
+    "bincount",
+    "grouped_mm_fallback",
+)
 
 
 class NoWaits(TorchDispatchMode):
@@ -41,8 +50,12 @@ class NoWaits(TorchDispatchMode):
         """Run it, unless it waits."""
         name, kwargs = str(func), kwargs or {}
         waits = any(word in name for word in WAITING) or name.startswith("aten.equal")
-        waits |= name.startswith("aten.repeat_interleave.Tensor") and kwargs.get("output_size") is None
-        if name.startswith(("aten.index.", "aten.index_put", "aten._index_put", "aten._unsafe_index")):
+        waits |= (
+            name.startswith("aten.repeat_interleave.Tensor") and kwargs.get("output_size") is None
+        )
+        if name.startswith(
+            ("aten.index.", "aten.index_put", "aten._index_put", "aten._unsafe_index")
+        ):
             chosen = [one for one in args[1] if one is not None]
             a_number = "put" in name and args[2].numel() == 1  # which torch fills in by the mask
             waits |= any(one.dtype in (torch.bool, torch.uint8) for one in chosen) and not a_number
@@ -76,7 +89,9 @@ def documents(n_labels: int = 3) -> Any:
 
 
 def step(model: Any, task: str, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
-    """Loss and gradients of a micro-batch as the trainer computes them, the device never waited for."""
+    """Loss and gradients of a micro-batch as the trainer computes them, the device never waited
+    for.
+    """
     forward = Forward(model, task, 1, Numerics(torch.device("cpu"), dtype), **how)
     tokens = documents()
     arrays = forward.collate(tokens, np.arange(len(tokens)))
@@ -120,14 +135,19 @@ def test_a_packed_step_of_a_classifier(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "task"), [("llama", "causal-lm"), ("gemma2", "causal-lm"), ("bert", "classification")]
+    ("family", "task"),
+    [("llama", "causal-lm"), ("gemma2", "causal-lm"), ("bert", "classification")],
 )
 @pytest.mark.parametrize("kernel", ["documents", "padded"])
 def test_a_packed_step_in_half_precision_with_dropout_adapters_and_recomputing(
     family: str, task: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: kernel)
-    rates = {"attention_dropout": 0.1, "attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1}
+    rates = {
+        "attention_dropout": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+        "hidden_dropout_prob": 0.1,
+    }
     model = add_adapter(model_of(family, task, **rates), Adapter(r=4, dropout=0.1), task, seed=0)
     use_low_rank(model)
     checkpoint_layers(model, 2)
@@ -137,7 +157,12 @@ def test_a_packed_step_in_half_precision_with_dropout_adapters_and_recomputing(
 def test_rotations_for_long_texts() -> None:
     size = model_of("phi3").config
     n = size.head_dim // 2
-    long = {"rope_type": "longrope", "short_factor": [1.0] * n, "long_factor": [2.0] * n, "rope_theta": 1e4}
+    long = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * n,
+        "long_factor": [2.0] * n,
+        "rope_theta": 1e4,
+    }
     long["original_max_position_embeddings"] = 8
     step(model_of("phi3", rope_parameters=long, original_max_position_embeddings=8), "causal-lm")
 
@@ -161,18 +186,22 @@ def test_scores_of_an_unknown_head_are_taken_at_positions_known_beforehand(task:
     model.config = config
     expected = summed_loss(model, batch, task)[0]
     with no_waits():
-        loss = summed_loss(model, batch | {POSITIONS: found.positions, TARGETS: found.targets}, task)[0]
+        loss = summed_loss(
+            model, batch | {POSITIONS: found.positions, TARGETS: found.targets}, task
+        )[0]
         (gradient,) = torch.autograd.grad(loss, logits)
     assert torch.equal(loss, expected)
     assert torch.equal(gradient, torch.autograd.grad(expected, logits)[0])
 
 
 def test_what_is_sent_to_a_gpu_is_pinned_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From pageable memory a copy of 64 KB or more waits for all that the stream has to do before."""
+    """From pageable memory a copy of 64 KB or more waits for all that the stream has to do before."""  # noqa: E501
     said: list[Any] = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: said.append("pinned") or self)
     monkeypatch.setattr(
-        Tensor, "to", lambda self, device, non_blocking: said.append((str(device), non_blocking)) or self
+        Tensor,
+        "to",
+        lambda self, device, non_blocking: said.append((str(device), non_blocking)) or self,
     )
     sent(np.arange(3), "cuda")
     assert said == ["pinned", ("cuda", True)]

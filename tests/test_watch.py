@@ -1,4 +1,6 @@
-"""A run that is looked at from outside: as it goes, in its folder and in its store, and all runs in a list."""
+"""A run that is looked at from outside: as it goes, in its folder and in its store, and all runs in
+a list.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from workshop import job_file, make_job, train
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of twelve steps, with a copy in a store beside it."""
     folder = tmp_path_factory.mktemp("watched")
-    job = make_job(folder, "llama", max_steps=12, eval_steps=4, data={"eval_fraction": 0.2}, save_steps=4)
+    job = make_job(
+        folder, "llama", max_steps=12, eval_steps=4, data={"eval_fraction": 0.2}, save_steps=4
+    )
     job = job.model_copy(update={"output_store": str(folder / "store")})
     assert train(job).state == "finished"
     return Path(job.output_dir)
@@ -87,7 +91,16 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path: P
     command = [sys.executable, "-m", "farthing", "train", str(path), "--json"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         until((tmp_path / "run" / "ledger.jsonl").exists)
-        command = [sys.executable, "-m", "farthing", "watch", str(tmp_path / "run"), "--json", "--every", "0.2"]
+        command = [
+            sys.executable,
+            "-m",
+            "farthing",
+            "watch",
+            str(tmp_path / "run"),
+            "--json",
+            "--every",
+            "0.2",
+        ]
         seen = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         assert process.wait(300) == 0
     looks = [json.loads(line) for line in seen.stdout.splitlines()]
@@ -97,7 +110,9 @@ def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path: P
     assert [look["usd"] for look in looks] == sorted(look["usd"] for look in looks)
 
 
-def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(finished: Path, tmp_path: Path) -> None:
+def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(
+    finished: Path, tmp_path: Path
+) -> None:
     store, fetched = LocalStore(finished.parent / "store"), list[str]()
     fetch = store.fetch
 
@@ -122,7 +137,9 @@ def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(finished: Path, t
     assert not take_small(LocalStore(tmp_path / "empty"), tmp_path, [])
 
 
-def test_what_can_not_be_watched_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_watched_is_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["watch", str(tmp_path), "--once"]) == 2
     assert "not a run folder" in capsys.readouterr().err
     assert main(["watch", str(tmp_path), "--every", "0"]) == 2

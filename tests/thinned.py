@@ -9,7 +9,9 @@ import pytest
 
 
 def thinned(cases: Iterable[Any], every: int) -> list[Any]:
-    """All `cases`, in their order; the first and each `every`-th after it stay in the default suite, the others are slow."""
+    """All `cases`, in their order; the first and each `every`-th after it stay in the default
+    suite, the others are slow.
+    """
     found = []
     for number, case in enumerate(cases):
         if number % every == 0 or hasattr(case, "marks"):

@@ -1,7 +1,8 @@
-"""Several processes that train together in a test: forks of a server that has imported what they need, once for all tests.
+"""Several processes that train together in a test: forks of a server that has imported what they
+need, once for all tests.
 
-Each works in its own process with a hard limit of time, after which all of them are killed; what one prints is kept for the
-test that fails. Refuses GPUs.
+Each works in its own process with a hard limit of time, after which all of them are killed; what
+one prints is kept for the test that fails. Refuses GPUs.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from farthing.durability.group import ATTEMPT, STORE
 
 LIMIT_S = 300.0
 STORES = ("s3fs", "aiobotocore.session", "botocore.endpoint")
-LIBRARIES = ("farthing.train.run", "transformers.generation", "transformers.models.llama.modeling_llama")
+LIBRARIES = (
+    "farthing.train.run",
+    "transformers.generation",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 def forkserver() -> Any:
-    """Where processes are forked from that have the libraries of all tests already: a process has one such server, and what
-    that imports is said by whoever asks for it first."""
+    """Where processes are forked from that have the libraries of all tests already: a process has
+    one such server, and what that imports is said by whoever asks for it first."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*LIBRARIES, *STORES, "workshop", "together", "mirrored"])
     with pytest.MonkeyPatch.context() as patch:
@@ -38,17 +43,25 @@ def forkserver() -> Any:
     return context
 
 
-def on_ranks(n: int, folder: Path, work: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
-    """What `work(rank, *arguments)` returns in each of `n` processes that find each other, through JSON.
+def on_ranks(
+    n: int, folder: Path, work: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S
+) -> list[Any]:
+    """What `work(rank, *arguments)` returns in each of `n` processes that find each other, through
+    JSON.
 
-    `work` is a function of a module. A process that ended otherwise gives its exit code (negative: the signal) instead.
+    `work` is a function of a module. A process that ended otherwise gives its exit code (negative:
+    the signal) instead.
     """
     server = forkserver()
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / f"meeting-{time.monotonic_ns()}"
     places = [folder / f"{meeting.name}-{rank}.json" for rank in range(n)]
     children = [
-        server.Process(target=_work, args=(rank, n, str(meeting), str(places[rank]), work, arguments), daemon=True)
+        server.Process(
+            target=_work,
+            args=(rank, n, str(meeting), str(places[rank]), work, arguments),
+            daemon=True,
+        )
         for rank in range(n)
     ]
     for child in children:
@@ -63,18 +76,33 @@ def on_ranks(n: int, folder: Path, work: Callable[..., Any], *arguments: Any, li
     assert not late, f"{len(late)} of {n} processes had not ended after {limit_s:.0f} s"
     found = []
     for child, place in zip(children, places, strict=True):
-        found.append(json.loads(place.read_text()) if place.exists() else {"exit_code": child.exitcode})
+        found.append(
+            json.loads(place.read_text()) if place.exists() else {"exit_code": child.exitcode}
+        )
     errors = [each["error"] for each in found if isinstance(each, dict) and "error" in each]
     assert not errors, "\n".join(errors)
     return [each.get("value", each.get("exit_code")) for each in found]
 
 
-def _work(rank: int, n: int, meeting: str, place: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    gc.freeze()  # what the server has imported: each process looked through all of it for garbage, and copied it
+def _work(
+    rank: int,
+    n: int,
+    meeting: str,
+    place: str,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    # what the server has imported: each process looked through all of it for garbage, and copied it
+    gc.freeze()
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(n),
-        "GLOO_SOCKET_IFNAME": "lo", STORE: meeting, ATTEMPT: "0",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(n),
+        "GLOO_SOCKET_IFNAME": "lo",
+        STORE: meeting,
+        ATTEMPT: "0",
+    }
     try:
         found: dict[str, Any] = {"value": work(rank, *arguments)}
     except BaseException:

@@ -1,6 +1,7 @@
 """Peak memory of a training step, from the real modelling code run on tensors without data.
 
-`traced_peak` follows every storage from its birth to its end, so real shapes of any size can be traced on a laptop.
+`traced_peak` follows every storage from its birth to its end, so real shapes of any size can be
+traced on a laptop.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapter_start import take_start_away
@@ -68,10 +73,14 @@ class Alive(TorchDispatchMode):
 
 
 def labelled_loss(model: Any, ids: Tensor, task: str, n_targets: int) -> Tensor:
-    """What `summed_loss` does, with the labelled positions known beforehand: a mask would hide their number."""
+    """What `summed_loss` does, with the labelled positions known beforehand: a mask would hide
+    their number.
+    """
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if task == "classification":
-        return torch.nn.functional.cross_entropy(model(**inputs).logits.float(), ids[:, 0], reduction="sum")
+        return torch.nn.functional.cross_entropy(
+            model(**inputs).logits.float(), ids[:, 0], reduction="sum"
+        )
     if task == "seq2seq":
         targets = ids[:, :n_targets]
         logits = model(**inputs, decoder_input_ids=targets, use_cache=False).logits
@@ -79,7 +88,9 @@ def labelled_loss(model: Any, ids: Tensor, task: str, n_targets: int) -> Tensor:
         logits, targets = model(**inputs, use_cache=False).logits[:, :-1], ids[:, 1 : n_targets + 1]
     columns = torch.arange(targets.shape[1], device=ids.device).repeat(len(ids))
     rows = torch.zeros_like(columns)
-    return torch.nn.functional.cross_entropy(logits[rows, columns].float(), targets[rows, columns], reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        logits[rows, columns].float(), targets[rows, columns], reduction="sum"
+    )
 
 
 def library_loss(model: Any, ids: Tensor, task: str, n_targets: int) -> Any:
@@ -87,21 +98,32 @@ def library_loss(model: Any, ids: Tensor, task: str, n_targets: int) -> Any:
     return model(input_ids=ids, labels=ids)
 
 
-def own_loss(model: Any, ids: Tensor, task: str, n_targets: int, documents: tuple[int, ...] = ()) -> Tensor:
-    """What the trainer does: `Forward.loss` of documents end to end, or of a padded batch, `n_targets` labelled."""
+def own_loss(
+    model: Any, ids: Tensor, task: str, n_targets: int, documents: tuple[int, ...] = ()
+) -> Tensor:
+    """What the trainer does: `Forward.loss` of documents end to end, or of a padded batch,
+    `n_targets` labelled.
+    """
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if documents and task == "seq2seq":
         of_targets = [length * n_targets // sum(documents) for length in documents]
         lengths = {"source_lengths": np.array(documents), "lengths": np.array(of_targets)}
         batch = pair_batch(lengths, torch.device("cpu"))
-        of_source, of_target = (torch.zeros(1, sum(lengths[name]), dtype=torch.long) for name in lengths)
+        of_source, of_target = (
+            torch.zeros(1, sum(lengths[name]), dtype=torch.long) for name in lengths
+        )
         batch |= {"input_ids": of_source, "position_ids": of_source}
         batch |= {"decoder_ids": of_target, "decoder_position_ids": of_target}
         ids, n_targets = of_target, of_target.shape[1]
     elif documents:
         of = Documents.of(documents)
         ids = torch.zeros(1, sum(documents), dtype=torch.long)
-        batch = {"input_ids": ids, "position_ids": torch.zeros_like(ids), "attention_mask": of.no_mask, "documents": of}
+        batch = {
+            "input_ids": ids,
+            "position_ids": torch.zeros_like(ids),
+            "attention_mask": of.no_mask,
+            "documents": of,
+        }
     if task == "classification":
         labels = torch.zeros(len(documents) or len(ids), dtype=torch.long)
         scores = packed_logits(model, batch, task) if documents else model(**batch).logits
@@ -126,12 +148,18 @@ def fake_model(
     is_own: bool = False,
     is_packed: bool = False,
 ) -> Any:
-    """A model of tensors without data, in training mode, set up as the trainer does where `is_own`; within FakeTensorMode."""
+    """A model of tensors without data, in training mode, set up as the trainer does where `is_own`;
+    within FakeTensorMode.
+    """
     config.use_cache = False
     with torch.device("meta"):
         model: Any = CLASSES[task].from_config(config, dtype=DTYPES[weights])
         if method != "full":
-            kind = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS"}[task]
+            kind = {
+                "causal-lm": "CAUSAL_LM",
+                "seq2seq": "SEQ_2_SEQ_LM",
+                "classification": "SEQ_CLS",
+            }[task]
             chosen = peft.LoraConfig(task_type=kind, **(lora or {}))
             model = peft.get_peft_model(model, chosen, autocast_adapter_dtype=adapters_fp32)
             if keeps_start:
@@ -143,7 +171,10 @@ def fake_model(
                 continue
             if id(weight) not in made:
                 empty = torch.empty(weight.shape, dtype=weight.dtype)
-                made[id(weight)] = torch.nn.Parameter(empty, requires_grad=weight.requires_grad), weight
+                made[id(weight)] = (
+                    torch.nn.Parameter(empty, requires_grad=weight.requires_grad),
+                    weight,
+                )
             module._parameters[name] = made[id(weight)][0]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
@@ -162,12 +193,16 @@ def fake_model(
 
 
 class InFourBits(torch.nn.Module):
-    """A frozen linear layer as bitsandbytes keeps it: half a byte a weight, made whole for each product."""
+    """A frozen linear layer as bitsandbytes keeps it: half a byte a weight, made whole for each
+    product.
+    """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         n_bytes = int(linear.weight.numel() * NF4_BYTES)
-        self.weight = torch.nn.Parameter(torch.empty(n_bytes, dtype=torch.uint8), requires_grad=False)
+        self.weight = torch.nn.Parameter(
+            torch.empty(n_bytes, dtype=torch.uint8), requires_grad=False
+        )
         self.shape, self.dtype = linear.weight.shape, linear.weight.dtype
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
@@ -212,8 +247,8 @@ def traced_peak(
 ) -> int:
     """Peak bytes of a step with fused AdamW, whose state is there already.
 
-    A padded batch of `n_rows`, or `documents` of so many tokens laid end to end; `n_targets` labelled of a row, or of all
-    documents. With `own_loss` the model is set up as the trainer does.
+    A padded batch of `n_rows`, or `documents` of so many tokens laid end to end; `n_targets`
+    labelled of a row, or of all documents. With `own_loss` the model is set up as the trainer does.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(
@@ -236,7 +271,9 @@ def traced_peak(
         optimizer.zero_grad(set_to_none=True)
         ids = torch.zeros(n_rows, n_tokens, dtype=torch.long)
         alive = Alive()
-        for tensor in tree_leaves([list(model.parameters()), [list(of.values()) for of in optimizer.state.values()]]):
+        for tensor in tree_leaves(
+            [list(model.parameters()), [list(of.values()) for of in optimizer.state.values()]]
+        ):
             alive.add(tensor)
         with alive:
             for _ in range(2 if accumulates else 1):

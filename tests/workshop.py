@@ -1,4 +1,6 @@
-"""What the tests of methods, metrics and verbs work with: small jobs that train in a second, and eyes on the model."""
+"""What the tests of methods, metrics and verbs work with: small jobs that train in a second, and
+eyes on the model.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,19 @@ from farthing.train.run import Outcome
 from small_models import make_model_folder
 
 ESTIMATE = Estimate(
-    wall_s=10.0, wall_range_s=[5.0, 10.0, 20.0], usd=0.0, usd_range=[0.0, 0.0, 0.0], peak_bytes=1,
-    peak_range_bytes=[1, 1, 1], seconds={}, memory={}, step_s=1.0, tokens_per_s=100.0, interval_s=60.0,
+    wall_s=10.0,
+    wall_range_s=[5.0, 10.0, 20.0],
+    usd=0.0,
+    usd_range=[0.0, 0.0, 0.0],
+    peak_bytes=1,
+    peak_range_bytes=[1, 1, 1],
+    seconds={},
+    memory={},
+    step_s=1.0,
+    tokens_per_s=100.0,
+    interval_s=60.0,
     calibration="formulas only",
-)  # fmt: skip
+)
 """Says nothing that could be true of a job."""
 TASK = {"llama": "causal-lm", "t5": "seq2seq", "bert": "classification"}
 TOPICS = {
@@ -50,7 +61,12 @@ def rows_of(family: str, n: int, seed: int = 0) -> list[dict[str, str]]:
             label = names[(i + seed) % len(names)]
             words = TOPICS[label]
             k = i // len(names)
-            rows.append({"text": f"the {words[k % 5]} and the {words[k // 5 % 5]} number {k}", "label": label})
+            rows.append(
+                {
+                    "text": f"the {words[k % 5]} and the {words[k // 5 % 5]} number {k}",
+                    "label": label,
+                }
+            )
         return rows
     rows = demo_rows(n, seed)
     if family == "t5":
@@ -58,8 +74,12 @@ def rows_of(family: str, n: int, seed: int = 0) -> list[dict[str, str]]:
     return rows
 
 
-def cut(examples: NDArray[np.int64], lengths: NDArray[np.int64], most: int) -> list[NDArray[np.int64]]:
-    """A step's examples in micro-batches of at most `most` rows, similar lengths together, as trainers that pad cut it."""
+def cut(
+    examples: NDArray[np.int64], lengths: NDArray[np.int64], most: int
+) -> list[NDArray[np.int64]]:
+    """A step's examples in micro-batches of at most `most` rows, similar lengths together, as
+    trainers that pad cut it.
+    """
     order = np.argsort(-lengths[examples], kind="stable")
     ordered = examples[order]
     return [ordered[start : start + most] for start in range(0, len(ordered), most)]
@@ -73,16 +93,20 @@ def make_folder(folder: Path, family: str, *, pretrained: bool = False, **size: 
         from farthing.model.load import ModelChoice, auto_class, load_config
 
         torch.manual_seed(0)
-        task = "causal-lm" if family == "llama" else "seq2seq" if family == "t5" else "classification"
-        auto_class(task).from_config(load_config(ModelChoice(str(folder), init="random"))).save_pretrained(folder)
+        task = (
+            "causal-lm" if family == "llama" else "seq2seq" if family == "t5" else "classification"
+        )
+        auto_class(task).from_config(
+            load_config(ModelChoice(str(folder), init="random"))
+        ).save_pretrained(folder)
     return folder
 
 
 def job_file(folder: Path, family: str = "llama", **keys: Any) -> Path:
     """Write model, data and job file into `folder`.
 
-    Keys: `rows` or `n_rows`, `eval_rows`, `pretrained`, `size` (of the model), any key of `train`, `method` (a name or
-    a mapping), `data`, `limits`, `where`, `output_dir`.
+    Keys: `rows` or `n_rows`, `eval_rows`, `pretrained`, `size` (of the model), any key of `train`,
+    `method` (a name or a mapping), `data`, `limits`, `where`, `output_dir`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = keys.pop("rows", None) or rows_of(family, keys.pop("n_rows", 32))
@@ -103,7 +127,12 @@ def job_file(folder: Path, family: str = "llama", **keys: Any) -> Path:
         "where": {"device": "cpu", "usd_per_hour": 3.6, **keys.pop("where", {})},
         "output_dir": keys.pop("output_dir", "./run"),
         "cache_dir": "./cache",
-        "train": {"max_steps": 6, "global_batch_size": 8, "learning_rate": 0.01, "lr_scheduler_type": "constant"}
+        "train": {
+            "max_steps": 6,
+            "global_batch_size": 8,
+            "learning_rate": 0.01,
+            "lr_scheduler_type": "constant",
+        }
         | keys,
     }
     path = folder / "job.yaml"
@@ -138,7 +167,11 @@ class Heard(list[Event]):
 
 def step_taken(**figures: Any) -> StepTaken:
     """An event of a step, with figures that no test looks at where none are given."""
-    of_any = {each.name: 1.0 for each in fields(StepTaken)} | {"step": 1, "n_steps": 2, "examples": (0,)}
+    of_any = {each.name: 1.0 for each in fields(StepTaken)} | {
+        "step": 1,
+        "n_steps": 2,
+        "examples": (0,),
+    }
     return StepTaken(**(of_any | figures))
 
 
@@ -154,7 +187,9 @@ def change_facts(run: Path, **facts: Any) -> None:
 
 
 def begun_by_an_earlier_version(job: Job, monkeypatch: pytest.MonkeyPatch, **unsaid: Any) -> Path:
-    """The folder of a run that took one step; its settings had these values, and are left without them."""
+    """The folder of a run that took one step; its settings had these values, and are left without
+    them.
+    """
     with monkeypatch.context() as before:
         before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 1)
         train(job)
@@ -168,10 +203,15 @@ def begun_by_an_earlier_version(job: Job, monkeypatch: pytest.MonkeyPatch, **uns
 
 @contextlib.contextmanager
 def file_system(folder: Path, options: str) -> Iterator[Path]:
-    """`folder` as a file system of its own in memory, as `mount` makes it; the test is skipped where it can make none."""
+    """`folder` as a file system of its own in memory, as `mount` makes it; the test is skipped
+    where it can make none.
+    """
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
-    if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+    if (
+        os.getuid() != 0
+        or subprocess.run(command, capture_output=True, check=False).returncode != 0
+    ):
         pytest.skip("only root can mount a file system, and not everywhere")
     try:
         yield folder
@@ -181,7 +221,9 @@ def file_system(folder: Path, options: str) -> Iterator[Path]:
 
 def log_of(job: Job) -> list[dict[str, Any]]:
     """The rows of `log.jsonl`."""
-    return [json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()
+    ]
 
 
 def losses_of(job: Job) -> list[Any]:

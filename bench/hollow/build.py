@@ -1,10 +1,12 @@
-"""Build the hollow GPU: libraries with the names of CUDA's, for a CUDA build of torch that then runs without a GPU.
+"""Build the hollow GPU: libraries with the names of CUDA's, for a CUDA build of torch that then
+runs without a GPU.
 
     python bench/hollow/build.py FOLDER
 
-`FOLDER` gets `libcuda.so.1`, `libcudart.so.N`, `libcublas.so.N`, `libcublasLt.so.N` and `libnccl.so.N` for the torch beside
-this Python. Functions that torch imports and that are not written here end in the error "not supported" and name themselves.
-Needs gcc, nm and the headers of CUDA, which the wheels of a CUDA build bring.
+`FOLDER` gets `libcuda.so.1`, `libcudart.so.N`, `libcublas.so.N`, `libcublasLt.so.N` and
+`libnccl.so.N` for the torch beside this Python. Functions that torch imports and that are not
+written here end in the error "not supported" and name themselves. Needs gcc, nm and the headers of
+CUDA, which the wheels of a CUDA build bring.
 """
 
 from __future__ import annotations
@@ -17,11 +19,18 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = {"libcudart": ["cudart.c"], "libcublas": ["cublas.c"], "libcublasLt": ["cublaslt.c"], "libnccl": ["nccl.c"]}
+SOURCES = {
+    "libcudart": ["cudart.c"],
+    "libcublas": ["cublas.c"],
+    "libcublasLt": ["cublaslt.c"],
+    "libnccl": ["nccl.c"],
+}
 
 
 def build(folder: Path) -> list[Path]:
-    """The libraries in `folder`, in the order in which a process has to load them. A failing gcc is CalledProcessError."""
+    """The libraries in `folder`, in the order in which a process has to load them. A failing gcc is
+    CalledProcessError.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise SystemExit("torch is not installed beside this Python")
@@ -29,14 +38,19 @@ def build(folder: Path) -> list[Path]:
     wanted = _wanted([*torch.glob("lib/*.so*")])
     if not any(soname.startswith("libcudart.so") for soname in wanted):
         raise SystemExit(
-            "the torch beside this Python is not built for CUDA; .venv/rehearse has one after make rehearse-gpu"
+            "the torch beside this Python is not built for CUDA; .venv/rehearse has one after make"
+            " rehearse-gpu"
         )
     of_others = importlib.util.find_spec("bitsandbytes")  # it has a library for each CUDA
     for folder_of in of_others.submodule_search_locations or [] if of_others is not None else []:
         for version, names in _wanted([*Path(folder_of).glob("*_cuda*.so")]).items():
             wanted.get(version, set()).update(names)
-    # the wheel of the runtime leaves out some of its headers; Triton brings them all, if of an older CUDA
-    headers = [*torch.parent.glob("nvidia/*/include"), *torch.parent.glob("triton/backends/nvidia/include")]
+    # the wheel of the runtime leaves out some of its headers; Triton brings them all, if of an
+    # older CUDA
+    headers = [
+        *torch.parent.glob("nvidia/*/include"),
+        *torch.parent.glob("triton/backends/nvidia/include"),
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     built = []
     for name, sources in SOURCES.items():
@@ -70,7 +84,12 @@ def _wanted(libraries: list[Path]) -> dict[str, set[str]]:
 
 
 def _link(
-    folder: Path, soname: str, sources: list[str], names: set[str], headers: list[Path], beside: list[Path]
+    folder: Path,
+    soname: str,
+    sources: list[str],
+    names: set[str],
+    headers: list[Path],
+    beside: list[Path],
 ) -> Path:
     text = "".join((HERE / source).read_text() for source in sources)
     written = set(re.findall(r"^API [\w ]+?\W*(\w+)\(", text, re.MULTILINE))
@@ -86,7 +105,9 @@ def _link(
         )
         version = Path(scratch, "version")
         # what stands in for a function of the C library has to have its version
-        version.write_text("GLIBC_2.2.5 { _exit; };\n" * ("_exit" in written) + f"{soname} {{ *; }};\n")
+        version.write_text(
+            "GLIBC_2.2.5 { _exit; };\n" * ("_exit" in written) + f"{soname} {{ *; }};\n"
+        )
         command = [
             "gcc",
             "-O1",
@@ -96,7 +117,14 @@ def _link(
             *(f"-I{path}" for path in headers),
             *map(str, [*(HERE / s for s in sources), rest]),
         ]
-        command += ["-o", str(target), f"-Wl,-soname,{soname}", f"-Wl,-rpath,{folder}", "-lpthread", "-ldl"]
+        command += [
+            "-o",
+            str(target),
+            f"-Wl,-soname,{soname}",
+            f"-Wl,-rpath,{folder}",
+            "-lpthread",
+            "-ldl",
+        ]
         if names:
             command += [f"-Wl,--version-script,{version}"]
         subprocess.run([*command, "-Wl,--no-as-needed", *map(str, beside)], check=True)

@@ -1,6 +1,8 @@
-"""Seconds, memory and how busy the device is, for everyone alike; and the ceilings: a copy and a matrix product.
+"""Seconds, memory and how busy the device is, for everyone alike; and the ceilings: a copy and a
+matrix product.
 
-Seconds are between events in the queue of the GPU. Never run on a GPU so far; on a CPU the host's clock stands in.
+Seconds are between events in the queue of the GPU. Never run on a GPU so far; on a CPU the host's
+clock stands in.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ SAMPLE_S = 0.05
 
 
 class Busy:
-    """The share of time in which a kernel ran, in percent, by NVML, while `is_on`; None where it can't be read."""
+    """The share of time in which a kernel ran, in percent, by NVML, while `is_on`; None where it
+    can't be read.
+    """
 
     def __init__(self) -> None:
         self.is_on = False
@@ -55,9 +59,11 @@ class Busy:
 
 
 def idle_percent(step: Any, n: int) -> float | None:
-    """The share of time in which nothing ran or was copied on the GPU, in percent, over `n` calls, by CUPTI's records.
+    """The share of time in which nothing ran or was copied on the GPU, in percent, over `n` calls,
+    by CUPTI's records.
 
-    From the first kernel's begin to the last one's end. None without a GPU, or where CUPTI records nothing.
+    From the first kernel's begin to the last one's end. None without a GPU, or where CUPTI records
+    nothing.
     """
     if not torch.cuda.is_available():
         return None
@@ -111,7 +117,9 @@ def seconds_of(function: Any, n: int) -> float:
 
 
 def ceilings(scale: Scale) -> dict[str, Any]:
-    """What this device does at best: bytes/s of a copy (read and written), FLOP/s of a bf16 product of random numbers."""
+    """What this device does at best: bytes/s of a copy (read and written), FLOP/s of a bf16 product
+    of random numbers.
+    """
     found = {
         "copy_bytes_per_s": copy_bytes_per_s(scale.copy_bytes),
         "matmul_flops": matmul_flops(scale.matmul),
@@ -154,13 +162,20 @@ def machine() -> dict[str, Any]:
         return found
     properties = torch.cuda.get_device_properties(0)
     gpu = gpu_of_device(properties.name, properties.total_memory)
-    found |= {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    found |= {
+        "device": properties.name,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+    }
     found |= {
         "capability": list(torch.cuda.get_device_capability()),
         "multiprocessors": properties.multi_processor_count,
     }
     if gpu is not None:
-        found |= {"peak_flops": gpu.flops.get("bf16"), "peak_bytes_per_s": gpu.bandwidth_bytes_per_s}
+        found |= {
+            "peak_flops": gpu.flops.get("bf16"),
+            "peak_bytes_per_s": gpu.bandwidth_bytes_per_s,
+        }
     with contextlib.suppress(ImportError):
         import inspect
 

@@ -1,10 +1,11 @@
 """The rows of Hugging Face's Trainer and of TRL on the same random weights, tokens and steps.
 
-"hf" is the Trainer as people run it: 8 examples at once, as they come, padded to the longest. "hf-tuned" and "trl-tuned" have
-Liger, fused AdamW and flash attention, and group by length or pack; two settings are tried and the quicker is kept. Where
-nothing fits, the same with checkpointing. The trainers are those of bench/compare.py (`peers.hugging`); only where the weights
-come from is replaced. torch.compile is not tried: it would take a minute a row. Needs nothing that farthing needs. Never run
-on a GPU so far.
+"hf" is the Trainer as people run it: 8 examples at once, as they come, padded to the longest.
+"hf-tuned" and "trl-tuned" have Liger, fused AdamW and flash attention, and group by length or pack;
+two settings are tried and the quicker is kept. Where nothing fits, the same with checkpointing. The
+trainers are those of bench/compare.py (`peers.hugging`); only where the weights come from is
+replaced. torch.compile is not tried: it would take a minute a row. Needs nothing that farthing
+needs. Never run on a GPU so far.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def missing(who: str) -> list[str]:
 
 
 def candidates(who: str, batch: int) -> Iterator[dict[str, Any]]:
-    """Settings to try, each pair's quicker one to be kept; the later pairs recompute activations."""
+    """Settings to try, each pair's quicker one to be kept; the later pairs recompute activations."""  # noqa: E501
     loader = {"workers": 2} if torch.cuda.is_available() else {}
     for checkpointing in (False, True):
         if who == "hf":
@@ -75,7 +76,9 @@ def rows(
     emit: Emit,
     has_time: HasTime,
 ) -> None:
-    """(what it is, assignment, bytes that it takes at the least) one after the other, on a device of `room` bytes."""
+    """(what it is, assignment, bytes that it takes at the least) one after the other, on a device
+    of `room` bytes.
+    """
     for what, assignment, least_bytes in assignments:
         who = assignment.contestant
         name = f"{who} {what['shape']} {what['method']} {what['lengths']}"
@@ -83,7 +86,15 @@ def rows(
             emit({**what, "failed": f"{', '.join(lacking)} not installed"})
             continue
         if room is not None and least_bytes > room:
-            emit({**what, "failed": f"{least_bytes / 2**30:.0f} GiB of weights, gradients and moments do not fit"})
+            emit(
+                {
+                    **what,
+                    "failed": (
+                        f"{least_bytes / 2**30:.0f} GiB of weights, gradients and moments do"
+                        " not fit"
+                    ),
+                }
+            )
             continue
         best: dict[str, Any] | None = None
         why = ""
@@ -145,7 +156,9 @@ class RandomWeights:
         self._auto, self._who = auto, who
 
     def from_pretrained(self, folder: str, *, dtype: Any, attn_implementation: str) -> Any:
-        """A model by the configuration in `folder`; for who is tuned with flash attention where it has any."""
+        """A model by the configuration in `folder`; for who is tuned with flash attention where it
+        has any.
+        """
         import transformers
 
         config = transformers.AutoConfig.from_pretrained(folder)

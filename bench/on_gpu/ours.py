@@ -1,7 +1,8 @@
-"""farthing's rows: its own loop over each method and lengths, what the planner had promised, and one thing changed at a time.
+"""farthing's rows: its own loop over each method and lengths, what the planner had promised, and
+one thing changed at a time.
 
-A run is opened by the code of `farthing train` and its steps are taken by `loop.take_step`, as the loop takes them; nothing is
-evaluated, saved or exported. Never run on a GPU so far.
+A run is opened by the code of `farthing train` and its steps are taken by `loop.take_step`, as the
+loop takes them; nothing is evaluated, saved or exported. Never run on a GPU so far.
 """
 
 from __future__ import annotations
@@ -75,14 +76,22 @@ def row_of(facts: dict[str, Any], n_warm: int, busy_percent: float | None) -> di
 # ---- rows, and the planner's truth ----
 
 
-def rows(shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit, has_time: HasTime) -> None:
-    """Every method on every law of lengths. The first of a method is planned by formulas alone, the second after one
-    measurement."""
+def rows(
+    shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit, has_time: HasTime
+) -> None:
+    """Every method on every law of lengths. The first of a method is planned by formulas alone, the
+    second after one measurement."""
     for method in methods_of(shape):
         out = work / f"ours-{shape}-{method}"
         for lengths in lengths_of(shape):
             folder = work / f"{shape}-{lengths}"
-            what = {"kind": "row", "who": "farthing", "shape": shape, "method": method, "lengths": lengths}
+            what = {
+                "kind": "row",
+                "who": "farthing",
+                "shape": shape,
+                "method": method,
+                "lengths": lengths,
+            }
             if why := does_not_fit(folder, method):
                 emit({**what, "failed": why})
                 continue
@@ -91,7 +100,9 @@ def rows(shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit, 
             n_steps = scale.warm_up + scale.n_timed(shape) + N_PROFILED
             values = job_values(folder, out, method, scale.batch(lengths), n_steps, usd_per_hour)
             with failing(what, emit):
-                emit({**what, **as_planned(values, Drawn.load(folder / "train.npz"), scale.warm_up)})
+                emit(
+                    {**what, **as_planned(values, Drawn.load(folder / "train.npz"), scale.warm_up)}
+                )
             clean()
 
 
@@ -99,7 +110,9 @@ def does_not_fit(folder: Path, method: str) -> str:
     """Why it can't be trained on this GPU whatever is done, in words; "" if it can."""
     if not torch.cuda.is_available():
         return ""
-    least_bytes = json.loads((folder / "facts.json").read_text(encoding="utf-8"))["state_bytes"][method]
+    least_bytes = json.loads((folder / "facts.json").read_text(encoding="utf-8"))["state_bytes"][
+        method
+    ]
     room_bytes = torch.cuda.get_device_properties(0).total_memory
     return (
         f"{least_bytes / 2**30:.0f} GiB of weights, gradients and moments do not fit"
@@ -109,7 +122,9 @@ def does_not_fit(folder: Path, method: str) -> str:
 
 
 def as_planned(values: dict[str, Any], drawn: Drawn, n_warm: int) -> dict[str, Any]:
-    """A run as the plan has it: its figures, what was promised and what happened. It leaves a measurement."""
+    """A run as the plan has it: its figures, what was promised and what happened. It leaves a
+    measurement.
+    """
     from farthing.train.loop import take_step
     from farthing.train.measure import leave_measured
     from farthing.train.step_log import settle
@@ -141,7 +156,9 @@ def resting_bytes() -> dict[str, int]:
 
 
 def happened_to(run: Any, found: dict[str, Any], rested: dict[str, int]) -> dict[str, Any]:
-    """Memory by component and seconds, in the planner's words. `rest` is what no tensor that stays accounts for."""
+    """Memory by component and seconds, in the planner's words. `rest` is what no tensor that stays
+    accounts for.
+    """
     weights = sum(p.nbytes for p in run.model.parameters())
     optimizer = state_bytes(run.optimizer, run.numerics.device)
     gradients = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
@@ -158,7 +175,10 @@ def happened_to(run: Any, found: dict[str, Any], rested: dict[str, int]) -> dict
     }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        facts |= {"reserved_bytes": int(torch.cuda.max_memory_reserved()), "device_bytes": int(total - free)}
+        facts |= {
+            "reserved_bytes": int(torch.cuda.max_memory_reserved()),
+            "device_bytes": int(total - free),
+        }
     return facts
 
 
@@ -169,11 +189,15 @@ def settings_of(run: Any) -> dict[str, Any]:
     from farthing.train.autotune_cache import tried
 
     config = run.inputs.config.get_text_config()
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     computed = run.numerics.autocast or torch.float32
     return {
         **tried(run.settings),
-        "attention": choose(Asked(DTYPES[computed], head_size), here(run.numerics.device, False)).kernel,
+        "attention": (
+            choose(Asked(DTYPES[computed], head_size), here(run.numerics.device, False)).kernel
+        ),
         "precision": run.numerics.name,
         "liger": run.kernels.liger,
         "adapters": str(run.kernels.lora) if run.kernels.lora is not None else None,
@@ -198,15 +222,24 @@ Way = Callable[[Any], AbstractContextManager[None]]
 
 
 def variants(
-    shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit, has_time: HasTime, *, is_smoke: bool
+    shape: str,
+    work: Path,
+    scale: Scale,
+    usd_per_hour: float,
+    emit: Emit,
+    has_time: HasTime,
+    *,
+    is_smoke: bool,
 ) -> None:
-    """One thing changed at a time, on chat lengths: the setting of the plan first, then each way."""
+    """One thing changed at a time, on chat lengths: the setting of the plan first, then each way."""  # noqa: E501
     folder = work / f"{shape}-chat"
     drawn = Drawn.load(folder / "train.npz")
 
     def values(method: str, **keys: Any) -> dict[str, Any]:
         out = work / f"variants-{shape}-{method}"
-        return job_values(folder, out, method, scale.batch("chat"), MOST_STEPS, usd_per_hour, **keys)
+        return job_values(
+            folder, out, method, scale.batch("chat"), MOST_STEPS, usd_per_hour, **keys
+        )
 
     def base(method: str) -> dict[str, Any]:
         return {"kind": "variant", "shape": shape, "method": method, "lengths": "chat"}
@@ -218,7 +251,9 @@ def variants(
                 emit({**what, **opened_anew(values(method, **keys), drawn, scale, is_smoke)})
             clean()
 
-    has_bitsandbytes = torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None
+    has_bitsandbytes = (
+        torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None
+    )
     for method in METHODS:
         with failing({**base(method), "group": "all", "way": "all"}, emit):
             changed(values(method), drawn, base(method), scale, emit, has_time)
@@ -227,24 +262,42 @@ def variants(
         if has_bitsandbytes:
             anew(method, "optimizer", "8-bit", optim="adamw_8bit")
         if torch.cuda.is_available():
-            anew(method, "liger", "off" if on_by_default() else "on", use_liger_kernel=not on_by_default())
+            anew(
+                method,
+                "liger",
+                "off" if on_by_default() else "on",
+                use_liger_kernel=not on_by_default(),
+            )
     if has_bitsandbytes:
         what = {**base("qlora"), "group": "qlora", "way": "weights in 4 bits"}
         if has_time(f"qlora: variant of {shape}"):
             with failing(what, emit):
                 given = job_values(
-                    with_weights(folder), work / "qlora", "qlora", scale.batch("chat"), MOST_STEPS, usd_per_hour
+                    with_weights(folder),
+                    work / "qlora",
+                    "qlora",
+                    scale.batch("chat"),
+                    MOST_STEPS,
+                    usd_per_hour,
                 )
                 emit({**what, **opened_anew(given, drawn, scale, is_smoke)})
             clean()
     for mode in COMPILED:  # what takes minutes to begin comes last
         for method in METHODS if mode == COMPILED[0] else METHODS[:1]:
             with compiled_in(mode):
-                anew(method, "compile", f"{mode}, no Liger", torch_compile=True, use_liger_kernel=False)
+                anew(
+                    method,
+                    "compile",
+                    f"{mode}, no Liger",
+                    torch_compile=True,
+                    use_liger_kernel=False,
+                )
 
 
 def with_weights(folder: Path) -> Path:
-    """A folder like this one whose model has weights: random, in bf16, for those who can't draw them."""
+    """A folder like this one whose model has weights: random, in bf16, for those who can't draw
+    them.
+    """
     import transformers
 
     copied = folder.with_name(f"{folder.name}-weights")
@@ -285,20 +338,32 @@ def changed(
                 wanted = run.settings.micro_batch_tokens
                 found = measured(run, *scale.of_variants)
                 if run.settings.micro_batch_tokens != wanted:
-                    found = {"failed": f"out of memory, went on with {run.settings.micro_batch_tokens:,} tokens"}
+                    found = {
+                        "failed": (
+                            f"out of memory, went on with {run.settings.micro_batch_tokens:,}"
+                            " tokens"
+                        )
+                    }
                 emit({**what, **found, "micro_batch_tokens": wanted, "settings": settings_of(run)})
             run.steps.close()
 
 
-def opened_anew(values: dict[str, Any], drawn: Drawn, scale: Scale, is_smoke: bool) -> dict[str, Any]:
-    """A run whose job says something else. Layers compile in its first steps; in a smoke they are traced, and no more."""
+def opened_anew(
+    values: dict[str, Any], drawn: Drawn, scale: Scale, is_smoke: bool
+) -> dict[str, Any]:
+    """A run whose job says something else. Layers compile in its first steps; in a smoke they are
+    traced, and no more.
+    """
     import farthing.train.assemble
     import farthing.train.run
     from farthing.model.compiled import compile_blocks
 
     compiles = functools.partial(compile_blocks, backend="eager") if is_smoke else compile_blocks
     n_warm, n_timed = scale.of_variants
-    with mock.patch.object(farthing.train.assemble, "compile_blocks", compiles), opened(values, drawn) as run:
+    with (
+        mock.patch.object(farthing.train.assemble, "compile_blocks", compiles),
+        opened(values, drawn) as run,
+    ):
         if values["train"].get("torch_compile"):
             n_warm += 2
             if isinstance(run.kernels.compiled, str):
@@ -334,7 +399,11 @@ def ways(run: Any, scale: Scale) -> Iterator[tuple[str, str, Way]]:
         yield "adapters", "by peft", by_peft
     yield "host", "waits each micro-batch", waiting
     for tokens in scale.micro_batch_tokens:
-        yield "micro-batch", str(tokens), setting(micro_batch_tokens=tokens, global_batch_size=scale.large_batch)
+        yield (
+            "micro-batch",
+            str(tokens),
+            setting(micro_batch_tokens=tokens, global_batch_size=scale.large_batch),
+        )
     yield "probe", f"of {scale.probe_s:g} s", probed(scale.probe_s)
 
 
@@ -344,7 +413,11 @@ def kernels() -> list[str]:
 
     found = ["documents", "padded"]
     if torch.cuda.is_available():
-        made = {"varlen": attention_kernels._varlen, "flash": attention_kernels._flash, "flex": attention_kernels._flex}
+        made = {
+            "varlen": attention_kernels._varlen,
+            "flash": attention_kernels._flash,
+            "flex": attention_kernels._flex,
+        }
         found += [name for name, make in made.items() if make() is not None]
     return found
 

@@ -1,4 +1,5 @@
-"""The rows of bench/gpu.py as tables: everyone beside farthing, one thing changed at a time, and promised against happened.
+"""The rows of bench/gpu.py as tables: everyone beside farthing, one thing changed at a time, and
+promised against happened.
 
 Rows that failed are shown with their reason, what was left out is listed. Refuses to import torch.
 """
@@ -39,7 +40,8 @@ def aligned(head: list[str], lines: Iterable[list[str]]) -> str:
         return text.rjust(width) if text[:1].isdigit() or text[:1] in "-+" else text.ljust(width)
 
     return "\n".join(
-        "  ".join(cell(text, width) for text, width in zip(line, widths, strict=True)).rstrip() for line in every
+        "  ".join(cell(text, width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in every
     )
 
 
@@ -52,10 +54,20 @@ def number(value: float | None, form: str) -> str:
 
 
 def draw_speed(rows: list[Row], usd_per_hour: float) -> str:
-    """Useful tokens/s, farthing's over theirs, utilisation against the datasheet and the measured product, memory."""
+    """Useful tokens/s, farthing's over theirs, utilisation against the datasheet and the measured
+    product, memory.
+    """
     facts = next((row for row in rows if row["kind"] == "facts"), {})
-    flops = {(row["shape"], row["lengths"]): row["flops_per_token"] for row in rows if row["kind"] == "work"}
-    own = {place(row): row["tokens_per_s"] for row in rows if row.get("who") == FARTHING and "tokens_per_s" in row}
+    flops = {
+        (row["shape"], row["lengths"]): row["flops_per_token"]
+        for row in rows
+        if row["kind"] == "work"
+    }
+    own = {
+        place(row): row["tokens_per_s"]
+        for row in rows
+        if row.get("who") == FARTHING and "tokens_per_s" in row
+    }
     head = [
         "shape",
         "method",
@@ -116,7 +128,17 @@ def draw_variants(rows: list[Row]) -> str:
         for row in rows
         if row["kind"] == "variant" and row["group"] == "as planned" and "tokens_per_s" in row
     }
-    head = ["shape", "method", "what", "way", "tok/s", "of planned", "peak GiB", "busy %", "micro-batch"]
+    head = [
+        "shape",
+        "method",
+        "what",
+        "way",
+        "tok/s",
+        "of planned",
+        "peak GiB",
+        "busy %",
+        "micro-batch",
+    ]
     lines = []
     for row in rows:
         if row["kind"] != "variant":
@@ -186,14 +208,22 @@ def draw_truth(rows: list[Row]) -> str:
                 continue
             errors.setdefault((what, known), []).append(abs(promised / happened - 1))
             place_of_row = [row["shape"], row["method"], row["lengths"], known]
-            lines.append([*place_of_row, what, f"{promised:.4g}", f"{happened:.4g}", f"{promised / happened:.3f}"])
+            lines.append(
+                [
+                    *place_of_row,
+                    what,
+                    f"{promised:.4g}",
+                    f"{happened:.4g}",
+                    f"{promised / happened:.3f}",
+                ]
+            )
     if not lines:
         return "no row of farthing had a promise"
     medians = sorted(
         [what, known, str(len(found)), f"{median(found):.1%}", f"{max(found):.1%}"]
         for (what, known), found in errors.items()
     )
-    return f"{aligned(head, lines)}\n\n{aligned(['error of', 'known from', 'rows', 'median', 'largest'], medians)}"
+    return f"{aligned(head, lines)}\n\n{aligned(['error of', 'known from', 'rows', 'median', 'largest'], medians)}"  # noqa: E501
 
 
 # ---- all of it ----
@@ -212,12 +242,17 @@ def draw(rows: list[Row], usd_per_hour: float) -> str:
     facts = next((row for row in rows if row["kind"] == "facts"), {})
     words = [f"{facts.get('device', 'no device')}"]
     if facts.get("matmul_flops"):
-        words.append(f"bf16 product of {facts['matmul_size']}: {facts['matmul_flops'] / 1e12:.1f} TFLOP/s")
+        words.append(
+            f"bf16 product of {facts['matmul_size']}: {facts['matmul_flops'] / 1e12:.1f} TFLOP/s"
+        )
         words.append(f"copy: {facts['copy_bytes_per_s'] / 1e12:.3f} TB/s")
     left = [f"  {row['what']}: {row['why']}" for row in rows if row["kind"] == "left out"]
     took = [f"  {row['what']}: {row['seconds']:g}" for row in rows if row["kind"] == "took"]
     sections: list[tuple[str, Callable[[], str]]] = [
-        ("Speed: useful tokens a second; x is farthing's over this one's", lambda: draw_speed(rows, usd_per_hour)),
+        (
+            "Speed: useful tokens a second; x is farthing's over this one's",
+            lambda: draw_speed(rows, usd_per_hour),
+        ),
         ("One thing changed at a time", lambda: draw_variants(rows)),
         ("Promised and happened", lambda: draw_truth(rows)),
         ("Seconds", lambda: "\n".join(took) or "  -"),

@@ -1,6 +1,8 @@
-"""What was aimed at on a GPU, what was measured, and whether it is met: the end of what bench/gpu.py prints.
+"""What was aimed at on a GPU, what was measured, and whether it is met: the end of what
+bench/gpu.py prints.
 
-    python bench/on_gpu/verdict.py --kills FILE ... | --kills-without FILE ...     of what bench/survive.py has printed
+    python bench/on_gpu/verdict.py --kills FILE ... | --kills-without FILE ...     of what
+    bench/survive.py has printed
 
 Every target has its line, also where nothing was measured for it. Refuses to import torch.
 """
@@ -22,7 +24,9 @@ LEAST_KILLS = 20
 
 
 class Line(NamedTuple):
-    """A target, what was measured for it, and whether it is met; None: no number was set, or nothing was measured."""
+    """A target, what was measured for it, and whether it is met; None: no number was set, or
+    nothing was measured.
+    """
 
     target: str
     measured: str
@@ -35,14 +39,21 @@ def draw_verdict(rows: list[Row]) -> str:
     lines = [*of_speed(rows), *of_peers(rows), *of_promises(rows), *of_ways(rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(2)]
     return "\n".join(
-        f"{line.target:{widths[0]}}  {line.measured:{widths[1]}}  {words[line.is_met]}".rstrip() for line in lines
+        f"{line.target:{widths[0]}}  {line.measured:{widths[1]}}  {words[line.is_met]}".rstrip()
+        for line in lines
     )
 
 
 def shares(rows: list[Row]) -> dict[tuple[str, str, str], float]:
-    """(shape, method, lengths) to the share of the machine's own bf16 product that farthing's step reaches."""
+    """(shape, method, lengths) to the share of the machine's own bf16 product that farthing's step
+    reaches.
+    """
     best = next((row["matmul_flops"] for row in rows if row.get("matmul_flops")), None)
-    flops = {(row["shape"], row["lengths"]): row["flops_per_token"] for row in rows if row["kind"] == "work"}
+    flops = {
+        (row["shape"], row["lengths"]): row["flops_per_token"]
+        for row in rows
+        if row["kind"] == "work"
+    }
     return {
         key: row["tokens_per_s"] * flops[key[0], key[2]][key[1]]["needed"] / best
         for key, row in own(rows).items()
@@ -66,15 +77,31 @@ def of_speed(rows: list[Row]) -> Iterator[Line]:
     for shape, method, least in wanted:
         for lengths in ("chat", "full"):
             share = found.get((shape, method, lengths))
-            target = f"{shape} {method}, {lengths} lengths: {least:.0%} of the bf16 product measured here"
-            yield Line(target, "not measured", None) if share is None else Line(target, f"{share:.1%}", share >= least)
+            target = (
+                f"{shape} {method}, {lengths} lengths: {least:.0%} of the bf16 product measured"
+                " here"
+            )
+            yield (
+                Line(target, "not measured", None)
+                if share is None
+                else Line(target, f"{share:.1%}", share >= least)
+            )
     for shape, method, lengths in ours:
         if lengths == "chat" and (shape, method, "full") in ours:
-            ratio = ours[shape, method, "chat"]["tokens_per_s"] / ours[shape, method, "full"]["tokens_per_s"]
-            yield Line(
-                f"{shape} {method}: chats within 10 % of full rows in tokens/s", f"{ratio:.2f}", ratio >= CHAT_SHARE
+            ratio = (
+                ours[shape, method, "chat"]["tokens_per_s"]
+                / ours[shape, method, "full"]["tokens_per_s"]
             )
-    idle = {" ".join(key): row["idle_percent"] for key, row in ours.items() if row.get("idle_percent") is not None}
+            yield Line(
+                f"{shape} {method}: chats within 10 % of full rows in tokens/s",
+                f"{ratio:.2f}",
+                ratio >= CHAT_SHARE,
+            )
+    idle = {
+        " ".join(key): row["idle_percent"]
+        for key, row in ours.items()
+        if row.get("idle_percent") is not None
+    }
     target = f"the GPU idle for less than {MOST_IDLE_PERCENT:g} % of a step"
     if not idle:
         yield Line(target, "not measured", None)
@@ -85,7 +112,10 @@ def of_speed(rows: list[Row]) -> Iterator[Line]:
 def of_peers(rows: list[Row]) -> Iterator[Line]:
     """farthing over TRL as tuned, and over the Trainer as people run it, on the same examples."""
     ours = own(rows)
-    for who, name, least in (("trl-tuned", "TRL, tuned", OVER_TRL), ("hf", "Trainer as it comes", OVER_TRAINER)):
+    for who, name, least in (
+        ("trl-tuned", "TRL, tuned", OVER_TRL),
+        ("hf", "Trainer as it comes", OVER_TRAINER),
+    ):
         theirs = own(rows, who)
         both = [key for key in ours if key in theirs]
         if not both:
@@ -114,7 +144,9 @@ def of_ways(rows: list[Row]) -> Iterator[Line]:
     """Ways of computing, beside the plan's own: tokens/s as a ratio, and the peak."""
     varied = [row for row in rows if row["kind"] == "variant"]
     planned = {
-        row["method"]: row["tokens_per_s"] for row in varied if row["group"] == "as planned" and "failed" not in row
+        row["method"]: row["tokens_per_s"]
+        for row in varied
+        if row["group"] == "as planned" and "failed" not in row
     }
     for row in varied:
         if row["group"] not in ("compile", "optimizer", "qlora", "liger"):
@@ -125,19 +157,30 @@ def of_ways(rows: list[Row]) -> Iterator[Line]:
             continue
         base = planned.get(row["method"])
         ratio = f"{row['tokens_per_s'] / base:.2f} of planned, " if base else ""
-        yield Line(target, f"{ratio}{row['tokens_per_s']:,.0f} tokens/s, {row['peak_bytes'] / 2**30:.1f} GiB", None)
+        yield Line(
+            target,
+            f"{ratio}{row['tokens_per_s']:,.0f} tokens/s, {row['peak_bytes'] / 2**30:.1f} GiB",
+            None,
+        )
 
 
 def of_kills(texts: list[str], *, is_exact: bool) -> Line:
-    """What came of runs that were killed, by the lines of bench/survive.py, those of a run that was stopped included."""
+    """What came of runs that were killed, by the lines of bench/survive.py, those of a run that was
+    stopped included.
+    """
     lines = [line for text in texts for line in text.splitlines() if re.match(r"seed \d+: ", line)]
-    n_kills = sum(len(re.findall(r"\(\d+\)", line.partition("killed in ")[2].partition("; ")[0])) for line in lines)
+    n_kills = sum(
+        len(re.findall(r"\(\d+\)", line.partition("killed in ")[2].partition("; ")[0]))
+        for line in lines
+    )
     n_same = sum(line.endswith(": identical") for line in lines)
     measured = f"{n_same} of {len(lines)} runs the same to the bit after {n_kills} kills"
     if not is_exact:
         return Line("kills without full_determinism", measured, None)
     return Line(
-        f"{LEAST_KILLS} SIGKILLs with full_determinism", measured, n_kills >= LEAST_KILLS and n_same == len(lines)
+        f"{LEAST_KILLS} SIGKILLs with full_determinism",
+        measured,
+        n_kills >= LEAST_KILLS and n_same == len(lines),
     )
 
 
@@ -150,7 +193,10 @@ def main(words: list[str]) -> int:
     line = of_kills(texts, is_exact=words[0] == "--kills")
     for text in texts:  # one that ended early says why last
         print(text.strip() if "seed " in text else text.strip()[-1500:])
-    print(f"{line.target}: {line.measured}{'' if line.is_met is None else ', met' if line.is_met else ', NOT MET'}")
+    print(
+        f"{line.target}:"
+        f" {line.measured}{'' if line.is_met is None else ', met' if line.is_met else ', NOT MET'}"
+    )
     return 1 if line.is_met is False else 0
 
 

@@ -1,7 +1,8 @@
-"""What bench/gpu.py trains: real shapes with random weights, random tokens in lengths of real laws, and farthing's loop.
+"""What bench/gpu.py trains: real shapes with random weights, random tokens in lengths of real laws,
+and farthing's loop.
 
-No weights and no data are needed: a folder has a configuration and a tokenizer, and one file of tokens that everyone reads.
-Refuses to measure.
+No weights and no data are needed: a folder has a configuration and a tokenizer, and one file of
+tokens that everyone reads. Refuses to measure.
 """
 
 from __future__ import annotations
@@ -36,9 +37,16 @@ TASKS = {"T5": "seq2seq", "BERT": "classification"}
 """Of a shape; of all others it is causal-lm."""
 N_CLASSES = 8
 TOY = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "vocab_size": 1200, "max_position_embeddings": 2048, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 1200,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
 SMALL_OF = {
     "T5": {
         "d_model": 64,
@@ -62,7 +70,9 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 METHODS = ("lora", "full")
 LENGTHS = ("chat", "full")
 LENGTHS_OF = {"T5": ("seq2seq",), "BERT": ("classes",)}
-"""Laws of lengths of the shapes that are not trained on chats: pairs of about 60 and 24 tokens, texts of about 110."""
+"""Laws of lengths of the shapes that are not trained on chats: pairs of about 60 and 24 tokens,
+texts of about 110.
+"""
 LABELLED = 0.4  # of an example's tokens, its last ones
 LORA_R = 16
 SEED = 42
@@ -75,7 +85,12 @@ class Scale:
     n_examples: int = 1024
     shrink: int = 1
     """Of the lengths."""
-    batches: tuple[tuple[str, int], ...] = (("chat", 32), ("full", 10), ("seq2seq", 352), ("classes", 192))
+    batches: tuple[tuple[str, int], ...] = (
+        ("chat", 32),
+        ("full", 10),
+        ("seq2seq", 352),
+        ("classes", 192),
+    )
     """Examples of a step by lengths: about twenty thousand tokens in each."""
     warm_up: int = 2
     timed: tuple[tuple[str, int], ...] = (("0.5B", 16), ("1B", 10))
@@ -101,9 +116,16 @@ class Scale:
 
 FULL = Scale()
 SMALL = Scale(
-    n_examples=48, shrink=32, batches=(("chat", 8), ("full", 4), ("seq2seq", 8), ("classes", 8)), large_batch=16,
-    micro_batch_tokens=(64, 256), tiles=(8, 32), probe_s=1.0, matmul=256, copy_bytes=1 << 20,
-)  # fmt: skip
+    n_examples=48,
+    shrink=32,
+    batches=(("chat", 8), ("full", 4), ("seq2seq", 8), ("classes", 8)),
+    large_batch=16,
+    micro_batch_tokens=(64, 256),
+    tiles=(8, 32),
+    probe_s=1.0,
+    matmul=256,
+    copy_bytes=1 << 20,
+)
 
 
 def config_of(shape: str, is_small: bool = False) -> dict[str, Any]:
@@ -119,7 +141,10 @@ def config_of(shape: str, is_small: bool = False) -> dict[str, Any]:
         config = config | {"decoder_start_token_id": 0, "dropout_rate": 0.0}
     if config["model_type"] == "bert":
         config = config | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        config |= {"id2label": dict(enumerate(label_names())), "problem_type": "single_label_classification"}
+        config |= {
+            "id2label": dict(enumerate(label_names())),
+            "problem_type": "single_label_classification",
+        }
     return config | {
         "architectures": [names[config["model_type"]]],
         "pad_token_id": 0,
@@ -149,14 +174,17 @@ def methods_of(shape: str) -> tuple[str, ...]:
 
 
 def draw_examples(lengths: str, n_words: int, scale: Scale) -> Drawn:
-    """Random tokens: "chat" lengths are lognormal (mean about 660, 2048 at most), "full" ones are all 2048.
+    """Random tokens: "chat" lengths are lognormal (mean about 660, 2048 at most), "full" ones are
+    all 2048.
 
     Those of "seq2seq" count source and target.
     """
     from peers.workloads import WORKLOADS, drawn_lengths
 
     draw = np.random.Generator(np.random.PCG64(SEED))
-    sizes = np.maximum(8, np.asarray(drawn_lengths(WORKLOADS[lengths], scale.n_examples, draw)) // scale.shrink)
+    sizes = np.maximum(
+        8, np.asarray(drawn_lengths(WORKLOADS[lengths], scale.n_examples, draw)) // scale.shrink
+    )
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     ids = draw.integers(3, n_words, offsets[-1]).astype(np.int32)
     places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
@@ -170,7 +198,7 @@ def draw_examples(lengths: str, n_words: int, scale: Scale) -> Drawn:
 
 
 def prepare(work: Path, shape: str, scale: Scale) -> None:
-    """Write the folders of a shape: model without weights, tokens, and what a token costs in FLOPs."""
+    """Write the folders of a shape: model without weights, tokens, and what a token costs in FLOPs."""  # noqa: E501
     from farthing.tiny import demo_rows, make_tokenizer, write_jsonl
 
     config = config_of(shape, is_small=scale.shrink > 1)
@@ -182,15 +210,21 @@ def prepare(work: Path, shape: str, scale: Scale) -> None:
         make_tokenizer(folder / "model", [row["prompt"] + row["completion"] for row in rows])
         if task_of(shape) != "causal-lm":
             name = ("text", "label") if task_of(shape) == "classification" else ("input", "target")
-            rows = [dict(zip(name, (row["prompt"], row["completion"]), strict=True)) for row in rows]
-        write_jsonl(folder / "train.jsonl", rows[:1])  # a job names a file; its tokens are not looked at
+            rows = [
+                dict(zip(name, (row["prompt"], row["completion"]), strict=True)) for row in rows
+            ]
+        write_jsonl(
+            folder / "train.jsonl", rows[:1]
+        )  # a job names a file; its tokens are not looked at
         drawn = draw_examples(lengths, config["vocab_size"], scale)
         drawn.save(folder / "train.npz")
         facts = {
             "mean_tokens": float(drawn.lengths.mean()),
             "longest": int(drawn.lengths.max()),
             "state_bytes": state_bytes(config, task_of(shape)),
-            "flops_per_token": {method: flops_per_token(config, method, drawn) for method in methods_of(shape)},
+            "flops_per_token": {
+                method: flops_per_token(config, method, drawn) for method in methods_of(shape)
+            },
         }
         (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
@@ -203,22 +237,34 @@ def shape_of(config: dict[str, Any], task: str) -> Any:
 
 
 def state_bytes(config: dict[str, Any], task: str = "causal-lm") -> dict[str, int]:
-    """What must be there at the least, without activations: weights, gradients and two moments in fp32; or frozen bf16."""
+    """What must be there at the least, without activations: weights, gradients and two moments in
+    fp32; or frozen bf16.
+    """
     n = shape_of(config, task).n_parameters
     return {"full": 16 * n, "lora": 2 * n}
 
 
 def flops_per_token(config: dict[str, Any], method: str, drawn: Drawn) -> dict[str, float]:
-    """FLOPs of forward and backward for a token of the data, without recomputation, attention within documents.
+    """FLOPs of forward and backward for a token of the data, without recomputation, attention
+    within documents.
 
-    `needed`: the head where something is predicted. `usual`: the head everywhere, as figures of others count it.
+    `needed`: the head where something is predicted. `usual`: the head everywhere, as figures of
+    others count it.
     """
-    task = "seq2seq" if drawn.is_seq2seq else "causal-lm" if drawn.classes is None else "classification"
+    task = (
+        "seq2seq"
+        if drawn.is_seq2seq
+        else "causal-lm"
+        if drawn.classes is None
+        else "classification"
+    )
     shape = shape_of(config, task)
     adapters = None if method == "full" else shape.with_lora(LORA_R)
     found = {"needed": 0.0, "usual": 0.0}
     scored = np.add.reduceat(drawn.is_target.astype(np.int64), drawn.offsets[:-1])
-    for (n_tokens, n_scored), n in Counter(zip(drawn.lengths.tolist(), scored.tolist(), strict=True)).items():
+    for (n_tokens, n_scored), n in Counter(
+        zip(drawn.lengths.tolist(), scored.tolist(), strict=True)
+    ).items():
         for name, n_read in (("needed", n_scored), ("usual", None)):
             sizes = {
                 "causal-lm": (n_tokens, 0, n_read),
@@ -241,9 +287,18 @@ def order_of(drawn: Drawn, batch: int, n_steps: int) -> list[list[int]]:
 
 
 def random_model(
-    choice: Any, config: Any, task: str, *, dtype: Any, seed: int, pad_id: int | None = None, **_: Any
+    choice: Any,
+    config: Any,
+    task: str,
+    *,
+    dtype: Any,
+    seed: int,
+    pad_id: int | None = None,
+    **_: Any,
 ) -> Any:
-    """In place of `load_model`: weights drawn where they will be used, so that none has to be read or sent."""
+    """In place of `load_model`: weights drawn where they will be used, so that none has to be read
+    or sent.
+    """
     import torch
 
     from farthing.model.load import auto_class
@@ -256,33 +311,54 @@ def random_model(
 
 
 def job_values(
-    folder: Path, out: Path, method: str, batch: int, n_steps: int, usd_per_hour: float, **train: Any
+    folder: Path,
+    out: Path,
+    method: str,
+    batch: int,
+    n_steps: int,
+    usd_per_hour: float,
+    **train: Any,
 ) -> dict[str, Any]:
     """A job as a person would write it, with nothing set but what all have."""
     task = task_of(folder.name.partition("-")[0])
-    lengths = {"max_length": 2048} if task == "causal-lm" else {"max_length": 256, "max_target_length": 128}
+    lengths = (
+        {"max_length": 2048}
+        if task == "causal-lm"
+        else {"max_length": 256, "max_target_length": 128}
+    )
     return {
         "task": task,
-        "model": {"model_name_or_path": f"{folder}/model", **({} if method == "qlora" else {"init": "random"})},
+        "model": {
+            "model_name_or_path": f"{folder}/model",
+            **({} if method == "qlora" else {"init": "random"}),
+        },
         "data": {"train": f"{folder}/train.jsonl", **lengths},
         "method": "full" if method == "full" else {"name": method, "lora_r": LORA_R},
         "train": {
-            "max_steps": n_steps, "global_batch_size": batch, "seed": SEED, "learning_rate": 1e-5, "probe": False,
-            "lr_scheduler_type": "constant", "eval_strategy": "no", **train,
+            "max_steps": n_steps,
+            "global_batch_size": batch,
+            "seed": SEED,
+            "learning_rate": 1e-5,
+            "probe": False,
+            "lr_scheduler_type": "constant",
+            "eval_strategy": "no",
+            **train,
         },
         "where": {"usd_per_hour": usd_per_hour},
         "output_dir": f"{out}/run-{time.time_ns()}",
         "cache_dir": f"{out}/cache",
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager
 def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) -> Iterator[Any]:
-    """An `Attempt` of farthing at its first step, over these tokens: made by the same code that `farthing train` runs.
+    """An `Attempt` of farthing at its first step, over these tokens: made by the same code that
+    `farthing train` runs.
 
     What it notes and warns of goes to `said`.
 
-    Three things are replaced: where weights come from, where tokens come from, and the look at the disk, as nothing is saved.
+    Three things are replaced: where weights come from, where tokens come from, and the look at the
+    disk, as nothing is saved.
     """
     import yaml
 
@@ -303,11 +379,22 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
         facts["label_names"] = label_names()
     zeros: NDArray[np.int64] = np.zeros(n, np.int64)
     tokens = TokenSet(
-        folder, facts, drawn.ids, drawn.is_target, drawn.offsets, zeros, np.arange(n, dtype=np.uint64), drawn.classes
+        folder,
+        facts,
+        drawn.ids,
+        drawn.is_target,
+        drawn.offsets,
+        zeros,
+        np.arange(n, dtype=np.uint64),
+        drawn.classes,
     )
     examples = farthing.train.setup.Examples(tokens, np.arange(n))
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        *([] if job.method.name == "qlora" else [(farthing.train.setup, "load_model", random_model)]),
+        *(
+            []
+            if job.method.name == "qlora"
+            else [(farthing.train.setup, "load_model", random_model)]
+        ),
         (farthing.train.run, "open_examples", lambda *_: (examples, None)),
         (farthing.train.saver, "refuse_small_disk", lambda _: None),
     ]

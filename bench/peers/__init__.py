@@ -1,1 +1,3 @@
-"""farthing beside its peers: what each contestant is given, how it is run, what is measured of it. See ../compare.py."""
+"""farthing beside its peers: what each contestant is given, how it is run, what is measured of it.
+See ../compare.py.
+"""

@@ -1,4 +1,5 @@
-"""What a contestant is given: one file of tokenized examples, one checkpoint, one order, one set of training arguments.
+"""What a contestant is given: one file of tokenized examples, one checkpoint, one order, one set of
+training arguments.
 
 Read by every contestant in its own process, so nothing here imports torch or farthing.
 """
@@ -40,10 +41,14 @@ class Examples:
         """How many predictions these examples ask for."""
         if self.classes is not None:
             return len(indices)
-        return sum(int(self.is_target[self.offsets[i] : self.offsets[i + 1]].sum()) for i in indices)
+        return sum(
+            int(self.is_target[self.offsets[i] : self.offsets[i + 1]].sum()) for i in indices
+        )
 
     def row(self, index: int) -> dict[str, Any]:
-        """`input_ids` and `labels` as the libraries want them: aligned, -100 where nothing is to be predicted."""
+        """`input_ids` and `labels` as the libraries want them: aligned, -100 where nothing is to be
+        predicted.
+        """
         span = slice(self.offsets[index], self.offsets[index + 1])
         ids, is_target = self.ids[span], self.is_target[span].astype(bool)
         if self.classes is not None:
@@ -73,7 +78,13 @@ class Examples:
         """Read it."""
         with np.load(path) as arrays:
             classes = arrays.get("classes")
-            return cls(arrays["ids"], arrays["is_target"], arrays["offsets"], classes, bool(arrays["is_seq2seq"]))
+            return cls(
+                arrays["ids"],
+                arrays["is_target"],
+                arrays["offsets"],
+                classes,
+                bool(arrays["is_seq2seq"]),
+            )
 
 
 @dataclass(frozen=True)
@@ -82,9 +93,12 @@ class Assignment:
 
     contestant: str
     folder: str
-    """Of the workload: `model/` (the initial weights of all), `train.npz`, `eval.npz`, `train.jsonl`."""
+    """Of the workload: `model/` (the initial weights of all), `train.npz`, `eval.npz`,
+    `train.jsonl`.
+    """
     out: str
-    """Where the contestant may write; the model it trained comes to `out`/model or where it says."""
+    """Where the contestant may write; the model it trained comes to `out`/model or where it says.
+    """
     task: str
     method: str
     precision: str
@@ -102,7 +116,9 @@ class Assignment:
     threads: int = 1
     columns: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    """What is the contestant's own to choose: micro-batch, checkpointing, workers; for farthing keys of its job."""
+    """What is the contestant's own to choose: micro-batch, checkpointing, workers; for farthing
+    keys of its job.
+    """
     usd_per_hour: float = 0.0
 
     @property

@@ -1,7 +1,8 @@
 """Seconds, memory and tokens of a run, read by the harness at the end of every optimizer step.
 
-A framework's own figures are not used: they count padding, labels or positions, each its own way. On a GPU (where this was
-never run) the marks are events in its queue, so that a loop that runs ahead of it may do so.
+A framework's own figures are not used: they count padding, labels or positions, each its own way.
+On a GPU (where this was never run) the marks are events in its queue, so that a loop that runs
+ahead of it may do so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import psutil
 
 
 def cpu_seconds() -> float:
-    """CPU-seconds of this process, all threads, and of its children, those that still run included."""
+    """CPU-seconds of this process, all threads, and of its children, those that still run included."""  # noqa: E501
     total = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         used = resource.getrusage(who)
@@ -31,17 +32,23 @@ def cpu_seconds() -> float:
 
 
 def peak_bytes() -> int:
-    """Most memory this process had. Linux: of this program alone; `ru_maxrss` would count what its parent had."""
+    """Most memory this process had. Linux: of this program alone; `ru_maxrss` would count what its
+    parent had.
+    """
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 class Clock:
-    """Marks at the beginning and at the end of every step, and the tokens that were counted in between."""
+    """Marks at the beginning and at the end of every step, and the tokens that were counted in
+    between.
+    """
 
     def __init__(self, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
@@ -61,7 +68,9 @@ class Clock:
         self._mark()
 
     def count(self, useful: Any, computed: Any) -> None:
-        """Tokens of the data, and tokens that the model was given, in the step at hand: numbers, or tensors read later."""
+        """Tokens of the data, and tokens that the model was given, in the step at hand: numbers, or
+        tensors read later.
+        """
         self._counted[-1].append((useful, computed))
 
     def step_done(self) -> None:
@@ -78,7 +87,9 @@ class Clock:
         self._counted.append([])
 
     def facts(self) -> dict[str, Any]:
-        """Marks [steps + 1] and tokens [steps], and the peak of memory until now. Call it when the last step is done."""
+        """Marks [steps + 1] and tokens [steps], and the peak of memory until now. Call it when the
+        last step is done.
+        """
         facts: dict[str, Any] = {"peak_bytes": peak_bytes()}
         if self._on_gpu:
             import torch

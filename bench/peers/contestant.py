@@ -1,6 +1,8 @@
-"""One contestant in its own process: `python -m peers.contestant ASSIGNMENT.json ...` (several: one after the other).
+"""One contestant in its own process: `python -m peers.contestant ASSIGNMENT.json ...` (several: one
+after the other).
 
-Beside each assignment comes a file `.result.json`: the marks of the clock, where the model is, what was installed.
+Beside each assignment comes a file `.result.json`: the marks of the clock, where the model is, what
+was installed.
 """
 
 from __future__ import annotations
@@ -59,7 +61,12 @@ def run(assignment: Assignment) -> dict[str, Any]:
         from peers import hugging as runner  # type: ignore[no-redef]
     started = time.perf_counter()
     trained = runner.train(assignment, clock)
-    return {**trained, **clock.facts(), "train_s": time.perf_counter() - started, "versions": versions()}
+    return {
+        **trained,
+        **clock.facts(),
+        "train_s": time.perf_counter() - started,
+        "versions": versions(),
+    }
 
 
 def versions() -> dict[str, str]:

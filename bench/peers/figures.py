@@ -1,4 +1,6 @@
-"""From the marks of a clock to figures, from figures to ratios, from ratios to what was aimed at. Plain numbers only."""
+"""From the marks of a clock to figures, from figures to ratios, from ratios to what was aimed at.
+Plain numbers only.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from typing import Any
 
 
 def rates(run: dict[str, Any], first: int, last: int, per_epoch: int) -> dict[str, float] | None:
-    """Figures of the steps `first` to `last` (counted from 0, `last` not included); None when there are none.
+    """Figures of the steps `first` to `last` (counted from 0, `last` not included); None when there
+    are none.
 
-    `run` has the marks `wall` and `cpu` [steps + 1] and the tokens `useful` and `computed` [steps] of a `Clock`. What was
-    worked `ahead` belongs to the first epoch, to each of its steps by its tokens. `useful_share` is over 1 where a shared
-    prefix was computed once, and not a number where all came from a cache.
+    `run` has the marks `wall` and `cpu` [steps + 1] and the tokens `useful` and `computed` [steps]
+    of a `Clock`. What was worked `ahead` belongs to the first epoch, to each of its steps by its
+    tokens. `useful_share` is over 1 where a shared prefix was computed once, and not a number where
+    all came from a cache.
     """
     if not 0 <= first < last <= len(run["useful"]):
         return None
@@ -21,7 +25,9 @@ def rates(run: dict[str, Any], first: int, last: int, per_epoch: int) -> dict[st
     share = sum(run["useful"][first : min(last, per_epoch)]) / sum(run["useful"][:per_epoch])
     useful = sum(run["useful"][first:last])
     computed = sum(run["computed"][first:last]) + share * ahead["computed"]
-    wall_s, cpu_s = (run[name][last] - run[name][first] + share * ahead[name] for name in ("wall", "cpu"))
+    wall_s, cpu_s = (
+        run[name][last] - run[name][first] + share * ahead[name] for name in ("wall", "cpu")
+    )
     device_s = wall_s if run.get("on_gpu") else cpu_s
     return {
         "useful_tokens": useful,
@@ -35,7 +41,9 @@ def rates(run: dict[str, Any], first: int, last: int, per_epoch: int) -> dict[st
 
 
 def windows(n_steps: int, epochs: int, warm_up: int) -> dict[str, tuple[int, int]]:
-    """Steps by what they are: all after the warm-up, and with several epochs the first and the later ones apart."""
+    """Steps by what they are: all after the warm-up, and with several epochs the first and the
+    later ones apart.
+    """
     found = {"steady": (min(warm_up, n_steps - 1), n_steps)}
     if epochs > 1:
         first = n_steps // epochs
@@ -44,7 +52,7 @@ def windows(n_steps: int, epochs: int, warm_up: int) -> dict[str, tuple[int, int
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs of one contestant as one row: medians, the range of speed, the highest memory."""
+    """Several runs of one contestant as one row: medians, the range of speed, the highest memory."""  # noqa: E501
     speeds = [run["steady"]["tokens_per_device_s"] for run in runs]
     row: dict[str, Any] = {
         "n": len(runs),
@@ -96,12 +104,26 @@ class Target:
 CAUSAL = ("short", "chat", "full", "shared")
 TARGETS = (
     Target("against B0 in fp32", 3.0, "naive", precisions=("fp32",), methods=("full",)),
-    Target("against B0, each in its best precision", 6.0, "naive", precisions=("best",), methods=("full",)),
-    Target("against B0 in fp32, farthing in its best", 6.0, "naive in fp32", precisions=("best",), methods=("full",)),
+    Target(
+        "against B0, each in its best precision",
+        6.0,
+        "naive",
+        precisions=("best",),
+        methods=("full",),
+    ),
+    Target(
+        "against B0 in fp32, farthing in its best",
+        6.0,
+        "naive in fp32",
+        precisions=("best",),
+        methods=("full",),
+    ),
     Target("against B2 on chat lengths", 1.4, "hf-tuned", workloads=("chat",)),
     Target("against B2 on full-length rows", 1.1, "hf-tuned", workloads=("full",)),
     Target("against B3b", 1.3, "trl-tuned", workloads=CAUSAL),
-    Target("LoRA on all layers against TRL's defaults", 1.4, "trl", methods=("lora",), workloads=CAUSAL),
+    Target(
+        "LoRA on all layers against TRL's defaults", 1.4, "trl", methods=("lora",), workloads=CAUSAL
+    ),
     Target(
         "LoRA on the top quarter against TRL's defaults, from the second epoch",
         3.0,
@@ -122,37 +144,71 @@ def ratio(table: Table, peer: str, figure: str = "speed") -> float | None:
     return float(rows[0][figure] / rows[1][figure])  # type: ignore[index]
 
 
-def against_targets(table: Table, workload: str, method: str, precision: str, task: str) -> list[dict[str, Any]]:
+def against_targets(
+    table: Table, workload: str, method: str, precision: str, task: str
+) -> list[dict[str, Any]]:
     """Each target about this table, with what was measured: met, missed, or not measured."""
     found = []
     for target in TARGETS:
         if target.applies(workload, method, precision):
             value = ratio(table, target.peer, target.figure)
-            found.append(_judged(target.words, target.least, value, lambda value, least: value >= least))
+            found.append(
+                _judged(target.words, target.least, value, lambda value, least: value >= least)
+            )
     ours = table.get("farthing", {})
     if "peak_bytes" not in ours or precision == "best":
         return found
     share = ours["useful_share"]
     found.append(
-        _judged("useful share of computed tokens", LEAST_SHARE[task], share, lambda value, least: value >= least)
+        _judged(
+            "useful share of computed tokens",
+            LEAST_SHARE[task],
+            share,
+            lambda value, least: value >= least,
+        )
     )
-    others = [row["peak_bytes"] for name, row in table.items() if name != "farthing" and "peak_bytes" in row]
+    others = [
+        row["peak_bytes"]
+        for name, row in table.items()
+        if name != "farthing" and "peak_bytes" in row
+    ]
     if others:
         value = ours["peak_bytes"] / min(others)
-        found.append(_judged("peak memory over the least of the others", 1.0, value, lambda value, most: value <= most))
+        found.append(
+            _judged(
+                "peak memory over the least of the others",
+                1.0,
+                value,
+                lambda value, most: value <= most,
+            )
+        )
     return found
 
 
-def _judged(words: str, bound: float, value: float | None, holds: Callable[[float, float], bool]) -> dict[str, Any]:
-    state = "not measured" if value is None or value != value else "met" if holds(value, bound) else "missed"
+def _judged(
+    words: str, bound: float, value: float | None, holds: Callable[[float, float], bool]
+) -> dict[str, Any]:
+    state = (
+        "not measured"
+        if value is None or value != value
+        else "met"
+        if holds(value, bound)
+        else "missed"
+    )
     return {"target": words, "bound": bound, "measured": value, "state": state}
 
 
 def best_precision(tables: dict[str, Table]) -> Table:
-    """farthing and B0, each from the table of the precision in which it is quickest, and B0 in fp32."""
+    """farthing and B0, each from the table of the precision in which it is quickest, and B0 in
+    fp32.
+    """
     found: Table = {}
     for name in ("farthing", "naive"):
-        rows = [table[name] for table in tables.values() if name in table and not table[name].get("void")]
+        rows = [
+            table[name]
+            for table in tables.values()
+            if name in table and not table[name].get("void")
+        ]
         if rows:
             found[name] = max(rows, key=lambda row: float(row["speed"]))
     if "naive" in tables.get("fp32", {}):

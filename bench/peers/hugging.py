@@ -1,7 +1,8 @@
 """B1 and B2 (`transformers.Trainer`, defaults and tuned), B3a and B3b (`trl.SFTTrainer`, the same).
 
-Their training arguments, precision and examples are everyone's; the rest is theirs. They count no tokens here: the harness
-looks at every micro-batch before the model does. Written for transformers 5.23 and trl 1.16.
+Their training arguments, precision and examples are everyone's; the rest is theirs. They count no
+tokens here: the harness looks at every micro-batch before the model does. Written for transformers
+5.23 and trl 1.16.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ DEFAULT_MICRO_BATCH = 8
 
 
 def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
-    """Train by the contestant's trainer; returns where the model is and the loss of the first micro-batch."""
+    """Train by the contestant's trainer; returns where the model is and the loss of the first
+    micro-batch.
+    """
     import datasets
     import transformers
 
@@ -41,10 +44,15 @@ def _trainer(assignment: Assignment, clock: Clock) -> Any:
     is_tuned = assignment.contestant == "hf-tuned"
     settings = assignment.settings
     micro = min(settings.get("micro_batch", DEFAULT_MICRO_BATCH), assignment.batch)
-    own: dict[str, Any] = {"train_sampling_strategy": "sequential"}  # the given order: as dear as a random one
+    own: dict[str, Any] = {
+        "train_sampling_strategy": "sequential"
+    }  # the given order: as dear as a random one
     if is_tuned:
         sampling = settings.get("sampling", "group_by_length")
-        own = tuned(assignment) | {"train_sampling_strategy": sampling, "use_liger_kernel": _has_liger()}
+        own = tuned(assignment) | {
+            "train_sampling_strategy": sampling,
+            "use_liger_kernel": _has_liger(),
+        }
     elif settings.get("checkpointing"):
         own |= {"gradient_checkpointing": True}
     arguments = transformers.TrainingArguments(
@@ -78,10 +86,17 @@ def _sft_trainer(assignment: Assignment, clock: Clock) -> Any:
     packs = settings.get("packing", True)
     a_step = rows_a_step(assignment) if packs else assignment.batch
     rows = min(settings.get("rows", 1), a_step)
-    own: dict[str, Any] = {"packing_strategy": "bfd_split"} if packs else {"train_sampling_strategy": "group_by_length"}
+    own: dict[str, Any] = (
+        {"packing_strategy": "bfd_split"}
+        if packs
+        else {"train_sampling_strategy": "group_by_length"}
+    )
     if is_tuned:
         # without an adapter the weights are trained, and stay in fp32 as everyone's
-        loaded = {"dtype": str(models.dtype_of(assignment)).removeprefix("torch."), "attn_implementation": "sdpa"}
+        loaded = {
+            "dtype": str(models.dtype_of(assignment)).removeprefix("torch."),
+            "attn_implementation": "sdpa",
+        }
         own |= tuned(assignment) | {"model_init_kwargs": loaded, "use_liger_kernel": _has_liger()}
     arguments = trl.SFTConfig(
         **common(assignment, epochs=assignment.epochs),
@@ -130,7 +145,9 @@ def tuned(assignment: Assignment) -> dict[str, Any]:
     """What a sweep may choose, by the names of `TrainingArguments`."""
     settings = assignment.settings
     workers = settings.get("workers", 0)
-    loader = {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 4} if workers else {}
+    loader = (
+        {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 4} if workers else {}
+    )
     on_gpu = models.device().type == "cuda"
     return loader | {
         "gradient_checkpointing": settings.get("checkpointing", False),
@@ -151,7 +168,9 @@ def _has_liger() -> bool:
 
 
 def dataset(assignment: Assignment, *, once: bool) -> Any:
-    """All examples once, for who draws an order of its own; else every step's in the given order, all epochs long."""
+    """All examples once, for who draws an order of its own; else every step's in the given order,
+    all epochs long.
+    """
     import datasets
 
     order = assignment.in_order()
@@ -165,7 +184,9 @@ def metered(base: Any, clock: Clock, task: str) -> Any:
     from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
     class Grouped(LengthGroupedSampler):  # type: ignore[misc]
-        """Groups among fifty batches, as on a large data set: among few examples the library groups hardly at all."""
+        """Groups among fifty batches, as on a large data set: among few examples the library groups
+        hardly at all.
+        """
 
         def __iter__(self) -> Any:
             indices = get_length_grouped_indices(
@@ -206,15 +227,22 @@ def metered(base: Any, clock: Clock, task: str) -> Any:
 
 
 def tokens_of(inputs: dict[str, Any], task: str) -> tuple[Any, int]:
-    """(tokens of the data, tokens that the model is given) of a micro-batch. Without a mask nothing is padded."""
+    """(tokens of the data, tokens that the model is given) of a micro-batch. Without a mask nothing
+    is padded.
+    """
     mask = inputs.get("attention_mask")
     computed = math.prod(inputs["input_ids"].shape)
     if mask is None:
         useful = computed
-    elif mask.dim() == 4:  # what is added to the scores of rows [rows, 1, length, length]: padding doesn't see itself
+    elif (
+        mask.dim() == 4
+    ):  # what is added to the scores of rows [rows, 1, length, length]: padding doesn't see itself
         useful = (mask.diagonal(dim1=-2, dim2=-1) == 0).sum()
     else:
         useful = mask.sum()
     if task == "seq2seq":
-        useful, computed = useful + (inputs["labels"] != IGNORED).sum(), computed + inputs["labels"].numel()
+        useful, computed = (
+            useful + (inputs["labels"] != IGNORED).sum(),
+            computed + inputs["labels"].numel(),
+        )
     return useful, computed

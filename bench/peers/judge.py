@@ -1,4 +1,5 @@
-"""The one judge of all contestants: the final loss, whether it is as good as the reference's, and whether documents leak.
+"""The one judge of all contestants: the final loss, whether it is as good as the reference's, and
+whether documents leak.
 
 Everything is computed in fp32, one document at a time and without padding, by plain transformers.
 """
@@ -27,7 +28,9 @@ def mean_loss(model: Any, examples: Examples, indices: list[int], task: str) -> 
 
 def document_loss(model: Any, row: dict[str, Any], task: str) -> Tensor:
     """Summed cross-entropy of one document alone."""
-    ids, labels = (torch.tensor([row[name]], device=model.device) for name in ("input_ids", "labels"))
+    ids, labels = (
+        torch.tensor([row[name]], device=model.device) for name in ("input_ids", "labels")
+    )
     if task == "causal-lm":
         return summed(model(input_ids=ids, use_cache=False).logits[:, :-1], labels[:, 1:])
     if task == "seq2seq":
@@ -37,7 +40,9 @@ def document_loss(model: Any, row: dict[str, Any], task: str) -> Tensor:
 
 def summed(logits: Tensor, labels: Tensor) -> Tensor:
     """Of logits [..., classes] and labels [...]."""
-    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy(
+        logits.float().flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED
+    )
 
 
 def loss_of_folder(initial: Path, trained: Path, examples: Examples, task: str) -> float:
@@ -51,10 +56,14 @@ def loss_of_folder(initial: Path, trained: Path, examples: Examples, task: str) 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the mean final loss differs from the reference's by no more than the reference's own seeds do."""
+    """Whether the mean final loss differs from the reference's by no more than the reference's own
+    seeds do.
+    """
 
     word: str
-    """equal, lower, higher, "lower, in its own order", not a number, reference, or why nothing can be said."""
+    """equal, lower, higher, "lower, in its own order", not a number, reference, or why nothing can
+    be said.
+    """
     difference: float | None = None
     spread: float | None = None
 
@@ -69,13 +78,19 @@ class Verdict:
 
 
 def verdict(
-    reference: dict[int, float], losses: dict[int, float], *, is_in_order: bool = True, fewest: int = 3
+    reference: dict[int, float],
+    losses: dict[int, float],
+    *,
+    is_in_order: bool = True,
+    fewest: int = 3,
 ) -> Verdict:
-    """By final losses of each seed. The spread is the largest less the smallest loss of the reference's seeds.
+    """By final losses of each seed. The spread is the largest less the smallest loss of the
+    reference's seeds.
 
-    Seeds draw the order (and an adapter's first weights), the same for the same seed, so that losses are compared seed by
-    seed and the differences averaged; with fewer than `fewest` of the reference nothing is said. Who takes the steps of the
-    reference must end where it ends; who orders or packs for itself (not `is_in_order`) may also end lower.
+    Seeds draw the order (and an adapter's first weights), the same for the same seed, so that
+    losses are compared seed by seed and the differences averaged; with fewer than `fewest` of the
+    reference nothing is said. Who takes the steps of the reference must end where it ends; who
+    orders or packs for itself (not `is_in_order`) may also end lower.
     """
     if any(not math.isfinite(loss) for loss in losses.values()):
         return Verdict("not a number")
@@ -116,12 +131,18 @@ class Leak:
 
 
 def leak(
-    model: Any, before: Examples, after: Examples, step: list[int], touched: list[int], losses: tuple[float, float]
+    model: Any,
+    before: Examples,
+    after: Examples,
+    step: list[int],
+    touched: list[int],
+    losses: tuple[float, float],
 ) -> Leak:
     """Judge a first step over the examples `step`, taken once on `before` and once on `after`.
 
-    `after` has other content in the documents `touched`, nothing else. `losses` are the contestant's mean losses of that
-    step, of the initial weights `model`. What the loss of the touched documents alone does not explain has leaked.
+    `after` has other content in the documents `touched`, nothing else. `losses` are the
+    contestant's mean losses of that step, of the initial weights `model`. What the loss of the
+    touched documents alone does not explain has leaked.
     """
     n_all, others = before.n_targets(step), [index for index in step if index not in touched]
     of_touched = [mean_loss(model, examples, touched, "causal-lm") for examples in (before, after)]
@@ -133,7 +154,9 @@ def leak(
 
 @torch.no_grad()
 def flat_loss(model: Any, examples: Examples, step: list[int], counted: list[int]) -> float:
-    """Summed loss of the documents `counted`, with all of `step` end to end as if they were one: a packer that leaks."""
+    """Summed loss of the documents `counted`, with all of `step` end to end as if they were one: a
+    packer that leaks.
+    """
     ids: list[int] = []
     labels: list[int] = []
     for index in step:

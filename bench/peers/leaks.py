@@ -1,7 +1,9 @@
-"""Do a contestant's documents stay apart? The same first step twice, with other words in every second document.
+"""Do a contestant's documents stay apart? The same first step twice, with other words in every
+second document.
 
-The documents have different lengths, falling: whoever takes them in order, or by length, has touched ones before untouched
-ones. The first weights are larger than usual, so that the loss of a document would depend on what is before it.
+The documents have different lengths, falling: whoever takes them in order, or by length, has
+touched ones before untouched ones. The first weights are larger than usual, so that the loss of a
+document would depend on what is before it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def _rows(is_second: bool) -> list[dict[str, str]]:
     rows = []
     for index in range(N):
         seed = index + 100 * (is_second and index in TOUCHED)
-        words = workloads.sentence(np.random.Generator(np.random.PCG64(seed)), 60 - 5 * index, SIZE.words)
+        words = workloads.sentence(
+            np.random.Generator(np.random.PCG64(seed)), 60 - 5 * index, SIZE.words
+        )
         rows.append({"prompt": " ".join(words[:-10]), "completion": " " + " ".join(words[-10:])})
     return rows
 
@@ -44,11 +48,18 @@ def check(race: Race, contestant: str) -> dict[str, Any] | None:
     """What `judge.leak` finds, kept as records are; None when there is no time left."""
     both = [
         Piece(
-            folder, facts, "full", "fp32", epochs=1, batch=N, threads=race.threads, usd_per_hour=0.0,
+            folder,
+            facts,
+            "full",
+            "fp32",
+            epochs=1,
+            batch=N,
+            threads=race.threads,
+            usd_per_hour=0.0,
             out=race.root / "runs" / f"leaks-{number}",
         ).entry(contestant, seed=0)
         for number, (folder, facts) in enumerate(folders(race.root / "workloads"))
-    ]  # fmt: skip
+    ]
     path = race.root / "records" / f"leak-{race.key(both[0])}.json"
     if path.exists():
         return dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,9 +1,12 @@
-"""B4: LLaMA-Factory through its own front door, `run_exp`, on the token ids and labels of all contestants.
+"""B4: LLaMA-Factory through its own front door, `run_exp`, on the token ids and labels of all
+contestants.
 
-Arguments, loading of the model, adapter, collator, trainer and saving are LLaMA-Factory's. Tokens come to it as its
-`tokenized_path`, the folder that it keeps its own in, so that nobody tokenizes while the clock runs. Its packing
-(`neat_packing`) is a part of its tokenization: rows are packed by its processor before they are written there. `packing` alone
-is not offered: documents of a row see each other. Written for llamafactory 0.9.5, which allows transformers up to 5.6.
+Arguments, loading of the model, adapter, collator, trainer and saving are LLaMA-Factory's. Tokens
+come to it as its
+`tokenized_path`, the folder that it keeps its own in, so that nobody tokenizes while the clock
+runs. Its packing (`neat_packing`) is a part of its tokenization: rows are packed by its processor
+before they are written there. `packing` alone is not offered: documents of a row see each other.
+Written for llamafactory 0.9.5, which allows transformers up to 5.6.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from peers.assignment import Assignment
 from peers.clock import Clock
 
 ROW_MULTIPLE = 8
-"""Its collator pads rows to it, but not their positions: packed rows have to be that long already."""
+"""Its collator pads rows to it, but not their positions: packed rows have to be that long already.
+"""
 DEFAULT_ROWS = 8
 
 
@@ -87,7 +91,7 @@ def arguments(assignment: Assignment, packs: bool) -> dict[str, Any]:
 
 
 def _row_length(assignment: Assignment) -> int:
-    """Tokens of a packed row, of which it fills all but the last: the longest example has to fit."""
+    """Tokens of a packed row, of which it fills all but the last: the longest example has to fit."""  # noqa: E501
     return -(-(assignment.max_length + 1) // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
@@ -111,7 +115,12 @@ def _packed(assignment: Assignment, rows: Any) -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(assignment.model)
     arguments = DataArguments(cutoff_len=_row_length(assignment), neat_packing=True)
     n = len(rows)
-    examples: dict[str, list[Any]] = {"_prompt": [[index] for index in range(n)], "_response": [[None]] * n}
-    examples |= {f"_{name}": [None] * n for name in ("system", "tools", "images", "videos", "audios")}
+    examples: dict[str, list[Any]] = {
+        "_prompt": [[index] for index in range(n)],
+        "_response": [[None]] * n,
+    }
+    examples |= {
+        f"_{name}": [None] * n for name in ("system", "tools", "images", "videos", "audios")
+    }
     processor = Given(template=None, tokenizer=tokenizer, processor=None, data_args=arguments)
     return datasets.Dataset.from_dict(dict(processor.preprocess_dataset(examples)))

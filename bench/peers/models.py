@@ -1,4 +1,6 @@
-"""The initial model of a contestant that does not load its own: the same bytes, the same adapter, for all of them."""
+"""The initial model of a contestant that does not load its own: the same bytes, the same adapter,
+for all of them.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,14 @@ def adapter_config(assignment: Assignment) -> Any:
 
 
 def dtype_of(assignment: Assignment) -> torch.dtype:
-    """What weights are loaded in: trained ones in fp32 always, the frozen ones under an adapter in the run's precision."""
-    return torch.bfloat16 if assignment.precision == "bf16" and assignment.method != "full" else torch.float32
+    """What weights are loaded in: trained ones in fp32 always, the frozen ones under an adapter in
+    the run's precision.
+    """
+    return (
+        torch.bfloat16
+        if assignment.precision == "bf16" and assignment.method != "full"
+        else torch.float32
+    )
 
 
 def load(assignment: Assignment) -> Any:
@@ -65,13 +73,19 @@ def load(assignment: Assignment) -> Any:
 
 
 def load_trained(initial: Path, trained: Path, task: str) -> Any:
-    """A trained model in fp32 for evaluation: a whole one, or the initial one with the adapter in `trained`."""
+    """A trained model in fp32 for evaluation: a whole one, or the initial one with the adapter in
+    `trained`.
+    """
     is_adapter = (trained / "adapter_config.json").exists()
-    model = auto_class(task).from_pretrained(initial if is_adapter else trained, dtype=torch.float32)
+    model = auto_class(task).from_pretrained(
+        initial if is_adapter else trained, dtype=torch.float32
+    )
     if is_adapter:
         import peft
 
-        with warnings.catch_warnings():  # of names that will change, between versions of the libraries
+        with (
+            warnings.catch_warnings()
+        ):  # of names that will change, between versions of the libraries
             warnings.simplefilter("ignore", FutureWarning)
             model = peft.PeftModel.from_pretrained(model, trained)
     return model.to(device()).eval()

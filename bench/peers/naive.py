@@ -1,4 +1,6 @@
-"""B0, the reference: the loop that anybody writes first. Everything is padded to the longest length allowed."""
+"""B0, the reference: the loop that anybody writes first. Everything is padded to the longest length
+allowed.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,23 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
     def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return padded(rows, assignment, pad_id)
 
-    loader = DataLoader(examples.rows(assignment.in_order()), batch_size=micro, num_workers=0, collate_fn=collate)
+    loader = DataLoader(
+        examples.rows(assignment.in_order()), batch_size=micro, num_workers=0, collate_fn=collate
+    )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adam = {"betas": (ADAM["adam_beta1"], ADAM["adam_beta2"]), "eps": ADAM["adam_epsilon"]}
     rate, n_steps = assignment.learning_rate, assignment.n_steps
-    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, foreach=False, fused=False, **adam)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (n_steps - step) / n_steps))
-    bf16 = torch.autocast(device.type, dtype=torch.bfloat16) if assignment.precision == "bf16" else None
+    optimizer = torch.optim.AdamW(
+        trained, lr=rate, weight_decay=0.0, foreach=False, fused=False, **adam
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: max(0.0, (n_steps - step) / n_steps)
+    )
+    bf16 = (
+        torch.autocast(device.type, dtype=torch.bfloat16)
+        if assignment.precision == "bf16"
+        else None
+    )
     losses: list[float] = []
     batches = iter(loader)
     clock.begin()
@@ -60,8 +72,12 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
     return {"model": folder, "first_loss": losses[0]}
 
 
-def padded(rows: list[dict[str, Any]], assignment: Assignment, pad_id: int) -> dict[str, torch.Tensor]:
-    """Rows as tensors [rows, max_length]; labels [rows, max_length or max_target_length], or [rows] of classes."""
+def padded(
+    rows: list[dict[str, Any]], assignment: Assignment, pad_id: int
+) -> dict[str, torch.Tensor]:
+    """Rows as tensors [rows, max_length]; labels [rows, max_length or max_target_length], or [rows]
+    of classes.
+    """
 
     def fill(lists: list[list[int]], length: int, value: int) -> torch.Tensor:
         return torch.tensor([values + [value] * (length - len(values)) for values in lists])
@@ -73,7 +89,9 @@ def padded(rows: list[dict[str, Any]], assignment: Assignment, pad_id: int) -> d
     }
     if assignment.task == "classification":
         return batch | {"labels": torch.tensor([row["labels"] for row in rows])}
-    n_labels = assignment.max_target_length if assignment.task == "seq2seq" else assignment.max_length
+    n_labels = (
+        assignment.max_target_length if assignment.task == "seq2seq" else assignment.max_length
+    )
     return batch | {"labels": fill([row["labels"] for row in rows], n_labels, IGNORED)}
 
 
@@ -84,5 +102,8 @@ def _n_targets(labels: torch.Tensor, task: str) -> int:
 def _tokens(batch: dict[str, torch.Tensor], task: str) -> tuple[int, int]:
     useful, computed = int(batch["attention_mask"].sum()), batch["input_ids"].numel()
     if task == "seq2seq":
-        useful, computed = useful + _n_targets(batch["labels"], task), computed + batch["labels"].numel()
+        useful, computed = (
+            useful + _n_targets(batch["labels"], task),
+            computed + batch["labels"].numel(),
+        )
     return useful, computed

@@ -1,4 +1,6 @@
-"""farthing itself, by its job file and its front door; only what it tells and what it leaves on the disk is looked at."""
+"""farthing itself, by its job file and its front door; only what it tells and what it leaves on the
+disk is looked at.
+"""
 
 from __future__ import annotations
 
@@ -75,9 +77,13 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
     from farthing.config.load import load_job
 
     # tokenized before, as for everyone; measurements of other runs are not there to learn from
-    shutil.copytree(f"{assignment.folder}/cache/tokens", f"{assignment.out}/cache/tokens", dirs_exist_ok=True)
+    shutil.copytree(
+        f"{assignment.folder}/cache/tokens", f"{assignment.out}/cache/tokens", dirs_exist_ok=True
+    )
     path = write_job(Path(assignment.out), job_values(assignment))
-    job = load_job(path, [f"{key}={json.dumps(value)}" for key, value in assignment.settings.items()])
+    job = load_job(
+        path, [f"{key}={json.dumps(value)}" for key, value in assignment.settings.items()]
+    )
     lengths = assignment.examples("train").lengths
     losses: list[float] = []
     said: dict[str, Any] = {}
@@ -113,9 +119,11 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
 
 
 class Keeping:
-    """What the output of frozen layers takes where it is computed before the first step: a part of the first epoch.
+    """What the output of frozen layers takes where it is computed before the first step: a part of
+    the first epoch.
 
-    farthing emits `KeepingFrozen` as it goes; the work lies between what was said before the first of these and after the last.
+    farthing emits `KeepingFrozen` as it goes; the work lies between what was said before the first
+    of these and after the last.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -123,13 +131,17 @@ class Keeping:
         self._is_at_it = False
 
     def heard(self, event: Event, computed: list[int]) -> None:
-        """Something was said; `computed` are the tokens the model was given since the last but `KeepingFrozen`."""
+        """Something was said; `computed` are the tokens the model was given since the last but
+        `KeepingFrozen`.
+        """
         now = (time.perf_counter(), cpu_seconds())
         if isinstance(event, KeepingFrozen):
             self._is_at_it = True
             return
         if self._is_at_it:
-            self._clock.worked_ahead(now[0] - self._began[0], now[1] - self._began[1], sum(computed))
+            self._clock.worked_ahead(
+                now[0] - self._began[0], now[1] - self._began[1], sum(computed)
+            )
             self._is_at_it = False
         self._began = now
         if not self._clock.n_steps:
@@ -141,12 +153,16 @@ def _same_examples(assignment: Assignment) -> None:
     lines = (Path(assignment.out) / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines()
     taken = [sorted(row["examples"]) for row in map(json.loads, lines) if "examples" in row]
     if taken != [sorted(step) for step in assignment.order]:
-        raise SystemExit("farthing took other examples than the order says: the rows can't be compared")
+        raise SystemExit(
+            "farthing took other examples than the order says: the rows can't be compared"
+        )
 
 
 @contextmanager
 def embedded() -> Iterator[list[int]]:
-    """Counts what the model is given: the ids that go through its largest embedding, a number for each forward pass."""
+    """Counts what the model is given: the ids that go through its largest embedding, a number for
+    each forward pass.
+    """
     counted: list[int] = []
     largest: dict[str, int] = {"rows": 0}
     forward = torch.nn.Embedding.forward

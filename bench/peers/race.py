@@ -1,6 +1,8 @@
-"""Runs contestants, each in its own process, and keeps what came out, so that a race that was cut short goes on.
+"""Runs contestants, each in its own process, and keeps what came out, so that a race that was cut
+short goes on.
 
-A record is kept under a hash of all it follows from: what was assigned, the harness's own code and, for farthing, its code.
+A record is kept under a hash of all it follows from: what was assigned, the harness's own code and,
+for farthing, its code.
 """
 
 from __future__ import annotations
@@ -29,11 +31,19 @@ from peers.hugging import rows_a_step
 
 BENCH = Path(__file__).resolve().parent.parent
 LEARNING_RATES = {"full": 1e-3, "lora": 5e-3, "lora-top": 5e-3}
-MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
+MALLOC = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
 """glibc keeps what it has, as torch's own allocator does on a GPU: for all contestants alike."""
 OWN = ("naive", "farthing")
 """Those that run in this Python."""
-RUNNERS = {"naive": ("naive.py",), "farthing": ("ours.py",), "llama-factory": ("hugging.py", "llama_factory.py")}
+RUNNERS = {
+    "naive": ("naive.py",),
+    "farthing": ("ours.py",),
+    "llama-factory": ("hugging.py", "llama_factory.py"),
+}
 """The harness's code for a contestant; the others': hugging.py."""
 TUNABLE = ("hf-tuned", "trl", "trl-tuned", "llama-factory")
 WARM_UP = 2
@@ -69,14 +79,23 @@ class Race:
 
     def environment(self, is_own: bool) -> dict[str, str]:
         """Of a contestant's process: one number of threads, one way to allocate, no network."""
-        paths = [str(BENCH), *([os.environ["PYTHONPATH"]] if is_own and "PYTHONPATH" in os.environ else [])]
+        paths = [
+            str(BENCH),
+            *([os.environ["PYTHONPATH"]] if is_own and "PYTHONPATH" in os.environ else []),
+        ]
         keep = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-        more = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        more = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+        }
         more |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
         return keep | more | (MALLOC if self.use_malloc else {})
 
     def spawn(self, assignments: list[Assignment]) -> list[dict[str, Any]]:
-        """Run these in one process of the contestant's environment; their results, with the seconds of the process."""
+        """Run these in one process of the contestant's environment; their results, with the seconds
+        of the process.
+        """
         name = assignments[0].contestant
         is_own = name in OWN
         python = sys.executable if is_own else str(self.pythons.get(name, self.peers_python))
@@ -105,7 +124,12 @@ class Race:
         wall_s = time.perf_counter() - started
         results = [path.with_suffix(".result.json") for path in paths]
         if process.returncode != 0 or not all(path.exists() for path in results):
-            words = (out / "said.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            words = (
+                (out / "said.txt")
+                .read_text(encoding="utf-8", errors="replace")
+                .strip()
+                .splitlines()
+            )
             raise Failed(f"{name} ended with {process.returncode}:\n" + "\n".join(words[-15:]))
         of_process = {"process_wall_s": wall_s, "process_cpu_s": used.ru_utime + used.ru_stime}
         return [json.loads(path.read_text(encoding="utf-8")) | of_process for path in results]
@@ -113,7 +137,8 @@ class Race:
     # ---- one run, kept ----
 
     def run(self, assignment: Assignment, *, is_trial: bool = False) -> dict[str, Any] | None:
-        """The record of this run: kept from before, or run and judged now; None when there is no time left.
+        """The record of this run: kept from before, or run and judged now; None when there is no
+        time left.
 
         The loss of a trial is not judged.
         """
@@ -134,13 +159,20 @@ class Race:
             record = self._record(assignment, result)
             if not is_trial:
                 held_out, trained = assignment.examples("eval"), Path(result["model"])
-                record["eval_loss"] = judge.loss_of_folder(assignment.model, trained, held_out, assignment.task)
+                record["eval_loss"] = judge.loss_of_folder(
+                    assignment.model, trained, held_out, assignment.task
+                )
             shutil.rmtree(folder, ignore_errors=True)
             path.write_text(json.dumps(record), encoding="utf-8")
         self.took_s[kind] = time.monotonic() - started
         speed = record.get("steady", {}).get("tokens_per_device_s")
-        words = f"{speed:9.0f} useful tokens a device-second" if speed else "FAILED " + record["failed"]
-        self.say(f"  {assignment.contestant:10} seed {assignment.seed} {words}  {assignment.settings or ''}")
+        words = (
+            f"{speed:9.0f} useful tokens a device-second" if speed else "FAILED " + record["failed"]
+        )
+        self.say(
+            f"  {assignment.contestant:10} seed {assignment.seed} {words} "
+            f" {assignment.settings or ''}"
+        )
         return record
 
     def _record(self, assignment: Assignment, result: dict[str, Any]) -> dict[str, Any]:
@@ -163,12 +195,19 @@ class Race:
             "said": result.get("said", {}),
             "epoch": figures.rates(result, 0, per_epoch, per_epoch),
             "saw_all": sum(result["useful"]) == due,
-            "marks": {name: result[name] for name in ("wall", "cpu", "useful", "computed", "ahead")},
+            "marks": {
+                name: result[name] for name in ("wall", "cpu", "useful", "computed", "ahead")
+            },
         }
-        return record | {name: figures.rates(result, first, last, per_epoch) for name, (first, last) in of.items()}
+        return record | {
+            name: figures.rates(result, first, last, per_epoch)
+            for name, (first, last) in of.items()
+        }
 
     def has_time(self, kind: str) -> bool:
-        """Whether another run of this kind would end in time: as long as its last, else as the longest of all."""
+        """Whether another run of this kind would end in time: as long as its last, else as the
+        longest of all.
+        """
         needed_s = self.took_s.get(kind, max(self.took_s.values(), default=0.0))
         return time.monotonic() + needed_s <= self.ends_at
 
@@ -177,7 +216,9 @@ class Race:
         values = asdict(assignment) | {"folder": Path(assignment.folder).name, "out": ""}
         files = ["assignment.py", "clock.py", "models.py", "contestant.py"]
         files += RUNNERS.get(assignment.contestant, ("hugging.py",))
-        code = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in files))
+        code = hashlib.sha256(
+            b"".join((Path(__file__).parent / name).read_bytes() for name in files)
+        )
         if assignment.contestant == "farthing":
             code.update(farthing_code())
         values |= {"code": code.hexdigest(), "malloc": self.use_malloc}
@@ -186,9 +227,11 @@ class Race:
     # ---- tuning ----
 
     def tuned(self, assignment: Assignment, n_steps: int, compiles: bool) -> dict[str, Any] | None:
-        """The best settings of a contestant that can be tuned, by useful tokens a device-second; None: no time left.
+        """The best settings of a contestant that can be tuned, by useful tokens a device-second;
+        None: no time left.
 
-        The micro-batch first, then one other thing at a time with the best of those; `compiles`: torch.compile too.
+        The micro-batch first, then one other thing at a time with the best of those; `compiles`:
+        torch.compile too.
         """
         short = replace(assignment, order=assignment.order[:n_steps], epochs=1)
         best, of_best = {}, 0.0
@@ -226,7 +269,9 @@ class Piece:
     usd_per_hour: float
     out: Path
 
-    def entry(self, contestant: str, seed: int, settings: dict[str, Any] | None = None) -> Assignment:
+    def entry(
+        self, contestant: str, seed: int, settings: dict[str, Any] | None = None
+    ) -> Assignment:
         """A contestant's run over all examples, in farthing's order for the seed."""
         n, shape = self.facts["train"]["examples"], self.facts["workload"]
         batches = Batches(np.arange(n), self.batch, seed)
@@ -237,7 +282,9 @@ class Piece:
             task=shape["task"],
             method=self.method,
             precision=self.precision,
-            order=[batches.examples_of(step).tolist() for step in range(n // self.batch * self.epochs)],
+            order=[
+                batches.examples_of(step).tolist() for step in range(n // self.batch * self.epochs)
+            ],
             epochs=self.epochs,
             seed=seed,
             max_length=shape["max_length"],
@@ -266,7 +313,11 @@ def others(assignment: Assignment, best: dict[str, Any], compiles: bool) -> list
     more = [{**best, "workers": 2}, {**best, "checkpointing": True}]
     more += [{**best, "compile": True}] if compiles else []
     if assignment.contestant == "hf-tuned":
-        more += [{"micro_batch": n, "sampling": "batch_rebalance"} for n in (2, 4) if assignment.batch % n == 0]
+        more += [
+            {"micro_batch": n, "sampling": "batch_rebalance"}
+            for n in (2, 4)
+            if assignment.batch % n == 0
+        ]
     else:
         more += [{"packing": False, "rows": n} for n in (1, 2, 4, 8) if assignment.batch % n == 0]
     return more

@@ -1,7 +1,9 @@
-"""`transformers.Trainer` through bench/survive.py: the job's data, model and settings, resumed as its own examples resume.
+"""`transformers.Trainer` through bench/survive.py: the job's data, model and settings, resumed as
+its own examples resume.
 
-That is `trainer.train(resume_from_checkpoint=get_last_checkpoint(output_dir))` and the defaults of its checkpoints. It is
-helped where it can be: full determinism, one thread, a loss in every line of its log. Written for transformers 5.23.
+That is `trainer.train(resume_from_checkpoint=get_last_checkpoint(output_dir))` and the defaults of
+its checkpoints. It is helped where it can be: full determinism, one thread, a loss in every line of
+its log. Written for transformers 5.23.
 """
 
 from __future__ import annotations
@@ -86,9 +88,11 @@ class HuggingFace:
         return [row["step"] for row in _log(run) if "loss" in row]
 
     def result_of(self, run: Path) -> dict[str, bytes | str]:
-        """See `survive.Contestant`. The contents of what was pickled are compared, not its bytes."""
+        """See `survive.Contestant`. The contents of what was pickled are compared, not its bytes."""  # noqa: E501
         newest = run / f"checkpoint-{self.last_step(run)}"
-        result: dict[str, bytes | str] = {f"log line {at}": json.dumps(row) for at, row in enumerate(_log(run))}
+        result: dict[str, bytes | str] = {
+            f"log line {at}": json.dumps(row) for at, row in enumerate(_log(run))
+        }
         for path in (*run.glob("*.safetensors"), *newest.glob("*.safetensors")):
             result[path.relative_to(run).as_posix()] = path.read_bytes()
         for name in ("optimizer.pt", "scheduler.pt"):
@@ -99,7 +103,9 @@ class HuggingFace:
 def _log(run: Path) -> list[dict[str, Any]]:
     """What the trainer logged of a finished run, without timings."""
     rows = json.loads((run / "trainer_state.json").read_text("utf-8"))["log_history"]
-    kept = [{key: row[key] for key in row if not any(word in key for word in TIMINGS)} for row in rows]
+    kept = [
+        {key: row[key] for key in row if not any(word in key for word in TIMINGS)} for row in rows
+    ]
     return [row for row in kept if "loss" in row or "eval_loss" in row]
 
 
@@ -114,7 +120,9 @@ def _content(path: Path) -> str:
             return [str(value.dtype), list(value.shape), value.flatten().view(torch.uint8).tolist()]
         if isinstance(value, dict):
             return {str(key): spelled(inner) for key, inner in value.items()}
-        return [spelled(inner) for inner in value] if isinstance(value, list | tuple) else repr(value)
+        return (
+            [spelled(inner) for inner in value] if isinstance(value, list | tuple) else repr(value)
+        )
 
     return json.dumps(spelled(torch.load(path, weights_only=True)))
 
@@ -127,7 +135,9 @@ def _trainer(job: dict[str, Any], where: Whereabouts) -> Any:
     transformers.set_seed(train["seed"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"]["model_name_or_path"])
     with where.within("tokenization"):
-        rows = datasets.load_dataset("json", data_files=data["train"], split="train", cache_dir=job["cache_dir"])
+        rows = datasets.load_dataset(
+            "json", data_files=data["train"], split="train", cache_dir=job["cache_dir"]
+        )
         label_names = sorted(set(rows["label"])) if task == "classification" else []
 
         def encode(row: dict[str, Any]) -> dict[str, Any]:
@@ -136,14 +146,18 @@ def _trainer(job: dict[str, Any], where: Whereabouts) -> Any:
                 return {**text, "label": label_names.index(row["label"])}
             if task == "seq2seq":
                 text = tokenizer(row["input"], truncation=True, max_length=data["max_length"])
-                target = tokenizer(text_target=row["target"], truncation=True, max_length=data["max_target_length"])
+                target = tokenizer(
+                    text_target=row["target"], truncation=True, max_length=data["max_target_length"]
+                )
                 return {**text, "labels": target["input_ids"]}
             return dict(tokenizer(_plain(row), truncation=True, max_length=data["max_length"]))
 
         parts = rows.map(encode, remove_columns=rows.column_names).train_test_split(
             data["eval_fraction"], seed=train["seed"]
         )
-        train_set = parts["train"].select(range(min(len(parts["train"]), data["max_train_samples"])))
+        train_set = parts["train"].select(
+            range(min(len(parts["train"]), data["max_train_samples"]))
+        )
         eval_set = parts["test"].select(range(min(len(parts["test"]), data["max_eval_samples"])))
     config = transformers.AutoConfig.from_pretrained(job["model"]["model_name_or_path"])
     if task == "classification":
@@ -205,7 +219,9 @@ def _adapted(model: Any, method: dict[str, Any], task: str) -> Any:
     import peft
 
     kinds = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS"}
-    settings = peft.LoraConfig(r=method["lora_r"], lora_dropout=method["lora_dropout"], task_type=kinds[task])
+    settings = peft.LoraConfig(
+        r=method["lora_r"], lora_dropout=method["lora_dropout"], task_type=kinds[task]
+    )
     return peft.get_peft_model(model, settings)
 
 

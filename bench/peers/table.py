@@ -1,4 +1,6 @@
-"""The tables as text: one of contestants, with farthing's ratio to each, and one of what was aimed at."""
+"""The tables as text: one of contestants, with farthing's ratio to each, and one of what was aimed
+at.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,20 @@ from typing import Any
 
 from peers.contestant import CONTESTANTS
 
-HEAD = ("", "tok/s", "x", "tok/dev-s", "x", "dev-s/Mtok", "useful", "MiB", "$/run", "ex/step", "loss", "")
+HEAD = (
+    "",
+    "tok/s",
+    "x",
+    "tok/dev-s",
+    "x",
+    "dev-s/Mtok",
+    "useful",
+    "MiB",
+    "$/run",
+    "ex/step",
+    "loss",
+    "",
+)
 
 
 def draw(table: dict[str, Any]) -> str:
@@ -17,15 +32,20 @@ def draw(table: dict[str, Any]) -> str:
     if rows:
         train = table["facts"]["train"]
         lines[0] += (
-            f": {train['examples']} examples of {train['mean']:.0f} tokens ({train['longest']} at most), "
-            f"{table['epochs']} epoch{'s' * (table['epochs'] > 1)}, {table['facts']['parameters'] / 1e6:.1f} M parameters"
+            f": {train['examples']} examples of {train['mean']:.0f} tokens ({train['longest']} at"
+            f" most), {table['epochs']} epoch{'s' * (table['epochs'] > 1)},"
+            f" {table['facts']['parameters'] / 1e6:.1f} M parameters"
         )
         lines += _columns([HEAD, *(_row(name, rows) for name in CONTESTANTS if name in rows)])
-        lines += [_epochs(name, rows) for name in CONTESTANTS if "later epochs" in rows.get(name, {})]
+        lines += [
+            _epochs(name, rows) for name in CONTESTANTS if "later epochs" in rows.get(name, {})
+        ]
         lines += [f"  {name}: {_settings(row)}" for name, row in rows.items() if _settings(row)]
     for target in table["targets"]:
         value = "" if target["measured"] is None else f"{target['measured']:.2f}"
-        lines.append(f"  {target['state']:12} {target['target']}: {value} (aim {target['bound']:g})")
+        lines.append(
+            f"  {target['state']:12} {target['target']}: {value} (aim {target['bound']:g})"
+        )
     return "\n".join(lines)
 
 
@@ -64,7 +84,10 @@ def _verdict(row: dict[str, Any]) -> str:
 
 def _epochs(name: str, rows: dict[str, Any]) -> str:
     row, ours = rows[name], rows.get("farthing", {})
-    words = f"  {name}: first epoch {row['first epoch']:.0f}, later epochs {row['later epochs']:.0f} tok/dev-s"
+    words = (
+        f"  {name}: first epoch {row['first epoch']:.0f}, later epochs {row['later epochs']:.0f}"
+        " tok/dev-s"
+    )
     if name != "farthing" and "later epochs" in ours:
         words += f", farthing's ratio {ours['first epoch'] / row['first epoch']:.2f} and "
         words += f"{ours['later epochs'] / row['later epochs']:.2f}"
@@ -83,7 +106,8 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(widths[i]) if i in (0, len(HEAD) - 1) else cell.rjust(widths[i]) for i, cell in enumerate(row)
+            cell.ljust(widths[i]) if i in (0, len(HEAD) - 1) else cell.rjust(widths[i])
+            for i, cell in enumerate(row)
         ]
         lines.append("  " + "  ".join(cells).rstrip())
     return lines
@@ -91,7 +115,11 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
 
 def draw_leaks(found: dict[str, Any]) -> str:
     """What the test for leaks found, a line each."""
-    lines = ["\nleaks: what other documents' content moves the loss of a document by (fp32)"] if found else []
+    lines = (
+        ["\nleaks: what other documents' content moves the loss of a document by (fp32)"]
+        if found
+        else []
+    )
     for name, leak in found.items():
         if leak is None:
             lines.append(f"  {CONTESTANTS[name]:30} not tested: no time left")
@@ -100,6 +128,7 @@ def draw_leaks(found: dict[str, Any]) -> str:
         else:
             words = "apart" if leak["passes"] else "LEAKS"
             lines.append(
-                f"  {CONTESTANTS[name]:30} {words}: {leak['moved']:+.1e} (without boundaries {leak['would_move']:+.1e})"
+                f"  {CONTESTANTS[name]:30} {words}: {leak['moved']:+.1e} (without boundaries"
+                f" {leak['would_move']:+.1e})"
             )
     return "\n".join(lines)

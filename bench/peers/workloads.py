@@ -1,4 +1,5 @@
-"""What is trained on: a workload folder with a model, its first weights, examples as text and the same ones as tokens.
+"""What is trained on: a workload folder with a model, its first weights, examples as text and the
+same ones as tokens.
 
     model/       config.json, tokenizer, model.safetensors: the initial weights of every contestant
     train.jsonl  eval.jsonl    texts, for farthing
@@ -6,8 +7,9 @@
     cache/       farthing's token cache: nobody tokenizes while the clock runs
     facts.json   what is in it
 
-Without `--data` the texts are words drawn at random from a vocabulary in which a word is a token, each likely to be
-followed by a few others, so that there is something to learn; their lengths are those of the workload.
+Without `--data` the texts are words drawn at random from a vocabulary in which a word is a token,
+each likely to be followed by a few others, so that there is something to learn; their lengths are
+those of the workload.
 """
 
 from __future__ import annotations
@@ -109,7 +111,9 @@ def prepare(
     given: Given | None = None,
     rows: Rows | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """(folder, facts) of the workload, of `rows` where there are some; made once for the same arguments."""
+    """(folder, facts) of the workload, of `rows` where there are some; made once for the same
+    arguments.
+    """
     given = given or Given()
     stamps = [_stamp(given.data), _stamp(given.model)]
     identity = [asdict(workload), asdict(size), n_train, n_eval, asdict(given), stamps, rows]
@@ -122,13 +126,18 @@ def prepare(
     if rows is None and given.data:
         rows = _read_rows(Path(given.data), n_train, n_eval)
     elif rows is None:
-        rows = drawn_rows(workload, size.words, n_train, 1), drawn_rows(workload, size.words, n_eval, 2)
+        rows = (
+            drawn_rows(workload, size.words, n_train, 1),
+            drawn_rows(workload, size.words, n_eval, 2),
+        )
     write_jsonl(folder / "train.jsonl", rows[0])
     write_jsonl(folder / "eval.jsonl", rows[1])
     if given.model:
         shutil.copytree(given.model, folder / "model", dirs_exist_ok=True)
     else:
-        _make_model_folder(folder / "model", workload, size, [*rows[0], *rows[1]] if given.data else None)
+        _make_model_folder(
+            folder / "model", workload, size, [*rows[0], *rows[1]] if given.data else None
+        )
     facts = _tokenize(folder, workload, n_train, n_eval, given)
     facts |= _initial_weights(folder / "model", workload.task, facts.pop("label_names"))
     facts |= {"workload": asdict(workload), "size": asdict(size), "given": asdict(given)}
@@ -153,16 +162,25 @@ def drawn_rows(workload: Workload, n_words: int, n: int, seed: int) -> list[dict
     prefix = sentence(np.random.Generator(np.random.PCG64(0)), workload.prefix, n_words)
     rows = []
     for length in lengths:
-        words = sentence(draw, max(2, int(length) - workload.prefix - 1), n_words)  # one token closes it
+        words = sentence(
+            draw, max(2, int(length) - workload.prefix - 1), n_words
+        )  # one token closes it
         n_target = max(1, round(len(words) * TARGET_SHARE))
         given, wanted = words[:-n_target], words[-n_target:]
         if workload.task == "classification":
-            rows.append({"text": " ".join(words), "label": f"class {int(words[0][1:]) % N_CLASSES}"})
+            rows.append(
+                {"text": " ".join(words), "label": f"class {int(words[0][1:]) % N_CLASSES}"}
+            )
         elif workload.task == "seq2seq":
             wanted = wanted[: workload.max_target_length - 1]
             rows.append({"input": " ".join(given or words), "target": " ".join(wanted)})
         else:
-            rows.append({"prompt": " ".join([*prefix, *given]) or "w0", "completion": " " + " ".join(wanted)})
+            rows.append(
+                {
+                    "prompt": " ".join([*prefix, *given]) or "w0",
+                    "completion": " " + " ".join(wanted),
+                }
+            )
     return rows
 
 
@@ -172,7 +190,10 @@ def drawn_lengths(workload: Workload, n: int, draw: np.random.Generator) -> Any:
         return np.full(n, workload.max_length)
     law = np.log(workload.mean) - workload.spread**2 / 2
     own = np.exp(law + workload.spread * draw.standard_normal(n))
-    return np.clip(np.round(own), 4, workload.max_length - workload.prefix).astype(int) + workload.prefix
+    return (
+        np.clip(np.round(own), 4, workload.max_length - workload.prefix).astype(int)
+        + workload.prefix
+    )
 
 
 def sentence(draw: np.random.Generator, n: int, n_words: int) -> list[str]:
@@ -182,17 +203,26 @@ def sentence(draw: np.random.Generator, n: int, n_words: int) -> list[str]:
     follows, which = draw.random(n) < 0.7, draw.integers(4, size=n)
     words, last = [], 0
     for i in range(n):
-        last = (last * 7 + 11 * int(which[i]) + 3) % min(most, 512) if follows[i] and i else int(rare[i])
+        last = (
+            (last * 7 + 11 * int(which[i]) + 3) % min(most, 512)
+            if follows[i] and i
+            else int(rare[i])
+        )
         words.append(f"w{last}")
     return words
 
 
 def _read_rows(path: Path, n_train: int, n_eval: int) -> Rows:
-    """Lines of a JSONL file, shuffled, no line on both sides; more than needed, as prompts may fill what is allowed."""
+    """Lines of a JSONL file, shuffled, no line on both sides; more than needed, as prompts may fill
+    what is allowed.
+    """
     lines = sorted({line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()})
     order = np.random.Generator(np.random.PCG64(0)).permutation(len(lines))
     if len(lines) < n_eval + n_train:
-        raise SystemExit(f"{path}: {len(lines)} different rows, {n_eval + n_train} are needed: give fewer --steps")
+        raise SystemExit(
+            f"{path}: {len(lines)} different rows, {n_eval + n_train} are needed: give fewer"
+            " --steps"
+        )
     spare = min(4.0, len(lines) / (n_eval + n_train))
     rows, n_held_out = [json.loads(lines[i]) for i in order], int(n_eval * spare)
     return rows[n_held_out : n_held_out + int(n_train * spare)], rows[:n_held_out]
@@ -201,41 +231,71 @@ def _read_rows(path: Path, n_train: int, n_eval: int) -> Rows:
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for part in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         yield from _strings(part)
 
 
 # ---- model ----
 
 
-def _make_model_folder(folder: Path, workload: Workload, size: Size, rows: list[dict[str, Any]] | None) -> None:
+def _make_model_folder(
+    folder: Path, workload: Workload, size: Size, rows: list[dict[str, Any]] | None
+) -> None:
     """Tokenizer (of the rows' text, or a word a token) and configuration of a small model."""
     family = FAMILY[workload.task]
     if rows is None:
         tokenizer = word_tokenizer(folder, size.words, family)
     else:
-        tokenizer = make_tokenizer(folder, (text for row in rows for text in _strings(row)), size.words, family)
+        tokenizer = make_tokenizer(
+            folder, (text for row in rows for text in _strings(row)), size.words, family
+        )
     heads = max(1, size.hidden // 32)
     wide = size.hidden * 11 // 4
-    common = {"vocab_size": max(size.words, len(tokenizer)), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    common = {
+        "vocab_size": max(size.words, len(tokenizer)),
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     positions = workload.max_length + 8
     if family == "llama":
         config: Any = transformers.LlamaConfig(
-            hidden_size=size.hidden, intermediate_size=wide, num_hidden_layers=size.layers, num_attention_heads=heads,
-            num_key_value_heads=max(1, heads // 2), max_position_embeddings=positions, tie_word_embeddings=True,
-            initializer_range=size.spread, **common,
-        )  # fmt: skip
+            hidden_size=size.hidden,
+            intermediate_size=wide,
+            num_hidden_layers=size.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // 2),
+            max_position_embeddings=positions,
+            tie_word_embeddings=True,
+            initializer_range=size.spread,
+            **common,
+        )
     elif family == "t5":
         config = transformers.T5Config(
-            d_model=size.hidden, d_ff=wide, d_kv=32, num_layers=size.layers, num_heads=heads, dropout_rate=0.0,
-            initializer_factor=size.spread / 0.02, decoder_start_token_id=0, **common,
-        )  # fmt: skip
+            d_model=size.hidden,
+            d_ff=wide,
+            d_kv=32,
+            num_layers=size.layers,
+            num_heads=heads,
+            dropout_rate=0.0,
+            initializer_factor=size.spread / 0.02,
+            decoder_start_token_id=0,
+            **common,
+        )
     else:
         config = transformers.BertConfig(
-            hidden_size=size.hidden, intermediate_size=wide, num_hidden_layers=size.layers, num_attention_heads=heads,
-            max_position_embeddings=positions, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-            initializer_range=size.spread, **common,
-        )  # fmt: skip
+            hidden_size=size.hidden,
+            intermediate_size=wide,
+            num_hidden_layers=size.layers,
+            num_attention_heads=heads,
+            max_position_embeddings=positions,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            initializer_range=size.spread,
+            **common,
+        )
     config.save_pretrained(folder)
 
 
@@ -247,20 +307,29 @@ def word_tokenizer(folder: Path, n_words: int, family: str) -> Any:
     from tokenizers.processors import TemplateProcessing
 
     special = ["<pad>", "<s>", "</s>", "<unk>"]
-    vocabulary = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(n_words - len(special)))])}
+    vocabulary = {
+        word: i
+        for i, word in enumerate([*special, *(f"w{i}" for i in range(n_words - len(special)))])
+    }
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     if family != "llama":
         single = "$A </s>" if family == "t5" else "<s> $A </s>"
-        tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[("<s>", 1), ("</s>", 2)])
+        tokenizer.post_processor = TemplateProcessing(
+            single=single, special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=1 << 20, **names)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=1 << 20, **names
+    )
     fast.save_pretrained(folder)
     return fast
 
 
 def _initial_weights(folder: Path, task: str, label_names: list[str]) -> dict[str, Any]:
-    """Write the first weights of everyone, in fp32: those in the folder, or drawn. Returns what the model is made of."""
+    """Write the first weights of everyone, in fp32: those in the folder, or drawn. Returns what the
+    model is made of.
+    """
     transformers.utils.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(folder)
     if task == "classification":
@@ -270,7 +339,11 @@ def _initial_weights(folder: Path, task: str, label_names: list[str]) -> dict[st
         config.problem_type = "single_label_classification"
     torch.manual_seed(0)
     if any(folder.glob("*.safetensors")):
-        loaded = {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": task == "classification"}
+        loaded = {
+            "config": config,
+            "dtype": torch.float32,
+            "ignore_mismatched_sizes": task == "classification",
+        }
         model = models.auto_class(task).from_pretrained(folder, **loaded)
     else:
         model = models.auto_class(task).from_config(config, dtype=torch.float32)
@@ -295,7 +368,11 @@ def _linear(model: Any) -> list[str]:
         if isinstance(module, torch.nn.Linear)
         and module is not head
         and ".pooler." not in name
-        and (name.startswith(f"{body}.") or not hasattr(model, body) or model.get_submodule(body) is model)
+        and (
+            name.startswith(f"{body}.")
+            or not hasattr(model, body)
+            or model.get_submodule(body) is model
+        )
     ]
 
 
@@ -305,26 +382,45 @@ def all_linear(model: Any) -> list[str]:
 
 
 def upper_linear(model: Any) -> list[str]:
-    """The names of the linear layers in the top quarter (rounded up) of the layers; of a T5, of its decoder."""
+    """The names of the linear layers in the top quarter (rounded up) of the layers; of a T5, of its
+    decoder.
+    """
     numbers: dict[str, int] = {}
     for name in _linear(model):
         number = next((int(part) for part in name.split(".") if part.isdigit()), None)
         if number is not None and not name.startswith("encoder."):
             numbers[name] = number
     n_layers = max(numbers.values()) + 1
-    return [name for name, number in numbers.items() if number >= n_layers - math.ceil(n_layers / 4)]
+    return [
+        name for name, number in numbers.items() if number >= n_layers - math.ceil(n_layers / 4)
+    ]
 
 
 # ---- tokens ----
 
 
-def _tokenize(folder: Path, workload: Workload, n_train: int, n_eval: int, given: Given) -> dict[str, Any]:
-    """The examples as farthing tokenizes them, into the one file for all; returns what is known of them."""
+def _tokenize(
+    folder: Path, workload: Workload, n_train: int, n_eval: int, given: Given
+) -> dict[str, Any]:
+    """The examples as farthing tokenizes them, into the one file for all; returns what is known of
+    them.
+    """
     one_step = Assignment(
-        contestant="farthing", folder=str(folder), out=str(folder / "tokenizing"), task=workload.task, method="full",
-        precision="fp32", order=[[0] * n_train], epochs=1, seed=0, max_length=workload.max_length,
-        max_target_length=workload.max_target_length, learning_rate=1e-3, targets=[], columns=dict(given.columns),
-    )  # fmt: skip
+        contestant="farthing",
+        folder=str(folder),
+        out=str(folder / "tokenizing"),
+        task=workload.task,
+        method="full",
+        precision="fp32",
+        order=[[0] * n_train],
+        epochs=1,
+        seed=0,
+        max_length=workload.max_length,
+        max_target_length=workload.max_target_length,
+        learning_rate=1e-3,
+        targets=[],
+        columns=dict(given.columns),
+    )
     values = job_values(one_step, cache_dir=str(folder / "cache"))
     values["data"] |= {"eval": str(folder / "eval.jsonl"), "max_eval_samples": n_eval}
     values["model"] = {"model_name_or_path": str(folder / "model"), "init": "random"}
@@ -334,7 +430,10 @@ def _tokenize(folder: Path, workload: Workload, n_train: int, n_eval: int, given
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     assert held_out is not None
     if len(train) < n_train:
-        raise SystemExit(f"{folder}: {len(train)} of the rows can be used, {n_train} are needed: give fewer --steps")
+        raise SystemExit(
+            f"{folder}: {len(train)} of the rows can be used, {n_train} are needed: give fewer"
+            " --steps"
+        )
     n_all = int(train.tokens.lengths.sum() + held_out.tokens.lengths.sum())
     found = {"tokenizing": {"tokens": n_all, "wall_s": seconds, "cpu_s": cpu}}
     for split, examples in (("train", train), ("eval", held_out)):
@@ -350,6 +449,10 @@ def _tokenize(folder: Path, workload: Workload, n_train: int, n_eval: int, given
         lengths = np.diff(tokens.offsets[: n + 1])
         n_targets = tokens.n_targets(range(n))
         found[split] = {
-            "examples": n, "tokens": end, "mean": float(lengths.mean()), "longest": int(lengths.max()), "targets": n_targets,
-        }  # fmt: skip
+            "examples": n,
+            "tokens": end,
+            "mean": float(lengths.mean()),
+            "longest": int(lengths.max()),
+            "targets": n_targets,
+        }
     return found | {"label_names": list(train.tokens.label_names)}

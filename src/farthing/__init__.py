@@ -1,6 +1,7 @@
 """farthing: fine-tune a language model for the fewest dollars.
 
-From Python: `farthing.plan(job)`, `farthing.train(job)` and `farthing.load_job(job)`; see `farthing.api`.
+From Python: `farthing.plan(job)`, `farthing.train(job)` and `farthing.load_job(job)`; see
+`farthing.api`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Which names are URLs, how to show one without its secrets, and which hosts give away the secrets of a machine."""
+"""Which names are URLs, how to show one without its secrets, and which hosts give away the secrets
+of a machine.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,20 @@ _METADATA_NAMES = [
     "instance-data.ec2.internal",
 ]
 # AWS, Google Cloud, Alibaba, Azure, Oracle: beside the link-local 169.254.169.254 of them all
-_METADATA_ADDRESSES = ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16", "192.0.0.192")
+_METADATA_ADDRESSES = (
+    "fd00:ec2::254",
+    "fd20:ce::254",
+    "100.100.100.200",
+    "168.63.129.16",
+    "192.0.0.192",
+)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def is_metadata_host(host: str) -> bool:
-    """Whether a host is link-local or a cloud's metadata service, however it is spelt (decimal, hex, IPv4 in IPv6)."""
+    """Whether a host is link-local or a cloud's metadata service, however it is spelt (decimal,
+    hex, IPv4 in IPv6).
+    """
     name = host.strip().strip("[]").partition("%")[0].rstrip(".").lower()
     if name in _METADATA_NAMES or name.endswith(".metadata.google.internal"):
         return True
@@ -40,7 +50,9 @@ def is_metadata_host(host: str) -> bool:
         address: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(name)
     except ValueError:
         try:
-            address = ipaddress.IPv4Address(socket.inet_aton(name))  # 0xa9fea9fe, 2852039166, 169.254.43518
+            address = ipaddress.IPv4Address(
+                socket.inet_aton(name)
+            )  # 0xa9fea9fe, 2852039166, 169.254.43518
         except (OSError, UnicodeError, ValueError):
             return False
     if isinstance(address, ipaddress.IPv6Address):

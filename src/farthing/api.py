@@ -1,7 +1,8 @@
-"""farthing from Python: `load_job`, `plan` and `train`, as the command line does them, with values instead of printing.
+"""farthing from Python: `load_job`, `plan` and `train`, as the command line does them, with values
+instead of printing.
 
-Torch is imported by `train` alone. Refuses to print and to exit: what goes wrong is raised as a `FarthingError`, whose
-message says what, where and what to do.
+Torch is imported by `train` alone. Refuses to print and to exit: what goes wrong is raised as a
+`FarthingError`, whose message says what, where and what to do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, cast
 from farthing import clock
 from farthing.config import load
 from farthing.config.job import Job
-from farthing.errors import FarthingError, UserMistake
+from farthing.errors import FarthingError, InputError
 from farthing.events import Emit, ignore
 from farthing.report import receipt as report
 
@@ -28,13 +29,17 @@ JobLike = str | Path | Mapping[str, Any] | Job
 
 
 def load_job(job: JobLike, overrides: Sequence[str] = ()) -> Job:
-    """Read and check a job: a file, or a mapping with the same keys, whose relative names stand in the working folder.
+    """Read and check a job: a file, or a mapping with the same keys, whose relative names stand in
+    the working folder.
 
-    `overrides` are `section.key=value`, as `--set` takes them. Raises `JobError` with every problem found.
+    `overrides` are `section.key=value`, as `--set` takes them. Raises `JobError` with every problem
+    found.
     """
     if isinstance(job, Job):
         if overrides:
-            raise UserMistake("overrides of a job that is loaded", to_do="give them to load_job with the file")
+            raise InputError(
+                "overrides of a job that is loaded", to_do="give them to load_job with the file"
+            )
         return job
     if isinstance(job, Mapping):
         import yaml
@@ -45,11 +50,14 @@ def load_job(job: JobLike, overrides: Sequence[str] = ()) -> Job:
 
 
 def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:
-    """Where a job fits, how long it takes and what it costs, on every machine that could run it; without torch.
+    """Where a job fits, how long it takes and what it costs, on every machine that could run it;
+    without torch.
 
-    `asked` are the fields of `farthing.planner.inputs.Asked`, all optional: gpu, provider, region (names), kind ("spot",
-    "on-demand"), max_gpus, prices, budget_usd, deadline_s, n_examples and mean_tokens (instead of reading the data) ...
-    `now` is the day that the age of prices is counted from. Raises `UserMistake`, `DataError`, `ModelError`.
+    `asked` are the fields of `farthing.planner.inputs.Asked`, all optional: gpu, provider, region
+    (names), kind ("spot", "on-demand"), max_gpus, prices, budget_usd, deadline_s, n_examples and
+    mean_tokens (instead of reading the data) ...
+    `now` is the day that the age of prices is counted from. Raises `InputError`, `DataError`,
+    `ModelError`.
     """
     from farthing.planner.inputs import Asked, study_job
     from farthing.planner.preflight import look_over
@@ -57,14 +65,21 @@ def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:
 
     loaded, wishes = load_job(job), Asked(**asked)
     look_over(loaded, only_plans=True, with_data=wishes.n_examples is None)
-    return Plan(plan_view(study_job(loaded, wishes, now=now or clock.now().replace(second=0, microsecond=0))))
+    return Plan(
+        plan_view(
+            study_job(loaded, wishes, now=now or clock.now().replace(second=0, microsecond=0))
+        )
+    )
 
 
-def train(job: JobLike, *, allow_restart: bool = False, on_event: Emit | None = None, quiet: bool = False) -> Receipt:
-    """Start a job, or go on with it where it was interrupted, in this process; returns when it ends for whatever reason.
+def train(
+    job: JobLike, *, allow_restart: bool = False, on_event: Emit | None = None, quiet: bool = False
+) -> Receipt:
+    """Start a job, or go on with it where it was interrupted, in this process; returns when it ends
+    for whatever reason.
 
-    `on_event` gets what happens (the events of `farthing.events`) instead of the terminal; `quiet` shows nothing. The
-    receipt says how it ended: "finished", "limit" or "interrupted".
+    `on_event` gets what happens (the events of `farthing.events`) instead of the terminal; `quiet`
+    shows nothing. The receipt says how it ended: "finished", "limit" or "interrupted".
     """
     from farthing.report.terminal import Terminal
     from farthing.train.run import train as run
@@ -92,7 +107,9 @@ class Plan:
 
     @property
     def best(self) -> Mapping[str, Any] | None:
-        """The choice that a plan recommends: name, total_usd, hours, memory; None where nothing can do the job."""
+        """The choice that a plan recommends: name, total_usd, hours, memory; None where nothing can
+        do the job.
+        """
         return cast("Mapping[str, Any] | None", self.view["best"])
 
     @property
@@ -170,4 +187,7 @@ def _drawn(draw: Callable[[Any], None]) -> str:
 
 def _framed(page: str) -> str:
     """A page within a notebook's: its styles stay its own."""
-    return f'<iframe srcdoc="{escape(page, quote=True)}" style="width:100%;height:800px;border:0"></iframe>'
+    return (
+        f'<iframe srcdoc="{escape(page, quote=True)}"'
+        ' style="width:100%;height:800px;border:0"></iframe>'
+    )

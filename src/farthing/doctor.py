@@ -1,4 +1,5 @@
-"""The pre-flight list: is this machine fit to train, and is this job fit to start? Nothing is trained or changed.
+"""The pre-flight list: is this machine fit to train, and is this job fit to start? Nothing is
+trained or changed.
 
 Each check gives a state (ok, warning, failed), what was found and what to do.
 """
@@ -23,7 +24,15 @@ from farthing.config.load import load_job
 from farthing.durability.files import read_json
 from farthing.durability.opening import refuse_bucket
 from farthing.durability.run_folder import CHECKPOINTS, RUN
-from farthing.errors import Check, DataError, FarthingError, JobError, Mistakes, ModelError, UserMistake
+from farthing.errors import (
+    Check,
+    DataError,
+    FarthingError,
+    InputError,
+    JobError,
+    ModelError,
+    PreflightError,
+)
 from farthing.planner.preflight import load_job_or_tell_all, look_over
 from farthing.units import plural, say_bytes, say_usd
 
@@ -46,8 +55,11 @@ def check_before(path: Path, overrides: list[str]) -> list[Check]:
     try:
         look_over(load_job_or_tell_all(str(path), overrides))
     except JobError as error:
-        is_read, looked_at = isinstance(error, Mistakes), (DataError, ModelError)
-        names = ["model and data" if is_read or isinstance(one, looked_at) else "job" for one in error.problems]
+        is_read, looked_at = isinstance(error, PreflightError), (DataError, ModelError)
+        names = [
+            "model and data" if is_read or isinstance(one, looked_at) else "job"
+            for one in error.problems
+        ]
         return [_failed(name, one) for name, one in zip(names, error.problems, strict=True)]
     except FarthingError as error:
         return [_failed("model and data", error)]
@@ -55,11 +67,18 @@ def check_before(path: Path, overrides: list[str]) -> list[Check]:
 
 
 def check_machine(folder: Path, *, with_device: bool = True) -> Iterator[Check]:
-    """Python, torch, device, memory, disk, extras. Without `with_device` what torch would tell is left out."""
+    """Python, torch, device, memory, disk, extras. Without `with_device` what torch would tell is
+    left out.
+    """
     import psutil
 
     version = ".".join(str(part) for part in sys.version_info[:3])
-    yield Check("python", "ok" if sys.version_info >= (3, 11) else "failed", version, "use Python 3.11 or later")
+    yield Check(
+        "python",
+        "ok" if sys.version_info >= (3, 11) else "failed",
+        version,
+        "use Python 3.11 or later",
+    )
     for package in ("torch", "transformers", "peft", "datasets"):
         yield Check(package, "ok", importlib.metadata.version(package))
     if with_device:
@@ -77,7 +96,10 @@ def check_machine(folder: Path, *, with_device: bool = True) -> Iterator[Check]:
     disk = shutil.disk_usage(_nearest(folder))
     enough = disk.free > 5 << 30
     yield Check(
-        "disk", "ok" if enough else "warning", f"{say_bytes(disk.free)} free at {_nearest(folder)}", "make room"
+        "disk",
+        "ok" if enough else "warning",
+        f"{say_bytes(disk.free)} free at {_nearest(folder)}",
+        "make room",
     )
     for module, (extra, what) in EXTRAS.items():
         there = importlib.util.find_spec(module) is not None
@@ -94,9 +116,19 @@ def _device() -> Iterator[Check]:
         for index in range(torch.cuda.device_count()):
             yield _gpu(index)
     else:
-        built = "torch has no CUDA" if torch.version.cuda is None else f"no usable driver for CUDA {torch.version.cuda}"
-        yield Check("gpu", "warning", f"none ({built})", "training runs on the CPU: fine for small models")
-    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
+        built = (
+            "torch has no CUDA"
+            if torch.version.cuda is None
+            else f"no usable driver for CUDA {torch.version.cuda}"
+        )
+        yield Check(
+            "gpu", "warning", f"none ({built})", "training runs on the CPU: fine for small models"
+        )
+    bf16 = (
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if torch.backends.mkldnn.is_available()
+        else False
+    )
     yield Check(
         "cpu",
         "ok",
@@ -104,12 +136,17 @@ def _device() -> Iterator[Check]:
         + (", bf16" if bf16 else ""),
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    compiler = find_compiler(device) or f"no {'C' if device == 'cuda' else 'C++'} one; only for train.torch_compile"
+    compiler = (
+        find_compiler(device)
+        or f"no {'C' if device == 'cuda' else 'C++'} one; only for train.torch_compile"
+    )
     yield Check("compiler", "ok", compiler)
 
 
 def _gpu(index: int) -> Check:
-    """One GPU: whether torch has code for it, which it is, its memory, and what it would compute in."""
+    """One GPU: whether torch has code for it, which it is, its memory, and what it would compute
+    in.
+    """
     import torch
 
     from farthing.model.hardware import must_be_built_for_gpu
@@ -119,14 +156,22 @@ def _gpu(index: int) -> Check:
         must_be_built_for_gpu(index)
     except FarthingError as error:  # only the first that torch may see is computed on
         return Check(f"gpu {index}", "failed" if index == 0 else "warning", error.what, error.to_do)
-    (major, minor), name = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+    (major, minor), name = (
+        torch.cuda.get_device_capability(index),
+        torch.cuda.get_device_name(index),
+    )
     free, total = torch.cuda.mem_get_info(index)
     precision = "bf16" if major >= 8 else "fp16 with a gradient scaler"
-    found = f"{name}, compute {major}.{minor}, {say_bytes(free)} of {say_bytes(total)} free, {precision}"
+    found = (
+        f"{name}, compute {major}.{minor}, {say_bytes(free)} of {say_bytes(total)} free,"
+        f" {precision}"
+    )
     if free <= 0.5 * total:
         return Check(f"gpu {index}", "warning", found, "something else holds its memory")
     unknown = (
-        "" if gpu_of_device(name, total) else "; its peak is not known here: no estimate before a run, no MFU in it"
+        ""
+        if gpu_of_device(name, total)
+        else "; its peak is not known here: no estimate before a run, no MFU in it"
     )
     return Check(f"gpu {index}", "ok", found + unknown)
 
@@ -151,13 +196,17 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     def precision() -> str:
         risk = ""
         with contextlib.suppress(FarthingError):
-            risk = fp16_risk(find_config(job.model.model_name_or_path, job.model.revision, ask_hub=False)[0])
+            risk = fp16_risk(
+                find_config(job.model.model_name_or_path, job.model.revision, ask_hub=False)[0]
+            )
         numerics = choose_numerics(job.where.device, job.train.bf16, job.train.fp16, fp16_risk=risk)
         return f"{device_name(numerics.device)} in {numerics.name}"
 
     yield from _try("computes on", precision)
     if job.method.name == "qlora" or "8bit" in job.train.optim or "paged" in job.train.optim:
-        yield from _try("bitsandbytes works", lambda: f"version {need_bitsandbytes('this job').__version__}")
+        yield from _try(
+            "bitsandbytes works", lambda: f"version {need_bitsandbytes('this job').__version__}"
+        )
     try:
         inputs = open_inputs(job)
     except FarthingError as error:
@@ -168,13 +217,22 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
         yield from _try(f"data {source.name}", functools.partial(_first_rows, source, inputs))
     yield from check_choices(job)
     if job.usd_per_hour == 0:
-        yield Check("price", "warning", "none given", "set where.usd_per_hour, or power_watts and usd_per_kwh")
+        yield Check(
+            "price",
+            "warning",
+            "none given",
+            "set where.usd_per_hour, or power_watts and usd_per_kwh",
+        )
 
 
-def look_at_data(path: Path, job_file: Path | None, overrides: list[str], model: str | None = None) -> Any:
-    """The `Summary` of a data file, read as a job reads it, or by the tokenizer and template of `model`.
+def look_at_data(
+    path: Path, job_file: Path | None, overrides: list[str], model: str | None = None
+) -> Any:
+    """The `Summary` of a data file, read as a job reads it, or by the tokenizer and template of
+    `model`.
 
-    Without both, tokens are guessed from characters, and chats are rendered by farthing's own template. Raises `DataError`,
+    Without both, tokens are guessed from characters, and chats are rendered by farthing's own
+    template. Raises `DataError`,
     `JobError`, and `ModelError` for a model that is not on this machine.
     """
     from farthing.data.chat import TEXT_VERSION
@@ -188,7 +246,9 @@ def look_at_data(path: Path, job_file: Path | None, overrides: list[str], model:
     if path.is_dir():
         raise DataError("a folder", where=shown, to_do="name one file of it")
     if path.is_symlink() and not path.exists():
-        raise DataError("a link to a file that is not there", where=shown, to_do="name the file itself")
+        raise DataError(
+            "a link to a file that is not there", where=shown, to_do="name the file itself"
+        )
     if path.exists() and not path.is_file():
         raise DataError("no ordinary file", where=shown, to_do="write it to a file first")
     source = Source(shown, "", kind_of_file(path, shown), path)
@@ -216,39 +276,75 @@ def _folder_here(model: str) -> Path:
 
     folder = Path(model) if Path(model).is_dir() else cached_snapshot(model, None)
     if folder is None:
-        to_do = "name a folder, or a Hub model that was fetched once; with a job: farthing doctor JOB --data FILE"
-        raise ModelError("no such folder, and not in the cache of the Hub", where=model, to_do=to_do)
+        to_do = (
+            "name a folder, or a Hub model that was fetched once; with a job: farthing doctor JOB"
+            " --data FILE"
+        )
+        raise ModelError(
+            "no such folder, and not in the cache of the Hub", where=model, to_do=to_do
+        )
     return folder
 
 
 def check_choices(job: Job) -> Iterator[Check]:
-    """The list that one goes through before a run: what is chosen, by the job or by default, and what is missing."""
+    """The list that one goes through before a run: what is chosen, by the job or by default, and
+    what is missing.
+    """
     where, train, limits, method = job.where, job.train, job.limits, job.method
     gpus = ", ".join(where.gpu) or f"any that is offered; here it computes on {where.device}"
     yield Check("GPU choice", "ok", f"{gpus}; `farthing plan` compares prices")
     is_spot = where.spot or where.offers == "spot"
-    yield Check("spot", "ok", "the machine may be taken away" if is_spot else "not used: where.spot, where.offers")
+    yield Check(
+        "spot",
+        "ok",
+        "the machine may be taken away" if is_spot else "not used: where.spot, where.offers",
+    )
     adapter = "" if method.name == "full" else f", r {method.lora_r}, alpha {method.lora_alpha:g}"
     yield Check("method", "ok", f"{method.name}{adapter}, learning rate {job.learning_rate:g}")
     asked = "bf16" if train.bf16 else "fp16" if train.fp16 else "as the device and the model can"
     yield Check("precision", "ok", asked)
     every = {"auto": "as little as memory allows", "True": "every layer", "False": "off"}
-    words = every.get(str(train.gradient_checkpointing), f"every {train.gradient_checkpointing} layers")
+    words = every.get(
+        str(train.gradient_checkpointing), f"every {train.gradient_checkpointing} layers"
+    )
     yield Check("activation checkpointing", "ok", words)
-    micro = f"{train.micro_batch_tokens:,} tokens" if train.micro_batch_tokens else f"{job.micro_batch_size} examples"
-    found = f"{micro} at once, as the job says" if job.says_micro_batch else "planned, and probed where that pays"
+    micro = (
+        f"{train.micro_batch_tokens:,} tokens"
+        if train.micro_batch_tokens
+        else f"{job.micro_batch_size} examples"
+    )
+    found = (
+        f"{micro} at once, as the job says"
+        if job.says_micro_batch
+        else "planned, and probed where that pays"
+    )
     yield Check("micro-batch", "ok", f"{found}; {job.global_batch_size} examples a step")
     save = f"every {train.save_steps} steps" if train.save_steps else "at the planned interval"
     save = f"every {train.save_minutes:g} min" if train.save_minutes else save
-    yield Check("save interval", "ok", f"{save}, the newest {train.save_total_limit} and the best are kept")
+    yield Check(
+        "save interval", "ok", f"{save}, the newest {train.save_total_limit} and the best are kept"
+    )
     lost = "a machine that is taken away takes this run with it: set output_store"
     no_store = "none: checkpoints stay on this machine"
-    yield Check("store", "ok" if job.output_store or not is_spot else "warning", job.output_store or no_store, lost)
-    caps = [f"{say_usd(limits.max_usd)}" if limits.max_usd is not None else "", str(limits.deadline or "")]
+    yield Check(
+        "store",
+        "ok" if job.output_store or not is_spot else "warning",
+        job.output_store or no_store,
+        lost,
+    )
+    caps = [
+        f"{say_usd(limits.max_usd)}" if limits.max_usd is not None else "",
+        str(limits.deadline or ""),
+    ]
     most_hours = limits.most_hours()
     caps.append(f"{most_hours:g} h" if most_hours is not None else "")
     cap = ", ".join(word for word in caps if word)
-    yield Check("cap", "ok" if cap or not job.usd_per_hour else "warning", cap or "none", "set limits.max_usd")
+    yield Check(
+        "cap",
+        "ok" if cap or not job.usd_per_hour else "warning",
+        cap or "none",
+        "set limits.max_usd",
+    )
 
 
 def check_trial(path: Path, overrides: list[str], n_examples: int) -> Iterator[Check]:
@@ -277,13 +373,21 @@ def _first_rows(source: Any, inputs: Any) -> str:
     n_bad, first = len(reasons), plural(len(rows), "row")
     known = "" if reader.understood is None else f"format {reader.understood.format}; "
     if n_bad == len(rows):
-        what = f"{known}none of the first {first} can be used ({reasons[0] if reasons else 'there are none'})"
+        what = (
+            f"{known}none of the first {first} can be used"
+            f" ({reasons[0] if reasons else 'there are none'})"
+        )
         raise DataError(what, to_do="correct these rows, or see data.columns")
     is_whole = len(rows) < _N_ROWS and len(inputs.train_sources) == 1
     if is_whole and n_bad > recipe.max_bad_rows * len(rows):
-        what = f"{n_bad} of {first} can't be used ({reasons[0]}), at most {recipe.max_bad_rows:.0%} may be"
+        what = (
+            f"{n_bad} of {first} can't be used ({reasons[0]}), at most {recipe.max_bad_rows:.0%}"
+            " may be"
+        )
         raise DataError(what, to_do="correct these rows, or raise data.max_bad_rows")
-    tried = f"{n_bad} of the first {first} can't be used ({reasons[0]})" if n_bad else f"{first} tried"
+    tried = (
+        f"{n_bad} of the first {first} can't be used ({reasons[0]})" if n_bad else f"{first} tried"
+    )
     return "; ".join([known + tried, *reader.said()])
 
 
@@ -291,19 +395,27 @@ def _run_folder(folder: Path) -> Iterator[Check]:
     """Whether the job would start, continue or find itself finished, and the room there."""
     try:
         refuse_bucket(folder)
-    except UserMistake as error:
+    except InputError as error:
         yield Check("run folder", "failed", f"{folder}: {error.what}", error.to_do)
         return
     free = shutil.disk_usage(_nearest(folder)).free
     state = "a new run"
     if (folder / RUN).exists():
         facts = read_json(folder / RUN)
-        n_saved = len(list((folder / CHECKPOINTS).glob("step-*"))) if (folder / CHECKPOINTS).is_dir() else 0
+        n_saved = (
+            len(list((folder / CHECKPOINTS).glob("step-*")))
+            if (folder / CHECKPOINTS).is_dir()
+            else 0
+        )
         state = (
-            "a finished run" if facts.get("finished") else f"an unfinished run with {n_saved} checkpoints: it goes on"
+            "a finished run"
+            if facts.get("finished")
+            else f"an unfinished run with {n_saved} checkpoints: it goes on"
         )
     enough = "ok" if free > 5 << 30 else "warning"
-    yield Check("run folder", enough, f"{folder}: {state}; {say_bytes(free)} free", "make room there")
+    yield Check(
+        "run folder", enough, f"{folder}: {state}; {say_bytes(free)} free", "make room there"
+    )
 
 
 def _try(name: str, check: Callable[[], str]) -> Iterator[Check]:
@@ -314,7 +426,9 @@ def _try(name: str, check: Callable[[], str]) -> Iterator[Check]:
 
 
 def _failed(name: str, error: FarthingError) -> Check:
-    return Check(name, "failed", f"{error.where}: {error.what}" if error.where else error.what, error.to_do)
+    return Check(
+        name, "failed", f"{error.where}: {error.what}" if error.where else error.what, error.to_do
+    )
 
 
 def _nearest(folder: Path) -> Path:

@@ -1,4 +1,5 @@
-"""Every mistake farthing names. An error says what is wrong, where, and what to do; only `cli` prints it.
+"""Every mistake farthing names. An error says what is wrong, where, and what to do; only `cli`
+prints it.
 
 Refuses to hold any logic: raising is the caller's business, exit codes are the class's.
 """
@@ -16,7 +17,9 @@ EXIT_INTERRUPTED = 75
 
 
 class FarthingError(Exception):
-    """A failure with its words: `what` happened, `where` (file:line, key), and what `to_do` about it."""
+    """A failure with its words: `what` happened, `where` (file:line, key), and what `to_do` about
+    it.
+    """
 
     exit_code = EXIT_CRASH
 
@@ -32,17 +35,24 @@ class FarthingError(Exception):
 
     def as_dict(self) -> dict[str, object]:
         """The same words for `--json`."""
-        return {"error": self.what, "where": self.where, "to_do": self.to_do, "exit_code": self.exit_code}
+        return {
+            "error": self.what,
+            "where": self.where,
+            "to_do": self.to_do,
+            "exit_code": self.exit_code,
+        }
 
 
-class UserMistake(FarthingError):
+class InputError(FarthingError):
     """Something the person at the keyboard can fix: exit code 2."""
 
     exit_code = EXIT_MISTAKE
 
 
 class Check(NamedTuple):
-    """Something that was looked at, before it could become an error: ok, warning or failed, and what to do about it."""
+    """Something that was looked at, before it could become an error: ok, warning or failed, and
+    what to do about it.
+    """
 
     name: str
     state: str
@@ -50,14 +60,16 @@ class Check(NamedTuple):
     to_do: str = ""
 
 
-class JobError(UserMistake):
+class JobError(InputError):
     """The job file is wrong. Carries every problem found, not only the first."""
 
-    def __init__(self, problems: list[UserMistake], rest: Any = None) -> None:
+    def __init__(self, problems: list[InputError], rest: Any = None) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = problems
         self.rest = rest
-        """The job without what is wrong with it, so that its data and model can be looked at; None: nothing is left."""
+        """The job without what is wrong with it, so that its data and model can be looked at; None:
+        nothing is left.
+        """
 
     def as_dict(self) -> dict[str, object]:
         """Every problem, for `--json`."""
@@ -68,69 +80,73 @@ class JobError(UserMistake):
         }
 
 
-class Mistakes(JobError):
-    """Several things are wrong that were looked at before the start; each with its place and what to do."""
+class PreflightError(JobError):
+    """Several things are wrong that were looked at before the start; each with its place and what
+    to do.
+    """
 
     def as_dict(self) -> dict[str, object]:
         """Every problem, for `--json`."""
         return {**super().as_dict(), "error": f"{len(self.problems)} things are wrong"}
 
 
-class DataError(UserMistake):
+class DataError(InputError):
     """The data can't be used as the job asks."""
 
 
-class ModelError(UserMistake):
+class ModelError(InputError):
     """The model or its tokenizer can't be used as the job asks."""
 
 
-class HardwareError(UserMistake):
+class HardwareError(InputError):
     """The job asks for something this machine does not have."""
 
 
-class RunChanged(UserMistake):
+class RunChangedError(InputError):
     """The run folder holds a run of something else: other data, tokenizer, model or settings."""
 
 
-class RunDamaged(UserMistake):
-    """No checkpoint of an earlier attempt can be trusted; a restart from zero has to be asked for."""
+class RunDamagedError(InputError):
+    """No checkpoint of an earlier attempt can be trusted; a restart from zero has to be asked for."""  # noqa: E501
 
 
-class RunBusy(UserMistake):
+class RunBusyError(InputError):
     """Another process holds the run folder."""
 
 
-class NoSpace(UserMistake):
+class DiskFullError(InputError):
     """The disk can't hold what the run will write."""
 
 
-class StoreDown(FarthingError):
-    """The store that holds the run does not answer, and nothing here can stand in for it: try again later."""
+class StoreUnavailableError(FarthingError):
+    """The store that holds the run does not answer, and nothing here can stand in for it: try again
+    later.
+    """
 
     exit_code = EXIT_INTERRUPTED
 
 
-class FeedsDown(UserMistake):
+class FeedsUnavailableError(InputError):
     """No price feed could be reached: what is known of prices stays as it is."""
 
 
-class SaveFailing(FarthingError):
+class SaveError(FarthingError):
     """Several checkpoints in a row could not be written."""
 
 
-class OutOfMemory(FarthingError):
+class OutOfMemoryError(FarthingError):
     """The job does not fit on the device."""
 
 
-class DeviceFailed(FarthingError):
+class DeviceError(FarthingError):
     """A GPU, or a kernel on it, has failed: this process can compute nothing more."""
 
 
-class NotFinite(FarthingError):
+class NotFiniteError(FarthingError):
     """Too many steps in a row had a loss or gradient that is not a number."""
 
 
-class Interrupted(FarthingError):
+class RunInterruptedError(FarthingError):
     """Someone asked us to leave; what was committed is safe and the same command carries on."""
 
     exit_code = EXIT_INTERRUPTED

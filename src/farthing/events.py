@@ -1,7 +1,8 @@
 """What a run says while it goes: one frozen value for each kind of event, with its units.
 
-`train` and `probe` call `emit(event)`; the terminal, trackers and the training log take what concerns them. An event that
-belongs in `log.jsonl` has `log_row`. Refuses to print, to write, and to know who listens.
+`train` and `probe` call `emit(event)`; the terminal, trackers and the training log take what
+concerns them. An event that belongs in `log.jsonl` has `log_row`. Refuses to print, to write, and
+to know who listens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass_transform(frozen_default=True)
 class Event:
-    """Something that a run says. Everything a listener needs is in its fields: each kind is a frozen dataclass."""
+    """Something that a run says. Everything a listener needs is in its fields: each kind is a
+    frozen dataclass.
+    """
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)
@@ -58,7 +61,9 @@ class ReadingData(Event):
 
 
 class Tokenizing(Event):
-    """How far a set of examples has been tokenized. `share`: of the bytes of its files, from 0 to 1."""
+    """How far a set of examples has been tokenized. `share`: of the bytes of its files, from 0 to
+    1.
+    """
 
     role: str
     """train or eval"""
@@ -92,7 +97,9 @@ class DataRead(Event):
 
 
 class Decided(Event):
-    """What the run uses where the job left it open, before its first step; texts unless a unit says otherwise."""
+    """What the run uses where the job left it open, before its first step; texts unless a unit says
+    otherwise.
+    """
 
     model: str
     n_parameters: int
@@ -173,13 +180,16 @@ class StepTaken(Event):
     def log_row(self) -> dict[str, object]:
         """Its line in the log, in the order that `report.training_log` takes apart."""
         row: dict[str, object] = {
-            name: getattr(self, name) for name in ("step", "loss", "grad_norm", "lr", "n_targets", "n_tokens")
+            name: getattr(self, name)
+            for name in ("step", "loss", "grad_norm", "lr", "n_targets", "n_tokens")
         }
         return {**row, "examples": list(self.examples)}
 
 
 class StepSkipped(Event):
-    """The update of a step was left out. `skipped` says why; `samples` are the places (file:line) it may come from."""
+    """The update of a step was left out. `skipped` says why; `samples` are the places (file:line)
+    it may come from.
+    """
 
     step: int
     skipped: str
@@ -199,7 +209,9 @@ class Evaluating(Event):
 
 
 class Evaluated(Event):
-    """An evaluation is done. `metrics`: name -> value, with counts and the table of classes where there is one."""
+    """An evaluation is done. `metrics`: name -> value, with counts and the table of classes where
+    there is one.
+    """
 
     step: int
     metrics: Metrics

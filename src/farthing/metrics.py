@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Metrics = dict[str, "float | dict[str, dict[str, float]] | list[list[int]] | None"]
-"""What an evaluation has measured, by name: numbers, and of classes a table and the confusion [true, predicted]."""
+"""What an evaluation has measured, by name: numbers, and of classes a table and the confusion
+[true, predicted].
+"""
 
 
 def perplexity(loss: float) -> float | None:
@@ -19,8 +21,8 @@ def perplexity(loss: float) -> float | None:
 def classification_metrics(confusion: NDArray[np.int64], names: tuple[str, ...]) -> Metrics:
     """Accuracy, macro precision/recall/F1 and the same per class, from confusion[true, predicted].
 
-    Macro is the mean over classes that occur in truth or prediction; a ratio with an empty denominator is 0
-    (the convention of scikit-learn's `zero_division=0`).
+    Macro is the mean over classes that occur in truth or prediction; a ratio with an empty
+    denominator is 0 (the convention of scikit-learn's `zero_division=0`).
     """
     hits = np.diag(confusion).astype(float)
     n_true, n_predicted = confusion.sum(axis=1), confusion.sum(axis=0)
@@ -51,7 +53,9 @@ def classification_metrics(confusion: NDArray[np.int64], names: tuple[str, ...])
 
 
 def text_metrics(predictions: list[str], references: list[str]) -> dict[str, float]:
-    """Exact match, and ROUGE-1, -2 and -L F-measures (Lin 2004, by Google's `rouge-score`, with stemming), as means."""
+    """Exact match, and ROUGE-1, -2 and -L F-measures (Lin 2004, by Google's `rouge-score`, with
+    stemming), as means.
+    """
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)

@@ -1,7 +1,9 @@
-"""How a run is computed: the choices that change memory, seconds and rounding, and nothing else of its result.
+"""How a run is computed: the choices that change memory, seconds and rounding, and nothing else of
+its result.
 
-The planner decides a `Settings`, a probe improves it, memory that runs out lowers it, `train` follows it and the receipt
-prints it. Files of runs have it as JSON; what earlier versions called by other names is read too. Refuses to decide.
+The planner decides a `Settings`, a probe improves it, memory that runs out lowers it, `train`
+follows it and the receipt prints it. Files of runs have it as JSON; what earlier versions called by
+other names is read too. Refuses to decide.
 """
 
 from __future__ import annotations
@@ -19,25 +21,37 @@ class Settings:
     """How one run is computed. None: not decided yet."""
 
     micro_batch_tokens: int = 0
-    """Most computed tokens of a micro-batch on one GPU; a longer example goes alone. 0: a number of examples is counted."""
+    """Most computed tokens of a micro-batch on one GPU; a longer example goes alone. 0: a number of
+    examples is counted.
+    """
     checkpoint_every: int = 0
     """Activation checkpointing: 0 none, 1 every layer, k every k-th."""
     tile_tokens: int | None = None
     """Labelled positions that the head takes at once; None: by the size of the head."""
     caches_frozen: bool | None = None
-    """Whether the layers below the first trained one are computed once for all epochs, their output read from the disk."""
+    """Whether the layers below the first trained one are computed once for all epochs, their output
+    read from the disk.
+    """
     shares_prefix: bool | None = None
     """Whether what examples of a micro-batch begin with is computed once in it."""
     packed: bool | None = None
     """Whether documents are laid end to end; else they are padded."""
     reads_first: bool | None = None
-    """Whether the last layer of an encoder is computed for the tokens alone that its classifier reads."""
+    """Whether the last layer of an encoder is computed for the tokens alone that its classifier
+    reads.
+    """
     reads_labelled: bool | None = None
-    """Whether the last layer of a causal model is computed for labelled positions alone, where that pays."""
+    """Whether the last layer of a causal model is computed for labelled positions alone, where that
+    pays.
+    """
     own_kernels: bool | None = None
-    """Whether a CPU has farthing's own attention of short documents, RMS norms and gradients of embeddings."""
+    """Whether a CPU has farthing's own attention of short documents, RMS norms and gradients of
+    embeddings.
+    """
     few_shapes: bool | None = None
-    """Whether a CPU computes bf16 in few shapes: products are rounded up in size, those of short documents are fp32."""
+    """Whether a CPU computes bf16 in few shapes: products are rounded up in size, those of short
+    documents are fp32.
+    """
     lean_head: bool | None = None
     """Whether a CPU's head takes its products from oneDNN, and one exponential a logit."""
     compiled: bool | None = None
@@ -47,32 +61,46 @@ class Settings:
     precision: str | None = None
     """Of the forward pass: bf16, fp16 or fp32."""
     lanes: int | None = None
-    """Columns of a step's micro-batches, whose gradients are added up in a fixed order, whichever of several GPUs computes
-    them."""
+    """Columns of a step's micro-batches, whose gradients are added up in a fixed order, whichever
+    of several GPUs computes them."""
     lane_by_lane: bool | None = None
-    """Whether examples are dealt to lanes before these are split into micro-batches; None: as in earlier versions."""
+    """Whether examples are dealt to lanes before these are split into micro-batches; None: as in
+    earlier versions.
+    """
     lanes_even: bool | None = None
-    """Whether they are dealt by what both passes cost, few of them in the best way there is; None: as in earlier versions."""
+    """Whether they are dealt by what both passes cost, few of them in the best way there is; None:
+    as in earlier versions.
+    """
     probed: bool = False
     """Whether tokens, checkpointing and tile are what a probe has found quickest."""
     least_tokens: int = 0
-    """Padded work is cut as if a micro-batch of fewer computed tokens took no less: see `data.packing.MicroBatchCost`."""
+    """Padded work is cut as if a micro-batch of fewer computed tokens took no less: see
+    `data.packing.MicroBatchCost`.
+    """
     more_tokens: int = 32
-    """And each as if it had so many more. Runs of before were cut by these two, as on a processor."""
+    """And each as if it had so many more. Runs of before were cut by these two, as on a processor.
+    """
 
     def with_probed(self, found: Settings) -> Settings:
         """These with what a probe has found: tokens of a micro-batch, checkpointing and tile."""
-        tried = {name: getattr(found, name) for name in ("micro_batch_tokens", "checkpoint_every", "tile_tokens")}
+        tried = {
+            name: getattr(found, name)
+            for name in ("micro_batch_tokens", "checkpoint_every", "tile_tokens")
+        }
         return replace(self, **tried, probed=True)
 
     def lowered_by(self, events: Sequence[Mapping[str, Any]]) -> Settings:
-        """These as they are after memory has run out: `events` in their order, as the ledger has them."""
+        """These as they are after memory has run out: `events` in their order, as the ledger has
+        them.
+        """
         known = [renamed(event) for event in events]
         if not known:
             return self
         return replace(
             self,
-            micro_batch_tokens=min([self.micro_batch_tokens, *(event["micro_batch_tokens"] for event in known)]),
+            micro_batch_tokens=min(
+                [self.micro_batch_tokens, *(event["micro_batch_tokens"] for event in known)]
+            ),
             checkpoint_every=known[-1]["checkpoint_every"] or self.checkpoint_every,
         )
 
@@ -82,9 +110,13 @@ class Settings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Settings:
-        """What `to_json` or an earlier version wrote; other keys are passed over. Raises `ValueError`."""
+        """What `to_json` or an earlier version wrote; other keys are passed over. Raises
+        `ValueError`.
+        """
         known = renamed(values)
-        found = cls(**{field.name: known[field.name] for field in fields(cls) if field.name in known})
+        found = cls(
+            **{field.name: known[field.name] for field in fields(cls) if field.name in known}
+        )
         for each in fields(cls):
             value, (kind, _, optional) = getattr(found, each.name), str(each.type).partition(" | ")
             is_fine = type(value).__name__ == kind and (kind != "int" or value >= 0)
@@ -96,15 +128,26 @@ class Settings:
     def checkpointing(self) -> str:
         """`none`, `every layer`, `every 2nd layer`."""
         every = self.checkpoint_every
-        return {0: "none", 1: "every layer", 2: "every 2nd layer"}.get(every, f"every {every}th layer")
+        return {0: "none", 1: "every layer", 2: "every 2nd layer"}.get(
+            every, f"every {every}th layer"
+        )
 
     def in_words(self) -> str:
         """`up to 8,192 tokens at a time, every layer checkpointed, head in tiles of 512`."""
-        words = [f"up to {self.micro_batch_tokens:,} tokens at a time"] if self.micro_batch_tokens else []
-        words.append(f"{self.checkpointing} checkpointed" if self.checkpoint_every else "no checkpointing")
+        words = (
+            [f"up to {self.micro_batch_tokens:,} tokens at a time"]
+            if self.micro_batch_tokens
+            else []
+        )
+        words.append(
+            f"{self.checkpointing} checkpointed" if self.checkpoint_every else "no checkpointing"
+        )
         if self.tile_tokens:
             words.append(f"head in tiles of {self.tile_tokens:,}")
-        said = {"shared prefixes once": self.shares_prefix, "frozen layers once": self.caches_frozen}
+        said = {
+            "shared prefixes once": self.shares_prefix,
+            "frozen layers once": self.caches_frozen,
+        }
         said |= {"compiled": self.compiled, "Liger's kernels": self.kernels == "liger"}
         return ", ".join([*words, *(what for what, is_so in said.items() if is_so)])
 

@@ -1,6 +1,8 @@
-"""A small model and a small data set made on the spot: for the demo, and for trying farthing offline.
+"""A small model and a small data set made on the spot: for the demo, and for trying farthing
+offline.
 
-The tokenizer is trained on the given texts; the model is a `config.json` that trains from random weights.
+The tokenizer is trained on the given texts; the model is a `config.json` that trains from random
+weights.
 """
 
 from __future__ import annotations
@@ -13,7 +15,18 @@ from pathlib import Path
 from typing import Any
 
 _NAMES = (
-    *("The Mill", "The Eagle", "Blue Spice", "Green Man", "The Punter", "Zizzi", "Cotto", "Strada", "Aromi", "Giraffe"),
+    *(
+        "The Mill",
+        "The Eagle",
+        "Blue Spice",
+        "Green Man",
+        "The Punter",
+        "Zizzi",
+        "Cotto",
+        "Strada",
+        "Aromi",
+        "Giraffe",
+    ),
 )
 _FOODS = ["Italian", "French", "Indian", "Chinese", "Japanese", "English"]
 _AREAS = ["riverside", "city centre", "old town"]
@@ -50,7 +63,11 @@ def make_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int = 1000) -
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=4096
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=4096,
     )
     fast.save_pretrained(folder)
     return fast
@@ -59,7 +76,7 @@ def make_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int = 1000) -
 def make_model_folder(
     folder: Path, texts: Iterable[str], *, hidden: int = 64, layers: int = 2, dropout: float = 0.0
 ) -> Path:
-    """A folder with a tokenizer and the `config.json` of a small Llama, for `model.init: random`."""
+    """A folder with a tokenizer and the `config.json` of a small Llama, for `model.init: random`."""  # noqa: E501
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(folder, texts)
     heads = max(1, hidden // 32)
@@ -119,7 +136,11 @@ def write_demo(folder: Path) -> Path:
     """The demo's model, data and job file; returns the job file."""
     rows = demo_rows(1200)
     make_model_folder(
-        folder / "model", (row["prompt"] + row["completion"] for row in rows), hidden=96, layers=3, dropout=0.1
+        folder / "model",
+        (row["prompt"] + row["completion"] for row in rows),
+        hidden=96,
+        layers=3,
+        dropout=0.1,
     )
     write_jsonl(folder / "data.jsonl", rows)
     job = folder / "job.yaml"

@@ -9,11 +9,22 @@ import math
 import re
 from collections.abc import Callable
 
-_SECONDS = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "hr": 3600.0, "d": 86400.0}
+_SECONDS = {
+    "ms": 0.001,
+    "s": 1.0,
+    "sec": 1.0,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "hr": 3600.0,
+    "d": 86400.0,
+}
 
 
 def _split(text: str, what: str) -> tuple[float, str]:
-    match = isinstance(text, str) and re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = isinstance(text, str) and re.fullmatch(
+        r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*", text
+    )
     if not match:
         raise ValueError(f"{text!r} is not {what}")
     return float(match[1]), match[2].lower()
@@ -24,7 +35,8 @@ def parse_usd(value: str | float) -> float:
     if isinstance(value, int | float):
         return float(value)
     number, unit = _split(
-        value.strip().removeprefix("$") if isinstance(value, str) else value, 'an amount of dollars such as "$5"'
+        value.strip().removeprefix("$") if isinstance(value, str) else value,
+        'an amount of dollars such as "$5"',
     )
     if unit not in ("", "usd", "dollars"):
         raise ValueError(f"{value!r}: only US dollars are understood")
@@ -56,7 +68,9 @@ def parse_share(value: str) -> float:
 
 
 def said_apart(a: float, b: float, say: Callable[[float], str], unit: str) -> tuple[str, str]:
-    """Two figures in words that differ where the figures do; `unit` has `{}` for a number with as many digits as it takes."""
+    """Two figures in words that differ where the figures do; `unit` has `{}` for a number with as
+    many digits as it takes.
+    """
     if a == b or say(a) != say(b):
         return say(a), say(b)
     for n_digits in range(2, 12):
@@ -67,7 +81,9 @@ def said_apart(a: float, b: float, say: Callable[[float], str], unit: str) -> tu
 
 
 def say_usd(usd: float | None) -> str:
-    """`$12.34`, with more digits when the amount is small, so that a cent is never shown as nothing."""
+    """`$12.34`, with more digits when the amount is small, so that a cent is never shown as
+    nothing.
+    """
     if usd is None:
         return "unknown"
     if usd == 0 or abs(usd) >= 1:
@@ -77,7 +93,9 @@ def say_usd(usd: float | None) -> str:
 
 
 def digits_of(total_usd: float) -> Callable[[float], str]:
-    """How to print a sum of dollars and its parts below each other: with the digits that show a thousandth of it."""
+    """How to print a sum of dollars and its parts below each other: with the digits that show a
+    thousandth of it.
+    """
     digits = min(8, max(2, 3 - math.floor(math.log10(abs(total_usd) or 1))))
     return lambda usd: f"${usd:,.{digits}f}"
 

@@ -1,4 +1,6 @@
-"""Tests for a hollow GPU (`bench/hollow_gpu.py`): `make rehearse-gpu` runs them; anywhere else they are skipped."""
+"""Tests for a hollow GPU (`bench/hollow_gpu.py`): `make rehearse-gpu` runs them; anywhere else they
+are skipped.
+"""
 
 from __future__ import annotations
 
@@ -16,5 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if HERE in item.path.parents:
                 item.add_marker(
-                    pytest.mark.skip(reason="needs a CUDA build of torch and a hollow GPU: make rehearse-gpu")
+                    pytest.mark.skip(
+                        reason="needs a CUDA build of torch and a hollow GPU: make rehearse-gpu"
+                    )
                 )

@@ -1,4 +1,6 @@
-"""Which kernels a run launches, by their names, and what a stranger reads: what only a GPU decides, and no CPU shows."""
+"""Which kernels a run launches, by their names, and what a stranger reads: what only a GPU decides,
+and no CPU shows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def launched(tmp_path: Path) -> dict[str, int]:
     path = tmp_path / "kernels.json"
     ctypes.CDLL(None).hollow_write(str(path).encode())
 
-    def added_up(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # one name may have several programs
+    def added_up(
+        pairs: list[tuple[str, Any]],
+    ) -> dict[str, Any]:  # one name may have several programs
         found: dict[str, Any] = {}
         for key, value in pairs:
             found[key] = found[key] + value if key in found else value
@@ -34,7 +38,12 @@ def launched_by_a_run(tmp_path: Path, family: str, **keys: Any) -> str:
     """The names of what a run of three steps launches, with its evaluation."""
     before = launched(tmp_path)
     rows = workshop.rows_of(family, 8, 5)
-    keys = {"where": {"device": "cuda"}, "max_steps": 3, "eval_rows": rows, "predict_with_generate": False} | keys
+    keys = {
+        "where": {"device": "cuda"},
+        "max_steps": 3,
+        "eval_rows": rows,
+        "predict_with_generate": False,
+    } | keys
     assert workshop.train(workshop.make_job(tmp_path / "run", family, **keys)).state == "finished"
     return "\n".join(name for name, n in launched(tmp_path).items() if n > before.get(name, 0))
 
@@ -47,9 +56,24 @@ def no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LIGER = ("_rms_norm_backward_kernel", "_triton_rope", "_swiglu_backward_kernel")
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
-    "bf16": ("llama", {}, (*LIGER, "flash_fwd_kernel", "flash_bwd_dq_dk_dv", "FusedOptimizer"), ("fmha", "flex")),
-    "fp16": ("llama", {"fp16": True}, ("flash_fwd_kernel", "flash_bwd_dq_dk_dv", "amp"), ("fmha", "flex")),
-    "fp32": ("llama", {"bf16": False}, ("flex_attention", "flex_attention_backward"), ("flash_fwd", "fmha")),
+    "bf16": (
+        "llama",
+        {},
+        (*LIGER, "flash_fwd_kernel", "flash_bwd_dq_dk_dv", "FusedOptimizer"),
+        ("fmha", "flex"),
+    ),
+    "fp16": (
+        "llama",
+        {"fp16": True},
+        ("flash_fwd_kernel", "flash_bwd_dq_dk_dv", "amp"),
+        ("fmha", "flex"),
+    ),
+    "fp32": (
+        "llama",
+        {"bf16": False},
+        ("flex_attention", "flex_attention_backward"),
+        ("flash_fwd", "fmha"),
+    ),
     "without Liger": ("llama", {"use_liger_kernel": False}, ("flash_fwd_kernel",), LIGER),
     "compiled": (
         "llama",
@@ -72,7 +96,9 @@ def test_a_run_launches_the_kernels_that_were_chosen_for_it(name: str, tmp_path:
     assert [each for each in unwanted if each in names] == []
 
 
-def test_libraries_say_nothing_beside_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_libraries_say_nothing_beside_a_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     quiet_libraries()
     workshop.train(workshop.make_job(tmp_path, where={"device": "cuda"}, max_steps=2))
     assert "could not be imported" not in capfd.readouterr().err

@@ -1,4 +1,6 @@
-"""What is compiled for a GPU, by torch's own Inductor, Triton and ptxas: flex attention, Liger's kernels and layers."""
+"""What is compiled for a GPU, by torch's own Inductor, Triton and ptxas: flex attention, Liger's
+kernels and layers.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ def attended(lengths: list[int], size: int, *, trains: bool) -> None:
     """Flex attention with a soft cap and a window over documents, in bf16."""
     documents = Documents.of(lengths, "cuda")
     tensors = [
-        torch.zeros(sum(lengths), heads, size, device="cuda", dtype=torch.bfloat16, requires_grad=trains)
+        torch.zeros(
+            sum(lengths), heads, size, device="cuda", dtype=torch.bfloat16, requires_grad=trains
+        )
         for heads in (4, 2, 2)
     ]
     with torch.set_grad_enabled(trains):
-        out = KERNELS["flex"](*tensors, documents, How(causal=True, scale=0.125, softcap=50.0, window=40))
+        out = KERNELS["flex"](
+            *tensors, documents, How(causal=True, scale=0.125, softcap=50.0, window=40)
+        )
     if trains:
         out.sum().backward()
         assert all(tensor.grad is not None for tensor in tensors)
@@ -55,7 +61,9 @@ def test_flex_attention_with_a_soft_cap_is_compiled_once_for_all_lengths() -> No
 
 
 def test_layers_with_ligers_kernels_are_compiled(tmp_path: Path) -> None:
-    """Their rotation has a place of its own among the globals of the family, and torch.compile has to find it."""
+    """Their rotation has a place of its own among the globals of the family, and torch.compile has
+    to find it.
+    """
     pytest.importorskip("liger_kernel")
     heard = Heard()
     job = make_job(tmp_path, torch_compile=True, use_liger_kernel=True, size={"layers": 1}, **_MORE)

@@ -1,6 +1,7 @@
 """Kinds of GPUs: names that torch gives, what is said of them, and one of several.
 
-For another kind: `python bench/hollow_gpu.py --gpu T4 -- python -m pytest tests/hollow/test_hollow_kinds.py`.
+For another kind: `python bench/hollow_gpu.py --gpu T4 -- python -m pytest
+tests/hollow/test_hollow_kinds.py`.
 """
 
 from __future__ import annotations

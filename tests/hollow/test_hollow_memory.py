@@ -1,4 +1,6 @@
-"""What a run expects of memory before its first step, held against what torch's allocator then gives out, to the byte."""
+"""What a run expects of memory before its first step, held against what torch's allocator then
+gives out, to the byte.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,21 @@ WORKSPACES = 72 << 20  # of cuBLAS, one for each thread that multiplies: nobody 
 
 @pytest.mark.parametrize("budget", [16_384, 3000], ids=["one micro-batch", "several"])
 @pytest.mark.parametrize(("method", "every"), [("full", False), ("full", True), ("lora", 2)])
-def test_what_is_expected_is_the_peak(method: str, every: bool | int, budget: int, tmp_path: Path) -> None:
-    rows = [{**row, "prompt": row["prompt"] * (1 + i % 5)} for i, row in enumerate(rows_of("llama", 64))]
-    keys = {"size": {"hidden": 1024, "layers": 6}, "method": method, "gradient_checkpointing": every}
+def test_what_is_expected_is_the_peak(
+    method: str, every: bool | int, budget: int, tmp_path: Path
+) -> None:
+    rows = [
+        {**row, "prompt": row["prompt"] * (1 + i % 5)} for i, row in enumerate(rows_of("llama", 64))
+    ]
+    keys = {
+        "size": {"hidden": 1024, "layers": 6},
+        "method": method,
+        "gradient_checkpointing": every,
+    }
     keys |= {"bf16": True, "probe": False, "torch_compile": False, "where": {"device": "cuda"}}
-    job = make_job(tmp_path, rows=rows, max_steps=2, global_batch_size=64, micro_batch_tokens=budget, **keys)
+    job = make_job(
+        tmp_path, rows=rows, max_steps=2, global_batch_size=64, micro_batch_tokens=budget, **keys
+    )
     Path(job.output_dir).mkdir()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -35,4 +47,6 @@ def test_what_is_expected_is_the_peak(method: str, every: bool | int, budget: in
         peak = torch.cuda.max_memory_allocated() - resting
         assert run.memory.n_tokens <= budget
         assert run.memory.gradients.accumulate == (budget == 3000)
-        assert run.expected_bytes - resting == pytest.approx(peak, rel=0.05, abs=WORKSPACES), run.memory.moments()
+        assert run.expected_bytes - resting == pytest.approx(peak, rel=0.05, abs=WORKSPACES), (
+            run.memory.moments()
+        )

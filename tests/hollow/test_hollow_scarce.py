@@ -1,7 +1,9 @@
-"""A hollow GPU whose memory runs out anywhere, or that breaks: no update twice, no hang, words, and a run that goes on.
+"""A hollow GPU whose memory runs out anywhere, or that breaks: no update twice, no hang, words, and
+a run that goes on.
 
-Allocations, products and launches are made to fail by the hollow GPU (`hollow_fault` in `bench/hollow/cudart.c`). Nothing is
-computed, so that what is compared is which steps were taken and how often weights were updated, never a value.
+Allocations, products and launches are made to fail by the hollow GPU (`hollow_fault` in
+`bench/hollow/cudart.c`). Nothing is computed, so that what is compared is which steps were taken
+and how often weights were updated, never a value.
 """
 
 from __future__ import annotations
@@ -24,15 +26,26 @@ torch = pytest.importorskip("torch")
 import farthing.train.assemble  # noqa: E402
 import workshop  # noqa: E402
 from farthing.durability.accounts import read_ledger  # noqa: E402
-from farthing.errors import DeviceFailed, OutOfMemory  # noqa: E402
+from farthing.errors import DeviceError, OutOfMemoryError  # noqa: E402
 from farthing.export.folders import export_run  # noqa: E402
 from workshop import log_of, make_job  # noqa: E402
 
 MEMORY, PINNED, PRODUCT, LAUNCH, BREAK = range(5)
 ALWAYS = 1 << 30
 KEYS: dict[str, Any] = {
-    **{"max_steps": 3, "save_steps": 1, "n_rows": 16, "global_batch_size": 4, "use_liger_kernel": False},
-    **{"size": {"layers": 1, "hidden": 32}, "eval_strategy": "steps", "eval_steps": 2, "where": {"device": "cuda"}},
+    **{
+        "max_steps": 3,
+        "save_steps": 1,
+        "n_rows": 16,
+        "global_batch_size": 4,
+        "use_liger_kernel": False,
+    },
+    **{
+        "size": {"layers": 1, "hidden": 32},
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "where": {"device": "cuda"},
+    },
 }
 
 
@@ -98,7 +111,9 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
 
 
 PLACES = [(MEMORY, share) for share in (0.004, 0.07, 0.15, 0.3, 0.44, 0.58, 0.73, 0.87, 0.99)]
-PLACES += [(PRODUCT, share) for share in (0.2, 0.5, 0.8)] + [(LAUNCH, share) for share in (0.15, 0.4, 0.65, 0.9)]
+PLACES += [(PRODUCT, share) for share in (0.2, 0.5, 0.8)] + [
+    (LAUNCH, share) for share in (0.15, 0.4, 0.65, 0.9)
+]
 
 
 @pytest.mark.parametrize(("which", "share"), PLACES)
@@ -108,14 +123,18 @@ def test_memory_that_is_missing_once_is_survived_or_said(
     job, before = job_of(tmp_path), n_updates(tmp_path)
     ended = "said"
     with fault(which, 1 + int(share * untouched[which])):
-        with contextlib.suppress(OutOfMemory):
+        with contextlib.suppress(OutOfMemoryError):
             ended = workshop.train(job).state
         assert asked(which) > share * untouched[which]
     if ended == "said":
-        assert (which, share) in PLACES[:2] or share <= 0.15, "only what comes before the first step ends a run"
+        assert (which, share) in PLACES[:2] or share <= 0.15, (
+            "only what comes before the first step ends a run"
+        )
         workshop.train(job)
     else:
-        assert n_updates(tmp_path) - before == untouched[-1], "an update was made twice, or left out"
+        assert n_updates(tmp_path) - before == untouched[-1], (
+            "an update was made twice, or left out"
+        )
     assert steps_of(job) == [1, 2, 3]
 
 
@@ -124,7 +143,10 @@ def test_memory_that_stays_away_ends_in_words_and_the_run_goes_on_later(
     share: float, untouched: dict[int, int], tmp_path: Path
 ) -> None:
     job = job_of(tmp_path)
-    with fault(MEMORY, 1 + int(share * untouched[MEMORY]), ALWAYS), pytest.raises(OutOfMemory, match="out of memory"):
+    with (
+        fault(MEMORY, 1 + int(share * untouched[MEMORY]), ALWAYS),
+        pytest.raises(OutOfMemoryError, match="out of memory"),
+    ):
         workshop.train(job)
     accounts = read_ledger(Path(job.output_dir) / "ledger.jsonl").ordered
     assert accounts[-1].state == "failed"
@@ -132,12 +154,15 @@ def test_memory_that_stays_away_ends_in_words_and_the_run_goes_on_later(
     assert steps_of(job) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("share", "error", "words"), [
-    (0.1, 700, "illegal memory access"),
-    (0.5, 719, "unspecified launch failure"),
-    (0.7, 214, "uncorrectable ECC error"),
-    (0.95, 710, "device-side assert"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("share", "error", "words"),
+    [
+        (0.1, 700, "illegal memory access"),
+        (0.5, 719, "unspecified launch failure"),
+        (0.7, 214, "uncorrectable ECC error"),
+        (0.95, 710, "device-side assert"),
+    ],
+)
 def test_a_gpu_that_breaks_ends_in_words_and_the_run_goes_on_later(
     share: float, error: int, words: str, untouched: dict[int, int], tmp_path: Path
 ) -> None:
@@ -146,7 +171,7 @@ def test_a_gpu_that_breaks_ends_in_words_and_the_run_goes_on_later(
         try:
             workshop.train(job)
             said = ""
-        except DeviceFailed as failed:
+        except DeviceError as failed:
             said = str(failed)
             hollow().hollow_fault(BREAK, 0, 0)  # while nothing of the attempt has been freed
     assert words in said or "CUBLAS_STATUS_EXECUTION_FAILED" in said
@@ -175,7 +200,7 @@ def test_memory_that_cannot_be_pinned_costs_time_or_is_said(
             assert workshop.train(job).state == "finished"
             assert asked(PINNED) > 6
         else:
-            with pytest.raises(OutOfMemory, match="of main memory can't be pinned"):
+            with pytest.raises(OutOfMemoryError, match="of main memory can't be pinned"):
                 workshop.train(job)
 
 
@@ -183,7 +208,7 @@ def test_memory_that_cannot_be_pinned_costs_time_or_is_said(
 def test_a_quantized_model_that_does_not_fit_is_not_called_damaged(at: int, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     job = job_of(tmp_path, method="qlora", pretrained=True)
-    with fault(MEMORY, at), pytest.raises(OutOfMemory, match="out of memory") as caught:
+    with fault(MEMORY, at), pytest.raises(OutOfMemoryError, match="out of memory") as caught:
         workshop.train(job)
     assert caught.value.where == "model.model_name_or_path"
 

@@ -1,4 +1,6 @@
-"""What a step asks of a GPU: the one wait that docs/gpu.md names, no copy that is waited for, kernels by name."""
+"""What a step asks of a GPU: the one wait that docs/gpu.md names, no copy that is waited for,
+kernels by name.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,32 @@ def kernels(folder: Path) -> Counter[str]:
     return Counter(json.loads((folder / "counts.json").read_text())["kernels"])
 
 
-def steps_of(folder: Path, family: str, method: Any = "full", *, dropout: float = 0.0, **train: Any) -> dict[str, Any]:
-    """What a step counts of a small job, by name, once it is under way; with its micro-batches and launches by kernel."""
+def steps_of(
+    folder: Path, family: str, method: Any = "full", *, dropout: float = 0.0, **train: Any
+) -> dict[str, Any]:
+    """What a step counts of a small job, by name, once it is under way; with its micro-batches and
+    launches by kernel.
+    """
     rows = rows_of(family, 64)
-    make_model_folder(folder / "model", [json.dumps(row) for row in rows], family, layers=N_LAYERS, dropout=dropout)
+    make_model_folder(
+        folder / "model",
+        [json.dumps(row) for row in rows],
+        family,
+        layers=N_LAYERS,
+        dropout=dropout,
+    )
     write_jsonl(folder / "train.jsonl", rows)
     train = {"global_batch_size": 16, "micro_batch_tokens": 100, "learning_rate": 1e-4} | train
     values = {
-        "task": TASK[family], "model": {"model_name_or_path": str(folder / "model"), "init": "random"},
-        "data": {"train": str(folder / "train.jsonl"), "max_length": 512}, "method": method,
+        "task": TASK[family],
+        "model": {"model_name_or_path": str(folder / "model"), "init": "random"},
+        "data": {"train": str(folder / "train.jsonl"), "max_length": 512},
+        "method": method,
         "train": {"max_steps": 100, "probe": False, "eval_strategy": "no", **train},
-        "where": {"usd_per_hour": 1.0}, "output_dir": str(folder / "run"), "cache_dir": str(folder / "cache"),
-    }  # fmt: skip
+        "where": {"usd_per_hour": 1.0},
+        "output_dir": str(folder / "run"),
+        "cache_dir": str(folder / "cache"),
+    }
     (folder / "run").mkdir()
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(values))
@@ -51,17 +67,27 @@ def steps_of(folder: Path, family: str, method: Any = "full", *, dropout: float 
         before, launched = counted(), kernels(folder)
         for step in range(2, 2 + N_STEPS):
             take_step(run)
-            n += len(run.steps.table_of(run.batches.examples_of(step), run.settings.micro_batch_tokens).cells)
+            n += len(
+                run.steps.table_of(
+                    run.batches.examples_of(step), run.settings.micro_batch_tokens
+                ).cells
+            )
         after, now = counted(), kernels(folder)
         settle(run)
     now.subtract(launched)
     each = {name: (after[name] - before[name]) / N_STEPS for name in COUNTS}
-    return {**each, "micro_batches": n, "kernels": {name: count / n for name, count in now.items() if count}}
+    return {
+        **each,
+        "micro_batches": n,
+        "kernels": {name: count / n for name, count in now.items() if count},
+    }
 
 
 def times(found: dict[str, Any], *words: str) -> float:
     """Launches a micro-batch of the kernels that have all these words in their names."""
-    return sum(count for name, count in found["kernels"].items() if all(word in name for word in words))
+    return sum(
+        count for name, count in found["kernels"].items() if all(word in name for word in words)
+    )
 
 
 LORA = {"name": "lora", "lora_r": 4}
@@ -87,7 +113,9 @@ def test_the_host_waits_for_the_step_before_and_for_nothing_else(
     assert (found["waits"], found["copies_down"], found["waits_for_copies"]) == (1, 1, 0)
 
 
-@pytest.mark.parametrize(("optim", "more"), [("adamw_torch", 1), ("adamw_8bit", 1), ("paged_adamw_8bit", 2)])
+@pytest.mark.parametrize(
+    ("optim", "more"), [("adamw_torch", 1), ("adamw_8bit", 1), ("paged_adamw_8bit", 2)]
+)
 def test_other_optimizers_wait_for_the_norm(optim: str, more: int, tmp_path: Path) -> None:
     """And paged state, which the host may read, once more; never for each weight."""
     if optim != "adamw_torch":
@@ -106,7 +134,9 @@ def test_attention_is_one_kernel_a_layer_and_direction(tmp_path: Path) -> None:
 
 
 def test_weights_and_gradients_are_not_cast_in_every_micro_batch(tmp_path: Path) -> None:
-    """Adapters, of which each was cast in every micro-batch, as was its gradient, and added by itself."""
+    """Adapters, of which each was cast in every micro-batch, as was its gradient, and added by
+    itself.
+    """
     found = steps_of(tmp_path, "llama", LORA)
     assert times(found, "bfloat16_copy") < 3 * N_LAYERS
     assert found["launches"] * N_STEPS / found["micro_batches"] < 400

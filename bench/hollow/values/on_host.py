@@ -1,13 +1,14 @@
 """Operations of the hollow GPU, computed by torch's own kernels for CPUs on the same memory.
 
-A tensor of the hollow GPU lies in the host's memory, so its bytes can be read and written in place. Every operation that torch
-registers for CUDA gets one in its stead that calls the CPU's on those bytes; operations that only lay out memory stay, those of
-attention that CPUs lack (varlen) are written here by their definition. What is above the kernels is the real one: autograd,
-autocast, the allocator, streams, random generators with their seeds and offsets (numbers are drawn by the CPU's generator,
-seeded with both). Triton's kernels run in its interpreter.
+A tensor of the hollow GPU lies in the host's memory, so its bytes can be read and written in place.
+Every operation that torch registers for CUDA gets one in its stead that calls the CPU's on those
+bytes; operations that only lay out memory stay, those of attention that CPUs lack (varlen) are
+written here by their definition. What is above the kernels is the real one: autograd, autocast, the
+allocator, streams, random generators with their seeds and offsets (numbers are drawn by the CPU's
+generator, seeded with both). Triton's kernels run in its interpreter.
 
-So values are right where the GPU's kernels are, and equal in bits from run to run. It says nothing of rounding on a GPU, of
-kernels that are wrong or not deterministic, or of speed.
+So values are right where the GPU's kernels are, and equal in bits from run to run. It says nothing
+of rounding on a GPU, of kernels that are wrong or not deterministic, or of speed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# laid out or answered by torch itself: no kernel is launched, or only a copy that the hollow GPU makes
+# laid out or answered by torch itself: no kernel is launched, or only a copy that the hollow GPU
+# makes
 NATIVE = (
     "empty",
     "resize",
@@ -47,7 +49,7 @@ _kept: list[torch.library.Library] = []
 
 
 def take_over(namespace: str) -> None:
-    """Register the operations of `namespace` ("aten", "bitsandbytes") that have a kernel for CUDA."""
+    """Register the operations of `namespace` ("aten", "bitsandbytes") that have a kernel for CUDA."""  # noqa: E501
     library = torch.library.Library(namespace, "IMPL")
     _kept.append(library)
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
@@ -56,7 +58,10 @@ def take_over(namespace: str) -> None:
             continue
         packet, _, overload = op.partition(".")
         found = getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
-        views = any(each.alias_info is not None and not each.alias_info.is_write for each in found._schema.returns)
+        views = any(
+            each.alias_info is not None and not each.alias_info.is_write
+            for each in found._schema.returns
+        )
         if not views:
             library.impl(op, SPECIAL.get(packet, _on_host)(found), "CUDA")
     if namespace == "aten":
@@ -66,7 +71,10 @@ def take_over(namespace: str) -> None:
         ):
             library.impl(packet, kernel, "CUDA")
         library.impl("copy_", _copy, "CUDA")  # for CUDA as for others registered once for all
-        for enable in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
+        for enable in (
+            torch.backends.cuda.enable_flash_sdp,
+            torch.backends.cuda.enable_mem_efficient_sdp,
+        ):
             enable(False)  # padded attention by its definition
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -78,11 +86,15 @@ def on_host(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     buffer = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     base = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype).set_(base, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        base, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 def drawn(generator: torch.Generator | None = None) -> torch.Generator:
-    """A generator of the CPU for the next numbers of this one of the GPU (the current GPU's, if None)."""
+    """A generator of the CPU for the next numbers of this one of the GPU (the current GPU's, if
+    None).
+    """
     generator = generator or torch.cuda.default_generators[torch.cuda.current_device()]
     offset = generator.get_offset()
     generator.set_offset(offset + 4)
@@ -126,7 +138,9 @@ def _on_host(op: Any) -> Callable[..., Any]:
                     if on_host(above).data_ptr() != below.data_ptr():
                         on_host(above).copy_(below)
                     return above
-            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+            made = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="cuda"
+            )
             on_host(made).copy_(value)
             return made
 
@@ -135,7 +149,9 @@ def _on_host(op: Any) -> Callable[..., Any]:
             if draws and settings.get("generator") is None:
                 settings["generator"] = drawn()
             # torch hands a number over where the operation has a tensor that was one
-            has_numbers = any(a and isinstance(b, int | float) for a, b in zip(is_tensor, args, strict=False))
+            has_numbers = any(
+                a and isinstance(b, int | float) for a, b in zip(is_tensor, args, strict=False)
+            )
             return up((op._overloadpacket if has_numbers else op)(*args, **settings))
 
     return kernel
@@ -163,14 +179,18 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _softmax(op: Any) -> Callable[..., Any]:
-    def kernel(given: Tensor, dim: int, half_to_float: bool, **settings: Any) -> Any:  # CPUs do not convert on the way
+    def kernel(
+        given: Tensor, dim: int, half_to_float: bool, **settings: Any
+    ) -> Any:  # CPUs do not convert on the way
         return _on_host(op)(given.float() if half_to_float else given, dim, False, **settings)
 
     return kernel
 
 
 def _softmax_backward(op: Any) -> Callable[..., Any]:
-    def kernel(upper: Tensor, result: Tensor, dim: int, input_dtype: torch.dtype, **settings: Any) -> Any:
+    def kernel(
+        upper: Tensor, result: Tensor, dim: int, input_dtype: torch.dtype, **settings: Any
+    ) -> Any:
         return _on_host(op)(upper, result, dim, result.dtype, **settings).to(input_dtype)
 
     return kernel
@@ -178,7 +198,12 @@ def _softmax_backward(op: Any) -> Callable[..., Any]:
 
 def _rms_norm_backward(op: Any) -> Callable[..., Any]:  # CPUs have none
     def kernel(
-        upper: Tensor, given: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, wanted: list[bool]
+        upper: Tensor,
+        given: Tensor,
+        shape: list[int],
+        rstd: Tensor,
+        weight: Tensor | None,
+        wanted: list[bool],
     ) -> tuple[Tensor | None, Tensor | None]:
         with _below():
             above, x, scale = (on_host(each).float() for each in (upper, given, rstd))
@@ -187,11 +212,19 @@ def _rms_norm_backward(op: Any) -> Callable[..., Any]:  # CPUs have none
             dims = list(range(x.ndim - len(shape), x.ndim))
             found = (
                 (scaled - normed * (scaled * normed).mean(dims, keepdim=True)) * scale,
-                None if weight is None else (above * normed).flatten(0, x.ndim - len(shape) - 1).sum(0),
+                (
+                    None
+                    if weight is None
+                    else (above * normed).flatten(0, x.ndim - len(shape) - 1).sum(0)
+                ),
             )
             made: list[Tensor | None] = []
             for one, like, is_wanted in zip(found, (given, weight), wanted, strict=True):
-                made.append(torch.empty_like(like) if is_wanted and one is not None and like is not None else None)
+                made.append(
+                    torch.empty_like(like)
+                    if is_wanted and one is not None and like is not None
+                    else None
+                )
                 if made[-1] is not None and one is not None:
                     on_host(made[-1]).copy_(one)
             return made[0], made[1]
@@ -213,9 +246,18 @@ SPECIAL = {
 
 
 def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, kept: Tensor | None, p: float, scale: float, left: int, right: int
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kept: Tensor | None,
+    p: float,
+    scale: float,
+    left: int,
+    right: int,
 ) -> tuple[Tensor, Tensor]:
-    """Results [Q, H, D] and logsumexp [H, Q] of one document, [Q or K, H, D] in float32; the last query sees the last key."""
+    """Results [Q, H, D] and logsumexp [H, Q] of one document, [Q or K, H, D] in float32; the last
+    query sees the last key.
+    """
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(groups, 1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
@@ -242,23 +284,40 @@ def _documents(
     seed, offset = on_host(state).view(torch.int64).tolist()[:2]
     generator = torch.Generator().manual_seed((seed * 1_000_003 + offset) % 2**63)
     for a, b, c, d in zip(starts, starts[1:], others, others[1:], strict=False):
-        kept = torch.empty(n_heads, b - a, d - c).bernoulli_(1 - p, generator=generator) if p else None
+        kept = (
+            torch.empty(n_heads, b - a, d - c).bernoulli_(1 - p, generator=generator) if p else None
+        )
         yield slice(a, b), slice(c, d), kept
 
 
 def _flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int,
-    dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
-    window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, ...]:
     if cum_seq_q is None or cum_seq_k is None or seqused_k is not None or alibi_slopes is not None:
         raise NotImplementedError("the hollow GPU attends only documents laid end to end")
     _must_fit(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
     with _below():
         generator = torch.cuda.default_generators[query.device.index]
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
-        on_host(state).view(torch.int64).copy_(torch.tensor([generator.initial_seed() % 2**62, generator.get_offset()]))
+        on_host(state).view(torch.int64).copy_(
+            torch.tensor([generator.initial_seed() % 2**62, generator.get_offset()])
+        )
         if dropout_p:
             generator.set_offset(generator.get_offset() + 4)
         result = torch.empty_like(query)
@@ -267,8 +326,12 @@ def _flash_forward(
         left = -1 if window_size_left is None else window_size_left
         right = 0 if is_causal else -1 if window_size_right is None else window_size_right
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        for rows, columns, kept in _documents(query.shape[1], cum_seq_q, cum_seq_k, state, dropout_p):
-            one, total = _attend(q[rows], k[columns], v[columns], kept, dropout_p, scale, left, right)
+        for rows, columns, kept in _documents(
+            query.shape[1], cum_seq_q, cum_seq_k, state, dropout_p
+        ):
+            one, total = _attend(
+                q[rows], k[columns], v[columns], kept, dropout_p, scale, left, right
+            )
             on_host(result)[rows] = one.to(query.dtype)
             on_host(totals)[:, rows] = total
         unused = torch.empty(0, dtype=torch.uint64, device=query.device)
@@ -276,11 +339,26 @@ def _flash_forward(
 
 
 def _flash_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor,
-    cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor,
-    unused: Tensor, *, scale: float | None = None,
-    window_size_left: int | None = None, window_size_right: int | None = None, **others: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     _must_fit(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
     left = -1 if window_size_left is None else window_size_left
     right = 0 if is_causal else -1 if window_size_right is None else window_size_right
@@ -288,10 +366,15 @@ def _flash_backward(
     gradients = [torch.zeros_like(each) for each in (query, key, value)]
     given = [on_host(each).float() for each in (query, key, value)]
     upper = on_host(grad_out).float()
-    for rows, columns, kept in _documents(query.shape[1], cum_seq_q, cum_seq_k, rng_state, dropout_p):
+    for rows, columns, kept in _documents(
+        query.shape[1], cum_seq_q, cum_seq_k, rng_state, dropout_p
+    ):
         places = (rows, columns, columns)
         with _above():
-            leaves = [each[place].detach().requires_grad_() for each, place in zip(given, places, strict=True)]
+            leaves = [
+                each[place].detach().requires_grad_()
+                for each, place in zip(given, places, strict=True)
+            ]
             one, _ = _attend(leaves[0], leaves[1], leaves[2], kept, dropout_p, scale, left, right)
             found = torch.autograd.grad(one, leaves, upper[rows])
         for to, place, gradient in zip(gradients, places, found, strict=True):
@@ -302,18 +385,30 @@ def _flash_backward(
 @contextmanager
 def _above() -> Iterator[None]:
     """Autograd again, within an operation."""
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    include, exclude = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
     kept = exclude
     for key in ("AutogradCPU", "AutogradOther", "ADInplaceOrView", "AutogradFunctionality"):
         if hasattr(torch._C.DispatchKey, key):
             kept = kept.remove(getattr(torch._C.DispatchKey, key))
-    with torch._C._ForceDispatchKeyGuard(include, kept), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with (
+        torch._C._ForceDispatchKeyGuard(include, kept),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         yield
 
 
-def _must_fit(query: Tensor, key: Tensor, value: Tensor, first: Tensor, second: Tensor, max_q: int, max_k: int) -> None:
+def _must_fit(
+    query: Tensor, key: Tensor, value: Tensor, first: Tensor, second: Tensor, max_q: int, max_k: int
+) -> None:
     """What the kernel itself asks for, and what it would read beyond."""
-    if query.dtype not in (torch.float16, torch.bfloat16) or not query.dtype == key.dtype == value.dtype:
+    if (
+        query.dtype not in (torch.float16, torch.bfloat16)
+        or not query.dtype == key.dtype == value.dtype
+    ):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     if query.shape[-1] % 8 or query.shape[-1] > 256 or query.shape[1] % key.shape[1]:
         raise RuntimeError("FlashAttention does not take heads of these sizes")
@@ -324,5 +419,6 @@ def _must_fit(query: Tensor, key: Tensor, value: Tensor, first: Tensor, second: 
         lengths = found.diff()
         if found[0] != 0 or found[-1] > len(rows) or (lengths < 0).any() or lengths.max() > most:
             raise RuntimeError(
-                f"cu_seqlens {found.tolist()} do not fit {len(rows)} rows, at most {most} of one document"
+                f"cu_seqlens {found.tolist()} do not fit {len(rows)} rows, at most {most} of one"
+                " document"
             )

@@ -1,4 +1,6 @@
-"""Read by Python at its start where this folder is on PYTHONPATH: puts operations in place once torch is imported."""
+"""Read by Python at its start where this folder is on PYTHONPATH: puts operations in place once
+torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class _After(MetaPathFinder):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """The module's own spec, with a loader that goes on to our work."""
         if fullname != self._name:
             return None

@@ -1,6 +1,8 @@
-"""Answers of a run's model, or of what it began with: text piece by piece, a class with its probabilities, a target text.
+"""Answers of a run's model, or of what it began with: text piece by piece, a class with its
+probabilities, a target text.
 
-The chat template and the tokens at which an answer ends are those of the training. Refuses models without a task that answers.
+The chat template and the tokens at which an answer ends are those of the training. Refuses models
+without a task that answers.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from farthing.data.formats import RENDERED, recognise
 from farthing.data.read import Row, open_sources
 from farthing.durability.files import Json
 from farthing.durability.run_folder import MODEL
-from farthing.errors import FarthingError, UserMistake
+from farthing.errors import FarthingError, InputError
 from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.model.load import ModelChoice, load_tokenizer
@@ -38,7 +40,9 @@ class Asked:
 
 
 def answers_in(run: Path) -> Numerics:
-    """Where and in what the model of a run answers: in half precision on a GPU, whose memory it would fill twice otherwise."""
+    """Where and in what the model of a run answers: in half precision on a GPU, whose memory it
+    would fill twice otherwise.
+    """
     config = tuned_config(run / MODEL) if (run / MODEL).is_dir() else {}
     return choose_numerics("auto", None, None, fp16_risk=fp16_risk(config))
 
@@ -46,12 +50,16 @@ def answers_in(run: Path) -> Numerics:
 class Speaker:
     """A model of a run that answers."""
 
-    def __init__(self, run: Path, *, is_base: bool = False, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, run: Path, *, is_base: bool = False, trust_remote_code: bool = False
+    ) -> None:
         job = trusted_job(run, trust_remote_code)
         self.job, self.task = job, task_of(job["task"])
         make = untrained_model if is_base else trained_model
         numerics = answers_in(run)
-        self.model = make(run, numerics.base_dtype, trust_remote_code=trust_remote_code).to(numerics.device)
+        self.model = make(run, numerics.base_dtype, trust_remote_code=trust_remote_code).to(
+            numerics.device
+        )
         self.tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
         self.is_chat = self.task.predicts_next and trained_on_chats(job)
 
@@ -64,26 +72,34 @@ class Speaker:
         """What the model is asked with, as it was in training."""
         last = messages[-1]["content"]
         if self.is_chat:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            ids = self.tokenizer(last, truncation=self.classes, max_length=self.job["data"]["max_length"])["input_ids"]
+            ids = self.tokenizer(
+                last, truncation=self.classes, max_length=self.job["data"]["max_length"]
+            )["input_ids"]
             if self.task.predicts_next:
                 first, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
                 ids = ids[:-1] if len(ids) > 1 and ids[-1] == end else ids
                 ids = (
                     ids
-                    if first is None or ids[:1] == [first] or self.tokenizer("a")["input_ids"][:1] != [first]
+                    if first is None
+                    or ids[:1] == [first]
+                    or self.tokenizer("a")["input_ids"][:1] != [first]
                     else [first, *ids]
                 )
         if not ids:
-            raise UserMistake("there is nothing to answer", where="the prompt", to_do="write a text")
+            raise InputError("there is nothing to answer", where="the prompt", to_do="write a text")
         tensor = torch.tensor([ids], device=self.model.device)
         return {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
 
     @torch.no_grad()
     def classify(self, text: str) -> dict[str, object]:
-        """The likeliest class and the probability of each, the likeliest first; of a number alone, the number."""
+        """The likeliest class and the probability of each, the likeliest first; of a number alone,
+        the number.
+        """
         scores = self.model(**self._ids([{"role": "user", "content": text}])).logits[0].float()
         if len(scores) == 1:
             return {"score": float(scores[0])}
@@ -96,19 +112,29 @@ class Speaker:
         """The answer to the last message, piece by piece."""
         from transformers import TextIteratorStreamer
 
-        pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=not self.task.is_pair, skip_special_tokens=True)
+        pieces = TextIteratorStreamer(
+            self.tokenizer, skip_prompt=not self.task.is_pair, skip_special_tokens=True
+        )
         given, errors = self._ids(messages), []
         sampled = (
-            {"do_sample": True, "temperature": asked.temperature} if asked.temperature > 0 else {"do_sample": False}
+            {"do_sample": True, "temperature": asked.temperature}
+            if asked.temperature > 0
+            else {"do_sample": False}
         )
         torch.manual_seed(asked.seed)
 
         def generate() -> None:
             try:
                 self.model.generate(
-                    **given, **sampled, streamer=pieces, max_new_tokens=asked.max_new_tokens, use_cache=True, num_beams=1,
-                    eos_token_id=self._ends() or None, pad_token_id=self.tokenizer.pad_token_id,
-                )  # fmt: skip
+                    **given,
+                    **sampled,
+                    streamer=pieces,
+                    max_new_tokens=asked.max_new_tokens,
+                    use_cache=True,
+                    num_beams=1,
+                    eos_token_id=self._ends() or None,
+                    pad_token_id=self.tokenizer.pad_token_id,
+                )
             except Exception as error:
                 errors.append(error)
                 pieces.end()
@@ -128,14 +154,19 @@ class Speaker:
 
 
 def trained_on_chats(job: Json) -> bool:
-    """Whether the run's rows are rendered by the chat template; of rows that are gone, taken to be."""
+    """Whether the run's rows are rendered by the chat template; of rows that are gone, taken to be."""  # noqa: E501
     data = job["data"]
     try:
         opened = {"split": data["train_split"], "config_name": data["dataset_config_name"]}
-        (source, *_) = open_sources(data["train"][:1], cache_dir=Path(job["cache_dir"] or "."), **opened)
+        source, *_ = open_sources(
+            data["train"][:1], cache_dir=Path(job["cache_dir"] or "."), **opened
+        )
         rows = [row.value for row in itertools.islice(source.rows(), 16) if isinstance(row, Row)]
         columns: set[str] = set().union(*rows)
         is_of_messages = any(isinstance(row.get("prompt"), list) for row in rows)
-        return is_of_messages or recognise(columns, job["task"], data["columns"], source.name).format in RENDERED
+        return (
+            is_of_messages
+            or recognise(columns, job["task"], data["columns"], source.name).format in RENDERED
+        )
     except (FarthingError, OSError, ValueError, KeyError):
         return True

@@ -1,7 +1,9 @@
-"""The model of a run and what it began with, on the same held-out examples or standard tasks, side by side.
+"""The model of a run and what it began with, on the same held-out examples or standard tasks, side
+by side.
 
-What was measured is kept in the run folder (`evaluation.json`, `standard_tasks.json`) as soon as a part is done: a call that is
-interrupted goes on with the others. Refuses to mix figures of different examples, models or precisions.
+What was measured is kept in the run folder (`evaluation.json`, `standard_tasks.json`) as soon as a
+part is done: a call that is interrupted goes on with the others. Refuses to mix figures of
+different examples, models or precisions.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import torch
 
 from farthing.after.held_out import HeldOut
 from farthing.config.job import Job
-from farthing.durability.files import Damaged, Json
+from farthing.durability.files import DamagedFileError, Json
 from farthing.durability.run_folder import EVALUATION, STANDARD_TASKS, keep, kept
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.export.folders import trained_model, untrained_model, write_card
 from farthing.metrics import Metrics
 from farthing.report.receipt import build_receipt
@@ -41,7 +43,9 @@ class Measure:
     of_part: Callable[[Any, str, Callable[[int, int], None]], Metrics]
     """(model, part, progress) -> figures by name"""
     better: Mapping[str, bool]
-    """Metrics that have a better and a worse: whether greater is better. May be known only when they are measured."""
+    """Metrics that have a better and a worse: whether greater is better. May be known only when
+    they are measured.
+    """
     kept_in: str
     """File of the run folder."""
     parts: Sequence[str] = ("",)
@@ -59,18 +63,26 @@ def on_examples(held_out: HeldOut) -> Measure:
         return held_out.measure(model, numerics, generates=True, emit=progress)
 
     return Measure(
-        held_out.job, held_out.what, held_out.sha256, measured, better, EVALUATION,
-        n_examples=len(held_out.indices), dtype=numerics.base_dtype, precision=numerics.name,
-    )  # fmt: skip
+        held_out.job,
+        held_out.what,
+        held_out.sha256,
+        measured,
+        better,
+        EVALUATION,
+        n_examples=len(held_out.indices),
+        dtype=numerics.base_dtype,
+        precision=numerics.name,
+    )
 
 
 def evaluate_run(
     run: Path, by: Measure, *, with_base: bool, trust_remote_code: bool = False, progress: Progress
 ) -> Json:
-    """Figures of `tuned`, of `base` where asked for, and what each point of gain has cost; kept beside the run.
+    """Figures of `tuned`, of `base` where asked for, and what each point of gain has cost; kept
+    beside the run.
 
-    Each part is kept when it is done, and not measured again. Raises `UserMistake` where the run and what was measured
-    of it have cost what the job allows.
+    Each part is kept when it is done, and not measured again. Raises `InputError` where the run and
+    what was measured of it have cost what the job allows.
     """
     receipt = build_receipt(run)
     subject = {
@@ -104,15 +116,21 @@ def evaluate_run(
 
 def _refuse_past_cap(cap_usd: float | None, spent_usd: float) -> None:
     if cap_usd is not None and spent_usd >= cap_usd:
-        raise UserMistake(
-            f"the run and its evaluation have cost {spent_usd:.4f} dollars, all that its job allows",
+        raise InputError(
+            f"the run and its evaluation have cost {spent_usd:.4f} dollars, all that its job"
+            " allows",
             where="limits.max_usd",
-            to_do="raise it in the job and run `farthing train` once more, or export the model and measure it elsewhere",
+            to_do=(
+                "raise it in the job and run `farthing train` once more, or export the model and"
+                " measure it elsewhere"
+            ),
         )
 
 
 def _measured_usd(run: Path) -> float:
-    """Dollars of everything that was measured of the run, on examples and tasks of earlier calls too."""
+    """Dollars of everything that was measured of the run, on examples and tasks of earlier calls
+    too.
+    """
     return sum(_spent_usd(_kept(run / name)) for name in (EVALUATION, STANDARD_TASKS))
 
 
@@ -123,7 +141,7 @@ def _spent_usd(values: Json) -> float:
 def _kept(path: Path) -> Json:
     try:
         return kept(path) or {}
-    except Damaged:
+    except DamagedFileError:
         return {}
 
 
@@ -132,16 +150,25 @@ def _earlier(path: Path, subject: Mapping[str, object]) -> Json:
     values = _kept(path)
     if any(values.get(key) != value for key, value in subject.items()):
         return {"done": [], "spent_usd": _spent_usd(values)}
-    found = {key: values[key] for key in (*SIDES, "usd", "gains") if key in values} | {"spent_usd": _spent_usd(values)}
+    found = {key: values[key] for key in (*SIDES, "usd", "gains") if key in values} | {
+        "spent_usd": _spent_usd(values)
+    }
     return found | {"done": values.get("done", [[side, ""] for side in SIDES if side in values])}
 
 
-def _gains(found: Json, usd: float, better: Mapping[str, bool]) -> dict[str, dict[str, float | None]]:
-    """By metric: what the run has gained on its base, and the dollars for each point: a hundredth of it."""
+def _gains(
+    found: Json, usd: float, better: Mapping[str, bool]
+) -> dict[str, dict[str, float | None]]:
+    """By metric: what the run has gained on its base, and the dollars for each point: a hundredth
+    of it.
+    """
     gains: dict[str, dict[str, float | None]] = {}
     for name, value in found.get("tuned", {}).items():
         before = found.get("base", {}).get(name)
         if name in better and isinstance(value, float) and isinstance(before, float):
             gain = (value - before) * (1 if better[name] else -1)
-            gains[name] = {"gain": gain, "usd_per_point": usd / (100 * gain) if gain > 0 and usd > 0 else None}
+            gains[name] = {
+                "gain": gain,
+                "usd_per_point": usd / (100 * gain) if gain > 0 and usd > 0 else None,
+            }
     return gains

@@ -1,4 +1,6 @@
-"""The held-out examples of a run that has ended, or those of another file, tokenized as the run's were."""
+"""The held-out examples of a run that has ended, or those of another file, tokenized as the run's
+were.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 
 from farthing.config.job import Job
 from farthing.data.token_set import TokenSet
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.events import ignore
 from farthing.export.folders import trusted_job
 from farthing.metrics import Metrics
@@ -26,7 +28,9 @@ from farthing.train.setup import Inputs, open_examples, open_inputs
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Examples that a run was not trained on, or, where it held none out and none were given, some that it was."""
+    """Examples that a run was not trained on, or, where it held none out and none were given, some
+    that it was.
+    """
 
     job: Job
     inputs: Inputs
@@ -49,10 +53,15 @@ class HeldOut:
         return choose_numerics(*asked, fp16_risk(self.inputs.config.to_dict()))
 
     def measure(
-        self, model: Any, numerics: Numerics, *, generates: bool = False, emit: Any = lambda done, total: None
+        self,
+        model: Any,
+        numerics: Numerics,
+        *,
+        generates: bool = False,
+        emit: Any = lambda done, total: None,
     ) -> Metrics:
-        """Loss and the task's metrics of a model, in the run's own batches of evaluation. It is left where it was: another may
-        need the memory of the GPU."""
+        """Loss and the task's metrics of a model, in the run's own batches of evaluation. It is
+        left where it was: another may need the memory of the GPU."""
         before = next(model.parameters()).device
         model.to(numerics.device)
         forward = Forward(
@@ -68,7 +77,9 @@ class HeldOut:
             forward,
             self.tokens,
             self.indices,
-            writing=Writing(self.inputs.tokenizer, self.job.data.max_target_length) if generates else None,
+            writing=Writing(self.inputs.tokenizer, self.job.data.max_target_length)
+            if generates
+            else None,
             progress=emit,
         )
         most_tokens = self.job.train.per_device_eval_batch_size * longest
@@ -78,12 +89,14 @@ class HeldOut:
 
 
 def job_of(run: Path, trust_remote_code: bool = False) -> Job:
-    """The job of a run that has ended. Raises `UserMistake`, as `trusted_job` does."""
+    """The job of a run that has ended. Raises `InputError`, as `trusted_job` does."""
     try:
         return Job.model_validate(trusted_job(run, trust_remote_code))
     except ValueError as error:
-        raise UserMistake(
-            "its job is that of another version of farthing", where=str(run), to_do="use the version that trained it"
+        raise InputError(
+            "its job is that of another version of farthing",
+            where=str(run),
+            to_do="use the version that trained it",
         ) from error
 
 
@@ -94,21 +107,24 @@ def held_out_of(
     *,
     trust_remote_code: bool = False,
 ) -> HeldOut:
-    """At most `most` held-out examples, evenly spread over all; of the file `data` where it is given.
+    """At most `most` held-out examples, evenly spread over all; of the file `data` where it is
+    given.
 
-    Raises `UserMistake` and `DataError` where the run's data is gone, or is another.
+    Raises `InputError` and `DataError` where the run's data is gone, or is another.
     """
     job = job_of(run, trust_remote_code)
     if data is not None:
         if not data.exists():
-            raise UserMistake("no such file", where=str(data), to_do="check --data")
+            raise InputError("no such file", where=str(data), to_do="check --data")
         own = job.data.model_copy(
             update={"eval": [str(data.resolve())], "eval_fraction": 0.0, "max_eval_samples": None}
         )
         job = job.model_copy(update={"data": own})
     inputs = open_inputs(job)
     train, held = open_examples(job, inputs, ignore, lambda: False)
-    what = "held-out examples" if held is not None else "training examples, as the run held none out"
+    what = (
+        "held-out examples" if held is not None else "training examples, as the run held none out"
+    )
     chosen = held if held is not None else train
     if data is not None:
         what = f"examples of {data.name}"

@@ -1,7 +1,8 @@
-"""Whether a model with fewer bits still says what the merged one says: measured on examples that neither was trained on.
+"""Whether a model with fewer bits still says what the merged one says: measured on examples that
+neither was trained on.
 
-Of every target (a token, or an example's class) the divergence KL(merged || compressed) in nats, and how often both choose the
-same. Refuses to decide what is too much: that is the caller's limit.
+Of every target (a token, or an example's class) the divergence KL(merged || compressed) in nats,
+and how often both choose the same. Refuses to decide what is too much: that is the caller's limit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Verdict:
     """How far a compressed model is from the merged one."""
 
     mean_kl: float
-    """Nats a target; infinite where the compressed model answers with numbers that are not finite."""
+    """Nats a target; infinite where the compressed model answers with numbers that are not finite.
+    """
     top1_agreement: float
     n_examples: int
     n_targets: int
@@ -41,24 +43,33 @@ class Verdict:
 
     def in_words(self) -> str:
         """One line."""
-        pairs = [f"{name} {self.merged[name]:.4f} -> {self.compressed[name]:.4f}" for name in self.compressed]
+        pairs = [
+            f"{name} {self.merged[name]:.4f} -> {self.compressed[name]:.4f}"
+            for name in self.compressed
+        ]
         return (
-            f"KL {self.mean_kl:.5f}, same first choice {self.top1_agreement:.2%} on {self.examples} "
-            f"({self.n_targets:,} targets); {', '.join(pairs)}"
+            f"KL {self.mean_kl:.5f}, same first choice {self.top1_agreement:.2%} on {self.examples}"
+            f" ({self.n_targets:,} targets); {', '.join(pairs)}"
         )
 
 
 def judge(merged: Any, compressed: Any, held_out: HeldOut) -> Verdict:
-    """Hold `compressed` against `merged`, both on the device and in the dtype that they were loaded in."""
+    """Hold `compressed` against `merged`, both on the device and in the dtype that they were loaded
+    in.
+    """
     total, agreed, n = 0.0, 0, 0
     for index in held_out.indices:
         batch = _batch(held_out, int(index))
-        expected, found = (_scores(model, batch, held_out.job.task) for model in (merged, compressed))
+        expected, found = (
+            _scores(model, batch, held_out.job.task) for model in (merged, compressed)
+        )
         p, q = expected.log_softmax(-1), found.log_softmax(-1)
         total += float((p.exp() * (p - q)).sum())
         agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
         n += len(expected)
-    metrics = [_numbers(held_out.measure(model, held_out.numerics())) for model in (merged, compressed)]
+    metrics = [
+        _numbers(held_out.measure(model, held_out.numerics())) for model in (merged, compressed)
+    ]
     kl = max(0.0, total / n) if math.isfinite(total) else math.inf
     return Verdict(kl, agreed / n, len(held_out.indices), n, held_out.what, *metrics)
 

@@ -1,7 +1,8 @@
 """A run's model in fewer bits, judged before it is kept: GGUF files and compressed-tensors folders.
 
-The model is merged first, into a folder that goes away again; what was written is read back and held against it on held-out
-examples of the run. Refuses what moves the answers by more than the limit, unless it is forced.
+The model is merged first, into a folder that goes away again; what was written is read back and
+held against it on held-out examples of the run. Refuses what moves the answers by more than the
+limit, unless it is forced.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from farthing.after.held_out import held_out_of
 from farthing.after.judge import Verdict, judge
 from farthing.durability.exported import CARD
 from farthing.durability.files import Json, bytes_below, install_folder
-from farthing.errors import ModelError, UserMistake
+from farthing.errors import InputError, ModelError
 from farthing.export.compressed import plan_compressed, write_compressed
 from farthing.export.folders import (
     GENERATION_CONFIG,
@@ -59,9 +60,11 @@ class Wish:
 
 
 def export_quantized(run: Path, folder: Path, wish: Wish) -> Json:
-    """Write the run's model to the new `folder` as wished; returns what was written and how it was judged.
+    """Write the run's model to the new `folder` as wished; returns what was written and how it was
+    judged.
 
-    Raises `UserMistake` before a byte is written for what the form can't hold, `ModelError` for a judgement above the limit.
+    Raises `InputError` before a byte is written for what the form can't hold, `ModelError` for a
+    judgement above the limit.
     """
     quiet_libraries()
     refuse_used(folder)
@@ -69,13 +72,19 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> Json:
     job = trusted_job(run, wish.trust_remote_code)
     tokenizer = load_tokenizer(ModelChoice(str(source)), None)
     beside = source / MODEL_CONFIG
-    config = AutoConfig.from_pretrained(beside if beside.exists() else source, trust_remote_code=wish.trust_remote_code)
+    config = AutoConfig.from_pretrained(
+        beside if beside.exists() else source, trust_remote_code=wish.trust_remote_code
+    )
     name = run.resolve().name
     gguf, compression = None, None
     if wish.form == "gguf":
-        gguf = plan_gguf(config, tokenizer, job["task"], wish.bits, name, is_chat=trained_on_chats(job))
+        gguf = plan_gguf(
+            config, tokenizer, job["task"], wish.bits, name, is_chat=trained_on_chats(job)
+        )
     else:
-        compression = plan_compressed(config, job["task"], wish.form, trust_remote_code=wish.trust_remote_code)
+        compression = plan_compressed(
+            config, job["task"], wish.form, trust_remote_code=wish.trust_remote_code
+        )
     held_out = _held_out(run, wish)
     said: Json = {"folder": str(folder), "format": wish.form, "bits": wish.bits if gguf else None}
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +102,9 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> Json:
                 said.update(method=f"GGUF {wish.bits}", notes=list(gguf.notes))
                 compressed = load(merged_folder)
                 compressed.load_state_dict(dict(read_back(gguf, path, merged_folder)), strict=False)
-                stops = (merged_folder / GENERATION_CONFIG).exists() and compressed.generation_config
+                stops = (
+                    merged_folder / GENERATION_CONFIG
+                ).exists() and compressed.generation_config
                 text, notes = modelfile(tokenizer, stops or None, is_chat=trained_on_chats(job))
                 (draft / "Modelfile").write_text(text, encoding="utf-8")
                 said["notes"] += notes
@@ -104,10 +115,16 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> Json:
                 compressed = load(draft)
             verdict = None if held_out is None else judge(load(merged_folder), compressed, held_out)
             said["judged"] = None if verdict is None else verdict.to_json()
-            said["judged_in_words"] = "not judged: its data is gone" if verdict is None else verdict.in_words()
+            said["judged_in_words"] = (
+                "not judged: its data is gone" if verdict is None else verdict.in_words()
+            )
             _refuse_far(verdict, wish)
-            public = {key: value for key, value in said.items() if key != "folder"}  # no path of this machine
-            (draft / "export.json").write_text(json.dumps(public, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            public = {
+                key: value for key, value in said.items() if key != "folder"
+            }  # no path of this machine
+            (draft / "export.json").write_text(
+                json.dumps(public, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+            )
             card = model_card(build_receipt(run), is_merged=True, in_form=_on_card(said, verdict))
             (draft / CARD).write_text(card, encoding="utf-8")
 
@@ -125,7 +142,9 @@ def _load_whole(folder: Path, task: str, wish: Wish) -> Any:
         )
         lacks = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
         why = f"it finds no {lacks[0]}" if lacks else ""
-    except Exception as error:  # of a library, in the middle of a family that it does not know in this form
+    except (
+        Exception
+    ) as error:  # of a library, in the middle of a family that it does not know in this form
         why = f"{type(error).__name__}: {error}"
     if why:
         raise ModelError(
@@ -137,10 +156,12 @@ def _load_whole(folder: Path, task: str, wish: Wish) -> Any:
 
 
 def _held_out(run: Path, wish: Wish) -> Any:
-    """What the model is judged on; None where there is none and the person insists. Raises `UserMistake`."""
+    """What the model is judged on; None where there is none and the person insists. Raises
+    `InputError`.
+    """
     try:
         return held_out_of(run, wish.data, MOST_EXAMPLES, trust_remote_code=wish.trust_remote_code)
-    except UserMistake:
+    except InputError:
         if not wish.is_forced:
             raise
         return None
@@ -164,4 +185,10 @@ def _on_card(said: Json, verdict: Verdict | None) -> list[str]:
         if verdict is None
         else f"Against the merged model: {verdict.in_words()}."
     )
-    return ["", "## Form", "", f"{said['method']}. {judged}", *(f"- {note}" for note in said["notes"])]
+    return [
+        "",
+        "## Form",
+        "",
+        f"{said['method']}. {judged}",
+        *(f"- {note}" for note in said["notes"]),
+    ]

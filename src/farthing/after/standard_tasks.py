@@ -1,4 +1,6 @@
-"""Standard tasks of lm-eval on the model of a run and on its base: lm-eval asks, answers and counts; its figures are shown."""
+"""Standard tasks of lm-eval on the model of a run and on its base: lm-eval asks, answers and
+counts; its figures are shown.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +13,30 @@ from farthing.after.chat import answers_in
 from farthing.after.evaluation import Measure
 from farthing.after.held_out import job_of
 from farthing.durability.run_folder import MODEL, STANDARD_TASKS
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.metrics import Metrics
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tasks.registry import task_of
 
 
-def standard_tasks(run: Path, names: list[str], limit: int | None, *, trust_remote_code: bool = False) -> Measure:
-    """The tasks of these names, and those in folders among them. Raises `UserMistake` without lm-eval, or for unknown ones."""
+def standard_tasks(
+    run: Path, names: list[str], limit: int | None, *, trust_remote_code: bool = False
+) -> Measure:
+    """The tasks of these names, and those in folders among them. Raises `InputError` without
+    lm-eval, or for unknown ones.
+    """
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise UserMistake(
+        raise InputError(
             f"standard tasks are measured with lm-eval, which is not installed ({error.name})",
             where="--tasks",
             to_do="pip install 'farthing[eval]'",
         ) from error
     job = job_of(run, trust_remote_code)
     if not task_of(job.task).predicts_next:
-        raise UserMistake(
+        raise InputError(
             f"standard tasks are for models that continue a text, not for {job.task}",
             where="--tasks",
             to_do="leave it out",
@@ -42,11 +48,19 @@ def standard_tasks(run: Path, names: list[str], limit: int | None, *, trust_remo
     names += [name for name in own if name not in names]
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
-        raise UserMistake(f"lm-eval has no task {unknown[0]!r}", where="--tasks", to_do="see `lm-eval ls tasks`")
+        raise InputError(
+            f"lm-eval has no task {unknown[0]!r}", where="--tasks", to_do="see `lm-eval ls tasks`"
+        )
     if not names:
-        raise UserMistake("there is no task in it", where=", ".join(folders), to_do="put YAML files of lm-eval there")
+        raise InputError(
+            "there is no task in it",
+            where=", ".join(folders),
+            to_do="put YAML files of lm-eval there",
+        )
     identity = hashlib.sha256(repr((lm_eval.__version__, names, limit)).encode())
-    for path in sorted(path for folder in folders for path in Path(folder).rglob("*") if path.is_file()):
+    for path in sorted(
+        path for folder in folders for path in Path(folder).rglob("*") if path.is_file()
+    ):
         identity.update(path.read_bytes())
     tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
     better, numerics = dict[str, bool](), answers_in(run)
@@ -57,9 +71,17 @@ def standard_tasks(run: Path, names: list[str], limit: int | None, *, trust_remo
 
         progress(names.index(part), len(names))
         asked = HFLM(pretrained=model.to(numerics.device), tokenizer=tokenizer)
-        found = lm_eval.simple_evaluate(model=asked, tasks=[part], limit=limit, task_manager=manager)
+        found = lm_eval.simple_evaluate(
+            model=asked, tasks=[part], limit=limit, task_manager=manager
+        )
         for name, metrics in found["higher_is_better"].items():
-            better.update({f"{name} {metric}": is_so for metric, is_so in metrics.items() if is_so is not None})
+            better.update(
+                {
+                    f"{name} {metric}": is_so
+                    for metric, is_so in metrics.items()
+                    if is_so is not None
+                }
+            )
         progress(names.index(part) + 1, len(names))
         return {
             f"{name} {metric.removesuffix(',none')}": float(value)
@@ -68,8 +90,17 @@ def standard_tasks(run: Path, names: list[str], limit: int | None, *, trust_remo
             if isinstance(value, float)
         }
 
-    what = f"standard tasks: {', '.join(names)}" + (f", at most {limit:,} examples of each" if limit else "")
+    what = f"standard tasks: {', '.join(names)}" + (
+        f", at most {limit:,} examples of each" if limit else ""
+    )
     return Measure(
-        job, what, identity.hexdigest(), measured, better, STANDARD_TASKS, names,
-        dtype=numerics.base_dtype, precision=numerics.name,
-    )  # fmt: skip
+        job,
+        what,
+        identity.hexdigest(),
+        measured,
+        better,
+        STANDARD_TASKS,
+        names,
+        dtype=numerics.base_dtype,
+        precision=numerics.name,
+    )

@@ -1,4 +1,6 @@
-"""`farthing chat`: try the model of a run in the terminal; with `--prompt`, or text on stdin, one answer for scripts."""
+"""`farthing chat`: try the model of a run in the terminal; with `--prompt`, or text on stdin, one
+answer for scripts.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from farthing.cli.console import print_json, write
 from farthing.cli.parser import add_run_argument, run_folder
-from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.errors import EXIT_FINISHED, InputError
 from farthing.printable import printable_lines
 
 if TYPE_CHECKING:
@@ -19,25 +21,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing chat`."""
     add_run_argument(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
-    parser.add_argument("--base", action="store_true", help="answer with what the run began with too")
+    parser.add_argument(
+        "--base", action="store_true", help="answer with what the run began with too"
+    )
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): always the likeliest token")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 (default): always the likeliest token"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of a temperature above 0")
-    parser.add_argument("--json", action="store_true", help="print one answer as JSON; needs a prompt")
+    parser.add_argument(
+        "--json", action="store_true", help="print one answer as JSON; needs a prompt"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer one prompt, or whatever is typed."""
     folder = run_folder(arguments)
     if arguments.max_tokens < 1 or arguments.temperature < 0:
-        raise UserMistake("at least one token, and no temperature below 0", where="--max-tokens, --temperature")
+        raise InputError(
+            "at least one token, and no temperature below 0", where="--max-tokens, --temperature"
+        )
     prompt = arguments.prompt
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read().removesuffix("\n")
     if prompt is None and arguments.json:
-        raise UserMistake("which prompt?", where="--json", to_do="give --prompt TEXT, or a text on stdin")
+        raise InputError(
+            "which prompt?", where="--json", to_do="give --prompt TEXT, or a text on stdin"
+        )
     if prompt is not None and not prompt.strip():
-        raise UserMistake("the prompt is empty", where="--prompt", to_do="write a text")
+        raise InputError("the prompt is empty", where="--prompt", to_do="write a text")
     from farthing.model.light_imports import import_lightly
 
     import_lightly()
@@ -65,24 +77,38 @@ def _asked(arguments: argparse.Namespace) -> Any:
 def _answer_once(speakers: dict[str, Speaker], prompt: str, arguments: argparse.Namespace) -> None:
     if not arguments.json:
         for name, speaker in speakers.items():
-            _say(name if len(speakers) > 1 else "", speaker, [{"role": "user", "content": prompt}], arguments)
+            _say(
+                name if len(speakers) > 1 else "",
+                speaker,
+                [{"role": "user", "content": prompt}],
+                arguments,
+            )
         return
     answers: dict[str, object] = {}
     for name, speaker in speakers.items():
         messages = [{"role": "user", "content": prompt}]
-        text = {} if speaker.classes else {"text": "".join(speaker.stream(messages, _asked(arguments)))}
+        text = (
+            {}
+            if speaker.classes
+            else {"text": "".join(speaker.stream(messages, _asked(arguments)))}
+        )
         answers[name] = speaker.classify(prompt) if speaker.classes else text
     print_json({"prompt": prompt, **answers})
 
 
-def _say(name: str, speaker: Speaker, messages: list[dict[str, str]], arguments: argparse.Namespace) -> str:
+def _say(
+    name: str, speaker: Speaker, messages: list[dict[str, str]], arguments: argparse.Namespace
+) -> str:
     """Print an answer as it comes; returns it."""
     if name:
         print(f"{name}:", end=" ", flush=True)
     if speaker.classes:
         found = speaker.classify(messages[-1]["content"])
         shares = found.get("probabilities", {})
-        text = ", ".join(f"{label} {share:.1%}" for label, share in list(shares.items())[:5]) or f"{found['score']:.4g}"
+        text = (
+            ", ".join(f"{label} {share:.1%}" for label, share in list(shares.items())[:5])
+            or f"{found['score']:.4g}"
+        )
         print(printable_lines(text), flush=True)
         return text
     said = ""

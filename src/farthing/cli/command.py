@@ -1,4 +1,5 @@
-"""The `farthing` command: finds the verb, runs it, and turns what it raises into a message and an exit code.
+"""The `farthing` command: finds the verb, runs it, and turns what it raises into a message and an
+exit code.
 
 Torch is imported by the verbs that need it, so that `--help` and a wrong job file answer at once.
 """
@@ -19,20 +20,24 @@ from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, Farthin
 from farthing.printable import printable_lines
 
 _last: list[BaseException] = []
-"""The error that ends the process, and with it the tensors that its frames hold: where a GPU has failed, torch ends the process
-with a signal when it frees them."""
+"""The error that ends the process, and with it the tensors that its frames hold: where a GPU has
+failed, torch ends the process with a signal when it frees them."""
 
 
 def entry() -> None:
     """The `farthing` command."""
     ended_with: list[int] = []
-    atexit.register(_leave_at_once, ended_with)  # the first to be registered is the last to be called
+    atexit.register(
+        _leave_at_once, ended_with
+    )  # the first to be registered is the last to be called
     ended_with.append(main())
     sys.exit(ended_with[0])
 
 
 def _leave_at_once(ended_with: list[int]) -> None:
-    """End the process without taking its libraries apart: with torch that takes up to seconds, which would be paid for."""
+    """End the process without taking its libraries apart: with torch that takes up to seconds,
+    which would be paid for.
+    """
     if ended_with:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -41,7 +46,9 @@ def _leave_at_once(ended_with: list[int]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code. When the reader of stdout has gone (`| head`), the rest is not written."""
+    """Run one verb; returns the exit code. When the reader of stdout has gone (`| head`), the rest
+    is not written.
+    """
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -79,5 +86,8 @@ def _run(words: Sequence[str]) -> int:
             return said.exit_code
         write(printable_lines(traceback.format_exc()).rstrip())
         complain(f"crashed: {type(error).__name__}: {error}")
-        write("  to do: report the lines above; what was saved is intact, and the same command goes on from it")
+        write(
+            "  to do: report the lines above; what was saved is intact, and the same command goes"
+            " on from it"
+        )
         return EXIT_CRASH

@@ -1,11 +1,13 @@
-"""`farthing completion`: a script for tab completion, made by `shtab` from the parsers of all verbs."""
+"""`farthing completion`: a script for tab completion, made by `shtab` from the parsers of all
+verbs.
+"""
 
 from __future__ import annotations
 
 import argparse
 
 from farthing.cli.parser import VERBS, build_parser
-from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +20,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise UserMistake("shtab is not installed", to_do="pip install 'farthing[completion]'") from error
+        raise InputError(
+            "shtab is not installed", to_do="pip install 'farthing[completion]'"
+        ) from error
     print(shtab.complete(build_parser(VERBS), arguments.shell))
     return EXIT_FINISHED

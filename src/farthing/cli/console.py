@@ -1,4 +1,6 @@
-"""Where the command line writes: stdout for results, stderr for everything else, also when nobody reads any more."""
+"""Where the command line writes: stdout for results, stderr for everything else, also when nobody
+reads any more.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from farthing.errors import JobError, UserMistake
+from farthing.errors import InputError, JobError
 from farthing.printable import printable_lines
 
 
 def discard(stream: Any) -> None:
-    """From now on what is written to a stream whose reader is gone goes nowhere, also at the end of the process."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream of a test has no descriptor
+    """From now on what is written to a stream whose reader is gone goes nowhere, also at the end of
+    the process.
+    """
+    with contextlib.suppress(
+        OSError, ValueError, AttributeError
+    ):  # a stream of a test has no descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 
 def complain(what: object) -> None:
-    """A message, which may quote names and texts of others, to stderr. Of several problems each has lines of its own."""
+    """A message, which may quote names and texts of others, to stderr. Of several problems each has
+    lines of its own.
+    """
     problems = what.problems if isinstance(what, JobError) else [what]
     write("farthing: " + "\n".join(printable_lines(problem) for problem in problems))
 
@@ -44,16 +52,18 @@ def print_json(value: Any) -> None:
 
 
 def write_page(path: Path, text: str) -> None:
-    """A page for a browser. Raises `UserMistake` where it can't be written."""
+    """A page for a browser. Raises `InputError` where it can't be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         what = f"the page can't be written: {error.strerror}"
-        raise UserMistake(what, where=str(path), to_do="name another file") from error
+        raise InputError(what, where=str(path), to_do="name another file") from error
 
 
 def rich_console(*, stderr: bool = False, goes_on: bool = False) -> Any:
-    """A console for people; a log has no edge at column 80. With `goes_on` it is no error when its reader is gone."""
+    """A console for people; a log has no edge at column 80. With `goes_on` it is no error when its
+    reader is gone.
+    """
     from farthing.report.safe import SafeConsole
 
     class Door(SafeConsole):

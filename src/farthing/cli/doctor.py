@@ -9,24 +9,32 @@ from typing import Any
 
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.parser import add_set_argument
-from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, UserMistake
+from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing doctor`."""
     parser.add_argument("job", nargs="?", help="job file (YAML)")
-    parser.add_argument("--target", metavar="TARGET", help="what `farthing launch --on TARGET` would lack here")
-    add_set_argument(parser)
-    parser.add_argument("--data", metavar="FILE", help="say what a data file is; with a job, as that job reads it")
     parser.add_argument(
-        "--model", metavar="NAME", help="with --data and no job: by the tokenizer and template of this model"
+        "--target", metavar="TARGET", help="what `farthing launch --on TARGET` would lack here"
+    )
+    add_set_argument(parser)
+    parser.add_argument(
+        "--data", metavar="FILE", help="say what a data file is; with a job, as that job reads it"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="with --data and no job: by the tokenizer and template of this model",
     )
     parser.add_argument(
         "--try",
         dest="trial",
         type=int,
         metavar="N",
-        help="take N examples through train, save, kill, resume and export, in a folder of their own",
+        help=(
+            "take N examples through train, save, kill, resume and export, in a folder of their own"
+        ),
     )
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
@@ -36,12 +44,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.data:
         return _look_at_data(arguments)
     if arguments.model:
-        raise UserMistake("only for a data file", where="--model", to_do="farthing doctor --data FILE --model NAME")
+        raise InputError(
+            "only for a data file",
+            where="--model",
+            to_do="farthing doctor --data FILE --model NAME",
+        )
     if arguments.set and not arguments.job:
-        raise UserMistake("there is no job to override", where="--set", to_do="name the job file as well")
+        raise InputError(
+            "there is no job to override", where="--set", to_do="name the job file as well"
+        )
     if arguments.trial is not None and (arguments.trial < 2 or not arguments.job):
-        raise UserMistake(
-            "a trial needs a job and 2 examples or more", where="--try", to_do="farthing doctor JOB --try 16"
+        raise InputError(
+            "a trial needs a job and 2 examples or more",
+            where="--try",
+            to_do="farthing doctor JOB --try 16",
         )
     from farthing.doctor import check_before, check_job, check_machine, check_trial
 
@@ -55,7 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         checks += check_job(Path(arguments.job), arguments.set)
     if arguments.trial and not any(check.state == "failed" for check in checks):
         checks += check_trial(Path(arguments.job), arguments.set, arguments.trial)
-    return _show(checks, arguments, next_step=f"farthing train {arguments.job}" if arguments.job else "")
+    return _show(
+        checks, arguments, next_step=f"farthing train {arguments.job}" if arguments.job else ""
+    )
 
 
 def _show(checks: list[Any], arguments: argparse.Namespace, *, next_step: str) -> int:
@@ -70,7 +88,8 @@ def _show(checks: list[Any], arguments: argparse.Namespace, *, next_step: str) -
         colours = {"ok": "green", "warning": "yellow", "failed": "red"}
         for check in checks:
             console.print(
-                f"[{colours[check.state]}]{check.state:8}[/] [bold]{escape(check.name)}[/]: {escape_lines(check.found)}",
+                f"[{colours[check.state]}]{check.state:8}[/] [bold]{escape(check.name)}[/]:"
+                f" {escape_lines(check.found)}",
                 soft_wrap=True,
             )
             if check.to_do and (check.state != "ok"):
@@ -91,7 +110,9 @@ def _look_at_data(arguments: argparse.Namespace) -> int:
     from farthing.report.data_view import as_json, data_lines
 
     if arguments.model and arguments.job:
-        raise UserMistake("the job names its model", where="--model", to_do="leave it out, or --set model=NAME")
+        raise InputError(
+            "the job names its model", where="--model", to_do="leave it out, or --set model=NAME"
+        )
     job = Path(arguments.job) if arguments.job else None
     found = look_at_data(Path(arguments.data), job, arguments.set, arguments.model)
     if arguments.json:

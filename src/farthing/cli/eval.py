@@ -1,4 +1,6 @@
-"""`farthing eval`: the model of a run on held-out examples, beside what it began with. Keeps the figures with the run."""
+"""`farthing eval`: the model of a run on held-out examples, beside what it began with. Keeps the
+figures with the run.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,22 @@ from pathlib import Path
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.parser import add_run_argument, run_folder
 from farthing.durability.files import Json
-from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing eval`."""
     add_run_argument(parser)
-    parser.add_argument("--data", metavar="FILE", help="examples of your own, instead of the run's held-out ones")
-    parser.add_argument("--base", action="store_true", help="measure what the run began with too, and the gain")
     parser.add_argument(
-        "--tasks", metavar="A,B", help="tasks of lm-eval, or a folder with tasks for it (pip install 'farthing[eval]')"
+        "--data", metavar="FILE", help="examples of your own, instead of the run's held-out ones"
+    )
+    parser.add_argument(
+        "--base", action="store_true", help="measure what the run began with too, and the gain"
+    )
+    parser.add_argument(
+        "--tasks",
+        metavar="A,B",
+        help="tasks of lm-eval, or a folder with tasks for it (pip install 'farthing[eval]')",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="at most so many examples")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -27,7 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the figures side by side."""
     folder = run_folder(arguments)
     if arguments.limit is not None and arguments.limit < 1:
-        raise UserMistake("at least one example is needed", where="--limit", to_do="e.g. --limit 100")
+        raise InputError(
+            "at least one example is needed", where="--limit", to_do="e.g. --limit 100"
+        )
     from farthing.model.load import quiet_libraries
 
     quiet_libraries()
@@ -55,12 +65,16 @@ def _measured(folder: Path, arguments: argparse.Namespace) -> Json:
     else:
         data = None if arguments.data is None else Path(arguments.data)
         by = on_examples(held_out_of(folder, data, arguments.limit, trust_remote_code=trust))
-    with Progress(console=rich_console(stderr=True), transient=True, disable=arguments.json) as bars:
+    with Progress(
+        console=rich_console(stderr=True), transient=True, disable=arguments.json
+    ) as bars:
         shown = {side: bars.add_task(side, total=None) for side in ("base", "tuned")}
         return evaluate_run(
             folder,
             by,
             with_base=arguments.base,
             trust_remote_code=trust,
-            progress=lambda side, done, total: bars.update(shown[side], completed=done, total=total),
+            progress=lambda side, done, total: bars.update(
+                shown[side], completed=done, total=total
+            ),
         )

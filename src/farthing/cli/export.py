@@ -1,4 +1,6 @@
-"""`farthing export`: the trained model of a run as an adapter, merged, or in fewer bits. Changes nothing in the run folder."""
+"""`farthing export`: the trained model of a run as an adapter, merged, or in fewer bits. Changes
+nothing in the run folder.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 from farthing.cli.console import print_json
 from farthing.cli.parser import add_run_argument, run_folder
 from farthing.durability.files import Json, bytes_below, read_json
-from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.errors import EXIT_FINISHED, InputError
 from farthing.printable import printable
 
 WHOLE = ("adapter", "merged")
@@ -18,18 +20,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing export`."""
     add_run_argument(parser)
     parser.add_argument("--output", required=True, help="new folder for the model")
-    parser.add_argument("--format", choices=(*WHOLE, "gguf", "fp8", "w8a16", "w4a16"), default="merged")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights")
     parser.add_argument(
-        "--bits", help="of a GGUF file: f32, f16, bf16, q8_0 (default), q4_0, or with llama.cpp q4_k_m ..."
+        "--format", choices=(*WHOLE, "gguf", "fp8", "w8a16", "w4a16"), default="merged"
     )
     parser.add_argument(
-        "--max-kl", type=float, metavar="NATS", help="most divergence from the merged model that is kept (default 0.1)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights"
     )
-    parser.add_argument("--force", action="store_true", help="keep the model however far it is from the merged one")
-    parser.add_argument("--data", metavar="FILE", help="examples to judge it on, instead of the run's held-out ones")
-    parser.add_argument("--push", metavar="hub:NAME", help="publish it on the Hugging Face Hub (token: HF_TOKEN)")
-    parser.add_argument("--public", action="store_true", help="with --push: everyone may read it (default: private)")
+    parser.add_argument(
+        "--bits",
+        help="of a GGUF file: f32, f16, bf16, q8_0 (default), q4_0, or with llama.cpp q4_k_m ...",
+    )
+    parser.add_argument(
+        "--max-kl",
+        type=float,
+        metavar="NATS",
+        help="most divergence from the merged model that is kept (default 0.1)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="keep the model however far it is from the merged one"
+    )
+    parser.add_argument(
+        "--data", metavar="FILE", help="examples to judge it on, instead of the run's held-out ones"
+    )
+    parser.add_argument(
+        "--push", metavar="hub:NAME", help="publish it on the Hugging Face Hub (token: HF_TOKEN)"
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="with --push: everyone may read it (default: private)"
+    )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
 
 
@@ -43,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_FINISHED
     from farthing.units import say_bytes
 
-    print(f"wrote {printable(written['folder'])} ({written['format']}, {say_bytes(written['bytes'])})")
+    print(
+        f"wrote {printable(written['folder'])} ({written['format']}, {say_bytes(written['bytes'])})"
+    )
     for line in (written.get("method"), written.get("judged_in_words"), *written.get("notes", ())):
         if line:
             print(f"  {printable(line)}")
@@ -53,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_options(arguments: argparse.Namespace) -> None:
-    """Raises `UserMistake` for options that the format has not."""
+    """Raises `InputError` for options that the format has not."""
     given = {
         "--public without --push": arguments.public and not arguments.push,
         "--bits": arguments.bits is not None and arguments.format != "gguf",
@@ -64,9 +84,11 @@ def _refuse_options(arguments: argparse.Namespace) -> None:
     }
     for name, is_odd in given.items():
         if is_odd:
-            raise UserMistake(f"--format {arguments.format} has no {name}", where=name, to_do="leave it out")
+            raise InputError(
+                f"--format {arguments.format} has no {name}", where=name, to_do="leave it out"
+            )
     if arguments.max_kl is not None and not arguments.max_kl >= 0:
-        raise UserMistake("a limit is 0 or more", where="--max-kl", to_do="e.g. --max-kl 0.1")
+        raise InputError("a limit is 0 or more", where="--max-kl", to_do="e.g. --max-kl 0.1")
 
 
 def _publish(run: Path, arguments: argparse.Namespace) -> Json:
@@ -75,8 +97,13 @@ def _publish(run: Path, arguments: argparse.Namespace) -> Json:
     from farthing.export.publish import announce, noted, publish, wanted_at
     from farthing.report.receipt import leave_receipt
 
-    output, form = Path(arguments.output), " ".join(filter(None, (arguments.format, arguments.bits, arguments.dtype)))
-    wanted = wanted_at(arguments.push, output, form, is_private=not arguments.public, where="--push")
+    output, form = (
+        Path(arguments.output),
+        " ".join(filter(None, (arguments.format, arguments.bits, arguments.dtype))),
+    )
+    wanted = wanted_at(
+        arguments.push, output, form, is_private=not arguments.public, where="--push"
+    )
     if noted(run, output, form):
         n_bytes = bytes_below(output)
         written = {"folder": str(output), "format": arguments.format, "bytes": n_bytes}
@@ -106,7 +133,13 @@ def _write(run: Path, arguments: argparse.Namespace) -> Json:
 
     bits = (arguments.bits or "q8_0").lower()
     if bits not in (*BITS, *K_BITS):
-        raise UserMistake(f"there is no {bits!r}", where="--bits", to_do=f"use one of {', '.join((*BITS, *K_BITS))}")
+        raise InputError(
+            f"there is no {bits!r}",
+            where="--bits",
+            to_do=f"use one of {', '.join((*BITS, *K_BITS))}",
+        )
     max_kl = MOST_KL if arguments.max_kl is None else arguments.max_kl
     data = None if arguments.data is None else Path(arguments.data)
-    return export_quantized(run, output, Wish(arguments.format, bits, max_kl, arguments.force, data, trust))
+    return export_quantized(
+        run, output, Wish(arguments.format, bits, max_kl, arguments.force, data, trust)
+    )

@@ -1,4 +1,6 @@
-"""`farthing import`: the job that another tool's settings ask for, with every key mapped or named. Runs nothing it reads."""
+"""`farthing import`: the job that another tool's settings ask for, with every key mapped or named.
+Runs nothing it reads.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from farthing.cli.console import print_json, rich_console
-from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, UserMistake
+from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 
-SOURCES = ("openai", "together", "fireworks", "axolotl", "llama-factory", "trl", "unsloth", "hf-trainer")
+SOURCES = (
+    "openai",
+    "together",
+    "fireworks",
+    "axolotl",
+    "llama-factory",
+    "trl",
+    "unsloth",
+    "hf-trainer",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing import`."""
-    parser.add_argument("file", help="settings, script or notebook of another tool (.yaml .json .py .ipynb .sh)")
+    parser.add_argument(
+        "file", help="settings, script or notebook of another tool (.yaml .json .py .ipynb .sh)"
+    )
     parser.add_argument(
         "--from",
         dest="source",
@@ -23,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SOURCES,
         help=f"{', '.join(SOURCES)} (default: seen from its content)",
     )
-    parser.add_argument("-o", "--output", metavar="JOB", help="where to write the job (default: print it)")
+    parser.add_argument(
+        "-o", "--output", metavar="JOB", help="where to write the job (default: print it)"
+    )
     parser.add_argument("--json", action="store_true", help="print what became of each key as JSON")
 
 
@@ -42,17 +57,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(_as_json(found, text, written))
     elif found.blockers:
-        raise UserMistake(
-            "no job can be made of it: " + "; ".join(f"{line.key} ({line.why})" for line in found.blockers),
+        raise InputError(
+            "no job can be made of it: "
+            + "; ".join(f"{line.key} ({line.why})" for line in found.blockers),
             where=str(path),
-            to_do=f"farthing trains {', '.join(task_names())}, on text: import a configuration of such a training",
+            to_do=(
+                f"farthing trains {', '.join(task_names())}, on text: import a configuration of"
+                " such a training"
+            ),
         )
     elif written:
         _say(found, written)
     else:
         print(text, end="")
         if found.files:
-            print(f"note: this job needs {', '.join(found.files)} beside it: -o writes both", file=sys.stderr)
+            print(
+                f"note: this job needs {', '.join(found.files)} beside it: -o writes both",
+                file=sys.stderr,
+            )
     return EXIT_MISTAKE if found.blockers else EXIT_FINISHED
 
 
@@ -60,10 +82,12 @@ def _write(output: Path, text: str, files: dict[str, str]) -> list[str]:
     """The job and the files that belong to it; overwrites nothing."""
     wanted = {output: text, **{output.parent / name: content for name, content in files.items()}}
     if not output.parent.is_dir():
-        raise UserMistake("no such folder", where=str(output.parent), to_do="make it first")
+        raise InputError("no such folder", where=str(output.parent), to_do="make it first")
     for path, content in wanted.items():
         if path.exists() and (path == output or path.read_text(encoding="utf-8") != content):
-            raise UserMistake("this file exists already", where=str(path), to_do="name a new one with -o")
+            raise InputError(
+                "this file exists already", where=str(path), to_do="name a new one with -o"
+            )
     for path, content in wanted.items():
         path.write_text(content, encoding="utf-8")
     return [str(path) for path in wanted]
@@ -72,7 +96,9 @@ def _write(output: Path, text: str, files: dict[str, str]) -> list[str]:
 def _as_json(found: Any, text: str, written: list[str]) -> dict[str, object]:
     return {
         "source": found.source,
-        "mapped": [{"key": line.key, "value": str(line.value), "to": line.became} for line in found.mapped],
+        "mapped": [
+            {"key": line.key, "value": str(line.value), "to": line.became} for line in found.mapped
+        ],
         "named": [
             {"key": line.key, "value": str(line.value), "reason": line.why, "effect": line.effect}
             for line in found.named
@@ -91,7 +117,8 @@ def _say(found: Any, written: list[str]) -> None:
     differs = [line for line in found.named if line.effect == "differs"]
     console.print(f"wrote {escape(', '.join(written))} from {found.source}", soft_wrap=True)
     console.print(
-        f"{plural(len(found.mapped), 'key')} mapped, {plural(len(found.named), 'key')} named with the reason in the job"
+        f"{plural(len(found.mapped), 'key')} mapped, {plural(len(found.named), 'key')} named with"
+        " the reason in the job"
     )
     for line in differs:
         console.print(f"[yellow]differs[/]  {escape(line.key)}: {escape(line.why)}", soft_wrap=True)

@@ -6,17 +6,25 @@ import argparse
 import json
 from pathlib import Path
 
-from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.errors import EXIT_FINISHED, InputError
 from farthing.printable import printable
 from farthing.tasks.registry import task_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing init`."""
-    parser.add_argument("path", nargs="?", help="where to write (default: job.yaml; with --demo: demo/)")
+    parser.add_argument(
+        "path", nargs="?", help="where to write (default: job.yaml; with --demo: demo/)"
+    )
     parser.add_argument("--task", choices=task_names(), default=task_names()[0])
-    parser.add_argument("--demo", action="store_true", help="a small model, data and job that run offline in a minute")
-    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of the job file, for editors")
+    parser.add_argument(
+        "--demo",
+        action="store_true",
+        help="a small model, data and job that run offline in a minute",
+    )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON Schema of the job file, for editors"
+    )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
 
 
@@ -32,16 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
 
         folder = Path(arguments.path or "demo")
         if folder.exists() and any(folder.iterdir()):
-            raise UserMistake("the folder is not empty", where=str(folder), to_do="name a new one")
+            raise InputError("the folder is not empty", where=str(folder), to_do="name a new one")
         written = write_demo(folder)
     else:
         from farthing.config.starter import starter
 
         written = Path(arguments.path or "job.yaml")
         if written.exists():
-            raise UserMistake("this file exists already", where=str(written), to_do="name a new one")
+            raise InputError("this file exists already", where=str(written), to_do="name a new one")
         if not written.parent.is_dir():
-            raise UserMistake("no such folder", where=str(written.parent), to_do="make it first")
+            raise InputError("no such folder", where=str(written.parent), to_do="make it first")
         written.write_text(starter(arguments.task), encoding="utf-8")
     next_step = f"farthing train {written}" if arguments.demo else f"farthing doctor {written}"
     if arguments.json:

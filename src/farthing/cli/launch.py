@@ -1,4 +1,6 @@
-"""`farthing launch`: take a job to a machine elsewhere, watch it there, and give the machine back. Dry unless --yes."""
+"""`farthing launch`: take a job to a machine elsewhere, watch it there, and give the machine back.
+Dry unless --yes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 from farthing import clock
 from farthing.cli.console import print_json, write
 from farthing.cli.parser import add_job_arguments
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, UserMistake
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, InputError
 from farthing.printable import printable, printable_lines
 
 GOES_ON_UNREAD = True
@@ -23,18 +25,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing launch`."""
     add_job_arguments(parser)
     add = parser.add_argument
-    text = "local, ssh:HOST, slurm, kubernetes, vertex:PROJECT/REGION, skypilot, runpod, vast, lambda:REGION/KEY, hf"
-    add("--on", metavar="TARGET", help=f"{text} (default: by which the best planned offer is rented)")
-    add("--offer", metavar="OFFER", help='a rank or a name of `farthing plan`: 3, "RTX 4090 spot", RunPod/L40S')
-    add("--yes", action="store_true", help="rent and train; without it files are written and the bill is shown")
-    add("--status", action="store_true", help="the machines of this launch, what each has cost, and how far the run is")
+    text = (
+        "local, ssh:HOST, slurm, kubernetes, vertex:PROJECT/REGION, skypilot, runpod, vast,"
+        " lambda:REGION/KEY, hf"
+    )
+    add(
+        "--on",
+        metavar="TARGET",
+        help=f"{text} (default: by which the best planned offer is rented)",
+    )
+    add(
+        "--offer",
+        metavar="OFFER",
+        help='a rank or a name of `farthing plan`: 3, "RTX 4090 spot", RunPod/L40S',
+    )
+    add(
+        "--yes",
+        action="store_true",
+        help="rent and train; without it files are written and the bill is shown",
+    )
+    add(
+        "--status",
+        action="store_true",
+        help="the machines of this launch, what each has cost, and how far the run is",
+    )
     add("--logs", action="store_true", help="the end of what the newest machine has printed")
-    add("--stop", action="store_true", help="destroy its machines, and ask until each is confirmed to be gone")
+    add(
+        "--stop",
+        action="store_true",
+        help="destroy its machines, and ask until each is confirmed to be gone",
+    )
     add("--attach", action="store_true", help="go on watching a launch that was begun before")
-    add("--attended", action="store_true", help="rent where nothing but this process ends a machine")
+    add(
+        "--attended", action="store_true", help="rent where nothing but this process ends a machine"
+    )
     add("--image", default="", help="container image with farthing in it")
-    add("--install", default="", metavar="REQUIREMENT", help="what pip installs where farthing is missing")
-    add("--disk", type=int, default=100, metavar="GB", help="disk of a rented machine (default: 100)")
+    add(
+        "--install",
+        default="",
+        metavar="REQUIREMENT",
+        help="what pip installs where farthing is missing",
+    )
+    add(
+        "--disk",
+        type=int,
+        default=100,
+        metavar="GB",
+        help="disk of a rented machine (default: 100)",
+    )
     add(
         "--boot-limit",
         type=float,
@@ -78,14 +116,26 @@ def _session(arguments: argparse.Namespace) -> Any:
     from farthing.launch.session import Session
     from farthing.planner.preflight import look_over
 
-    if sum(map(bool, (arguments.status, arguments.logs, arguments.stop, arguments.attach, arguments.yes))) > 1:
-        raise UserMistake("only one can be done", where="--yes, --status, --logs, --stop, --attach", to_do="leave one")
+    if (
+        sum(
+            map(
+                bool,
+                (arguments.status, arguments.logs, arguments.stop, arguments.attach, arguments.yes),
+            )
+        )
+        > 1
+    ):
+        raise InputError(
+            "only one can be done",
+            where="--yes, --status, --logs, --stop, --attach",
+            to_do="leave one",
+        )
     for name, value, low, high in (
         ("--disk", arguments.disk, 10, 20_000),
         ("--boot-limit", arguments.boot_limit, 1, 120),
     ):
         if not low <= value <= high:
-            raise UserMistake(f"{value:g}", where=name, to_do=f"give {low} to {high}")
+            raise InputError(f"{value:g}", where=name, to_do=f"give {low} to {high}")
     job = load_job(arguments.job, arguments.set)
     if not (arguments.status or arguments.logs or arguments.stop):
         look_over(job, only_plans=True)
@@ -93,24 +143,35 @@ def _session(arguments: argparse.Namespace) -> Any:
     if on is None and arguments.status:
         return None
     wishes = Wishes(
-        on, arguments.offer, arguments.image, arguments.install, arguments.disk, boot_s, arguments.prices
-    )  # fmt: skip
+        on,
+        arguments.offer,
+        arguments.image,
+        arguments.install,
+        arguments.disk,
+        boot_s,
+        arguments.prices,
+    )
     asks = not (arguments.status or arguments.logs or arguments.stop)
     prepared = prepare(job, wishes, clock.now().replace(microsecond=0), asks=asks)
     return Session(prepared, lambda text: write(f"farthing: {printable_lines(text)}"))
 
 
 def _where_it_is(job: Any, arguments: argparse.Namespace) -> str | None:
-    """Where the machines of the launch are: nobody has to name the target twice. Raises `UserMistake`."""
+    """Where the machines of the launch are: nobody has to name the target twice. Raises
+    `InputError`.
+    """
     from farthing.launch.session import where_it_is
 
-    about_it = [f"--{name}" for name in ("status", "logs", "stop", "attach") if getattr(arguments, name)]
+    about_it = [
+        f"--{name}" for name in ("status", "logs", "stop", "attach") if getattr(arguments, name)
+    ]
     on = None if arguments.offer else where_it_is(job, only_open=not about_it)
     if on is None and about_it and about_it != ["--status"]:
-        raise UserMistake(
-            "nothing was launched from this folder, nor by way of this store", where=about_it[0],
+        raise InputError(
+            "nothing was launched from this folder, nor by way of this store",
+            where=about_it[0],
             to_do="launch with --yes, or name where to look: --on TARGET",
-        )  # fmt: skip
+        )
     return on
 
 
@@ -121,7 +182,7 @@ def _show_dry(session: Any, arguments: argparse.Namespace) -> int:
     try:
         ask = session.next_ask()
     except Spent as error:
-        raise UserMistake(str(error), where="limits", to_do="raise the limit") from None
+        raise InputError(str(error), where="limits", to_do="raise the limit") from None
     folder = session.write(ask)
     view = dry_view(session, ask, folder, sorted(session.files_of(ask)))
     if arguments.json:
@@ -149,7 +210,10 @@ def _do(session: Any, arguments: argparse.Namespace) -> int:
             )
     except KeyboardInterrupt:
         open_ = ", ".join(machine.name for machine in session.ledger.open) or "none"
-        write(f"farthing: no longer watched: {open_}; --attach goes on watching, --stop destroys what there is")
+        write(
+            f"farthing: no longer watched: {open_}; --attach goes on watching, --stop destroys what"
+            " there is"
+        )
         return EXIT_INTERRUPTED
     standing = session.standing()
     if (session.folder / LEDGER).exists() and not session.prepared.folder:
@@ -159,7 +223,10 @@ def _do(session: Any, arguments: argparse.Namespace) -> int:
         return code
     for row in standing["machines"]:
         parts = ", ".join(f"{name} {say_usd(usd)}" for name, usd in row["usd_of"].items() if usd)
-        _say(f"{row['name']}  {row['provider']} {row['instance']}  {say_usd(row['usd'])}  ({parts})  {row['why']}")
+        _say(
+            f"{row['name']}  {row['provider']} {row['instance']}  {say_usd(row['usd'])}  ({parts}) "
+            f" {row['why']}"
+        )
     has_receipt = (session.folder / LEDGER).exists()
     where = f"; `farthing report {standing['run']}` has the receipt" if has_receipt else ""
     _say(f"{say_usd(standing['usd'])} in all{where}")
@@ -177,12 +244,14 @@ def _show_standing(session: Any, *, as_json: bool) -> int:
         return EXIT_FINISHED
     for row in standing["machines"]:
         _say(
-            f"{row['name']}  {row['state']:8} {row['provider']} {row['instance']}  {say_seconds(row['wall_s'])}  "
-            f"{say_usd(row['usd'])}  {row['why']}"
+            f"{row['name']}  {row['state']:8} {row['provider']} {row['instance']} "
+            f" {say_seconds(row['wall_s'])}  {say_usd(row['usd'])}  {row['why']}"
         )
     if not standing["machines"]:
         print(NOTHING_YET)
-    strays = sorted(set(standing["there_now"] or {}) - {row["name"] for row in standing["machines"]})
+    strays = sorted(
+        set(standing["there_now"] or {}) - {row["name"] for row in standing["machines"]}
+    )
     for name in strays:
         _say(f"{name}  there, and in no line of this folder: --stop destroys it")
     if standing["not_known"]:

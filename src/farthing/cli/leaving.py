@@ -1,4 +1,4 @@
-"""A job measured instead of trained, and signals that arrive before a run listens to them itself."""
+"""A job measured instead of trained, and signals that arrive before a run listens to them itself."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,5 +35,7 @@ def measure(job: Any, work: Callable[[Any], Any], *, as_json: bool, goes_on: boo
 
 def leave_before_the_start(number: int, frame: Any) -> None:
     """The handler of such a signal: says so and ends the process."""
-    os.write(2, b"farthing: asked to leave before the run had begun; run the same command to start it\n")
+    os.write(
+        2, b"farthing: asked to leave before the run had begun; run the same command to start it\n"
+    )
     os._exit(EXIT_INTERRUPTED)

@@ -1,7 +1,10 @@
-"""The words of the command line: its verbs, their options, and what to say of a word that is not known.
+"""The words of the command line: its verbs, their options, and what to say of a word that is not
+known.
 
-A verb is a file of this folder, named after it, and a line in `VERBS`. The file has `add_arguments(parser)` and
-`run(arguments) -> exit code`, imports nothing heavy at its top, and is itself imported only when its verb is called.
+A verb is a file of this folder, named after it, and a line in `VERBS`. The file has
+`add_arguments(parser)` and
+`run(arguments) -> exit code`, imports nothing heavy at its top, and is itself imported only when
+its verb is called.
 """
 
 from __future__ import annotations
@@ -17,15 +20,20 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import farthing
-from farthing.errors import EXIT_MISTAKE, UserMistake
+from farthing.errors import EXIT_MISTAKE, InputError
 from farthing.printable import printable
 
 VERBS = {
     "init": "write a commented starter job, the demo, or the JSON Schema of job files",
     "plan": "where to run a job: does it fit, how long, how many dollars, and why not elsewhere",
     "train": "start a job, or continue it where it was interrupted",
-    "launch": "take a job to a machine elsewhere: rented, watched, given back; shows what it would do unless --yes",
-    "probe": "measure real steps for a minute and find the cheapest settings for a job on this machine",
+    "launch": (
+        "take a job to a machine elsewhere: rented, watched, given back; shows what it would do"
+        " unless --yes"
+    ),
+    "probe": (
+        "measure real steps for a minute and find the cheapest settings for a job on this machine"
+    ),
     "profile": "a few real steps of a job under the profiler: what takes the time, and a trace",
     "report": "print the receipt of a run, compare two, or write their page",
     "watch": "look at a run as it goes, from another terminal or machine",
@@ -40,12 +48,19 @@ VERBS = {
 }
 """What each verb does, in the order of the help."""
 
-DESCRIPTION = "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
-EPILOG = "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by a limit, 75 interrupted (run it again)"
+DESCRIPTION = (
+    "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
+)
+EPILOG = (
+    "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by a limit, 75 interrupted"
+    " (run it again)"
+)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that suggests the nearest word, and prints what was typed without letting it steer a terminal."""
+    """An argparse parser that suggests the nearest word, and prints what was typed without letting
+    it steer a terminal.
+    """
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message("\n".join(map(printable, message.split("\n"))), file)
@@ -53,7 +68,8 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             message = (
-                f"{value!r} is not one of {', '.join(map(str, action.choices))}{did_you_mean(value, action.choices)}"
+                f"{value!r} is not one of"
+                f" {', '.join(map(str, action.choices))}{did_you_mean(value, action.choices)}"
             )
             raise argparse.ArgumentError(action, message)
 
@@ -64,11 +80,17 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def refuse_unknown_options(self, words: Sequence[str]) -> None:
-        """Exit with a suggestion when a word looks like an option and is none, before anything else is complained of."""
+        """Exit with a suggestion when a word looks like an option and is none, before anything else
+        is complained of.
+        """
         known = [name for action in self._actions for name in action.option_strings]
         for word in words[: words.index("--")] if "--" in words else words:
             name = word.split("=")[0]
-            if word.startswith("--") and " " not in word and not any(each.startswith(name) for each in known):
+            if (
+                word.startswith("--")
+                and " " not in word
+                and not any(each.startswith(name) for each in known)
+            ):
                 self.error(f"no such option: {name}{did_you_mean(name, known)}")
 
 
@@ -79,7 +101,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def parse(words: Sequence[str]) -> tuple[argparse.Namespace, ModuleType]:
-    """The arguments of a command line and the module of its verb. Exits after `--help`, and with 2 when it is wrong."""
+    """The arguments of a command line and the module of its verb. Exits after `--help`, and with 2
+    when it is wrong.
+    """
     verb = next((word for word in words if not word.startswith("-")), "")
     parser = build_parser([verb] if verb in VERBS else [])
     if verb not in VERBS and not {"-h", "--help", "--version"} & set(words):
@@ -92,8 +116,13 @@ def _refuse_verb(parser: Parser, verb: str, words: Sequence[str]) -> NoReturn:
         parser.refuse_unknown_options(words)
     parser.print_help(sys.stderr)
     if verb:
-        parser.exit(EXIT_MISTAKE, f"\nfarthing: there is no verb {verb!r}{did_you_mean(verb, VERBS)}\n")
-    parser.exit(EXIT_MISTAKE, "\nfarthing: which verb? `farthing init --demo` writes an example to start from\n")
+        parser.exit(
+            EXIT_MISTAKE, f"\nfarthing: there is no verb {verb!r}{did_you_mean(verb, VERBS)}\n"
+        )
+    parser.exit(
+        EXIT_MISTAKE,
+        "\nfarthing: which verb? `farthing init --demo` writes an example to start from\n",
+    )
 
 
 def verb_module(verb: str) -> ModuleType:
@@ -120,18 +149,22 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    """A run folder, as every verb takes it that loads the model of one; `run_folder` looks for it."""
+    """A run folder, as every verb takes it that loads the model of one; `run_folder` looks for it."""  # noqa: E501
     parser.add_argument("folder", help="run folder (output_dir)")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that comes with the base model, as the job does",
     )
 
 
 def run_folder(arguments: argparse.Namespace) -> Path:
-    """The run folder that was named. Raises `UserMistake` where there is none."""
+    """The run folder that was named. Raises `InputError` where there is none."""
     folder = Path(arguments.folder)
     if not folder.is_dir():
-        raise UserMistake("no such run folder", where=str(folder), to_do="name the output_dir of a job")
+        raise InputError(
+            "no such run folder", where=str(folder), to_do="name the output_dir of a job"
+        )
     return folder
 
 

@@ -1,4 +1,6 @@
-"""`farthing plan`: every offer and recipe for a job, ranked, without torch and without network. Trains nothing."""
+"""`farthing plan`: every offer and recipe for a job, ranked, without torch and without network.
+Trains nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import Any
 from farthing import clock
 from farthing.cli.console import complain, print_json, rich_console, write_page
 from farthing.cli.parser import add_job_arguments
-from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, UserMistake
+from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 from farthing.printable import printable
 
 View = Mapping[str, Any]
@@ -28,29 +30,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--provider", action="append", default=[], help="only these (repeatable)")
     add("--region", action="append", default=[], help="or its beginning, such as us- (repeatable)")
     add("--offers", choices=("spot", "on-demand"), help="only of this kind")
-    add("--max-gpus", type=int, default=8, metavar="N", help="most GPUs of one machine (default: 8)")
+    add(
+        "--max-gpus", type=int, default=8, metavar="N", help="most GPUs of one machine (default: 8)"
+    )
     add("--budget", metavar="USD", help="at most this many dollars, instead of limits.max_usd")
     add("--deadline", metavar="WHEN", help='"2026-12-01 18:00", or from now: 12h, 90min, 2d')
     text = 'a GPU of your own, such as "RTX 4090:1600usd:0.45kW" (repeatable)'
     add("--own", action="append", default=[], metavar="GPU:PRICE:POWER", help=text)
     add("--runs", type=int, metavar="N", help="add what N such runs come to")
-    add("--runs-per-month", type=float, metavar="N", help="add the yearly cost of a project of N such runs a month")
-    text = 'what answering with the model costs: "requests=2000/day,input=800,output=200,latency=2s", or nothing for the usual'
+    add(
+        "--runs-per-month",
+        type=float,
+        metavar="N",
+        help="add the yearly cost of a project of N such runs a month",
+    )
+    text = (
+        'what answering with the model costs: "requests=2000/day,input=800,output=200,latency=2s",'
+        " or nothing for the usual"
+    )
     add("--serve", nargs="?", const="", metavar="TRAFFIC", help=text)
-    text = "measured traces of spot capacity, used instead of the built-in assumption where they tell more"
+    text = (
+        "measured traces of spot capacity, used instead of the built-in assumption where they tell"
+        " more"
+    )
     add("--traces", metavar="DIR", help=text)
     add("--prices", metavar="FILE", help="use only the prices of this CSV file")
     text = "the torch of rented machines, e.g. 2.13.0+cu126 (default: as it is installed here)"
     add("--torch", metavar="VERSION", help=text)
-    add("--examples", type=int, metavar="N", help="plan for N examples without reading the data ...")
+    add(
+        "--examples", type=int, metavar="N", help="plan for N examples without reading the data ..."
+    )
     add("--mean-tokens", type=float, metavar="M", help="... of M tokens on average")
-    add("--paid", metavar="USD", help="what you paid a service for this job: shown beside what it costs here")
-    add("--all", action="store_true", help="show everything: more choices, why not the others, savings, sources")
+    add(
+        "--paid",
+        metavar="USD",
+        help="what you paid a service for this job: shown beside what it costs here",
+    )
+    add(
+        "--all",
+        action="store_true",
+        help="show everything: more choices, why not the others, savings, sources",
+    )
     text = "choices to show, 0 for all (default: 5; with --all 10, with --json all)"
     add("--limit", type=int, metavar="N", help=text)
     text = "the components of the best plan, or of the plan with this rank or name"
     add("--explain", nargs="?", const="", metavar="PLAN", help=text)
-    add("--compare", nargs=2, metavar=("A", "B"), help='two ranks or names: "H100" "2x RTX 4090 spot" Together')
+    add(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help='two ranks or names: "H100" "2x RTX 4090 spot" Together',
+    )
     add("--html", metavar="FILE", help="write the plan as one self-contained page as well")
     add("--json", action="store_true", help="print everything as JSON")
     add = parser.add_argument_group("arithmetic with figures of your own").add_argument
@@ -64,7 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan and print. The garbage collector is off: a plan is a second of making small values, it would take a quarter."""
+    """Plan and print. The garbage collector is off: a plan is a second of making small values, it
+    would take a quarter.
+    """
     gc.disable()
     try:
         view = _view(arguments)
@@ -83,16 +115,27 @@ def _view(arguments: argparse.Namespace) -> View:
     for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1), ("runs", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
-            raise UserMistake(f"{value} is too few", where=f"--{name.replace('_', '-')}", to_do=f"give {least} or more")
+            raise InputError(
+                f"{value} is too few",
+                where=f"--{name.replace('_', '-')}",
+                to_do=f"give {least} or more",
+            )
     runs: float | None = arguments.runs_per_month
     if runs is not None and not 0 < runs <= 1e6:
-        raise UserMistake(f"{runs:g} runs a month", where="--runs-per-month", to_do="give a number above 0")
+        raise InputError(
+            f"{runs:g} runs a month", where="--runs-per-month", to_do="give a number above 0"
+        )
     own = [parse_owned(text) for text in arguments.own]
     budget_usd, deadline_s = _dollars(arguments.budget), _seconds_until(arguments.deadline, now)
     figures = parse_figures(
-        arguments.samples_per_min, arguments.tokens_per_s, arguments.spot_discount, arguments.spot_overhead,
-        arguments.interrupted_every, arguments.restart, arguments.step_time,
-    )  # fmt: skip
+        arguments.samples_per_min,
+        arguments.tokens_per_s,
+        arguments.spot_discount,
+        arguments.spot_overhead,
+        arguments.interrupted_every,
+        arguments.restart,
+        arguments.step_time,
+    )
     traffic = None if arguments.serve is None else parse_traffic(arguments.serve)
     if arguments.html is not None:
         _check_page_path(Path(arguments.html))
@@ -120,18 +163,20 @@ def _view(arguments: argparse.Namespace) -> View:
         torch=arguments.torch,
     )
     study = study_job(job, asked, now=now)
-    return plan_view(study, runs, figures, traffic, arguments.runs, _dollars(arguments.paid, "--paid"))
+    return plan_view(
+        study, runs, figures, traffic, arguments.runs, _dollars(arguments.paid, "--paid")
+    )
 
 
-def _impossible(arguments: argparse.Namespace, view: View) -> UserMistake:
+def _impossible(arguments: argparse.Namespace, view: View) -> InputError:
     from farthing.report.plan_words import ways_out
 
     ways = "".join(f"\n    {number}. {way}" for number, way in enumerate(ways_out(view), 1))
     what = f"none of {view['n_offers']:,} offers can do this job"
-    return UserMistake(what, where=arguments.job, to_do=f"the nearest ways:{ways}")
+    return InputError(what, where=arguments.job, to_do=f"the nearest ways:{ways}")
 
 
-def _show(arguments: argparse.Namespace, view: View, impossible: UserMistake | None) -> int:
+def _show(arguments: argparse.Namespace, view: View, impossible: InputError | None) -> int:
     from farthing.report.plan_compare import compare_plans, find_plan
 
     pair = (
@@ -158,7 +203,7 @@ def _show(arguments: argparse.Namespace, view: View, impossible: UserMistake | N
     return EXIT_FINISHED
 
 
-def _draw(arguments: argparse.Namespace, view: View, impossible: UserMistake | None) -> None:
+def _draw(arguments: argparse.Namespace, view: View, impossible: InputError | None) -> None:
     from farthing.report import plan_table as table
     from farthing.report.plan_brief import draw_brief
     from farthing.report.plan_compare import find_plan
@@ -203,8 +248,13 @@ def _next_step(arguments: argparse.Namespace, best: Any) -> str:
     if best["kind"] == "own":
         return f"on that machine: farthing train {words}"
     if any(best["provider"] in providers for providers in PROVIDERS.values()):
-        offer = f"{best['provider']}/{best['n_gpus']}x {best['gpu']}{' spot' if best['kind'] == 'spot' else ''}"
-        return f"farthing launch {words} --offer {shlex.quote(offer)}  (rents nothing without --yes)"
+        offer = (
+            f"{best['provider']}/{best['n_gpus']}x"
+            f" {best['gpu']}{' spot' if best['kind'] == 'spot' else ''}"
+        )
+        return (
+            f"farthing launch {words} --offer {shlex.quote(offer)}  (rents nothing without --yes)"
+        )
     return f"rent it at {best['provider']}, then: farthing launch {words} --on ssh:HOST"
 
 
@@ -216,7 +266,7 @@ def _dollars(text: str | None, where: str = "--budget") -> float | None:
     try:
         return parse_usd(text)
     except ValueError as error:
-        raise UserMistake(str(error), where=where, to_do=f"e.g. {where} 5") from None
+        raise InputError(str(error), where=where, to_do=f"e.g. {where} 5") from None
 
 
 def _seconds_until(text: str | None, now: datetime) -> float | None:
@@ -227,18 +277,26 @@ def _seconds_until(text: str | None, now: datetime) -> float | None:
         return None
     try:
         is_moment = "-" in text or "T" in text
-        seconds = datetime.fromisoformat(text).timestamp() - now.timestamp() if is_moment else parse_hours(text) * 3600
+        seconds = (
+            datetime.fromisoformat(text).timestamp() - now.timestamp()
+            if is_moment
+            else parse_hours(text) * 3600
+        )
     except (ValueError, OverflowError):
-        raise UserMistake(
-            f"{text!r} is neither a date nor a duration", where="--deadline", to_do='e.g. "2026-12-01 18:00" or 12h'
+        raise InputError(
+            f"{text!r} is neither a date nor a duration",
+            where="--deadline",
+            to_do='e.g. "2026-12-01 18:00" or 12h',
         ) from None
     if seconds <= 0:
-        raise UserMistake(f"{text} is in the past", where="--deadline", to_do="give a later one")
+        raise InputError(f"{text} is in the past", where="--deadline", to_do="give a later one")
     return seconds
 
 
 def _check_page_path(path: Path) -> None:
     if path.is_dir():
-        raise UserMistake("is a folder", where=f"--html {path}", to_do="name a file, such as plan.html")
+        raise InputError(
+            "is a folder", where=f"--html {path}", to_do="name a file, such as plan.html"
+        )
     if not path.parent.is_dir():
-        raise UserMistake("no such folder", where=f"--html {path.parent}", to_do="make it first")
+        raise InputError("no such folder", where=f"--html {path.parent}", to_do="make it first")

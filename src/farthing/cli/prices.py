@@ -1,4 +1,6 @@
-"""`farthing prices`: what GPUs cost; `prices update` is the only verb that asks the network for prices."""
+"""`farthing prices`: what GPUs cost; `prices update` is the only verb that asks the network for
+prices.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,28 @@ import argparse
 
 from farthing import clock
 from farthing.cli.console import print_json, rich_console
-from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing prices`."""
-    parser.add_argument("action", nargs="?", choices=("update",), help="update: refresh the prices kept in the cache")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("update",),
+        help="update: refresh the prices kept in the cache",
+    )
     parser.add_argument("--gpu", help='such as "RTX 4090" or h100')
     parser.add_argument("--provider")
     parser.add_argument("--region", help="or its beginning, such as us-")
     parser.add_argument("--kind", choices=("spot", "on-demand"))
     parser.add_argument("--sort", choices=("usd-per-gpu", "usd", "age"), default="usd-per-gpu")
-    parser.add_argument("--limit", type=int, metavar="N", help="rows to show, 0 for all (default: 20; with --json all)")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="rows to show, 0 for all (default: 20; with --json all)",
+    )
     parser.add_argument("--prices", metavar="FILE", help="use only the prices of this CSV file")
     parser.add_argument("--json", action="store_true", help="print the offers as JSON")
 
@@ -33,20 +45,30 @@ def run(arguments: argparse.Namespace) -> int:
 
         console = rich_console(stderr=arguments.json)
         with console.status("asking the price feeds") as status:
-            result = update(cache_path(), clock.today(), progress=lambda text: status.update(escape(text)))
+            result = update(
+                cache_path(), clock.today(), progress=lambda text: status.update(escape(text))
+            )
         if arguments.json:
             print_json(update_as_json(result))
         else:
             draw_update(console, result)
         return EXIT_FINISHED
     if arguments.limit is not None and arguments.limit < 0:
-        raise UserMistake(f"{arguments.limit} rows can't be shown", where="--limit", to_do="give 0 (all) or more")
+        raise InputError(
+            f"{arguments.limit} rows can't be shown", where="--limit", to_do="give 0 (all) or more"
+        )
     catalog = read_catalog(arguments.prices, clock.today())
     found = select(catalog, arguments.gpu, arguments.provider, arguments.region, arguments.kind)
     if not found:
-        raise UserMistake("no offer matches", where="prices", to_do="leave out --region, --kind or --provider")
+        raise InputError(
+            "no offer matches", where="prices", to_do="leave out --region, --kind or --provider"
+        )
     found = sort_offers(found, arguments.sort)
-    n_shown = (len(found) if arguments.json else 20) if arguments.limit is None else arguments.limit or len(found)
+    n_shown = (
+        (len(found) if arguments.json else 20)
+        if arguments.limit is None
+        else arguments.limit or len(found)
+    )
     if arguments.json:
         from farthing.report.price_table import prices_as_json
 

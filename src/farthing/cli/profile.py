@@ -1,4 +1,6 @@
-"""`farthing profile`: a few real steps of a job under torch.profiler, by names of ours. Saves no weights."""
+"""`farthing profile`: a few real steps of a job under torch.profiler, by names of ours. Saves no
+weights.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,21 @@ from typing import Any
 from farthing.cli.console import rich_console
 from farthing.cli.leaving import measure
 from farthing.cli.parser import add_job_arguments
-from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing profile`."""
     add_job_arguments(parser)
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps to profile, after 3 that warm up")
-    parser.add_argument("--output", default="profile", metavar="FOLDER", help="for the trace (default: ./profile)")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON; progress goes to stderr")
+    parser.add_argument(
+        "--steps", type=int, default=5, metavar="N", help="steps to profile, after 3 that warm up"
+    )
+    parser.add_argument(
+        "--output", default="profile", metavar="FOLDER", help="for the trace (default: ./profile)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the table as JSON; progress goes to stderr"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,11 +33,13 @@ def run(arguments: argparse.Namespace) -> int:
     from farthing.config.load import load_job
 
     if not 1 <= arguments.steps <= 100:
-        raise UserMistake(
-            f"{arguments.steps} steps", where="--steps", to_do="give 1 to 100: a trace has every operation"
+        raise InputError(
+            f"{arguments.steps} steps",
+            where="--steps",
+            to_do="give 1 to 100: a trace has every operation",
         )
     if Path(arguments.output).is_file():
-        raise UserMistake("is a file", where=f"--output {arguments.output}", to_do="name a folder")
+        raise InputError("is a file", where=f"--output {arguments.output}", to_do="name a folder")
     job = load_job(arguments.job, arguments.set)
 
     def work(terminal: Any) -> Any:
@@ -54,20 +64,25 @@ def _draw(console: Any, found: dict[str, Any]) -> None:
     console.print(table)
     tera = 1e12
     console.print(
-        f"{found['flops_per_s'] / tera:.3g} TFLOP/s of the {found['measured_peak_flops_per_s'] / tera:.3g} measured here"
+        f"{found['flops_per_s'] / tera:.3g} TFLOP/s of the"
+        f" {found['measured_peak_flops_per_s'] / tera:.3g} measured here"
         f" ({escape(found['device'])}, {found['precision']}): MFU {found['mfu']:.1%}",
         soft_wrap=True,
     )
     memory = found["memory"]
     console.print(
-        f"memory: weights {say_bytes(memory['weights_bytes'])}, gradients {say_bytes(memory['gradients_bytes'])}, optimizer"
-        f" {say_bytes(memory['optimizer_bytes'])} (expected {say_bytes(memory['expected_optimizer_bytes'])}); a step takes"
-        f" {say_bytes(memory['step_bytes'])} at most (expected {say_bytes(memory['expected_step_bytes'])})",
+        f"memory: weights {say_bytes(memory['weights_bytes'])}, gradients"
+        f" {say_bytes(memory['gradients_bytes'])}, optimizer {say_bytes(memory['optimizer_bytes'])}"
+        f" (expected {say_bytes(memory['expected_optimizer_bytes'])}); a step takes"
+        f" {say_bytes(memory['step_bytes'])} at most (expected"
+        f" {say_bytes(memory['expected_step_bytes'])})",
         soft_wrap=True,
     )
     points = [n_bytes for _, n_bytes in memory["timeline"]][::4]
     if len(points) > 1:
         console.print(f"[dim]memory over the steps[/] {sparkline(points)}")
     console.print(
-        f"trace: {escape(found['trace'])} (chrome://tracing, ui.perfetto.dev, or tensorboard --logdir)", soft_wrap=True
+        f"trace: {escape(found['trace'])} (chrome://tracing, ui.perfetto.dev, or tensorboard"
+        " --logdir)",
+        soft_wrap=True,
     )

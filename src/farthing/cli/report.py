@@ -6,15 +6,21 @@ import argparse
 from pathlib import Path
 
 from farthing.cli.console import complain, print_json, rich_console, write, write_page
-from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing report`."""
     parser.add_argument("folder", help="run folder (output_dir)")
-    parser.add_argument("baseline", nargs="*", help="run folder to compare with; with --html several")
-    parser.add_argument("--json", action="store_true", help="print the receipt or the comparison as JSON")
-    parser.add_argument("--html", metavar="FILE", help="write a page that needs nothing else, to open in a browser")
+    parser.add_argument(
+        "baseline", nargs="*", help="run folder to compare with; with --html several"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the receipt or the comparison as JSON"
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page that needs nothing else, to open in a browser"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if len(arguments.baseline) > 1 and not arguments.html:
         what = f"{1 + len(arguments.baseline)} runs side by side don't fit a terminal"
-        raise UserMistake(what, where="farthing report", to_do="add --html FILE, or compare two")
+        raise InputError(what, where="farthing report", to_do="add --html FILE, or compare two")
     folders = [arguments.folder, *arguments.baseline]
     receipts = [build_receipt(Path(folder)) for folder in folders]
     damage = {folder: damage_of(Path(folder)) for folder in folders}
@@ -36,7 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         from farthing.report.run_page import compared_page, run_page
 
-        write_page(Path(arguments.html), compared_page(receipts, comparisons) if comparisons else run_page(receipts[0]))
+        write_page(
+            Path(arguments.html),
+            compared_page(receipts, comparisons) if comparisons else run_page(receipts[0]),
+        )
         write(f"wrote {arguments.html}")
     if arguments.json:
         model = {"model_damage": damage[arguments.folder]}

@@ -1,4 +1,6 @@
-"""`farthing runs`: all runs below a folder, or the one of a store: state, dollars, best metric, and the month's total."""
+"""`farthing runs`: all runs below a folder, or the one of a store: state, dollars, best metric, and
+the month's total.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,16 @@ from typing import Any
 
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.looking import looked_at, names_a_store
-from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.errors import EXIT_FINISHED, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing runs`."""
     parser.add_argument(
-        "where", nargs="*", default=["."], help="folders, or addresses of stores (default: this folder)"
+        "where",
+        nargs="*",
+        default=["."],
+        help="folders, or addresses of stores (default: this folder)",
     )
     parser.add_argument("--json", action="store_true", help="print the runs and the totals as JSON")
     parser.add_argument("--csv", action="store_true", help="print a table for spreadsheets")
@@ -46,7 +51,11 @@ def _rows_of(where: str, now: float) -> list[Any]:
         with looked_at(where) as look:
             return [row_of(look(), now, name=without_secrets(where))]
     if not Path(where).is_dir():
-        raise UserMistake("no such folder", where=where, to_do="name a folder with runs, or the address of a store")
+        raise InputError(
+            "no such folder",
+            where=where,
+            to_do="name a folder with runs, or the address of a store",
+        )
     return runs_in(Path(where), now)
 
 
@@ -59,12 +68,20 @@ def _draw(rows: list[Any], total: dict[str, Any]) -> None:
         console.print("no runs here")
         return
     for row in rows:
-        usd = "no price" if row.usd is None and not row.problem else "" if row.usd is None else say_usd(row.usd)
+        usd = (
+            "no price"
+            if row.usd is None and not row.problem
+            else ""
+            if row.usd is None
+            else say_usd(row.usd)
+        )
         began = "" if row.began is None else f", began {row.began.replace('T', ' ')[:16]}"
         best = "" if row.best is None else f"{row.metric} {row.best:.4g}"
         ratio = "" if row.ratio is None else f"{row.ratio:.0%} of the estimate"
         facts = (plural(row.steps, "step"), say_seconds(row.wall_s), usd, best, ratio)
-        console.print(f"[bold]{escape(row.run)}[/]: {row.state}{began}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[bold]{escape(row.run)}[/]: {row.state}{began}", highlight=False, soft_wrap=True
+        )
         console.print(f"  {escape(' · '.join(fact for fact in facts if fact))}", highlight=False)
     for row in rows:
         if row.problem:

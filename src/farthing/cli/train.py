@@ -1,4 +1,6 @@
-"""`farthing train`: start a job or continue it, on the bill from the first second; with --retry, attempts as children."""
+"""`farthing train`: start a job or continue it, on the bill from the first second; with --retry,
+attempts as children.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from farthing.cli.leaving import leave_before_the_start
 from farthing.cli.parser import add_job_arguments
 from farthing.durability.group import Seat, seat_in, sit_down
 from farthing.durability.preemption import handled
-from farthing.errors import EXIT_FINISHED, EXIT_LIMIT, FarthingError, UserMistake
+from farthing.errors import EXIT_FINISHED, EXIT_LIMIT, FarthingError, InputError
 
 GOES_ON_UNREAD = True
 """Training does not end because nobody reads what it prints."""
@@ -30,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-restart",
         action="store_true",
-        help="start from step 0 when every checkpoint is damaged, and the bill from $0 when its file is gone",
+        help=(
+            "start from step 0 when every checkpoint is damaged, and the bill from $0 when its file"
+            " is gone"
+        ),
     )
     parser.add_argument(
         "--retry",
@@ -38,29 +43,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         const=3,
         metavar="N",
-        help="begin again after interruptions, crashes and kills, until N attempts in a row saved nothing (default: 3)",
+        help=(
+            "begin again after interruptions, crashes and kills, until N attempts in a row saved"
+            " nothing (default: 3)"
+        ),
     )
     parser.add_argument(
         "--from",
         dest="ancestor",
         metavar="RUN[:STEP]",
-        help="begin a new run with the trained weights of another, which its receipt names and adds",
+        help=(
+            "begin a new run with the trained weights of another, which its receipt names and adds"
+        ),
     )
     for kind in ("deepspeed", "accelerate"):
         parser.add_argument(
-            f"--{kind}", metavar="FILE", help=f"take what a configuration of {kind} says; every line is mapped or named"
+            f"--{kind}",
+            metavar="FILE",
+            help=f"take what a configuration of {kind} says; every line is mapped or named",
         )
     parser.add_argument(
-        "--local_rank", "--local-rank", metavar="N", help="what deepspeed adds; its environment says it too"
+        "--local_rank",
+        "--local-rank",
+        metavar="N",
+        help="what deepspeed adds; its environment says it too",
     )
-    parser.add_argument("--json", action="store_true", help="print the receipt as JSON; progress goes to stderr")
+    parser.add_argument(
+        "--json", action="store_true", help="print the receipt as JSON; progress goes to stderr"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """One attempt, or with --retry as many as it takes; then the receipt.
 
-    The garbage collector is off until the loop runs: libraries that are imported leave no garbage, and to look for it takes a
-    quarter of the start.
+    The garbage collector is off until the loop runs: libraries that are imported leave no garbage,
+    and to look for it takes a quarter of the start.
     """
     gc.disable()
     try:
@@ -75,11 +92,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.ancestor is not None:
         arguments.set = [*arguments.set, f"model.from_run={json.dumps(arguments.ancestor)}"]
     if arguments.retry is not None and arguments.retry < 1:
-        raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
+        raise InputError(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
     seat = seat_in(os.environ)
     if arguments.retry is not None and seat.n > 1:
-        raise UserMistake(
-            f"{seat.by} has started the {seat.n} processes of the run, and begins them again or does not",
+        raise InputError(
+            f"{seat.by} has started the {seat.n} processes of the run, and begins them again or"
+            " does not",
             where="--retry",
             to_do="leave it out, or start `farthing train --retry` by itself with where.gpus",
         )
@@ -90,7 +108,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if not seat.is_first:
         return _compute_along(arguments)
     with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on
-        attempt = None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
+        attempt = (
+            None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
+        )
 
         loading = None if arguments.retry or seat.by else _begin_to_load(arguments)
 
@@ -105,12 +125,16 @@ def _run(arguments: argparse.Namespace) -> int:
             stack.close()
             attempt = None
         offer = _scaling_offer(arguments, job)
-        if seat.n == 1 and is_finished(folder):  # else the others wait, and are told as they come together
+        if seat.n == 1 and is_finished(
+            folder
+        ):  # else the others wait, and are told as they come together
             from farthing.train.finished import receipt_of_finished
 
             if done := receipt_of_finished(job):
                 console = rich_console(stderr=arguments.json)
-                return _show_end(arguments, console, "finished", FINISHED_ALREADY, done, EXIT_FINISHED)
+                return _show_end(
+                    arguments, console, "finished", FINISHED_ALREADY, done, EXIT_FINISHED
+                )
         n_ranks = 1 if seat.by else n_ranks_of(job)
         if arguments.retry is not None or n_ranks > 1:
             from farthing.planner.preflight import look_over
@@ -126,13 +150,19 @@ def _run(arguments: argparse.Namespace) -> int:
         outcome = _train_once(arguments, job, offer, attempt, loading)
     if isinstance(outcome, str):
         receipt = leave_receipt(folder)
-        return _show_end(arguments, rich_console(stderr=arguments.json), "limit", outcome, receipt, EXIT_LIMIT)
+        return _show_end(
+            arguments, rich_console(stderr=arguments.json), "limit", outcome, receipt, EXIT_LIMIT
+        )
     console = rich_console(stderr=arguments.json, goes_on=True)
-    return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
+    return _show_end(
+        arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code
+    )
 
 
 def _begin_to_load(arguments: argparse.Namespace) -> Any:
-    """The thread that links torch's libraries meanwhile; None where the run that is named is finished."""
+    """The thread that links torch's libraries meanwhile; None where the run that is named is
+    finished.
+    """
     from farthing.durability.opening import likely_folder
     from farthing.durability.run_folder import is_finished
     from farthing.model.light_torch import load_libraries
@@ -142,19 +172,27 @@ def _begin_to_load(arguments: argparse.Namespace) -> Any:
 
 
 def _from_launchers(arguments: argparse.Namespace, *, is_told: bool) -> list[str]:
-    """Overrides for the job out of configurations of DeepSpeed and accelerate; what became of each line is told."""
+    """Overrides for the job out of configurations of DeepSpeed and accelerate; what became of each
+    line is told.
+    """
     from farthing.config.importers.launchers import beside
     from farthing.config.load import load_job
 
-    files = [(kind, name) for kind in ("deepspeed", "accelerate") if (name := getattr(arguments, kind))]
+    files = [
+        (kind, name) for kind in ("deepspeed", "accelerate") if (name := getattr(arguments, kind))
+    ]
     overrides, said = beside(load_job(arguments.job, arguments.set), files)
     for line in said if is_told else ():
         complain(line)
     return overrides
 
 
-def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any, loading: Any) -> Any:
-    """The `Outcome` of an attempt that is on the bill; why it was not begun, where a limit has no room for it."""
+def _train_once(
+    arguments: argparse.Namespace, job: Any, offer: str, attempt: Any, loading: Any
+) -> Any:
+    """The `Outcome` of an attempt that is on the bill; why it was not begun, where a limit has no
+    room for it.
+    """
     from farthing.events import Note, Working
     from farthing.planner.preflight import look_over
     from farthing.report.terminal import Terminal
@@ -193,16 +231,23 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
 
 
 def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: int) -> int:
-    """Attempts as children, each of them several where GPUs share the run; with --json the receipt of the last one is
-    printed."""
+    """Attempts as children, each of them several where GPUs share the run; with --json the receipt
+    of the last one is printed."""
     import tempfile
 
     from farthing.durability.group import Elastic, environ_of, until_it_ends
     from farthing.durability.supervisor import Child, Supervisor, begin
 
-    words = ["train", arguments.job, *(word for value in arguments.set for word in ("--set", value))]
+    words = [
+        "train",
+        arguments.job,
+        *(word for value in arguments.set for word in ("--set", value)),
+    ]
     words += ["--json"] if arguments.json else []
-    with tempfile.TemporaryFile() as printed, tempfile.TemporaryDirectory(prefix="farthing-ranks-") as meeting:
+    with (
+        tempfile.TemporaryFile() as printed,
+        tempfile.TemporaryDirectory(prefix="farthing-ranks-") as meeting,
+    ):
 
         def start(number: int) -> Child:
             once = ["--allow-restart"] if arguments.allow_restart and number == 0 else []
@@ -212,7 +257,9 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: i
             def start_rank(seat: Seat, slot: int, attempt: int) -> subprocess.Popen[bytes]:
                 out = emptied(printed) if seat.is_first else subprocess.DEVNULL
                 place = Path(meeting) / f"attempt-{number}-{attempt}"
-                return begin([*words, *once], stdout=out, environ=environ_of(seat, slot, place, os.environ))
+                return begin(
+                    [*words, *once], stdout=out, environ=environ_of(seat, slot, place, os.environ)
+                )
 
             return Elastic(n_ranks, start_rank, complain)
 
@@ -233,7 +280,9 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: i
 
 
 def n_ranks_of(job: Any) -> int:
-    """How many processes the job wants on this machine. Raises `UserMistake` where it has fewer GPUs."""
+    """How many processes the job wants on this machine. Raises `InputError` where it has fewer
+    GPUs.
+    """
     wanted = job.where.gpus
     if wanted in (None, 1) or (job.where.device == "cpu" and wanted != "all"):
         return int(wanted or 1)
@@ -243,7 +292,7 @@ def n_ranks_of(job: Any) -> int:
     if wanted == "all":
         return max(1, n_gpus)
     if n_gpus < wanted and (n_gpus or job.where.device == "cuda"):
-        raise UserMistake(
+        raise InputError(
             f"the job wants {wanted} GPUs, this machine has {n_gpus}",
             where="where.gpus",
             to_do=f"set it to {max(1, n_gpus)}, or to all",
@@ -252,14 +301,17 @@ def n_ranks_of(job: Any) -> int:
 
 
 def _compute_along(arguments: argparse.Namespace) -> int:
-    """A rank that is not the first: it computes, and is silent. An error of all is told by the first alone."""
+    """A rank that is not the first: it computes, and is silent. An error of all is told by the
+    first alone.
+    """
     from farthing.config.load import load_job
 
     with handled(leave_before_the_start):
         job = load_job(arguments.job, arguments.set)
         from farthing.train.run import train
 
-    gc.freeze()  # as on the first rank, which would wait before the first step for what is looked through here
+    # as on the first rank, which would wait before the first step for what is looked through here
+    gc.freeze()
     try:
         return train(job, lambda event: None).exit_code
     except FarthingError as error:
@@ -268,7 +320,9 @@ def _compute_along(arguments: argparse.Namespace) -> int:
         raise
 
 
-def _show_end(arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: Any, code: int) -> int:
+def _show_end(
+    arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: Any, code: int
+) -> int:
     """The receipt, and how it ended."""
     from farthing.report.receipt_table import draw_receipt
     from farthing.report.safe import escape
@@ -280,7 +334,10 @@ def _show_end(arguments: argparse.Namespace, console: Any, state: str, reason: s
         console.print()
     words = {
         "finished": f"[green]finished[/]: {escape(reason)}",
-        "limit": f"[yellow]stopped[/] by {escape(reason)}; raise the limit and run the same command to go on",
+        "limit": (
+            f"[yellow]stopped[/] by {escape(reason)}; raise the limit and run the same command to"
+            " go on"
+        ),
         "interrupted": f"[yellow]interrupted[/] ({escape(reason)}); run the same command to go on",
     }
     console.print(words[state], highlight=False, soft_wrap=True)
@@ -288,7 +345,9 @@ def _show_end(arguments: argparse.Namespace, console: Any, state: str, reason: s
 
 
 def _scaling_offer(arguments: argparse.Namespace, job: Any) -> str:
-    """The linear scaling rule, when the command line changes the global batch but not the learning rate."""
+    """The linear scaling rule, when the command line changes the global batch but not the learning
+    rate.
+    """
     if not arguments.set or job.train.learning_rate_batch_size:
         return ""
     from farthing.config.load import load_job
@@ -301,6 +360,7 @@ def _scaling_offer(arguments: argparse.Namespace, job: Any) -> str:
         return ""
     scaled = job.learning_rate * job.global_batch_size / plain.global_batch_size
     return (
-        f"the global batch is {job.global_batch_size} instead of {plain.global_batch_size}; the linear scaling rule would "
-        f"make the learning rate {scaled:g}: --set train.learning_rate_batch_size={plain.global_batch_size}"
+        f"the global batch is {job.global_batch_size} instead of {plain.global_batch_size}; the"
+        f" linear scaling rule would make the learning rate {scaled:g}: --set"
+        f" train.learning_rate_batch_size={plain.global_batch_size}"
     )

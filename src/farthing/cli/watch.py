@@ -1,4 +1,6 @@
-"""`farthing watch`: a run as it goes, from another terminal or, where it has a store, from another machine."""
+"""`farthing watch`: a run as it goes, from another terminal or, where it has a store, from another
+machine.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 from farthing.cli.console import rich_console
 from farthing.cli.looking import looked_at, names_a_store
-from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.errors import EXIT_FINISHED, InputError
 
 LOCAL_S, STORE_S = 2.0, 20.0
 SILENT_STORE_S = 300.0
@@ -19,9 +21,16 @@ SILENT_STORE_S = 300.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing watch`."""
     parser.add_argument("run", help="run folder (output_dir), or the address of its output_store")
-    parser.add_argument("--every", type=float, metavar="SECONDS", help="between two looks (default: 2; 20 for a store)")
+    parser.add_argument(
+        "--every",
+        type=float,
+        metavar="SECONDS",
+        help="between two looks (default: 2; 20 for a store)",
+    )
     parser.add_argument("--once", action="store_true", help="look once and leave")
-    parser.add_argument("--json", action="store_true", help="print a JSON object on a line for each look")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object on a line for each look"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from farthing.report.watch_view import Watcher
 
     if arguments.every is not None and arguments.every <= 0:
-        raise UserMistake(f"{arguments.every:g} seconds", where="--every", to_do="give more than 0")
+        raise InputError(f"{arguments.every:g} seconds", where="--every", to_do="give more than 0")
     is_store = names_a_store(arguments.run)
     every_s = arguments.every or (STORE_S if is_store else LOCAL_S)
     watcher = Watcher(rich_console())
@@ -42,7 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         while True:
             receipt = build_receipt(look())
-            progress = progress_of(receipt, time.time(), silent_s=SILENT_STORE_S if is_store else SILENT_S)
+            progress = progress_of(
+                receipt, time.time(), silent_s=SILENT_STORE_S if is_store else SILENT_S
+            )
             if arguments.json:
                 print(json.dumps(_as_json(receipt, progress), allow_nan=False), flush=True)
             else:
@@ -56,5 +67,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _as_json(receipt: Any, progress: Any) -> dict[str, object]:
     """One look, for programs."""
     found = receipt.to_json()
-    kept = ("run", "usd", "wall_s", "final_loss", "metrics", "tokens_per_s", "mfu", "peak_bytes", "interruptions")
-    return {**progress.to_json(), **{name: found[name] for name in kept}, "diagnosis": found["diagnosis"]}
+    kept = (
+        "run",
+        "usd",
+        "wall_s",
+        "final_loss",
+        "metrics",
+        "tokens_per_s",
+        "mfu",
+        "peak_bytes",
+        "interruptions",
+    )
+    return {
+        **progress.to_json(),
+        **{name: found[name] for name in kept},
+        "diagnosis": found["diagnosis"],
+    }

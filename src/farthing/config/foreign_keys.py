@@ -1,4 +1,5 @@
-"""Keys of other tools in a job: other names of ours, which are understood, and keys that farthing has no use for.
+"""Keys of other tools in a job: other names of ours, which are understood, and keys that farthing
+has no use for.
 
 A name is only taken for another where both mean the same. Nothing is guessed by spelling here.
 """
@@ -16,7 +17,9 @@ _OTHER_NAMES: dict[str, str] = {
     "data.train": "dataset dataset_name train_file train_data training_file",
     "data.eval": "eval_dataset eval_file validation_file",
     "data.dataset_config_name": "dataset_config",
-    "data.max_length": "max_seq_length max_seq_len sequence_len seq_length cutoff_len block_size max_source_length",
+    "data.max_length": (
+        "max_seq_length max_seq_len sequence_len seq_length cutoff_len block_size max_source_length"
+    ),
     "data.eval_fraction": "val_set_size",
     "data.train_on_prompt": "train_on_inputs",
     "method.lora_r": "r rank lora_rank",
@@ -28,9 +31,13 @@ _OTHER_NAMES: dict[str, str] = {
     "train.num_train_epochs": "epochs num_epochs n_epochs",
     "train.optim": "optimizer",
     "train.learning_rate": "lr",
-    "train.per_device_train_batch_size": "batch_size train_batch_size micro_batch_size per_gpu_train_batch_size",
+    "train.per_device_train_batch_size": (
+        "batch_size train_batch_size micro_batch_size per_gpu_train_batch_size"
+    ),
     "train.per_device_eval_batch_size": "eval_batch_size",
-    "train.gradient_accumulation_steps": "gradient_accumulation grad_accum grad_accumulation_steps accumulation_steps",
+    "train.gradient_accumulation_steps": (
+        "gradient_accumulation grad_accum grad_accumulation_steps accumulation_steps"
+    ),
     "train.lr_scheduler_type": "scheduler lr_scheduler",
     "train.warmup_steps": "warmup num_warmup_steps",
     "train.max_grad_norm": "grad_clip gradient_clipping clip_grad_norm",
@@ -48,7 +55,12 @@ _OTHER_NAMES: dict[str, str] = {
 ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 """Another name -> the key of a job that means the same."""
 
-_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_hf": "adamw_torch", "adam": "", "adamw_fused": "adamw_torch_fused"}
+_OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw_hf": "adamw_torch",
+    "adam": "",
+    "adamw_fused": "adamw_torch_fused",
+}
 _SWITCHES = {"use_lora": "lora", "use_peft": "lora", "use_qlora": "qlora"}
 
 
@@ -66,21 +78,28 @@ def answer(name: str, *, is_exact: bool = False) -> str:
     for before, of in (("", "job"), ("another tool's key: ", "common")):
         for group in reasons(of):
             patterns = group.patterns.split()
-            if name in patterns or (not is_exact and any(fnmatchcase(name, pattern) for pattern in patterns)):
+            if name in patterns or (
+                not is_exact and any(fnmatchcase(name, pattern) for pattern in patterns)
+            ):
                 return before + group.reason
     return ""
 
 
-def adopt(values: dict[Any, Any], known: dict[str, list[str]]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+def adopt(
+    values: dict[Any, Any], known: dict[str, list[str]]
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Move aliases to where they belong, in place; yields (where it stood, where it is now).
 
-    `known` has the keys of each section, and of the job itself as "". Raises `Foreign` where both names are given.
+    `known` has the keys of each section, and of the job itself as "". Raises `Foreign` where both
+    names are given.
     """
     for section in ("", *(name for name in known if name)):
         place = values if section == "" else values.get(section)
         if not isinstance(place, dict):
             continue
-        for name in [name for name in place if isinstance(name, str) and name not in known[section]]:
+        for name in [
+            name for name in place if isinstance(name, str) and name not in known[section]
+        ]:
             target, value = _meant(name, place[name], known if section == "" else {})
             if target is None:
                 continue
@@ -90,7 +109,9 @@ def adopt(values: dict[Any, Any], known: dict[str, list[str]]) -> Iterator[tuple
 
 
 def _meant(name: str, value: Any, known: dict[str, list[str]]) -> tuple[str | None, Any]:
-    """(key of the job, value there) of another name; `known` are the sections in which a bare key of ours is looked for."""
+    """(key of the job, value there) of another name; `known` are the sections in which a bare key
+    of ours is looked for.
+    """
     if name in _SWITCHES and isinstance(value, bool):
         return "method.name", _SWITCHES[name] if value else "full"
     if name == "load_in_4bit" and value is True:

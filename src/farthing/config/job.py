@@ -1,6 +1,7 @@
 """What can be asked for: the sections of a job, frozen, every key with its meaning and its default.
 
-Names are those of the Hugging Face training arguments where one exists. Refuses to touch torch, files and the network.
+Names are those of the Hugging Face training arguments where one exists. Refuses to touch torch,
+files and the network.
 """
 
 from __future__ import annotations
@@ -40,14 +41,16 @@ from farthing.config.values import (
     Whole,
     known_init,
     with_own,
-)  # fmt: skip
+)
 from farthing.tasks.registry import task_of
 
 
 class Section(BaseModel):
     """A frozen part of the job; unknown keys are mistakes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class ModelSection(Section):
@@ -62,22 +65,26 @@ class ModelSection(Section):
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from fresh weights: a folder with config.json and a tokenizer is enough."""
     from_run: Name | None = None
-    """Begin with the trained weights of another run of the same model and method: its folder, or FOLDER:STEP for one of its
-    checkpoints. The receipt names it and adds what it has cost. `farthing train JOB --from FOLDER` sets it."""
+    """Begin with the trained weights of another run of the same model and method: its folder, or
+    FOLDER:STEP for one of its checkpoints. The receipt names it and adds what it has cost.
+    `farthing train JOB --from FOLDER` sets it."""
     attn_implementation: str | None = None
     """Attention of transformers: sdpa (its default), eager, flash_attention_2 ..."""
     rope_scaling: dict[str, Any] | None = None
-    """Other rotary positions than the model's, as transformers has them: {rope_type: linear, factor: 4.0}. They go into the
-    exported configuration."""
+    """Other rotary positions than the model's, as transformers has them: {rope_type: linear,
+    factor: 4.0}. They go into the exported configuration."""
     trust_remote_code: bool = False
-    """Run code that comes with the model. Needs a Hub `revision` of 40 hex digits, or a local folder."""
+    """Run code that comes with the model. Needs a Hub `revision` of 40 hex digits, or a local
+    folder.
+    """
 
     @field_validator("model_name_or_path", "tokenizer_name_or_path")
     @classmethod
     def _is_no_address(cls, name: str | None) -> str | None:
         if name is not None and is_remote(name):
             raise ValueError(
-                "this is a URL; give a Hub name or a folder, and put tokens into the environment (HF_TOKEN)"
+                "this is a URL; give a Hub name or a folder, and put tokens into the environment"
+                " (HF_TOKEN)"
             )
         return name
 
@@ -86,15 +93,21 @@ class DataSection(Section):
     """Which examples. `data: FILE` is short for `data: {train: FILE}`."""
 
     train: Annotated[Paths, Field(min_length=1)]
-    """Files (jsonl, json, csv, parquet; local, s3://, gs://, https://; globs), a data set folder, or a Hub name."""
+    """Files (jsonl, json, csv, parquet; local, s3://, gs://, https://; globs), a data set folder,
+    or a Hub name.
+    """
     eval: Paths = ()
     """The same for evaluation."""
     of_train: tuple[Own, ...] = ()
-    """Filled from `train: [{path, weight, columns, split, name}]`: what is said of each file or data set alone."""
+    """Filled from `train: [{path, weight, columns, split, name}]`: what is said of each file or
+    data set alone.
+    """
     of_eval: tuple[Own, ...] = ()
     """The same of `eval`."""
     eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    """Without `eval`: the fraction of `train` that is held out (rows with equal input stay on one side)."""
+    """Without `eval`: the fraction of `train` that is held out (rows with equal input stay on one
+    side).
+    """
     dataset_config_name: str | None = None
     """Configuration of a Hub data set."""
     train_split: str = "train"
@@ -102,12 +115,15 @@ class DataSection(Section):
     eval_split: str = "validation"
     """Split for `eval` of a Hub data set or data set folder."""
     columns: ColumnMap = {}
-    """Standard column name -> name in the data, e.g. {text: narrative, label: product}; or a template of several,
-    "{question}\\n{context}"; or a list of which the first counts whose columns are filled."""
+    """Standard column name -> name in the data, e.g. {text: narrative, label: product}; or a
+    template of several, "{question}\\n{context}"; or a list of which the first counts whose columns
+    are filled."""
     label_map: LabelMap = {}
     """Classification: label in the data -> label to train on, to merge what is the same class."""
     max_length: Positive | None = None
-    """Longest input in tokens (prompt and completion together for causal-lm). Default: 1024, 512 for the others."""
+    """Longest input in tokens (prompt and completion together for causal-lm). Default: 1024, 512
+    for the others.
+    """
     max_target_length: Positive = 128
     """Seq2seq: longest target in tokens, at training and when generating."""
     too_long: Literal["truncate", "skip", "error"] = "truncate"
@@ -115,7 +131,9 @@ class DataSection(Section):
     train_on_prompt: bool = False
     """Causal-lm: take the loss on prompt and user tokens too."""
     source_lang: str | None = None
-    """Seq2seq: the language of the inputs, as the tokenizer names it (eng_Latn, en_XX), for models that are told it."""
+    """Seq2seq: the language of the inputs, as the tokenizer names it (eng_Latn, en_XX), for models
+    that are told it.
+    """
     target_lang: str | None = None
     """Seq2seq: the language of the targets."""
     chat_template: str | None = None
@@ -146,19 +164,26 @@ class MethodSection(Section):
     lora_alpha: Annotated[Number, Field(gt=0)] = 32.0
     lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     target_modules: Names = ()
-    """Layers that get an adapter: names, or `all-linear`. Default: all-linear (query and value for classification)."""
+    """Layers that get an adapter: names, or `all-linear`. Default: all-linear (query and value for
+    classification).
+    """
     modules_to_save: Names = ()
     """Further modules trained in full and saved. A classification head is always among them."""
     use_dora: bool = False
     use_rslora: bool = False
     init_lora_weights: Annotated[str, AfterValidator(known_init), AsWord] = "true"
-    """How an adapter begins, as in peft: true (A as Kaiming draws it, B zero), false (both drawn: it begins as noise),
-    gaussian, orthogonal, or as the main part of the weights themselves: pissa, pissa_niter_N (by N rounds, much sooner)
-    and olora. For those three the exported adapter has twice the rank, and the base stays as it is."""
+    """How an adapter begins, as in peft: true (A as Kaiming draws it, B zero), false (both drawn:
+    it begins as noise), gaussian, orthogonal, or as the main part of the weights themselves: pissa,
+    pissa_niter_N (by N rounds, much sooner) and olora. For those three the exported adapter has
+    twice the rank, and the base stays as it is."""
     lora_bias: bool = False
-    """A bias beside each B matrix, as in peft; for layers that have a bias of their own, else it could not be merged."""
+    """A bias beside each B matrix, as in peft; for layers that have a bias of their own, else it
+    could not be merged.
+    """
     loraplus_lr_ratio: Annotated[Number, Field(gt=0)] | None = None
-    """LoRA+ (Hayou et al. 2024): the learning rate of the B matrices, and of vectors, as a multiple of the others'."""
+    """LoRA+ (Hayou et al. 2024): the learning rate of the B matrices, and of vectors, as a multiple
+    of the others'.
+    """
 
 
 class TrainSection(Section):
@@ -170,22 +195,32 @@ class TrainSection(Section):
     global_batch_size: Positive | None = None
     """Examples per optimizer step. Default 16, or the product of the two keys below."""
     per_device_train_batch_size: Positive | None = None
-    """As many of the longest examples in one forward pass, and more of shorter ones: an execution detail that does not
-    change the result."""
+    """As many of the longest examples in one forward pass, and more of shorter ones: an execution
+    detail that does not change the result."""
     gradient_accumulation_steps: Positive | None = None
     micro_batch_tokens: Positive | None = None
-    """Most tokens in one forward pass; a longer example goes alone. Overrides per_device_train_batch_size as the limit
-    of what is computed at once, and like it changes no result. Default: planned."""
+    """Most tokens in one forward pass; a longer example goes alone. Overrides
+    per_device_train_batch_size as the limit of what is computed at once, and like it changes no
+    result. Default: planned."""
     probe: bool | Literal["auto"] = "auto"
-    """Try other sizes of the forward pass for a minute before the first step: auto where that is expected to save more
-    than it takes; false: not even what an earlier `farthing probe` has found is used."""
+    """Try other sizes of the forward pass for a minute before the first step: auto where that is
+    expected to save more than it takes; false: not even what an earlier `farthing probe` has found
+    is used."""
     per_device_eval_batch_size: Positive = 16
     learning_rate: Annotated[Number, Field(gt=0)] | None = None
     """Default: 2e-4 for lora and qlora, 2e-5 for full."""
     learning_rate_batch_size: Positive | None = None
-    """The global batch the learning rate was tuned for: the rate is scaled linearly to the one in use."""
+    """The global batch the learning rate was tuned for: the rate is scaled linearly to the one in
+    use.
+    """
     lr_scheduler_type: Literal[
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
     ] = "linear"
     warmup_ratio: Share = 0.03
     warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
@@ -193,8 +228,8 @@ class TrainSection(Section):
     warmup_epochs: Annotated[Number, Field(ge=0)] | None = None
     """The same in passes over the data; only one of the two may be given."""
     fit_schedule_to_budget: bool = False
-    """The learning rate comes down to its end when the limits are reached: as many steps as they buy, never more than
-    asked. Needs one of the limits."""
+    """The learning rate comes down to its end when the limits are reached: as many steps as they
+    buy, never more than asked. Needs one of the limits."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
     """0 switches clipping off."""
@@ -210,14 +245,15 @@ class TrainSection(Section):
         "paged_adamw_8bit",
         "paged_adamw_32bit",
     ] = "adamw_torch_fused"
-    """adamw_torch_offload is ours: fused AdamW with its state and arithmetic on the host, 8 bytes less for each trained weight
-    on the GPU, 16 more in the machine. The 8-bit and paged ones need bitsandbytes."""
+    """adamw_torch_offload is ours: fused AdamW with its state and arithmetic on the host, 8 bytes
+    less for each trained weight on the GPU, 16 more in the machine. The 8-bit and paged ones need
+    bitsandbytes."""
     adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
     neftune_noise_alpha: Annotated[Number, Field(gt=0)] | None = None
-    """NEFTune (Jain et al. 2023): noise on the input embeddings in training, within alpha / sqrt(tokens x width) for each
-    document."""
+    """NEFTune (Jain et al. 2023): noise on the input embeddings in training, within alpha /
+    sqrt(tokens x width) for each document."""
     label_smoothing_factor: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 42
     bf16: bool | None = None
@@ -228,18 +264,26 @@ class TrainSection(Section):
     gradient_checkpointing: bool | Positive | Literal["auto"] = "auto"
     """true: every layer; k: every k-th layer; auto: as much as the measured need asks for."""
     torch_compile: bool | Literal["auto"] = "auto"
-    """Compile each layer. auto: on a GPU where that is expected to save more seconds than it takes; never on a CPU."""
+    """Compile each layer. auto: on a GPU where that is expected to save more seconds than it takes;
+    never on a CPU.
+    """
     use_liger_kernel: bool | Literal["auto"] = "auto"
-    """Liger's kernels for norms, rotations and gated feed-forwards. auto: on a GPU where liger-kernel is installed."""
+    """Liger's kernels for norms, rotations and gated feed-forwards. auto: on a GPU where
+    liger-kernel is installed.
+    """
     full_determinism: bool = False
-    """CUDA: only deterministic kernels, so that a resume is bit-identical there too. The CPU always is."""
+    """CUDA: only deterministic kernels, so that a resume is bit-identical there too. The CPU always
+    is.
+    """
     eval_strategy: Literal["epoch", "steps", "no"] = "epoch"
     eval_steps: Positive | None = None
     """Optimizer steps between evaluations; implies eval_strategy: steps."""
     predict_with_generate: bool = True
     """Seq2seq: generate at evaluation, for exact match and ROUGE."""
     metric_for_best_model: str | None = None
-    """loss, document_loss, perplexity, accuracy, f1, precision, recall, exact_match, rouge1, rouge2, rougeL. Default: loss."""
+    """loss, document_loss, perplexity, accuracy, f1, precision, recall, exact_match, rouge1,
+    rouge2, rougeL. Default: loss.
+    """
     greater_is_better: bool | None = None
     """Default: known from the metric."""
     load_best_model_at_end: bool = True
@@ -247,39 +291,52 @@ class TrainSection(Section):
     early_stopping_patience: Positive | None = None
     """Stop after this many evaluations without an improvement."""
     early_stopping_threshold: Annotated[Number, Field(ge=0)] = 0.0
-    """The least gain on the best so far that counts for the patience (min-delta). Which step is best does not depend on it."""
+    """The least gain on the best so far that counts for the patience (min-delta). Which step is
+    best does not depend on it.
+    """
     save_steps: Positive | None = None
     """Optimizer steps between checkpoints. Default: by time, see save_minutes."""
     save_minutes: Annotated[Number, Field(gt=0)] | None = None
-    """Minutes between checkpoints. Default: the planned interval, which weighs what saving costs against what may be lost."""
+    """Minutes between checkpoints. Default: the planned interval, which weighs what saving costs
+    against what may be lost.
+    """
     save_total_limit: Annotated[Whole, Field(ge=2)] = 2
     """How many of the newest checkpoints are kept, besides the best."""
     logging_steps: Positive = 10
     max_skipped_steps: Positive = 5
     """Stop after this many steps in a row whose loss or gradient is not a number."""
     push_to_hub: bool = False
-    """Publish the exported model on the Hugging Face Hub when the run is finished; the token is HF_TOKEN of the environment.
-    Checkpoints do not go there: they stay in `output_store`."""
+    """Publish the exported model on the Hugging Face Hub when the run is finished; the token is
+    HF_TOKEN of the environment. Checkpoints do not go there: they stay in `output_store`."""
     hub_model_id: str | None = None
     """Its repository, `owner/name`. Default: the name of the run folder, of the token's owner."""
     hub_private_repo: bool = True
     """false: everyone may read it."""
     report_to: Trackers = ()
-    """Trackers that are told of every step and evaluation, by their own libraries (extras of the same names; `track` for
-    TensorBoard). A run that goes on goes on in the same run of theirs."""
+    """Trackers that are told of every step and evaluation, by their own libraries (extras of the
+    same names; `track` for TensorBoard). A run that goes on goes on in the same run of theirs."""
 
     @model_validator(mode="after")
     def _batches_agree(self) -> TrainSection:
         micro, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
         if self.global_batch_size is None and accumulation is not None and micro is None:
-            raise ValueError("gradient_accumulation_steps needs per_device_train_batch_size or global_batch_size")
-        if self.global_batch_size and micro and accumulation and self.global_batch_size != micro * accumulation:
             raise ValueError(
-                f"global_batch_size {self.global_batch_size} is not per_device_train_batch_size {micro} x "
-                f"gradient_accumulation_steps {accumulation}; leave one of the three out"
+                "gradient_accumulation_steps needs per_device_train_batch_size or global_batch_size"
+            )
+        if (
+            self.global_batch_size
+            and micro
+            and accumulation
+            and self.global_batch_size != micro * accumulation
+        ):
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not per_device_train_batch_size"
+                f" {micro} x gradient_accumulation_steps {accumulation}; leave one of the three out"
             )
         if self.warmup_steps is not None and self.warmup_epochs is not None:
-            raise ValueError("warmup_steps and warmup_epochs exclude each other; leave one of them out")
+            raise ValueError(
+                "warmup_steps and warmup_epochs exclude each other; leave one of them out"
+            )
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 exclude each other; leave one of them out")
         if self.eval_strategy == "steps" and self.eval_steps is None:
@@ -322,28 +379,32 @@ class WhereSection(Section):
     offers: Literal["spot", "on-demand"] | None = None
     """Only one kind of offer."""
     gpus: Annotated[int, Field(ge=1, le=1024)] | Literal["all"] | None = None
-    """How many GPUs of this machine share the run, or all of them; with device: cpu so many processes. Default: one, and as
-    many as torchrun or another launcher has started."""
+    """How many GPUs of this machine share the run, or all of them; with device: cpu so many
+    processes. Default: one, and as many as torchrun or another launcher has started."""
     patience_s: Annotated[Number, Field(ge=2)] = 60.0
-    """Several GPUs: one that does not answer for so long is lost, and the run goes on with those that are left."""
+    """Several GPUs: one that does not answer for so long is lost, and the run goes on with those
+    that are left.
+    """
     same_bits: Literal["auto"] | bool = "auto"
-    """Several GPUs: gradients are added up in an order that does not depend on how many there are. auto: for adapters; in
-    full training it takes memory for more gradients."""
+    """Several GPUs: gradients are added up in an order that does not depend on how many there are.
+    auto: for adapters; in full training it takes memory for more gradients."""
     strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
-    """Several GPUs. ddp: each has all weights. fsdp: weights, gradients and optimizer state are spread over them, and gathered
-    layer by layer; of method: lora the frozen weights. hsdp: spread over the GPUs of each machine, with a copy on every
-    machine. auto: ddp where everything fits on each GPU, else fsdp."""
+    """Several GPUs. ddp: each has all weights. fsdp: weights, gradients and optimizer state are
+    spread over them, and gathered layer by layer; of method: lora the frozen weights. hsdp: spread
+    over the GPUs of each machine, with a copy on every machine. auto: ddp where everything fits on
+    each GPU, else fsdp."""
     reshard_after_forward: bool = True
-    """fsdp and hsdp. true: a layer is gathered again for its backward pass (ZeRO-3). false: it is kept from the forward pass
-    on (ZeRO-2): less traffic, more memory."""
+    """fsdp and hsdp. true: a layer is gathered again for its backward pass (ZeRO-3). false: it is
+    kept from the forward pass on (ZeRO-2): less traffic, more memory."""
     offload_weights: bool = False
-    """fsdp and hsdp: rows of the weights stay in main memory, with gradients and optimizer state of those that are trained, and
-    each layer comes to the GPU while it computes. Slow: for what has no room with optim: adamw_torch_offload either."""
+    """fsdp and hsdp: rows of the weights stay in main memory, with gradients and optimizer state of
+    those that are trained, and each layer comes to the GPU while it computes. Slow: for what has no
+    room with optim: adamw_torch_offload either."""
     spot: bool = False
     """The machine may be taken away: checkpoints are taken as often as that asks for."""
     notices: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"
-    """Whose metadata service is asked whether the machine is about to be taken. auto: the one whose machine this is seen
-    to be; where it can't be seen, all of them, with spot: true; else none."""
+    """Whose metadata service is asked whether the machine is about to be taken. auto: the one whose
+    machine this is seen to be; where it can't be seen, all of them, with spot: true; else none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -375,17 +436,24 @@ class Job(Section):
     output_dir: Name
     """The run folder: checkpoints, logs, the receipt and the trained model."""
     output_store: Name | None = None
-    """A place of this run alone that outlives the machine: s3://bucket/prefix, gs://bucket/prefix, or a folder. What an
-    empty machine needs to go on is copied there in the background. Credentials and endpoints come from the environment
-    (AWS_PROFILE, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS ...), never from the job."""
+    """A place of this run alone that outlives the machine: s3://bucket/prefix, gs://bucket/prefix,
+    or a folder. What an empty machine needs to go on is copied there in the background. Credentials
+    and endpoints come from the environment (AWS_PROFILE, AWS_ENDPOINT_URL,
+    GOOGLE_APPLICATION_CREDENTIALS ...), never from the job."""
     cache_dir: str | None = None
     """Where tokenized data is kept. Default: ~/.cache/farthing."""
 
     @model_validator(mode="after")
     def _a_fitted_schedule_has_a_budget(self) -> Job:
         limits = self.limits
-        if self.train.fit_schedule_to_budget and (limits.max_usd, limits.most_hours(), limits.deadline) == (None,) * 3:
-            raise ValueError("train.fit_schedule_to_budget fits to a limit; set limits.max_usd, max_hours or deadline")
+        if (
+            self.train.fit_schedule_to_budget
+            and (limits.max_usd, limits.most_hours(), limits.deadline) == (None,) * 3
+        ):
+            raise ValueError(
+                "train.fit_schedule_to_budget fits to a limit; set limits.max_usd, max_hours or"
+                " deadline"
+            )
         return self
 
     @field_validator("output_dir", "cache_dir")
@@ -393,7 +461,8 @@ class Job(Section):
     def _is_a_folder(cls, name: str | None) -> str | None:
         if name is not None and is_remote(name):
             raise ValueError(
-                "this is a URL; give a folder of this machine, and use `output_store:` for a copy elsewhere"
+                "this is a URL; give a folder of this machine, and use `output_store:` for a copy"
+                " elsewhere"
             )
         return name
 
@@ -401,7 +470,9 @@ class Job(Section):
     @classmethod
     def _store_has_no_secrets(cls, name: str | None) -> str | None:
         if name is not None and name != without_secrets(name):
-            raise ValueError("give a URL without user, password and query: credentials go into the environment")
+            raise ValueError(
+                "give a URL without user, password and query: credentials go into the environment"
+            )
         return name
 
     # ---- what follows from the keys ----
@@ -420,7 +491,11 @@ class Job(Section):
     def says_micro_batch(self) -> bool:
         """Whether the job itself says how much is computed at once, in tokens or in examples."""
         train = self.train
-        said = (train.micro_batch_tokens, train.per_device_train_batch_size, train.gradient_accumulation_steps)
+        said = (
+            train.micro_batch_tokens,
+            train.per_device_train_batch_size,
+            train.gradient_accumulation_steps,
+        )
         return any(value is not None for value in said)
 
     @property
@@ -435,7 +510,9 @@ class Job(Section):
 
     @property
     def learning_rate(self) -> float:
-        """The rate in use, scaled linearly when `learning_rate_batch_size` says what it was tuned for."""
+        """The rate in use, scaled linearly when `learning_rate_batch_size` says what it was tuned
+        for.
+        """
         rate = self.train.learning_rate
         if rate is None:
             rate = 2e-5 if self.method.name == "full" else 2e-4
@@ -454,34 +531,68 @@ class Job(Section):
 
     @property
     def fingerprint(self) -> str:
-        """Which job it is, for what was learned by running out of memory: 12 hex digits of its settings and its model."""
-        content = json.dumps([self.identity(), self.model.model_name_or_path], sort_keys=True, default=str)
+        """Which job it is, for what was learned by running out of memory: 12 hex digits of its
+        settings and its model.
+        """
+        content = json.dumps(
+            [self.identity(), self.model.model_name_or_path], sort_keys=True, default=str
+        )
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     def identity(self) -> dict[str, object]:
-        """The settings that can change the result, flat: a run can only be continued by a job that agrees on them.
+        """The settings that can change the result, flat: a run can only be continued by a job that
+        agrees on them.
 
-        Left out on purpose: how the batch is cut, which kernels compute it, evaluation batch size, where and how often
-        things are saved or logged, limits, price, device and paths (data, tokenizer and model are identified by content).
+        Left out on purpose: how the batch is cut, which kernels compute it, evaluation batch size,
+        where and how often things are saved or logged, limits, price, device and paths (data,
+        tokenizer and model are identified by content).
         """
         train = self.train.model_dump(
             exclude={
-                "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
-                "micro_batch_tokens", "probe",
-                "learning_rate_batch_size", "per_device_eval_batch_size", "gradient_checkpointing", "bf16", "fp16",
-                "torch_compile", "use_liger_kernel",
-                "eval_strategy", "load_best_model_at_end", "save_steps", "save_minutes", "save_total_limit",
-                "logging_steps", "max_skipped_steps", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo",
+                "global_batch_size",
+                "per_device_train_batch_size",
+                "gradient_accumulation_steps",
+                "learning_rate",
+                "micro_batch_tokens",
+                "probe",
+                "learning_rate_batch_size",
+                "per_device_eval_batch_size",
+                "gradient_checkpointing",
+                "bf16",
+                "fp16",
+                "torch_compile",
+                "use_liger_kernel",
+                "eval_strategy",
+                "load_best_model_at_end",
+                "save_steps",
+                "save_minutes",
+                "save_total_limit",
+                "logging_steps",
+                "max_skipped_steps",
+                "report_to",
+                "push_to_hub",
+                "hub_model_id",
+                "hub_private_repo",
             }
-        )  # fmt: skip
+        )
         train |= {"global_batch_size": self.global_batch_size, "learning_rate": self.learning_rate}
         method = self.method.model_dump()
-        for section, key in ((train, "fit_schedule_to_budget"), (train, "neftune_noise_alpha"), (method, "lora_bias")):
+        for section, key in (
+            (train, "fit_schedule_to_budget"),
+            (train, "neftune_noise_alpha"),
+            (method, "lora_bias"),
+        ):
             if not section[key]:  # as runs have it that began before there was such a key
                 del section[key]
-        data = self.data.model_dump(include={"eval_fraction", "max_train_samples", "max_eval_samples"})
+        data = self.data.model_dump(
+            include={"eval_fraction", "max_train_samples", "max_eval_samples"}
+        )
         parts = {"train": train, "data": data, "method": method}
-        flat = {f"{section}.{key}": value for section, keys in parts.items() for key, value in keys.items()}
+        flat = {
+            f"{section}.{key}": value
+            for section, keys in parts.items()
+            for key, value in keys.items()
+        }
         flat |= {"task": self.task, "model.init": self.model.init}
         flat |= {"model.rope_scaling": self.model.rope_scaling} if self.model.rope_scaling else {}
         return dict(json.loads(json.dumps(flat)))
@@ -492,5 +603,8 @@ SECTIONS: dict[str, type[Section]] = {
     for name, each in Job.model_fields.items()
     if isinstance(each.annotation, type) and issubclass(each.annotation, Section)
 }
-KEYS = {"": list(Job.model_fields), **{name: list(section.model_fields) for name, section in SECTIONS.items()}}
+KEYS = {
+    "": list(Job.model_fields),
+    **{name: list(section.model_fields) for name, section in SECTIONS.items()},
+}
 """The keys of each section, and of the job itself as ""."""

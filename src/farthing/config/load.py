@@ -1,7 +1,7 @@
 """`job.yaml` in, one `Job` out, or every mistake in it at once with its line and what to do.
 
-Paths in the file are relative to the file, paths given by `--set` to the working directory. Reading a job is instant and
-never executes anything it holds: safe YAML, no import paths, no interpolation.
+Paths in the file are relative to the file, paths given by `--set` to the working directory. Reading
+a job is instant and never executes anything it holds: safe YAML, no import paths, no interpolation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,26 @@ from farthing.config.foreign_keys import Foreign, adopt, answer
 from farthing.config.job import KEYS, SECTIONS, Job
 from farthing.data.rows import Own
 from farthing.durability.files import Json
-from farthing.errors import JobError, UserMistake
+from farthing.errors import InputError, JobError
 from farthing.tasks.registry import standard_columns, task_names, task_of
 
 MAX_JOB_BYTES = 1 << 20
 MAX_DEPTH = 20
 FILE_ENDINGS = {
-    *(".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".gz", ".txt", ".zip", ".zst", ".arrow", ".xlsx"),
+    *(
+        ".jsonl",
+        ".ndjson",
+        ".json",
+        ".csv",
+        ".tsv",
+        ".parquet",
+        ".gz",
+        ".txt",
+        ".zip",
+        ".zst",
+        ".arrow",
+        ".xlsx",
+    ),
 }
 SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name"}
 
@@ -38,15 +51,17 @@ SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name"}
 def load_job(path: str | Path, overrides: list[str] | None = None) -> Job:
     """Read and check a job file.
 
-    `overrides` are `section.key=value` strings whose values are YAML. Raises `JobError` with every problem found,
-    each with its line or its `--set`.
+    `overrides` are `section.key=value` strings whose values are YAML. Raises `JobError` with every
+    problem found, each with its line or its `--set`.
     """
     path = Path(path)
     return parse_job(_read_text(path), path, overrides)
 
 
 def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
-    """`load_job` of a text: `path` is what messages call it, and relative names of the job stand beside it."""
+    """`load_job` of a text: `path` is what messages call it, and relative names of the job stand
+    beside it.
+    """
     try:
         _refuse_tangles(text, path)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -62,7 +77,9 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
             to_do = "a job holds plain values only"
         raise _refused(f"not valid YAML: {what}", f"{path}{line}", to_do) from error
     if not isinstance(values, dict):
-        raise _refused("a job is a mapping of keys to values", path, "`farthing init` writes a starter")
+        raise _refused(
+            "a job is a mapping of keys to values", path, "`farthing init` writes a starter"
+        )
     lines: dict[tuple[str, ...], int] = {}
     problems = list(_walk(node, (), lines, path))
     values = _expand(values)
@@ -71,7 +88,11 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
         try:
             from_command_line.add(_override(values, text))
         except ValueError as error:
-            problems.append(UserMistake(str(error), where=f"--set {text}", to_do="--set train.learning_rate=1e-4"))
+            problems.append(
+                InputError(
+                    str(error), where=f"--set {text}", to_do="--set train.learning_rate=1e-4"
+                )
+            )
     problems += _adopt(values, lines, path)
 
     def absolute(job: Job) -> Job:
@@ -80,11 +101,15 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
     try:
         job = absolute(Job.model_validate(values))
     except ValidationError as error:
-        problems += _once_each(_explain(item, lines, from_command_line, path) for item in error.errors())
+        problems += _once_each(
+            _explain(item, lines, from_command_line, path) for item in error.errors()
+        )
         rest = _without(values, [item["loc"] for item in error.errors()])
         raise JobError(problems, rest and absolute(rest)) from error
     for key, what, to_do in _contradictions(job):
-        problems.append(UserMistake(what, where=_place(key, lines, from_command_line, path), to_do=to_do))
+        problems.append(
+            InputError(what, where=_place(key, lines, from_command_line, path), to_do=to_do)
+        )
     if problems:
         raise JobError(problems, job)
     return job
@@ -108,7 +133,9 @@ def _without(values: Json, places: Iterable[tuple[int | str, ...]]) -> Job | Non
 
 
 def _words_of_keys() -> dict[str, dict[str, str]]:
-    """What is written below each key in `job.py`, by section. Read when asked for: pydantic would at every start."""
+    """What is written below each key in `job.py`, by section. Read when asked for: pydantic would
+    at every start.
+    """
     import ast
     import inspect
 
@@ -118,7 +145,9 @@ def _words_of_keys() -> dict[str, dict[str, str]]:
             continue
         for key, words in pairwise(section.body):
             match key, words:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(told))):
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                    value=ast.Constant(value=str(told))
+                ):
                     found.setdefault(section.name, {})[name] = inspect.cleandoc(told)
     return found
 
@@ -133,12 +162,16 @@ def job_schema() -> Json:
     for section, key in SHORTHAND.items():
         short = {"type": "string", "description": f"short for {section}: {{{key}: ...}}"}
         schema["properties"][section] = {"anyOf": [short, schema["properties"][section]]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "farthing job", **schema}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "farthing job",
+        **schema,
+    }
 
 
 def _refused(what: str, where: Path | str, to_do: str = "") -> JobError:
     """A file that is no job."""
-    return JobError([UserMistake(what, where=str(where), to_do=to_do)])
+    return JobError([InputError(what, where=str(where), to_do=to_do)])
 
 
 def _read_text(path: Path) -> str:
@@ -147,8 +180,12 @@ def _read_text(path: Path) -> str:
             raise _refused("larger than 1 MiB: not a job file", path)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-        to_do = f"did you mean {path.parent / near[0]}?" if near else "`farthing init` writes a starter"
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1
+        )
+        to_do = (
+            f"did you mean {path.parent / near[0]}?" if near else "`farthing init` writes a starter"
+        )
         raise _refused("no such job file", path, to_do) from error
     except IsADirectoryError as error:
         raise _refused("a folder, not a job file", path, "name the YAML file") from error
@@ -159,10 +196,12 @@ def _read_text(path: Path) -> str:
 
 
 def _refuse_tangles(text: str, path: Path) -> None:
-    """Aliases and deep nesting: nothing a job needs, and a small file of them can fill the memory."""
+    """Aliases and deep nesting: nothing a job needs, and a small file of them can fill the memory."""  # noqa: E501
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         what = f"an alias (*{event.anchor})" if isinstance(event, yaml.AliasEvent) else ""
         if depth > MAX_DEPTH:
             what = "nested too deep"
@@ -173,14 +212,16 @@ def _refuse_tangles(text: str, path: Path) -> None:
 
 def _walk(
     node: yaml.Node | None, at: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path
-) -> Iterator[UserMistake]:
-    """Fill `lines` with the line of every key; yield keys that stand twice (YAML would silently keep the last)."""
+) -> Iterator[InputError]:
+    """Fill `lines` with the line of every key; yield keys that stand twice (YAML would silently
+    keep the last).
+    """
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             name = (*at, str(getattr(key, "value", "?")))
             line = key.start_mark.line + 1
             if name in lines:
-                yield UserMistake(
+                yield InputError(
                     f"`{'.'.join(name)}` appears twice (first on line {lines[name]})",
                     where=f"{path}:{line}",
                     to_do="keep one of them",
@@ -190,25 +231,30 @@ def _walk(
 
 
 def _expand(values: dict[Any, Any]) -> dict[Any, Any]:
-    """`model: NAME` -> `model: {model_name_or_path: NAME}`, so that `--set model.revision=...` finds a mapping.
+    """`model: NAME` -> `model: {model_name_or_path: NAME}`, so that `--set model.revision=...`
+    finds a mapping.
 
     A section with nothing in it (`limits:` and only comments below) is as good as absent.
     """
     return {
-        key: {SHORTHAND[key]: value} if key in SHORTHAND and isinstance(value, str | list) else value
+        key: (
+            {SHORTHAND[key]: value} if key in SHORTHAND and isinstance(value, str | list) else value
+        )
         for key, value in values.items()
         if value is not None or key not in SECTIONS
     }
 
 
-def _adopt(values: dict[Any, Any], lines: dict[tuple[str, ...], int], path: Path) -> Iterator[UserMistake]:
+def _adopt(
+    values: dict[Any, Any], lines: dict[tuple[str, ...], int], path: Path
+) -> Iterator[InputError]:
     """Other names of our keys are put in their place, and have the line where they stood."""
     try:
         for stood, stands in adopt(values, KEYS):
             if stood in lines:
                 lines.setdefault(stands, lines[stood])
     except Foreign as error:
-        yield UserMistake(str(error), where=str(path), to_do="keep one of them")
+        yield InputError(str(error), where=str(path), to_do="keep one of them")
 
 
 def _override(values: dict[Any, Any], text: str) -> tuple[str, ...]:
@@ -253,7 +299,10 @@ _WANTED = {
 
 
 def _place(
-    loc: tuple[str, ...], lines: dict[tuple[str, ...], int], from_command_line: set[tuple[str, ...]], path: Path
+    loc: tuple[str, ...],
+    lines: dict[tuple[str, ...], int],
+    from_command_line: set[tuple[str, ...]],
+    path: Path,
 ) -> str:
     """`--set key` or `file:line` of a key, or of the nearest thing around it that has a place."""
     for key in sorted(from_command_line):
@@ -264,16 +313,22 @@ def _place(
 
 
 def _explain(
-    item: Any, lines: dict[tuple[str, ...], int], from_command_line: set[tuple[str, ...]], path: Path
-) -> UserMistake:
+    item: Any,
+    lines: dict[tuple[str, ...], int],
+    from_command_line: set[tuple[str, ...]],
+    path: Path,
+) -> InputError:
     """A pydantic error in our words, with the line it stands on."""
     kind, message, value = item["type"], item["msg"].removeprefix("Value error, "), item["input"]
     loc = tuple(str(part) for part in item["loc"])
-    if kind not in ("extra_forbidden", "missing"):  # leave out which alternative or item of a key it was
+    if kind not in (
+        "extra_forbidden",
+        "missing",
+    ):  # leave out which alternative or item of a key it was
         loc = _up_to_key(loc)
     key, where = ".".join(loc), _place(loc, lines, from_command_line, path)
     if kind == "extra_forbidden":
-        return UserMistake(f"unknown key `{key}`", where=where, to_do=_meant(loc))
+        return InputError(f"unknown key `{key}`", where=where, to_do=_meant(loc))
     if kind == "missing":
         to_do = f"add `{loc[-1]}:`" + {
             "task": " " + " or ".join(", ".join(task_names()).rsplit(", ", 1)),
@@ -281,8 +336,12 @@ def _explain(
             "data": " a file, or a section with `train:`",
             "output_dir": " a folder for the run",
         }.get(loc[-1], "")
-        return UserMistake(f"`{key}` is missing", where=where, to_do=to_do)
-    given = {True: "true", False: "false", None: "empty"}.get(value) if isinstance(value, bool | None) else repr(value)
+        return InputError(f"`{key}` is missing", where=where, to_do=to_do)
+    given = (
+        {True: "true", False: "false", None: "empty"}.get(value)
+        if isinstance(value, bool | None)
+        else repr(value)
+    )
     given = given if given and len(given) <= 80 else f"{given}"[:80] + "..."
     if kind == "literal_error":
         expected = item.get("ctx", {}).get("expected", "")
@@ -290,19 +349,21 @@ def _explain(
         to_do = f"did you mean `{near[0]}`?" if near else f"use {expected}"
         if str(value).startswith(("cuda:", "gpu")):
             to_do = "use cuda; CUDA_VISIBLE_DEVICES=NUMBER in the environment chooses among GPUs"
-        return UserMistake(f"`{key}` can't be {given}", where=where, to_do=to_do)
+        return InputError(f"`{key}` can't be {given}", where=where, to_do=to_do)
     if kind == "value_error":
         named = next((name for name in re.findall(r"\w+", message) if (*loc, name) in lines), None)
         if named:
             where = _place((*loc, named), lines, from_command_line, path)
         what, _, to_do = message.partition("; ")
-        return UserMistake(f"`{key}`: {what}" if key else what, where=where, to_do=to_do)
+        return InputError(f"`{key}`: {what}" if key else what, where=where, to_do=to_do)
     wanted = message[:1].lower() + message[1:]
-    return UserMistake(f"`{key}` can't be {given}", where=where, to_do=_WANTED.get(kind, wanted))
+    return InputError(f"`{key}` can't be {given}", where=where, to_do=_WANTED.get(kind, wanted))
 
 
 def _meant(loc: tuple[str, ...]) -> str:
-    """What to do about an unknown key: the nearest one here, the section it belongs in, or all there are."""
+    """What to do about an unknown key: the nearest one here, the section it belongs in, or all
+    there are.
+    """
     *section, name = loc
     known = KEYS.get(".".join(section), [])
     everywhere = [f"{name}.{key}" for name, keys in KEYS.items() if name for key in keys]
@@ -311,25 +372,36 @@ def _meant(loc: tuple[str, ...]) -> str:
         return f"{words}; take the key out"
     elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    near.sort(key=lambda key: sorted(key) != sorted(name))  # letters that changed places are the likelier slip
+    near.sort(
+        key=lambda key: sorted(key) != sorted(name)
+    )  # letters that changed places are the likelier slip
     if elsewhere and not (near and difflib.SequenceMatcher(None, name, near[0]).ratio() > 0.9):
         return f"it belongs in `{elsewhere[0]}`"
     if near:
         return f"did you mean `{near[0]}`?"
-    afar = difflib.get_close_matches(name, [full.split(".")[-1] for full in everywhere], n=1, cutoff=0.8)
+    afar = difflib.get_close_matches(
+        name, [full.split(".")[-1] for full in everywhere], n=1, cutoff=0.8
+    )
     if afar:
-        return "did you mean `" + next(full for full in everywhere if full.split(".")[-1] == afar[0]) + "`?"
+        return (
+            "did you mean `"
+            + next(full for full in everywhere if full.split(".")[-1] == afar[0])
+            + "`?"
+        )
     return f"known here: {', '.join(known)}" if known else f"`{'.'.join(section)}` has no such key"
 
 
-def _once_each(problems: Iterable[UserMistake]) -> list[UserMistake]:
-    """A key that takes several kinds of value gives one problem for each kind: say them together."""
+def _once_each(problems: Iterable[InputError]) -> list[InputError]:
+    """A key that takes several kinds of value gives one problem for each kind: say them together."""  # noqa: E501
     together: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
         wanted = together.setdefault((problem.what, problem.where), [])
         if problem.to_do not in wanted:
             wanted.append(problem.to_do)
-    return [UserMistake(what, where=where, to_do=", or ".join(wanted)) for (what, where), wanted in together.items()]
+    return [
+        InputError(what, where=where, to_do=", or ".join(wanted))
+        for (what, where), wanted in together.items()
+    ]
 
 
 def _up_to_key(loc: tuple[str, ...]) -> tuple[str, ...]:
@@ -338,34 +410,74 @@ def _up_to_key(loc: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """(key, what, to do) of settings that are well-formed and can't work; paths are absolute already."""
+    """(key, what, to do) of settings that are well-formed and can't work; paths are absolute
+    already.
+    """
     model = job.model
-    on_hub = [name for name in (model.model_name_or_path, model.tokenizer_name_or_path) if name and name[0] != "/"]
-    if model.trust_remote_code and on_hub and not re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
+    on_hub = [
+        name
+        for name in (model.model_name_or_path, model.tokenizer_name_or_path)
+        if name and name[0] != "/"
+    ]
+    if (
+        model.trust_remote_code
+        and on_hub
+        and not re.fullmatch(r"[0-9a-f]{40}", model.revision or "")
+    ):
         what = f"trust_remote_code runs whatever {on_hub[0]} holds on that day"
-        yield ("model", "trust_remote_code"), what, "pin `model.revision:` to a full commit (40 hex digits)"
+        yield (
+            ("model", "trust_remote_code"),
+            what,
+            "pin `model.revision:` to a full commit (40 hex digits)",
+        )
     for name in {name: None for columns in _all_columns(job) for name in columns}:
         if name not in standard_columns():
             near = difflib.get_close_matches(name, standard_columns(), n=1)
-            to_do = f"did you mean `{near[0]}`?" if near else f"use {', '.join(sorted(standard_columns()))}"
-            yield ("data", "columns", name), f"`{name}` is no standard column (standard name: name in the data)", to_do
+            to_do = (
+                f"did you mean `{near[0]}`?"
+                if near
+                else f"use {', '.join(sorted(standard_columns()))}"
+            )
+            yield (
+                ("data", "columns", name),
+                f"`{name}` is no standard column (standard name: name in the data)",
+                to_do,
+            )
     if (init := job.method.init_lora_weights).startswith(("pissa", "olora")):
-        odd = {"qlora": job.method.name == "qlora", "use_dora": job.method.use_dora, "lora_bias": job.method.lora_bias,
-               f"strategy: {job.where.strategy}": job.where.strategy in ("fsdp", "hsdp")}  # fmt: skip
+        odd = {
+            "qlora": job.method.name == "qlora",
+            "use_dora": job.method.use_dora,
+            "lora_bias": job.method.lora_bias,
+            f"strategy: {job.where.strategy}": job.where.strategy in ("fsdp", "hsdp"),
+        }
         if names := [name for name, is_so in odd.items() if is_so]:
-            yield ("method", "init_lora_weights"), f"{init} does not go with {names[0]}", "leave one of the two out"
+            yield (
+                ("method", "init_lora_weights"),
+                f"{init} does not go with {names[0]}",
+                "leave one of the two out",
+            )
     if job.data.train_on_prompt and not task_of(job.task).predicts_next:
         yield ("data", "train_on_prompt"), f"{job.task} has no prompt to train on", "leave it out"
     if job.train.metric_for_best_model is not None:
-        metric, known = job.train.metric_for_best_model.removeprefix("eval_"), task_of(job.task).metrics
+        metric, known = (
+            job.train.metric_for_best_model.removeprefix("eval_"),
+            task_of(job.task).metrics,
+        )
         if metric not in known:
             near = difflib.get_close_matches(metric, known, n=1)
             to_do = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"
-            yield ("train", "metric_for_best_model"), f"`{metric}` is not measured for {job.task}", to_do
+            yield (
+                ("train", "metric_for_best_model"),
+                f"`{metric}` is not measured for {job.task}",
+                to_do,
+            )
 
 
 def _all_columns(job: Job) -> list[Json]:
-    return [job.data.columns, *(each.columns for each in (*job.data.of_train, *job.data.of_eval) if each.columns)]
+    return [
+        job.data.columns,
+        *(each.columns for each in (*job.data.of_train, *job.data.of_eval) if each.columns),
+    ]
 
 
 def _absolute(path: str, base: Path) -> str:
@@ -374,13 +486,17 @@ def _absolute(path: str, base: Path) -> str:
 
 
 def _looks_local(name: str, base: Path) -> bool:
-    """A Hub name has at most one slash and no leading dot; whatever exists, or looks like a path, is a path."""
+    """A Hub name has at most one slash and no leading dot; whatever exists, or looks like a path,
+    is a path.
+    """
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (base / name).exists():
         return True
     return Path(name).suffix.lower() in FILE_ENDINGS or any(c in name for c in "*?[")
 
 
-def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set[tuple[str, ...]]) -> Job:
+def _with_absolute_paths(
+    job: Job, base: Path, cwd: Path, from_command_line: set[tuple[str, ...]]
+) -> Job:
     """The same job with local paths made absolute and globs spelled out."""
 
     def base_of(*key: str) -> Path:
@@ -396,7 +512,11 @@ def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set
         said: list[Own] = []
         for name, each in zip(names, own or (Own(),) * len(names), strict=True):
             path = str(local(name, "data", role))
-            spread = sorted(glob.glob(path)) if any(c in path for c in "*?[") and not is_remote(path) else [path]
+            spread = (
+                sorted(glob.glob(path))
+                if any(c in path for c in "*?[") and not is_remote(path)
+                else [path]
+            )
             found += spread or [path]
             said += [each] * len(spread or [path])
         return {role: tuple(found), f"of_{role}": tuple(said) if own else ()}
@@ -410,8 +530,12 @@ def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set
     model = job.model.model_copy(
         update={
             "from_run": run_folder(job.model.from_run),
-            "model_name_or_path": local(job.model.model_name_or_path, "model", "model_name_or_path"),
-            "tokenizer_name_or_path": local(job.model.tokenizer_name_or_path, "model", "tokenizer_name_or_path"),
+            "model_name_or_path": local(
+                job.model.model_name_or_path, "model", "model_name_or_path"
+            ),
+            "tokenizer_name_or_path": local(
+                job.model.tokenizer_name_or_path, "model", "tokenizer_name_or_path"
+            ),
         }
     )
     template = job.data.chat_template
@@ -428,8 +552,18 @@ def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set
             "model": model,
             "data": data,
             # a link stays one: whose it is will be looked at
-            "output_dir": os.path.abspath(base_of("output_dir") / Path(job.output_dir).expanduser()),
-            "output_store": store if store is None or is_remote(store) else _absolute(store, base_of("output_store")),
-            "cache_dir": _absolute(cache, base_of("cache_dir")) if cache else str(Path.home() / ".cache" / "farthing"),
+            "output_dir": os.path.abspath(
+                base_of("output_dir") / Path(job.output_dir).expanduser()
+            ),
+            "output_store": (
+                store
+                if store is None or is_remote(store)
+                else _absolute(store, base_of("output_store"))
+            ),
+            "cache_dir": (
+                _absolute(cache, base_of("cache_dir"))
+                if cache
+                else str(Path.home() / ".cache" / "farthing")
+            ),
         }
     )

@@ -6,7 +6,9 @@ from farthing.tasks.registry import task_of
 
 
 def starter(task: str) -> str:
-    """A job file for `task` with its usual keys; every other key has a default that the start of a run prints."""
+    """A job file for `task` with its usual keys; every other key has a default that the start of a
+    run prints.
+    """
     of = task_of(task)
     model, learning_rate, metric, formats = of.starter
     return f"""\
@@ -41,4 +43,4 @@ where:
   usd_per_hour: 0                 # what this machine costs; an owned one: power_watts: 350 and usd_per_kwh: 0.30
 
 output_dir: runs/my-first         # checkpoints, logs, receipt and the trained model
-"""
+"""  # noqa: E501

@@ -1,4 +1,5 @@
-"""What the keys of a job take: numbers, amounts, names, columns with templates, labels, sources with keys of their own.
+"""What the keys of a job take: numbers, amounts, names, columns with templates, labels, sources
+with keys of their own.
 
 Refuses values that YAML has changed on the way (`no` becomes false), and says how to write them.
 """
@@ -26,15 +27,21 @@ def _number_is_no_bool(value: Any) -> Any:
 
 
 def _known_task(name: Any) -> Any:
-    """The name of a task that there is. Raises the error that pydantic has for a value that is none of several."""
+    """The name of a task that there is. Raises the error that pydantic has for a value that is none
+    of several.
+    """
     if not isinstance(name, str) or find_task(name) is None:
         *others, last = (repr(name) for name in task_names())
         expected = f"{', '.join(others)} or {last}"
-        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+        raise PydanticCustomError(
+            "literal_error", "Input should be {expected}", {"expected": expected}
+        )
     return name
 
 
-TaskName = Annotated[str, BeforeValidator(_known_task), Field(json_schema_extra={"enum": list(task_names())})]
+TaskName = Annotated[
+    str, BeforeValidator(_known_task), Field(json_schema_extra={"enum": list(task_names())})
+]
 Number = Annotated[float, BeforeValidator(_number_is_no_bool)]
 Whole = Annotated[int, BeforeValidator(_number_is_no_bool)]
 Share = Annotated[Number, Field(ge=0, le=1)]
@@ -53,7 +60,12 @@ _OF_SOURCE: Json = {
     "name": {"type": "string", "description": "configuration of a Hub data set"},
 }
 """The keys of a source, for editors."""
-_OWN_SCHEMA: Json = {"type": "object", "required": ["path"], "additionalProperties": False, "properties": _OF_SOURCE}
+_OWN_SCHEMA: Json = {
+    "type": "object",
+    "required": ["path"],
+    "additionalProperties": False,
+    "properties": _OF_SOURCE,
+}
 
 
 def _or_list(item: Json) -> WithJsonSchema:
@@ -64,9 +76,13 @@ def _or_list(item: Json) -> WithJsonSchema:
 Name = Annotated[str, Field(min_length=1)]
 OneOrMany = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Names = Annotated[tuple[Name, ...], OneOrMany, _or_list({"type": "string"})]
-Paths = Annotated[tuple[Name, ...], OneOrMany, _or_list({"anyOf": [{"type": "string"}, _OWN_SCHEMA]})]
+Paths = Annotated[
+    tuple[Name, ...], OneOrMany, _or_list({"anyOf": [{"type": "string"}, _OWN_SCHEMA]})
+]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-Trackers = Annotated[tuple[Tracker, ...], OneOrMany, _or_list({"type": "string", "enum": list(get_args(Tracker))})]
+Trackers = Annotated[
+    tuple[Tracker, ...], OneOrMany, _or_list({"type": "string", "enum": list(get_args(Tracker))})
+]
 _ADVICE = "YAML reads yes, no, on, off, true and false as true/false; put the word in quotes"
 
 
@@ -78,9 +94,12 @@ def _columns(value: Any) -> Any:
         if isinstance(name, bool) or isinstance(given, bool):
             raise ValueError(f"`{name}: {given}` holds a true/false; {_ADVICE}")
         template: Any = tuple(given) if isinstance(given, list) else given
-        if not isinstance(template, str | tuple) or not all(isinstance(each, str) for each in template):
+        if not isinstance(template, str | tuple) or not all(
+            isinstance(each, str) for each in template
+        ):
             raise ValueError(
-                f'`{name}` is no column\'s name, template or list of templates; e.g. prompt: "{{question}}"'
+                f"`{name}` is no column's name, template or list of templates; e.g. prompt:"
+                ' "{question}"'
             )
         if not template:
             raise ValueError(f"`{name}` is empty; name a column")
@@ -94,7 +113,9 @@ def _columns(value: Any) -> Any:
 
 
 def _labels(value: Any) -> Any:
-    """Whole numbers are labels by their digits. A true/false was most likely a word: it would match nothing in silence."""
+    """Whole numbers are labels by their digits. A true/false was most likely a word: it would match
+    nothing in silence.
+    """
     if not isinstance(value, dict):
         return value
     for name, label in value.items():
@@ -102,7 +123,9 @@ def _labels(value: Any) -> Any:
             raise ValueError(f"`{name}: {str(label).lower()}` names no class; {_ADVICE}")
         if isinstance(name, bool):
             raise ValueError(f"a label is {str(name).lower()}; {_ADVICE}")
-    return {str(name): str(label) if isinstance(label, int) else label for name, label in value.items()}
+    return {
+        str(name): str(label) if isinstance(label, int) else label for name, label in value.items()
+    }
 
 
 ColumnMap = Annotated[dict[str, str | tuple[str, ...]], BeforeValidator(_columns)]
@@ -111,7 +134,9 @@ _COLUMNS = TypeAdapter(ColumnMap, config=ConfigDict(strict=False))
 
 
 def with_own(values: Json) -> Json:
-    """`train: [{path: a, weight: 2}, b]` as paths, and beside them what is said of each. Raises `ValueError`."""
+    """`train: [{path: a, weight: 2}, b]` as paths, and beside them what is said of each. Raises
+    `ValueError`.
+    """
     for role in ("train", "eval"):
         given = values.get(role)
         if isinstance(given, dict):
@@ -128,9 +153,12 @@ def with_own(values: Json) -> Json:
                 columns = None if columns is None else _COLUMNS.validate_python(columns)
             except ValidationError as error:
                 raise ValueError(
-                    f"columns of {said['path']}: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
+                    f"columns of {said['path']}:"
+                    f" {error.errors()[0]['msg'].removeprefix('Value error, ')}"
                 ) from None
-            own.append(Own(columns, float(said.get("weight", 1)), said.get("split"), said.get("name")))
+            own.append(
+                Own(columns, float(said.get("weight", 1)), said.get("split"), said.get("name"))
+            )
         values = {**values, role: paths, f"of_{role}": own}
     return values
 
@@ -138,16 +166,21 @@ def with_own(values: Json) -> Json:
 def _check(said: dict[Any, Any], role: str) -> None:
     unknown = [str(key) for key in said if key not in _OF_SOURCE]
     if unknown:
-        raise ValueError(f"`{unknown[0]}` is no key of a source in `{role}`; there are {', '.join(_OF_SOURCE)}")
+        raise ValueError(
+            f"`{unknown[0]}` is no key of a source in `{role}`; there are {', '.join(_OF_SOURCE)}"
+        )
     if not isinstance(said.get("path"), str) or not said["path"]:
         raise ValueError(f"a source in `{role}` without a path; write {{path: FILE}}")
     weight = said.get("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1000:
         raise ValueError(
-            f"weight {weight!r} of {said['path']}; a number over 0 is wanted, 2 takes each example twice an epoch"
+            f"weight {weight!r} of {said['path']}; a number over 0 is wanted, 2 takes each example"
+            " twice an epoch"
         )
     if role == "eval" and weight != 1:
-        raise ValueError(f"weight of {said['path']}; evaluation takes each example once, leave it out")
+        raise ValueError(
+            f"weight of {said['path']}; evaluation takes each example once, leave it out"
+        )
     for key in ("split", "name"):
         if key in said and not isinstance(said[key], str):
             raise ValueError(f"{key} of {said['path']} is no text; put it in quotes")
@@ -157,13 +190,18 @@ _NEED_DATA = {"eva": "EVA", "corda": "CorDA", "lora_ga": "LoRA-GA"}
 
 
 def known_init(name: str) -> str:
-    """A word for `init_lora_weights` that farthing knows. Raises `ValueError` with the reason for others of peft's."""
+    """A word for `init_lora_weights` that farthing knows. Raises `ValueError` with the reason for
+    others of peft's.
+    """
     known = ("true", "false", "gaussian", "orthogonal", "pissa", "olora")
     if name in known or re.fullmatch(r"pissa_niter_[1-9][0-9]*", name):
         return name
     why = f"no way to begin that is known ({name})"
     if name in _NEED_DATA:
-        why = f"{_NEED_DATA[name]} looks at a sample of the data before the adapter is made, which farthing does not do"
+        why = (
+            f"{_NEED_DATA[name]} looks at a sample of the data before the adapter is made, which"
+            " farthing does not do"
+        )
     elif name == "loftq":
         why = "LoftQ makes a quantized base of its own, and farthing's is that of bitsandbytes"
     raise ValueError(f"{why}; use {', '.join(known)} or pissa_niter_16")

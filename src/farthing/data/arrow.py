@@ -1,7 +1,8 @@
 """Rows from Parquet files and Arrow tables, in bounded memory whatever a small file unfolds to.
 
-Texts stay in the dictionaries that a file keeps them in until a row is known to be within the limit, so that a million
-rows of one long text cost one. Refuses files whose own figures say that they unfold beyond all measure.
+Texts stay in the dictionaries that a file keeps them in until a row is known to be within the
+limit, so that a million rows of one long text cost one. Refuses files whose own figures say that
+they unfold beyond all measure.
 """
 
 from __future__ import annotations
@@ -18,25 +19,39 @@ from farthing.errors import DataError
 from farthing.units import say_bytes
 
 BATCH_ROWS, BATCH_BYTES = 1024, 16 << 20
-_MOST_CHUNK_BYTES, _MOST_UNFOLDING = 64 << 20, 200  # of a column in a row group: unfolded, and how many times its size
-_MOST_VALUES, _MANY_VALUES, _MANY_IN_A_ROW = 256 << 20, 32 << 20, 4096  # of a nested column in a row group
+_MOST_CHUNK_BYTES, _MOST_UNFOLDING = (
+    64 << 20,
+    200,
+)  # of a column in a row group: unfolded, and how many times its size
+_MOST_VALUES, _MANY_VALUES, _MANY_IN_A_ROW = (
+    256 << 20,
+    32 << 20,
+    4096,
+)  # of a nested column in a row group
 _MANY_ROWS, _ROWS_A_BYTE = 1_000_000, 100
 _MOST_FOOTER_BYTES = 64 << 20
 
 
 def open_parquet(path: Path, name: str) -> Any:
-    """The `pyarrow.parquet.ParquetFile` of a path, its texts left in their dictionaries. Raises `DataError`."""
+    """The `pyarrow.parquet.ParquetFile` of a path, its texts left in their dictionaries. Raises
+    `DataError`.
+    """
     import pyarrow
     import pyarrow.parquet
 
-    limits = {"thrift_string_size_limit": _MOST_FOOTER_BYTES, "thrift_container_size_limit": 10_000_000}
+    limits = {
+        "thrift_string_size_limit": _MOST_FOOTER_BYTES,
+        "thrift_container_size_limit": 10_000_000,
+    }
     try:
         file = pyarrow.parquet.ParquetFile(path, **limits)
         metadata, names = file.metadata, file.schema_arrow.names
         leaves = [metadata.schema.column(i) for i in range(len(metadata.schema))]
         _refuse_unfolding(metadata, leaves, path.stat().st_size, name)
         if twice := next((each for each in names if names.count(each) > 1), ""):
-            raise DataError(f"there are two columns `{twice}`", where=name, to_do="write it with one of them")
+            raise DataError(
+                f"there are two columns `{twice}`", where=name, to_do="write it with one of them"
+            )
         texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         return pyarrow.parquet.ParquetFile(path, read_dictionary=texts, pre_buffer=False, **limits)
     except (pyarrow.ArrowException, OSError, RecursionError) as error:
@@ -44,7 +59,10 @@ def open_parquet(path: Path, name: str) -> Any:
 
 
 def _refuse_unfolding(metadata: Any, leaves: list[Any], n_bytes: int, name: str) -> None:
-    to_do = "look at who made it; an honest one can be written again in smaller row groups (row_group_size=10000)"
+    to_do = (
+        "look at who made it; an honest one can be written again in smaller row groups"
+        " (row_group_size=10000)"
+    )
     if metadata.num_rows > _MANY_ROWS and metadata.num_rows > _ROWS_A_BYTE * n_bytes:
         what = f"{metadata.num_rows:,} rows in {say_bytes(n_bytes)} are more than data can be"
         raise DataError(what, where=name, to_do=to_do)
@@ -54,12 +72,18 @@ def _refuse_unfolding(metadata: Any, leaves: list[Any], n_bytes: int, name: str)
             chunk = of_group.column(index)
             unfolded, packed = chunk.total_uncompressed_size, max(1, chunk.total_compressed_size)
             if unfolded > _MOST_CHUNK_BYTES and unfolded > _MOST_UNFOLDING * packed:
-                what = f"column `{leaf.path}` unfolds from {say_bytes(packed)} to {say_bytes(unfolded)}"
+                what = (
+                    f"column `{leaf.path}` unfolds from {say_bytes(packed)} to"
+                    f" {say_bytes(unfolded)}"
+                )
                 raise DataError(what, where=name, to_do=to_do)
             in_a_row = chunk.num_values / max(1, of_group.num_rows)
             is_dense = chunk.num_values > _MANY_VALUES and in_a_row > _MANY_IN_A_ROW
             if leaf.max_repetition_level and (is_dense or chunk.num_values > _MOST_VALUES):
-                what = f"column `{leaf.path}` has {chunk.num_values:,} values in {of_group.num_rows:,} rows"
+                what = (
+                    f"column `{leaf.path}` has {chunk.num_values:,} values in {of_group.num_rows:,}"
+                    " rows"
+                )
                 raise DataError(what, where=name, to_do=to_do)
 
 
@@ -70,7 +94,9 @@ def parquet_rows(path: Path, name: str, reading: Reading) -> Iterator[Row | BadR
     file = open_parquet(path, name)
     metadata, index = file.metadata, 0
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    mean_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=1.0)
+    mean_bytes = max(
+        (group.total_byte_size / max(1, group.num_rows) for group in groups), default=1.0
+    )
     n_together = int(min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, mean_bytes))))
     reading.share = lambda: index / max(1, metadata.num_rows)
     try:
@@ -96,14 +122,20 @@ def unreadable(error: Exception, where: str) -> DataError:
 
     if isinstance(error, pyarrow.ArrowMemoryError):
         return DataError(
-            "this machine has not enough memory to read it", where=where, to_do="write it in smaller row groups"
+            "this machine has not enough memory to read it",
+            where=where,
+            to_do="write it in smaller row groups",
         )
     why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return DataError(f"not a readable Parquet file: {why}", where=where, to_do="it is damaged: copy it again")
+    return DataError(
+        f"not a readable Parquet file: {why}", where=where, to_do="it is damaged: copy it again"
+    )
 
 
 def table_rows(table: Any, n_before: int) -> Iterator[Row | BadRow]:
-    """The rows of a table or batch that follow `n_before` others; a few are made into Python's values at a time."""
+    """The rows of a table or batch that follow `n_before` others; a few are made into Python's
+    values at a time.
+    """
     sizes = bytes_of_rows(table)
     start, n_bytes = 0, 0
     for stop in range(len(sizes) + 1):
@@ -123,9 +155,14 @@ def _values(table: Any, start: int, stop: int, n_before: int) -> Iterator[Row | 
         return
     try:
         rows: list[Row | BadRow] = [
-            Row(n_before + start + 1 + i, value) for i, value in enumerate(table.slice(start, stop - start).to_pylist())
+            Row(n_before + start + 1 + i, value)
+            for i, value in enumerate(table.slice(start, stop - start).to_pylist())
         ]
-    except (ValueError, OverflowError, ArithmeticError) as error:  # bytes that are no text, a date beyond Python's
+    except (
+        ValueError,
+        OverflowError,
+        ArithmeticError,
+    ) as error:  # bytes that are no text, a date beyond Python's
         if stop - start > 1:
             for index in range(start, stop):
                 yield from _values(table, index, index + 1, n_before)
@@ -135,7 +172,9 @@ def _values(table: Any, start: int, stop: int, n_before: int) -> Iterator[Row | 
 
 
 def without_missing(value: Any) -> Any:
-    """A value without those keys of its objects that have none: in Arrow every object of a column has the keys of all."""
+    """A value without those keys of its objects that have none: in Arrow every object of a column
+    has the keys of all.
+    """
     if isinstance(value, dict):
         return {key: without_missing(each) for key, each in value.items() if each is not None}
     return [without_missing(each) for each in value] if isinstance(value, list) else value
@@ -170,17 +209,31 @@ def _sizes(array: Any) -> NDArray[np.int64]:
         array = array.cast(pyarrow.large_binary())
         kind = array.type
     if any(
-        is_kind(kind) for is_kind in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+        is_kind(kind)
+        for is_kind in (
+            types.is_string,
+            types.is_large_string,
+            types.is_binary,
+            types.is_large_binary,
+        )
     ):
-        return 1 + pyarrow.compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        return 1 + pyarrow.compute.binary_length(array).fill_null(0).to_numpy(
+            zero_copy_only=False
+        ).astype(np.int64)
     if types.is_struct(kind):
-        return 16 + sum((_sizes(array.field(i)) for i in range(kind.num_fields)), np.zeros(len(array), np.int64))
+        return 16 + sum(
+            (_sizes(array.field(i)) for i in range(kind.num_fields)), np.zeros(len(array), np.int64)
+        )
     if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
         offsets = array.offsets.to_numpy()
-        inner = _sizes(array.keys) + _sizes(array.items) if types.is_map(kind) else _sizes(array.values)
+        inner = (
+            _sizes(array.keys) + _sizes(array.items) if types.is_map(kind) else _sizes(array.values)
+        )
         upto = np.concatenate([[0], np.cumsum(inner)])
         return np.asarray(16 + upto[offsets[1:]] - upto[offsets[:-1]])
     if types.is_fixed_size_list(kind):
-        inner = _sizes(array.values)[array.offset * kind.list_size : (array.offset + len(array)) * kind.list_size]
+        inner = _sizes(array.values)[
+            array.offset * kind.list_size : (array.offset + len(array)) * kind.list_size
+        ]
         return np.asarray(16 + inner.reshape(len(array), kind.list_size).sum(1))
     return np.full(len(array), 8, np.int64)

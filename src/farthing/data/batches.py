@@ -1,7 +1,8 @@
 """Which examples make up step k, and how they are padded: pure functions of (seed, epoch, step).
 
-There is no cursor, so there is nothing to save and a resume is O(1). The global batch is a number of examples; cutting it
-into micro-batches (`pieces`) is an execution detail that never changes which examples a step has.
+There is no cursor, so there is nothing to save and a resume is O(1). The global batch is a number
+of examples; cutting it into micro-batches (`pieces`) is an execution detail that never changes
+which examples a step has.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from farthing.tasks.task import Rows
 class Batches:
     """The examples of every step.
 
-    Each epoch is a permutation of `examples`, taken by their weights, that follows from (seed, epoch); its last step takes
-    what is left.
+    Each epoch is a permutation of `examples`, taken by their weights, that follows from (seed,
+    epoch); its last step takes what is left.
     """
 
     examples: NDArray[np.int64]
     global_batch_size: int
     seed: int
     weights: NDArray[np.float64] | None = None
-    """How often each example is learned in an epoch [n]; examples of one source have the same. None: once each."""
+    """How often each example is learned in an epoch [n]; examples of one source have the same.
+    None: once each.
+    """
 
     def __post_init__(self) -> None:
         self._epoch = -1
@@ -40,7 +43,9 @@ class Batches:
     @property
     def n_per_epoch(self) -> int:
         """Examples of one pass, repeated ones as often as they are repeated."""
-        return len(self.examples) if self.weights is None else sum(n for _, _, n in self._portions())
+        return (
+            len(self.examples) if self.weights is None else sum(n for _, _, n in self._portions())
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -57,13 +62,17 @@ class Batches:
         return found
 
     def _of_epoch(self, epoch: int) -> NDArray[np.int64]:
-        """What an epoch learns, in no order: whole passes, and of the rest a drawn part that differs from epoch to epoch."""
+        """What an epoch learns, in no order: whole passes, and of the rest a drawn part that
+        differs from epoch to epoch.
+        """
         if self.weights is None:
             return self.examples
         parts = []
         for number, (examples, _, n) in enumerate(self._portions()):
             n_whole, n_more = divmod(n, len(examples))
-            drawn = permutation(len(examples), _fold(self.seed, number) & 0x7FFFFFFFFFFFFFFF, epoch)[:n_more]
+            drawn = permutation(
+                len(examples), _fold(self.seed, number) & 0x7FFFFFFFFFFFFFFF, epoch
+            )[:n_more]
             parts += [examples] * n_whole + [examples[drawn]]
         return np.concatenate(parts)
 
@@ -79,7 +88,8 @@ class Batches:
 def permutation(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A shuffle of range(n) that is the same on every machine and with every numpy.
 
-    It ranks raw draws of Philox, whose stream numpy guarantees (NEP 19); `Generator.permutation` may change.
+    It ranks raw draws of Philox, whose stream numpy guarantees (NEP 19); `Generator.permutation`
+    may change.
     """
     draws = np.random.Philox(key=_fold(seed, epoch)).random_raw(n)
     return np.argsort(draws, kind="stable")
@@ -94,14 +104,19 @@ def _fold(*numbers: int) -> int:
 def split_by_input(
     groups: NDArray[np.uint64], fraction: float, seed: int, inputs: NDArray[np.uint64] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(train, eval) example indices. Examples with equal input fall on the same side; `fraction` is of distinct inputs.
+    """(train, eval) example indices. Examples with equal input fall on the same side; `fraction` is
+    of distinct inputs.
 
-    The distinct inputs are ranked by a hash of (input, seed): which side one falls on hardly depends on the others.
-    `inputs` are those of all rows, also of rows that became no example, so that it does not depend on why they did not.
+    The distinct inputs are ranked by a hash of (input, seed): which side one falls on hardly
+    depends on the others.
+    `inputs` are those of all rows, also of rows that became no example, so that it does not depend
+    on why they did not.
     """
     distinct = np.unique(groups if inputs is None else inputs)
     n_eval = min(max(1, round(fraction * len(distinct))), len(distinct) - 1)
-    with np.errstate(over="ignore"):  # the finaliser of splitmix64 (Steele, Lea, Flood 2014), modulo 2^64
+    with np.errstate(
+        over="ignore"
+    ):  # the finaliser of splitmix64 (Steele, Lea, Flood 2014), modulo 2^64
         mixed = distinct + np.uint64(_fold(seed) & 0xFFFFFFFFFFFFFFFF)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -114,12 +129,16 @@ def split_by_input(
 def collate(
     tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, pad_id: int
 ) -> dict[str, NDArray[Any]]:
-    """Arrays of one micro-batch, padded on the right to its longest example, as its task lays them out: see `Task.pad`."""
+    """Arrays of one micro-batch, padded on the right to its longest example, as its task lays them
+    out: see `Task.pad`.
+    """
     return task_of(task).pad(rows_of(tokens, examples), pad_id)
 
 
 def rows_of(
-    tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], skipped: NDArray[np.int64] | int = 0
+    tokens: TokenSet,
+    examples: Sequence[int] | NDArray[np.int64],
+    skipped: NDArray[np.int64] | int = 0,
 ) -> Rows:
     """These examples end to end, without the first `skipped` tokens of each."""
     places, lengths = tokens.places_of(examples, skipped)

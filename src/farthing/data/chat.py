@@ -1,7 +1,8 @@
 """Chats as text, by the tokenizer's own template, and what of it the assistant says.
 
-Templates are rendered by jinja2 in the sandbox that transformers uses, the same for training and for a plan. A template that
-asks what day it is gets the run's date, at midnight: what was rendered must not depend on the day it is rendered again.
+Templates are rendered by jinja2 in the sandbox that transformers uses, the same for training and
+for a plan. A template that asks what day it is gets the run's date, at midnight: what was rendered
+must not depend on the day it is rendered again.
 
 Refuses templates that draw at random, and to tokenize.
 """
@@ -23,20 +24,23 @@ from farthing.tasks.columns import Unusable
 TEXT_VERSION = 6
 """How rows become texts, tokens and a split. A run goes on with the version that it began with.
 
-5: an answer that says nothing is learned as an empty one; where the assistant has the first turn, all that stands before it is
-learned; `system` stands beside a system turn of the chat; keys that an object of a Parquet file lacks are written as null;
-empty `tool_calls` make a row unusable, tools that are JSON as text stay text, and so do ShareGPT's calls of tools.
-4: not read are `history` and `context` of instructions, `system` beside `messages`, prompts and completions that are messages,
-roles in capitals or by the names of Cohere and Gemini.
-3: a call of a tool that the template leaves out is learned as an empty answer.
-2: answers that a template shows in another form once the chat goes on are not learned; an answer ends with the first special
-token behind it, though a template may write two, and with none where a template leaves the end to the next turn. Content in
-parts and OpenAI's older function calls make a row unusable; a developer's turn keeps its role.
-1: the split hangs on the rendered text; all that a template writes behind an answer is learned; chats begin with the
-tokenizer's first token even where the template has none; seq2seq targets are encoded as inputs are.
+5: an answer that says nothing is learned as an empty one; where the assistant has the first turn,
+all that stands before it is learned; `system` stands beside a system turn of the chat; keys that an
+object of a Parquet file lacks are written as null; empty `tool_calls` make a row unusable, tools
+that are JSON as text stay text, and so do ShareGPT's calls of tools. 4: not read are `history` and
+`context` of instructions, `system` beside `messages`, prompts and completions that are messages,
+roles in capitals or by the names of Cohere and Gemini. 3: a call of a tool that the template leaves
+out is learned as an empty answer. 2: answers that a template shows in another form once the chat
+goes on are not learned; an answer ends with the first special token behind it, though a template
+may write two, and with none where a template leaves the end to the next turn. Content in parts and
+OpenAI's older function calls make a row unusable; a developer's turn keeps its role. 1: the split
+hangs on the rendered text; all that a template writes behind an answer is learned; chats begin with
+the tokenizer's first token even where the template has none; seq2seq targets are encoded as inputs
+are.
 """
 
-# For a tokenizer without a template of its own: readable headers, generation marks around what the model says.
+# For a tokenizer without a template of its own: readable headers, generation marks around what the
+# model says.
 DEFAULT_CHAT_TEMPLATE = (
     "{%- if tools %}### Tools\n{{ tools | tojson }}\n\n{% endif -%}"
     "{%- for message in messages %}"
@@ -52,11 +56,17 @@ DEFAULT_CHAT_TEMPLATE = (
 
 Messages = Sequence[RowValue]
 
-_START, _STOP = "\ufdd0", "\ufdd1"  # around what a template marks as generated: code points that are no characters
+_START, _STOP = (
+    "\ufdd0",
+    "\ufdd1",
+)  # around what a template marks as generated: code points that are no characters
 _PROBE = "Qj7wZk"  # an answer whose end is easily found again
 _QUESTION = "Hb3yTr"
 _ASKED = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE})
-_PROBES = (_ASKED, ({"role": "system", "content": "Hello"}, *_ASKED))  # some templates must have a system message
+_PROBES = (
+    _ASKED,
+    ({"role": "system", "content": "Hello"}, *_ASKED),
+)  # some templates must have a system message
 _MORE = ({"role": "user", "content": "And?"}, {"role": "assistant", "content": "So."})
 
 
@@ -89,24 +99,38 @@ class Renderer:
 
     def marked(self, messages: Messages, tools: Any, is_prompt: bool = False, **flags: bool) -> str:
         """The text of a chat, with marks where the template says that the assistant speaks."""
-        # as transformers does: many templates would write "None" for a key that is there without a value
-        without_none = [{key: value for key, value in each.items() if value is not None} for each in messages]
+        # as transformers does: many templates would write "None" for a key that is there without a
+        # value
+        without_none = [
+            {key: value for key, value in each.items() if value is not None} for each in messages
+        ]
         values: RowValue = {"messages": without_none, "tools": tools, "documents": None}
         values |= {"add_generation_prompt": is_prompt, **dict(self.special_tokens), **flags}
         if self.on:
-            values["strftime_now"] = datetime.combine(date.fromisoformat(self.on), datetime.min.time()).strftime
+            values["strftime_now"] = datetime.combine(
+                date.fromisoformat(self.on), datetime.min.time()
+            ).strftime
         return str(_compiled(self.template).render(values))
 
-    def __call__(self, messages: Messages, tools: Any, is_prompt: bool = False, **flags: bool) -> str:
+    def __call__(
+        self, messages: Messages, tools: Any, is_prompt: bool = False, **flags: bool
+    ) -> str:
         """The text of a chat; as a prompt it ends where the assistant begins to speak."""
-        return self.marked(messages, tools, is_prompt, **flags).replace(_START, "").replace(_STOP, "")
+        return (
+            self.marked(messages, tools, is_prompt, **flags).replace(_START, "").replace(_STOP, "")
+        )
 
     def prompts(self, messages: Messages, tools: Any) -> list[str]:
-        """The ways in which a template asks for an answer, its own first: some can ask with thinking and without."""
+        """The ways in which a template asks for an answer, its own first: some can ask with
+        thinking and without.
+        """
         asked = [self(messages, tools, is_prompt=True)]
         for flag in ("enable_thinking", "thinking"):
             if re.search(rf"\b{flag}\b", self.template):
-                asked += [self(messages, tools, is_prompt=True, **{flag: value}) for value in (False, True)]
+                asked += [
+                    self(messages, tools, is_prompt=True, **{flag: value})
+                    for value in (False, True)
+                ]
         return list(dict.fromkeys(asked))
 
 
@@ -116,7 +140,9 @@ def _as_text(token: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(source: str) -> Any:
-    """A chat template as transformers compiles it, without what would draw at random or look at the clock."""
+    """A chat template as transformers compiles it, without what would draw at random or look at the
+    clock.
+    """
     import jinja2
     import jinja2.ext
     import jinja2.nodes
@@ -131,7 +157,9 @@ def _compiled(source: str) -> Any:
             """The block's content between marks."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(
+                line
+            )
 
         def _marked(self, caller: Any) -> str:
             return f"{_START}{caller()}{_STOP}"
@@ -139,7 +167,9 @@ def _compiled(source: str) -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    def as_json(
+        value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+    ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -168,16 +198,19 @@ class Ending:
     trailer: str = ""
     """What follows it at the end of a chat, and is not."""
     opens_next: str = ""
-    """Where nothing ends a turn: the token that begins the next one, by which the model stops (GLM-4: <|user|>)."""
+    """Where nothing ends a turn: the token that begins the next one, by which the model stops
+    (GLM-4: <|user|>).
+    """
 
 
 @dataclass(frozen=True)
 class ChatReader:
     """From messages to text with targets: what the assistant says and the token that ends its turn.
 
-    A template with generation marks says so itself. Without them a turn is what stands behind the prompt that asks for
-    it. Where the template shows a turn in another form once the chat goes on (reasoning models cut what was thought),
-    it is learned in a chat of its own that ends with it: what the model is given and writes when it is asked.
+    A template with generation marks says so itself. Without them a turn is what stands behind the
+    prompt that asks for it. Where the template shows a turn in another form once the chat goes on
+    (reasoning models cut what was thought), it is learned in a chat of its own that ends with it:
+    what the model is given and writes when it is asked.
     """
 
     render: Renderer
@@ -202,25 +235,39 @@ class ChatReader:
 
     @property
     def teaches_to_stop(self) -> bool:
-        """Whether a special token ends what is learned of an answer; without one a model learns no end."""
+        """Whether a special token ends what is learned of an answer; without one a model learns no
+        end.
+        """
         if not self.marks:
-            return bool(self.ending.opens_next) or any(token in self.ending.end for token in self.tokens)
+            return bool(self.ending.opens_next) or any(
+                token in self.ending.end for token in self.tokens
+            )
         shown = _shown(self.render, _PROBES)
         return shown is None or bool(shown.rpartition(_PROBE)[2].partition(_STOP)[0].strip())
 
     def __call__(self, messages: Messages, tools: Any, given: frozenset[int] = frozenset()) -> Text:
-        """The text of a chat; the turns at `given` (from 0) are context whoever speaks. Raises `Unusable`.
+        """The text of a chat; the turns at `given` (from 0) are context whoever speaks. Raises
+        `Unusable`.
 
-        Earlier examples end with an answer that the whole chat shows in another form than the model writes it.
+        Earlier examples end with an answer that the whole chat shows in another form than the model
+        writes it.
         """
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        ]
         if not answers:
             raise Unusable("no assistant turn: there is nothing to learn")
         if given.issuperset(answers):
             raise Unusable("every assistant turn is marked as not to be learned")
         if not self.shows_texts:
             raise Unusable("the chat template leaves out what is said: it is for images, or broken")
-        read = self._by_marks if self.marks else self._as_before if self.version < 3 else self._turn_by_turn
+        read = (
+            self._by_marks
+            if self.marks
+            else self._as_before
+            if self.version < 3
+            else self._turn_by_turn
+        )
         try:
             return read(messages, tools, given)
         except Unusable:
@@ -232,11 +279,16 @@ class ChatReader:
         said = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if _START in said or _STOP in said:
             raise Unusable("it holds U+FDD0 or U+FDD1, which are no characters")
-        answers = [index not in given for index, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [
+            index not in given
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
         before, *parts = self.render.marked(messages, tools).split(_START)
         if given and len(parts) != len(answers):
             raise Unusable(
-                "the chat template marks more or fewer turns than the assistant has: which one not to learn is not seen"
+                "the chat template marks more or fewer turns than the assistant has: which one not"
+                " to learn is not seen"
             )
         segments = [(before, False)]
         for part, is_learned in zip(parts, answers if given else [True] * len(parts), strict=True):
@@ -247,7 +299,9 @@ class ChatReader:
     def _turn_by_turn(self, messages: Messages, tools: Any, given: frozenset[int]) -> Text:
         """Every answer as the model writes it: in the whole chat, else in one that ends with it."""
         wanted = [
-            index for index, message in enumerate(messages) if message["role"] == "assistant" and index not in given
+            index
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and index not in given
         ]
         turns = {index: self.render(messages[: index + 1], tools) for index in wanted}
         asked = {index: self.render.prompts(messages[:index], tools) for index in wanted if index}
@@ -264,7 +318,10 @@ class ChatReader:
             segments, left = self._learned(turns[last], wanted, asked, turns)
             if last in left:
                 try:
-                    segments, left = self._opened(messages[: last + 1], last, asked[last][0]), wanted[:-1]
+                    segments, left = (
+                        self._opened(messages[: last + 1], last, asked[last][0]),
+                        wanted[:-1],
+                    )
                 except Unusable as error:
                     n_unlearned, why, wanted = n_unlearned + 1, error, wanted[:-1]
                     continue
@@ -275,11 +332,16 @@ class ChatReader:
         return _text(found[0], n_unlearned, found[:0:-1])
 
     def _before_first(self, turn: str, messages: Messages, tools: Any) -> str:
-        """What stands before the first turn of a chat where the assistant has it: nothing asked for it.
+        """What stands before the first turn of a chat where the assistant has it: nothing asked for
+        it.
 
-        All up to what a template writes to ask for an answer; where it shows that in another form, up to what is said.
+        All up to what a template writes to ask for an answer; where it shows that in another form,
+        up to what is said.
         """
-        asked, said = self.render(messages[:1], tools, is_prompt=True), str(messages[0].get("content") or "").strip()
+        asked, said = (
+            self.render(messages[:1], tools, is_prompt=True),
+            str(messages[0].get("content") or "").strip(),
+        )
         opening = asked.removeprefix(turn) if asked.startswith(turn) else ""
         if opening and opening in turn:
             return turn[: turn.index(opening) + len(opening)]
@@ -288,7 +350,8 @@ class ChatReader:
     def _learned(
         self, whole: str, wanted: list[int], asked: dict[int, list[str]], turns: dict[int, str]
     ) -> tuple[Segments, list[int]]:
-        """(a chat with those answers learned that it shows as the model writes them, the other ones that are wanted).
+        """(a chat with those answers learned that it shows as the model writes them, the other ones
+        that are wanted).
 
         `asked`: the prompts for each answer. `turns`: the chat that ends with it.
         """
@@ -296,7 +359,11 @@ class ChatReader:
         left, at = [], 0
         for index in wanted:
             stop = len(self._without_trailer(turns[index]))
-            starts = [len(prompt) for prompt in asked[index] if whole.startswith(prompt) and at <= len(prompt) < stop]
+            starts = [
+                len(prompt)
+                for prompt in asked[index]
+                if whole.startswith(prompt) and at <= len(prompt) < stop
+            ]
             if not starts or whole[:stop] != turns[index][:stop]:
                 left.append(index)
                 continue
@@ -312,26 +379,43 @@ class ChatReader:
         return _merged(segments), left
 
     def _as_before(self, messages: Messages, tools: Any, given: frozenset[int]) -> Text:
-        """As runs of versions 1 and 2 read it: turns that the whole chat shows in another form are not learned.
+        """As runs of versions 1 and 2 read it: turns that the whole chat shows in another form are
+        not learned.
 
-        Version 1 refused them, and learned all that the render up to a turn adds to the render before it.
+        Version 1 refused them, and learned all that the render up to a turn adds to the render
+        before it.
         """
         whole = self.render(messages, tools)
         segments: list[tuple[str, bool]] = []
         at, n_unlearned = 0, 0
-        last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+        last = max(
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        )
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             before = self.render(messages[:index], tools, is_prompt=True) if index else ""
             turn = self.render(messages[: index + 1], tools)
             turn = turn if self.version == 1 else self._without_trailer(turn)
-            if whole.startswith(before) and whole.startswith(turn) and at <= len(before) < len(turn):
-                segments += [(whole[at : len(before)], False), (whole[len(before) : len(turn)], index not in given)]
+            if (
+                whole.startswith(before)
+                and whole.startswith(turn)
+                and at <= len(before) < len(turn)
+            ):
+                segments += [
+                    (whole[at : len(before)], False),
+                    (whole[len(before) : len(turn)], index not in given),
+                ]
                 at = len(turn)
             elif self.version == 1:
-                raise Unusable("the chat template rewrites earlier turns; give one with {% generation %} marks")
-            elif index == last and index not in given and not any(is_learned for _, is_learned in segments):
+                raise Unusable(
+                    "the chat template rewrites earlier turns; give one with {% generation %} marks"
+                )
+            elif (
+                index == last
+                and index not in given
+                and not any(is_learned for _, is_learned in segments)
+            ):
                 return _text(self._opened(messages, index, before), n_unlearned)
             elif index not in given:
                 n_unlearned += 1
@@ -343,31 +427,47 @@ class ChatReader:
         end, trailer = self.ending.end, self.ending.trailer
         if text.endswith(end + trailer):
             return text.removesuffix(trailer)
-        # an answer of another form, such as the call of a tool: what ends the turn is the same, or is not known
+        # an answer of another form, such as the call of a tool: what ends the turn is the same, or
+        # is not known
         stripped = text.rstrip()
-        return stripped if trailer and not trailer.strip() and end and stripped.endswith(end.rstrip()) else text
+        return (
+            stripped
+            if trailer and not trailer.strip() and end and stripped.endswith(end.rstrip())
+            else text
+        )
 
     def _opened(self, messages: Messages, index: int, before: str) -> Segments:
-        """A last answer whose prompt says more than the template shows of it: a prompt that opens the thinking.
+        """A last answer whose prompt says more than the template shows of it: a prompt that opens
+        the thinking.
 
-        The answer goes on from the prompt, as when the model is asked, if it begins with what the prompt opens.
-        Raises `Unusable`.
+        The answer goes on from the prompt, as when the model is asked, if it begins with what the
+        prompt opens. Raises `Unusable`.
         """
         content = str(messages[index].get("content") or "").lstrip()
         opener = before[before.rstrip().rfind("<") :] if before.rstrip().endswith(">") else ""
         if opener.strip() and index == len(messages) - 1 and content.startswith(opener.strip()):
             answer = content.removeprefix(opener.strip())
             answer = answer.lstrip("\n") if opener.endswith("\n") else answer
-            return _merged([(before, False), (answer.rstrip() + (self.ending.end or self.ending.opens_next), True)])
+            return _merged(
+                [
+                    (before, False),
+                    (answer.rstrip() + (self.ending.end or self.ending.opens_next), True),
+                ]
+            )
         asked = f" (its prompt ends with {opener.strip()!r})" if opener.strip() else ""
         raise Unusable(
-            f"the chat template shows the answer in another form than the model would write it{asked};"
-            " give one with {% generation %} marks"
+            "the chat template shows the answer in another form than the model would write"
+            f" it{asked}; give one with {{% generation %}} marks"
         )
 
 
 def _text(segments: Segments, n_unlearned: int, earlier: Sequence[Segments] = ()) -> Text:
-    return Text(segments, is_raw=False, n_unlearned=n_unlearned, earlier=tuple(_text(each, 0) for each in earlier))
+    return Text(
+        segments,
+        is_raw=False,
+        n_unlearned=n_unlearned,
+        earlier=tuple(_text(each, 0) for each in earlier),
+    )
 
 
 def _merged(segments: Sequence[tuple[str, bool]]) -> Segments:
@@ -384,7 +484,10 @@ def _added_tokens(tokenizer: Any) -> list[str]:
 
 def _ending(render: Renderer, tokens: Sequence[str], version: int) -> Ending:
     """What a template writes behind an answer; nothing where it can't be seen."""
-    behind, within = _behind_answer(render, _PROBES), _behind_answer(render, [[*chat, *_MORE] for chat in _PROBES])
+    behind, within = (
+        _behind_answer(render, _PROBES),
+        _behind_answer(render, [[*chat, *_MORE] for chat in _PROBES]),
+    )
     if behind is None:
         return Ending()
     common = _common_start(behind, within) if version > 2 and within is not None else ""
@@ -401,12 +504,17 @@ def _ending(render: Renderer, tokens: Sequence[str], version: int) -> Ending:
         stop, n_before = min(begins), -1
         while stop != n_before:
             n_before = stop
-            stop += max((len(token) for token in tokens if common.startswith(token, stop)), default=0)
+            stop += max(
+                (len(token) for token in tokens if common.startswith(token, stop)), default=0
+            )
     return Ending(behind[:stop], behind[stop:])
 
 
 def _common_start(one: str, other: str) -> str:
-    n = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    n = next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
     return one[:n]
 
 
@@ -421,24 +529,31 @@ def _shown(render: Renderer, chats: Sequence[Messages]) -> str | None:
 
 
 def _behind_answer(render: Renderer, chats: Sequence[Messages]) -> str | None:
-    """What stands behind the answer `_PROBE` in the chat that a template takes; None where it is not found."""
+    """What stands behind the answer `_PROBE` in the chat that a template takes; None where it is
+    not found.
+    """
     _, found, behind = (_shown(render, chats) or "").partition(_PROBE)
     return behind if found and _PROBE not in behind else None
 
 
 def said_of_chats(is_chat: bool, tokenizer: Any, on: str, n_unrolled: int) -> list[str]:
-    """What the owner of chats should know of how the template has them learned; nothing where data are no chats."""
+    """What the owner of chats should know of how the template has them learned; nothing where data
+    are no chats.
+    """
     said = []
     if n_unrolled:
         said.append(
-            f"{n_unrolled:,} earlier answers are learned in examples of their own, as the chat template shows them in"
-            " another form once the chat goes on"
+            f"{n_unrolled:,} earlier answers are learned in examples of their own, as the chat"
+            " template shows them in another form once the chat goes on"
         )
     if is_chat and tokenizer.chat_template.endswith(DEFAULT_CHAT_TEMPLATE):
         said.append(
-            "the tokenizer has no chat template: farthing's own is used (### User, ### Assistant); for another set"
-            " data.chat_template"
+            "the tokenizer has no chat template: farthing's own is used (### User, ### Assistant);"
+            " for another set data.chat_template"
         )
     if is_chat and not ChatReader.of(tokenizer, on).teaches_to_stop:
-        said.append("the chat template ends an answer with no special token: the model does not learn where to stop")
+        said.append(
+            "the chat template ends an answer with no special token: the model does not learn where"
+            " to stop"
+        )
     return said

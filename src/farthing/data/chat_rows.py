@@ -1,7 +1,8 @@
-"""Turns of a chat as others write them: marks of what is not to be learned, content in parts, older function calls.
+"""Turns of a chat as others write them: marks of what is not to be learned, content in parts, older
+function calls.
 
-OpenAI marks an assistant's message with `weight: 0 | 1`, Axolotl a turn with `train` or `training`, others with `loss`.
-Refuses to know templates and tokenizers.
+OpenAI marks an assistant's message with `weight: 0 | 1`, Axolotl a turn with `train` or `training`,
+others with `loss`. Refuses to know templates and tokenizers.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def without_marks(messages: Sequence[RowValue]) -> tuple[list[RowValue], frozenset[int]]:
-    """The messages without marks, and which (from 0) are marked as not to be learned. Raises `Unusable` for other marks.
+    """The messages without marks, and which (from 0) are marked as not to be learned. Raises
+    `Unusable` for other marks.
 
-    A mark on a turn that is not the assistant's may only say that it is not learned; OpenAI's weight says nothing there.
+    A mark on a turn that is not the assistant's may only say that it is not learned; OpenAI's
+    weight says nothing there.
     """
     unlearned: set[int] = set()
     kept = []
@@ -30,13 +33,15 @@ def without_marks(messages: Sequence[RowValue]) -> tuple[list[RowValue], frozens
                 continue
             if value not in (0, 1):
                 raise Unusable(
-                    f"message {index + 1}: `{name}` is {value!r}; only 0 and 1, or false and true, are known"
+                    f"message {index + 1}: `{name}` is {value!r}; only 0 and 1, or false and true,"
+                    " are known"
                 )
             if message["role"] == "assistant":
                 unlearned |= set() if value else {index}
             elif value and name != "weight":
                 raise Unusable(
-                    f"message {index + 1} of `{message['role']}` is marked to be learned; only the assistant's can be"
+                    f"message {index + 1} of `{message['role']}` is marked to be learned; only the"
+                    " assistant's can be"
                 )
         kept.append({key: value for key, value in message.items() if key not in MARKS})
     return kept, frozenset(unlearned)
@@ -45,30 +50,46 @@ def without_marks(messages: Sequence[RowValue]) -> tuple[list[RowValue], frozens
 def refuse_silence(messages: Sequence[RowValue], unlearned: frozenset[int]) -> None:
     """Raises `Unusable` for a turn of the assistant that is learned and holds nothing."""
     for index, message in enumerate(messages):
-        says = [value for key, value in message.items() if key not in ("role", "name", "id") and value]
-        if message["role"] == "assistant" and index not in unlearned and not any(str(value).strip() for value in says):
+        says = [
+            value for key, value in message.items() if key not in ("role", "name", "id") and value
+        ]
+        if (
+            message["role"] == "assistant"
+            and index not in unlearned
+            and not any(str(value).strip() for value in says)
+        ):
             raise Unusable(
-                f"message {index + 1}: the assistant says nothing, and an empty answer would be learned;"
-                " mark the turn with `weight: 0`, or leave it out"
+                f"message {index + 1}: the assistant says nothing, and an empty answer would be"
+                " learned; mark the turn with `weight: 0`, or leave it out"
             )
 
 
-_ROLES = {"chatbot": "assistant", "model": "assistant", "bot": "assistant", "gpt": "assistant", "human": "user"}
+_ROLES = {
+    "chatbot": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "gpt": "assistant",
+    "human": "user",
+}
 
 
 def of_usual_role(message: RowValue) -> RowValue:
-    """A message with the role as templates know it: `User`, `CHATBOT` (Cohere), `model` (Gemini)."""
+    """A message with the role as templates know it: `User`, `CHATBOT` (Cohere), `model` (Gemini)."""  # noqa: E501
     role = message["role"].lower()
     return {**message, "role": _ROLES.get(role, role)}
 
 
 def from_openai(message: RowValue) -> RowValue:
-    """A message of the API as templates read it: text parts joined, `function_call` as a tool call, role `function` as tool."""
+    """A message of the API as templates read it: text parts joined, `function_call` as a tool call,
+    role `function` as tool.
+    """
     content = message.get("content")
     if isinstance(content, list) and content and all(_is_text(part) for part in content):
         message = {
             **message,
-            "content": "".join([str(part.get(part.get("type", "text"), part.get("text", ""))) for part in content]),
+            "content": "".join(
+                [str(part.get(part.get("type", "text"), part.get("text", ""))) for part in content]
+            ),
         }
     call = message.get("function_call")
     if isinstance(call, dict) and not message.get("tool_calls"):

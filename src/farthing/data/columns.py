@@ -1,9 +1,12 @@
-"""From the columns that a file has to the columns that formats read: renamed, joined by templates, or known by usual names.
+"""From the columns that a file has to the columns that formats read: renamed, joined by templates,
+or known by usual names.
 
-A value of `data.columns` is a column's name, a template with columns in braces ("{question}\\n{context}"), or a list of
-these of which the first counts whose columns are all filled in a row. `{choices[answer]}` takes the item of a list that
-another column points at: a whole number from 0, a letter from A, or the item's own text; `{translation.en}` takes a part of an
-object. Braces are doubled to stand for themselves. Refuses to guess between two columns, and to know what a format is.
+A value of `data.columns` is a column's name, a template with columns in braces
+("{question}\\n{context}"), or a list of these of which the first counts whose columns are all
+filled in a row. `{choices[answer]}` takes the item of a list that another column points at: a whole
+number from 0, a letter from A, or the item's own text; `{translation.en}` takes a part of an
+object. Braces are doubled to stand for themselves. Refuses to guess between two columns, and to
+know what a format is.
 """
 
 from __future__ import annotations
@@ -26,12 +29,60 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "conversations": (),
     "instruction": (),
     "prompt": ("question", "query", "problem", "user", "human", "request", "source", "input_text"),
-    "completion": ("response", "answer", "reply", "solution", "assistant", "bot", "target_text", "output_text"),
-    "input": ("source", "article", "document", "dialogue", "source_text", "input_text", "question", "context"),
-    "target": ("summary", "highlights", "target_text", "output_text", "answer", "response", "output", "translation"),
+    "completion": (
+        "response",
+        "answer",
+        "reply",
+        "solution",
+        "assistant",
+        "bot",
+        "target_text",
+        "output_text",
+    ),
+    "input": (
+        "source",
+        "article",
+        "document",
+        "dialogue",
+        "source_text",
+        "input_text",
+        "question",
+        "context",
+    ),
+    "target": (
+        "summary",
+        "highlights",
+        "target_text",
+        "output_text",
+        "answer",
+        "response",
+        "output",
+        "translation",
+    ),
     "output": ("response", "answer", "completion"),
-    "text": ("content", "document", "sentence", "review", "body", "narrative", "tweet", "comment", "utterance"),
-    "label": ("labels", "category", "class", "sentiment", "intent", "topic", "product", "target", "emotion", "tag"),
+    "text": (
+        "content",
+        "document",
+        "sentence",
+        "review",
+        "body",
+        "narrative",
+        "tweet",
+        "comment",
+        "utterance",
+    ),
+    "label": (
+        "labels",
+        "category",
+        "class",
+        "sentiment",
+        "intent",
+        "topic",
+        "product",
+        "target",
+        "emotion",
+        "tag",
+    ),
 }
 """Other names that the columns of formats go by. What is read so is said."""
 
@@ -39,17 +90,31 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 _MORE = {"input": ("context",), "system": ("system_prompt", "system_message")}
 """The same of columns that a format reads where they are."""
 ELSEWHERE = {
-    "contents": "these are Gemini's chats: write each row as `messages`, [{role: user, content: ...}, {role: assistant, ...}]",
+    "contents": (
+        "these are Gemini's chats: write each row as `messages`, [{role: user, content: ...},"
+        " {role: assistant, ...}]"
+    ),
     "annotations": "an export of Label Studio has its values nested: export it as CSV or JSON-MIN",
-    "paragraphs": "SQuAD nests its questions: write a row for each, with `context`, `question` and `answer`",
+    "paragraphs": (
+        "SQuAD nests its questions: write a row for each, with `context`, `question` and `answer`"
+    ),
 }
 """Columns of other services' files, by which they are known: what to do."""
 
 
 def guessed_more(columns: set[str], may_have: Iterable[str]) -> dict[str, str]:
-    """Columns of the data that stand for those that a format reads where they are (Dolly's `context` for `input`)."""
-    found = {standard: [own for own in _MORE.get(standard, ()) if own in columns] for standard in may_have}
-    return {standard: own[0] for standard, own in found.items() if len(own) == 1 and standard not in columns}
+    """Columns of the data that stand for those that a format reads where they are (Dolly's
+    `context` for `input`).
+    """
+    found = {
+        standard: [own for own in _MORE.get(standard, ()) if own in columns]
+        for standard in may_have
+    }
+    return {
+        standard: own[0]
+        for standard, own in found.items()
+        if len(own) == 1 and standard not in columns
+    }
 
 
 def templates_of(template: Template) -> tuple[str, ...]:
@@ -59,18 +124,23 @@ def templates_of(template: Template) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def parts_of(template: str) -> tuple[tuple[str, str], ...]:
-    """(text, column after it) of a template; a plain name is one column without text. Raises `ValueError`."""
+    """(text, column after it) of a template; a plain name is one column without text. Raises
+    `ValueError`.
+    """
     if "{" not in template and "}" not in template:
         return (("", template),)
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"not a template ({error}); a brace that is meant as one is doubled") from error
+        raise ValueError(
+            f"not a template ({error}); a brace that is meant as one is doubled"
+        ) from error
     parts = []
     for text, name, spec, conversion in parsed:
         if name == "" or spec or conversion:
             raise ValueError(
-                "a column's name stands in braces, and nothing else; a brace that is meant as one is doubled"
+                "a column's name stands in braces, and nothing else; a brace that is meant as one"
+                " is doubled"
             )
         parts.append((text, name or ""))
     if not any(name for _, name in parts):
@@ -89,13 +159,17 @@ def columns_of(template: Template) -> tuple[str, ...]:
 
 
 def own_columns(template: Template, there: Iterable[str]) -> set[str]:
-    """The same by the names that the data has: of `translation.en` the column `translation`, unless one is called so."""
+    """The same by the names that the data has: of `translation.en` the column `translation`, unless
+    one is called so.
+    """
     there = set(there)
     return {name if name in there else name.partition(".")[0] for name in columns_of(template)}
 
 
 def missing(template: Template, columns: Iterable[str]) -> str:
-    """A column that no row has and every alternative needs; empty where one alternative can be filled."""
+    """A column that no row has and every alternative needs; empty where one alternative can be
+    filled.
+    """
     there = set(columns)
     lacking = [
         next((name for name in columns_of(each) if not own_columns(name, there) <= there), "")
@@ -121,7 +195,11 @@ def _value(template: Template, row: Mapping[str, Any]) -> Any:
         if filled is not None:
             return filled
         lacking = lacking or why
-    more = "" if len(alternatives) > 1 else "; give a second template without it in a list for such rows"
+    more = (
+        ""
+        if len(alternatives) > 1
+        else "; give a second template without it in a list for such rows"
+    )
     raise Unusable(f"{lacking}{more}")
 
 
@@ -133,9 +211,19 @@ def _filled(template: str, row: Mapping[str, Any]) -> tuple[str | None, str]:
         if not name:
             continue
         match = _PICK.fullmatch(name)
-        value = _picked(row.get(match[1]), row.get(match[2]), match[1], match[2]) if match else _part(row, name)
+        value = (
+            _picked(row.get(match[1]), row.get(match[2]), match[1], match[2])
+            if match
+            else _part(row, name)
+        )
         if _is_empty(value):
-            return None, f"`{match[1] if match else name}` is empty, which its template in data.columns needs"
+            return (
+                None,
+                (
+                    f"`{match[1] if match else name}` is empty, which its template in data.columns"
+                    " needs"
+                ),
+            )
         written.append(_as_text(value, name))
     return "".join(written), ""
 
@@ -164,13 +252,16 @@ def _as_text(value: Any, name: str) -> str:
         value = value["text"]
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
         return "\n".join(
-            f"{chr(65 + index)}. {item}" if len(value) <= 26 else str(item) for index, item in enumerate(value)
+            f"{chr(65 + index)}. {item}" if len(value) <= 26 else str(item)
+            for index, item in enumerate(value)
         )
     raise Unusable(f"`{name}` is neither text nor a number nor a list of these")
 
 
 def _picked(choices: Any, which: Any, name: str, pointer: str) -> Any:
-    """The item of `choices` that `which` points at. ARC's form, {text: [...], label: [...]}, goes by its labels."""
+    """The item of `choices` that `which` points at. ARC's form, {text: [...], label: [...]}, goes
+    by its labels.
+    """
     labels: list[Any] = []
     if isinstance(choices, dict):
         labels, choices = list(choices.get("label") or []), choices.get("text")
@@ -185,14 +276,21 @@ def _picked(choices: Any, which: Any, name: str, pointer: str) -> Any:
     index = which
     if isinstance(which, str):
         digits = which.strip()
-        index = int(digits) if digits.isdecimal() else ord(digits.upper()) - 65 if len(digits) == 1 else None
+        index = (
+            int(digits)
+            if digits.isdecimal()
+            else ord(digits.upper()) - 65
+            if len(digits) == 1
+            else None
+        )
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(choices):
         raise Unusable(f"`{pointer}` is {which!r}, which is none of the {len(choices)} in `{name}`")
     return choices[index]
 
 
 def guessed(columns: set[str], needed: tuple[str, ...]) -> dict[str, str] | None:
-    """Columns of the data that stand for those a format needs, by their usual names; None where one is not found.
+    """Columns of the data that stand for those a format needs, by their usual names; None where one
+    is not found.
 
     A column that could be read as two, or two for one, is no guess. Capitals make no difference.
     """
@@ -203,7 +301,11 @@ def guessed(columns: set[str], needed: tuple[str, ...]) -> dict[str, str] | None
     for standard in needed:
         if standard in columns:
             continue
-        names = [own for each in (standard, *SYNONYMS.get(standard, ())) for own in by_lower.get(each, ())]
+        names = [
+            own
+            for each in (standard, *SYNONYMS.get(standard, ()))
+            for own in by_lower.get(each, ())
+        ]
         if len(names) != 1 or names[0] in found.values():
             return None
         found[standard] = names[0]
@@ -211,19 +313,37 @@ def guessed(columns: set[str], needed: tuple[str, ...]) -> dict[str, str] | None
 
 
 _PAIRS = (
-    ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "passage"), ("question", "sentence"),
-    ("question1", "question2"), ("text1", "text2"), ("text_a", "text_b"), ("sentence_a", "sentence_b"), ("query", "document"),
-    ("query", "passage"), ("question", "context"), ("claim", "evidence"), ("title", "text"), ("title", "body"),
-)  # fmt: skip
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question", "passage"),
+    ("question", "sentence"),
+    ("question1", "question2"),
+    ("text1", "text2"),
+    ("text_a", "text_b"),
+    ("sentence_a", "sentence_b"),
+    ("query", "document"),
+    ("query", "passage"),
+    ("question", "context"),
+    ("claim", "evidence"),
+    ("title", "text"),
+    ("title", "body"),
+)
 """Columns whose two texts are classified together."""
 
 
 def suggested(columns: set[str], needs: tuple[str, ...]) -> str:
-    """What to write as `data.columns` for a format that needs these: by usual names where they are, else by the file's own."""
+    """What to write as `data.columns` for a format that needs these: by usual names where they are,
+    else by the file's own.
+    """
     by_lower = {name.lower(): name for name in sorted(columns)}
     if own := by_lower.get("translation"):
-        source, target = needs if needs in (("input", "target"), ("prompt", "completion")) else ("", "")
-        mapped = f'{{{source}: "{{{own}.en}}", {target}: "{{{own}.de}}"}}, with its languages in place of en and de'
+        source, target = (
+            needs if needs in (("input", "target"), ("prompt", "completion")) else ("", "")
+        )
+        mapped = (
+            f'{{{source}: "{{{own}.en}}", {target}: "{{{own}.de}}"}}, with its languages in place'
+            " of en and de"
+        )
         return mapped if source else ""
     left = dict(by_lower)
     found: dict[str, str] = {}

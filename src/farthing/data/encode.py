@@ -1,7 +1,8 @@
-"""Texts to token ids and target masks, many at a time and end to end: no step of Python for each token.
+"""Texts to token ids and target masks, many at a time and end to end: no step of Python for each
+token.
 
-The Rust tokenizer within that of transformers is asked directly, for the ids that `tokenizer(text)` would give. Refuses
-to read rows, to render chats and to write anything.
+The Rust tokenizer within that of transformers is asked directly, for the ids that `tokenizer(text)`
+would give. Refuses to read rows, to render chats and to write anything.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Encoded(NamedTuple):
         if kept.all():
             return self
         of_token = np.repeat(kept, self.lengths)
-        return Encoded(self.ids[of_token], self.is_target[of_token], self.lengths[kept], self.was_cut[kept])
+        return Encoded(
+            self.ids[of_token], self.is_target[of_token], self.lengths[kept], self.was_cut[kept]
+        )
 
 
 class Asked(NamedTuple):
@@ -75,10 +78,11 @@ class Asked(NamedTuple):
 
 
 def sides_of(tokenizer: Any, *, is_pair: bool) -> tuple[Any, Any]:
-    """The Rust tokenizers of inputs and of targets, copies that nobody else holds; of the planner's tokenizer none.
+    """The Rust tokenizers of inputs and of targets, copies that nobody else holds; of the planner's
+    tokenizer none.
 
-    With `is_pair` targets are encoded as `tokenizer(text_target=...)` does, in the tokenizer's target language where it has
-    one, else as inputs.
+    With `is_pair` targets are encoded as `tokenizer(text_target=...)` does, in the tokenizer's
+    target language where it has one, else as inputs.
     """
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         return None, None
@@ -109,12 +113,14 @@ def first_tokens(tokenizer: Any) -> list[int]:
 
 
 class Encoder:
-    """Texts to examples, in two steps: `ask` is the tokenizer's and leaves Python to other threads, the rest is ours.
+    """Texts to examples, in two steps: `ask` is the tokenizer's and leaves Python to other threads,
+    the rest is ours.
 
-    Where the next token is predicted, the segments are joined and encoded as one text, as `tokenizer(text)` would; a token
-    belongs to the segment of its last character, so that one which spans prompt and completion is learned, not given. Where
-    tokens are the bytes of the text, segments are found by counting these; elsewhere by the tokenizer's map of characters,
-    which costs it up to a fifth of its time.
+    Where the next token is predicted, the segments are joined and encoded as one text, as
+    `tokenizer(text)` would; a token belongs to the segment of its last character, so that one which
+    spans prompt and completion is learned, not given. Where tokens are the bytes of the text,
+    segments are found by counting these; elsewhere by the tokenizer's map of characters, which
+    costs it up to a fifth of its time.
     """
 
     def __init__(
@@ -141,22 +147,37 @@ class Encoder:
         return self._one_text(texts, asked[0]) if self._is_one_text else self._apart(asked)
 
     def ask(self, texts: Sequence[Text]) -> list[Asked]:
-        """The tokenizer's part for `texts`: one batch, which it spreads over its threads; of input and target one each."""
+        """The tokenizer's part for `texts`: one batch, which it spreads over its threads; of input
+        and target one each.
+        """
         if self._is_one_text:
             joined = ["".join([part for part, _ in text.segments]) for text in texts]
             return [self._ask(joined, special=False, with_map=self._sizes is None)]
         asked = []
         for side, limit in enumerate(self._limits):
-            strings = ["".join([part for part, is_target in text.segments if is_target == side]) for text in texts]
+            strings = [
+                "".join([part for part, is_target in text.segments if is_target == side])
+                for text in texts
+            ]
             asked.append(self._ask(strings, special=True, limit=limit, side=side))
         return asked
 
     def _ask(
-        self, strings: list[str], *, special: bool, limit: int | None = None, with_map: bool = False, side: int = 0
+        self,
+        strings: list[str],
+        *,
+        special: bool,
+        limit: int | None = None,
+        with_map: bool = False,
+        side: int = 0,
     ) -> Asked:
-        """Equal strings are encoded once. With a limit the tokenizer truncates, and puts its special tokens around that."""
+        """Equal strings are encoded once. With a limit the tokenizer truncates, and puts its
+        special tokens around that.
+        """
         distinct = list(dict.fromkeys(strings))
-        found = dict(zip(distinct, self._encode(distinct, special, limit, with_map, side), strict=True))
+        found = dict(
+            zip(distinct, self._encode(distinct, special, limit, with_map, side), strict=True)
+        )
         return Asked(strings, [found[string] for string in strings])
 
     def _encode(
@@ -167,7 +188,9 @@ class Encoder:
             return list(self.tokenizer.encode(strings, special))
         if limit is not None:
             rust.enable_truncation(limit, direction=self.tokenizer.truncation_side)
-        run: Callable[..., list[Encoding]] = rust.encode_batch if with_map else rust.encode_batch_fast
+        run: Callable[..., list[Encoding]] = (
+            rust.encode_batch if with_map else rust.encode_batch_fast
+        )
         return run(strings, add_special_tokens=special)
 
     # ---- one text with targets in it ----
@@ -176,7 +199,9 @@ class Encoder:
         rows = [encoding.ids for encoding in asked.encodings]
         has_head, has_tail = np.zeros((2, len(rows)), bool)
         for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
-            is_framed = not text.is_raw and self.version > 1  # a chat template says itself what a chat begins with
+            is_framed = (
+                not text.is_raw and self.version > 1
+            )  # a chat template says itself what a chat begins with
             has_head[index] = bool(self.bos) and row[:1] != self.bos and not is_framed
             if self.eos and text.is_raw and text.segments[-1][1] and row[-1:] != self.eos:
                 has_tail[index] = True
@@ -195,11 +220,17 @@ class Encoder:
         for start, stop in spans:
             is_target[start:stop] = 1
         is_target[(stops - 1)[has_tail]] = 1
-        is_target[starts[lengths > 0]] = 0  # nothing comes before the first token, so nothing can predict it
+        is_target[starts[lengths > 0]] = (
+            0  # nothing comes before the first token, so nothing can predict it
+        )
         was_cut = lengths > self.max_length
         if was_cut.any():
             is_within = np.arange(len(ids)) - np.repeat(starts, lengths) < self.max_length
-            ids, is_target, lengths = ids[is_within], is_target[is_within], np.minimum(lengths, self.max_length)
+            ids, is_target, lengths = (
+                ids[is_within],
+                is_target[is_within],
+                np.minimum(lengths, self.max_length),
+            )
         return Encoded(ids, is_target, lengths, was_cut)
 
     def _learned(self, text: Text, size: Callable[[str], int]) -> Iterator[tuple[int, int]]:
@@ -212,25 +243,44 @@ class Encoder:
             at = stop
 
     def _by_map(
-        self, texts: Sequence[Text], encodings: list[Encoding], indices: Sequence[int], own: tuple[Any, Any]
+        self,
+        texts: Sequence[Text],
+        encodings: list[Encoding],
+        indices: Sequence[int],
+        own: tuple[Any, Any],
     ) -> Iterator[tuple[int, int]]:
-        """Spans of tokens that are learned: of each, the first token that has a character of it or of what follows."""
+        """Spans of tokens that are learned: of each, the first token that has a character of it or
+        of what follows.
+        """
         for index, encoding in zip(indices, encodings, strict=True):
             text, first, end = texts[index], int(own[0][index]), int(own[1][index])
             n_characters = sum(len(part) for part, _ in text.segments)
             for start, stop in self._learned(text, len):
-                token, after = _token_at(encoding, start, stop), _token_at(encoding, stop, n_characters)
-                yield end if token is None else first + token, end if after is None else first + after
+                token, after = (
+                    _token_at(encoding, start, stop),
+                    _token_at(encoding, stop, n_characters),
+                )
+                yield (
+                    end if token is None else first + token,
+                    end if after is None else first + after,
+                )
 
     def _by_bytes(
-        self, texts: Sequence[Text], joined: list[str], upto: NDArray[np.int64], own: tuple[Any, Any]
+        self,
+        texts: Sequence[Text],
+        joined: list[str],
+        upto: NDArray[np.int64],
+        own: tuple[Any, Any],
     ) -> Iterator[tuple[int, int]]:
-        """The same spans from `upto` [n_tokens + 1], the bytes before each token; by the map where the bytes don't add up.
+        """The same spans from `upto` [n_tokens + 1], the bytes before each token; by the map where
+        the bytes don't add up.
 
         They don't where a token swallows white space beside it, or the tokenizer normalizes.
         """
         firsts, ends = own
-        is_whole = upto[ends] - upto[firsts] == np.fromiter(map(_n_bytes, joined), np.int64, len(joined))
+        is_whole = upto[ends] - upto[firsts] == np.fromiter(
+            map(_n_bytes, joined), np.int64, len(joined)
+        )
         is_whole &= np.fromiter(map(_is_normal, joined), bool, len(joined))
         spans = [
             (index, start, stop)
@@ -254,7 +304,9 @@ class Encoder:
         n_sides, n_examples = len(asked), len(asked[0].encodings)
         is_target = np.repeat(np.tile(np.arange(n_sides, dtype=np.uint8), n_examples), lengths)
         was_cut = [_were_cut(side, limit) for side, limit in zip(asked, self._limits, strict=True)]
-        return Encoded(ids, is_target, lengths.reshape(-1, n_sides).sum(1), np.logical_or.reduce(was_cut))
+        return Encoded(
+            ids, is_target, lengths.reshape(-1, n_sides).sum(1), np.logical_or.reduce(was_cut)
+        )
 
 
 def _were_cut(asked: Asked, limit: int) -> NDArray[np.bool_]:
@@ -301,9 +353,11 @@ def _is_normal(text: str) -> bool:
 
 
 def bytes_of_tokens(rust: Any) -> NDArray[np.int32] | None:
-    """UTF-8 bytes of the text that each token stands for [n_words]; None where tokens are not just pieces of the text.
+    """UTF-8 bytes of the text that each token stands for [n_words]; None where tokens are not just
+    pieces of the text.
 
-    They are in byte-level BPE (GPT-2 and after) that adds no space, trims no offsets and normalizes to NFC at most.
+    They are in byte-level BPE (GPT-2 and after) that adds no space, trims no offsets and normalizes
+    to NFC at most.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -314,11 +368,21 @@ def bytes_of_tokens(rust: Any) -> NDArray[np.int32] | None:
         return steps
 
     model, vocabulary = rust.model, rust.get_vocab(with_added_tokens=False)
-    before, after = steps(rust.pre_tokenizer, "pretokenizers"), steps(rust.post_processor, "processors")
+    before, after = (
+        steps(rust.pre_tokenizer, "pretokenizers"),
+        steps(rust.post_processor, "processors"),
+    )
     is_plain = (
         type(model).__name__ == "BPE"
-        and not (model.byte_fallback or model.continuing_subword_prefix or model.end_of_word_suffix or model.dropout)
-        and (model.unk_token is None or vocabulary.keys() >= set(ByteLevel.alphabet()))  # what is not known is left out
+        and not (
+            model.byte_fallback
+            or model.continuing_subword_prefix
+            or model.end_of_word_suffix
+            or model.dropout
+        )
+        and (
+            model.unk_token is None or vocabulary.keys() >= set(ByteLevel.alphabet())
+        )  # what is not known is left out
         and all(step["type"] == "NFC" for step in steps(rust.normalizer, "normalizers"))
         and all(step["type"] in ("ByteLevel", "Split", "Digits") for step in before)
         and any(step["type"] == "ByteLevel" for step in before)

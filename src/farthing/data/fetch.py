@@ -1,6 +1,8 @@
-"""Files behind an address, fetched into the cache. Refuses addresses at which machines keep their credentials.
+"""Files behind an address, fetched into the cache. Refuses addresses at which machines keep their
+credentials.
 
-Web addresses are checked where a connection is made, so that redirects and names that lead there are refused too.
+Web addresses are checked where a connection is made, so that redirects and names that lead there
+are refused too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,21 @@ from farthing.addresses import is_metadata_host, without_secrets
 from farthing.durability.files import belongs_to_another, own_folder, sha256_of
 from farthing.errors import DataError
 
-_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf", "memory", "file", "local", "github")
+_BUCKETS = (
+    "s3",
+    "s3a",
+    "gs",
+    "gcs",
+    "az",
+    "abfs",
+    "abfss",
+    "adl",
+    "hf",
+    "memory",
+    "file",
+    "local",
+    "github",
+)
 _PIECE_BYTES = 1 << 20
 
 
@@ -33,10 +49,11 @@ def fetch(
     progress: Callable[[str, int, int | None], None] = lambda what, done, total: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Copy a remote file into the cache, never stale: the copy is named by URL and version (ETag and the like).
+    """Copy a remote file into the cache, never stale: the copy is named by URL and version (ETag
+    and the like).
 
-    Without a version it is fetched each time and named by its content. `progress(what, bytes done, bytes in all or
-    None)`. Raises `DataError`.
+    Without a version it is fetched each time and named by its content. `progress(what, bytes done,
+    bytes in all or None)`. Raises `DataError`.
     """
     import fsspec
 
@@ -51,7 +68,9 @@ def fetch(
         def named(version: str) -> Path:
             # the query is part of what is asked for; user and password are not
             asked = re.sub(r"://[^/?#]*@", "://", url)
-            return folder / (hashlib.sha256(f"{asked}\n{version}".encode()).hexdigest()[:32] + endings)
+            return folder / (
+                hashlib.sha256(f"{asked}\n{version}".encode()).hexdigest()[:32] + endings
+            )
 
         path = named(version) if version else None
         if path is not None and path.exists() and belongs_to_another(path):
@@ -59,7 +78,12 @@ def fetch(
         if path is None or not path.exists():
             draft = folder / f"{uuid.uuid4().hex}.draft-"
             try:
-                _copy(filesystem, remote, draft, lambda done, total: progress(f"downloading {shown}", done, total))
+                _copy(
+                    filesystem,
+                    remote,
+                    draft,
+                    lambda done, total: progress(f"downloading {shown}", done, total),
+                )
                 path = path or named(sha256_of(draft))
                 os.replace(draft, path)
             finally:
@@ -68,14 +92,22 @@ def fetch(
     except ImportError as error:
         scheme = url.split(":", 1)[0]
         extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme, "")
-        to_do = f"pip install 'farthing[{extra}]'" if extra else f"install the fsspec package for {scheme}://"
-        raise DataError(f"{scheme}:// needs a package that is not installed", where=shown, to_do=to_do) from error
+        to_do = (
+            f"pip install 'farthing[{extra}]'"
+            if extra
+            else f"install the fsspec package for {scheme}://"
+        )
+        raise DataError(
+            f"{scheme}:// needs a package that is not installed", where=shown, to_do=to_do
+        ) from error
     except Exception as error:  # every fsspec backend has errors of its own
         raise _in_words(error, url, shown) from error
 
 
 def refuse_metadata(url: str) -> None:
-    """Raise `DataError` for an address, or a part of a chain of them, at which a machine keeps its credentials."""
+    """Raise `DataError` for an address, or a part of a chain of them, at which a machine keeps its
+    credentials.
+    """
     for scheme, place in re.findall(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)", url):
         if scheme.lower().rpartition(":")[2] not in _BUCKETS and is_metadata_host(_host_of(place)):
             raise _metadata_error(without_secrets(url))
@@ -90,7 +122,10 @@ def _metadata_error(shown: str) -> DataError:
     return DataError(
         "an address at which machines keep their credentials, or one that leads there",
         where=shown,
-        to_do="data is never read from link-local and metadata addresses; name the server that has the file",
+        to_do=(
+            "data is never read from link-local and metadata addresses; name the server that has"
+            " the file"
+        ),
     )
 
 
@@ -101,7 +136,7 @@ def _guarded(url: str) -> dict[str, Any]:
 
 
 async def _client(**settings: Any) -> Any:
-    """A web client that connects to no metadata address. A download may take long, silence may not."""
+    """A web client that connects to no metadata address. A download may take long, silence may not."""  # noqa: E501
     import aiohttp
 
     def guarded_socket(address: Any) -> socket.socket:
@@ -116,7 +151,9 @@ async def _client(**settings: Any) -> Any:
     )
 
 
-def _copy(filesystem: Any, remote: str, draft: Path, progress: Callable[[int, int | None], None]) -> None:
+def _copy(
+    filesystem: Any, remote: str, draft: Path, progress: Callable[[int, int | None], None]
+) -> None:
     done = 0
     with filesystem.open(remote, "rb") as source, open(draft, "wb") as target:
         total = getattr(source, "size", None)
@@ -154,15 +191,23 @@ def _in_words(error: Exception, url: str, shown: str) -> DataError:
     for cause in causes:
         status = getattr(cause, "status", None)
         if isinstance(status, int) and status >= 400 and status != 404:
-            to_do = "check the credentials" if status in (401, 403) else "try again later, or fetch the file yourself"
+            to_do = (
+                "check the credentials"
+                if status in (401, 403)
+                else "try again later, or fetch the file yourself"
+            )
             return DataError(f"{_host(cause, shown)} answers {status}", where=shown, to_do=to_do)
     for cause in causes:
         reason = _no_connection(cause)
         if reason:
             what = f"no connection to {_host(cause, shown)}: {_redacted(reason, url)}"
-            return DataError(what, where=shown, to_do="check the host and port in `data:`, and the network")
+            return DataError(
+                what, where=shown, to_do="check the host and port in `data:`, and the network"
+            )
     others = [
-        cause for cause in causes if not isinstance(cause, FileNotFoundError) and getattr(cause, "status", 0) != 404
+        cause
+        for cause in causes
+        if not isinstance(cause, FileNotFoundError) and getattr(cause, "status", 0) != 404
     ]
     if isinstance(error, FileNotFoundError) and not others:
         return DataError("no such file", where=shown, to_do="check the address in `data:`")
@@ -178,8 +223,16 @@ def _no_connection(cause: BaseException) -> str:
     if isinstance(cause, ConnectionError | TimeoutError):
         return getattr(cause, "strerror", None) or str(cause) or "no answer in time"
     name = type(cause).__name__
-    if name in ("EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "ClientConnectorError",
-                "ClientConnectorDNSError", "ServerTimeoutError", "ConnectionTimeoutError", "ConnectError"):  # fmt: skip
+    if name in (
+        "EndpointConnectionError",
+        "ConnectTimeoutError",
+        "ReadTimeoutError",
+        "ClientConnectorError",
+        "ClientConnectorDNSError",
+        "ServerTimeoutError",
+        "ConnectionTimeoutError",
+        "ConnectError",
+    ):
         return str(cause)
     return ""
 
@@ -193,7 +246,7 @@ def _host(cause: BaseException, shown: str) -> str:
 
 
 def _redacted(text: str, url: str) -> str:
-    """An error's text without what the address keeps secret, in whatever form the text repeats it."""
+    """An error's text without what the address keeps secret, in whatever form the text repeats it."""  # noqa: E501
     text = text.replace(url, without_secrets(url))
     for secret in re.findall(r"://([^/?#]*)@", url):
         for part in sorted({secret, *secret.split(":", 1)[1:]}, key=len, reverse=True):

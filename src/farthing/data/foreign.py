@@ -1,8 +1,10 @@
-"""Data of other kinds of training: preference pairs, verdicts on answers, ranked answers, images, sound.
+"""Data of other kinds of training: preference pairs, verdicts on answers, ranked answers, images,
+sound.
 
-Read as plain examples they would teach rejected answers, or text about a picture that the model never sees. Each row is
-looked at, since files are often mixtures. Who maps the column to learn in `data.columns` has chosen it: that is said, not
-refused. A verdict chooses rows, which no mapping can, so it is always refused. Refuses to change rows and to know formats.
+Read as plain examples they would teach rejected answers, or text about a picture that the model
+never sees. Each row is looked at, since files are often mixtures. Who maps the column to learn in
+`data.columns` has chosen it: that is said, not refused. A verdict chooses rows, which no mapping
+can, so it is always refused. Refuses to change rows and to know formats.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ LEARNED = ("messages", "conversations", "completion", "output", "target", "text"
 
 
 class Foreign(NamedTuple):
-    """What a row is instead of an example: in words, with what can be done, and whether a mapping may overrule it."""
+    """What a row is instead of an example: in words, with what can be done, and whether a mapping
+    may overrule it.
+    """
 
     what: str
     to_do: str
@@ -43,14 +47,34 @@ _MEDIA = re.compile(
     r"(_?(path|file|filename|url|uri|bytes|data|base64|b64))?s?$",
 )
 _VERDICTS = ("label", "kto_tag", "desirable", "is_desirable", "is_chosen", "accepted", "thumbs_up")
-_VERDICT_VALUES = {"true", "false", "0", "1", "desirable", "undesirable", "good", "bad", "chosen", "rejected"}
+_VERDICT_VALUES = {
+    "true",
+    "false",
+    "0",
+    "1",
+    "desirable",
+    "undesirable",
+    "good",
+    "bad",
+    "chosen",
+    "rejected",
+}
 _CANDIDATES = (
-    "responses", "completions", "answers", "candidates", "outputs", "generations", "replies", "choices", "options",
-)  # fmt: skip
+    "responses",
+    "completions",
+    "answers",
+    "candidates",
+    "outputs",
+    "generations",
+    "replies",
+    "choices",
+    "options",
+)
 _SCORES = re.compile(r"(^|_)(score|rank|ranking|reward|rating|label)s?$", re.IGNORECASE)
 _ANSWERED = ("messages", "conversations", "completion", "output", "target", "prompt", "instruction")
 _TURNS = ("messages", "conversations", "conversation", "prompt", "instruction", "input")
-# `<image>` as a place for one: at an end of what is said or on a line of its own, and never closed as a tag of XML is
+# `<image>` as a place for one: at an end of what is said or on a line of its own, and never closed
+# as a tag of XML is
 _PLACE = re.compile(
     r"(?:^|\n)[ \t]*<(?:image|video|audio)>|<(?:image|video|audio)>[ \t]*(?:\n|$)"
     r"|<\|(?:image|video|audio)(?:_\d+|_pad)?\|>|<\|(?:vision|audio)_(?:start|bos)\|>|<img>[^<\n]{1,500}</img>"
@@ -60,9 +84,13 @@ _CLOSED = re.compile(r"</(?:image|video|audio)>")
 _PARTS = ("image", "video", "audio", "file")
 
 
-def foreign_kind(row: Mapping[str, Any], task: str, renamed: Mapping[str, Any] = {}) -> Foreign | None:
+def foreign_kind(
+    row: Mapping[str, Any], task: str, renamed: Mapping[str, Any] = {}
+) -> Foreign | None:
     """What kind of other training a row is made for; None for a row of ours."""
-    columns = tuple([name for name, value in row.items() if value is not None and value != "" and value != []])
+    columns = tuple(
+        [name for name, value in row.items() if value is not None and value != "" and value != []]
+    )
     named = _by_columns(columns, task)
     if named is not None:
         return named if named.to_do else named._replace(to_do=_how_to_keep_the_preferred(row))
@@ -85,19 +113,33 @@ def _by_columns(columns: tuple[str, ...], task: str) -> Foreign | None:
         pair = [name for stem, name in sides if most[stem] > 1]
     if not pair:
         return None
-    return Foreign(f"preference data (DPO: columns {_listed(pair)}), which farthing can't train on yet", "", pair[0])
+    return Foreign(
+        f"preference data (DPO: columns {_listed(pair)}), which farthing can't train on yet",
+        "",
+        pair[0],
+    )
 
 
 def _how_to_keep_the_preferred(row: Mapping[str, Any]) -> str:
     """What makes a trainable file of preference pairs without changing what its prompts are."""
     chosen, prompt = row.get("chosen"), row.get("prompt")
     if isinstance(chosen, str) and "prompt" in row and isinstance(prompt, str):
-        return "to learn only the preferred answers, say so: data.columns: {prompt: prompt, completion: chosen}"
+        return (
+            "to learn only the preferred answers, say so: data.columns: {prompt: prompt,"
+            " completion: chosen}"
+        )
     if isinstance(chosen, str) and not any(name in row for name in (*_TURNS, "question")):
         return "to learn only the preferred texts, say so: data.columns: {text: chosen}"
-    if isinstance(chosen, list) and len(chosen) > 1 and not any(name in row for name in _TURNS if name != "prompt"):
+    if (
+        isinstance(chosen, list)
+        and len(chosen) > 1
+        and not any(name in row for name in _TURNS if name != "prompt")
+    ):
         return "to learn only the preferred chats, say so: data.columns: {messages: chosen}"
-    return "to learn only the preferred answers, write a file of `messages`: the turns of the prompt, then that answer"
+    return (
+        "to learn only the preferred answers, write a file of `messages`: the turns of the prompt,"
+        " then that answer"
+    )
 
 
 def _verdict(row: Mapping[str, Any], renamed: Mapping[str, Any]) -> Foreign | None:
@@ -105,10 +147,16 @@ def _verdict(row: Mapping[str, Any], renamed: Mapping[str, Any]) -> Foreign | No
         return None  # a text with a label is no answer
     for name in _VERDICTS:
         value = row.get(name)
-        if value is not None and not isinstance(value, dict | list) and str(value).lower() in _VERDICT_VALUES:
+        if (
+            value is not None
+            and not isinstance(value, dict | list)
+            and str(value).lower() in _VERDICT_VALUES
+        ):
             return Foreign(
-                f"answers with a verdict (KTO: column `{name}` is {str(value).lower()}), which farthing can't train on yet",
-                f"keep the rows with good answers in a file without `{name}`; if it is no verdict, leave that column out",
+                f"answers with a verdict (KTO: column `{name}` is {str(value).lower()}), which"
+                " farthing can't train on yet",
+                f"keep the rows with good answers in a file without `{name}`; if it is no verdict,"
+                " leave that column out",
                 name,
                 can_be_chosen=False,
             )
@@ -120,12 +168,20 @@ def _ranked(row: Mapping[str, Any]) -> Foreign | None:
         answers = row.get(name)
         if not isinstance(answers, list) or len(answers) < 2:
             continue
-        inside = [key for key in answers[0] if _SCORES.search(key)] if isinstance(answers[0], dict) else []
-        beside = [key for key, value in row.items() if _SCORES.search(key) and _is_of(value, len(answers))]
+        inside = (
+            [key for key in answers[0] if _SCORES.search(key)]
+            if isinstance(answers[0], dict)
+            else []
+        )
+        beside = [
+            key for key, value in row.items() if _SCORES.search(key) and _is_of(value, len(answers))
+        ]
         if inside or beside:
             return Foreign(
-                f"ranked answers (columns {_listed([name, *beside, *inside])}), which farthing can't train on yet",
-                "write the best answer of each row to a column of its own, in a file without the others",
+                f"ranked answers (columns {_listed([name, *beside, *inside])}), which farthing"
+                " can't train on yet",
+                "write the best answer of each row to a column of its own, in a file without the"
+                " others",
                 name,
                 can_be_chosen=False,
             )
@@ -180,14 +236,18 @@ def _of_turn(turn: RowValue, index: int, column: str) -> Foreign | None:
 
 
 def _has_place(text: str) -> bool:
-    return any(mark in text for mark in _MARKS) and _PLACE.search(text) is not None and _CLOSED.search(text) is None
+    return (
+        any(mark in text for mark in _MARKS)
+        and _PLACE.search(text) is not None
+        and _CLOSED.search(text) is None
+    )
 
 
 def _media(found: str, column: str) -> Foreign:
     return Foreign(
         f"images, sound or video ({found}), which farthing can't train on yet",
-        "write the rows that are text alone to a file of their own; to learn the text all the same, name its column in "
-        "data.columns",
+        "write the rows that are text alone to a file of their own; to learn the text all the same,"
+        " name its column in data.columns",
         column,
     )
 

@@ -1,7 +1,8 @@
-"""What the columns mean: rows of any known format become a `Text` that says which parts the model must learn.
+"""What the columns mean: rows of any known format become a `Text` that says which parts the model
+must learn.
 
-A row is a list of (text, is_target) segments, or a text and a label where the task has labels. Chats are
-rendered by the tokenizer's own template. Refuses to tokenize and to read files.
+A row is a list of (text, is_target) segments, or a text and a label where the task has labels.
+Chats are rendered by the tokenizer's own template. Refuses to tokenize and to read files.
 """
 
 from __future__ import annotations
@@ -41,33 +42,50 @@ from farthing.tasks.task import Labels
 RENDERED = frozenset({"messages", "conversations", "instruction"})
 """Formats written by a chat template, where a model predicts the next token."""
 _ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
-    "observation": "tool", "tool": "tool", "function_call": "assistant", "function_response": "tool",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+    "function_call": "assistant",
+    "function_response": "tool",
+}
 
 
 class Understood(NamedTuple):
-    """The format of a source, the columns it is read from, and what of that was guessed, in words."""
+    """The format of a source, the columns it is read from, and what of that was guessed, in words."""  # noqa: E501
 
     format: str
     columns: dict[str, Template]
     notes: tuple[str, ...] = ()
 
 
-def recognise(columns: set[str], task: str, renamed: Columns, where: str, version: int = TEXT_VERSION) -> Understood:
-    """The format these columns are in: by their names, as `renamed` says, or by usual other names where it says nothing.
+def recognise(
+    columns: set[str], task: str, renamed: Columns, where: str, version: int = TEXT_VERSION
+) -> Understood:
+    """The format these columns are in: by their names, as `renamed` says, or by usual other names
+    where it says nothing.
 
     Raises `DataError` that says what was found and what would do.
     """
     # spaces around the names of a CSV file's columns are no part of them
-    by_name = {name: own for name, own in renamed.items() if isinstance(own, str) and "{" not in own}
-    renamed = {**renamed, **{name: own.strip() for name, own in by_name.items() if own not in columns}}
+    by_name = {
+        name: own for name, own in renamed.items() if isinstance(own, str) and "{" not in own
+    }
+    renamed = {
+        **renamed,
+        **{name: own.strip() for name, own in by_name.items() if own not in columns},
+    }
     for template in renamed.values():
         if name := missing(template, columns):
             near = difflib.get_close_matches(name, columns, n=1)
             to_do = f"did you mean `{near[0]}`?  there are: " if near else "there are: "
             raise DataError(
-                f"no column `{name}` (named in `data.columns`)", where=where, to_do=to_do + _listed(columns)
+                f"no column `{name}` (named in `data.columns`)",
+                where=where,
+                to_do=to_do + _listed(columns),
             )
     read = {name for template in renamed.values() for name in own_columns(template, columns)}
     present = (columns - read) | set(renamed)
@@ -76,29 +94,42 @@ def recognise(columns: set[str], task: str, renamed: Columns, where: str, versio
     for each in formats:
         if set(each.needs) <= present:
             more = guessed_more(columns, each.may_have) if may_guess and version > 4 else {}
-            return _by_usual_names(each.name, more) if more else Understood(each.name, dict(renamed))
+            return (
+                _by_usual_names(each.name, more) if more else Understood(each.name, dict(renamed))
+            )
     for each in formats if may_guess else ():
         found = guessed(columns, each.needs)
         if found is not None:
             more = guessed_more(columns, each.may_have) if version > 4 else {}
             return _by_usual_names(each.name, found | more)
     if to_do := next((ELSEWHERE[name] for name in sorted(columns) if name in ELSEWHERE), ""):
-        raise DataError(f"the columns ({_listed(columns)}) match no format for {task}", where=where, to_do=to_do)
+        raise DataError(
+            f"the columns ({_listed(columns)}) match no format for {task}", where=where, to_do=to_do
+        )
     wanted = [" + ".join(each.needs) for each in formats]
     usual = task_of(task).example_columns
     example = suggested(columns, tuple(re.findall(r"(\w+):", usual))) or f"{{{usual}}}"
     raise DataError(
         f"the columns ({_listed(columns)}) match no format for {task}",
         where=where,
-        to_do=f"{task} reads {', or '.join(wanted)}; say which of yours are meant, such as `data.columns: {example}`"
-        + ("; if its first line names no columns, put one before it" if re.search(r"\.[ct]sv", where) else ""),
+        to_do=(
+            f"{task} reads {', or '.join(wanted)}; say which of yours are meant, such as"
+            f" `data.columns: {example}`"
+        )
+        + (
+            "; if its first line names no columns, put one before it"
+            if re.search(r"\.[ct]sv", where)
+            else ""
+        ),
     )
 
 
 def _by_usual_names(name: str, found: dict[str, str]) -> Understood:
     words = ", ".join(f"`{own}` as `{standard}`" for standard, own in found.items())
     return Understood(
-        name, dict(found), (f"read {words}, by the usual meaning of the name; data.columns says it otherwise",)
+        name,
+        dict(found),
+        (f"read {words}, by the usual meaning of the name; data.columns says it otherwise",),
     )
 
 
@@ -122,7 +153,8 @@ def converter(
 ) -> Callable[[RowValue], Text]:
     """A function from a row to its `Text`. It raises `Unusable` with the reason.
 
-    `on` is the ISO date that a chat template sees which asks for it; `shown` notes what the template leaves out of chats.
+    `on` is the ISO date that a chat template sees which asks for it; `shown` notes what the
+    template leaves out of chats.
     """
     shown = shown or Shown()
     labels = task_of(task).labels
@@ -135,7 +167,10 @@ def converter(
             raise ModelError(
                 f"its tokenizer has several chat templates, and none is the default: {names}",
                 where="the chat template",
-                to_do="write the one to learn with to a file, and name that: data.chat_template: FILE.jinja",
+                to_do=(
+                    "write the one to learn with to a file, and name that: data.chat_template:"
+                    " FILE.jinja"
+                ),
             )
         return ChatReader.of(tokenizer, on, version)
 
@@ -144,28 +179,40 @@ def converter(
     reads_chats = version > 4 and task_of(task).predicts_next
     of_tokens: dict[str, Callable[[RowValue], Text]] = {
         "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read, shown),
-        "conversations": lambda row: _chat(_conversations(row, version, writes_calls), row.get("tools"), read, shown),
+        "conversations": lambda row: _chat(
+            _conversations(row, version, writes_calls), row.get("tools"), read, shown
+        ),
         "instruction": lambda row: _instruction(row, read, shown, version),
         "prompt/completion": lambda row: (
             _pair_of_chats(row, reader, version, shown)
-            if reads_chats and isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list)
+            if reads_chats
+            and isinstance(row.get("prompt"), list)
+            and isinstance(row.get("completion"), list)
             else _pair(row, "prompt", "completion")
         ),
         "input/target": lambda row: _pair(row, "input", "target"),
         "text": lambda row: Text(((text_of(row, "text"), True),), given=(text_of(row, "text"),)),
     }
-    one = of_tokens[format_name] if labels is None else lambda row: _labelled(row, labels, label_map)
+    one = (
+        of_tokens[format_name] if labels is None else lambda row: _labelled(row, labels, label_map)
+    )
 
     def convert(row: RowValue) -> Text:
         if columns:
             row = renamed(row, columns)
         text = one(row)
         try:
-            for part, _ in itertools.chain(text.segments, *(each.segments for each in text.earlier)):
+            for part, _ in itertools.chain(
+                text.segments, *(each.segments for each in text.earlier)
+            ):
                 if not part.isascii():
                     part.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, no text can hold it
-            raise Unusable(f"not text: half a surrogate pair (\\u{ord(error.object[error.start]):04x})") from error
+        except (
+            UnicodeEncodeError
+        ) as error:  # JSON can spell half of a surrogate pair, no text can hold it
+            raise Unusable(
+                f"not text: half a surrogate pair (\\u{ord(error.object[error.start]):04x})"
+            ) from error
         return text
 
     return convert
@@ -180,8 +227,12 @@ def _pair(row: RowValue, source: str, target: str) -> Text:
     return Text(((given, False), (text_of(row, target), True)), given=(given,))
 
 
-def _pair_of_chats(row: RowValue, reader: Callable[[], ChatReader], version: int, shown: Shown) -> Text:
-    """Prompt and completion as messages, TRL's form: of the turns those of the completion are learned."""
+def _pair_of_chats(
+    row: RowValue, reader: Callable[[], ChatReader], version: int, shown: Shown
+) -> Text:
+    """Prompt and completion as messages, TRL's form: of the turns those of the completion are
+    learned.
+    """
     asked = _messages(row, version, "prompt")
     unlearned = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in asked]
     return _chat(unlearned + _messages(row, version, "completion"), _tools_of(row), reader(), shown)
@@ -193,21 +244,35 @@ def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
 
 
 def _instruction(row: RowValue, read: ChatReader | None, shown: Shown, version: int) -> Text:
-    """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them; seq2seq needs no frame.
+    """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them; seq2seq
+    needs no frame.
 
-    `history` has earlier turns, [[question, answer], ...], which are learned as the last one is: LLaMA-Factory's rule.
+    `history` has earlier turns, [[question, answer], ...], which are learned as the last one is:
+    LLaMA-Factory's rule.
     """
     instruction, more = text_of(row, "instruction"), text_of(row, "input", may_be_empty=True)
-    asked, answer = f"{instruction}\n\n{more}" if more.strip() else instruction, text_of(row, "output")
+    asked, answer = (
+        f"{instruction}\n\n{more}" if more.strip() else instruction,
+        text_of(row, "output"),
+    )
     system = text_of(row, "system", may_be_empty=True)
     earlier = _history(row) if version > 4 else []
     if read is None:
         if earlier:
-            raise Unusable("`history` holds earlier turns of a chat, and this task has none: leave the column out")
+            raise Unusable(
+                "`history` holds earlier turns of a chat, and this task has none: leave the"
+                " column out"
+            )
         asked = f"{system}\n\n{asked}" if system else asked
         return Text(((asked, False), (answer, True)), given=(asked,))
-    messages = [*earlier, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    return _chat(([{"role": "system", "content": system}] if system else []) + messages, None, read, shown)
+    messages = [
+        *earlier,
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": answer},
+    ]
+    return _chat(
+        ([{"role": "system", "content": system}] if system else []) + messages, None, read, shown
+    )
 
 
 def _history(row: RowValue) -> list[RowValue]:
@@ -216,14 +281,23 @@ def _history(row: RowValue) -> list[RowValue]:
         return []
     messages = []
     for turn in _as_list(row["history"], "history"):
-        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(said, str) for said in turn):
+        if (
+            not isinstance(turn, list)
+            or len(turn) != 2
+            or not all(isinstance(said, str) for said in turn)
+        ):
             raise Unusable("`history` is no list of [question, answer]")
-        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+        messages += [
+            {"role": "user", "content": turn[0]},
+            {"role": "assistant", "content": turn[1]},
+        ]
     return messages
 
 
 def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: Shown) -> Text:
-    """A chat as text. What its owner gave: all that the assistant does not say, or all where only it speaks."""
+    """A chat as text. What its owner gave: all that the assistant does not say, or all where only
+    it speaks.
+    """
     assert read is not None
     tools = (_as_list(tools, "tools") if tools and tools != "[]" else None) or None
     if tools and read.version > 5:
@@ -236,16 +310,24 @@ def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: 
     if read.version > 5:
         refuse_silence(messages, unlearned)
     if read.version > 2 and "developer" not in read.render.template:
-        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        messages = [
+            {**each, "role": "system"} if each["role"] == "developer" else each for each in messages
+        ]
     try:
         shown.look(messages, tools, read.render)
         if read.version > 3 and leaves_an_answer_empty(messages, tools, read.render, unlearned):
-            raise Unusable("the chat template leaves out `tool_calls`: an empty answer would be learned")
+            raise Unusable(
+                "the chat template leaves out `tool_calls`: an empty answer would be learned"
+            )
         chat = read(messages, tools, unlearned)
     except Unusable as error:
         error.given = tuple(given)
         raise
-    return replace(chat, given=tuple(given), earlier=tuple(replace(each, given=tuple(given)) for each in chat.earlier))
+    return replace(
+        chat,
+        given=tuple(given),
+        earlier=tuple(replace(each, given=tuple(given)) for each in chat.earlier),
+    )
 
 
 def _as_list(value: Any, column: str) -> list[Any]:
@@ -255,7 +337,9 @@ def _as_list(value: Any, column: str) -> list[Any]:
         except ValueError as error:
             raise Unusable(f"`{column}` is text that is not JSON") from error
     if not isinstance(value, list) or not value:
-        raise Unusable(f"`{column}` is {'empty' if value == [] else kind_of(value)}, not a list of turns")
+        raise Unusable(
+            f"`{column}` is {'empty' if value == [] else kind_of(value)}, not a list of turns"
+        )
     return value
 
 
@@ -268,7 +352,9 @@ def _as_object(tool: Any) -> Any:
 
 
 def _with_system(messages: list[RowValue], row: RowValue) -> list[RowValue]:
-    """A chat that begins with what a column `system` says. Raises `Unusable` where the chat begins with another."""
+    """A chat that begins with what a column `system` says. Raises `Unusable` where the chat begins
+    with another.
+    """
     said = from_openai({"role": "system", "content": row.get("system")})
     system = text_of({"system": said["content"]}, "system", may_be_empty=True)
     if not system.strip():
@@ -276,11 +362,16 @@ def _with_system(messages: list[RowValue], row: RowValue) -> list[RowValue]:
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     if str(messages[0].get("content") or "").strip() != system.strip():
-        raise Unusable("the chat begins with another system message than its column `system`: leave one of them out")
+        raise Unusable(
+            "the chat begins with another system message than its column `system`: leave one of"
+            " them out"
+        )
     return messages
 
 
-def _messages(row: RowValue, version: int = TEXT_VERSION, column: str = "messages") -> list[RowValue]:
+def _messages(
+    row: RowValue, version: int = TEXT_VERSION, column: str = "messages"
+) -> list[RowValue]:
     messages = []
     system = row.get("system") if version == 5 and column == "messages" else None
     given = _as_list(row.get(column), column)
@@ -294,11 +385,15 @@ def _messages(row: RowValue, version: int = TEXT_VERSION, column: str = "message
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise Unusable(f"message {index}: `content` is {kind_of(content)}, not text")
-        kept = {key: value for key, value in message.items() if value is not None or key == "content"}
+        kept = {
+            key: value for key, value in message.items() if value is not None or key == "content"
+        }
         if version > 5 and kept.get("tool_calls") in ([], "[]", ""):
             del kept["tool_calls"]
         if "tool_calls" in kept:
-            kept["tool_calls"] = [_parsed_arguments(call) for call in _as_list(kept["tool_calls"], "tool_calls")]
+            kept["tool_calls"] = [
+                _parsed_arguments(call) for call in _as_list(kept["tool_calls"], "tool_calls")
+            ]
         messages.append(kept)
     return _with_system(messages, row) if version > 5 and column == "messages" else messages
 
@@ -315,13 +410,17 @@ def _parsed_arguments(call: Any) -> Any:
 
 
 def _conversations(row: RowValue, version: int, writes_calls: bool) -> list[RowValue]:
-    """`writes_calls`: what a turn of `function_call` says is a call of a tool, which the template writes in its own way."""
+    """`writes_calls`: what a turn of `function_call` says is a call of a tool, which the template
+    writes in its own way.
+    """
     messages: list[RowValue] = []
     system = row.get("system")
     if version < 6 and isinstance(system, str) and system:
         messages.append({"role": "system", "content": system})
     for index, turn in enumerate(_as_list(row.get("conversations"), "conversations"), start=1):
-        who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        who, said = (
+            (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        )
         if who not in _ROLES or not isinstance(said, str):
             raise Unusable(f"turn {index} has no known `from` with a text `value`")
         marks: RowValue = {name: turn[name] for name in MARKS if turn.get(name) is not None}
@@ -340,7 +439,9 @@ def _calls(said: str, index: int) -> list[RowValue]:
     except ValueError:
         found = None
     calls: list[RowValue] = found if isinstance(found, list) else [found]
-    if not calls or not all(isinstance(each, dict) and "name" in each and "arguments" in each for each in calls):
+    if not calls or not all(
+        isinstance(each, dict) and "name" in each and "arguments" in each for each in calls
+    ):
         raise Unusable(f"turn {index}: a `function_call` is no JSON with `name` and `arguments`")
     return calls
 
@@ -354,7 +455,9 @@ def _tools_of(row: RowValue) -> Any:
 
 
 def group_of(text: Text, version: int) -> int:
-    """A hash of what the row's owner wrote as input. Version 1: of what is given in the rendered text, or of all of it."""
+    """A hash of what the row's owner wrote as input. Version 1: of what is given in the rendered
+    text, or of all of it.
+    """
     if version > 1:
         return hash_of_input(text.given)
     given = "\0".join([part for part, is_target in text.segments if not is_target])
@@ -362,9 +465,13 @@ def group_of(text: Text, version: int) -> int:
 
 
 def hash_of_input(given: Sequence[str]) -> int:
-    """A hash of `Text.given`, 64 bits; spaces around its parts make no difference, as most templates strip them."""
+    """A hash of `Text.given`, 64 bits; spaces around its parts make no difference, as most
+    templates strip them.
+    """
     return _hash_of("\0".join([part.strip() for part in given]))
 
 
 def _hash_of(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little"
+    )

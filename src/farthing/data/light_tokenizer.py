@@ -1,6 +1,8 @@
-"""Tokenizers as a plan needs them: read from a model's folder by `tokenizers` or `sentencepiece`, in a tenth of a second.
+"""Tokenizers as a plan needs them: read from a model's folder by `tokenizers` or `sentencepiece`,
+in a tenth of a second.
 
-Refuses to import transformers and to reach the network; what it can't read counts four characters a token, and says so.
+Refuses to import transformers and to reach the network; what it can't read counts four characters a
+token, and says so.
 """
 
 from __future__ import annotations
@@ -51,26 +53,36 @@ class LightTokenizer:
 
 
 def light_tokenizer(folder: Path | None, chat_template: str | None) -> LightTokenizer:
-    """The tokenizer in a folder (tokenizer.json, or a SentencePiece model); without one, a token for every 4 characters."""
+    """The tokenizer in a folder (tokenizer.json, or a SentencePiece model); without one, a token
+    for every 4 characters.
+    """
     template, others = chat_template or own_template(folder), _own_templates(folder)
     tokenizer = _from_folder(folder, _settings(folder)[1])
     if template is None and others:
         return replace(tokenizer, chat_template=None, other_templates=tuple(others))
-    return replace(tokenizer, chat_template=template or default_template(bool(first_tokens(tokenizer))))
+    return replace(
+        tokenizer, chat_template=template or default_template(bool(first_tokens(tokenizer)))
+    )
 
 
 def own_template(folder: Path | None) -> str | None:
-    """The chat template that is with a tokenizer; none where it has none, or several without a default."""
+    """The chat template that is with a tokenizer; none where it has none, or several without a
+    default.
+    """
     template = _own_templates(folder).get("default")
     return template if isinstance(template, str) else None
 
 
 def _own_templates(folder: Path | None) -> Json:
-    """The chat templates that are with a tokenizer, by name: in its settings, and in files that come before."""
+    """The chat templates that are with a tokenizer, by name: in its settings, and in files that
+    come before.
+    """
     said = _settings(folder)[0].get("chat_template")
     if isinstance(said, list):
         said = {each.get("name"): each.get("template") for each in said}
-    found: Json = said if isinstance(said, dict) else {"default": said} if isinstance(said, str) else {}
+    found: Json = (
+        said if isinstance(said, dict) else {"default": said} if isinstance(said, str) else {}
+    )
     if folder is None:
         return found
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
@@ -82,7 +94,11 @@ def _own_templates(folder: Path | None) -> Json:
 def _from_folder(folder: Path | None, specials: dict[str, str]) -> LightTokenizer:
     if folder is not None and (folder / "tokenizer.json").is_file():
         return _from_json(folder, specials)
-    model = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None) if folder else None
+    model = (
+        next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
+        if folder
+        else None
+    )
     if model is not None:
         return _from_sentencepiece(model, specials)
 
@@ -119,7 +135,9 @@ def _from_json(folder: Path, specials: dict[str, str]) -> LightTokenizer:
         own = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises bare Exceptions
         raise DataError(
-            f"tokenizer.json can't be read: {error}", where=str(folder), to_do="it is damaged: copy it again"
+            f"tokenizer.json can't be read: {error}",
+            where=str(folder),
+            to_do="it is damaged: copy it again",
         ) from error
     own.no_truncation()
     own.no_padding()
@@ -151,6 +169,11 @@ def _from_sentencepiece(path: Path, specials: dict[str, str]) -> LightTokenizer:
         return found
 
     bos, eos = (None if i < 0 else i for i in (own.bos_id(), own.eos_id()))
-    names = {"bos_token": own.id_to_piece(bos) if bos else "", "eos_token": own.id_to_piece(eos) if eos else ""}
+    names = {
+        "bos_token": own.id_to_piece(bos) if bos else "",
+        "eos_token": own.id_to_piece(eos) if eos else "",
+    }
     specials = names | specials
-    return LightTokenizer(path.name, bos, eos, encode, specials, "", added_tokens=tuple(specials.values()))
+    return LightTokenizer(
+        path.name, bos, eos, encode, specials, "", added_tokens=tuple(specials.values())
+    )

@@ -1,7 +1,7 @@
 """Micro-batches made ready ahead of the loop, by one thread.
 
-The examples of a step follow from its number, so the thread needs nothing from the loop and leaves nothing to save: a
-new feed may begin at any step. Refuses to know the device and the model.
+The examples of a step follow from its number, so the thread needs nothing from the loop and leaves
+nothing to save: a new feed may begin at any step. Refuses to know the device and the model.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ def micro_batches(
     cells_of: Callable[[NDArray[np.int64]], Sequence[Cell]],
     collate: Callable[[NDArray[np.int64]], Arrays],
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of all steps from `first_step` to the end, in order; a step that has none for this process is one
-    without examples."""
+    """The micro-batches of all steps from `first_step` to the end, in order; a step that has none
+    for this process is one without examples."""
     for step in range(first_step, n_steps):
         examples = examples_of(step)
         cells = cells_of(examples)
         for cell in cells:
             arrays = collate(cell.examples)
-            yield MicroBatch(step, examples, cell.examples, arrays, cell is cells[-1], cell.number, cell.lane)
+            yield MicroBatch(
+                step, examples, cell.examples, arrays, cell is cells[-1], cell.number, cell.lane
+            )
         if not cells:
             yield MicroBatch(step, examples, examples[:0], {}, True)
 
@@ -62,12 +64,16 @@ Item = TypeVar("Item")
 
 
 class Ahead(Generic[Item]):
-    """An iterator that a thread runs ahead of. An error in it is raised where the next item is taken."""
+    """An iterator that a thread runs ahead of. An error in it is raised where the next item is
+    taken.
+    """
 
     def __init__(self, items: Iterator[Item], ahead: int = AHEAD) -> None:
         self._queue: queue.Queue[Item | BaseException | None] = queue.Queue(ahead)
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(items,), name="farthing-feed", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(items,), name="farthing-feed", daemon=True
+        )
         self._thread.start()
 
     def __iter__(self) -> Iterator[Item]:

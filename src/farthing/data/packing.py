@@ -1,8 +1,10 @@
-"""Splits the examples of a step by tokens into micro-batches, end to end without padding: pure functions of lengths.
+"""Splits the examples of a step by tokens into micro-batches, end to end without padding: pure
+functions of lengths.
 
-The global batch stays what `batches` says it is. Here it is split by a token budget, so that a micro-batch takes about
-the same memory and time whatever the lengths are: packed micro-batches for models that can take documents end to end,
-and padded ones of similar lengths for the others. Refuses to know the model, and to import torch.
+The global batch stays what `batches` says it is. Here it is split by a token budget, so that a
+micro-batch takes about the same memory and time whatever the lengths are: packed micro-batches for
+models that can take documents end to end, and padded ones of similar lengths for the others.
+Refuses to know the model, and to import torch.
 """
 
 from __future__ import annotations
@@ -20,16 +22,24 @@ from farthing.data.token_set import TokenSet
 from farthing.tasks.registry import task_of
 
 LEAST_SHARE = 0.97
-"""Of the computed tokens are useful, where they are padded and more micro-batches cost less than padding."""
+"""Of the computed tokens are useful, where they are padded and more micro-batches cost less than
+padding.
+"""
 
 
 class MicroBatchCost(NamedTuple):
-    """What a micro-batch takes on a device, in computed tokens; `planner.speed.micro_batch_cost` reckons it for a GPU."""
+    """What a micro-batch takes on a device, in computed tokens; `planner.speed.micro_batch_cost`
+    reckons it for a GPU.
+    """
 
     least_tokens: int = 0
-    """A smaller micro-batch takes no less: the host is still launching kernels, or weights are still read."""
+    """A smaller micro-batch takes no less: the host is still launching kernels, or weights are
+    still read.
+    """
     more_tokens: int = 32
-    """Beside its own: gradients of all weights added up. 32 to 128 were the quickest for T5 on a CPU (docs/log.md)."""
+    """Beside its own: gradients of all weights added up. 32 to 128 were the quickest for T5 on a
+    CPU (docs/log.md).
+    """
 
     def of(self, n_computed: Any) -> Any:
         """The cost of micro-batches of so many computed tokens."""
@@ -42,12 +52,14 @@ ON_CPU = MicroBatchCost()
 def split_by_tokens(
     examples: NDArray[np.int64], lengths: NDArray[np.int64], micro_batch_tokens: int
 ) -> list[NDArray[np.int64]]:
-    """The step's examples in few packed micro-batches of nearly equal tokens, each at most `micro_batch_tokens`.
+    """The step's examples in few packed micro-batches of nearly equal tokens, each at most
+    `micro_batch_tokens`.
 
-    `lengths` [n_examples of the set] are tokens of each example. An example that is longer than the budget is a micro-batch
-    of its own. Longest first onto the lightest (Graham 1969), one more until all fit: the same examples in the same order
-    give the same micro-batches everywhere. The largest comes first, and in it the longest example, so that memory that is
-    short is missed at once and equal lengths stand side by side.
+    `lengths` [n_examples of the set] are tokens of each example. An example that is longer than the
+    budget is a micro-batch of its own. Longest first onto the lightest (Graham 1969), one more
+    until all fit: the same examples in the same order give the same micro-batches everywhere. The
+    largest comes first, and in it the longest example, so that memory that is short is missed at
+    once and equal lengths stand side by side.
     """
     sizes = lengths[examples]
     order = np.argsort(-sizes, kind="stable")
@@ -62,9 +74,12 @@ def split_by_tokens(
 
 
 def _spread(
-    order: NDArray[np.int64], sizes: NDArray[np.int64], n_micro_batches: int, micro_batch_tokens: int
+    order: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    n_micro_batches: int,
+    micro_batch_tokens: int,
 ) -> list[list[int]] | None:
-    """`order` over `n_micro_batches`, each example onto the lightest; None where one does not fit."""
+    """`order` over `n_micro_batches`, each example onto the lightest; None where one does not fit."""  # noqa: E501
     lightest = [(0, number) for number in range(n_micro_batches)]
     micro_batches: list[list[int]] = [[] for _ in range(n_micro_batches)]
     for place in order:
@@ -85,14 +100,20 @@ def split_padded(
     least_share: float = LEAST_SHARE,
     cost: MicroBatchCost = ON_CPU,
 ) -> list[NDArray[np.int64]]:
-    """The step's examples in padded micro-batches of similar lengths, each at most `micro_batch_tokens` with its padding.
+    """The step's examples in padded micro-batches of similar lengths, each at most
+    `micro_batch_tokens` with its padding.
 
-    `lengths` [n_examples of the set] are tokens of each input and `target_lengths`, for seq2seq, of each target, which
-    is padded apart. An example that is longer than the budget is a micro-batch of its own. Sorted and filled to the budget;
-    then the micro-batch whose best split saves most is split, by input or by target, until `least_share` of all computed
-    tokens is useful, or a split would save nothing, by what micro-batches `cost`. The largest micro-batch comes first.
+    `lengths` [n_examples of the set] are tokens of each input and `target_lengths`, for seq2seq, of
+    each target, which is padded apart. An example that is longer than the budget is a micro-batch
+    of its own. Sorted and filled to the budget; then the micro-batch whose best split saves most is
+    split, by input or by target, until `least_share` of all computed tokens is useful, or a split
+    would save nothing, by what micro-batches `cost`. The largest micro-batch comes first.
     """
-    sides = [lengths[examples]] if target_lengths is None else [lengths[examples], target_lengths[examples]]
+    sides = (
+        [lengths[examples]]
+        if target_lengths is None
+        else [lengths[examples], target_lengths[examples]]
+    )
     sizes = np.stack(sides, axis=1)  # [n, sides]
     useful = int(sizes.sum())
     micro_batches = _filled(np.lexsort((-sizes[:, -1], -sizes.sum(1))), sizes, micro_batch_tokens)
@@ -114,16 +135,22 @@ def split_padded(
         computed.append(both[1])
         for at in (number, len(micro_batches) - 1):
             heapq.heappush(splits, _best_split(micro_batches[at], sizes, at, cost, computed[at]))
-    order = sorted(range(len(micro_batches)), key=lambda at: (-computed[at], int(micro_batches[at][0])))
+    order = sorted(
+        range(len(micro_batches)), key=lambda at: (-computed[at], int(micro_batches[at][0]))
+    )
     return [examples[micro_batches[at]] for at in order]
 
 
 def padded_tokens(sizes: NDArray[np.int64]) -> int:
-    """Computed tokens of a padded micro-batch, its lengths [n, sides]: as many rows as the longest of each side is wide."""
+    """Computed tokens of a padded micro-batch, its lengths [n, sides]: as many rows as the longest
+    of each side is wide.
+    """
     return int(len(sizes) * sizes.max(axis=0).sum())
 
 
-def _filled(order: NDArray[np.int64], sizes: NDArray[np.int64], micro_batch_tokens: int) -> list[NDArray[np.int64]]:
+def _filled(
+    order: NDArray[np.int64], sizes: NDArray[np.int64], micro_batch_tokens: int
+) -> list[NDArray[np.int64]]:
     """Neighbours in `order` as long as the budget holds."""
     micro_batches: list[NDArray[np.int64]] = []
     start = 0
@@ -139,9 +166,14 @@ def _filled(order: NDArray[np.int64], sizes: NDArray[np.int64], micro_batch_toke
 
 
 def _best_split(
-    micro_batch: NDArray[np.int64], sizes: NDArray[np.int64], number: int, cost: MicroBatchCost, n_computed: int
+    micro_batch: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    number: int,
+    cost: MicroBatchCost,
+    n_computed: int,
 ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
-    """(change in cost, `number`, one part, the other) of the split in two that costs least; 0 where none saves anything.
+    """(change in cost, `number`, one part, the other) of the split in two that costs least; 0 where
+    none saves anything.
 
     `n_computed` are the computed tokens of the whole micro-batch.
     """
@@ -159,7 +191,12 @@ def _best_split(
         both = cost.of(left) + cost.of(right)
         at = int(both.argmin())
         if int(both[at]) - whole < best[0]:
-            best = int(both[at]) - whole, number, micro_batch[order[: at + 1]], micro_batch[order[at + 1 :]]
+            best = (
+                int(both[at]) - whole,
+                number,
+                micro_batch[order[: at + 1]],
+                micro_batch[order[at + 1 :]],
+            )
     return best
 
 
@@ -179,10 +216,11 @@ def collate_packed(
     """Arrays of one micro-batch, its examples end to end: T tokens of N documents and nothing else.
 
     input_ids, position_ids int64 [1, T]; lengths int64 [N], tokens of each document, in order
-    labels, as the task lays them out: int64 [1, T] aligned with input_ids, or one of each document [N]
+    labels, as the task lays them out: int64 [1, T] aligned with input_ids, or one of each document
+    [N]
 
-    Positions begin again at `first_position` in each document. Empty examples are refused. The first `skipped` [N]
-    tokens of each example are left out; the others keep their positions.
+    Positions begin again at `first_position` in each document. Empty examples are refused. The
+    first `skipped` [N] tokens of each example are left out; the others keep their positions.
     """
     labels_of = task_of(task).packed_labels
     if labels_of is None:
@@ -195,7 +233,9 @@ def collate_packed(
     ids = rows.ids.astype(np.int64)
     return {
         "input_ids": ids[None],
-        "position_ids": (np.arange(len(ids)) - np.repeat(starts - n_skipped, rows.lengths) + first_position)[None],
+        "position_ids": (
+            np.arange(len(ids)) - np.repeat(starts - n_skipped, rows.lengths) + first_position
+        )[None],
         "lengths": rows.lengths,
         "labels": labels_of(rows),
     }

@@ -1,8 +1,9 @@
-"""Rows from files and data sets, each with the place it came from. A row that can't be read is a `BadRow`, not a crash.
+"""Rows from files and data sets, each with the place it came from. A row that can't be read is a
+`BadRow`, not a crash.
 
-Local files are read as they are; anything with a scheme is fetched into the cache first, so that hashing and reading see the
-same bytes. Folders and Hub names go through `datasets`. Refuses rows and files that would fill the memory, and to know what
-the columns mean.
+Local files are read as they are; anything with a scheme is fetched into the cache first, so that
+hashing and reading see the same bytes. Folders and Hub names go through `datasets`. Refuses rows
+and files that would fill the memory, and to know what the columns mean.
 """
 
 from __future__ import annotations
@@ -25,19 +26,37 @@ from farthing.addresses import is_remote, without_secrets
 from farthing.data.arrow import bytes_of_rows, dataset_rows, open_parquet, parquet_rows
 from farthing.data.fetch import fetch
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Own, Reading, Row, RowValue, too_large
-from farthing.durability.files import belongs_to_another, discard, files_below, own_folder, sha256_of
+from farthing.durability.files import (
+    belongs_to_another,
+    discard,
+    files_below,
+    own_folder,
+    sha256_of,
+)
 from farthing.errors import DataError
 from farthing.units import say_bytes
 
 Progress = Callable[[str, int, int | None], None]
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
 MAX_JSON_BYTES = 2 << 30
-_MANY_BYTES, _MOST_UNFOLDING = 256 << 20, 200  # what gzip may make of a file: so many bytes, or so many times its own
+_MANY_BYTES, _MOST_UNFOLDING = (
+    256 << 20,
+    200,
+)  # what gzip may make of a file: so many bytes, or so many times its own
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file or data set that can be read again: its name for people, its bytes' identity, how to open it."""
+    """A file or data set that can be read again: its name for people, its bytes' identity, how to
+    open it.
+    """
 
     name: str
     sha256: str
@@ -71,7 +90,11 @@ class Source:
             for row in self._read(reading):
                 line = row.line
                 yield row
-        except (OSError, EOFError, zlib.error) as error:  # a disk that fails, a file cut short, a broken gzip
+        except (
+            OSError,
+            EOFError,
+            zlib.error,
+        ) as error:  # a disk that fails, a file cut short, a broken gzip
             why = getattr(error, "strerror", None) or str(error)
             raise DataError(
                 f"can't be read any further: {why}",
@@ -82,7 +105,9 @@ class Source:
             raise DataError(
                 "this machine has not enough memory to read it",
                 where=f"{self.name}:{line + 1}",
-                to_do="write it as .jsonl with one example a line, or use a machine with more memory",
+                to_do=(
+                    "write it as .jsonl with one example a line, or use a machine with more memory"
+                ),
             ) from error
 
     def _read(self, reading: Reading) -> Iterator[Row | BadRow]:
@@ -103,17 +128,23 @@ def open_sources(
     warn: Callable[[str], None] = lambda text: None,
     own: tuple[Own, ...] = (),
 ) -> list[Source]:
-    """Resolve paths, URLs, folders and Hub names. Hashes every byte. Raises `DataError` that names what is missing.
+    """Resolve paths, URLs, folders and Hub names. Hashes every byte. Raises `DataError` that names
+    what is missing.
 
     `own` has what is said of each of `names` alone.
-    `progress(what, bytes done, bytes in all or None)` is called every few megabytes, `warn` with what is left out.
+    `progress(what, bytes done, bytes in all or None)` is called every few megabytes, `warn` with
+    what is left out.
     """
     found = []
     for name, said in zip(names, own or (Own(),) * len(names), strict=True):
         if is_remote(name):
-            source = _of_file(fetch(name, cache_dir, progress, warn), without_secrets(name), progress, warn)
+            source = _of_file(
+                fetch(name, cache_dir, progress, warn), without_secrets(name), progress, warn
+            )
         elif is_dataset(name):
-            source = _open_dataset(name, said.split or split, said.name or config_name, cache_dir, warn)
+            source = _open_dataset(
+                name, said.split or split, said.name or config_name, cache_dir, warn
+            )
         else:
             source = _of_file(Path(name), short_name(name), progress, warn)
         found.append(replace(source, columns=said.columns, weight=said.weight))
@@ -124,11 +155,17 @@ def _of_file(path: Path, shown: str, progress: Progress, warn: Callable[[str], N
     kind = kind_of_file(path, shown)
     if kind == "csv" and (spaced := _spaced_columns(path, shown)):
         warn(
-            f"{shown}: spaces around the names of columns are left out: {', '.join(repr(name) for name in spaced[:5])}"
+            f"{shown}: spaces around the names of columns are left out:"
+            f" {', '.join(repr(name) for name in spaced[:5])}"
         )
     try:
         n_bytes = path.stat().st_size
-        return Source(shown, sha256_of(path, lambda done: progress(f"reading {shown}", done, n_bytes)), kind, path)
+        return Source(
+            shown,
+            sha256_of(path, lambda done: progress(f"reading {shown}", done, n_bytes)),
+            kind,
+            path,
+        )
     except OSError as error:
         raise DataError(f"can't be read: {error.strerror}", where=shown) from error
 
@@ -147,13 +184,19 @@ def is_dataset(name: str) -> bool:
 
 
 def kind_of_file(path: Path, shown: str) -> str:
-    """jsonl, json, csv or parquet. Raises `DataError` when there is no such file, or nothing in it that can be read."""
+    """jsonl, json, csv or parquet. Raises `DataError` when there is no such file, or nothing in it
+    that can be read.
+    """
     if not path.exists():
-        near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
+        near = difflib.get_close_matches(
+            path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1
+        )
         to_do = f"did you mean {path.parent / near[0]}?" if near else "check the path in `data:`"
         raise DataError("no such file", where=shown, to_do=to_do)
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    kind = KINDS.get(suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1])
+    kind = KINDS.get(
+        suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
+    )
     if kind is None:
         to_do = f'use one of {", ".join(sorted(KINDS))}; plain text is a .jsonl of {{"text": ...}}'
         raise DataError("unknown kind of data file", where=shown, to_do=to_do)
@@ -174,7 +217,7 @@ def short_name(name: str) -> str:
 def _open_dataset(
     name: str, split: str, config_name: str | None, cache_dir: Path, warn: Callable[[str], None]
 ) -> Source:
-    """A Hub data set or a folder in a layout that `datasets` knows. No loading script is ever run."""
+    """A Hub data set or a folder in a layout that `datasets` knows. No loading script is ever run."""  # noqa: E501
     if Path(name).is_dir():
         _refuse_leading_out(Path(name))
         for path in sorted(Path(name).rglob("*")):
@@ -195,17 +238,28 @@ def _open_dataset(
         builder.download_and_prepare()
         data = builder.as_dataset(split=split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        reason = (
+            error.__cause__
+            if isinstance(error, datasets.exceptions.DatasetGenerationError)
+            else error
+        )
         said = str(reason or error).strip().splitlines()
         message = said[0][:300] if said else type(error).__name__
-        if not Path(name).exists() and isinstance(error, ConnectionError | FileNotFoundError | OSError):
+        if not Path(name).exists() and isinstance(
+            error, ConnectionError | FileNotFoundError | OSError
+        ):
             raise DataError(
                 f"neither a local file nor a data set that can be reached ({message})",
                 where=shown,
-                to_do="check the name, or the network; a local path needs its file ending (.jsonl, .csv ...)",
+                to_do=(
+                    "check the name, or the network; a local path needs its file ending (.jsonl,"
+                    " .csv ...)"
+                ),
             ) from error
         raise DataError(
-            message, where=shown, to_do="check `train_split`, `eval_split` and `dataset_config_name`"
+            message,
+            where=shown,
+            to_do="check `train_split`, `eval_split` and `dataset_config_name`",
         ) from error
     if len(data) == 0:
         raise DataError(f"split `{split}` is empty", where=shown, to_do="choose another split")
@@ -215,7 +269,8 @@ def _open_dataset(
 
 
 def _refuse_leading_out(folder: Path) -> None:
-    """Refuse links in a folder to what is not of it: who made the folder would choose a file of its reader's to learn.
+    """Refuse links in a folder to what is not of it: who made the folder would choose a file of its
+    reader's to learn.
 
     The Hub's cache keeps the files of a snapshot in `blobs` beside it. Raises `DataError`.
     """
@@ -232,16 +287,22 @@ def _refuse_leading_out(folder: Path) -> None:
 
 
 def _refuse_unfolding_on_hub(name: str, builder: Any) -> None:
-    """As in a folder. The files are then in the Hub's cache, where the builder of `datasets` finds them."""
+    """As in a folder. The files are then in the Hub's cache, where the builder of `datasets` finds
+    them.
+    """
     from datasets.utils.file_utils import cached_path
 
     for urls in (builder.config.data_files or {}).values():
         for url in urls:
-            _refuse_unfolding(Path(cached_path(url)), f"{name}/{url.partition('@')[2].partition('/')[2] or url}")
+            _refuse_unfolding(
+                Path(cached_path(url)), f"{name}/{url.partition('@')[2].partition('/')[2] or url}"
+            )
 
 
 def _refuse_unfolding(path: Path, name: str) -> None:
-    """Refuse a file of a data set of which a row would fill the memory of `datasets`. Raises `DataError`."""
+    """Refuse a file of a data set of which a row would fill the memory of `datasets`. Raises
+    `DataError`.
+    """
     kind = KINDS.get((path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix).lower())
     if kind is None or not path.is_file() or path.stat().st_size == 0:
         return
@@ -256,7 +317,11 @@ def _refuse_unfolding(path: Path, name: str) -> None:
                     large = large or [file.skip_line(raw)]
                 file.check()
     if large:
-        raise DataError(too_large(large[0]), where=name, to_do="take it out, or cut it into rows that can be learned")
+        raise DataError(
+            too_large(large[0]),
+            where=name,
+            to_do="take it out, or cut it into rows that can be learned",
+        )
 
 
 def folder_sha256(folder: Path, split: str) -> str:
@@ -271,7 +336,9 @@ def folder_sha256(folder: Path, split: str) -> str:
 
 
 class _Bytes:
-    """A file that may be gzipped, and how far it has been read. Refuses one that unfolds beyond all measure."""
+    """A file that may be gzipped, and how far it has been read. Refuses one that unfolds beyond all
+    measure.
+    """
 
     def __init__(self, path: Path, name: str, reading: Reading) -> None:
         self.name, self._raw = name, open(path, "rb")  # noqa: SIM115 - closed by __exit__
@@ -281,7 +348,9 @@ class _Bytes:
         reading.share = self._share
         if self.file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):  # type: ignore[attr-defined]
             self.__exit__()
-            raise DataError("is written in UTF-16", where=name, to_do="save it as UTF-8 (in Excel: CSV UTF-8)")
+            raise DataError(
+                "is written in UTF-16", where=name, to_do="save it as UTF-8 (in Excel: CSV UTF-8)"
+            )
 
     def __enter__(self) -> _Bytes:
         return self
@@ -313,7 +382,9 @@ class _Bytes:
             raise DataError(
                 f"it unpacks from {say_bytes(self._n_bytes)} to more than {say_bytes(n_bytes)}",
                 where=self.name,
-                to_do="check where it comes from; if you trust it, unpack it and use it without .gz",
+                to_do=(
+                    "check where it comes from; if you trust it, unpack it and use it without .gz"
+                ),
             )
 
 
@@ -351,11 +422,15 @@ def _object(pairs: list[tuple[str, Any]]) -> RowValue:
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` appears twice in one object")
+        raise ValueError(
+            f"`{next(name for name in names if names.count(name) > 1)}` appears twice in one object"
+        )
     return value
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)  # made once: `json.loads` would make one for each row
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object
+)  # made once: `json.loads` would make one for each row
 
 
 def _json(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
@@ -369,11 +444,17 @@ def _json(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
     raw = b"".join(pieces)
     pieces.clear()
     if n_bytes > MAX_JSON_BYTES:
-        raise DataError("too large for one JSON document", where=name, to_do="write it as .jsonl, one object a line")
+        raise DataError(
+            "too large for one JSON document",
+            where=name,
+            to_do="write it as .jsonl, one object a line",
+        )
     try:
         values = _DECODER.decode(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"invalid UTF-8 at byte {error.start}", where=name, to_do="write it as UTF-8") from error
+        raise DataError(
+            f"invalid UTF-8 at byte {error.start}", where=name, to_do="write it as UTF-8"
+        ) from error
     except json.JSONDecodeError as error:
         raise DataError(
             f"invalid JSON: {error.msg}",
@@ -381,12 +462,16 @@ def _json(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
             to_do="correct it; a file with one object a line is called .jsonl",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"invalid JSON: {error}", where=name, to_do="check how it was written") from error
+        raise DataError(
+            f"invalid JSON: {error}", where=name, to_do="check how it was written"
+        ) from error
     if isinstance(values, dict):
         lists = [value for value in values.values() if isinstance(value, list)]
         values = lists[0] if len(lists) == 1 else values
     if not isinstance(values, list):
-        raise DataError("not an array of objects", where=name, to_do="write [{...}, {...}], or .jsonl")
+        raise DataError(
+            "not an array of objects", where=name, to_do="write [{...}, {...}], or .jsonl"
+        )
     index = 0
     reading.share = lambda: index / max(1, len(values))
     for index, value in enumerate(values, start=1):
@@ -411,7 +496,9 @@ class _RowTooLarge(csv.Error):
 
 
 class _CsvLines:
-    """The lines of a CSV file as text. A row that has got too large is passed over to its end, across quoted lines."""
+    """The lines of a CSV file as text. A row that has got too large is passed over to its end,
+    across quoted lines.
+    """
 
     def __init__(self, file: _Bytes) -> None:
         self._file, self.n_lines = file, 0
@@ -434,7 +521,8 @@ class _CsvLines:
             raise _RowTooLarge(too_large(self._n_bytes))
         if not raw:
             raise StopIteration
-        # surrogateescape keeps reading past bytes that are not UTF-8; the row they are in is then named
+        # surrogateescape keeps reading past bytes that are not UTF-8; the row they are in is then
+        # named
         return raw.decode("utf-8", errors="surrogateescape")
 
     def _line(self) -> bytes:
@@ -451,7 +539,8 @@ def _csv(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
     csv.field_size_limit(min(sys.maxsize, MAX_ROW_BYTES))
     with _Bytes(path, name, reading) as file:
         lines = _CsvLines(file)
-        # strict: a quote that is never closed is an error, not a field with the rest of the file in it
+        # strict: a quote that is never closed is an error, not a field with the rest of the file in
+        # it
         reader = csv.reader(lines, delimiter=delimiter_of(path), strict=True)
         header = csv_header(reader, name)
         while True:
@@ -462,7 +551,9 @@ def _csv(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield BadRow(line, str(error) if isinstance(error, _RowTooLarge) else f"invalid CSV: {error}")
+                yield BadRow(
+                    line, str(error) if isinstance(error, _RowTooLarge) else f"invalid CSV: {error}"
+                )
                 continue
             if fields:
                 yield csv_row(fields, header, line)
@@ -479,7 +570,9 @@ def csv_header(reader: Iterator[list[str]], name: str) -> list[str]:
     try:
         header = [column.strip() for column in next(reader, ())]
     except csv.Error as error:
-        raise DataError(f"the header line is invalid CSV: {error}", where=where, to_do=to_do) from error
+        raise DataError(
+            f"the header line is invalid CSV: {error}", where=where, to_do=to_do
+        ) from error
     if not any(header):
         raise DataError("no header line", where=where, to_do=to_do)
     if len(set(header)) < len(header):
@@ -487,7 +580,9 @@ def csv_header(reader: Iterator[list[str]], name: str) -> list[str]:
         raise DataError(f"column `{twice}` appears twice in the header", where=where, to_do=to_do)
     if len(header) == 1 and (others := [mark for mark in ";\t|" if mark in header[0]]):
         what = f"its columns seem to be separated by `{others[0]}`".replace("\t", "<tab>")
-        raise DataError(what, where=where, to_do="write it with commas; one with tabs is called .tsv")
+        raise DataError(
+            what, where=where, to_do="write it with commas; one with tabs is called .tsv"
+        )
     return header
 
 

@@ -1,4 +1,5 @@
-"""The rows of one source as texts, and what there is to say of them: the same for training, for a plan and for checks.
+"""The rows of one source as texts, and what there is to say of them: the same for training, for a
+plan and for checks.
 
 Refuses rows made for other kinds of training (see `foreign`), to read files, and to tokenize.
 """
@@ -31,13 +32,17 @@ class SourceReader:
         self.name, self.n_rows, self.shown = source.name, 0, Shown()
         self.understood: Understood | None = None
         """Known once it has looked at a row with columns."""
-        self._recipe, self._tokenizer, self._columns = recipe, tokenizer, source.columns_or(recipe.columns)
+        self._recipe, self._tokenizer, self._columns = (
+            recipe,
+            tokenizer,
+            source.columns_or(recipe.columns),
+        )
         self._is_arrow = source.kind in ("parquet", "dataset") and recipe.version > 5
         self._shapes: Counter[tuple[str, ...]] = Counter()
         self._chosen: dict[str, str] = {}
 
     def look(self, rows: Iterable[Row | BadRow]) -> None:
-        """Raises `DataError` for rows of another kind that were not chosen, or of no known format."""
+        """Raises `DataError` for rows of another kind that were not chosen, or of no known format."""  # noqa: E501
         for row in rows:
             if isinstance(row, BadRow):
                 continue
@@ -50,10 +55,14 @@ class SourceReader:
             if own is None or not kind.can_be_chosen:
                 raise DataError(kind.what, where=f"{self.name}:{row.line}", to_do=kind.to_do)
             what = kind.what.partition(", which")[0]
-            self._chosen.setdefault(kind.column, f"{what}: `{own}` alone is learned, as data.columns says")
+            self._chosen.setdefault(
+                kind.column, f"{what}: `{own}` alone is learned, as data.columns says"
+            )
         if self.understood is None and self.n_rows:
             columns = {name for shape in self._shapes for name in shape}
-            self.understood = recognise(columns, self._recipe.task, self._columns, self.name, self._recipe.version)
+            self.understood = recognise(
+                columns, self._recipe.task, self._columns, self.name, self._recipe.version
+            )
 
     def text(self, row: Row | BadRow) -> Text:
         """Raises `Unusable` with the reason."""
@@ -81,8 +90,14 @@ class SourceReader:
 
     @property
     def notes(self) -> list[str]:
-        """What was guessed, what of another kind is learned all the same, and what a chat template leaves out."""
-        return [] if self.understood is None else [*self.understood.notes, *self._chosen.values(), *self.shown.said()]
+        """What was guessed, what of another kind is learned all the same, and what a chat template
+        leaves out.
+        """
+        return (
+            []
+            if self.understood is None
+            else [*self.understood.notes, *self._chosen.values(), *self.shown.said()]
+        )
 
     def said(self) -> list[str]:
         """`ignored` and `notes` in words."""

@@ -1,7 +1,8 @@
 """The micro-batches of a step as a table of rows x lanes: a pure function of lengths.
 
-Each lane computes a column. Whoever shares a step computes as many rows, of about the same cost. What a step is made of does
-not change: every example stands in exactly one cell. Refuses to know the model, processes, and to import torch.
+Each lane computes a column. Whoever shares a step computes as many rows, of about the same cost.
+What a step is made of does not change: every example stands in exactly one cell. Refuses to know
+the model, processes, and to import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Examples = NDArray[np.int64]
 Split = Callable[[NDArray[np.int64], int], list[Examples]]
 """(examples, tokens of a micro-batch at most) -> micro-batches, see `packing`."""
 Costs = Callable[[Examples], NDArray[np.int64]]
-"""What each of some examples costs to compute; whole numbers, which are the same on every machine."""
+"""What each of some examples costs to compute; whole numbers, which are the same on every machine.
+"""
 FEW = 12
 """Examples of which all ways to part them in two are looked at: 2,048."""
 TIGHTER = (1.0, 1.02, 1.05, 1.1, 1.2, 1.3, 1.45, 1.6, 1.8, 2.1, 2.5)
@@ -46,7 +48,10 @@ class Table:
 
     def of_lanes(self, lanes: range) -> list[Cell]:
         """The cells of some lanes, lane by lane."""
-        return sorted((cell for cell in self.cells if cell.lane in lanes), key=lambda cell: (cell.lane, cell.number))
+        return sorted(
+            (cell for cell in self.cells if cell.lane in lanes),
+            key=lambda cell: (cell.lane, cell.number),
+        )
 
 
 def rows_of(
@@ -60,12 +65,14 @@ def rows_of(
     costs: Costs | None = None,
     evenly: bool = False,
 ) -> Table:
-    """The step's examples in rows of `n_lanes` micro-batches of about the same cost, dearest row first.
+    """The step's examples in rows of `n_lanes` micro-batches of about the same cost, dearest row
+    first.
 
-    `lengths` [n_examples of the set] are tokens of each. One lane has the micro-batches of `split` as they are. With `costs`
-    examples are dealt to lanes, neighbours costing alike too, and each lane is split apart: where examples may be computed
-    together in any way; `evenly`: a few of them in the best way there is. Else the step is split, the number of micro-batches
-    a multiple of the lanes, and rows are dealt there and back; an example then costs its tokens x (1 + tokens /
+    `lengths` [n_examples of the set] are tokens of each. One lane has the micro-batches of `split`
+    as they are. With `costs` examples are dealt to lanes, neighbours costing alike too, and each
+    lane is split apart: where examples may be computed together in any way; `evenly`: a few of them
+    in the best way there is. Else the step is split, the number of micro-batches a multiple of the
+    lanes, and rows are dealt there and back; an example then costs its tokens x (1 + tokens /
     `squares_at`), 0: its tokens.
     """
     micro_batches = split(examples, micro_batch_tokens)
@@ -79,13 +86,19 @@ def rows_of(
         return tokens * squares_at + tokens * tokens if squares_at else tokens
 
     n_wanted = -(-len(micro_batches) // n_lanes) * n_lanes
-    micro_batches = _split_dearest(_even(examples, lengths, micro_batch_tokens, n_wanted, split), n_lanes, cost)
+    micro_batches = _split_dearest(
+        _even(examples, lengths, micro_batch_tokens, n_wanted, split), n_lanes, cost
+    )
     cells = []
     for place, micro_batch in enumerate(_dearest_first(micro_batches, cost)):
         row, lane = divmod(place, n_lanes)
         lane = n_lanes - 1 - lane if row % 2 else lane
         cells.append(Cell(row * n_lanes + lane, lane, micro_batch))
-    return Table(-(-len(micro_batches) // n_lanes), n_lanes, tuple(sorted(cells, key=lambda cell: cell.number)))
+    return Table(
+        -(-len(micro_batches) // n_lanes),
+        n_lanes,
+        tuple(sorted(cells, key=lambda cell: cell.number)),
+    )
 
 
 def _lane_by_lane(
@@ -97,25 +110,33 @@ def _lane_by_lane(
     costs: Costs,
     evenly: bool,
 ) -> Table:
-    """The examples dealt to lanes, each of which is split into as many micro-batches as the one that needs most."""
+    """The examples dealt to lanes, each of which is split into as many micro-batches as the one
+    that needs most.
+    """
     of_each = [(cost, at) for at, cost in enumerate(costs(examples).tolist())]
     parts = [examples[places] for places in _dealt(of_each, n_lanes, evenly)]
     n_rows = max(len(split(part, micro_batch_tokens)) for part in parts if len(part))
     cells = []
     for lane, part in enumerate(parts):
         if len(part):
-            micro_batches = _split_dearest(_even(part, lengths, micro_batch_tokens, n_rows, split), n_rows, costs)
+            micro_batches = _split_dearest(
+                _even(part, lengths, micro_batch_tokens, n_rows, split), n_rows, costs
+            )
             ordered = _dearest_first(micro_batches, costs)
-            cells += [Cell(row * n_lanes + lane, lane, micro_batch) for row, micro_batch in enumerate(ordered)]
+            cells += [
+                Cell(row * n_lanes + lane, lane, micro_batch)
+                for row, micro_batch in enumerate(ordered)
+            ]
     return Table(n_rows, n_lanes, tuple(sorted(cells, key=lambda cell: cell.number)))
 
 
 def _dealt(costs: list[tuple[int, int]], n: int, evenly: bool) -> list[list[int]]:
-    """Places of (cost, place) in `n` parts that cost alike: halves of halves, so that neighbours together cost alike too.
+    """Places of (cost, place) in `n` parts that cost alike: halves of halves, so that neighbours
+    together cost alike too.
 
-    An odd number at once. `evenly`: of all halves of a few the best; else by the largest differences (Karmarkar and Karp
-    1982): the two sets of parts that differ most among themselves are joined, the dearest part of one with the cheapest of
-    the other.
+    An odd number at once. `evenly`: of all halves of a few the best; else by the largest
+    differences (Karmarkar and Karp 1982): the two sets of parts that differ most among themselves
+    are joined, the dearest part of one with the cheapest of the other.
     """
     if n == 1 or not costs:
         return [sorted(place for _, place in costs), *([] for _ in range(n - 1))]
@@ -125,15 +146,20 @@ def _dealt(costs: list[tuple[int, int]], n: int, evenly: bool) -> list[list[int]
         of_all = np.array([cost for cost, _ in costs])
         best = in_first[np.abs(2 * (in_first @ of_all) - of_all.sum()).argmin()]
         halves = (
-            [each for each, is_first in zip(costs, best, strict=True) if is_first == side] for side in (True, False)
+            [each for each, is_first in zip(costs, best, strict=True) if is_first == side]
+            for side in (True, False)
         )
         return [places for half in halves for places in _dealt(half, n // 2, evenly)]
     nothing: list[Any] = [(0, [])] * (n_parts - 1)
-    sets = [(-cost, place, [(cost, [(cost, place)]), *nothing]) for cost, place in costs]  # parts: (cost of all, what)
+    sets = [
+        (-cost, place, [(cost, [(cost, place)]), *nothing]) for cost, place in costs
+    ]  # parts: (cost of all, what)
     heapq.heapify(sets)
     while len(sets) > 1:
         (_, place, one), (_, _, other) = heapq.heappop(sets), heapq.heappop(sets)
-        parts = [(a + b, [*mine, *its]) for (a, mine), (b, its) in zip(one, reversed(other), strict=True)]
+        parts = [
+            (a + b, [*mine, *its]) for (a, mine), (b, its) in zip(one, reversed(other), strict=True)
+        ]
         parts.sort(key=lambda part: -part[0])
         heapq.heappush(sets, (parts[-1][0] - parts[0][0], place, parts))
     return [places for _, part in sets[0][2] for places in _dealt(part, n // n_parts, evenly)]
@@ -149,7 +175,11 @@ def _dearest_first(micro_batches: list[Examples], costs: Costs) -> list[Examples
 
 
 def _even(
-    examples: NDArray[np.int64], lengths: NDArray[np.int64], micro_batch_tokens: int, n_wanted: int, split: Split
+    examples: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    micro_batch_tokens: int,
+    n_wanted: int,
+    split: Split,
 ) -> list[Examples]:
     """Split by the tightest budget that makes at most `n_wanted` micro-batches."""
     mean = int(lengths[examples].sum()) / n_wanted
@@ -161,7 +191,9 @@ def _even(
 
 
 def _split_dearest(micro_batches: list[Examples], multiple: int, costs: Costs) -> list[Examples]:
-    """Part the dearest micro-batches in two until their number is a multiple of that, or none has two examples."""
+    """Part the dearest micro-batches in two until their number is a multiple of that, or none has
+    two examples.
+    """
     micro_batches = list(micro_batches)
     while len(micro_batches) % multiple:
         dear = [at for at, micro_batch in enumerate(micro_batches) if len(micro_batch) > 1]

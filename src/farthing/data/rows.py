@@ -1,4 +1,6 @@
-"""What readers are asked and give: what a job says of a source, rows with their place, examples as text, progress."""
+"""What readers are asked and give: what a job says of a source, rows with their place, examples as
+text, progress.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ RowValue = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """One usable row: where it stands (line, or index for files without lines; from 1) and its columns."""
+    """One usable row: where it stands (line, or index for files without lines; from 1) and its
+    columns.
+    """
 
     line: int
     value: RowValue
@@ -34,9 +38,10 @@ class BadRow(NamedTuple):
 class Text:
     """One example before tokenization.
 
-    `segments`: (text, is_target) in order. `label`: where the task has labels. `is_raw`: no template frames the text, so that
-    the tokenizer's first token and an end-of-sequence token have to. `given`: what the row's owner wrote as input, before
-    anything is rendered; rows that agree in it are one input. `n_unlearned`: assistant turns that are learned nowhere.
+    `segments`: (text, is_target) in order. `label`: where the task has labels. `is_raw`: no
+    template frames the text, so that the tokenizer's first token and an end-of-sequence token have
+    to. `given`: what the row's owner wrote as input, before anything is rendered; rows that agree
+    in it are one input. `n_unlearned`: assistant turns that are learned nowhere.
     `earlier`: further examples of the same row, which come before it.
     """
 

@@ -1,8 +1,10 @@
-"""How long the rows of a file become, from a few of them: for a plan, which can't wait for all to be tokenized.
+"""How long the rows of a file become, from a few of them: for a plan, which can't wait for all to
+be tokenized.
 
-The rows are ordered by their bytes and cut into strata; one row of each is read, and of those again some are tokenized
-exactly as for training. The others are taken to have as many tokens a character, and the rows that were not read as many a
-byte, as the one that stands for them. The longest rows are strata of their own.
+The rows are ordered by their bytes and cut into strata; one row of each is read, and of those again
+some are tokenized exactly as for training. The others are taken to have as many tokens a character,
+and the rows that were not read as many a byte, as the one that stands for them. The longest rows
+are strata of their own.
 
 Refuses to import transformers and to reach the network.
 """
@@ -34,7 +36,10 @@ from farthing.tasks.registry import task_of
 MOST_ROWS = 2000
 _FEWEST_ROWS, _MOST_BYTES_OF_FEWEST = 250, 64 << 20
 _MOST_SAMPLED_BYTES = 800_000  # what is tokenized in about a quarter of a second
-_MOST_READ_ROWS, _MOST_ROW_BYTES = 6000, 4_000_000  # rows and bytes that are read; a tenth of a second
+_MOST_READ_ROWS, _MOST_ROW_BYTES = (
+    6000,
+    4_000_000,
+)  # rows and bytes that are read; a tenth of a second
 _N_LONGEST = 16  # rows that are strata of their own
 _MOST_READ_BYTES = 256 << 20
 _N_BLOCKS, _BLOCK_BYTES = 64, 4 << 20  # of a larger file
@@ -56,7 +61,9 @@ class Sampled(NamedTuple):
 
 
 def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sampled:
-    """The lengths of these files' rows after tokenization by `tokenizer`. Raises `DataError` when no row can be used."""
+    """The lengths of these files' rows after tokenization by `tokenizer`. Raises `DataError` when
+    no row can be used.
+    """
     populations = [_population(source) for source in sources]
     total_bytes = sum(float(each.sizes.sum()) for each in populations)
     n_seen = sum(len(each.sizes) for each in populations)
@@ -82,7 +89,11 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         of_all = _spread(of_picked, population.sizes[picked], population.sizes, stratum)
         of_all[picked] = of_picked
         lengths.append(np.repeat(of_all, counts[stratum], axis=0))
-        weights.append(np.full(len(lengths[-1]), source.weight * population.n_rows / max(1, len(population.sizes))))
+        weights.append(
+            np.full(
+                len(lengths[-1]), source.weight * population.n_rows / max(1, len(population.sizes))
+            )
+        )
         n_rows += population.n_rows
         n_tokenized += n
     found, weight = np.concatenate(lengths), np.concatenate(weights)
@@ -94,11 +105,19 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
     tokens, targets, labelled, weight = tokens[kept], targets[kept], labelled[kept], weight[kept]
     if len(tokens) == 0:
         reason = why or f"all are longer than max_length {limit}"
-        raise DataError(f"no usable row ({reason})", where=sources[0].name, to_do="correct them, or check `data:`")
+        raise DataError(
+            f"no usable row ({reason})",
+            where=sources[0].name,
+            to_do="correct them, or check `data:`",
+        )
     tokens = np.clip(np.round(tokens), 1, limit).astype(np.int64)
     pairs = np.clip(np.round(targets), 1, recipe.max_target_length).astype(np.int64)
     task = task_of(recipe.task)
-    n_labelled = float((pairs if task.is_pair else labelled).sum()) if task.scores_tokens else float(len(tokens))
+    n_labelled = (
+        float((pairs if task.is_pair else labelled).sum())
+        if task.scores_tokens
+        else float(len(tokens))
+    )
     return Sampled(
         tokens=tokens,
         targets=pairs if task.is_pair else None,
@@ -112,31 +131,41 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
 
 
 def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(rows to tokenize, index of the one that stands for each row): the middle of each stratum by size."""
+    """(rows to tokenize, index of the one that stands for each row): the middle of each stratum by
+    size.
+    """
     n = len(sizes)
     order = np.argsort(sizes, kind="stable")
     n_single = min(_N_LONGEST, n) if n > n_wanted else 0
     n_strata = min(n, n_wanted) if n_single == 0 else max(1, min(n - n_single, n_wanted - n_single))
     edges = np.round(np.linspace(0, n - n_single, n_strata + 1)).astype(np.int64)
     middles = np.concatenate([(edges[:-1] + edges[1:]) // 2, np.arange(n - n_single, n)])
-    of_ordered = np.concatenate([np.repeat(np.arange(n_strata), np.diff(edges)), np.arange(n_single) + n_strata])
+    of_ordered = np.concatenate(
+        [np.repeat(np.arange(n_strata), np.diff(edges)), np.arange(n_single) + n_strata]
+    )
     stratum = np.empty(n, np.int64)
     stratum[order] = of_ordered
     return order[middles], stratum
 
 
 def _spread(
-    tokens: NDArray[np.float64], sizes: NDArray[Any], all_sizes: NDArray[Any], stands_for: NDArray[np.int64]
+    tokens: NDArray[np.float64],
+    sizes: NDArray[Any],
+    all_sizes: NDArray[Any],
+    stands_for: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """[row, kind of token] for all rows from [stratum, kind of token], in proportion to their sizes."""
+    """[row, kind of token] for all rows from [stratum, kind of token], in proportion to their
+    sizes.
+    """
     return np.asarray(tokens[stands_for] * (all_sizes / np.maximum(sizes, 1)[stands_for])[:, None])
 
 
 def _tokenized(
     reader: SourceReader, rows: list[Row | BadRow], n_wanted: int, tokenizer: Any, recipe: Recipe
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], int, list[str]]:
-    """[row, (input, target, labelled tokens)] of an example of each row, [row] how many such, how many were tokenized for
-    it, and why rows can't be used. Before truncation, but for the labelled tokens: only those within max_length.
+    """[row, (input, target, labelled tokens)] of an example of each row, [row] how many such, how
+    many were tokenized for it, and why rows can't be used. Before truncation, but for the labelled
+    tokens: only those within max_length.
     """
     found, counts = np.zeros((len(rows), 3)), np.zeros(len(rows), np.int64)
     reasons = [row.reason for row in rows if isinstance(row, BadRow)]
@@ -163,7 +192,9 @@ def _tokenized(
         found /= np.maximum(counts, 1)[:, None]
     if stands_for is not None:
         of_picked = found[[index for index, _ in good]]
-        found[[index for index, _ in all_good]] = _spread(of_picked, sizes[picked], sizes, stands_for)
+        found[[index for index, _ in all_good]] = _spread(
+            of_picked, sizes[picked], sizes, stands_for
+        )
         found[[index for index, _ in good]] = of_picked
         counts[[index for index, _ in all_good]] = counts[[index for index, _ in good]][stands_for]
     if not found[:, 0].any() and texts:
@@ -171,8 +202,12 @@ def _tokenized(
     return found, counts, n_encoded, reasons
 
 
-def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) -> tuple[NDArray[np.float64], int]:
-    """[text, (input, target, labelled tokens)]: some tokenized, the others by their characters; and how many were."""
+def _of_texts(
+    texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe
+) -> tuple[NDArray[np.float64], int]:
+    """[text, (input, target, labelled tokens)]: some tokenized, the others by their characters; and
+    how many were.
+    """
     characters = np.zeros((len(texts), 2))
     for index, text in enumerate(texts):
         for part, is_target in text.segments:
@@ -182,8 +217,12 @@ def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) 
         characters = np.column_stack([characters[:, 0] * 0, characters.sum(axis=1)])
     picked, stands_for = _strata(characters.sum(axis=1).astype(np.int64), n_wanted)
     found = np.zeros((len(texts), 3))
-    encode = Encoder(tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt, version=recipe.version)
-    for index, (ids, mask) in zip(picked, encode([texts[index] for index in picked]).examples(), strict=True):
+    encode = Encoder(
+        tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt, version=recipe.version
+    )
+    for index, (ids, mask) in zip(
+        picked, encode([texts[index] for index in picked]).examples(), strict=True
+    ):
         n_targets = int(mask.sum())
         if n_targets == 0 and task.scores_tokens:
             continue
@@ -194,13 +233,20 @@ def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) 
     of_target = characters[:, 1]
     other = np.setdiff1d(np.arange(len(texts)), picked)
     if len(other):
-        found[other, 0] = _spread(found[picked, :1], of_source[picked], of_source[other], stands_for[other])[:, 0]
-        # a token at the end of each, and as many a character as all that were tokenized have together
+        found[other, 0] = _spread(
+            found[picked, :1], of_source[picked], of_source[other], stands_for[other]
+        )[:, 0]
+        # a token at the end of each, and as many a character as all that were tokenized have
+        # together
         closed = found[picked, 1] > 0
-        rate = np.maximum(found[picked, 1] - 1, 0)[closed].sum() / max(1.0, of_target[picked][closed].sum())
+        rate = np.maximum(found[picked, 1] - 1, 0)[closed].sum() / max(
+            1.0, of_target[picked][closed].sum()
+        )
         found[other, 1] = np.where(of_target[other] > 0, 1 + rate * of_target[other], 0)
         before = found[other, 0] - found[other, 1]  # of causal-lm, whose targets come last
-        within = recipe.max_length - np.maximum(before, 0) if task.predicts_next else found[other, 1]
+        within = (
+            recipe.max_length - np.maximum(before, 0) if task.predicts_next else found[other, 1]
+        )
         found[other, 2] = np.clip(within, 0, found[other, 1])
     if not task.scores_tokens:
         found[:, 1:] = 0, 1
@@ -230,11 +276,15 @@ def _population(source: Source) -> _Population:
         return read(source.path, source)
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"can't be read: {why}", where=source.name, to_do="it is damaged: copy it again") from error
+        raise DataError(
+            f"can't be read: {why}", where=source.name, to_do="it is damaged: copy it again"
+        ) from error
 
 
 def _content(path: Path) -> tuple[bytes, float]:
-    """The file's bytes, or blocks of whole lines spread over it; and what share of the file that is."""
+    """The file's bytes, or blocks of whole lines spread over it; and what share of the file that
+    is.
+    """
     size = path.stat().st_size
     if path.suffix == ".gz":
         with open(path, "rb") as raw, gzip.open(raw, "rb") as file:
@@ -257,7 +307,9 @@ def _whole_lines(file: IO[bytes], start: int) -> bytes:
 
 
 def _spans(content: bytes, is_csv: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the lines that are not empty begin, and their bytes; a line break within quotes is none in a CSV file."""
+    """Where the lines that are not empty begin, and their bytes; a line break within quotes is none
+    in a CSV file.
+    """
     array = np.frombuffer(content, np.uint8)
     breaks = np.flatnonzero(array == 10)
     if is_csv:
@@ -313,7 +365,9 @@ def _records(path: Path, source: Source) -> _Population:
 
 def _array(path: Path, source: Source) -> _Population:
     values = list(source.rows())
-    sizes = np.array([n_characters(row.value) if isinstance(row, Row) else 1 for row in values], np.int64)
+    sizes = np.array(
+        [n_characters(row.value) if isinstance(row, Row) else 1 for row in values], np.int64
+    )
     return _Population(sizes, len(values), lambda picked: [values[i] for i in picked])
 
 
@@ -326,7 +380,9 @@ def _parquet(path: Path, source: Source) -> _Population:
         seen_bytes = 0
         n_groups = file.metadata.num_row_groups
         bytes_of = [file.metadata.row_group(i).total_byte_size for i in range(n_groups)]
-        spread = sorted(range(n_groups), key=lambda i: (i * 0.6180339887) % 1)  # any first few lie all over the file
+        spread = sorted(
+            range(n_groups), key=lambda i: (i * 0.6180339887) % 1
+        )  # any first few lie all over the file
         for i in spread:
             if not groups or seen_bytes + bytes_of[i] <= _MOST_READ_BYTES:
                 groups.append(i)

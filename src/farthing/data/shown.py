@@ -1,7 +1,9 @@
-"""What of a chat its template writes: keys of messages, tools and whole roles that it leaves out are found by trying.
+"""What of a chat its template writes: keys of messages, tools and whole roles that it leaves out
+are found by trying.
 
-A template that knows nothing of tools writes neither them nor the calls, and says nothing. So a chat is rendered once more
-without each thing that was not yet seen to matter. Refuses to know templates by name.
+A template that knows nothing of tools writes neither them nor the calls, and says nothing. So a
+chat is rendered once more without each thing that was not yet seen to matter. Refuses to know
+templates by name.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ Render = Callable[[list[RowValue], Any], str]
 """A chat's messages and tools as text."""
 _MOST_TRIES = 100
 _SILENT = ("role", "content", "tool_call_id", "id")
-"""Keys that are not tried: `content` goes by role; ids say which call is meant, and few templates show them."""
+"""Keys that are not tried: `content` goes by role; ids say which call is meant, and few templates
+show them.
+"""
 _OTHER = "Qj7wZk"
 """A text that no chat holds."""
 
@@ -29,12 +33,15 @@ class Shown:
         self._left_out: Counter[str] = Counter()
 
     def look(self, messages: list[RowValue], tools: Any, render: Render) -> None:
-        """Try the keys of this chat's messages, its roles and its tools that were not seen to be written yet.
+        """Try the keys of this chat's messages, its roles and its tools that were not seen to be
+        written yet.
 
         After so many chats of which a thing was not written it is not tried again.
         """
         asked = {key for message in messages for key in message if key not in _SILENT} - self._shown
-        asked |= {f"role {message['role']}" for message in messages if message["role"] != "assistant"} - self._shown
+        asked |= {
+            f"role {message['role']}" for message in messages if message["role"] != "assistant"
+        } - self._shown
         asked |= ({"tools"} if tools else set()) - self._shown
         whole = None
         for thing in sorted(asked):
@@ -55,15 +62,25 @@ class Shown:
         said = []
         for thing, n in sorted(self._left_out.items()):
             key, _, role = thing.partition(" ")
-            what = f"messages of `{role}`" if role else "`tools`" if key == "tools" else f"`{key}` of messages"
-            said.append(f"the chat template leaves out {what} (in {n:,} chats): the model does not see it")
+            what = (
+                f"messages of `{role}`"
+                if role
+                else "`tools`"
+                if key == "tools"
+                else f"`{key}` of messages"
+            )
+            said.append(
+                f"the chat template leaves out {what} (in {n:,} chats): the model does not see it"
+            )
         return said
 
 
 def leaves_an_answer_empty(
     messages: list[RowValue], tools: Any, render: Render, unlearned: frozenset[int] = frozenset()
 ) -> bool:
-    """Whether answers that are learned and are calls of tools alone are written as if they said nothing."""
+    """Whether answers that are learned and are calls of tools alone are written as if they said
+    nothing.
+    """
     calls = [
         index
         for index, message in enumerate(messages)
@@ -88,5 +105,7 @@ def _without(thing: str, messages: list[RowValue], tools: Any) -> tuple[list[Row
         return messages, None
     role = thing.partition(" ")[2]
     if role:
-        return [{**each, "content": _OTHER} if each["role"] == role else each for each in messages], tools
+        return [
+            {**each, "content": _OTHER} if each["role"] == role else each for each in messages
+        ], tools
     return [{key: value for key, value in each.items() if key != thing} for each in messages], tools

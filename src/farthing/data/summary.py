@@ -1,7 +1,8 @@
-"""What a file of examples is, before anything is trained: its format, rows, tokens, turns, learned share, repeats, oddities.
+"""What a file of examples is, before anything is trained: its format, rows, tokens, turns, learned
+share, repeats, oddities.
 
-Every row is read and converted as for training; tokens are counted for as many of the first as fit a few seconds. Refuses
-to change rows, and to decide whether they will do.
+Every row is read and converted as for training; tokens are counted for as many of the first as fit
+a few seconds. Refuses to change rows, and to decide whether they will do.
 """
 
 from __future__ import annotations
@@ -34,8 +35,19 @@ MOST_CHARACTERS = 8_000_000  # that are tokenized: some seconds
 N_EXAMPLES = 3
 TASKS = (CLASSIFICATION, CAUSAL_LM, SEQ2SEQ)
 _NO_LIMIT = 1 << 40
-_USUAL_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "human", "gpt", "observation", "function_call",
-                "function_response"}  # fmt: skip
+_USUAL_ROLES = {
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+    "function",
+    "human",
+    "gpt",
+    "observation",
+    "function_call",
+    "function_response",
+}
 
 
 @dataclass
@@ -74,12 +86,19 @@ class Summary:
 
 
 def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) -> Summary:
-    """Look at every row of a source. `task`: None takes the one that its columns fit. Raises `DataError`."""
+    """Look at every row of a source. `task`: None takes the one that its columns fit. Raises
+    `DataError`.
+    """
     recipe = replace(recipe, columns=source.columns_or(recipe.columns))
     rows = list(source.rows())
     good = [row for row in rows if isinstance(row, Row)]
     columns: set[str] = set().union(*(row.value.keys() for row in good))
-    found = Summary(source.name, task or _task_of(columns, recipe), n_rows=len(rows), max_length=recipe.max_length)
+    found = Summary(
+        source.name,
+        task or _task_of(columns, recipe),
+        n_rows=len(rows),
+        max_length=recipe.max_length,
+    )
     recipe = replace(recipe, task=found.task)
     found.bad = [f"line {row.line}: {row.reason}" for row in rows if isinstance(row, BadRow)]
     found.is_exact = bool(getattr(tokenizer, "is_exact", True))
@@ -124,7 +143,8 @@ def _task_of(columns: set[str], recipe: Recipe) -> str:
 
 def _hash(value: Any) -> bytes:
     return hashlib.blake2b(
-        json.dumps(value, sort_keys=True, default=str).encode(errors="surrogatepass"), digest_size=16
+        json.dumps(value, sort_keys=True, default=str).encode(errors="surrogatepass"),
+        digest_size=16,
     ).digest()
 
 
@@ -136,7 +156,9 @@ def _not_foreign(rows: list[Row], found: Summary, recipe: Recipe) -> list[Row]:
         if kind is None or (kind.can_be_chosen and set(LEARNED) & set(recipe.columns)):
             ours.append(row)
         else:
-            entry = found.foreign.setdefault(kind.what.partition(", which")[0], [0, row.line, kind.to_do])
+            entry = found.foreign.setdefault(
+                kind.what.partition(", which")[0], [0, row.line, kind.to_do]
+            )
             entry[0] += 1
     return ours
 
@@ -160,7 +182,10 @@ def _count_turns(rows: list[Row], found: Summary) -> None:
         odd.update({f"role `{role}`": 1 for role in set(said) - _USUAL_ROLES})
         if said and said[-1] not in ("assistant", "gpt", "function_call"):
             odd["ends without an answer"] += 1
-        if any(a == b and a in ("user", "human", "assistant", "gpt") for a, b in itertools.pairwise(said)):
+        if any(
+            a == b and a in ("user", "human", "assistant", "gpt")
+            for a, b in itertools.pairwise(said)
+        ):
             odd["two turns of the same role in a row"] += 1
         if any(role in ("system", "developer") for role in said[1:]):
             odd["a system turn that is not the first"] += 1
@@ -179,15 +204,20 @@ def _count_tokens(texts: list[Text], tokenizer: Any, recipe: Recipe, found: Summ
         kept.append(text)
     if not kept:
         return
-    encode = Encoder(tokenizer, found.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt, version=recipe.version)
+    encode = Encoder(
+        tokenizer, found.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt, version=recipe.version
+    )
     encoded = encode(kept)
     lengths, targets = encoded.lengths, encoded.n_targets()
     found.n_tokenized = len(kept)
     found.tokens = {
-        "mean": float(lengths.mean()), "median": float(np.median(lengths)), "nine_in_ten": float(np.quantile(lengths, 0.9)),
-        "longest": float(lengths.max()), "all": float(lengths.sum()) * len(texts) / len(kept),
+        "mean": float(lengths.mean()),
+        "median": float(np.median(lengths)),
+        "nine_in_ten": float(np.quantile(lengths, 0.9)),
+        "longest": float(lengths.max()),
+        "all": float(lengths.sum()) * len(texts) / len(kept),
         "learned_share": float(targets.sum() / max(1, lengths.sum())),
-    }  # fmt: skip
+    }
     found.n_too_long = int((lengths > recipe.max_length).sum())
     if task_of(found.task).labels is not None:
         found.labels = dict(Counter(str(text.label) for text in texts).most_common(50))

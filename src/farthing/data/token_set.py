@@ -1,4 +1,5 @@
-"""A token set: tokenized examples, memory-mapped, in a folder that is named by a hash of everything they follow from.
+"""A token set: tokenized examples, memory-mapped, in a folder that is named by a hash of everything
+they follow from.
 
 So a stale set can't be used, and a set that exists is complete. On disk, flat:
 
@@ -6,13 +7,17 @@ So a stale set can't be used, and a set that exists is complete. On disk, flat:
     targets.bin  uint8  [n_tokens]      1 where the model must predict the token
     offsets.bin  int64  [n_examples+1]  where each example begins
     lines.bin    int64  [n_examples]    the row it came from: source number * 2^40 + line
-    groups.bin   uint64 [n_examples]    hash of the input as it was written: equal inputs are never split between train and eval
-    labels.bin   int32  [n_examples]    where the task has labels: index into the label names, or another dtype of its own
-    inputs.bin   uint64 [n_inputs]      the distinct inputs of all rows that could be read, sorted, those among them that
-                                        became no example: which side of a split an input is on must not hang on limits
+    groups.bin   uint64 [n_examples]    hash of the input as it was written: equal inputs are never
+    split between train and eval
+    labels.bin   int32  [n_examples]    where the task has labels: index into the label names, or
+    another dtype of its own
+    inputs.bin   uint64 [n_inputs]      the distinct inputs of all rows that could be read, sorted,
+    those among them that
+                                        became no example: which side of a split an input is on must
+                                        not hang on limits
 
-A seq2seq example is its input followed by its target. Refuses to make a set (`tokens.py` does), to batch, and to know what
-trains on it.
+A seq2seq example is its input followed by its target. Refuses to make a set (`tokens.py` does), to
+batch, and to know what trains on it.
 """
 
 from __future__ import annotations
@@ -31,15 +36,20 @@ from numpy.typing import NDArray
 from farthing.data.chat import TEXT_VERSION
 from farthing.data.foreign import say_ignored
 from farthing.data.read import Source
-from farthing.durability.files import Damaged, Json, read_manifest, verify_folder
+from farthing.durability.files import DamagedFileError, Json, read_manifest, verify_folder
 
 CACHE_VERSION = 2
 LINE_BITS = 40
 Indices = Sequence[int] | NDArray[np.int64]
 DTYPES: dict[str, Any] = {
-    "ids": np.int32, "targets": np.uint8, "offsets": np.int64, "lines": np.int64, "groups": np.uint64, "labels": np.int32,
+    "ids": np.int32,
+    "targets": np.uint8,
+    "offsets": np.int64,
+    "lines": np.int64,
+    "groups": np.uint64,
+    "labels": np.int32,
     "inputs": np.uint64,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,15 @@ class Recipe:
     version: int = TEXT_VERSION
 
     def settings(self) -> Json:
-        """Every field; those that came later only where they say something, so that older names and runs stay theirs."""
+        """Every field; those that came later only where they say something, so that older names and
+        runs stay theirs.
+        """
         former = {"source_lang": "", "target_lang": "", "date": "", "version": 1}
-        return {key: value for key, value in asdict(self).items() if key not in former or value != former[key]}
+        return {
+            key: value
+            for key, value in asdict(self).items()
+            if key not in former or value != former[key]
+        }
 
 
 @dataclass(frozen=True)
@@ -113,7 +129,8 @@ class TokenSet:
     def places_of(
         self, indices: Indices, skipped: NDArray[np.int64] | int = 0
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the tokens of these examples stand, end to end [n_tokens], and how many each has [n].
+        """Where the tokens of these examples stand, end to end [n_tokens], and how many each has
+        [n].
 
         Without the first `skipped` [n] of each.
         """
@@ -124,7 +141,9 @@ class TokenSet:
         return np.arange(lengths.sum()) + np.repeat(starts - stops + lengths, lengths), lengths
 
     def n_targets(self, indices: Indices) -> int:
-        """How many predictions these examples ask for: target tokens, or samples for classification."""
+        """How many predictions these examples ask for: target tokens, or samples for
+        classification.
+        """
         if self.labels is not None:
             return len(indices)
         return int(self.targets[self.places_of(indices)[0]].sum())
@@ -138,7 +157,9 @@ class TokenSet:
 def tokenizer_sha256(tokenizer: Any) -> str:
     """Identity of a tokenizer: its whole definition, its special tokens and its chat template."""
     special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    others = json.dumps([special_tokens, tokenizer.chat_template, tokenizer.truncation_side], sort_keys=True)
+    others = json.dumps(
+        [special_tokens, tokenizer.chat_template, tokenizer.truncation_side], sort_keys=True
+    )
     return _definition_sha256(tokenizer.backend_tokenizer.to_str(), others)
 
 
@@ -146,35 +167,55 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 def _definition_sha256(definition: str, others: str) -> str:
     """Remembered, as it takes a tenth of a second and a job asks several times."""
     content = json.loads(definition)
-    content |= {"truncation": None, "padding": None}  # by the last call that asked for it, not by the tokenizer's files
-    return hashlib.sha256(json.dumps([content, *json.loads(others)], sort_keys=True).encode()).hexdigest()
+    content |= {
+        "truncation": None,
+        "padding": None,
+    }  # by the last call that asked for it, not by the tokenizer's files
+    return hashlib.sha256(
+        json.dumps([content, *json.loads(others)], sort_keys=True).encode()
+    ).hexdigest()
 
 
 def set_key(sources: list[Source], tokenizer_hash: str, recipe: Recipe) -> str:
     """The name of a token set: a hash of everything it follows from."""
-    content = [CACHE_VERSION, [source.identity for source in sources], tokenizer_hash, recipe.settings()]
+    content = [
+        CACHE_VERSION,
+        [source.identity for source in sources],
+        tokenizer_hash,
+        recipe.settings(),
+    ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
-    """Map a committed set, every byte checked first; without `check_bytes` the size of each file. Raises `Damaged`."""
+    """Map a committed set, every byte checked first; without `check_bytes` the size of each file.
+    Raises `DamagedFileError`.
+    """
     facts = verify_folder(folder) if check_bytes else _check_sizes(folder)
     arrays: dict[str, Any] = {}
     for name, dtype in DTYPES.items():
         path = folder / f"{name}.bin"
         if path.exists():
             empty = path.stat().st_size == 0
-            # as plain arrays: each slice of a memmap would be one, which takes longer than a short example
+            # as plain arrays: each slice of a memmap would be one, which takes longer than a short
+            # example
             dtype = facts.get("label_dtype", dtype) if name == "labels" else dtype
-            arrays[name] = np.zeros(0, dtype) if empty else np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+            arrays[name] = (
+                np.zeros(0, dtype)
+                if empty
+                else np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+            )
     arrays.setdefault("labels", None)
     return TokenSet(folder, facts, **arrays)
 
 
 def notes_of(facts: Json) -> tuple[str, ...]:
-    """What there is to say of a set's sources: columns that are not used, data of another kind that the job has chosen."""
+    """What there is to say of a set's sources: columns that are not used, data of another kind that
+    the job has chosen.
+    """
     ignored = [
-        f"{each['source']}: columns that are not used: {say_ignored(each['columns'], each['n_rows'])}"
+        f"{each['source']}: columns that are not used:"
+        f" {say_ignored(each['columns'], each['n_rows'])}"
         for each in facts.get("ignored_columns", ())
     ]
     return (*ignored, *(f"{each['source']}: {each['what']}" for each in facts.get("chosen", ())))
@@ -185,5 +226,5 @@ def _check_sizes(folder: Path) -> Json:
     for entry in facts["files"]:
         path = folder / entry["name"]
         if not path.is_file() or path.stat().st_size != entry["size"]:
-            raise Damaged(f"{path.name} does not have the size it was written with")
+            raise DamagedFileError(f"{path.name} does not have the size it was written with")
     return facts

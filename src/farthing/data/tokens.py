@@ -1,7 +1,8 @@
-"""Tokenize once: rows become a token set (`token_set.py`), unless the cache holds one of the same content.
+"""Tokenize once: rows become a token set (`token_set.py`), unless the cache holds one of the same
+content.
 
-One thread reads rows and renders their texts, one waits for the tokenizer, one writes. Refuses to batch and to know what
-trains on the examples.
+One thread reads rows and renders their texts, one waits for the tokenizer, one writes. Refuses to
+batch and to know what trains on the examples.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from farthing.data.token_set import (
     tokenizer_sha256,
 )
 from farthing.durability.files import (
-    Damaged,
+    DamagedFileError,
     Json,
     commit_folder,
     discard,
@@ -43,14 +44,16 @@ from farthing.durability.files import (
     own_folder,
     sweep_drafts,
 )
-from farthing.errors import DataError, Interrupted
+from farthing.errors import DataError, RunInterruptedError
 from farthing.tasks.columns import Unusable
 from farthing.tasks.registry import task_of
 from farthing.tasks.task import Labels
 
 CHUNK_ROWS = 1024  # that are read together
 MOST_CHARACTERS_TOGETHER = 32 << 20
-CHUNK_CHARACTERS = 1 << 18  # that are encoded together: enough for the threads of many cores, and few for their caches
+CHUNK_CHARACTERS = (
+    1 << 18
+)  # that are encoded together: enough for the threads of many cores, and few for their caches
 CHUNKS_AHEAD = 1  # that wait for the tokenizer, and as many after it
 Progress = Callable[[int, int, float], None]
 
@@ -65,11 +68,13 @@ def tokenize(
     should_stop: Callable[[], bool] = lambda: False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> TokenSet:
-    """The token set of these sources: from the cache when it is there, else made and committed whole.
+    """The token set of these sources: from the cache when it is there, else made and committed
+    whole.
 
-    `tokenizer` is a fast transformers tokenizer with its chat template set. `progress(rows, tokens, share)` is called about
-    once a chunk; `share` of the sources' bytes is read, from 0 to 1. A set that another user could have changed is made
-    again, which `warn` is told. Raises `DataError` (too many bad rows, nothing usable, nothing to predict), `Interrupted`.
+    `tokenizer` is a fast transformers tokenizer with its chat template set. `progress(rows, tokens,
+    share)` is called about once a chunk; `share` of the sources' bytes is read, from 0 to 1. A set
+    that another user could have changed is made again, which `warn` is told. Raises `DataError`
+    (too many bad rows, nothing usable, nothing to predict), `RunInterruptedError`.
     """
     facts: Json = {}
     try:
@@ -84,12 +89,18 @@ def tokenize(
         if folder.exists():
             try:
                 return open_token_set(folder)
-            except Damaged:
+            except DamagedFileError:
                 discard(folder)
-        if any(time.time() - path.stat().st_mtime > 86400 for path in cache.glob("*.draft-*")):  # younger: of others
+        if any(
+            time.time() - path.stat().st_mtime > 86400 for path in cache.glob("*.draft-*")
+        ):  # younger: of others
             sweep_drafts(cache)
         commit_folder(
-            folder, lambda draft: facts.update(_write(draft, sources, tokenizer, recipe, progress, should_stop)), facts
+            folder,
+            lambda draft: facts.update(
+                _write(draft, sources, tokenizer, recipe, progress, should_stop)
+            ),
+            facts,
         )
     except FileExistsError:
         pass  # another process was quicker with the same content
@@ -159,7 +170,12 @@ def _write(
     """Fill `draft`; returns the facts of the set for its manifest."""
     tally, labels = Tally(), _Labels(task_of(recipe.task).labels, recipe.label_names)
     encode = Encoder(
-        tokenizer, recipe.task, recipe.max_length, recipe.max_target_length, recipe.train_on_prompt, recipe.version
+        tokenizer,
+        recipe.task,
+        recipe.max_length,
+        recipe.max_target_length,
+        recipe.train_on_prompt,
+        recipe.version,
     )
     readers: list[SourceReader] = []
     all_groups, all_inputs = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
@@ -167,19 +183,29 @@ def _write(
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(open(draft / f"{name}.bin", "wb")) for name in names}
         files["offsets"].write(np.int64(0).tobytes())
-        chunks = _ahead(_chunks(sources, tokenizer, recipe, readers), stack)  # one thread reads and renders
-        asked = _ahead(((chunk, encode.ask(chunk.texts)) for chunk in chunks), stack)  # one waits for the tokenizer
+        chunks = _ahead(
+            _chunks(sources, tokenizer, recipe, readers), stack
+        )  # one thread reads and renders
+        asked = _ahead(
+            ((chunk, encode.ask(chunk.texts)) for chunk in chunks), stack
+        )  # one waits for the tokenizer
         for chunk, answers in asked:
             if should_stop():
-                raise Interrupted("stopped while tokenizing", to_do="run the same command again")
+                raise RunInterruptedError(
+                    "stopped while tokenizing", to_do="run the same command again"
+                )
             tally.n_rows += chunk.n_rows
             for line, reason in chunk.rejected:
                 tally.reject(chunk.place(line), reason)
             encoded = encode(chunk.texts, answers)
             kept = _usable(encoded, chunk, recipe, tally)
-            all_inputs.append(np.unique(np.array(chunk.groups + chunk.groups_of_rejected, np.uint64)))
+            all_inputs.append(
+                np.unique(np.array(chunk.groups + chunk.groups_of_rejected, np.uint64))
+            )
             labels.take(chunk, kept, tally)
-            tally.n_unlearned_turns += sum(chunk.texts[index].n_unlearned for index in np.flatnonzero(kept))
+            tally.n_unlearned_turns += sum(
+                chunk.texts[index].n_unlearned for index in np.flatnonzero(kept)
+            )
             tally.n_rendered += sum(not text.is_raw for text in chunk.texts)
             tally.n_unrolled += sum(len(text.earlier) for text in chunk.texts)
             encoded = encoded.only(kept)
@@ -232,13 +258,19 @@ def _facts(
             for reader in readers
             if reader.ignored
         ],
-        "chosen": [{"source": reader.name, "what": what} for reader in readers for what in reader.notes]
-        + [
-            {"source": "chats", "what": what}
-            for what in said_of_chats(is_chat, tokenizer, recipe.date, tally.n_unrolled)
-        ],
+        "chosen": (
+            [{"source": reader.name, "what": what} for reader in readers for what in reader.notes]
+            + [
+                {"source": "chats", "what": what}
+                for what in said_of_chats(is_chat, tokenizer, recipe.date, tally.n_unrolled)
+            ]
+        ),
         "label_names": labels.names,
-        **({"label_dtype": labels.of.dtype} if labels.of is not None and labels.of.dtype != "int32" else {}),
+        **(
+            {"label_dtype": labels.of.dtype}
+            if labels.of is not None and labels.of.dtype != "int32"
+            else {}
+        ),
     }
 
 
@@ -251,7 +283,9 @@ def _ahead(items: Iterator[Item], stack: contextlib.ExitStack) -> Iterator[Item]
 
 
 def _usable(encoded: Encoded, chunk: _Chunk, recipe: Recipe, tally: Tally) -> NDArray[np.bool_]:
-    """Which examples of a chunk become some of the set [n]; the others are counted. Raises `DataError`."""
+    """Which examples of a chunk become some of the set [n]; the others are counted. Raises
+    `DataError`.
+    """
     long_ones = np.flatnonzero(encoded.was_cut)
     tally.n_too_long += len(long_ones)
     if len(long_ones) and recipe.too_long == "error":
@@ -276,7 +310,11 @@ class _Labels:
     """The labels of a set, if its task has some (`of`), numbered once all have been seen."""
 
     def __init__(self, of: Labels | None, known: tuple[str, ...]) -> None:
-        self.of, self.known, self.seen = of, {name: number for number, name in enumerate(known)}, list[Any]()
+        self.of, self.known, self.seen = (
+            of,
+            {name: number for number, name in enumerate(known)},
+            list[Any](),
+        )
 
     @property
     def names(self) -> list[str]:
@@ -284,7 +322,9 @@ class _Labels:
         return list(self.known) or ([] if self.of is None else self.of.names(set(self.seen)))
 
     def take(self, chunk: _Chunk, kept: NDArray[np.bool_], tally: Tally) -> None:
-        """Note the labels of the kept examples of a chunk; one that is not known is a bad row, and not kept."""
+        """Note the labels of the kept examples of a chunk; one that is not known is a bad row, and
+        not kept.
+        """
         if self.of is None:
             return
         for index in np.flatnonzero(kept).tolist():
@@ -294,7 +334,9 @@ class _Labels:
                     self.of.number(label, self.known)
                 self.seen.append(label)
             except KeyError:
-                tally.reject(chunk.place(chunk.lines[index]), f"label {label!r} is never seen in training")
+                tally.reject(
+                    chunk.place(chunk.lines[index]), f"label {label!r} is never seen in training"
+                )
                 kept[index] = False
 
     def numbered(self) -> NDArray[Any]:
@@ -314,9 +356,13 @@ def _refuse_unusable(facts: Json, recipe: Recipe) -> None:
         more = f"\n    ... and {n_bad - 5:,} more" if n_bad > 5 else ""
         to_do = "correct these rows: none can be used"
         if n_bad < n_rows:
-            to_do = f"correct these rows, or allow more with data.max_bad_rows: {min(1.0, round(n_bad / n_rows + 0.005, 2))}"
+            to_do = (
+                "correct these rows, or allow more with data.max_bad_rows:"
+                f" {min(1.0, round(n_bad / n_rows + 0.005, 2))}"
+            )
         raise DataError(
-            f"{n_bad:,} of {n_rows:,} rows can't be used, at most {recipe.max_bad_rows:.0%} are allowed:{shown}{more}",
+            f"{n_bad:,} of {n_rows:,} rows can't be used, at most {recipe.max_bad_rows:.0%} are"
+            f" allowed:{shown}{more}",
             where=where,
             to_do=to_do,
         )
@@ -327,11 +373,16 @@ def _refuse_unusable(facts: Json, recipe: Recipe) -> None:
         raise DataError(
             f"nothing to learn: every target is masked ({why})",
             where=where,
-            to_do="raise data.max_length (prompts may fill it), or check the columns and the chat template",
+            to_do=(
+                "raise data.max_length (prompts may fill it), or check the columns and the chat"
+                " template"
+            ),
         )
 
 
-def _chunks(sources: list[Source], tokenizer: Any, recipe: Recipe, readers: list[SourceReader]) -> Iterator[_Chunk]:
+def _chunks(
+    sources: list[Source], tokenizer: Any, recipe: Recipe, readers: list[SourceReader]
+) -> Iterator[_Chunk]:
     """The rows of all sources as texts, in order; the reader of each goes to `readers`."""
     sizes = [source.n_bytes for source in sources]
     for number, source in enumerate(sources):

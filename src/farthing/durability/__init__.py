@@ -1,1 +1,3 @@
-"""What must survive a machine that is taken away: files, checkpoints, run folder, ledger, store. No torch at the top."""
+"""What must survive a machine that is taken away: files, checkpoints, run folder, ledger, store. No
+torch at the top.
+"""

@@ -1,9 +1,11 @@
-"""What each attempt of a run has cost, as lines of `ledger.jsonl`: written with checksums, read with suspicion.
+"""What each attempt of a run has cost, as lines of `ledger.jsonl`: written with checksums, read
+with suspicion.
 
-A line is the whole account of one attempt so far: its last state, its seconds by span, and what earlier attempts had cost
-in sum when it began. Earlier farthings appended a line a second instead; those are read as they are. A line whose checksum
-is wrong is not believed, and what it held is made good from what later lines and checkpoints know of the sum: money is
-counted twice rather than forgotten, and never without a warning. Refuses to keep more in memory than a line an attempt.
+A line is the whole account of one attempt so far: its last state, its seconds by span, and what
+earlier attempts had cost in sum when it began. Earlier farthings appended a line a second instead;
+those are read as they are. A line whose checksum is wrong is not believed, and what it held is made
+good from what later lines and checkpoints know of the sum: money is counted twice rather than
+forgotten, and never without a warning. Refuses to keep more in memory than a line an attempt.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from farthing.durability.files import Damaged, Json, read_manifest
+from farthing.durability.files import DamagedFileError, Json, read_manifest
 from farthing.durability.stretches import Stretch, note, thinned
 from farthing.durability.stretches import read as read_stretches
 from farthing.durability.summed_lines import line_of, read_line
@@ -102,7 +104,9 @@ class Account:
         if isinstance(facts.get("forecast"), dict):
             self.forecast = self.forecast or facts["forecast"]
         if isinstance(facts.get("notice"), dict):
-            self.notices = [*self.notices, {"step": self.step, "notice": facts["notice"]}][-N_NOTICES:]
+            self.notices = [*self.notices, {"step": self.step, "notice": facts["notice"]}][
+                -N_NOTICES:
+            ]
         if isinstance(facts.get("out_of_memory"), dict):
             self.out_of_memory.append(facts["out_of_memory"])
         if isinstance(facts.get("utilisation_percent"), int | float):
@@ -111,7 +115,9 @@ class Account:
         self.facts |= {name: facts[name] for name in _KEPT if facts.get(name)}
 
     def mark(self) -> None:
-        """Note how much work it took to come to the step where the attempt is; the first word on a step counts."""
+        """Note how much work it took to come to the step where the attempt is; the first word on a
+        step counts.
+        """
         if not self.marks or self.marks[-1][0] < self.step:
             self.marks.append([self.step, round(self.work_s, 4)])
             if len(self.marks) > N_MARKS:
@@ -123,12 +129,18 @@ class Account:
         self.stretches = note(self.stretches, self.step, tokens, self.n_saves, self.spans)
 
     def mark_save(self) -> None:
-        """Note the same of a step that is saved: an attempt that goes on from there redoes what came after."""
+        """Note the same of a step that is saved: an attempt that goes on from there redoes what
+        came after.
+        """
         self.saved = [*self.saved, [self.step, round(self.work_s, 4)]][-N_SAVED:]
 
     def shorten(self) -> None:
         """Leave out detail that hardly anybody will ask for: of an attempt long past."""
-        self.marks, self.saved, self.stretches = self.marks[-2:], self.saved[-4:], thinned(self.stretches, 2)
+        self.marks, self.saved, self.stretches = (
+            self.marks[-2:],
+            self.saved[-4:],
+            thinned(self.stretches, 2),
+        )
         self.utilisation = thinned(self.utilisation, 4, _mean)
 
     @property
@@ -140,7 +152,10 @@ class Account:
         """The account as a line has it."""
         row: Json = {
             "attempt": self.number,
-            **{name: getattr(self, name) for name in ("id", "line", "state", "usd_per_hour", "first_step", "step")},
+            **{
+                name: getattr(self, name)
+                for name in ("id", "line", "state", "usd_per_hour", "first_step", "step")
+            },
             "at": round(self.at, 3),
             "spans": {name: round(seconds, 4) for name, seconds in self.spans.items()},
             "past": {"s": self.past_s, "usd": self.past_usd},
@@ -175,7 +190,9 @@ class Found:
     """Lines that can't be read or have another checksum, other than one that a kill has torn."""
     lost_s: float = 0.0
     lost_usd: float = 0.0
-    """What is known to have been spent, and is on no line: made good as an attempt with the number `LOST`."""
+    """What is known to have been spent, and is on no line: made good as an attempt with the number
+    `LOST`.
+    """
 
     @property
     def is_damaged(self) -> bool:
@@ -222,8 +239,9 @@ def read_ledger(path: Path, witnesses: Iterable[Witness] = ()) -> Found:
 
 
 def _is_torn(last: list[tuple[bytes, bool]]) -> bool:
-    """Whether one of the last two lines (each with whether it is whole) is one that a kill has torn: the very last, without
-    its end, or one of the two places that a running attempt is written to in turn, while the other is whole."""
+    """Whether one of the last two lines (each with whether it is whole) is one that a kill has
+    torn: the very last, without its end, or one of the two places that a running attempt is written
+    to in turn, while the other is whole."""
     if last and not last[-1][1] and not last[-1][0].endswith(b"\n"):
         return True
     if len(last) < 2 or last[0][1] == last[1][1]:
@@ -233,7 +251,9 @@ def _is_torn(last: list[tuple[bytes, bool]]) -> bool:
 
 
 def take_in(accounts: dict[int, Account], row: Json) -> bool:
-    """Add what a line says to the accounts, unless something newer is known. False: it is the account of no attempt."""
+    """Add what a line says to the accounts, unless something newer is known. False: it is the
+    account of no attempt.
+    """
     if not _is_whole(row):
         return False
     number = int(row["attempt"])
@@ -244,7 +264,9 @@ def take_in(accounts: dict[int, Account], row: Json) -> bool:
             accounts[number] = new
         return True
     if known is None:
-        known = accounts[number] = Account(number, started_at=row["at"] - sum(row["spans"].values()))
+        known = accounts[number] = Account(
+            number, started_at=row["at"] - sum(row["spans"].values())
+        )
     _set_last(known, row)
     known.began |= row["state"] == "started"
     known.note(row)
@@ -263,16 +285,23 @@ def accounts_of(rows: Iterable[Json]) -> dict[int, Account]:
 def _account_of(row: Json) -> Account:
     account, more = Account(int(row["attempt"])), row["account"]
     _set_last(account, row)
-    account.id, account.line = str(row.get("id", "")), int(row["line"]) if isinstance(row.get("line"), int) else 0
+    account.id, account.line = (
+        str(row.get("id", "")),
+        int(row["line"]) if isinstance(row.get("line"), int) else 0,
+    )
     past = row.get("past")
     if isinstance(past, dict) and _are_amounts([past.get("s"), past.get("usd")]):
         account.past_s, account.past_usd = float(past["s"]), float(past["usd"])
     if _are_amounts([more.get("started_at")]):
         account.started_at = more["started_at"]
     account.began = more.get("began") is True
-    account.note({name: value for name, value in row.items() if name not in ("notice", "out_of_memory")})
+    account.note(
+        {name: value for name, value in row.items() if name not in ("notice", "out_of_memory")}
+    )
     account.notices = [
-        each for each in _dicts(more.get("notices")) if isinstance(each.get("notice"), dict) and "step" in each
+        each
+        for each in _dicts(more.get("notices"))
+        if isinstance(each.get("notice"), dict) and "step" in each
     ]
     account.out_of_memory = _dicts(more.get("out_of_memory"))
     account.stretches = read_stretches(more.get("stretches"))
@@ -283,7 +312,11 @@ def _account_of(row: Json) -> Account:
 
 def _set_last(account: Account, row: Json) -> None:
     account.state, account.at, account.usd_per_hour = row["state"], row["at"], row["usd_per_hour"]
-    account.first_step, account.step, account.spans = int(row["first_step"]), int(row["step"]), dict(row["spans"])
+    account.first_step, account.step, account.spans = (
+        int(row["first_step"]),
+        int(row["step"]),
+        dict(row["spans"]),
+    )
     saves = row.get("saves")
     if isinstance(saves, dict) and _are_amounts([saves.get("n"), saves.get("held_up_s")]):
         account.n_saves, account.held_up_s = int(saves["n"]), saves["held_up_s"]
@@ -297,7 +330,12 @@ def _is_whole(row: Json) -> bool:
         and isinstance(row.get("state"), str)
         and isinstance(number, int)
         and number >= 0
-        and _are_amounts([*(row.get(name) for name in ("at", "usd_per_hour", "first_step", "step")), *spans.values()])
+        and _are_amounts(
+            [
+                *(row.get(name) for name in ("at", "usd_per_hour", "first_step", "step")),
+                *spans.values(),
+            ]
+        )
     )
 
 
@@ -307,7 +345,9 @@ def _are_amounts(values: Iterable[Any]) -> bool:
 
 
 def _dicts(values: Any) -> list[Json]:
-    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
+    return (
+        [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
+    )
 
 
 def _points(values: Any, n: int) -> Iterator[list[float]]:
@@ -326,7 +366,7 @@ def _mean(one: list[float], other: list[float]) -> list[float]:
 
 
 def _make_good(found: Found, witnesses: list[Witness]) -> None:
-    """Add what is known to have been spent and is on no line, as an attempt with the number `LOST`."""
+    """Add what is known to have been spent and is on no line, as an attempt with the number `LOST`."""  # noqa: E501
     accounts = found.ordered
     numbers = [account.number for account in accounts]
     s_until = [0.0, *itertools.accumulate(account.wall_s for account in accounts)]
@@ -354,16 +394,21 @@ def _make_good(found: Found, witnesses: list[Witness]) -> None:
 def witnesses_in(checkpoints: Path, run_id: str | None) -> list[Witness]:
     """What the manifests of a run's checkpoints say of the money spent when they were written.
 
-    `run_id` None: nobody knows any more whose they are, and all count. Those of earlier farthings know no sums.
+    `run_id` None: nobody knows any more whose they are, and all count. Those of earlier farthings
+    know no sums.
     """
     found = []
     for folder in sorted(checkpoints.glob("step-*")) if checkpoints.is_dir() else ():
         try:
             manifest = read_manifest(folder)
-        except (Damaged, OSError):
+        except (DamagedFileError, OSError):
             continue
         attempt, step = manifest.get("attempt"), manifest.get("step")
-        if isinstance(attempt, int) and isinstance(step, int) and run_id in (None, manifest.get("run_id")):
+        if (
+            isinstance(attempt, int)
+            and isinstance(step, int)
+            and run_id in (None, manifest.get("run_id"))
+        ):
             s, usd = manifest.get("spent_s"), manifest.get("spent_usd")
             sums = (s, usd) if _are_amounts([s, usd]) else (None, None)
             found.append(Witness(attempt, step, *sums))
@@ -374,10 +419,11 @@ def witnesses_in(checkpoints: Path, run_id: str | None) -> list[Witness]:
 
 
 def merge(first: dict[int, Account], second: dict[int, Account]) -> dict[int, Account]:
-    """All attempts that either knows: none is lost, and none counted twice, as of two accounts the longer one stands.
+    """All attempts that either knows: none is lost, and none counted twice, as of two accounts the
+    longer one stands.
 
-    Two of the same number that began at different times are two (the store was away when the other machine's began):
-    those of `second` get new numbers.
+    Two of the same number that began at different times are two (the store was away when the other
+    machine's began): those of `second` get new numbers.
     """
     merged = {number: replace(account) for number, account in first.items()}
     for number, account in sorted(second.items()):
@@ -410,13 +456,17 @@ def _is_same(one: Account, other: Account) -> bool:
 
 
 def with_redone(accounts: list[Account]) -> list[Account]:
-    """The attempts, in order, with the seconds that work had taken which a later one had to redo."""
+    """The attempts, in order, with the seconds that work had taken which a later one had to redo."""  # noqa: E501
     found, kept_step = [], math.inf
     for account in reversed(accounts):
         redone_s = 0.0
-        work_s = {int(step): seconds for step, seconds in reversed([*account.marks, *account.saved])}
+        work_s = {
+            int(step): seconds for step, seconds in reversed([*account.marks, *account.saved])
+        }
         if account.began and account.step > kept_step and work_s:
-            redone_s = max(0.0, work_s.get(account.step, account.work_s) - _between(work_s, int(kept_step)))
+            redone_s = max(
+                0.0, work_s.get(account.step, account.work_s) - _between(work_s, int(kept_step))
+            )
         if account.began:
             kept_step = min(kept_step, account.first_step)
         found.append(replace(account, redone_s=redone_s))

@@ -1,10 +1,11 @@
 """Checkpoints: a kill at any instant loses nothing already saved.
 
-`step-00000042-0003/` (step, serial number of the save) holds one safetensors file a part, or one of each rank that has rows
-of it (see `parts`), `state.json` and a manifest, committed by the protocol of `files`.
-Everything is verified against the manifest before any byte is parsed; a damaged checkpoint is set aside with a warning
-and the one before it is used. Saving takes a snapshot, then writes in the background, one at a time. Refuses to know
-what the parts are: each gives tensors and plain values, and takes them back.
+`step-00000042-0003/` (step, serial number of the save) holds one safetensors file a part, or one of
+each rank that has rows of it (see `parts`), `state.json` and a manifest, committed by the protocol
+of `files`. Everything is verified against the manifest before any byte is parsed; a damaged
+checkpoint is set aside with a warning and the one before it is used. Saving takes a snapshot, then
+writes in the background, one at a time. Refuses to know what the parts are: each gives tensors and
+plain values, and takes them back.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from farthing.device_memory import in_words, is_out_of_memory
 from farthing.durability.files import (
-    Damaged,
+    DamagedFileError,
     FileEntry,
     Json,
     commit_folder,
@@ -42,7 +43,7 @@ from farthing.durability.files import (
 from farthing.durability.parts import ALONE, Shared, files_of, read_part
 from farthing.durability.run_folder import Save, saves_in
 from farthing.durability.snapshot import AT_ONCE_BYTES, CudaLane, Later, can_wait, fetched_together
-from farthing.errors import RunChanged, RunDamaged, SaveFailing
+from farthing.errors import RunChangedError, RunDamagedError, SaveError
 
 SCHEMA = 1
 MAX_FAILED_SAVES = 3
@@ -93,7 +94,8 @@ class Checkpoints:
         self.folder = make_private(folder)
         self._run_id, self._keep, self._warn = run_id, keep, warn
         self._facts = facts  # asked at each save, for its manifest
-        self._copy = copy  # gets a step and the folders to go on from there, in the writing thread; must not raise
+        # gets a step and the folders to go on from there, in the writing thread; must not raise
+        self._copy = copy
         self._thread: threading.Thread | None = None
         self._result: SaveResult | None = None
         self._later: Later | None = None
@@ -102,8 +104,11 @@ class Checkpoints:
 
     # ---- saving ----
 
-    def save(self, step: int, parts: Mapping[str, Part], best_step: int | None) -> SaveResult | None:
-        """Snapshot every part now and commit it in the background. Returns an earlier save's result.
+    def save(
+        self, step: int, parts: Mapping[str, Part], best_step: int | None
+    ) -> SaveResult | None:
+        """Snapshot every part now and commit it in the background. Returns an earlier save's
+        result.
 
         A host without room for the snapshot is a save that failed, as a disk without room is.
         """
@@ -128,40 +133,54 @@ class Checkpoints:
         return self._later is not None and not self._later.is_copied
 
     def wait_until_copied(self) -> None:
-        """Until training may change weights and state. What has to be written still is written behind it."""
+        """Until training may change weights and state. What has to be written still is written
+        behind it.
+        """
         if self._later is not None:
             self._later.wait()
             self._later = None
 
     def finished_save(self) -> SaveResult | None:
-        """The result of the background save if it has just ended; raises `SaveFailing` after several failures."""
+        """The result of the background save if it has just ended; raises `SaveError` after several
+        failures.
+        """
         if self._thread is None or self._thread.is_alive():
             return None
         return self.wait()
 
     def wait(self) -> SaveResult | None:
-        """Wait for the background save and return its result; raises `SaveFailing` after several failures in a row."""
+        """Wait for the background save and return its result; raises `SaveError` after several
+        failures in a row.
+        """
         if self._thread is None:
             return None
         self._thread.join()
         self._thread, result, self._result = None, self._result, None
         assert result is not None
         if result.left_over is not None:
-            self._warn(f"an older checkpoint could not be removed ({result.left_over}), and stays until it can")
+            self._warn(
+                f"an older checkpoint could not be removed ({result.left_over}), and stays until"
+                " it can"
+            )
         if result.error is None:
             self._n_failed = 0
             return result
         self._n_failed += 1
-        self._warn(f"the checkpoint of step {result.step} could not be written ({result.error}); training goes on")
+        self._warn(
+            f"the checkpoint of step {result.step} could not be written ({result.error}); training"
+            " goes on"
+        )
         if self._n_failed >= MAX_FAILED_SAVES:
-            raise SaveFailing(
+            raise SaveError(
                 f"{self._n_failed} checkpoints in a row could not be written: {result.error}",
                 where=str(self.folder),
                 to_do="make room or repair the disk, then run the same command again",
             ) from result.error
         return result
 
-    def _write(self, step: int, fill: Fill, later: Later | None, best_step: int | None, more: Json) -> None:
+    def _write(
+        self, step: int, fill: Fill, later: Later | None, best_step: int | None, more: Json
+    ) -> None:
         result = SaveResult(step)
         try:
             if later is not None:
@@ -186,7 +205,13 @@ class Checkpoints:
                     self._rotate(best_step)
                 except OSError as error:
                     result.left_over = error
-        except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
+        except (
+            OSError,
+            safetensors.SafetensorError,
+            ValueError,
+            RuntimeError,
+            MemoryError,
+        ) as error:
             result.error = error
         finally:
             if later is not None:
@@ -194,7 +219,9 @@ class Checkpoints:
         self._result = result
 
     def _rotate(self, best_step: int | None) -> None:
-        """Remove what is older than the newest `keep`, the best one excepted, and earlier saves of the same step."""
+        """Remove what is older than the newest `keep`, the best one excepted, and earlier saves of
+        the same step.
+        """
         kept: set[int] = set()
         for step, _, folder in saves_in(self.folder):
             if step in kept or (len(kept) >= self._keep and step != best_step):
@@ -211,8 +238,9 @@ class Checkpoints:
     def newest_valid(self) -> int | None:
         """The newest step whose checkpoint is whole; None when there never was one.
 
-        Damaged ones are renamed to `.bad`, with a warning. Raises `RunDamaged` when there were some and none is whole,
-        `RunChanged` when one was written by a newer farthing.
+        Damaged ones are renamed to `.bad`, with a warning. Raises `RunDamagedError` when there were
+        some and none is whole,
+        `RunChangedError` when one was written by a newer farthing.
         """
         saves = saves_in(self.folder)
         for save in saves:
@@ -220,14 +248,14 @@ class Checkpoints:
             try:
                 self._verify(save)
                 return step
-            except Damaged as error:
+            except DamagedFileError as error:
                 aside = set_aside(save.folder)
                 self._warn(
                     f"the checkpoint of step {step} is damaged ({error}); "
                     f"set aside as {aside.name}, trying the one before"
                 )
         if saves:
-            raise RunDamaged(
+            raise RunDamagedError(
                 f"none of the {len(saves)} checkpoints is whole",
                 where=str(self.folder),
                 to_do="bring one back from a copy, or start from step 0 with --allow-restart",
@@ -235,27 +263,30 @@ class Checkpoints:
         return None
 
     def verify(self, step: int) -> None:
-        """Check the checkpoint of a step byte for byte. Raises `Damaged`."""
+        """Check the checkpoint of a step byte for byte. Raises `DamagedFileError`."""
         self._verify(self._newest_of(step))
 
     def folder_of(self, step: int) -> Path:
-        """The newest checkpoint of a step. Raises `Damaged` where there is none."""
+        """The newest checkpoint of a step. Raises `DamagedFileError` where there is none."""
         return self._newest_of(step).folder
 
     def restore(self, folder: Path, parts: Mapping[str, Part]) -> None:
-        """Put every part back to what a verified checkpoint says. Raises `RunChanged`, and `RunDamaged` where a part can't take
-        what was saved."""
+        """Put every part back to what a verified checkpoint says. Raises `RunChangedError`, and
+        `RunDamagedError` where a part can't take what was saved."""
         step, values = folder.name, _values_of(folder)
         if set(values) != set(parts):
-            raise RunChanged(f"the checkpoint holds {sorted(values)}, this run {sorted(parts)}", where=step)
+            raise RunChangedError(
+                f"the checkpoint holds {sorted(values)}, this run {sorted(parts)}", where=step
+            )
         for name, part in parts.items():
             try:
                 part.restore(read_part(folder, name, self._shared.rows_of), values[name])
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 if in_words(error):  # of the device: nothing is wrong with the checkpoint
                     raise
-                raise RunDamaged(
-                    f"the {name} of {step} is not what this run has saved ({type(error).__name__}: {error})",
+                raise RunDamagedError(
+                    f"the {name} of {step} is not what this run has saved ({type(error).__name__}:"
+                    f" {error})",
                     where=str(folder.parent),
                     to_do="bring one back from a copy, or start from step 0 with --allow-restart",
                 ) from error
@@ -266,23 +297,25 @@ class Checkpoints:
             set_aside(save.folder)
 
     def to_go_on(self, step: int, best_step: int | None) -> list[Path]:
-        """The folders that a run needs to go on from `step`: its checkpoint and the best one, where there are any."""
+        """The folders that a run needs to go on from `step`: its checkpoint and the best one, where
+        there are any.
+        """
         newest = {save.step: save.folder for save in reversed(saves_in(self.folder))}
         return [newest[wanted] for wanted in sorted({step, best_step or step}) if wanted in newest]
 
     def _newest_of(self, step: int) -> Save:
         found = [save for save in saves_in(self.folder) if save.step == step]
         if not found:
-            raise Damaged(f"there is no checkpoint of step {step}")
+            raise DamagedFileError(f"there is no checkpoint of step {step}")
         return found[0]
 
     def _verify(self, save: Save) -> None:
         folder, manifest = save.folder, read_manifest(save.folder)
         refuse_newer(manifest, SCHEMA, str(self.folder))
         if manifest.get("step") != save.step:
-            raise Damaged(f"its manifest is of step {manifest.get('step')}")
+            raise DamagedFileError(f"its manifest is of step {manifest.get('step')}")
         if manifest.get("run_id") != self._run_id:
-            raise Damaged("it belongs to another run")
+            raise DamagedFileError("it belongs to another run")
         verify_folder(folder)
         for part in _values_of(folder):
             files_of(folder, part)
@@ -291,36 +324,40 @@ class Checkpoints:
 
 
 def _values_of(folder: Path) -> dict[str, Json]:
-    """The values of each part of a checkpoint, their form checked. Raises `Damaged`."""
+    """The values of each part of a checkpoint, their form checked. Raises `DamagedFileError`."""
     path = folder / "state.json"
     try:
         if path.stat().st_size > MAX_STATE_BYTES:
-            raise Damaged(f"{path.name} is larger than {MAX_STATE_BYTES} bytes")
+            raise DamagedFileError(f"{path.name} is larger than {MAX_STATE_BYTES} bytes")
         values = read_json(path)
     except (OSError, ValueError) as error:
-        raise Damaged(f"{path.name} can't be read: {error}") from error
+        raise DamagedFileError(f"{path.name} can't be read: {error}") from error
     is_whole = isinstance(values, dict) and all(
         _PART.fullmatch(name) and isinstance(of_part, dict) for name, of_part in values.items()
     )
     if not is_whole:
-        raise Damaged(f"{path.name} does not hold the parts of a run")
+        raise DamagedFileError(f"{path.name} does not hold the parts of a run")
     return dict(values)
 
 
 def _check_header(path: Path) -> None:
-    """Refuse a file of tensors whose header is not of it: nothing is allocated by what a header says. Raises `Damaged`."""
+    """Refuse a file of tensors whose header is not of it: nothing is allocated by what a header
+    says. Raises `DamagedFileError`.
+    """
     with open(path, "rb") as file:
         n_bytes = int.from_bytes(file.read(8), "little")
     if n_bytes > min(MAX_HEADER_BYTES, path.stat().st_size - 8):
-        raise Damaged(f"{path.name} says that its header has {n_bytes} bytes")
+        raise DamagedFileError(f"{path.name} says that its header has {n_bytes} bytes")
     try:
         with safetensors.safe_open(path, framework="pt"):
             pass  # shapes and offsets are those of the bytes that are there
     except safetensors.SafetensorError as error:
-        raise Damaged(f"{path.name} is no file of tensors: {error}") from error
+        raise DamagedFileError(f"{path.name} is no file of tensors: {error}") from error
 
 
-def _fill(snapshot: dict[str, State], later: Later | None, shared: Shared, draft: Path) -> list[Path]:
+def _fill(
+    snapshot: dict[str, State], later: Later | None, shared: Shared, draft: Path
+) -> list[Path]:
     """Write what this process has of a checkpoint; returns the files."""
     paths = []
     for name, (tensors, _) in snapshot.items():
@@ -348,7 +385,9 @@ def _give_up(error: Exception, draft: Path) -> list[Path]:
 
 
 def commit_together(shared: Shared, final: Path, fill: Fill, facts: Json) -> Json:
-    """On the first rank: `commit_folder` of what all ranks write. Whatever fails on one has failed on all. Raises `OSError`."""
+    """On the first rank: `commit_folder` of what all ranks write. Whatever fails on one has failed
+    on all. Raises `OSError`.
+    """
     was_told, why = False, "it was not committed"
 
     def fill_all(draft: Path) -> list[FileEntry]:
@@ -374,7 +413,9 @@ def commit_together(shared: Shared, final: Path, fill: Fill, facts: Json) -> Jso
 
 
 def fill_along(shared: Shared, fill: Fill) -> None:
-    """On another rank: write this rank's files where the first one says. Raises `OSError` where it has failed on any."""
+    """On another rank: write this rank's files where the first one says. Raises `OSError` where it
+    has failed on any.
+    """
     draft = shared.gather(None)[0]
     if draft is not None:
         shared.gather(_sealed_by(fill, Path(draft)))
@@ -383,7 +424,7 @@ def fill_along(shared: Shared, fill: Fill) -> None:
 
 
 def _sealed_by(fill: Fill, draft: Path) -> list[FileEntry] | str:
-    """Entries of the files that this process has written into a draft; why it could not, in words."""
+    """Entries of the files that this process has written into a draft; why it could not, in words."""  # noqa: E501
     try:
         return [seal_file(path) for path in fill(draft)]
     except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
@@ -391,7 +432,8 @@ def _sealed_by(fill: Fill, draft: Path) -> list[FileEntry] | str:
 
 
 def _snapshot(parts: Mapping[str, Part], shared: Shared) -> tuple[dict[str, State], Later | None]:
-    """(every part apart from what training will change next, what of it is fetched from a GPU later).
+    """(every part apart from what training will change next, what of it is fetched from a GPU
+    later).
 
     Of `shared` checkpoints what this rank writes.
 
@@ -400,14 +442,26 @@ def _snapshot(parts: Mapping[str, Part], shared: Shared) -> tuple[dict[str, Stat
     for is_last in (False, True):
         try:
             states = {name: part.state() for name, part in parts.items()}
-            states = {part: ({name: tensor for name, tensor in tensors.items() if shared.writes(name)}, values)
-                      for part, (tensors, values) in states.items()}  # fmt: skip
-            waiting = {name: {k: t for k, t in tensors.items() if can_wait(t)} for name, (tensors, _) in states.items()}
+            states = {
+                part: (
+                    {name: tensor for name, tensor in tensors.items() if shared.writes(name)},
+                    values,
+                )
+                for part, (tensors, values) in states.items()
+            }
+            waiting = {
+                name: {k: t for k, t in tensors.items() if can_wait(t)}
+                for name, (tensors, _) in states.items()
+            }
             now = {
-                name: _copied(({k: t for k, t in tensors.items() if k not in waiting[name]}, values))
+                name: _copied(
+                    ({k: t for k, t in tensors.items() if k not in waiting[name]}, values)
+                )
                 for name, (tensors, values) in states.items()
             }
-            first = next((tensor for of_part in waiting.values() for tensor in of_part.values()), None)
+            first = next(
+                (tensor for of_part in waiting.values() for tensor in of_part.values()), None
+            )
             return now, None if first is None else Later(waiting, CudaLane(first.device))
         except Exception as error:
             if is_last or not is_out_of_memory(error):
@@ -417,12 +471,20 @@ def _snapshot(parts: Mapping[str, Part], shared: Shared) -> tuple[dict[str, Stat
 
 
 def _copied(state: State) -> State:
-    """The state apart from what training will change next: tensors copied to the CPU, values through JSON."""
+    """The state apart from what training will change next: tensors copied to the CPU, values
+    through JSON.
+    """
     tensors, values = state
-    small = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda and tensor.nbytes <= AT_ONCE_BYTES}
+    small = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.is_cuda and tensor.nbytes <= AT_ONCE_BYTES
+    }
     fetched = fetched_together(small)
     copies = {
-        name: fetched[name] if name in fetched else tensor.detach().to("cpu", copy=True).contiguous()
+        name: (
+            fetched[name] if name in fetched else tensor.detach().to("cpu", copy=True).contiguous()
+        )
         for name, tensor in tensors.items()
     }
     return copies, json.loads(json.dumps(values, allow_nan=False))
@@ -430,4 +492,6 @@ def _copied(state: State) -> State:
 
 def n_bytes_of(parts: Mapping[str, Part]) -> int:
     """Bytes a checkpoint of these parts takes, nearly."""
-    return sum(t.numel() * t.element_size() for part in parts.values() for t in part.state()[0].values())
+    return sum(
+        t.numel() * t.element_size() for part in parts.values() for t in part.state()[0].values()
+    )

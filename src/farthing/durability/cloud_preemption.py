@@ -1,11 +1,14 @@
-"""Is this machine about to be taken? The metadata services of AWS, Google Cloud and Azure, asked from a thread.
+"""Is this machine about to be taken? The metadata services of AWS, Google Cloud and Azure, asked
+from a thread.
 
-A notice only sets the flag of `Notice`, with the moment that it announces; the loop does the rest. Whose machine this is
-is read from files of the firmware, never asked of the network; only a job that says so (`where.spot`, `where.notices`)
-makes us ask blindly. A service that does not answer is given up after a few tries and never holds a run up.
+A notice only sets the flag of `Notice`, with the moment that it announces; the loop does the rest.
+Whose machine this is is read from files of the firmware, never asked of the network; only a job
+that says so (`where.spot`, `where.notices`) makes us ask blindly. A service that does not answer is
+given up after a few tries and never holds a run up.
 
-Refuses proxies, redirects, names (the services are at a fixed link-local address) and long answers; what it can't read
-is no notice. FARTHING_METADATA is for tests: a port of this machine (http://127.0.0.1:PORT) to ask instead.
+Refuses proxies, redirects, names (the services are at a fixed link-local address) and long answers;
+what it can't read is no notice. FARTHING_METADATA is for tests: a port of this machine
+(http://127.0.0.1:PORT) to ask instead.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from urllib.parse import urlsplit
 
 from farthing.durability.files import Json, parse_json
 from farthing.durability.preemption import Notice
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 
 ADDRESS = "169.254.169.254:80"
 TIMEOUT_S = 1.0
@@ -34,7 +37,7 @@ LEAVE_BEFORE_S = 120.0  # what is announced for later is a reason to save now, a
 ENVIRONMENT = "FARTHING_METADATA"
 
 
-class Unreadable(Exception):
+class UnreadableAnswerError(Exception):
     """An answer that can't be used: no notice, and no reason to disturb a run."""
 
 
@@ -49,7 +52,9 @@ class Sign:
 
 
 Ask = Callable[..., tuple[int, bytes, dict[str, str]]]
-"""`ask(method, path, headers)` gives (status, body, headers in lower case). Raises `OSError`, `http.client.HTTPException`."""
+"""`ask(method, path, headers)` gives (status, body, headers in lower case). Raises `OSError`,
+`http.client.HTTPException`.
+"""
 
 
 class Aws:
@@ -68,11 +73,13 @@ class Aws:
         if (body := self._get(ask, "/latest/meta-data/spot/instance-action")) is not None:
             value = _json(body)
             if value.get("action") not in self.ACTIONS:
-                raise Unreadable("instance-action: no action")
+                raise UnreadableAnswerError("instance-action: no action")
             yield Sign(f"AWS spot: {value['action']}", _moment(value.get("time")))
-        if (body := self._get(ask, "/latest/meta-data/events/recommendations/rebalance")) is not None:
+        if (
+            body := self._get(ask, "/latest/meta-data/events/recommendations/rebalance")
+        ) is not None:
             if "noticeTime" not in _json(body):
-                raise Unreadable("rebalance: no time")
+                raise UnreadableAnswerError("rebalance: no time")
             yield Sign("AWS rebalance recommendation", is_certain=False)
 
     def _get(self, ask: Ask, path: str) -> bytes | None:
@@ -86,23 +93,32 @@ class Aws:
             if status == 200:
                 return body
             if status != 401 or is_last:
-                raise Unreadable(f"{path}: HTTP {status}")
+                raise UnreadableAnswerError(f"{path}: HTTP {status}")
             self._until = 0.0
         raise AssertionError("not reached")
 
     def _renew(self, ask: Ask) -> None:
-        status, body, _ = ask("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(self.LIFE_S)})
+        status, body, _ = ask(
+            "PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(self.LIFE_S)}
+        )
         token = body.decode("ascii", "replace").strip()
-        if status != 200 or not token.isprintable() or not token or len(token) > 1024 or "\ufffd" in token:
-            raise Unreadable(f"no token: HTTP {status}")
+        if (
+            status != 200
+            or not token.isprintable()
+            or not token
+            or len(token) > 1024
+            or "\ufffd" in token
+        ):
+            raise UnreadableAnswerError(f"no token: HTTP {status}")
         self._token, self._until = token, self._clock() + self.LIFE_S / 2
 
 
 class Gcp:
     """Google Cloud: `instance/preempted` is TRUE from the notice on; 30 seconds are left, or less.
 
-    Machines with GPUs are stopped for maintenance of their host an hour after `instance/maintenance-event` says so, others
-    after a minute (cloud.google.com/compute/docs/gpus/gpu-host-maintenance): nobody says when.
+    Machines with GPUs are stopped for maintenance of their host an hour after
+    `instance/maintenance-event` says so, others after a minute
+    (cloud.google.com/compute/docs/gpus/gpu-host-maintenance): nobody says when.
     """
 
     name, every_s = "gcp", 2.0
@@ -110,8 +126,12 @@ class Gcp:
     def look(self, ask: Ask) -> Iterator[Sign]:
         """Whether it is preempted, or will be stopped for maintenance."""
         status, word, headers = self._get(ask, "preempted")
-        if status != 200 or headers.get("metadata-flavor") != "Google" or word not in (b"TRUE", b"FALSE"):
-            raise Unreadable(f"preempted: HTTP {status}")
+        if (
+            status != 200
+            or headers.get("metadata-flavor") != "Google"
+            or word not in (b"TRUE", b"FALSE")
+        ):
+            raise UnreadableAnswerError(f"preempted: HTTP {status}")
         if word == b"TRUE":
             yield Sign("Google Cloud preemption")
         status, word, _ = self._get(ask, "maintenance-event")
@@ -119,7 +139,9 @@ class Gcp:
             yield Sign("Google Cloud host maintenance", is_certain=False)
 
     def _get(self, ask: Ask, key: str) -> tuple[int, bytes, dict[str, str]]:
-        status, body, headers = ask("GET", f"/computeMetadata/v1/instance/{key}", {"Metadata-Flavor": "Google"})
+        status, body, headers = ask(
+            "GET", f"/computeMetadata/v1/instance/{key}", {"Metadata-Flavor": "Google"}
+        )
         return status, body.strip().upper(), headers
 
 
@@ -138,14 +160,20 @@ class Azure:
             path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
             status, body, _ = ask("GET", path, {"Metadata": "true"})
             self._own_name = body.decode("utf-8", "replace").strip() if status == 200 else ""
-        status, body, _ = ask("GET", "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+        status, body, _ = ask(
+            "GET", "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"}
+        )
         if status != 200:
-            raise Unreadable(f"scheduledevents: HTTP {status}")
+            raise UnreadableAnswerError(f"scheduledevents: HTTP {status}")
         events = _json(body).get("Events")
         if not isinstance(events, list):
-            raise Unreadable("scheduledevents: no list of events")
+            raise UnreadableAnswerError("scheduledevents: no list of events")
         for event in events:
-            if isinstance(event, dict) and event.get("EventType") in self.ENDING and self._is_ours(event):
+            if (
+                isinstance(event, dict)
+                and event.get("EventType") in self.ENDING
+                and self._is_ours(event)
+            ):
                 yield Sign(f"Azure {event['EventType']}", _moment(event.get("NotBefore")))
 
     def _is_ours(self, event: Json) -> bool:
@@ -154,13 +182,17 @@ class Azure:
 
 
 Service = Aws | Gcp | Azure
-"""One cloud's way to say it: what it says now, the worst first. Raises `Unreadable`, and what `Ask` does."""
+"""One cloud's way to say it: what it says now, the worst first. Raises `UnreadableAnswerError`, and
+what `Ask` does.
+"""
 SERVICES: dict[str, Callable[[], Service]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # the chassis tag of Azure's machines
 
 
-def services_for(wanted: str, *, is_spot: bool, firmware: Path = Path("/sys/class/dmi/id")) -> list[str]:
-    """Whom to ask: `wanted` is `where.notices` of a job. Reads three small files and asks nobody."""
+def services_for(
+    wanted: str, *, is_spot: bool, firmware: Path = Path("/sys/class/dmi/id")
+) -> list[str]:
+    """Whom to ask: `wanted` is `where.notices` of a job. Reads three small files and asks nobody."""  # noqa: E501
     if wanted != "auto":
         return [] if wanted == "off" else [wanted]
     if here := cloud_here(firmware):
@@ -185,10 +217,17 @@ def cloud_here(firmware: Path) -> str | None:
 
 
 class Watch:
-    """Asks in the background until `stop`, and tells `notice`; of several services, from then on, the first that answers."""
+    """Asks in the background until `stop`, and tells `notice`; of several services, from then on,
+    the first that answers.
+    """
 
     def __init__(
-        self, names: list[str], notice: Notice, *, base: str | None = None, pause_s: float | None = None
+        self,
+        names: list[str],
+        notice: Notice,
+        *,
+        base: str | None = None,
+        pause_s: float | None = None,
     ) -> None:
         self._services = [SERVICES[name]() for name in names]
         self._notice, self._pause_s = notice, pause_s
@@ -211,7 +250,9 @@ class Watch:
         try:
             self._ask_until_told()
         except Exception as error:  # a run goes on without its watch, and says so
-            self._notice.warnings.append(f"notices of the cloud are no longer watched: {type(error).__name__}: {error}")
+            self._notice.warnings.append(
+                f"notices of the cloud are no longer watched: {type(error).__name__}: {error}"
+            )
 
     def _ask_until_told(self) -> None:
         n_failures = 0
@@ -224,7 +265,8 @@ class Watch:
                 return  # no cloud's machine, or a container that can't reach the service
             if n_failures == FAILURES_UNTIL_GIVEN_UP:
                 self._notice.warnings.append(
-                    f"the metadata service ({self._services[0].name}) does not answer; asking on, less often"
+                    f"the metadata service ({self._services[0].name}) does not answer; asking on,"
+                    " less often"
                 )
             slowed = 12 if n_failures >= FAILURES_UNTIL_GIVEN_UP else 1
             pause_s = self._services[0].every_s if self._pause_s is None else self._pause_s
@@ -235,7 +277,7 @@ class Watch:
         try:
             for sign in service.look(self._ask):
                 self._pass_on(service.name, sign)
-        except (OSError, http.client.HTTPException, Unreadable):
+        except (OSError, http.client.HTTPException, UnreadableAnswerError):
             return False
         return True
 
@@ -246,27 +288,31 @@ class Watch:
             self._told.add((sign.what, sign.is_certain))
             self._notice.say(sign.what, cloud, sign.leaves_at, is_certain=sign.is_certain)
 
-    def _ask(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes, dict[str, str]]:
+    def _ask(
+        self, method: str, path: str, headers: dict[str, str]
+    ) -> tuple[int, bytes, dict[str, str]]:
         connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_S)
         try:
             connection.request(method, path, headers=headers)
             answer = connection.getresponse()
             body = answer.read(LONGEST_ANSWER + 1)
             if len(body) > LONGEST_ANSWER:
-                raise Unreadable("too long an answer")
+                raise UnreadableAnswerError("too long an answer")
             return answer.status, body, {name.lower(): value for name, value in answer.getheaders()}
         finally:
             connection.close()
 
 
 def _address(base: str | None) -> str:
-    """host:port to ask. Only this machine may stand in for the service. Raises `UserMistake`."""
+    """host:port to ask. Only this machine may stand in for the service. Raises `InputError`."""
     if base is None:
         return ADDRESS
     parts = urlsplit(base)
     if parts.scheme != "http" or parts.hostname not in ("127.0.0.1", "localhost") or not parts.port:
-        raise UserMistake(
-            "is not an address of this machine", where=ENVIRONMENT, to_do="unset it; tests give http://127.0.0.1:PORT"
+        raise InputError(
+            "is not an address of this machine",
+            where=ENVIRONMENT,
+            to_do="unset it; tests give http://127.0.0.1:PORT",
         )
     return f"{parts.hostname}:{parts.port}"
 
@@ -275,18 +321,22 @@ def _json(body: bytes) -> Json:
     try:
         value = parse_json(body)
     except ValueError as error:
-        raise Unreadable(f"no JSON: {error}") from error
+        raise UnreadableAnswerError(f"no JSON: {error}") from error
     if not isinstance(value, dict):
-        raise Unreadable("no JSON object")
+        raise UnreadableAnswerError("no JSON object")
     return value
 
 
 def _moment(value: Any) -> float | None:
-    """Seconds since 1970 of `2026-11-21T08:22:00Z` or `Sat, 21 Nov 2026 08:22:00 GMT`; None where it is neither."""
+    """Seconds since 1970 of `2026-11-21T08:22:00Z` or `Sat, 21 Nov 2026 08:22:00 GMT`; None where
+    it is neither.
+    """
     if not isinstance(value, str) or not value:
         return None
     try:
-        moment = datetime.fromisoformat(value) if value[:1].isdigit() else parsedate_to_datetime(value)
+        moment = (
+            datetime.fromisoformat(value) if value[:1].isdigit() else parsedate_to_datetime(value)
+        )
         return moment.timestamp() if moment.tzinfo else moment.replace(tzinfo=UTC).timestamp()
     except (ValueError, OverflowError, IndexError):
         return None

@@ -1,14 +1,22 @@
 """The exported model of a run, and whether it is still what was written.
 
-`manifest.json` in its folder names every other file with size and sha256, but for the card: that is written again with the
-receipt. Refuses to import torch: a finished run is checked at the speed of the disk.
+`manifest.json` in its folder names every other file with size and sha256, but for the card: that is
+written again with the receipt. Refuses to import torch: a finished run is checked at the speed of
+the disk.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from farthing.durability.files import MANIFEST, Damaged, read_json, seal, seal_file, verify_folder
+from farthing.durability.files import (
+    MANIFEST,
+    DamagedFileError,
+    read_json,
+    seal,
+    seal_file,
+    verify_folder,
+)
 from farthing.durability.run_folder import MODEL, RUN
 
 CARD = "README.md"
@@ -16,16 +24,23 @@ CARD = "README.md"
 
 def seal_export(draft: Path) -> None:
     """Write the manifest of an exported model that is about to be put in place."""
-    paths = [path for path in sorted(draft.iterdir()) if path.is_file() and path.name not in (CARD, MANIFEST)]
+    paths = [
+        path
+        for path in sorted(draft.iterdir())
+        if path.is_file() and path.name not in (CARD, MANIFEST)
+    ]
     files = [seal_file(path) for path in paths]
-    (draft / MANIFEST).write_text(seal({"kind": "farthing export", "schema": 1, "files": files}), encoding="utf-8")
+    (draft / MANIFEST).write_text(
+        seal({"kind": "farthing export", "schema": 1, "files": files}), encoding="utf-8"
+    )
 
 
 def damage_of(run: Path) -> str | None:
-    """In what way the exported model of a run is not what was written; None where it is whole, or there is none.
+    """In what way the exported model of a run is not what was written; None where it is whole, or
+    there is none.
 
-    Every byte is read. An export without a manifest is that of an older farthing, which can't be judged; where the run
-    knows that it wrote one, that is damage too.
+    Every byte is read. An export without a manifest is that of an older farthing, which can't be
+    judged; where the run knows that it wrote one, that is damage too.
     """
     folder = run / MODEL
     if not folder.is_dir():
@@ -34,7 +49,7 @@ def damage_of(run: Path) -> str | None:
         if not (folder / MANIFEST).exists() and not _wrote_manifest(run):
             return None
         verify_folder(folder, besides=[CARD])
-    except Damaged as error:
+    except DamagedFileError as error:
         return str(error)
     return None
 

@@ -1,9 +1,11 @@
-"""Files that are whole or not there: drafts, manifests, renames, and logs that survive a torn last line.
+"""Files that are whole or not there: drafts, manifests, renames, and logs that survive a torn last
+line.
 
-A folder is committed by this protocol: fill a draft beside it, fsync every file, write `manifest.json` (name, size and
-sha256 of each file) last and fsync it, rename the draft to its final name, fsync the parent. A folder without a valid
-manifest does not exist. Checkpoints and token caches both stand on it. Refuses to overwrite: what is committed is only
-ever removed, and removal renames it to a draft first.
+A folder is committed by this protocol: fill a draft beside it, fsync every file, write
+`manifest.json` (name, size and sha256 of each file) last and fsync it, rename the draft to its
+final name, fsync the parent. A folder without a valid manifest does not exist. Checkpoints and
+token caches both stand on it. Refuses to overwrite: what is committed is only ever removed, and
+removal renames it to a draft first.
 """
 
 from __future__ import annotations
@@ -22,16 +24,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
-from farthing.errors import NoSpace, RunBusy, RunChanged, UserMistake
+from farthing.errors import DiskFullError, InputError, RunBusyError, RunChangedError
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 DRAFT = ".draft-"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
-"""What flock(2) says on file systems without locks: NFS without its lock daemon, Lustre mounted without `-o flock`."""
+"""What flock(2) says on file systems without locks: NFS without its lock daemon, Lustre mounted
+without `-o flock`.
+"""
 
 Json = dict[str, Any]
-"""An object of a JSON text that others may have written: whatever it holds, nothing of it is known before it is checked."""
+"""An object of a JSON text that others may have written: whatever it holds, nothing of it is known
+before it is checked.
+"""
 
 
 class FileEntry(TypedDict):
@@ -43,7 +49,9 @@ class FileEntry(TypedDict):
 
 
 class StoredFile(TypedDict):
-    """A file of a run as a commit in a store names it: its path in the folder, and the object that holds its bytes."""
+    """A file of a run as a commit in a store names it: its path in the folder, and the object that
+    holds its bytes.
+    """
 
     path: str
     size: int
@@ -51,12 +59,14 @@ class StoredFile(TypedDict):
     object: str
 
 
-class Damaged(Exception):
+class DamagedFileError(Exception):
     """A folder's content is not what its manifest says. The message says in what way."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text that others may have written. Raises `ValueError`, also for one that is nested too deep."""
+    """The value of a JSON text that others may have written. Raises `ValueError`, also for one that
+    is nested too deep.
+    """
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -79,17 +89,23 @@ def bytes_below(folder: Path) -> int:
 
 
 def open_own(path: Path, mode: str) -> IO[Any]:
-    """Open a file of a run folder, text or unbuffered bytes, readable by its owner alone. No link is followed: `OSError`."""
+    """Open a file of a run folder, text or unbuffered bytes, readable by its owner alone. No link
+    is followed: `OSError`.
+    """
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o600)
 
     is_bytes = "b" in mode
-    return open(path, mode, 0 if is_bytes else -1, encoding=None if is_bytes else "utf-8", opener=opener)
+    return open(
+        path, mode, 0 if is_bytes else -1, encoding=None if is_bytes else "utf-8", opener=opener
+    )
 
 
 def draft_of(path: Path) -> Path:
-    """A new name beside a path, for what is not whole yet or is on its way out; `sweep_drafts` removes what is left."""
+    """A new name beside a path, for what is not whole yet or is on its way out; `sweep_drafts`
+    removes what is left.
+    """
     return path.with_name(f"{path.name}{DRAFT}{uuid.uuid4().hex[:8]}")
 
 
@@ -116,7 +132,7 @@ def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
 
 
 def make_private(folder: Path) -> Path:
-    """Create `folder` if need be, readable by its owner alone: it may hold data. Raises `OSError`."""
+    """Create `folder` if need be, readable by its owner alone: it may hold data. Raises `OSError`."""  # noqa: E501
     if folder.is_symlink() and folder.lstat().st_uid not in (0, os.getuid()):
         raise PermissionError(errno.EPERM, "it is a link made by another user")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -131,7 +147,8 @@ def belongs_to_another(path: Path) -> bool:
 
 
 def own_folder(folder: Path, warn: Callable[[str], None]) -> Path:
-    """`make_private`, or in place of a folder that belongs to another user one beside it, which `warn` is told.
+    """`make_private`, or in place of a folder that belongs to another user one beside it, which
+    `warn` is told.
 
     What another user has put there could be anything: data to learn among it. Raises `OSError`.
     """
@@ -142,19 +159,30 @@ def own_folder(folder: Path, warn: Callable[[str], None]) -> Path:
         own = folder.with_name(f"{folder.name}-of-{os.geteuid()}")
         if os.path.lexists(own) and (belongs_to_another(own) or own.is_symlink()):
             raise PermissionError(errno.EPERM, f"{own} belongs to another user")
-        warn(f"{folder} belongs to another user (uid {folder.stat().st_uid}) and is not used; {own} is")
+        warn(
+            f"{folder} belongs to another user (uid {folder.stat().st_uid}) and is not used;"
+            f" {own} is"
+        )
         folder = own
     return make_private(folder)
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a folder and the files in it are one's own (or root's), and nobody else can write to them."""
+    """Whether a folder and the files in it are one's own (or root's), and nobody else can write to
+    them.
+    """
 
     def is_mine(path: Path, is_kind: Callable[[int], bool]) -> bool:
         found = path.lstat()
-        return is_kind(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022
+        return (
+            is_kind(found.st_mode)
+            and found.st_uid in (0, os.geteuid())
+            and not found.st_mode & 0o022
+        )
 
-    return is_mine(folder, stat.S_ISDIR) and all(is_mine(path, stat.S_ISREG) for path in folder.iterdir())
+    return is_mine(folder, stat.S_ISDIR) and all(
+        is_mine(path, stat.S_ISREG) for path in folder.iterdir()
+    )
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -163,7 +191,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
-    """Replace a file by a text, or by pieces of one: readers see the old content or the new, never a part.
+    """Replace a file by a text, or by pieces of one: readers see the old content or the new, never
+    a part.
 
     Raises `OSError`.
     """
@@ -185,7 +214,9 @@ def _as_text(value: Any) -> str:
 
 
 def seal(manifest: Json) -> str:
-    """A manifest as text, with the sha256 of its own content as its last key; what is before it is written once."""
+    """A manifest as text, with the sha256 of its own content as its last key; what is before it is
+    written once.
+    """
     text = _as_text({key: value for key, value in manifest.items() if key != "sha256"})
     digest = hashlib.sha256(text.encode()).hexdigest()
     head = text.removesuffix("\n}\n") + "," if text != "{}\n" else "{"
@@ -193,22 +224,24 @@ def seal(manifest: Json) -> str:
 
 
 def unseal(text: str, name: str) -> Json:
-    """The manifest of a text that `seal` wrote, which is called `name`. Raises `Damaged`."""
+    """The manifest of a text that `seal` wrote, which is called `name`. Raises `DamagedFileError`."""  # noqa: E501
     try:
         manifest = parse_json(text)
         is_whole = isinstance(manifest, dict) and text == seal(manifest)
     except (ValueError, RecursionError) as error:  # of numbers that JSON has not, too
-        raise Damaged(f"{name} can't be read: {error}") from error
+        raise DamagedFileError(f"{name} can't be read: {error}") from error
     if not is_whole:
-        raise Damaged(f"{name} differs from what was written (sha256)")
+        raise DamagedFileError(f"{name} differs from what was written (sha256)")
     return dict(manifest)
 
 
 def refuse_newer(manifest: Json, most: int, where: str) -> None:
-    """Raise `RunChanged` for a schema that only a newer farthing knows; this one knows those up to `most`."""
+    """Raise `RunChangedError` for a schema that only a newer farthing knows; this one knows those
+    up to `most`.
+    """
     schema = manifest.get("schema")
     if isinstance(schema, int) and schema > most:
-        raise RunChanged(
+        raise RunChangedError(
             f"written by a newer farthing (schema {schema}, this one reads up to {most})",
             where=where,
             to_do="pip install --upgrade farthing",
@@ -217,17 +250,21 @@ def refuse_newer(manifest: Json, most: int, where: str) -> None:
 
 def seal_file(path: Path) -> FileEntry:
     """A file that is on the disk for good, as a manifest lists it. Raises `OSError`."""
-    path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)  # whatever the umask: nobody else may change it
+    path.chmod(
+        stat.S_IMODE(path.stat().st_mode) & ~0o022
+    )  # whatever the umask: nobody else may change it
     fsync_path(path)
     return {"name": path.name, "size": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def commit_folder(final: Path, fill: Callable[[Path], Iterable[FileEntry] | None], facts: Json) -> Json:
+def commit_folder(
+    final: Path, fill: Callable[[Path], Iterable[FileEntry] | None], facts: Json
+) -> Json:
     """Write a folder by the protocol above and return its manifest: `facts` and the list of files.
 
-    `fill(draft)` writes the files, flat, and returns the entries of those that were sealed where they were written. On any
-    error the draft is removed and nothing has changed.
-    Raises `FileExistsError` when `final` is there already.
+    `fill(draft)` writes the files, flat, and returns the entries of those that were sealed where
+    they were written. On any error the draft is removed and nothing has changed. Raises
+    `FileExistsError` when `final` is there already.
     """
     if final.exists():
         raise FileExistsError(f"{final} exists and is never overwritten")
@@ -235,7 +272,9 @@ def commit_folder(final: Path, fill: Callable[[Path], Iterable[FileEntry] | None
         sealed = {entry["name"]: entry for entry in fill(draft) or ()}
         entries = [sealed.get(path.name) or seal_file(path) for path in sorted(draft.iterdir())]
         if lost := sealed.keys() - {entry["name"] for entry in entries}:
-            raise FileNotFoundError(errno.ENOENT, f"{sorted(lost)[0]} of another rank is not here", str(draft))
+            raise FileNotFoundError(
+                errno.ENOENT, f"{sorted(lost)[0]} of another rank is not here", str(draft)
+            )
         text = seal({**facts, "files": entries})
         write_text(draft / MANIFEST, text)
         (draft / MANIFEST).chmod(0o600)
@@ -243,7 +282,9 @@ def commit_folder(final: Path, fill: Callable[[Path], Iterable[FileEntry] | None
             os.rename(draft, final)
         except OSError as error:  # onto a folder with files: who has made it meanwhile was quicker
             if error.errno == errno.ENOTEMPTY:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final)) from error
+                raise FileExistsError(
+                    errno.EEXIST, os.strerror(errno.EEXIST), str(final)
+                ) from error
             raise
     manifest: Json = parse_json(text)
     return manifest
@@ -263,52 +304,60 @@ def _folder_draft(final: Path, mode: int = 0o777) -> Iterator[Path]:
 
 
 def read_manifest(folder: Path) -> Json:
-    """The manifest of a committed folder, its form checked. Raises `Damaged`."""
+    """The manifest of a committed folder, its form checked. Raises `DamagedFileError`."""
     path = folder / MANIFEST
     if folder.is_symlink() or path.is_symlink():
-        raise Damaged("it is a symbolic link")
+        raise DamagedFileError("it is a symbolic link")
     try:
         if path.exists() and not path.is_file():
-            raise Damaged(f"{MANIFEST} is no file")
+            raise DamagedFileError(f"{MANIFEST} is no file")
         if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise Damaged(f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES} bytes")
+            raise DamagedFileError(f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES} bytes")
         manifest = unseal(path.read_text(encoding="utf-8"), MANIFEST)
     except FileNotFoundError as error:
-        raise Damaged(f"no {MANIFEST}: it was never committed") from error
+        raise DamagedFileError(f"no {MANIFEST}: it was never committed") from error
     except (ValueError, OSError) as error:
-        raise Damaged(f"{MANIFEST} can't be read: {error}") from error
+        raise DamagedFileError(f"{MANIFEST} can't be read: {error}") from error
     if not isinstance(manifest.get("files"), list):
-        raise Damaged(f"{MANIFEST} lists no files")
+        raise DamagedFileError(f"{MANIFEST} lists no files")
     for entry in manifest["files"]:
         name = entry.get("name") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or name in ("", ".", "..", MANIFEST) or "/" in name or "\\" in name:
-            raise Damaged(f"{MANIFEST} names a file outside its folder: {name!r}")
+        if (
+            not isinstance(name, str)
+            or name in ("", ".", "..", MANIFEST)
+            or "/" in name
+            or "\\" in name
+        ):
+            raise DamagedFileError(f"{MANIFEST} names a file outside its folder: {name!r}")
         if not isinstance(entry.get("size"), int) or not isinstance(entry.get("sha256"), str):
-            raise Damaged(f"{MANIFEST} gives no size and sha256 for {name}")
+            raise DamagedFileError(f"{MANIFEST} gives no size and sha256 for {name}")
     return manifest
 
 
 def check_file(path: Path, entry: FileEntry | StoredFile, name: str) -> None:
-    """Hold a file, called `name`, byte for byte against what a manifest says of it. Raises `Damaged`."""
+    """Hold a file, called `name`, byte for byte against what a manifest says of it. Raises
+    `DamagedFileError`.
+    """
     if path.is_symlink() or not path.is_file():
-        raise Damaged(f"{name} is missing")
+        raise DamagedFileError(f"{name} is missing")
     size = path.stat().st_size
     if size != entry["size"]:
-        raise Damaged(f"{name} has {size} bytes, {entry['size']} were written")
+        raise DamagedFileError(f"{name} has {size} bytes, {entry['size']} were written")
     try:
         is_whole = sha256_of(path) == entry["sha256"]
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        raise Damaged(f"{name} can't be read: {error.strerror}") from error
+        raise DamagedFileError(f"{name} can't be read: {error.strerror}") from error
     if not is_whole:
-        raise Damaged(f"{name} differs from what was written (sha256)")
+        raise DamagedFileError(f"{name} differs from what was written (sha256)")
 
 
 def verify_folder(folder: Path, besides: Collection[str] = ()) -> Json:
-    """Check every file of a committed folder against its manifest, byte for byte, before anything is parsed.
+    """Check every file of a committed folder against its manifest, byte for byte, before anything
+    is parsed.
 
-    Returns the manifest. Files named in `besides` may change. Raises `Damaged`.
+    Returns the manifest. Files named in `besides` may change. Raises `DamagedFileError`.
     """
     manifest = read_manifest(folder)
     listed = {entry["name"] for entry in manifest["files"]}
@@ -316,7 +365,7 @@ def verify_folder(folder: Path, besides: Collection[str] = ()) -> Json:
         check_file(folder / entry["name"], entry, entry["name"])
     extra = {path.name for path in folder.iterdir()} - listed - {MANIFEST, *besides}
     if extra:
-        raise Damaged(f"has files that were added later: {', '.join(sorted(extra)[:5])}")
+        raise DamagedFileError(f"has files that were added later: {', '.join(sorted(extra)[:5])}")
     return manifest
 
 
@@ -328,7 +377,9 @@ def discard(folder: Path) -> None:
 
 
 def sweep_drafts(folder: Path, of: Collection[str] = ()) -> int:
-    """Remove what killed writers left behind in `folder`, or of it the drafts of certain names; returns how many there were."""
+    """Remove what killed writers left behind in `folder`, or of it the drafts of certain names;
+    returns how many there were.
+    """
     drafts = [path for path in folder.iterdir() if DRAFT in path.name] if folder.is_dir() else []
     drafts = [path for path in drafts if not of or path.name.partition(DRAFT)[0] in of]
     for path in drafts:
@@ -340,7 +391,9 @@ def sweep_drafts(folder: Path, of: Collection[str] = ()) -> int:
 
 
 def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
-    """Write a folder for others (an exported model) so that it appears whole, replacing an earlier one."""
+    """Write a folder for others (an exported model) so that it appears whole, replacing an earlier
+    one.
+    """
     with _folder_draft(final) as draft:
         fill(draft)
         for path in (*draft.rglob("*"), draft):
@@ -351,12 +404,16 @@ def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged folder, so that its place is free and nothing of it is lost; returns its new name."""
+    """Rename a damaged folder, so that its place is free and nothing of it is lost; returns its new
+    name.
+    """
     return folder.rename(_free_name(folder, "bad"))
 
 
 def keep_aside(path: Path) -> None:
-    """Keep what a file holds under another name beside it, for whoever wants to know what became of it."""
+    """Keep what a file holds under another name beside it, for whoever wants to know what became of
+    it.
+    """
     if path.exists():
         shutil.copyfile(path, _free_name(path, "damaged"))
 
@@ -370,12 +427,12 @@ def _free_name(path: Path, mark: str) -> Path:
 def only_writer(folder: Path) -> Iterator[None]:
     """Hold `folder` against a second farthing process for as long as the block runs.
 
-    Raises `RunBusy`, `NoSpace` where nothing can be written, and `UserMistake` where no file can be locked, or a file in it is
-    a link: what is written there would go elsewhere.
+    Raises `RunBusyError`, `DiskFullError` where nothing can be written, and `InputError` where no
+    file can be locked, or a file in it is a link: what is written there would go elsewhere.
     """
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
-            raise UserMistake(
+            raise InputError(
                 f"`{path.name}` in this folder is a symbolic link",
                 where=str(folder),
                 to_do="remove it, or choose another output_dir",
@@ -392,29 +449,30 @@ def only_writer(folder: Path) -> Iterator[None]:
         yield
 
 
-def _not_held(folder: Path, error: OSError) -> UserMistake:
+def _not_held(folder: Path, error: OSError) -> InputError:
     """Why a folder could not be held against other processes."""
     if isinstance(error, BlockingIOError):
         pid = ""
         with contextlib.suppress(OSError):
             pid = (folder / ".lock").read_text(encoding="utf-8").strip()
-        return RunBusy(
+        return RunBusyError(
             f"another process is training in this folder (pid {pid or 'unknown'})",
             where=str(folder),
             to_do="wait for it, stop it, or give this job another output_dir",
         )
     if error.errno in _NO_LOCKS:
-        return UserMistake(
-            f"this file system can't lock files ({error.strerror}): two processes could train here at once",
+        return InputError(
+            f"this file system can't lock files ({error.strerror}): two processes could train here"
+            " at once",
             where=str(folder),
             to_do="set output_dir to a local disk; output_store may be a folder here",
         )
     return cannot_write(folder, error)
 
 
-def cannot_write(folder: Path, error: OSError) -> NoSpace:
+def cannot_write(folder: Path, error: OSError) -> DiskFullError:
     """What it means for a run that its folder takes no file."""
-    return NoSpace(
+    return DiskFullError(
         f"the run folder can't be written: {error.strerror or error}",
         where=str(folder),
         to_do="make room there, or choose another output_dir",

@@ -1,8 +1,10 @@
-"""The processes of an attempt that several GPUs share: which of them this one is, and how they are started and end together.
+"""The processes of an attempt that several GPUs share: which of them this one is, and how they are
+started and end together.
 
-A launcher (torchrun, accelerate, deepspeed, srun) says in the environment who is who; without one `Group` starts the
-processes itself. Where one is lost the others end, and `Elastic` begins again with those that are left. Refuses to import
-torch, and to follow settings of launchers that the job does not have: `not_followed` names them.
+A launcher (torchrun, accelerate, deepspeed, srun) says in the environment who is who; without one
+`Group` starts the processes itself. Where one is lost the others end, and `Elastic` begins again
+with those that are left. Refuses to import torch, and to follow settings of launchers that the job
+does not have: `not_followed` names them.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from pathlib import Path
 
 from farthing.durability.preemption import handled
 from farthing.durability.supervisor import Child, how_it_ended
-from farthing.errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
+from farthing.errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, InputError
 from farthing.units import plural
 
 EXIT_RANK_LOST = 76
-"""Of a process that ends because another one of its attempt was lost; seen by nobody but `Elastic`."""
+"""Of a process that ends because another one of its attempt was lost; seen by nobody but `Elastic`.
+"""
 GRACE_S, LAST_WORDS_S = 5.0, 60.0
-"""So long the others may take to end by themselves: once one was lost, or the first has ended; once another has ended in
-order."""
+"""So long the others may take to end by themselves: once one was lost, or the first has ended; once
+another has ended in order."""
 MOST_VAIN_STARTS = 3
 """Attempts in a row that end as their processes lose each other, and none of them is gone."""
 STORE = "FARTHING_RANKS_STORE"
@@ -55,34 +58,50 @@ class Seat:
 
 
 def seat_in(environ: Mapping[str, str]) -> Seat:
-    """The seat that an environment gives. Raises `UserMistake` where it contradicts itself, or says half of it.
+    """The seat that an environment gives. Raises `InputError` where it contradicts itself, or says
+    half of it.
 
-    RANK and WORLD_SIZE are those of torchrun, which accelerate and deepspeed set too; the SLURM_ ones are those of a step
-    that `srun` has begun (a batch script itself has no SLURM_STEP_NUM_TASKS). MASTER_ADDR alone means nothing.
+    RANK and WORLD_SIZE are those of torchrun, which accelerate and deepspeed set too; the SLURM_
+    ones are those of a step that `srun` has begun (a batch script itself has no
+    SLURM_STEP_NUM_TASKS). MASTER_ADDR alone means nothing.
     """
     n_tasks = _number(environ.get("SLURM_STEP_NUM_TASKS", "1"), "SLURM_STEP_NUM_TASKS")
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        by = "farthing" if STORE in environ else "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "a launcher"
+        by = (
+            "farthing"
+            if STORE in environ
+            else "torchrun"
+            if "TORCHELASTIC_RUN_ID" in environ
+            else "a launcher"
+        )
         names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     elif n_tasks > 1:
-        by, names = "srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+        by, names = (
+            "srun",
+            ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+        )
     else:
         _refuse_half(environ)
         return Seat()
     index, n = (_number(environ[name], name) for name in names[:2])
-    local, n_local = (_number(environ.get(name, other).split("(")[0], name) for name, other in
-                      ((names[2], str(index)), (names[3], str(n))))  # fmt: skip
-    told = {name: number for name, number in (("RANK", index), ("WORLD_SIZE", n)) if name in environ}
+    local, n_local = (
+        _number(environ.get(name, other).split("(")[0], name)
+        for name, other in ((names[2], str(index)), (names[3], str(n)))
+    )
+    told = {
+        name: number for name, number in (("RANK", index), ("WORLD_SIZE", n)) if name in environ
+    }
     says_else = any(_number(environ[name], name) != number for name, number in told.items())
     if says_else or not (0 <= index < n and 0 <= local < n_local):
-        raise UserMistake(
+        raise InputError(
             f"process {index} of {n}, {local} of {n_local} on this machine: that can't be",
             where=", ".join(dict.fromkeys([*names, *told])),
             to_do="start it with torchrun, or leave these variables out and set where.gpus",
         )
     if by == "srun" and os.isatty(0):
-        raise UserMistake(
-            f"this terminal is one of the {n} tasks of a Slurm step, and the others start nothing by themselves",
+        raise InputError(
+            f"this terminal is one of the {n} tasks of a Slurm step, and the others start nothing"
+            " by themselves",
             where="SLURM_STEP_NUM_TASKS",
             to_do="start it with `srun`, or unset SLURM_STEP_NUM_TASKS and set where.gpus",
         )
@@ -92,29 +111,34 @@ def seat_in(environ: Mapping[str, str]) -> Seat:
 
 
 def _refuse_no_address(environ: Mapping[str, str], by: str, n: int) -> None:
-    """Refuse processes that can't find each other. Raises `UserMistake`."""
+    """Refuse processes that can't find each other. Raises `InputError`."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
-        raise UserMistake(
+        raise InputError(
             f"{by} has started {n} processes, which can't find each other",
             where=", ".join(missing),
-            to_do="export the first machine's name and a free port, or start one process a machine with where.gpus: all",
+            to_do=(
+                "export the first machine's name and a free port, or start one process a machine"
+                " with where.gpus: all"
+            ),
         )
     _number(environ["MASTER_PORT"], "MASTER_PORT")
 
 
 def _refuse_half(environ: Mapping[str, str]) -> None:
-    """Refuse a process that is one of several, by what is said of them, and does not know which. Raises `UserMistake`."""
+    """Refuse a process that is one of several, by what is said of them, and does not know which.
+    Raises `InputError`.
+    """
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name in environ and (name, environ[name]) != ("WORLD_SIZE", "1"):
-            raise UserMistake(
+            raise InputError(
                 f"it is {environ[name]!r}, and {other} is not set",
                 where=name,
                 to_do="start with torchrun, or unset it and set where.gpus",
             )
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if _number(environ.get(name, "1"), name) > 1:
-            raise UserMistake(
+            raise InputError(
                 f"mpirun has started {environ[name]} processes, and farthing does not join those",
                 where=name,
                 to_do="start with torchrun or srun, or `farthing train` alone with where.gpus",
@@ -125,16 +149,22 @@ def _number(text: str, name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UserMistake(f"{text!r} is no number", where=name, to_do="unset it, or start with torchrun") from None
+        raise InputError(
+            f"{text!r} is no number", where=name, to_do="unset it, or start with torchrun"
+        ) from None
 
 
 def not_followed(environ: Mapping[str, str]) -> list[str]:
-    """Names of a launcher's variables that say how to train: the job says that, and they are left aside."""
+    """Names of a launcher's variables that say how to train: the job says that, and they are left
+    aside.
+    """
     return sorted(name for name in environ if name.startswith(_FOREIGN))
 
 
 def device_of(seat: Seat, environ: Mapping[str, str]) -> str:
-    """What CUDA_VISIBLE_DEVICES is for this process: the one GPU of its seat, of those that it may see."""
+    """What CUDA_VISIBLE_DEVICES is for this process: the one GPU of its seat, of those that it may
+    see.
+    """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return str(seat.local_index)
@@ -143,17 +173,26 @@ def device_of(seat: Seat, environ: Mapping[str, str]) -> str:
 
 
 def sit_down(seat: Seat, environ: MutableMapping[str, str]) -> None:
-    """Leave this process the one GPU of its seat, before torch is imported; `farthing` has done so where it has started it."""
+    """Leave this process the one GPU of its seat, before torch is imported; `farthing` has done so
+    where it has started it.
+    """
     if seat.by != "farthing":
         environ["CUDA_VISIBLE_DEVICES"] = device_of(seat, environ)
 
 
 def environ_of(seat: Seat, slot: int, meeting: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the process of a seat finds in its environment, on GPU number `slot`; they meet in the file `meeting`."""
+    """What the process of a seat finds in its environment, on GPU number `slot`; they meet in the
+    file `meeting`.
+    """
     added = {
-        "RANK": seat.index, "WORLD_SIZE": seat.n, "LOCAL_RANK": seat.local_index, "LOCAL_WORLD_SIZE": seat.n_local,
-        STORE: meeting, ATTEMPT: 0, "CUDA_VISIBLE_DEVICES": device_of(Seat(local_index=slot, n_local=slot + 1), environ),
-    }  # fmt: skip
+        "RANK": seat.index,
+        "WORLD_SIZE": seat.n,
+        "LOCAL_RANK": seat.local_index,
+        "LOCAL_WORLD_SIZE": seat.n_local,
+        STORE: meeting,
+        ATTEMPT: 0,
+        "CUDA_VISIBLE_DEVICES": device_of(Seat(local_index=slot, n_local=slot + 1), environ),
+    }
     if "GLOO_SOCKET_IFNAME" not in environ and sys.platform == "linux":
         added["GLOO_SOCKET_IFNAME"] = "lo"  # the name of a container's host need not lead anywhere
     return {name: str(value) for name, value in added.items()}
@@ -201,9 +240,11 @@ class Group:
 
     @property
     def lost(self) -> list[int]:
-        """Those that were killed from outside, or crashed; where none was, those that did not answer. Others may have had to be
-        killed with them as they waited for who never came."""
-        gone = [index for index, code in sorted(self.codes.items()) if code < 0 or code == EXIT_CRASH]
+        """Those that were killed from outside, or crashed; where none was, those that did not
+        answer. Others may have had to be killed with them as they waited for who never came."""
+        gone = [
+            index for index, code in sorted(self.codes.items()) if code < 0 or code == EXIT_CRASH
+        ]
         return [index for index in gone if index not in self.killed] or gone
 
     def how(self, index: int) -> str:
@@ -214,13 +255,18 @@ class Group:
 
     @property
     def code(self) -> int:
-        """What the attempt ended with where nobody was lost: a mistake of any, else what the first says."""
+        """What the attempt ended with where nobody was lost: a mistake of any, else what the first
+        says.
+        """
         codes = list(self.codes.values())
-        return next((wanted for wanted in (EXIT_MISTAKE, EXIT_LIMIT) if wanted in codes), self.codes[0])
+        return next(
+            (wanted for wanted in (EXIT_MISTAKE, EXIT_LIMIT) if wanted in codes), self.codes[0]
+        )
 
 
 class Elastic:
-    """An attempt on several GPUs of this machine, begun again with those that are left whenever some are lost.
+    """An attempt on several GPUs of this machine, begun again with those that are left whenever
+    some are lost.
 
     The steps stay the same: what a step is made of does not depend on how many share it.
     """
@@ -235,10 +281,17 @@ class Elastic:
     def _begin(self) -> Group:
         n, self._n_begun = len(self._slots), self._n_begun + 1
         seats = [Seat(index, n, index, n, "farthing") for index in range(n)]
-        return Group([self._start(seat, slot, self._n_begun) for seat, slot in zip(seats, self._slots, strict=True)])
+        return Group(
+            [
+                self._start(seat, slot, self._n_begun)
+                for seat, slot in zip(seats, self._slots, strict=True)
+            ]
+        )
 
     def wait(self) -> int:
-        """Until the attempt has ended for good; its exit code, negative: the signal that killed the last one."""
+        """Until the attempt has ended for good; its exit code, negative: the signal that killed the
+        last one.
+        """
         n_vain = 0
         while True:
             group = self._group
@@ -255,7 +308,8 @@ class Elastic:
             self._slots = [slot for index, slot in enumerate(self._slots) if index not in lost]
             who = ", ".join(f"rank {index} of {n} ({group.how(index)})" for index in lost)
             self._say(
-                f"{who or 'no rank'} was lost; going on from the last checkpoint with {plural(len(self._slots), 'rank')}"
+                f"{who or 'no rank'} was lost; going on from the last checkpoint with"
+                f" {plural(len(self._slots), 'rank')}"
             )
             self._group = self._begin()
 
@@ -266,7 +320,9 @@ class Elastic:
 
 
 def until_it_ends(attempt: Child) -> int:
-    """The exit code of an attempt that is not tried again, 1 where it was killed; signals are handed to it meanwhile."""
+    """The exit code of an attempt that is not tried again, 1 where it was killed; signals are
+    handed to it meanwhile.
+    """
     with handled(lambda number, frame: attempt.send_signal(number)):
         code = attempt.wait()
         return code if code >= 0 else EXIT_CRASH

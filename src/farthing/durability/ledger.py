@@ -1,10 +1,11 @@
 """Every second of a run has a name and a price.
 
-A `Meter` is always in exactly one span, so the spans of an attempt add up to its wall time by construction. The
-`Ledger` keeps the account of every attempt on disk, apart from the checkpoints: time that was paid for stays on the
-bill even when its work was lost. The file has a line an attempt; that of the running one is written again, in two places
-in turn, so that a kill at any moment leaves one of them whole. Refuses to know what is being measured: it gets names and
-numbers.
+A `Meter` is always in exactly one span, so the spans of an attempt add up to its wall time by
+construction. The
+`Ledger` keeps the account of every attempt on disk, apart from the checkpoints: time that was paid
+for stays on the bill even when its work was lost. The file has a line an attempt; that of the
+running one is written again, in two places in turn, so that a kill at any moment leaves one of them
+whole. Refuses to know what is being measured: it gets names and numbers.
 """
 
 from __future__ import annotations
@@ -53,18 +54,24 @@ SPANS = {
     "lost": "details lost with damaged lines of the ledger",
 }
 BEAT_S, SOONEST_BEAT_S, BEAT_SHARE = 1.0, 0.05, 0.01
-"""A running attempt is written every second; a young one sooner, so that a kill forgets no more than a hundredth of it."""
+"""A running attempt is written every second; a young one sooner, so that a kill forgets no more
+than a hundredth of it.
+"""
 N_LONG = 8  # newest attempts whose lines are kept with all their detail
 MARGIN_BYTES, BLOCK_BYTES = 4096, 512
 
 
 def seconds_since_boot() -> float:
     """Seconds that no change of the clock moves, and that go on while the machine is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+    return (
+        time.clock_gettime(time.CLOCK_BOOTTIME)
+        if hasattr(time, "CLOCK_BOOTTIME")
+        else time.monotonic()
+    )
 
 
 def seconds_since_process_start() -> float:
-    """Age of this process in seconds: what imports and start-up have cost before the meter existed."""
+    """Age of this process in seconds: what imports and start-up have cost before the meter existed."""  # noqa: E501
     try:  # the kernel counts from the boot, as a clock that jumps does not
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = seconds_since_boot() - ticks / os.sysconf("SC_CLK_TCK")
@@ -78,7 +85,9 @@ def seconds_since_process_start() -> float:
 def steady_clock(
     wall: Callable[[], float] = time.time, since_boot: Callable[[], float] = seconds_since_boot
 ) -> Callable[[], float]:
-    """A clock of the time of day that goes on from the `wall` clock as it is now, wherever that is set later."""
+    """A clock of the time of day that goes on from the `wall` clock as it is now, wherever that is
+    set later.
+    """
     boot_at = wall() - since_boot()
     return lambda: boot_at + since_boot()
 
@@ -86,8 +95,8 @@ def steady_clock(
 class Meter:
     """A stopwatch that is always in one named span. `clock` gives monotonic seconds.
 
-    What time it is is asked of the `wall` clock once, when the meter begins; from then on `since_boot` is added. A clock
-    that is set while a run goes on ends nothing and buys nothing.
+    What time it is is asked of the `wall` clock once, when the meter begins; from then on
+    `since_boot` is added. A clock that is set while a run goes on ends nothing and buys nothing.
     """
 
     def __init__(
@@ -103,7 +112,10 @@ class Meter:
         self.lock = threading.RLock()  # the ledger looks on from a thread of its own
         self._since = clock()
         self._name = "start_up"
-        self.spans: dict[str, float] = {"start_up": already_s, **({"idle": idle_s} if idle_s else {})}
+        self.spans: dict[str, float] = {
+            "start_up": already_s,
+            **({"idle": idle_s} if idle_s else {}),
+        }
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -119,7 +131,9 @@ class Meter:
         self._switch(name)
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Give time that was waited for under one name to the work that was waited for; the sum stays."""
+        """Give time that was waited for under one name to the work that was waited for; the sum
+        stays.
+        """
         with self.lock:
             moved = min(seconds, self.spans.get(source, 0.0))
             self.spans[source] = self.spans.get(source, 0.0) - moved
@@ -149,14 +163,22 @@ class Meter:
 
 
 class Ledger:
-    """The accounts of a run's attempts, in `ledger.jsonl`, of which this process writes one. Nothing is written before
+    """The accounts of a run's attempts, in `ledger.jsonl`, of which this process writes one.
+    Nothing is written before
     `write` is called for the first time.
 
-    What a process spends between its last line and a kill is the only time that is not on the bill: a hundredth of the
-    attempt at most, and never more than about a second. `witnesses` know of money that may be missing in the file.
+    What a process spends between its last line and a kill is the only time that is not on the bill:
+    a hundredth of the attempt at most, and never more than about a second. `witnesses` know of
+    money that may be missing in the file.
     """
 
-    def __init__(self, path: Path, meter: Meter, usd_per_hour: float | None, witnesses: Iterable[Witness] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        meter: Meter,
+        usd_per_hour: float | None,
+        witnesses: Iterable[Witness] = (),
+    ) -> None:
         self._path, self._meter = path, meter
         self._file: int | None = None
         self._places = (0, 0)
@@ -179,12 +201,16 @@ class Ledger:
         self.set_price(usd_per_hour)
 
     def _read(self) -> None:
-        """Take over what the file knows of other attempts, beside what is known already; find the number of this one."""
+        """Take over what the file knows of other attempts, beside what is known already; find the
+        number of this one.
+        """
         found = read_ledger(self._path, self._witnesses)
         if found.is_damaged:
             self.damage, self._is_kept_aside = found, False
         mine = [account for account in found.accounts.values() if account.id == self._mine.id]
-        others = {number: account for number, account in found.accounts.items() if account not in mine}
+        others = {
+            number: account for number, account in found.accounts.items() if account not in mine
+        }
         self._past = merge(others, self._past)
         wanted = mine[0].number if mine else self._mine.number
         free = max(self._past, default=LOST) + 1
@@ -224,12 +250,19 @@ class Ledger:
     @property
     def forecast(self) -> Json | None:
         """The first forecast of the run."""
-        return next((account.forecast for account in [*self.past, self._mine] if account.forecast), None)
+        return next(
+            (account.forecast for account in [*self.past, self._mine] if account.forecast), None
+        )
 
     @property
     def takes(self) -> dict[str, float]:
-        """Seconds that parts of an attempt took in earlier ones: start_s, step_s, save_s, evaluation_s."""
-        return next((account.facts["takes"] for account in reversed(self.past) if "takes" in account.facts), {})
+        """Seconds that parts of an attempt took in earlier ones: start_s, step_s, save_s,
+        evaluation_s.
+        """
+        return next(
+            (account.facts["takes"] for account in reversed(self.past) if "takes" in account.facts),
+            {},
+        )
 
     @property
     def spent_usd(self) -> float:
@@ -258,8 +291,8 @@ class Ledger:
         self.write("started")
 
     def at_step(self, step: int, facts: Json, forecast: Json | None = None) -> None:
-        """Note that `step` is done. Written no oftener than a beat, so that quick steps cost nothing; a first forecast
-        is written at once and kept for the whole run."""
+        """Note that `step` is done. Written no oftener than a beat, so that quick steps cost
+        nothing; a first forecast is written at once and kept for the whole run."""
         with self._meter.lock:
             self._mine.step = step
             self._newest = facts
@@ -279,7 +312,9 @@ class Ledger:
         return min(BEAT_S, max(SOONEST_BEAT_S, BEAT_SHARE * self._meter.wall_s))
 
     def keep_beating(self) -> None:
-        """`beat` from a thread until `close`: a kill in a long import, step or evaluation is on the bill."""
+        """`beat` from a thread until `close`: a kill in a long import, step or evaluation is on the
+        bill.
+        """
 
         def beats() -> None:
             while not self._closed.wait(self._beat_s()):
@@ -291,10 +326,14 @@ class Ledger:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the block, in which libraries are loaded, another process beats for this one, see `watcher`."""
+        """Within the block, in which libraries are loaded, another process beats for this one, see
+        `watcher`.
+        """
         with self._meter.lock:  # so that the fork finds it free
             if self._file is not None:
-                with contextlib.suppress(OSError):  # no process can be started: the thread has to do
+                with contextlib.suppress(
+                    OSError
+                ):  # no process can be started: the thread has to do
                     self._watcher = watch(self._watch, self._file, SOONEST_BEAT_S)
         try:
             yield
@@ -328,7 +367,9 @@ class Ledger:
                 self._mine.mark_save()
 
     def witness(self) -> Json:
-        """What a checkpoint has to know, to bear witness when the ledger is damaged: written to the ledger first."""
+        """What a checkpoint has to know, to bear witness when the ledger is damaged: written to the
+        ledger first.
+        """
         with self._meter.lock:
             self.write()
             mine = self._mine
@@ -357,13 +398,16 @@ class Ledger:
             try:
                 self._put()
             except OSError:
-                mine.line -= 1  # the place that may be half written is written again, not the one that is whole
+                # the place that may be half written is written again, not the one that is whole
+                mine.line -= 1
                 raise
 
     # ---- on the disk ----
 
     def _put(self) -> None:
-        """The line of this attempt, in the place that does not hold its newest; the whole file again where it must be."""
+        """The line of this attempt, in the place that does not hold its newest; the whole file
+        again where it must be.
+        """
         if self._file is None or not self._is_as_left():
             self._begin_file()
             return
@@ -380,7 +424,9 @@ class Ledger:
         return as_line(self._mine).encode()
 
     def _is_as_left(self) -> bool:
-        """Whether the file at the path is the one that this process writes, with the size that it has given it."""
+        """Whether the file at the path is the one that this process writes, with the size that it
+        has given it.
+        """
         assert self._file is not None
         ours = os.fstat(self._file)
         try:
@@ -391,7 +437,9 @@ class Ledger:
         return (there.st_ino, there.st_dev, there.st_size) == (ours.st_ino, ours.st_dev, size)
 
     def _begin_file(self) -> None:
-        """Replace the file in one step: a line for each other attempt, and two equal ones of this, with room to grow."""
+        """Replace the file in one step: a line for each other attempt, and two equal ones of this,
+        with room to grow.
+        """
         if self._file is not None or self._path.exists():
             self._read()
         if self.damage is not None and not self._is_kept_aside:
@@ -422,7 +470,9 @@ class Ledger:
                 self._begin_file()
 
     def withdraw(self) -> None:
-        """Take this attempt out again: it turned out to be none of this run. Without others the file goes."""
+        """Take this attempt out again: it turned out to be none of this run. Without others the
+        file goes.
+        """
         with self._meter.lock:
             self._is_withdrawn = True
             self._stop_watching()

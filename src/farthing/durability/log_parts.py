@@ -1,6 +1,8 @@
-"""A log that only grows, as pieces that end with a line: all but the last are written once and never change.
+"""A log that only grows, as pieces that end with a line: all but the last are written once and
+never change.
 
-A store is sent the last piece with every commit, and each other one once. Refuses to know what a line says.
+A store is sent the last piece with every commit, and each other one once. Refuses to know what a
+line says.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class LogParts:
         self._cut_bytes = 0
 
     def bring_up(self) -> Path | None:
-        """Cut off what is whole; returns a new copy of the rest, named as the last piece, or None where nothing is left.
+        """Cut off what is whole; returns a new copy of the rest, named as the last piece, or None
+        where nothing is left.
 
         A log that has become shorter, as after a restore, is cut anew. Raises `OSError`.
         """

@@ -1,7 +1,9 @@
-"""The machines a run has rented: lines of `machines.jsonl`, one before and after each thing that is done to one.
+"""The machines a run has rented: lines of `machines.jsonl`, one before and after each thing that is
+done to one.
 
-A line stands before each request to create a machine, so that one whose answer was lost is looked for by its name. Money
-is counted from that request to the confirmed deletion. Refuses to talk to anybody.
+A line stands before each request to create a machine, so that one whose answer was lost is looked
+for by its name. Money is counted from that request to the confirmed deletion. Refuses to talk to
+anybody.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ class Machine:
     number: int = 0
     target: str = ""
     on: str = ""
-    """The target with what stands behind its colon, as in ssh:host; empty in ledgers from before it was noted."""
+    """The target with what stands behind its colon, as in ssh:host; empty in ledgers from before it
+    was noted.
+    """
     provider: str = ""
     instance: str = ""
     gpu: str = ""
     is_spot: bool = False
     usd_per_hour: float = 0.0
     is_paid_in_queue: bool = True
-    """Whether money is counted from the request on; False for queues, where it is from the start."""
+    """Whether money is counted from the request on; False for queues, where it is from the start.
+    """
     most_s: float = 0.0
     """Seconds from the request after which the provider ends it by itself."""
     committed: int = 0
@@ -59,7 +64,12 @@ class Machine:
         """The last thing known: asked, created, refused, booted, left or gone."""
         if self.is_refused:
             return "refused"
-        known = {"gone": self.gone_at, "left": self.left_at, "booted": self.booted_at, "created": self.created_at}
+        known = {
+            "gone": self.gone_at,
+            "left": self.left_at,
+            "booted": self.booted_at,
+            "created": self.created_at,
+        }
         return next((name for name, at in known.items() if at is not None), "asked")
 
     @property
@@ -80,7 +90,9 @@ class Machine:
 
 
 class MachineLedger:
-    """The machines of the run in a folder. Raises `OSError` where the file can't be written: then nothing may be rented."""
+    """The machines of the run in a folder. Raises `OSError` where the file can't be written: then
+    nothing may be rented.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,18 +108,23 @@ class MachineLedger:
     def note(self, name: str, event: str, at: float, **facts: Any) -> Machine:
         """Write a line and force it to the disk; what it is about, with it taken in.
 
-        Only the line before a request has to be there: what was made is watched and given back without, see `trouble`.
+        Only the line before a request has to be there: what was made is watched and given back
+        without, see `trouble`.
         """
         return self._write({"machine": name, "event": event, "at": round(at, 3), **facts})
 
     def take_over(self, elsewhere: Mapping[str, list[Json]], *, to_disk: bool = True) -> None:
-        """Take in lines of the same run that another folder has written, by machine; those that are known are passed over.
+        """Take in lines of the same run that another folder has written, by machine; those that are
+        known are passed over.
 
-        A machine that bears the name of another one here, from before names were shared, gets one that tells them apart.
+        A machine that bears the name of another one here, from before names were shared, gets one
+        that tells them apart.
         """
         for name, rows in elsewhere.items():
             own = self.rows.get(name, rows)
-            is_same = own[:1] == rows[:1] or own[0].get("event") != "asked"  # that line is damaged here
+            is_same = (
+                own[:1] == rows[:1] or own[0].get("event") != "asked"
+            )  # that line is damaged here
             to = name if is_same else f"{name}-elsewhere"
             for row in rows:
                 row = {**row, "machine": to}
@@ -130,11 +147,27 @@ class MachineLedger:
         return self._take_in(row)
 
     def _take_in(self, row: Json) -> Machine:
-        machine = self.machines.setdefault(str(row.get("machine")), Machine(str(row.get("machine"))))
+        machine = self.machines.setdefault(
+            str(row.get("machine")), Machine(str(row.get("machine")))
+        )
         self.rows.setdefault(machine.name, []).append(row)
         event, at = row.get("event"), float(row.get("at") or 0.0)
-        for key in ("number", "target", "on", "provider", "instance", "gpu", "is_spot", "usd_per_hour", "most_s",
-                    "is_paid_in_queue", "committed", "id", "code", "why"):  # fmt: skip
+        for key in (
+            "number",
+            "target",
+            "on",
+            "provider",
+            "instance",
+            "gpu",
+            "is_spot",
+            "usd_per_hour",
+            "most_s",
+            "is_paid_in_queue",
+            "committed",
+            "id",
+            "code",
+            "why",
+        ):
             if key in row:
                 setattr(machine, key, row[key])
         if event == "refused":
@@ -162,11 +195,15 @@ class MachineLedger:
         self._lines.close()
 
 
-def bill_by_machine(machines: Sequence[Machine], accounts: Sequence[Account], now: float) -> list[Json]:
-    """What each machine has cost: seconds and dollars of boot, train, idle and teardown, which add up to the machine's.
+def bill_by_machine(
+    machines: Sequence[Machine], accounts: Sequence[Account], now: float
+) -> list[Json]:
+    """What each machine has cost: seconds and dollars of boot, train, idle and teardown, which add
+    up to the machine's.
 
-    `accounts` are the attempts of the run: those that began while a machine was there are its training. The attempts of
-    two machines at once (one cut off, one that took over) belong to the younger.
+    `accounts` are the attempts of the run: those that began while a machine was there are its
+    training. The attempts of two machines at once (one cut off, one that took over) belong to the
+    younger.
     """
     rows = []
     paid = [machine for machine in machines if not machine.is_refused]
@@ -176,13 +213,19 @@ def bill_by_machine(machines: Sequence[Machine], accounts: Sequence[Account], no
         own = [a for a in accounts if machine.asked_at <= a.started_at < min([end, *later])]
         total_s = machine.billed_s(now)
         start = end - total_s
-        first = min([a.started_at for a in own], default=machine.booted_at or machine.left_at or end)
+        first = min(
+            [a.started_at for a in own], default=machine.booted_at or machine.left_at or end
+        )
         parts = {"boot": max(0.0, first - start)}
         parts["teardown"] = max(0.0, end - machine.left_at) if machine.left_at is not None else 0.0
         parts["train"] = sum(a.wall_s for a in own)
         left_s = total_s
         seconds = {}
-        for part in ("train", "boot", "teardown"):  # clocks of two machines differ: no part is longer than what is left
+        for part in (
+            "train",
+            "boot",
+            "teardown",
+        ):  # clocks of two machines differ: no part is longer than what is left
             seconds[part] = min(parts[part], left_s)
             left_s -= seconds[part]
         seconds["idle"] = left_s

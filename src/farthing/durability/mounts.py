@@ -1,7 +1,8 @@
 """Whether a folder is a bucket that was mounted as a file system.
 
-Such a folder looks like a disk and is none: renaming a folder there copies its objects one by one, and a lock holds on one
-machine only. Refuses to guess: what Linux does not name as such is taken for a disk.
+Such a folder looks like a disk and is none: renaming a folder there copies its objects one by one,
+and a lock holds on one machine only. Refuses to guess: what Linux does not name as such is taken
+for a disk.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ _OF_BUCKETS = (
     "obsfs",
     "cosfs",
 )
-"""What each calls itself as type (`fuse.gcsfuse`) or source of its mount; blobfuse2 is the second blobfuse."""
+"""What each calls itself as type (`fuse.gcsfuse`) or source of its mount; blobfuse2 is the second
+blobfuse.
+"""
 
 
 def bucket_mount_of(folder: Path) -> str | None:
-    """The program that shows a bucket at `folder` or above it; None on a disk, and where the system has no such table."""
+    """The program that shows a bucket at `folder` or above it; None on a disk, and where the system
+    has no such table.
+    """
     try:
         lines = TABLE.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -39,7 +44,9 @@ def bucket_mount_of(folder: Path) -> str | None:
         if len(fields := mount.split(" ")) < 5 or len(kinds := about.split(" ")) < 2:
             continue
         point = Path(fields[4].encode().decode("unicode_escape"))
-        if place.is_relative_to(point) and len(point.parts) >= longest:  # later ones cover earlier ones
+        if (
+            place.is_relative_to(point) and len(point.parts) >= longest
+        ):  # later ones cover earlier ones
             longest, found = len(point.parts), _program(kinds[0], kinds[1])
     return found
 
@@ -48,4 +55,6 @@ def _program(kind: str, source: str) -> str | None:
     family, _, name = kind.partition(".")
     if family not in ("fuse", "fuseblk"):
         return None
-    return next((each for each in _OF_BUCKETS if name.startswith(each) or source.startswith(each)), None)
+    return next(
+        (each for each in _OF_BUCKETS if name.startswith(each) or source.startswith(each)), None
+    )

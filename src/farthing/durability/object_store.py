@@ -1,9 +1,10 @@
 """Where copies are kept that outlive a machine: a local folder, or a bucket that fsspec reaches.
 
-Six operations on objects, named by relative keys. An object is written whole or not at all, and `create` writes only
-where nothing was: all that commits and leases need. `LocalStore` and `BucketStore` try each operation once, within a
-time limit; `Retrying` tries again, with a deadline of its own. Refuses to know what the objects mean, and to take
-credentials from anywhere but the environment, or what the cloud's own library finds there.
+Six operations on objects, named by relative keys. An object is written whole or not at all, and
+`create` writes only where nothing was: all that commits and leases need. `LocalStore` and
+`BucketStore` try each operation once, within a time limit; `Retrying` tries again, with a deadline
+of its own. Refuses to know what the objects mean, and to take credentials from anywhere but the
+environment, or what the cloud's own library finds there.
 """
 
 from __future__ import annotations
@@ -25,40 +26,47 @@ from typing import Any, Protocol, TypeVar
 
 from farthing.addresses import is_remote, without_secrets
 from farthing.durability.files import DRAFT, Json, draft_of, fsync_path, parse_json
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 
 TRY_S = 30.0
 MOST_SMALL_BYTES = 16 << 20  # of what is read whole: leases and commits
 LEAST_BYTES_PER_S = 250e3  # a transfer slower than this is broken off and tried again
 PAUSE_S, MOST_PAUSE_S, MOST_TRIES = 0.5, 20.0, 8
 
-# The libraries' own retries are few: parts of a large object are worth one, all else is for `Retrying`.
+# The libraries' own retries are few: parts of a large object are worth one, all else is for
+# `Retrying`.
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": TRY_S, "retries": {"max_attempts": 0}}},
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": 5,
+            "read_timeout": TRY_S,
+            "retries": {"max_attempts": 0},
+        }
+    },
     "gs": {"consistency": "md5"},  # of what arrived, held against what was sent
 }
 _SAME = {"s3a": "s3", "gcs": "gs"}
-# gcsfs asks by gRPC what kind of bucket it is unless told not to: no call here needs to know, and where gRPC is blocked
-# each waits for a minute
+# gcsfs asks by gRPC what kind of bucket it is unless told not to: no call here needs to know, and
+# where gRPC is blocked each waits for a minute
 _ENVIRONMENT = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
 _LIBRARY_TRIES = 2
 _EXTRA = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 Result = TypeVar("Result")
 
 
-class StoreFault(Exception):
+class StoreError(Exception):
     """An operation failed, or nobody knows whether it did; it may work later."""
 
 
-class StoreRefuses(StoreFault):
+class StoreRefuses(StoreError):
     """The store answered that it won't: credentials, permissions, or no such bucket."""
 
 
-class NoSuchObject(StoreFault):
+class NoSuchObject(StoreError):
     """There is no object of that key."""
 
 
-class Garbled(StoreFault):
+class Garbled(StoreError):
     """What arrived is not what the store says it holds."""
 
 
@@ -68,14 +76,16 @@ class TooLarge(Garbled):
 
 @dataclass(frozen=True)
 class Entry:
-    """An object in a list: its size, and when it was written in seconds since 1970 (None where unknown)."""
+    """An object in a list: its size, and when it was written in seconds since 1970 (None where
+    unknown).
+    """
 
     n_bytes: int
     at: float | None = None
 
 
 class Store(Protocol):
-    """Objects by key. Every operation raises `StoreFault`."""
+    """Objects by key. Every operation raises `StoreError`."""
 
     name: str
     """The address for people, without secrets."""
@@ -87,10 +97,14 @@ class Store(Protocol):
         """Write a file as an object."""
 
     def get(self, key: str) -> bytes:
-        """A small object whole. Raises `NoSuchObject`, and `TooLarge` for more than `MOST_SMALL_BYTES`."""
+        """A small object whole. Raises `NoSuchObject`, and `TooLarge` for more than
+        `MOST_SMALL_BYTES`.
+        """
 
     def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        """An object of `n_bytes` into a file. Raises `NoSuchObject`, and `TooLarge` before it fetches more."""
+        """An object of `n_bytes` into a file. Raises `NoSuchObject`, and `TooLarge` before it
+        fetches more.
+        """
 
     def list(self, prefix: str) -> dict[str, Entry]:
         """Every object whose key begins with `prefix`, which ends with a slash."""
@@ -100,7 +114,7 @@ class Store(Protocol):
 
 
 def open_store(address: str) -> Store:
-    """The store at a folder or URL; nothing is asked of it yet. Raises `UserMistake`."""
+    """The store at a folder or URL; nothing is asked of it yet. Raises `InputError`."""
     if not is_remote(address):
         return LocalStore(Path(address))
     protocol, _, path = address.partition("://")
@@ -110,10 +124,12 @@ def open_store(address: str) -> Store:
         return BucketStore(address)
     except (ImportError, ValueError) as error:
         package = _EXTRA.get(protocol)
-        raise UserMistake(
+        raise InputError(
             f"this store can't be reached from here: {error}",
             where=f"output_store: {without_secrets(address)}",
-            to_do=f"pip install {package}" if package else "use a folder, s3://, gs:// or another scheme fsspec knows",
+            to_do=f"pip install {package}"
+            if package
+            else "use a folder, s3://, gs:// or another scheme fsspec knows",
         ) from error
 
 
@@ -124,7 +140,9 @@ class LocalStore:
         self.root, self.name = root, str(root)
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `Store`. By a hard link; a file system without them gets an exclusive open, which a kill can tear."""
+        """See `Store`. By a hard link; a file system without them gets an exclusive open, which a
+        kill can tear.
+        """
         final = self._path(key)
         with _draft_for(final) as draft, contextlib.suppress(FileExistsError):
             _write(draft, data)
@@ -165,7 +183,9 @@ class LocalStore:
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     if path.is_file() and DRAFT not in path.name:
                         facts = path.stat()
-                        found[path.relative_to(self.root).as_posix()] = Entry(facts.st_size, facts.st_mtime)
+                        found[path.relative_to(self.root).as_posix()] = Entry(
+                            facts.st_size, facts.st_mtime
+                        )
         return found
 
     def remove(self, keys: Iterable[str]) -> None:
@@ -184,9 +204,10 @@ class LocalStore:
 class BucketStore:
     """A bucket (or anything else) that fsspec reaches.
 
-    `create` is the bucket's own condition (If-None-Match, a generation match) where the library can express it as
-    mode="create". Where it can't, the key is looked up first and what was written is read back: two writers at the same
-    instant can then both believe that they were first until they read.
+    `create` is the bucket's own condition (If-None-Match, a generation match) where the library can
+    express it as mode="create". Where it can't, the key is looked up first and what was written is
+    read back: two writers at the same instant can then both believe that they were first until they
+    read.
     """
 
     def __init__(self, address: str) -> None:
@@ -280,7 +301,9 @@ class BucketStore:
         return StoreRefuses(f"{self.name}: there is no such bucket")
 
     def _within(self, n_bytes: int, operation: Callable[[], Result]) -> Result:
-        """Do it in a thread of its own, which is left to itself when it takes too long. Raises `StoreFault`."""
+        """Do it in a thread of its own, which is left to itself when it takes too long. Raises
+        `StoreError`.
+        """
         outcome: list[Any] = []
 
         def run() -> None:
@@ -294,25 +317,27 @@ class BucketStore:
         thread.start()
         thread.join(limit_s)
         if not outcome:
-            raise StoreFault(f"{self.name}: no answer in {limit_s:.0f} s")
+            raise StoreError(f"{self.name}: no answer in {limit_s:.0f} s")
         result, error = outcome[0]
         if error is not None:
             raise _as_fault(error, self.name) from error
         return result
 
 
-class _Exists(StoreFault):
+class _Exists(StoreError):
     """A conditional write found an object."""
 
 
-class _CanNot(StoreFault):
+class _CanNot(StoreError):
     """The library has no conditional write."""
 
 
 class Retrying:
-    """A store whose faults are waited out: jittered pauses that double, and one deadline for all it is used for.
+    """A store whose faults are waited out: jittered pauses that double, and one deadline for all it
+    is used for.
 
-    `stop` breaks a pause off. A refusal is retried too (a role's credentials come late, a 403 passes), but only twice.
+    `stop` breaks a pause off. A refusal is retried too (a role's credentials come late, a 403
+    passes), but only twice.
     """
 
     def __init__(
@@ -328,7 +353,8 @@ class Retrying:
         self._until = time.monotonic() + total_s
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `Store`. What stands there already is read: if it is `data`, a reply was lost and it was this very write.
+        """See `Store`. What stands there already is read: if it is `data`, a reply was lost and it
+        was this very write.
 
         So no two writers may create the same data.
         """
@@ -362,17 +388,21 @@ class Retrying:
                 return operation()
             except (NoSuchObject, TooLarge):
                 raise
-            except StoreFault as fault:
+            except StoreError as fault:
                 n_tries += 1
                 most = 3 if isinstance(fault, StoreRefuses) else MOST_TRIES
-                pause_s = min(MOST_PAUSE_S, self._pause_s * 2 ** (n_tries - 1)) * random.uniform(0.5, 1.5)
+                pause_s = min(MOST_PAUSE_S, self._pause_s * 2 ** (n_tries - 1)) * random.uniform(
+                    0.5, 1.5
+                )
                 late = time.monotonic() + pause_s > self._until
                 if n_tries >= most or late or self._stop.wait(pause_s):
                     raise
 
 
 def get_json(store: Store, key: str) -> Json:
-    """A small object that others may have written; empty where none is there, or is understood. Raises `StoreFault`."""
+    """A small object that others may have written; empty where none is there, or is understood.
+    Raises `StoreError`.
+    """
     with contextlib.suppress(NoSuchObject, TooLarge, ValueError):
         value = parse_json(store.get(key))
         if isinstance(value, dict):
@@ -392,12 +422,14 @@ def _os_faults(path: Path) -> Iterator[None]:
     except PermissionError as error:
         raise StoreRefuses(f"{path}: {error.strerror}") from error
     except OSError as error:
-        raise StoreFault(f"{path}: {error.strerror or error}") from error
+        raise StoreError(f"{path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
 def _draft_for(final: Path) -> Iterator[Path]:
-    """A draft beside a file that is to be; nothing of it is left, and the folder's entries are on the disk."""
+    """A draft beside a file that is to be; nothing of it is left, and the folder's entries are on
+    the disk.
+    """
     with _os_faults(final):
         _make_folders(final.parent)
         draft = draft_of(final)
@@ -408,9 +440,9 @@ def _draft_for(final: Path) -> Iterator[Path]:
         fsync_path(final.parent)
 
 
-def _as_fault(error: BaseException, name: str) -> StoreFault:
+def _as_fault(error: BaseException, name: str) -> StoreError:
     """What an error of fsspec and the libraries below it means here."""
-    if isinstance(error, StoreFault):
+    if isinstance(error, StoreError):
         return error
     text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     code = str(getattr(error, "code", None) or getattr(error, "status", None) or "")
@@ -427,7 +459,7 @@ def _as_fault(error: BaseException, name: str) -> StoreFault:
     is_refusal = "Credential" in text or "OSError: Forbidden" in text or code in ("401", "403")
     if isinstance(error, PermissionError | FileNotFoundError) or is_refusal:
         return StoreRefuses(f"{name}: {text}")
-    return StoreFault(f"{name}: {text}")
+    return StoreError(f"{name}: {text}")
 
 
 def _seconds_of(facts: Json) -> float | None:

@@ -1,8 +1,10 @@
-"""The beginning of an attempt: on the bill before anything slow is imported, and off it again where it was a mistake.
+"""The beginning of an attempt: on the bill before anything slow is imported, and off it again where
+it was a mistake.
 
-`opened(folder)` makes the run folder, holds it against other processes, and writes the attempt's first line, counted from
-the start of the process; a thread goes on writing while libraries are imported. An attempt that is refused because of what
-was asked for leaves the folder as it found it. Refuses to count an hour of a process twice.
+`opened(folder)` makes the run folder, holds it against other processes, and writes the attempt's
+first line, counted from the start of the process; a thread goes on writing while libraries are
+imported. An attempt that is refused because of what was asked for leaves the folder as it found it.
+Refuses to count an hour of a process twice.
 """
 
 from __future__ import annotations
@@ -17,12 +19,29 @@ from pathlib import Path
 from farthing.durability.files import cannot_write, make_private, only_writer, sweep_drafts
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.durability.mounts import bucket_mount_of
-from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, MODEL, RUN, is_finished, witnesses_of
-from farthing.errors import FarthingError, Interrupted, JobError, RunBusy, RunChanged, RunDamaged, UserMistake
+from farthing.durability.run_folder import (
+    CHECKPOINTS,
+    LEDGER,
+    LOG,
+    MODEL,
+    RUN,
+    is_finished,
+    witnesses_of,
+)
+from farthing.errors import (
+    FarthingError,
+    InputError,
+    JobError,
+    RunBusyError,
+    RunChangedError,
+    RunDamagedError,
+    RunInterruptedError,
+)
 from farthing.units import plural, say_seconds, say_usd
 
 _OUTPUT_DIR = re.compile(
-    r"""^output_dir:[ ]+(?:"([^"\\\n]*)"|'([^'\n]*)'|([\w./~-][^\n#:'"{}\[\]]*?))[ ]*(?:[ ]\#[^\n]*)?$""", re.MULTILINE
+    r"""^output_dir:[ ]+(?:"([^"\\\n]*)"|'([^'\n]*)'|([\w./~-][^\n#:'"{}\[\]]*?))[ ]*(?:[ ]\#[^\n]*)?$""",  # noqa: E501
+    re.MULTILINE,
 )
 _counted_by: set[int] = set()
 """The process, once its age is on a bill."""
@@ -30,7 +49,9 @@ PAUSED = "FARTHING_PAUSED_S"
 """By this variable a supervisor tells an attempt how long ago the one before has ended."""
 MOST_PAUSED_S = 3600.0
 _DRAFTS = (MODEL, LOG, LEDGER, "restore")
-"""What an attempt writes anew, and may leave half done when it is killed; nobody without the lock writes them."""
+"""What an attempt writes anew, and may leave half done when it is killed; nobody without the lock
+writes them.
+"""
 
 
 @dataclass
@@ -46,10 +67,12 @@ class Opened:
     """Called when the last second is on the bill: what shows the bill can be written then."""
 
     def belongs_elsewhere(self, error: BaseException) -> bool:
-        """Whether the attempt was none of this run: refused before there was a run, or because it is another one's."""
+        """Whether the attempt was none of this run: refused before there was a run, or because it
+        is another one's.
+        """
         is_first = not any(account.wall_s for account in self.ledger.past)
-        of_others = isinstance(error, JobError | RunBusy | RunChanged | RunDamaged)
-        refused = isinstance(error, UserMistake) and (is_first or of_others)
+        of_others = isinstance(error, JobError | RunBusyError | RunChangedError | RunDamagedError)
+        refused = isinstance(error, InputError) and (is_first or of_others)
         return refused and not self.is_accepted
 
     def damage_in_words(self) -> str | None:
@@ -57,44 +80,59 @@ class Opened:
         found = self.ledger.damage
         if found is None:
             return None
-        broken = f"{plural(found.n_broken, 'line')} can't be read" if found.n_broken else "lines are missing"
+        broken = (
+            f"{plural(found.n_broken, 'line')} can't be read"
+            if found.n_broken
+            else "lines are missing"
+        )
         lost = "nothing is missing from the bill"
         if found.lost_s or found.lost_usd:
             lost = (
-                f"{say_usd(found.lost_usd)} for {say_seconds(found.lost_s)} are known in sum only, and stay on the bill"
+                f"{say_usd(found.lost_usd)} for {say_seconds(found.lost_s)} are known in sum only,"
+                " and stay on the bill"
             )
         return f"{LEDGER} was damaged ({broken}; kept as {LEDGER}.damaged-*): {lost}"
 
     def refuse_forgotten(self, *, allow_restart: bool) -> None:
-        """Refuse a run that has begun, and of whose cost nothing is known any more. Raises `RunDamaged`."""
+        """Refuse a run that has begun, and of whose cost nothing is known any more. Raises
+        `RunDamagedError`.
+        """
         if allow_restart or any(account.wall_s for account in self.ledger.past):
             return
         left = [name for name in (RUN, LOG) if (self.folder / name).exists()]
         left += [CHECKPOINTS] if any((self.folder / CHECKPOINTS).glob("step-*")) else []
         if left:
-            raise RunDamaged(
-                f"the ledger of this run is gone ({', '.join(left)} are there): what it has cost is not known",
+            raise RunDamagedError(
+                f"the ledger of this run is gone ({', '.join(left)} are there): what it has cost is"
+                " not known",
                 where=str(self.folder / LEDGER),
                 to_do="bring it back from a copy, or start the bill at $0 with --allow-restart",
             )
 
 
 def refuse_bucket(folder: Path) -> None:
-    """Refuse to begin a run in a bucket. Raises `UserMistake`. One that began there goes on: its checkpoints have checksums."""
+    """Refuse to begin a run in a bucket. Raises `InputError`. One that began there goes on: its
+    checkpoints have checksums.
+    """
     if (program := bucket_mount_of(folder)) and not (folder / RUN).exists():
-        raise UserMistake(
-            f"this folder is a bucket, mounted by {program}: a kill can leave half a checkpoint there, and nothing keeps"
-            " another machine out",
+        raise InputError(
+            f"this folder is a bucket, mounted by {program}: a kill can leave half a checkpoint"
+            " there, and nothing keeps another machine out",
             where=f"output_dir: {folder}",
-            to_do="set output_dir to a disk, and output_store to the bucket's own address (s3://..., gs://...)",
+            to_do=(
+                "set output_dir to a disk, and output_store to the bucket's own address (s3://...,"
+                " gs://...)"
+            ),
         )
 
 
 @contextlib.contextmanager
 def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
-    """An attempt in a run folder, which is made if need be and held by this process for as long as the block runs.
+    """An attempt in a run folder, which is made if need be and held by this process for as long as
+    the block runs.
 
-    `usd_per_hour` None: as the attempt before. Raises `UserMistake` where the folder can't be made, `RunBusy`, `NoSpace`.
+    `usd_per_hour` None: as the attempt before. Raises `InputError` where the folder can't be made,
+    `RunBusyError`, `DiskFullError`.
     """
     had_lock = (folder / ".lock").exists()
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -102,8 +140,10 @@ def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
     try:
         make_private(folder)
     except OSError as error:
-        raise UserMistake(
-            f"the run folder can't be made: {error.strerror}", where=str(folder), to_do="choose another output_dir"
+        raise InputError(
+            f"the run folder can't be made: {error.strerror}",
+            where=str(folder),
+            to_do="choose another output_dir",
         ) from error
     with only_writer(folder):
         meter = Meter(already_s=_age_to_count(), idle_s=_paused_s())
@@ -127,7 +167,11 @@ def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
                         path.rmdir()
             elif not ledger.has_ended:
                 with contextlib.suppress(OSError):
-                    ledger.end("interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed")
+                    ledger.end(
+                        "interrupted"
+                        if isinstance(error, RunInterruptedError | KeyboardInterrupt)
+                        else "failed"
+                    )
             raise
         finally:
             with contextlib.suppress(OSError):
@@ -137,8 +181,9 @@ def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
 
 
 def opened_early(stack: contextlib.ExitStack, job: Path, overrides: Sequence[str]) -> Opened | None:
-    """An attempt on `stack` in the folder that a job file seems to name, before the file is understood: reading it takes a
-    while too. None where that is not plain to see, or no run has begun there.
+    """An attempt on `stack` in the folder that a job file seems to name, before the file is
+    understood: reading it takes a while too. None where that is not plain to see, or no run has
+    begun there.
 
     The price is that of the attempt before until `Ledger.set_price` says otherwise.
     """
@@ -153,7 +198,9 @@ def opened_early(stack: contextlib.ExitStack, job: Path, overrides: Sequence[str
 
 
 def likely_folder(job: Path, overrides: Sequence[str]) -> Path | None:
-    """The `output_dir` of a job file where it is a plain word on a line of its own, or of the command line."""
+    """The `output_dir` of a job file where it is a plain word on a line of its own, or of the
+    command line.
+    """
     try:
         with open(job, encoding="utf-8-sig") as file:
             lines = _OUTPUT_DIR.findall(file.read(1 << 20))
@@ -178,7 +225,9 @@ def _age_to_count() -> float:
 
 
 def _paused_s() -> float:
-    """Seconds that a supervisor has let pass since the attempt before, on this machine: they are paid for too."""
+    """Seconds that a supervisor has let pass since the attempt before, on this machine: they are
+    paid for too.
+    """
     try:
         seconds = float(os.environ.pop(PAUSED, "0"))
     except ValueError:

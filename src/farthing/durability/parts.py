@@ -1,8 +1,10 @@
-"""Tensors of a part of a checkpoint: in one file, or in a file of each rank that holds rows of them.
+"""Tensors of a part of a checkpoint: in one file, or in a file of each rank that holds rows of
+them.
 
-`model.safetensors` has all of a part; of `model-00001-of-00004.safetensors` to `model-00004-of-00004.safetensors` each has some
-rows of every tensor, which one after the other are the whole. What is not spread is in the first of them alone. So a part is
-read by any number of ranks, whoever has written it. Refuses to parse what was not verified: callers do that before.
+`model.safetensors` has all of a part; of `model-00001-of-00004.safetensors` to
+`model-00004-of-00004.safetensors` each has some rows of every tensor, which one after the other are
+the whole. What is not spread is in the first of them alone. So a part is read by any number of
+ranks, whoever has written it. Refuses to parse what was not verified: callers do that before.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from farthing.durability.files import Damaged
+from farthing.durability.files import DamagedFileError
 
 RowsOf = Callable[[str], tuple[int, int] | None]
 """(name of a tensor) -> the first and the end of the rows that are wanted; None: all of it."""
@@ -27,7 +29,9 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors")
 
 @dataclass(frozen=True)
 class Shared:
-    """A rank's part in the checkpoints of a run whose trained tensors are spread. All ranks save, and restore, together."""
+    """A rank's part in the checkpoints of a run whose trained tensors are spread. All ranks save,
+    and restore, together.
+    """
 
     is_first: bool
     shard: int
@@ -54,7 +58,9 @@ ALONE = Shared(True, 0, 1, False, lambda name: None, lambda value: [value])
 
 
 def files_of(folder: Path, part: str) -> list[Path]:
-    """The files of a part, by rows; none where it has no tensors. Raises `Damaged` where one is missing."""
+    """The files of a part, by rows; none where it has no tensors. Raises `DamagedFileError` where
+    one is missing.
+    """
     whole = folder / f"{part}.safetensors"
     found = {}
     for path in folder.glob(f"{part}-*.safetensors"):
@@ -64,12 +70,15 @@ def files_of(folder: Path, part: str) -> list[Path]:
         return [whole] if whole.exists() else []
     numbers, totals = {number for number, _ in found}, {n for _, n in found}
     if len(totals) != 1 or numbers != set(range(1, max(totals) + 1)):
-        raise Damaged(f"of the files of its {part} there are {len(found)} of {max(totals)}")
+        raise DamagedFileError(
+            f"of the files of its {part} there are {len(found)} of {max(totals)}"
+        )
     return [found[key] for key in sorted(found)]
 
 
 def read_part(folder: Path, part: str, rows_of: RowsOf = lambda name: None) -> dict[str, Tensor]:
-    """The tensors of a part, whole or the rows that are wanted, on the CPU. Raises `Damaged`.
+    """The tensors of a part, whole or the rows that are wanted, on the CPU. Raises
+    `DamagedFileError`.
 
     No more is in memory than what is returned and the rows of one tensor.
     """
@@ -79,8 +88,13 @@ def read_part(folder: Path, part: str, rows_of: RowsOf = lambda name: None) -> d
         return {name: _cut(tensor, rows_of(name)) for name, tensor in found.items()}
     opened = [safetensors.safe_open(path, framework="pt") for path in files]
     names = {name: None for file in opened for name in file.keys()}  # noqa: SIM118
-    return {name: _joined([file.get_slice(name) for file in opened if name in file.keys()], rows_of(name))  # noqa: SIM118
-            for name in names}  # fmt: skip
+    return {
+        name: _joined(
+            [file.get_slice(name) for file in opened if name in file.keys()],  # noqa: SIM118
+            rows_of(name),
+        )
+        for name in names
+    }
 
 
 def _cut(tensor: Tensor, rows: tuple[int, int] | None) -> Tensor:
@@ -88,7 +102,9 @@ def _cut(tensor: Tensor, rows: tuple[int, int] | None) -> Tensor:
 
 
 def _joined(slices: Sequence[Any], rows: tuple[int, int] | None) -> Tensor:
-    """The rows from `rows[0]` to `rows[1]` of what stands in several files; all of it where `rows` is None."""
+    """The rows from `rows[0]` to `rows[1]` of what stands in several files; all of it where `rows`
+    is None.
+    """
     if not slices[0].get_shape():
         return slices[0][...]
     pieces, start = [], 0

@@ -1,8 +1,8 @@
-"""Has someone asked us to leave? A signal, or a cloud's notice, only sets a flag; the loop looks at it after every
-micro-batch.
+"""Has someone asked us to leave? A signal, or a cloud's notice, only sets a flag; the loop looks at
+it after every micro-batch.
 
-A second signal ends the process at once: whatever was committed before stays valid. A signal after a cloud's notice is
-not a second one: the operating system's shutdown follows the notice.
+A second signal ends the process at once: whatever was committed before stays valid. A signal after
+a cloud's notice is not a second one: the operating system's shutdown follows the notice.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2),  # of schedulers, before they kill
 )
-"""Each is a wish that the run saves and leaves; stopped and continued (SIGSTOP, SIGTSTP, SIGCONT) it just goes on."""
+"""Each is a wish that the run saves and leaves; stopped and continued (SIGSTOP, SIGTSTP, SIGCONT)
+it just goes on.
+"""
 LAST_WORDS_S = 5.0  # before the machine goes: receipt, lease and the end of the process
 
 
 def heeded() -> list[signal.Signals]:
-    """The signals to listen to: all of `SIGNALS`, but for a SIGHUP that the caller has switched off (`nohup`)."""
+    """The signals to listen to: all of `SIGNALS`, but for a SIGHUP that the caller has switched off
+    (`nohup`).
+    """
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in SIGNALS if not (is_nohup and number == signal.SIGHUP)]
 
@@ -67,7 +71,8 @@ class Notice:
     """Context that watches for signals. `reason` is None until one has come."""
 
     def __init__(self, one_press_s: float = 0.0) -> None:
-        self._one_press_s = one_press_s  # a launcher hands on the Ctrl-C that the terminal has sent to all: two signals
+        # a launcher hands on the Ctrl-C that the terminal has sent to all: two signals
+        self._one_press_s = one_press_s
         self._first_at = 0.0
         self.reason: str | None = None
         self.heard: list[Heard] = []
@@ -88,18 +93,27 @@ class Notice:
     def __bool__(self) -> bool:
         return self.reason is not None
 
-    def say(self, what: str, source: str, leaves_at: float | None = None, *, is_certain: bool = True) -> None:
-        """Take note of a cloud's words, from any thread: of a certain end as of a signal, of a risk only for `news`."""
+    def say(
+        self, what: str, source: str, leaves_at: float | None = None, *, is_certain: bool = True
+    ) -> None:
+        """Take note of a cloud's words, from any thread: of a certain end as of a signal, of a risk
+        only for `news`.
+        """
         self.heard.append(Heard(what, source, time.time(), leaves_at, is_certain))
         if is_certain and self.reason is None:
             self.reason = what
 
     def patience_s(self, unknown_s: float, most_s: float) -> float:
-        """Seconds that may still be waited for something: until shortly before the machine goes, at most `most_s`.
+        """Seconds that may still be waited for something: until shortly before the machine goes, at
+        most `most_s`.
 
         `unknown_s` where nobody has said when that is.
         """
-        ends = [heard.leaves_at for heard in self.heard if heard.is_certain and heard.leaves_at is not None]
+        ends = [
+            heard.leaves_at
+            for heard in self.heard
+            if heard.is_certain and heard.leaves_at is not None
+        ]
         if not ends:
             return unknown_s
         return min(most_s, max(1.0, min(ends) - time.time() - LAST_WORDS_S))
@@ -117,6 +131,8 @@ class Notice:
         self._n_signals += 1
         self._first_at = self._first_at or now
         if self._n_signals > 1:
-            os.write(2, b"\nsecond signal: leaving at once; the last committed checkpoint is whole\n")
+            os.write(
+                2, b"\nsecond signal: leaving at once; the last committed checkpoint is whole\n"
+            )
             os._exit(EXIT_INTERRUPTED)
         self.say(signal.Signals(number).name, "signal")

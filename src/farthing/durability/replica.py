@@ -1,8 +1,9 @@
 """The copy of a run in a store, made in the background, from which an empty machine goes on.
 
-What is to be copied is hard-linked aside and sent by a thread: the newest first, and what it replaces is dropped. Data
-goes first, the lease is renewed, the commit comes last; files that an earlier commit has already are not sent again. A
-store that is slow or away is waited for by the thread, never by the run. Refuses to let two machines train one run.
+What is to be copied is hard-linked aside and sent by a thread: the newest first, and what it
+replaces is dropped. Data goes first, the lease is renewed, the commit comes last; files that an
+earlier commit has already are not sent again. A store that is slow or away is waited for by the
+thread, never by the run. Refuses to let two machines train one run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from farthing.durability.commits import (
     take_newest,
 )
 from farthing.durability.files import (
-    Damaged,
+    DamagedFileError,
     Json,
     StoredFile,
     files_below,
@@ -43,7 +44,7 @@ from farthing.durability.files import (
     verify_folder,
     write_json,
 )
-from farthing.durability.lease import Lease, Lost
+from farthing.durability.lease import Lease, LeaseLostError
 from farthing.durability.log_parts import LogParts
 from farthing.durability.mounts import bucket_mount_of
 from farthing.durability.object_store import (
@@ -52,12 +53,27 @@ from farthing.durability.object_store import (
     NoSuchObject,
     Retrying,
     Store,
-    StoreFault,
+    StoreError,
     StoreRefuses,
     open_store,
 )
-from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, MODEL, RUN, is_damaged, run_id_of, saves_in
-from farthing.errors import RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
+from farthing.durability.run_folder import (
+    CHECKPOINTS,
+    LEDGER,
+    LOG,
+    MODEL,
+    RUN,
+    is_damaged,
+    run_id_of,
+    saves_in,
+)
+from farthing.errors import (
+    InputError,
+    RunBusyError,
+    RunChangedError,
+    RunDamagedError,
+    StoreUnavailableError,
+)
 from farthing.units import plural
 
 OUTBOX, SEEN = "outbox", "store.json"
@@ -107,15 +123,23 @@ class _Parcel:
     arrived: Objects = field(default_factory=dict)
 
 
-def open_mirror(address: str | None, folder: Path, keep: int, warn: Callable[[str], None]) -> Mirror | None:
-    """The mirror of a run folder at an address, of which nothing is asked yet; None without one. Raises `UserMistake`."""
+def open_mirror(
+    address: str | None, folder: Path, keep: int, warn: Callable[[str], None]
+) -> Mirror | None:
+    """The mirror of a run folder at an address, of which nothing is asked yet; None without one.
+    Raises `InputError`.
+    """
     return None if address is None else Mirror(open_store(address), folder, keep, warn, PACE)
 
 
 class Mirror:
-    """The copy of the run in `folder`, in `store`. `warn` is called by the caller's thread only, see `check`."""
+    """The copy of the run in `folder`, in `store`. `warn` is called by the caller's thread only,
+    see `check`.
+    """
 
-    def __init__(self, store: Store, folder: Path, keep: int, warn: Callable[[str], None], pace: Pace) -> None:
+    def __init__(
+        self, store: Store, folder: Path, keep: int, warn: Callable[[str], None], pace: Pace
+    ) -> None:
         self.folder, self.pace = folder, pace
         self.delivered_step: int | None = None
         """Step of the newest commit of this attempt."""
@@ -138,43 +162,59 @@ class Mirror:
     # ---- at the start ----
 
     def doubt(self) -> str | None:
-        """Why a folder as a store may not be one, in words that follow its name. A disk that is not mounted is another folder
-        on the run's own."""
+        """Why a folder as a store may not be one, in words that follow its name. A disk that is not
+        mounted is another folder on the run's own."""
         if not isinstance(self._store, LocalStore):
             return None
         root = self._store.root
         if program := bucket_mount_of(root):
-            return f"is a bucket, mounted by {program}: by its own address (s3://..., gs://...) two machines are kept apart"
+            return (
+                f"is a bucket, mounted by {program}: by its own address (s3://..., gs://...) two"
+                " machines are kept apart"
+            )
         try:
             is_same = root.stat().st_dev == self.folder.stat().st_dev
         except OSError:  # the store does not answer
             return None
-        return "is on the disk of the run: mount one that outlives this machine" if is_same else None
+        return (
+            "is on the disk of the run: mount one that outlives this machine" if is_same else None
+        )
 
-    def bring_back(self, allow_restart: bool = False, should_stop: Callable[[], bool] = lambda: False) -> int | None:
-        """Take the lease, and bring the folder up to what the store has; the step of the commit taken, if one was.
+    def bring_back(
+        self, allow_restart: bool = False, should_stop: Callable[[], bool] = lambda: False
+    ) -> int | None:
+        """Take the lease, and bring the folder up to what the store has; the step of the commit
+        taken, if one was.
 
-        Raises `RunBusy` (another machine trains this run), `RunDamaged`, `RunChanged`, `UserMistake` (the store refuses),
-        `NoSpace`, `Interrupted`; `StoreDown` when it doesn't answer and the folder alone does not hold the run.
+        Raises `RunBusyError` (another machine trains this run), `RunDamagedError`,
+        `RunChangedError`, `InputError` (the store refuses),
+        `DiskFullError`, `RunInterruptedError`; `StoreUnavailableError` when it doesn't answer and
+        the folder alone does not hold the run.
         """
         step = None
         try:
             words = self._lease.claim(self._patient(self.pace.answer_s), should_stop)
             step = self._catch_up(words, allow_restart)
-        except Lost as error:
+        except LeaseLostError as error:
             raise self._busy(str(error)) from error
         except StoreRefuses as error:
-            raise UserMistake(
+            raise InputError(
                 f"the store refuses: {error}",
                 where=f"output_store: {self._store.name}",
-                to_do="check the address, and the credentials in the environment (read, write, list, delete)",
+                to_do=(
+                    "check the address, and the credentials in the environment (read, write, list,"
+                    " delete)"
+                ),
             ) from error
-        except StoreFault as error:
+        except StoreError as error:
             if not (self.folder / RUN).exists():
-                raise StoreDown(
+                raise StoreUnavailableError(
                     f"the store does not answer ({error}), and this folder does not hold the run",
                     where=f"output_store: {self._store.name}",
-                    to_do="try the same command again when it does; without output_store the run would begin again",
+                    to_do=(
+                        "try the same command again when it does; without output_store the run"
+                        " would begin again"
+                    ),
                 ) from error
             self._lease.epoch = None
             self._warn(f"the store does not answer ({error}); the run goes on from this folder")
@@ -193,13 +233,15 @@ class Mirror:
             or (commits[0].step > 0 and not saves_in(self.folder / CHECKPOINTS))
         ):
             try:
-                commit, step, self._known[commit] = take_newest(store, self.folder, commits, words, self._warn)
-            except RunDamaged:
+                commit, step, self._known[commit] = take_newest(
+                    store, self.folder, commits, words, self._warn
+                )
+            except RunDamagedError:
                 if not allow_restart:
                     raise
                 self._warn("nothing whole is in the store: starting without it, as asked")
         elif commits:
-            with contextlib.suppress(Damaged, NoSuchObject):
+            with contextlib.suppress(DamagedFileError, NoSuchObject):
                 self._known[commits[0]] = objects_of(read_commit(store, commits[0]))
         if words and step is None:
             join_ledgers(self.folder / LEDGER, self.folder / "none", words)
@@ -207,7 +249,9 @@ class Mirror:
         return step
 
     def _seen_epoch(self) -> int:
-        """The epoch this folder held last, in this store: commits of later ones were made elsewhere."""
+        """The epoch this folder held last, in this store: commits of later ones were made
+        elsewhere.
+        """
         try:
             seen = read_json(self.folder / SEEN)
             return int(seen["epoch"]) if seen["store"] == self._store.name else 0
@@ -219,34 +263,49 @@ class Mirror:
 
     # ---- while the run goes on ----
 
-    def offer(self, step: int, checkpoints: Iterable[Path] = (), *, with_model: bool = False) -> None:
-        """Set aside what a commit of `step` needs, and let it be sent. Takes the time of some links. Never raises."""
+    def offer(
+        self, step: int, checkpoints: Iterable[Path] = (), *, with_model: bool = False
+    ) -> None:
+        """Set aside what a commit of `step` needs, and let it be sent. Takes the time of some
+        links. Never raises.
+        """
         try:
             sources = [path for checkpoint in checkpoints for path in checkpoint.iterdir()]
             if with_model:
                 sources += files_below(self.folder / MODEL)
-            self._set_aside(step, [path.relative_to(self.folder).as_posix() for path in sorted(sources)])
+            self._set_aside(
+                step, [path.relative_to(self.folder).as_posix() for path in sorted(sources)]
+            )
         except OSError as error:
-            self._said.append(f"the copy of step {step} could not be set aside for the store ({error})")
+            self._said.append(
+                f"the copy of step {step} could not be set aside for the store ({error})"
+            )
 
     def offer_last_words(self) -> None:
         """The newest commit once more, with ledger and receipt as they are now. Never raises."""
         if self._newest is not None and self._pending is None:
             again = (*SMALL, LOG_PARTS)
-            carried = [entry for entry in self._newest["files"] if entry["path"].partition("/")[0] not in again]
+            carried = [
+                entry
+                for entry in self._newest["files"]
+                if entry["path"].partition("/")[0] not in again
+            ]
             with contextlib.suppress(OSError):
                 self._set_aside(self._newest["step"], [], carried)
 
     def check(self) -> None:
-        """Say what there is to say; raises `RunBusy` when another machine has taken the run over."""
+        """Say what there is to say; raises `RunBusyError` when another machine has taken the run
+        over.
+        """
         while self._said:
             self._warn(self._said.pop(0))
         if self._lost is not None:
             raise self._busy(self._lost)
 
     def _set_aside(self, step: int, names: list[str], carried: Sequence[StoredFile] = ()) -> None:
-        """Link files, copy the small ones, and let the parcel be sent in place of one that waits. One that is not filled is
-        removed: its links would hold on to old checkpoints. Raises `OSError`."""
+        """Link files, copy the small ones, and let the parcel be sent in place of one that waits.
+        One that is not filled is removed: its links would hold on to old checkpoints. Raises
+        `OSError`."""
         make_private(self.folder / OUTBOX)
         folder = make_private(self.folder / OUTBOX / uuid.uuid4().hex[:12])
         try:
@@ -268,13 +327,15 @@ class Mirror:
         for name in names:
             shutil.copyfile(self.folder / name, folder / name)
         rest = self._log.bring_up()
-        parts = [f"{LOG_PARTS}/{name}" for name in (*self._log.digests, *([rest.name] if rest else []))]
+        parts = [
+            f"{LOG_PARTS}/{name}" for name in (*self._log.digests, *([rest.name] if rest else []))
+        ]
         for name in parts:
             _link(self.folder / OUTBOX / name, folder / name)
         return [*names, *parts]
 
-    def _busy(self, holder: str) -> RunBusy:
-        return RunBusy(
+    def _busy(self, holder: str) -> RunBusyError:
+        return RunBusyError(
             holder,
             where=f"output_store: {self._store.name}",
             to_do="wait for it, stop it, or give this job another output_store and output_dir",
@@ -289,10 +350,12 @@ class Mirror:
         return Retrying(self._store, total_s, self._stop, pause_s=self.pace.pause_s)
 
     def _words(self) -> list[Json]:
-        """The accounts of the newest attempts: spending that no commit holds yet travels with the lease. Each knows what
-        all before it have cost."""
+        """The accounts of the newest attempts: spending that no commit holds yet travels with the
+        lease. Each knows what all before it have cost."""
         try:
-            return [account.as_row() for account in read_ledger(self.folder / LEDGER).ordered[-N_WORDS:]]
+            return [
+                account.as_row() for account in read_ledger(self.folder / LEDGER).ordered[-N_WORDS:]
+            ]
         except OSError:
             return []
 
@@ -303,19 +366,23 @@ class Mirror:
             try:
                 if time.monotonic() - self._lease.renewed_at >= self.pace.renew_s / 2:
                     self._hold(self._patient(self.pace.answer_s))
-            except Lost as error:
+            except LeaseLostError as error:
                 self._lost = str(error)
                 return
             except Exception:  # the other thread warns that the store is away
                 continue
 
     def _hold(self, store: Store) -> None:
-        """Renew the lease, or take it late when the store was away at the start. Raises `Lost`, `StoreFault`."""
+        """Renew the lease, or take it late when the store was away at the start. Raises
+        `LeaseLostError`, `StoreError`.
+        """
         with self._late:
             if self._lease.epoch is None:
                 self._lease.claim(store, self._stop.is_set)
                 if any(commit.epoch > self._seen_epoch() for commit in list_commits(store)):
-                    raise Lost("the run has gone on elsewhere while the store could not be reached")
+                    raise LeaseLostError(
+                        "the run has gone on elsewhere while the store could not be reached"
+                    )
                 self._note_seen()
                 return
         self._lease.renew(store)
@@ -336,15 +403,21 @@ class Mirror:
                 if self._failing:
                     self._said.append(f"the store is back: the copy of step {parcel.step} is in it")
                 self._failing = False
-            except Lost as error:
+            except LeaseLostError as error:
                 self._lost = str(error)
-            except Damaged as error:
-                self._said.append(f"the checkpoint of step {parcel.step} is damaged on this disk ({error}): not copied")
-            except Exception as error:  # of whatever library: it must not end the run, nor go unsaid
+            except DamagedFileError as error:
+                self._said.append(
+                    f"the checkpoint of step {parcel.step} is damaged on this disk ({error}): not"
+                    " copied"
+                )
+            except (
+                Exception
+            ) as error:  # of whatever library: it must not end the run, nor go unsaid
                 is_done = False
                 if not self._failing:
                     self._said.append(
-                        f"the copy of step {parcel.step} has not reached the store ({error}); training goes on"
+                        f"the copy of step {parcel.step} has not reached the store ({error});"
+                        " training goes on"
                     )
                 self._failing = True
             with self._wake:
@@ -360,7 +433,9 @@ class Mirror:
                     self._wake.wait(self.pace.again_s)
 
     def _send(self, parcel: _Parcel, store: Store) -> None:
-        """Data first, the lease once more, the commit last; then what is older goes. Raises `Lost`, `StoreFault`, `Damaged`."""
+        """Data first, the lease once more, the commit last; then what is older goes. Raises
+        `LeaseLostError`, `StoreError`, `DamagedFileError`.
+        """
         if self._lease.epoch is None:
             self._hold(store)
         epoch = self._lease.epoch
@@ -380,20 +455,23 @@ class Mirror:
             "files": entries,
         }
         if not store.create(commit.key, seal(manifest).encode()):
-            raise Lost("another process committed in the name of this one")
+            raise LeaseLostError("another process committed in the name of this one")
         self._known[commit] = objects_of(manifest)
         self.delivered_step, self._newest = parcel.step, manifest
-        with contextlib.suppress(StoreFault):
+        with contextlib.suppress(StoreError):
             self._rotate(store)
 
     def _send_data(self, parcel: _Parcel, store: Store) -> list[StoredFile]:
-        """The entries of a parcel's files, each sent unless the store has it, all seen there with their size: also those of
-        earlier commits, as somebody may have emptied the store.
+        """The entries of a parcel's files, each sent unless the store has it, all seen there with
+        their size: also those of earlier commits, as somebody may have emptied the store.
 
-        Small ones are sent with each commit: damage to one that all share would leave no commit to fall back to.
+        Small ones are sent with each commit: damage to one that all share would leave no commit to
+        fall back to.
         """
         digests: dict[str, str] = {}
-        for name in {path.rpartition("/")[0] for path in parcel.files if path.startswith(f"{CHECKPOINTS}/")}:
+        for name in {
+            path.rpartition("/")[0] for path in parcel.files if path.startswith(f"{CHECKPOINTS}/")
+        }:
             files = verify_folder(parcel.folder / name)["files"]
             digests |= {f"{name}/{file['name']}": file["sha256"] for file in files}
         digests |= {f"{LOG_PARTS}/{name}": digest for name, digest in parcel.log_digests.items()}
@@ -402,24 +480,30 @@ class Mirror:
             local = parcel.folder / path
             digest = digests.get(path) or sha256_of(local)
             key = path, digest
-            there_already = [parcel.arrived] if path in SMALL else [parcel.arrived, *self._known.values()]
+            there_already = (
+                [parcel.arrived] if path in SMALL else [parcel.arrived, *self._known.values()]
+            )
             name = next((objects[key] for objects in there_already if key in objects), "")
             if not name:
                 name = f"{parcel.prefix}/{path}"
                 store.put(name, local)
                 parcel.arrived[key] = name
-            entries.append({"path": path, "size": local.stat().st_size, "sha256": digest, "object": name})
+            entries.append(
+                {"path": path, "size": local.stat().st_size, "sha256": digest, "object": name}
+            )
         sizes = {key: found.n_bytes for key, found in store.list("data/").items()}
         gone = {entry["object"] for entry in entries if sizes.get(entry["object"]) != entry["size"]}
         if gone:
             for objects in (parcel.arrived, *self._known.values()):
                 for key in [key for key, name in objects.items() if name in gone]:
                     del objects[key]
-            raise StoreFault(f"{plural(len(gone), 'file')} did not arrive whole, or were removed")
+            raise StoreError(f"{plural(len(gone), 'file')} did not arrive whole, or were removed")
         return entries
 
     def _rotate(self, store: Store) -> None:
-        """Keep the newest commits of `keep` steps; then remove objects that no commit names, others' only by age."""
+        """Keep the newest commits of `keep` steps; then remove objects that no commit names,
+        others' only by age.
+        """
         kept: dict[int, Commit] = {}
         gone = []
         for commit in list_commits(store):
@@ -432,12 +516,16 @@ class Mirror:
             if commit not in self._known:
                 try:
                     self._known[commit] = objects_of(read_commit(store, commit))
-                except (Damaged, RunChanged):
+                except (DamagedFileError, RunChangedError):
                     self._known[commit] = {}
         self._known = {commit: self._known[commit] for commit in kept.values()}
         named = {name for objects in self._known.values() for name in objects.values()}
         store.remove(
-            [key for key, entry in store.list("data/").items() if key not in named and self._is_old(key, entry)]
+            [
+                key
+                for key, entry in store.list("data/").items()
+                if key not in named and self._is_old(key, entry)
+            ]
         )
 
     def _is_old(self, key: str, entry: Entry) -> bool:
@@ -447,7 +535,9 @@ class Mirror:
     # ---- at the end ----
 
     def wait(self, seconds: float) -> bool:
-        """Wait until everything that was offered is in the store; False when time, or the store's chance, has run out."""
+        """Wait until everything that was offered is in the store; False when time, or the store's
+        chance, has run out.
+        """
         began = time.monotonic()
         with self._wake:
             self._wake.notify_all()
@@ -466,12 +556,15 @@ class Mirror:
         if not self.wait(seconds) and self._lost is None:
             there = "nothing" if self.delivered_step is None else f"step {self.delivered_step}"
             self._said.append(
-                f"the newest copy could not be brought to {self._store.name}: {there} of this attempt is there"
+                f"the newest copy could not be brought to {self._store.name}: {there} of this"
+                " attempt is there"
             )
         self._stop.set()
         if self._lost is None and not self._failing:
-            with contextlib.suppress(Lost, StoreFault):
-                self._lease.release(Retrying(self._store, min(5.0, seconds), pause_s=self.pace.pause_s))
+            with contextlib.suppress(LeaseLostError, StoreError):
+                self._lease.release(
+                    Retrying(self._store, min(5.0, seconds), pause_s=self.pace.pause_s)
+                )
         with self._wake:
             self._wake.notify_all()
         for thread in self._threads:
@@ -482,7 +575,9 @@ class Mirror:
 
 
 def _link(path: Path, target: Path) -> None:
-    """A link to a file that is never changed, which stays when the file goes; a copy where there are no links."""
+    """A link to a file that is never changed, which stays when the file goes; a copy where there
+    are no links.
+    """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         os.link(path, target)

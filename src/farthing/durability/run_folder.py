@@ -1,22 +1,21 @@
 """What a run folder holds, and whose run it is. A folder belongs to one run for good.
 
-job.json          the job as it was read, every default spelled out
-run.json          the run's id, what identifies it (settings, data, tokenizer, model), where and on which date it began, and
-                  under which rules
-log.jsonl         one line a step: loss, gradient norm, examples; one line an evaluation
-log.digest.json   what a long log says up to a place in it, so that a reader goes on from there
-ledger.jsonl      seconds and dollars of every attempt
-checkpoints/      see checkpoint.py
-model/            the trained model for others, with a manifest, see exported.py
-receipt.json      written when an attempt ends; report.html draws it
-measurements.json what each attempt took, see measurements.py
-plan.json         what was estimated before the first attempt, and how the planner would have it run; never written again
-settings.json     how the run is computed since its first step, see settings.py
-schedule.json     how many steps the budget buys, where the schedule is fitted to it
+job.json          the job as it was read, every default spelled out run.json          the run's id,
+what identifies it (settings, data, tokenizer, model), where and on which date it began, and
+                  under which rules log.jsonl         one line a step: loss, gradient norm,
+examples; one line an evaluation log.digest.json   what a long log says up to a place in it, so that
+a reader goes on from there ledger.jsonl      seconds and dollars of every attempt checkpoints/
+see checkpoint.py model/            the trained model for others, with a manifest, see exported.py
+receipt.json      written when an attempt ends; report.html draws it measurements.json what each
+attempt took, see measurements.py plan.json         what was estimated before the first attempt, and
+how the planner would have it run; never written again settings.json     how the run is computed
+since its first step, see settings.py schedule.json     how many steps the budget buys, where the
+schedule is fitted to it
 
-run.json, plan.json, settings.json and schedule.json decide the result. Each carries the sha256 of its own content, and each
-checkpoint's manifest a copy of all: one that is damaged or gone is written again from there, or the run is refused. Those of
-runs from before there were checksums are taken as they are, once.
+run.json, plan.json, settings.json and schedule.json decide the result. Each carries the sha256 of
+its own content, and each checkpoint's manifest a copy of all: one that is damaged or gone is
+written again from there, or the run is refused. Those of runs from before there were checksums are
+taken as they are, once.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import farthing
 from farthing.clock import today
 from farthing.durability.accounts import Witness, read_ledger, witnesses_in
 from farthing.durability.files import (
-    Damaged,
+    DamagedFileError,
     Json,
     make_private,
     parse_json,
@@ -45,16 +44,30 @@ from farthing.durability.files import (
     unseal,
     write_text,
 )
-from farthing.errors import RunChanged, RunDamaged
+from farthing.errors import RunChangedError, RunDamagedError
 
 DATA_NOTES = "data_notes.json"  # columns that are not used, and the like
-JOB, RUN, PLAN, SCHEDULE, SETTINGS = "job.json", "run.json", "plan.json", "schedule.json", "settings.json"
-LOG, LEDGER, RECEIPT, CHECKPOINTS, MODEL = "log.jsonl", "ledger.jsonl", "receipt.json", "checkpoints", "model"
+JOB, RUN, PLAN, SCHEDULE, SETTINGS = (
+    "job.json",
+    "run.json",
+    "plan.json",
+    "schedule.json",
+    "settings.json",
+)
+LOG, LEDGER, RECEIPT, CHECKPOINTS, MODEL = (
+    "log.jsonl",
+    "ledger.jsonl",
+    "receipt.json",
+    "checkpoints",
+    "model",
+)
 PAGE = "report.html"
 DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 """The files that decide the result."""
 EVALUATION, STANDARD_TASKS = "evaluation.json", "standard_tasks.json"
-"""What `farthing eval` has measured of the run's model: on held-out examples, and by tasks of lm-eval."""
+"""What `farthing eval` has measured of the run's model: on held-out examples, and by tasks of
+lm-eval.
+"""
 PUBLISHED = "published.json"
 """What of the run was sent to the Hub, and what is still to be."""
 COPIES = "run_files"
@@ -68,7 +81,9 @@ _SEAL = "sha256"
 Warn = Callable[[str], None]
 T = TypeVar("T")
 FormerNames = Callable[[Json, Any], Json]
-"""A run's facts and its job as it was kept -> what earlier versions wrote, by key, for the identity that the run has now."""
+"""A run's facts and its job as it was kept -> what earlier versions wrote, by key, for the identity
+that the run has now.
+"""
 
 
 # ---- files that decide ----
@@ -80,7 +95,7 @@ def keep(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def kept(path: Path) -> Json | None:
-    """What `keep` wrote; None where there is no such file. Raises `Damaged`.
+    """What `keep` wrote; None where there is no such file. Raises `DamagedFileError`.
 
     A file without a checksum is of an earlier farthing, and taken as it is.
     """
@@ -88,54 +103,68 @@ def kept(path: Path) -> Json | None:
 
 
 def kept_as(path: Path, read: Callable[[Json], T], warn: Warn) -> T | None:
-    """What `read` makes of a deciding file; None where there is none, or where nothing was saved by one that is damaged.
+    """What `read` makes of a deciding file; None where there is none, or where nothing was saved by
+    one that is damaged.
 
-    Raises `RunDamaged`.
+    Raises `RunDamagedError`.
     """
     try:
         values = kept(path)
         return None if values is None else read(values)
-    except (Damaged, ValueError, KeyError, TypeError) as error:
-        why = str(error) if isinstance(error, Damaged) else f"{path.name} holds something else"
+    except (DamagedFileError, ValueError, KeyError, TypeError) as error:
+        why = (
+            str(error)
+            if isinstance(error, DamagedFileError)
+            else f"{path.name} holds something else"
+        )
     if has_committed(path.parent):
-        raise RunDamaged(why, where=str(path), to_do="bring it back from a copy, or give the job another output_dir")
+        raise RunDamagedError(
+            why,
+            where=str(path),
+            to_do="bring it back from a copy, or give the job another output_dir",
+        )
     warn(f"{why}; nothing was saved by it: it is made anew")
     return None
 
 
 def _read(path: Path) -> tuple[Json | None, bool]:
-    """(value, whether it had a checksum). Raises `Damaged`."""
+    """(value, whether it had a checksum). Raises `DamagedFileError`."""
     try:
         text = path.read_text(encoding="utf-8")
         value = parse_json(text)
     except FileNotFoundError:
         return None, False
     except (OSError, ValueError) as error:
-        raise Damaged(f"{path.name} can't be read ({type(error).__name__})") from error
+        raise DamagedFileError(f"{path.name} can't be read ({type(error).__name__})") from error
     if not isinstance(value, dict):
-        raise Damaged(f"{path.name} holds something else")
+        raise DamagedFileError(f"{path.name} holds something else")
     last = list(value.values())[-1] if value else None
     # the checksum comes last: a digest there under another name is one whose name was damaged
-    is_sealed = _SEAL in value or (isinstance(last, str) and re.fullmatch(r"[0-9a-f]{64}", last) is not None)
+    is_sealed = _SEAL in value or (
+        isinstance(last, str) and re.fullmatch(r"[0-9a-f]{64}", last) is not None
+    )
     if is_sealed:
         value = unseal(text, path.name)
     return {key: item for key, item in value.items() if key != _SEAL}, is_sealed
 
 
 def copies_of(folder: Path, before: Mapping[str, Any] | None = None) -> Json:
-    """The deciding files of a run folder, for the manifest of a checkpoint. What is damaged or gone is as it was `before`."""
+    """The deciding files of a run folder, for the manifest of a checkpoint. What is damaged or gone
+    is as it was `before`.
+    """
     copies: Json = {}
     for name in DECIDING:
         copies[name] = (before or {}).get(name)
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(DamagedFileError):
             value = kept(folder / name)
             copies[name] = copies[name] if value is None else value
     return copies
 
 
 def mend(folder: Path, warn: Warn) -> None:
-    """Write the deciding files that are damaged, gone or without their checksum again from the newest checkpoint that has a
-    copy of them; runs without such a checkpoint are left as they are. Raises `OSError`."""
+    """Write the deciding files that are damaged, gone or without their checksum again from the
+    newest checkpoint that has a copy of them; runs without such a checkpoint are left as they are.
+    Raises `OSError`."""
     manifest = _newest_with_copies(folder)
     if manifest is None:
         return
@@ -146,7 +175,7 @@ def mend(folder: Path, warn: Warn) -> None:
             if is_sealed or (value is None and copy is None):
                 continue
             why = f"{name} is gone" if value is None else f"{name} has lost its checksum"
-        except Damaged as error:
+        except DamagedFileError as error:
             why = str(error)
         if copy is None:
             path.unlink(missing_ok=True)
@@ -157,10 +186,12 @@ def mend(folder: Path, warn: Warn) -> None:
 
 
 def _newest_with_copies(folder: Path) -> Json | None:
-    """The manifest of the newest checkpoint that has copies of the deciding files, of this run where that is known."""
+    """The manifest of the newest checkpoint that has copies of the deciding files, of this run
+    where that is known.
+    """
     run_id = run_id_of(folder)
     for save in saves_in(folder / CHECKPOINTS):
-        with contextlib.suppress(Damaged, OSError):
+        with contextlib.suppress(DamagedFileError, OSError):
             manifest = read_manifest(save.folder)
             copies = manifest.get(COPIES)
             is_ours = run_id is None or manifest.get("run_id") == run_id
@@ -179,9 +210,13 @@ class Save(NamedTuple):
 
 def saves_in(checkpoints: Path) -> list[Save]:
     """Every committed checkpoint in a folder that need not be there, newest first."""
-    paths = [path for path in checkpoints.iterdir() if path.is_dir()] if checkpoints.is_dir() else []
+    paths = (
+        [path for path in checkpoints.iterdir() if path.is_dir()] if checkpoints.is_dir() else []
+    )
     matches = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in paths)
-    return sorted((Save(int(match[1]), int(match[2]), path) for match, path in matches if match), reverse=True)
+    return sorted(
+        (Save(int(match[1]), int(match[2]), path) for match, path in matches if match), reverse=True
+    )
 
 
 def is_damaged(folder: Path) -> bool:
@@ -189,13 +224,15 @@ def is_damaged(folder: Path) -> bool:
     try:
         for name in DECIDING:
             kept(folder / name)
-    except Damaged:
+    except DamagedFileError:
         return True
     return False
 
 
 def has_committed(folder: Path) -> bool:
-    """Whether the run in a folder has ever saved a step, by its checkpoints, its model or its ledger."""
+    """Whether the run in a folder has ever saved a step, by its checkpoints, its model or its
+    ledger.
+    """
     return (
         bool(saves_in(folder / CHECKPOINTS))
         or (folder / MODEL).exists()
@@ -208,7 +245,7 @@ def run_id_of(folder: Path) -> str | None:
     try:
         facts = kept(folder / RUN)
         return None if facts is None else str(facts["run_id"])
-    except (Damaged, KeyError):
+    except (DamagedFileError, KeyError):
         return None
 
 
@@ -216,7 +253,7 @@ def is_finished(folder: Path) -> bool:
     """Whether the run in `folder` has come to its end, and its model is there."""
     try:
         return bool((kept(folder / RUN) or {}).get("finished")) and (folder / MODEL).is_dir()
-    except Damaged:
+    except DamagedFileError:
         return False
 
 
@@ -234,16 +271,20 @@ def keep_job(folder: Path, job: Mapping[str, Any], facts: Json) -> None:
 
 
 def kept_job(folder: Path) -> Json:
-    """The job of a run as it was read. Raises `RunDamaged` where it is not what was written."""
+    """The job of a run as it was read. Raises `RunDamagedError` where it is not what was written."""  # noqa: E501
     to_do = "run `farthing train` with the job once more: it writes the file again"
     try:
         text = (folder / JOB).read_text(encoding="utf-8")
         digest = (kept(folder / RUN) or {}).get("job_sha256")
         job = parse_json(text)
-    except (OSError, ValueError, Damaged) as error:
-        raise RunDamaged(f"can't be read ({type(error).__name__})", where=str(folder / JOB), to_do=to_do) from error
+    except (OSError, ValueError, DamagedFileError) as error:
+        raise RunDamagedError(
+            f"can't be read ({type(error).__name__})", where=str(folder / JOB), to_do=to_do
+        ) from error
     if not isinstance(job, dict) or digest not in (None, hashlib.sha256(text.encode()).hexdigest()):
-        raise RunDamaged("differs from what was written (sha256)", where=str(folder / JOB), to_do=to_do)
+        raise RunDamagedError(
+            "differs from what was written (sha256)", where=str(folder / JOB), to_do=to_do
+        )
     return job
 
 
@@ -251,10 +292,12 @@ def kept_job(folder: Path) -> Json:
 
 
 def evaluation_of(folder: Path, exported_step: int | None, name: str = EVALUATION) -> Json | None:
-    """What `farthing eval` has measured of the model of this step and kept under `name`; None where that can't be read."""
+    """What `farthing eval` has measured of the model of this step and kept under `name`; None where
+    that can't be read.
+    """
     try:
         values = kept(folder / name)
-    except Damaged:
+    except DamagedFileError:
         return None
     return values if values is not None and values.get("exported_step") == exported_step else None
 
@@ -262,17 +305,20 @@ def evaluation_of(folder: Path, exported_step: int | None, name: str = EVALUATIO
 # ---- whose run it is ----
 
 RULES = 4
-"""What a run began under and keeps. 1: weights are decayed by their dimensions, and losses that farthing does not compute
-are left out; 2: weights are decayed by their names, and such losses are refused; 3: of a tokenizer's several chat templates
-none is passed over for farthing's own; 4: a loss of tokens after the next is refused."""
+"""What a run began under and keeps. 1: weights are decayed by their dimensions, and losses that
+farthing does not compute are left out; 2: weights are decayed by their names, and such losses are
+refused; 3: of a tokenizer's several chat templates none is passed over for farthing's own; 4: a
+loss of tokens after the next is refused."""
 
 
 def rules_of(folder: Path) -> int:
-    """The rules that the run in `folder` began under; those of today where none has begun. Raises `RunDamaged`."""
+    """The rules that the run in `folder` began under; those of today where none has begun. Raises
+    `RunDamagedError`.
+    """
     try:
         facts = kept(folder / RUN)
-    except Damaged as error:
-        raise RunDamaged(
+    except DamagedFileError as error:
+        raise RunDamagedError(
             str(error),
             where=str(folder / RUN),
             to_do="bring it back from a copy, or give the job another output_dir",
@@ -281,7 +327,7 @@ def rules_of(folder: Path) -> int:
         return RULES
     rules = facts.get("rules", 1)
     if rules not in range(1, RULES + 1):
-        raise RunDamaged(
+        raise RunDamagedError(
             f"it began under rules {rules!r}, this version of farthing knows rules up to {RULES}",
             where=str(folder / RUN),
             to_do="pip install --upgrade farthing",
@@ -290,7 +336,9 @@ def rules_of(folder: Path) -> int:
 
 
 class Began(NamedTuple):
-    """When a run began, and how it makes tokens of rows: what later attempts, plans and other machines go by."""
+    """When a run began, and how it makes tokens of rows: what later attempts, plans and other
+    machines go by.
+    """
 
     date: str
     """ISO date."""
@@ -300,31 +348,40 @@ class Began(NamedTuple):
 def began(folder: Path, text_version: int) -> Began:
     """As `run.json` says; of a run that is yet to begin: today, with `text_version`.
 
-    A run from before dates were noted began on the day its run.json was made, and has text version 1 unless it says so.
+    A run from before dates were noted began on the day its run.json was made, and has text version
+    1 unless it says so.
     """
     try:
         facts = kept(folder / RUN)
         if facts is not None:
             version = int(facts["identity"].get("tokenization.version", 1))
-            day = facts.get("date") or datetime.fromisoformat(facts["started"]).astimezone().date().isoformat()
+            day = (
+                facts.get("date")
+                or datetime.fromisoformat(facts["started"]).astimezone().date().isoformat()
+            )
             return Began(str(date.fromisoformat(day)), version)
-    except (Damaged, ValueError, KeyError, TypeError, AttributeError):
+    except (DamagedFileError, ValueError, KeyError, TypeError, AttributeError):
         pass  # damaged: `claim` says so
     return Began(today().isoformat(), text_version)
 
 
 def same_examples(folder: Path, facts: Json, sha256: str) -> Json:
-    """Note which examples the run has, or check that they are those it began with. Raises `RunChanged`."""
+    """Note which examples the run has, or check that they are those it began with. Raises
+    `RunChangedError`.
+    """
     before = facts.get(EXAMPLES)
     if before is None:
         facts = {**facts, EXAMPLES: sha256}
         keep(folder / RUN, facts)
     elif before != sha256:
-        raise RunChanged(
-            "this run began with other examples: the same rows gave other tokens, or were split in another way",
+        raise RunChangedError(
+            "this run began with other examples: the same rows gave other tokens, or were split in"
+            " another way",
             where=str(folder),
-            to_do="continue it with the versions of farthing, transformers and tokenizers that it began with, or give the"
-            " job another output_dir",
+            to_do=(
+                "continue it with the versions of farthing, transformers and tokenizers that it"
+                " began with, or give the job another output_dir"
+            ),
         )
     return facts
 
@@ -340,7 +397,8 @@ def claim(
 ) -> Json:
     """Write what this run is, or check that the folder's run is this one, and return its facts.
 
-    A run that has saved nothing yet follows the job as it is now. Raises `RunChanged`, `RunDamaged`.
+    A run that has saved nothing yet follows the job as it is now. Raises `RunChangedError`,
+    `RunDamagedError`.
     """
     facts = _facts_of(folder, warn, allow_restart=allow_restart)
     if facts is None:
@@ -362,25 +420,36 @@ def claim(
         job = read_json(folder / JOB)
     except (OSError, ValueError):
         job = None
-    changed = _changed(facts["identity"], now, former(facts, job) if facts["identity"] != now else {})
+    changed = _changed(
+        facts["identity"], now, former(facts, job) if facts["identity"] != now else {}
+    )
     if changed and has_committed(folder):
         model = folder / MODEL
         further = f" (to train its result further: model: {model})" if model.is_dir() else ""
-        raise RunChanged(
+        raise RunChangedError(
             "this folder holds a run of something else:\n    " + "\n    ".join(changed),
             where=str(folder),
             to_do=f"undo the change to continue it, or give the job another output_dir{further}",
         )
     if changed:
-        warn(f"the run in this folder has no checkpoint yet, so it uses the job as it is now ({'; '.join(changed)})")
+        warn(
+            "the run in this folder has no checkpoint yet, so it uses the job as it is now"
+            f" ({'; '.join(changed)})"
+        )
         for name in (PLAN, SETTINGS, SCHEDULE):
             (folder / name).unlink(missing_ok=True)
         facts = {key: value for key, value in facts.items() if key not in _OF_ATTEMPTS}
         facts["machine"] = machine
-    moved = [f"{key} {facts['machine'].get(key)} -> {value}" for key, value in machine.items()
-             if facts["machine"].get(key) != value]  # fmt: skip
+    moved = [
+        f"{key} {facts['machine'].get(key)} -> {value}"
+        for key, value in machine.items()
+        if facts["machine"].get(key) != value
+    ]
     if moved and not facts.get("finished"):
-        warn(f"resumed under other conditions ({'; '.join(moved)}): equal to rounding, not to the bit")
+        warn(
+            f"resumed under other conditions ({'; '.join(moved)}): equal to rounding, not to"
+            " the bit"
+        )
     if facts["identity"] != now or changed:
         facts["identity"] = now
         keep(folder / RUN, facts)
@@ -389,39 +458,53 @@ def claim(
 
 
 def _seal_all(folder: Path) -> None:
-    """Give the deciding files of an earlier farthing their checksums; one that is damaged is for its reader to refuse."""
+    """Give the deciding files of an earlier farthing their checksums; one that is damaged is for
+    its reader to refuse.
+    """
     for name in DECIDING:
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(DamagedFileError):
             value, is_sealed = _read(folder / name)
             if value is not None and not is_sealed:
                 keep(folder / name, value)
 
 
 def unclaim(folder: Path) -> None:
-    """Take back what a run that has saved nothing says of itself; its ledger stays. Raises `OSError`."""
+    """Take back what a run that has saved nothing says of itself; its ledger stays. Raises
+    `OSError`.
+    """
     if not has_committed(folder):
         for name in (*DECIDING, JOB):
             (folder / name).unlink(missing_ok=True)
 
 
 def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> Json | None:
-    """What the folder's run says of itself; None where there is none. Raises `RunDamaged` where steps would be lost."""
+    """What the folder's run says of itself; None where there is none. Raises `RunDamagedError`
+    where steps would be lost.
+    """
     why = f"{RUN} is gone"
     try:
         facts = kept(folder / RUN)
         if facts is not None:
-            if not isinstance(facts.get("identity"), dict) or not isinstance(facts.get("run_id"), str):
-                raise Damaged(f"{RUN} holds something else")
-            return {**facts, "machine": facts["machine"] if isinstance(facts.get("machine"), dict) else {}}
+            if not isinstance(facts.get("identity"), dict) or not isinstance(
+                facts.get("run_id"), str
+            ):
+                raise DamagedFileError(f"{RUN} holds something else")
+            return {
+                **facts,
+                "machine": facts["machine"] if isinstance(facts.get("machine"), dict) else {},
+            }
         if not has_committed(folder):
             return None
-    except Damaged as error:
+    except DamagedFileError as error:
         why = str(error)
     if has_committed(folder) and not allow_restart:
-        raise RunDamaged(
+        raise RunDamagedError(
             f"{why}: it is not known which run this is",
             where=str(folder / RUN),
-            to_do="bring it back from a copy, give the job another output_dir, or start again with --allow-restart",
+            to_do=(
+                "bring it back from a copy, give the job another output_dir, or start again with"
+                " --allow-restart"
+            ),
         )
     warn(f"{why}, and no checkpoint is left: the run begins again")
     return None
@@ -432,7 +515,8 @@ def _changed(before: Json, now: Json, former: Json) -> list[str]:
     return [
         f"{key}: {_brief(before.get(key))} -> {_brief(now.get(key))}"
         for key in {**before, **now}
-        if before.get(key) != now.get(key) and not (key in former and before.get(key) == former[key])
+        if before.get(key) != now.get(key)
+        and not (key in former and before.get(key) == former[key])
     ]
 
 

@@ -1,11 +1,14 @@
-"""Tensors of a GPU as they are now, on their way to the disk while the next forward and backward pass run.
+"""Tensors of a GPU as they are now, on their way to the disk while the next forward and backward
+pass run.
 
-The thread that writes a checkpoint fetches them in pieces, through two pinned buffers, on a stream of its own. Weights and
-state do not change before the next update, and the trainer waits for `is_copied` before it begins that, so nothing has to be
-copied on the GPU. Copies go to main memory where they take no more than half of what is free there; else straight into the
-file, which holds the update up for as long as the disk takes. Never run on a GPU so far.
+The thread that writes a checkpoint fetches them in pieces, through two pinned buffers, on a stream
+of its own. Weights and state do not change before the next update, and the trainer waits for
+`is_copied` before it begins that, so nothing has to be copied on the GPU. Copies go to main memory
+where they take no more than half of what is free there; else straight into the file, which holds
+the update up for as long as the disk takes. Never run on a GPU so far.
 
-Refuses tensors in main memory, and small ones: those are copied at once by whoever takes the snapshot.
+Refuses tensors in main memory, and small ones: those are copied at once by whoever takes the
+snapshot.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from torch import Tensor
 
 PIECE_BYTES = 32 << 20
 AT_ONCE_BYTES = 1 << 20
-"""Tensors up to this are copied at once: buffers, which a forward pass may change, are among them."""
+"""Tensors up to this are copied at once: buffers, which a forward pass may change, are among them.
+"""
 HOST_SHARE = 0.5
 DTYPES = {
     torch.float64: "F64",
@@ -44,16 +48,20 @@ class Lane(Protocol):
     """A way from the device to main memory, beside the one on which training computes."""
 
     def fetch(self, piece: Tensor, number: int) -> tuple[Tensor, Any]:
-        """Begin to copy bytes [n] into buffer `number`; returns what they will be in, and an event to `synchronize`."""
+        """Begin to copy bytes [n] into buffer `number`; returns what they will be in, and an event
+        to `synchronize`.
+        """
 
 
 class CudaLane:
-    """A stream of its own. What was queued before the lane was made is done before its first copy."""
+    """A stream of its own. What was queued before the lane was made is done before its first copy."""  # noqa: E501
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._buffers = [
+            torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
 
     def fetch(self, piece: Tensor, number: int) -> tuple[Tensor, Any]:
         """See `Lane`."""
@@ -71,7 +79,9 @@ def can_wait(tensor: Tensor) -> bool:
 def fetched_together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Small tensors of a GPU in main memory, by the piece: each copy from there is waited for."""
     found, held, n_bytes = dict[str, Tensor](), list[str](), 0
-    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that all are aligned
+    order = sorted(
+        tensors, key=lambda name: -tensors[name].dtype.itemsize
+    )  # so that all are aligned
     for name in order:
         held.append(name)
         n_bytes += tensors[name].nbytes
@@ -88,7 +98,9 @@ def fetched_together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Later:
-    """Tensors that are still where training has them. Only the thread that writes calls `fetch` and `write`."""
+    """Tensors that are still where training has them. Only the thread that writes calls `fetch` and
+    `write`.
+    """
 
     def __init__(self, tensors: dict[str, dict[str, Tensor]], lane: Lane) -> None:
         self._tensors, self._lane = tensors, lane
@@ -123,11 +135,15 @@ class Later:
             self.release()
 
     def copies(self, part: str) -> dict[str, Tensor]:
-        """The tensors of a part: after `fetch` their copies in main memory, if that is where they go."""
+        """The tensors of a part: after `fetch` their copies in main memory, if that is where they
+        go.
+        """
         return self._tensors[part]
 
     def write(self, part: str, more: dict[str, Tensor], path: Path) -> None:
-        """Write a part as a file of safetensors, with what was copied at once: large numbers first, so that all are aligned."""
+        """Write a part as a file of safetensors, with what was copied at once: large numbers first,
+        so that all are aligned.
+        """
         own = self._tensors[part]
         tensors = {**more, **own}
         order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -135,17 +151,25 @@ class Later:
         for name in order:
             begin, end = end, end + tensors[name].nbytes
             shape = list(tensors[name].shape)
-            header[name] = {"dtype": DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+            header[name] = {
+                "dtype": DTYPES[tensors[name].dtype],
+                "shape": shape,
+                "data_offsets": [begin, end],
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         with open(path, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in order:
-                for piece in self._pieces(tensors[name]) if name in own else [_bytes_of(tensors[name])]:
+                for piece in (
+                    self._pieces(tensors[name]) if name in own else [_bytes_of(tensors[name])]
+                ):
                     file.write(memoryview(piece.numpy()))
 
     def _pieces(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Its bytes in main memory, piece by piece; each is there until the next but one is asked for."""
+        """Its bytes in main memory, piece by piece; each is there until the next but one is asked
+        for.
+        """
         flat, under_way = _bytes_of(tensor), deque[tuple[Tensor, Any]]()
         for number, start in enumerate(range(0, len(flat), PIECE_BYTES)):
             under_way.append(self._lane.fetch(flat[start : start + PIECE_BYTES], number % 2))

@@ -1,7 +1,9 @@
-"""Where the seconds of an attempt went over time: a few dozen stretches, whose spans add up to those of the attempt.
+"""Where the seconds of an attempt went over time: a few dozen stretches, whose spans add up to
+those of the attempt.
 
-A stretch is a list [last step, tokens of the run at its end, saves in it, {span: seconds}]. As an attempt grows neighbours are
-joined, so that all stay about equally long. Refuses to know what a span means.
+A stretch is a list [last step, tokens of the run at its end, saves in it, {span: seconds}]. As an
+attempt grows neighbours are joined, so that all stay about equally long. Refuses to know what a
+span means.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ N_STRETCHES = 32
 T = TypeVar("T")
 
 
-def note(stretches: list[Stretch], step: int, tokens: int, n_saves: int, spans: Mapping[str, float]) -> list[Stretch]:
-    """The stretches of an attempt that stands at `step`, with `n_saves` saves and `spans` in all."""
+def note(
+    stretches: list[Stretch], step: int, tokens: int, n_saves: int, spans: Mapping[str, float]
+) -> list[Stretch]:
+    """The stretches of an attempt that stands at `step`, with `n_saves` saves and `spans` in all."""  # noqa: E501
     before: dict[str, float] = {}
     for stretch in stretches:
         for name, seconds in stretch[3].items():
             before[name] = before.get(name, 0.0) + seconds
     new = {name: round(seconds - before.get(name, 0.0), 3) for name, seconds in spans.items()}
-    stretches = _taken_back(stretches, {name: -seconds for name, seconds in new.items() if seconds < 0})
+    stretches = _taken_back(
+        stretches, {name: -seconds for name, seconds in new.items() if seconds < 0}
+    )
     newest: Stretch = [
         max(step, 0),
         max(tokens, 0),
@@ -42,7 +48,9 @@ def joined(one: Stretch, other: Stretch) -> Stretch:
     return [other[0], max(one[1], other[1]), one[2] + other[2], spans]
 
 
-def thinned(series: list[list[T]], most: int, join: Callable[[list[T], list[T]], list[T]] = joined) -> list[list[T]]:
+def thinned(
+    series: list[list[T]], most: int, join: Callable[[list[T], list[T]], list[T]] = joined
+) -> list[list[T]]:
     """At most so many: neighbours are joined in pairs until it is so."""
     while len(series) > most:
         pairs = [series[i : i + 2] for i in range(0, len(series), 2)]
@@ -52,11 +60,21 @@ def thinned(series: list[list[T]], most: int, join: Callable[[list[T], list[T]],
 
 def read(values: Any) -> list[Stretch]:
     """What of a line's value are stretches."""
-    lists = [list(value) for value in values if isinstance(value, list)] if isinstance(values, list) else []
+    lists = (
+        [list(value) for value in values if isinstance(value, list)]
+        if isinstance(values, list)
+        else []
+    )
     return [
-        stretch for stretch in lists if len(stretch) == 4 and isinstance(stretch[3], dict)
-        and all(isinstance(each, int | float) and 0 <= each < 1e18 for each in [*stretch[:3], *stretch[3].values()])
-    ]  # fmt: skip
+        stretch
+        for stretch in lists
+        if len(stretch) == 4
+        and isinstance(stretch[3], dict)
+        and all(
+            isinstance(each, int | float) and 0 <= each < 1e18
+            for each in [*stretch[:3], *stretch[3].values()]
+        )
+    ]
 
 
 def _seconds(stretch: Stretch) -> float:

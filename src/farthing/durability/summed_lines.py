@@ -1,7 +1,8 @@
-"""Append-only logs whose every line carries a checksum of its own, so that a damaged line is found and the others are kept.
+"""Append-only logs whose every line carries a checksum of its own, so that a damaged line is found
+and the others are kept.
 
-Lines from before there were checksums are taken as they are, as long as they stand before the first line with one. Refuses
-to know what a line says.
+Lines from before there were checksums are taken as they are, as long as they stand before the first
+line with one. Refuses to know what a line says.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ _TAIL = re.compile(rb', "(\w+)": "([0-9a-f]{8})"\}')
 
 
 def line_of(row: Json, key: str = SUM, *, ensure_ascii: bool = False) -> str:
-    """A row as a line without its end, with the CRC-32 of its own content, eight hex digits, as its last value."""
+    """A row as a line without its end, with the CRC-32 of its own content, eight hex digits, as its
+    last value.
+    """
     text = json.dumps(row, allow_nan=False, ensure_ascii=ensure_ascii)
     return f'{text[:-1]}, "{key}": "{zlib.crc32(text.encode()):08x}"}}'
 
 
 def read_line(line: bytes, key: str = SUM) -> tuple[Json | None, bool]:
-    """(the row of a line without its checksum, whether it had one); None in place of a row that is damaged."""
+    """(the row of a line without its checksum, whether it had one); None in place of a row that is
+    damaged.
+    """
     text, is_summed = checked(line, key.encode())
     row = None
     with contextlib.suppress(ValueError):
@@ -45,13 +50,17 @@ def newest_lines(path: Path, most_bytes: int) -> list[bytes]:
         with open(path, "rb") as file:
             start = max(0, file.seek(0, 2) - most_bytes)
             file.seek(start)
-            return file.read().split(b"\n")[1 if start else 0 :]  # the first is from the middle of a line
+            return file.read().split(b"\n")[
+                1 if start else 0 :
+            ]  # the first is from the middle of a line
     except OSError:
         return []
 
 
 def checked(line: bytes, key: bytes = SUM.encode()) -> tuple[bytes | None, bool]:
-    """(a line's text without its checksum, whether it had one), not taken apart; None in place of text that is damaged."""
+    """(a line's text without its checksum, whether it had one), not taken apart; None in place of
+    text that is damaged.
+    """
     whole, n_bytes = line.rstrip(b"\n"), len(key) + len(b', "": "01234567"}')
     found = _TAIL.fullmatch(whole[-n_bytes:])  # a line may be long: only its end is looked at
     if found is None or found[1] != key:
@@ -69,7 +78,9 @@ def append_line(path: Path, row: Json) -> None:
 
 
 class SummedLines:
-    """An append-only log of one JSON object a line, each with its checksum. Damaged lines are left out when it is read."""
+    """An append-only log of one JSON object a line, each with its checksum. Damaged lines are left
+    out when it is read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,9 +89,11 @@ class SummedLines:
         self._file: IO[bytes] | None = None
 
     def append(self, row: Json) -> None:
-        """Hand one line to the operating system: it survives the death of this process. Raises `OSError`.
+        """Hand one line to the operating system: it survives the death of this process. Raises
+        `OSError`.
 
-        It is one write: processes that do so together don't tear each other's lines. After a torn one a new one is begun.
+        It is one write: processes that do so together don't tear each other's lines. After a torn
+        one a new one is begun.
         """
         if self._file is None:
             self._file = open_own(self.path, "ab+")
@@ -102,7 +115,9 @@ class SummedLines:
             self._file = None
 
     def rows(self) -> Iterator[Json]:
-        """Every whole line without its checksum, in order. The last one may have been torn by a kill: it is not counted."""
+        """Every whole line without its checksum, in order. The last one may have been torn by a
+        kill: it is not counted.
+        """
         self.damaged, has_sums = [], False
         if not self.path.exists():
             return

@@ -1,8 +1,9 @@
-"""A run begun again until it ends: after an interruption, a crash or a kill, each attempt in a process of its own.
+"""A run begun again until it ends: after an interruption, a crash or a kill, each attempt in a
+process of its own.
 
-A loop that ends: what repeats itself is not tried a third time, and attempts that commit nothing are counted. Signals are
-handed to the child, which saves and leaves; then nothing is begun again. Refuses to import torch, to know what a job is,
-and to print: it tells `say`.
+A loop that ends: what repeats itself is not tried a third time, and attempts that commit nothing
+are counted. Signals are handed to the child, which saves and leaves; then nothing is begun again.
+Refuses to import torch, to know what a job is, and to print: it tells `say`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ def standing(folder: Path) -> Standing:
     if not accounts:
         return Standing()
     said = [each["notice"] for each in accounts[-1].notices]
-    leaving = [str(note.get("what")) for note in said if note.get("is_certain") and note.get("source") != "signal"]
+    leaving = [
+        str(note.get("what"))
+        for note in said
+        if note.get("is_certain") and note.get("source") != "signal"
+    ]
     committed = max(0, *(account.committed for account in accounts))
     return Standing(accounts[-1].step, committed, leaving[-1] if leaving else "")
 
@@ -110,18 +115,25 @@ class Supervisor:
                 self._say(f"not begun again on a machine that goes: {stands.leaving}")
                 return code
             if code == EXIT_CRASH and crashed_at == stands.step:
-                self._say(f"it crashed twice in a row after step {stands.step:,}, and would again; see its words above")
+                self._say(
+                    f"it crashed twice in a row after step {stands.step:,}, and would again; see"
+                    " its words above"
+                )
                 return code
             crashed_at = stands.step if code == EXIT_CRASH else None
             n_in_vain = 0 if stands.committed > stood.committed else n_in_vain + 1
             if n_in_vain >= self._tries:
                 self._say(
-                    f"{plural(n_in_vain, 'attempt')} in a row saved nothing new; stopped after {how_it_ended(code)}"
+                    f"{plural(n_in_vain, 'attempt')} in a row saved nothing new; stopped after"
+                    f" {how_it_ended(code)}"
                 )
                 return code if code > 0 else EXIT_CRASH
             stood = stands
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**n_in_vain)
-            self._say(f"{how_it_ended(code)} after step {stands.step:,}; begun again in {say_seconds(pause_s)}")
+            self._say(
+                f"{how_it_ended(code)} after step {stands.step:,}; begun again in"
+                f" {say_seconds(pause_s)}"
+            )
             self._pause(pause_s)
         return EXIT_INTERRUPTED
 
@@ -153,8 +165,8 @@ def begin(
     stderr: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """`farthing` with these arguments as a child that signals of the terminal reach only through us, and that is asked to
-    leave when we die; `environ` besides what we have."""
+    """`farthing` with these arguments as a child that signals of the terminal reach only through
+    us, and that is asked to leave when we die; `environ` besides what we have."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def follow() -> None:

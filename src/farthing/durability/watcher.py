@@ -1,9 +1,9 @@
-"""A second process that keeps the time of this one while it can't: loading a library of a gigabyte holds Python's one lock
-for seconds, in which no thread of ours runs.
+"""A second process that keeps the time of this one while it can't: loading a library of a gigabyte
+holds Python's one lock for seconds, in which no thread of ours runs.
 
-The watcher is forked before anything large is there. It calls `beat` again and again until this process stops it or dies,
-then once more, so that even the moment of a SIGKILL is on the bill. Refuses to outlive whom it watches: it ends when the
-pipe between them does.
+The watcher is forked before anything large is there. It calls `beat` again and again until this
+process stops it or dies, then once more, so that even the moment of a SIGKILL is on the bill.
+Refuses to outlive whom it watches: it ends when the pipe between them does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Watcher:
 
 
 def watch(beat: Callable[[], None], file: int, every_s: float) -> Watcher:
-    """Have a fork of this process call `beat` every so many seconds. Of open files it keeps `file` only. Raises `OSError`."""
+    """Have a fork of this process call `beat` every so many seconds. Of open files it keeps `file`
+    only. Raises `OSError`.
+    """
     listens, pipe = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -52,7 +54,9 @@ def watch(beat: Callable[[], None], file: int, every_s: float) -> Watcher:
 
 
 def _close_all_but(*kept: int) -> None:
-    """Close what is not ours to hold: the folder's lock, pipes that somebody reads, the pipe to ourselves."""
+    """Close what is not ours to hold: the folder's lock, pipes that somebody reads, the pipe to
+    ourselves.
+    """
     ends = [-1, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
     for after, before in itertools.pairwise(ends):
         os.closerange(after + 1, min(before, 1 << 16))

@@ -1,9 +1,11 @@
-"""A merged model in compressed-tensors form, with fewer bits to a weight, as vLLM, SGLang and transformers load it.
+"""A merged model in compressed-tensors form, with fewer bits to a weight, as vLLM, SGLang and
+transformers load it.
 
-Without calibration: each weight is rounded to the nearest step between the smallest and the largest of its group (of its row
-for fp8, whose activations are scaled as they come). Weights go through one at a time, from file to file; what is no matrix of
-a layer, the output layer, heads and the choice between experts stay in bf16. Refuses, before a byte is written, models of
-which nothing would be compressed and those that transformers does not load in this form.
+Without calibration: each weight is rounded to the nearest step between the smallest and the largest
+of its group (of its row for fp8, whose activations are scaled as they come). Weights go through one
+at a time, from file to file; what is no matrix of a layer, the output layer, heads and the choice
+between experts stay in bf16. Refuses, before a byte is written, models of which nothing would be
+compressed and those that transformers does not load in this form.
 """
 
 from __future__ import annotations
@@ -19,18 +21,27 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from farthing.durability.files import read_json
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.model.hollow import skeleton
 from farthing.model.load import auto_class
 
 METHODS = {
-    "fp8": "FP8_DYNAMIC: weights by row and activations by token in 8-bit floats, rounded to nearest",
-    "w8a16": "W8A16: weights in 8-bit integers by groups of {group}, rounded to nearest (no calibration)",
-    "w4a16": "W4A16: weights in 4-bit integers by groups of {group}, rounded to nearest (no calibration)",
+    "fp8": (
+        "FP8_DYNAMIC: weights by row and activations by token in 8-bit floats, rounded to nearest"
+    ),
+    "w8a16": (
+        "W8A16: weights in 8-bit integers by groups of {group}, rounded to nearest (no calibration)"
+    ),
+    "w4a16": (
+        "W4A16: weights in 4-bit integers by groups of {group}, rounded to nearest (no calibration)"
+    ),
 }
 GROUPS = (128, 64, 32)
-WHOLE = frozenset({"score", "classifier", "lm_head", "qa_outputs", "gate", "router", "shared_expert_gate"})
-"""Parts of the names of layers that keep all their bits: heads, and what chooses between experts."""
+WHOLE = frozenset(
+    {"score", "classifier", "lm_head", "qa_outputs", "gate", "router", "shared_expert_gate"}
+)
+"""Parts of the names of layers that keep all their bits: heads, and what chooses between experts.
+"""
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
@@ -49,19 +60,31 @@ class Compression:
 
     def in_words(self) -> str:
         """How it is done."""
-        odd = f"; {self.n_odd} layers whose width is no multiple of {self.group} stay whole" if self.n_odd else ""
+        odd = (
+            f"; {self.n_odd} layers whose width is no multiple of {self.group} stay whole"
+            if self.n_odd
+            else ""
+        )
         return METHODS[self.form].format(group=self.group) + odd
 
 
-def plan_compressed(config: Any, task: str, form: str, *, trust_remote_code: bool = False) -> Compression:
-    """What is compressed of a model by its configuration. Raises `UserMistake` for what can't be."""
+def plan_compressed(
+    config: Any, task: str, form: str, *, trust_remote_code: bool = False
+) -> Compression:
+    """What is compressed of a model by its configuration. Raises `InputError` for what can't be."""
     model = skeleton(auto_class(task), config, trust_remote_code=trust_remote_code)
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     output = model.get_output_embeddings()
-    heads = {name for name, module in linear.items() if module is output or WHOLE & set(name.split("."))}
+    heads = {
+        name for name, module in linear.items() if module is output or WHOLE & set(name.split("."))
+    }
     body = {name: module.in_features for name, module in linear.items() if name not in heads}
     if not body:
-        raise UserMistake(
+        raise InputError(
             f"none of the layers of a {config.model_type} can be compressed",
             where=f"--format {form}",
             to_do="use --format merged, or gguf where llama.cpp has the family",
@@ -71,8 +94,9 @@ def plan_compressed(config: Any, task: str, form: str, *, trust_remote_code: boo
         widest = max(body.values(), key=list(body.values()).count)
         group = next((size for size in GROUPS if widest % size == 0), 0)
         if not group:
-            raise UserMistake(
-                f"the model's width {widest} is no multiple of {GROUPS[-1]}, the smallest group of weights",
+            raise InputError(
+                f"the model's width {widest} is no multiple of {GROUPS[-1]}, the smallest group of"
+                " weights",
                 where=f"--format {form}",
                 to_do="use --format fp8, or gguf where llama.cpp has the family",
             )
@@ -83,7 +107,9 @@ def plan_compressed(config: Any, task: str, form: str, *, trust_remote_code: boo
 
 
 def _rehearse(model: Any, plan: Compression) -> None:
-    """Do with a model without weights what transformers does when it loads the folder. Raises `UserMistake`."""
+    """Do with a model without weights what transformers does when it loads the folder. Raises
+    `InputError`.
+    """
     settings = _settings(plan)
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import apply_quantization_config
@@ -98,8 +124,10 @@ def _rehearse(model: Any, plan: Compression) -> None:
         for name in model.all_tied_weights_keys:
             model.get_parameter(name)
         model.initialize_weights()
-    except Exception as error:  # of a library, in the middle of a family that it does not know in this form
-        raise UserMistake(
+    except (
+        Exception
+    ) as error:  # of a library, in the middle of a family that it does not know in this form
+        raise InputError(
             f"transformers does not load a {model.config.model_type} in this form ({error})",
             where=f"--format {plan.form}",
             to_do="use --format merged or fp8" if plan.form != "fp8" else "use --format merged",
@@ -107,14 +135,19 @@ def _rehearse(model: Any, plan: Compression) -> None:
 
 
 def _settings(plan: Compression) -> Any:
-    """The `QuantizationConfig` of a plan. Raises `UserMistake` that says how to get the package."""
+    """The `QuantizationConfig` of a plan. Raises `InputError` that says how to get the package."""
     try:
         from compressed_tensors.logger import logger
-        from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+        from compressed_tensors.quantization import (
+            QuantizationArgs,
+            QuantizationConfig,
+            QuantizationScheme,
+        )
         from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
     except ImportError as error:
-        raise UserMistake(
-            f"such folders are written with compressed-tensors, which is not installed ({error.name})",
+        raise InputError(
+            "such folders are written with compressed-tensors, which is not installed"
+            f" ({error.name})",
             where="--format",
             to_do="pip install 'farthing[export]'",
         ) from error
@@ -123,7 +156,9 @@ def _settings(plan: Compression) -> Any:
         scheme = preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
     else:
         bits = 8 if plan.form == "w8a16" else 4
-        weights = QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=plan.group)
+        weights = QuantizationArgs(
+            num_bits=bits, type="int", symmetric=True, strategy="group", group_size=plan.group
+        )
         scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     scheme.format = "float-quantized" if plan.form == "fp8" else "pack-quantized"
     return QuantizationConfig(
@@ -156,17 +191,25 @@ def write_compressed(plan: Compression, source: Path, folder: Path) -> None:
         if not path.name.startswith("tokenizer"):
             shutil.copy(path, folder / path.name)
     values = read_json(folder / CONFIG)
-    (folder / CONFIG).write_text(json.dumps(values | {"dtype": "bfloat16"}, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(
+        json.dumps(values | {"dtype": "bfloat16"}, indent=2) + "\n", encoding="utf-8"
+    )
     ModelCompressor(quantization_config=settings).update_config(folder)
 
 
-def _compressed(name: str, tensor: torch.Tensor, plan: Compression, settings: Any) -> dict[str, torch.Tensor]:
-    """What becomes of one weight, by name: [out, in] in few bits with its scales; or itself, in bf16."""
+def _compressed(
+    name: str, tensor: torch.Tensor, plan: Compression, settings: Any
+) -> dict[str, torch.Tensor]:
+    """What becomes of one weight, by name: [out, in] in few bits with its scales; or itself, in
+    bf16.
+    """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 
     layer, _, kind = name.rpartition(".")
-    is_expert = ".experts." in layer and not (plan.group and tensor.ndim == 2 and tensor.shape[1] % plan.group)
+    is_expert = ".experts." in layer and not (
+        plan.group and tensor.ndim == 2 and tensor.shape[1] % plan.group
+    )
     if kind != "weight" or tensor.ndim != 2 or not (layer in plan.layers or is_expert):
         return {name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor}
     scheme = settings.config_groups["group_0"]

@@ -1,8 +1,9 @@
-"""A trained model for others: a Hugging Face folder (safetensors, tokenizer, model card), adapter-only or merged.
+"""A trained model for others: a Hugging Face folder (safetensors, tokenizer, model card),
+adapter-only or merged.
 
-The folder appears whole or not at all, and a merged model only after it was read back and has answered as the adapter
-does. What a run exports follows from the run, not from how often it was killed: only the bill on the card tells of that.
-Refuses to train.
+The folder appears whole or not at all, and a merged model only after it was read back and has
+answered as the adapter does. What a run exports follows from the run, not from how often it was
+killed: only the bill on the card tells of that. Refuses to train.
 """
 
 from __future__ import annotations
@@ -19,9 +20,16 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from farthing.durability.exported import CARD, damage_of, seal_export
-from farthing.durability.files import MANIFEST, Json, bytes_below, install_folder, read_json, write_text
+from farthing.durability.files import (
+    MANIFEST,
+    Json,
+    bytes_below,
+    install_folder,
+    read_json,
+    write_text,
+)
 from farthing.durability.run_folder import JOB, MODEL, kept_job
-from farthing.errors import ModelError, UserMistake
+from farthing.errors import InputError, ModelError
 from farthing.model.adapter_start import as_one_adapter
 from farthing.model.adapters import break_ties
 from farthing.model.light_torch import with_shapes
@@ -43,19 +51,25 @@ from farthing.tasks.registry import task_of
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "model_config.json"
-"""The configuration of an adapter's whole model. It is not called config.json: a folder that has one beside an adapter is
-taken by transformers for a whole model."""
+"""The configuration of an adapter's whole model. It is not called config.json: a folder that has
+one beside an adapter is taken by transformers for a whole model."""
 
 
 def export_model(
-    folder: Path, model: Any, tokenizer: Any, receipt: Receipt, step: int, trained: dict[str, Tensor] | None = None
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    receipt: Receipt,
+    step: int,
+    trained: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write `model` as it was trained (an adapter, or the whole model), its tokenizer, a card and a manifest.
+    """Write `model` as it was trained (an adapter, or the whole model), its tokenizer, a card and a
+    manifest.
 
     `trained` are its trained tensors, where the model itself has rows of them only.
 
-    An adapter comes with the configuration of the whole and how it generates, so that the names of its classes and the
-    language that it was taught to write are not lost.
+    An adapter comes with the configuration of the whole and how it generates, so that the names of
+    its classes and the language that it was taught to write are not lost.
     """
 
     def fill(draft: Path) -> None:
@@ -80,18 +94,26 @@ def export_model(
 
 def _untrained_tensors(model: Any) -> dict[str, Tensor]:
     """What a whole model saves besides what was trained: weights that stay as they are."""
-    return {name: weight.detach().cpu() for name, weight in model.named_parameters() if not weight.requires_grad}
+    return {
+        name: weight.detach().cpu()
+        for name, weight in model.named_parameters()
+        if not weight.requires_grad
+    }
 
 
 def write_card(run: Path, receipt: Receipt) -> None:
-    """Bring the card of a run's exported model up to its receipt. Nothing is done where no model is. Raises `OSError`."""
+    """Bring the card of a run's exported model up to its receipt. Nothing is done where no model
+    is. Raises `OSError`.
+    """
     folder = run / MODEL
     if folder.is_dir() and not folder.is_symlink():
         write_text(folder / CARD, model_card(receipt, is_merged=False))
 
 
 def _in_one_order(path: Path) -> None:
-    """Sort the names of layers, which `peft` keeps as a set: its order is another one in every process."""
+    """Sort the names of layers, which `peft` keeps as a set: its order is another one in every
+    process.
+    """
     values = read_json(path)
     for key, value in values.items():
         if key in ("target_modules", "exclude_modules") and isinstance(value, list):
@@ -100,8 +122,9 @@ def _in_one_order(path: Path) -> None:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Without the truncation and padding that the last call asked it for: those are of one attempt, not of the model. With
-    the templates that it has beside the one for chats, for tools or documents."""
+    """Without the truncation and padding that the last call asked it for: those are of one attempt,
+    not of the model. With the templates that it has beside the one for chats, for tools or
+    documents."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()
@@ -118,33 +141,44 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def whole_model(run: Path) -> Path:
-    """The folder of a run's model. Raises `UserMistake` where there is none, or a damaged one."""
+    """The folder of a run's model. Raises `InputError` where there is none, or a damaged one."""
     source = run / MODEL
     if not source.is_dir():
-        raise UserMistake("this run has exported no model yet", where=str(run), to_do="finish it with `farthing train`")
+        raise InputError(
+            "this run has exported no model yet",
+            where=str(run),
+            to_do="finish it with `farthing train`",
+        )
     if damage := damage_of(run):
-        raise UserMistake(
+        raise InputError(
             f"the run's model is damaged: {damage}",
             where=str(source),
-            to_do="run `farthing train` with its job again: it writes the model again from the checkpoint",
+            to_do=(
+                "run `farthing train` with its job again: it writes the model again from the"
+                " checkpoint"
+            ),
         )
     return source
 
 
 def refuse_used(folder: Path) -> None:
-    """Raises `UserMistake` where something is in the folder already."""
+    """Raises `InputError` where something is in the folder already."""
     if folder.exists() and any(folder.iterdir()):
-        raise UserMistake("the folder is not empty", where=str(folder), to_do="name a new one with --output")
+        raise InputError(
+            "the folder is not empty", where=str(folder), to_do="name a new one with --output"
+        )
 
 
 def export_run(
     run: Path, folder: Path, form: str, dtype: str | None = None, *, trust_remote_code: bool = False
 ) -> Json:
-    """Write the model of a run to `folder` as `adapter` (what was trained) or `merged` (the whole, ready to serve).
+    """Write the model of a run to `folder` as `adapter` (what was trained) or `merged` (the whole,
+    ready to serve).
 
-    Whether code that came with the base model may run is not the run folder's to say. Returns what was written. Raises
-    `UserMistake` when the run has no model, or a damaged one, or no adapter, or `folder` is in use; `ModelError` when the
-    model that was written does not answer as the trained one.
+    Whether code that came with the base model may run is not the run folder's to say. Returns what
+    was written. Raises
+    `InputError` when the run has no model, or a damaged one, or no adapter, or `folder` is in use;
+    `ModelError` when the model that was written does not answer as the trained one.
     """
     quiet_libraries()
     source = whole_model(run)
@@ -154,7 +188,9 @@ def export_run(
     elif (source / ADAPTER_CONFIG).exists():
         install_folder(folder, lambda draft: _copy_adapter(run, source, draft))
     else:
-        raise UserMistake("a full fine-tune has no adapter", where=str(run), to_do="use --format merged")
+        raise InputError(
+            "a full fine-tune has no adapter", where=str(run), to_do="use --format merged"
+        )
     n_bytes = bytes_below(folder)
     return {"folder": str(folder), "format": form, "bytes": n_bytes}
 
@@ -168,10 +204,12 @@ def _copy_adapter(run: Path, source: Path, draft: Path) -> None:
 
 
 def trusted_job(run: Path, trust_remote_code: bool) -> Json:
-    """The job of a run. Raises `RunDamaged`, and `UserMistake` where it needs code that nobody has said to trust."""
+    """The job of a run. Raises `RunDamagedError`, and `InputError` where it needs code that nobody
+    has said to trust.
+    """
     job = kept_job(run)
     if job["model"]["trust_remote_code"] and not trust_remote_code:
-        raise UserMistake(
+        raise InputError(
             "its job allows the Python code that comes with the base model to run",
             where=str(run / JOB),
             to_do="read that code; if you trust it: --trust-remote-code",
@@ -179,8 +217,12 @@ def trusted_job(run: Path, trust_remote_code: bool) -> Json:
     return job
 
 
-def trained_model(run: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False) -> Any:
-    """The model of a run in evaluation mode: an adapter on its base, or the whole. Raises as `export_run` does."""
+def trained_model(
+    run: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False
+) -> Any:
+    """The model of a run in evaluation mode: an adapter on its base, or the whole. Raises as
+    `export_run` does.
+    """
     source = whole_model(run)
     job = trusted_job(run, trust_remote_code)
     if (source / ADAPTER_CONFIG).exists():
@@ -188,8 +230,12 @@ def trained_model(run: Path, dtype: torch.dtype = torch.float32, *, trust_remote
     return _read(source, job, dtype, trust_remote_code)
 
 
-def untrained_model(run: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False) -> Any:
-    """What the run began with, in evaluation mode; a head that the base has not is drawn as it was. Raises `ModelError`."""
+def untrained_model(
+    run: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False
+) -> Any:
+    """What the run began with, in evaluation mode; a head that the base has not is drawn as it was.
+    Raises `ModelError`.
+    """
     job = trusted_job(run, trust_remote_code)
     return _base_of(job, tuned_config(whole_model(run)), dtype, trust_remote_code).eval()
 
@@ -229,7 +275,9 @@ def _adapted(job: Json, source: Path, dtype: torch.dtype, trust_remote_code: boo
         speak(base, tokenizer, language)
     with safe_open(source / ADAPTER_WEIGHTS, framework="pt") as weights:
         break_ties(base, weights.keys())
-    with warnings.catch_warnings():  # of an output layer that is no longer tied to the embedding: it is saved beside it
+    with (
+        warnings.catch_warnings()
+    ):  # of an output layer that is no longer tied to the embedding: it is saved beside it
         warnings.simplefilter("ignore")
         # else peft reads the adapter onto a GPU, which another run may have filled
         return peft.PeftModel.from_pretrained(base, source, torch_device="cpu").eval()
@@ -242,9 +290,16 @@ def _read(folder: Path, job: Json, dtype: torch.dtype | str, trust_remote_code: 
     return auto.from_pretrained(folder, use_safetensors=True, dtype=dtype, **trust).eval()
 
 
-def _write_merged(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
-    """The whole model into a folder; read back from there it has to answer as it did. Raises `ModelError`."""
-    job, tokenizer = trusted_job(run, trust_remote_code), load_tokenizer(ModelChoice(str(source)), None)
+def _write_merged(
+    run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool
+) -> None:
+    """The whole model into a folder; read back from there it has to answer as it did. Raises
+    `ModelError`.
+    """
+    job, tokenizer = (
+        trusted_job(run, trust_remote_code),
+        load_tokenizer(ModelChoice(str(source)), None),
+    )
     is_adapter = (source / ADAPTER_CONFIG).exists()
     if is_adapter:
         model = _adapted(job, source, getattr(torch, dtype or "float32"), trust_remote_code)
@@ -267,7 +322,9 @@ def _write_merged(run: Path, source: Path, folder: Path, dtype: str | None, trus
         (draft / CARD).write_text(model_card(receipt, is_merged=True), encoding="utf-8")
         model.to("meta")  # its memory is for the copy that is read back
         written = _read(draft, job, "auto", trust_remote_code)
-        refuse_other_answers(answers(written, examples), expected, written.dtype, job["model"]["model_name_or_path"])
+        refuse_other_answers(
+            answers(written, examples), expected, written.dtype, job["model"]["model_name_or_path"]
+        )
 
     install_folder(folder, fill)
 
@@ -285,12 +342,17 @@ def tuned_config(source: Path) -> Json:
         raise ModelError(
             f"the adapter's configuration can't be read ({type(error).__name__})",
             where=str(path),
-            to_do="run `farthing train` with the job again: it writes the model again from the checkpoint",
+            to_do=(
+                "run `farthing train` with the job again: it writes the model again from the"
+                " checkpoint"
+            ),
         ) from error
     return values
 
 
 def _label_names(tuned: Json) -> tuple[str, ...]:
-    """The names of the classes in order; transformers leaves out those that it would make up itself."""
+    """The names of the classes in order; transformers leaves out those that it would make up
+    itself.
+    """
     names = {int(index): str(name) for index, name in tuned.get("id2label", {}).items()}
     return tuple(name for _, name in sorted(names.items())) or ("LABEL_0", "LABEL_1")

@@ -1,7 +1,9 @@
-"""What llama.cpp computes of a model: for each family its architecture, its settings, and how its weights are laid out.
+"""What llama.cpp computes of a model: for each family its architecture, its settings, and how its
+weights are laid out.
 
-Settings are those of `general.architecture` in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and of llama.cpp's
-graphs. Refuses, by its key, what llama.cpp would compute otherwise. Needs no `gguf` package.
+Settings are those of `general.architecture` in
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and of llama.cpp's graphs. Refuses, by its
+key, what llama.cpp would compute otherwise. Needs no `gguf` package.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from numpy.typing import NDArray
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farthing.durability.files import Json
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.tasks.registry import task_of
 from farthing.units import plural
 
 Array = NDArray[np.float32]
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-"""Of this many layers llama.cpp scales the scores by the width of the model over its heads, else by the width of a head."""
+"""Of this many layers llama.cpp scales the scores by the width of the model over its heads, else by
+the width of a head.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,17 @@ class Family:
     architecture: str
     activations: tuple[str, ...] = SILU
     pairs_neighbours: bool = False
-    """Its rotary embedding turns neighbouring numbers, that of transformers the two halves: queries and keys are reordered."""
+    """Its rotary embedding turns neighbouring numbers, that of transformers the two halves: queries
+    and keys are reordered.
+    """
     norms_add_one: bool = False
     """Its norms multiply by the weight, those of transformers by one more."""
     conv_weights: bool = False
     """transformers has its matrices as [in, out]."""
     full_every: int = 0
-    """Each so many layers one attends to everything, the others within a window; 0: all attend to everything."""
+    """Each so many layers one attends to everything, the others within a window; 0: all attend to
+    everything.
+    """
 
 
 FAMILIES = {
@@ -57,8 +65,8 @@ FAMILIES = {
 
 
 def refuse(why: str, key: str, config: Any) -> None:
-    """Raise the `UserMistake` of a model that can't become a GGUF file."""
-    raise UserMistake(
+    """Raise the `InputError` of a model that can't become a GGUF file."""
+    raise InputError(
         f"llama.cpp does not compute this model as it was trained: {why}",
         where=f"{key} of {config.model_type}",
         to_do="use --format merged, fp8, w8a16 or w4a16",
@@ -66,17 +74,28 @@ def refuse(why: str, key: str, config: Any) -> None:
 
 
 def family_of(config: Any, task: str) -> Family:
-    """The family of a model for a task. Raises `UserMistake` where llama.cpp has none, or computes another model."""
+    """The family of a model for a task. Raises `InputError` where llama.cpp has none, or computes
+    another model.
+    """
     if not task_of(task).predicts_next or config.model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        refuse(f"GGUF is written of models that continue a text, of the families {known}", f"task {task}", config)
+        refuse(
+            f"GGUF is written of models that continue a text, of the families {known}",
+            f"task {task}",
+            config,
+        )
     family = FAMILIES[config.model_type]
     activation = next(
-        getattr(config, key) for key in ("hidden_activation", "hidden_act", "activation_function")
+        getattr(config, key)
+        for key in ("hidden_activation", "hidden_act", "activation_function")
         if getattr(config, key, None)
-    )  # fmt: skip
+    )
     if activation not in family.activations:
-        refuse(f"its activation is {activation}, that of llama.cpp {family.activations[0]}", "activation", config)
+        refuse(
+            f"its activation is {activation}, that of llama.cpp {family.activations[0]}",
+            "activation",
+            config,
+        )
     if getattr(config, "use_bidirectional_attention", None):
         refuse("its attention looks ahead", "use_bidirectional_attention", config)
     if getattr(config, "attention_bias", False) and family.architecture != "llama":
@@ -91,38 +110,64 @@ def family_of(config: Any, task: str) -> Family:
 
 def _refuse_gpt2(config: Any) -> None:
     """Variants of GPT-2 that only transformers has."""
-    if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx or config.add_cross_attention:
-        refuse("its attention is scaled in another way, or looks at an encoder", "scale_attn_weights", config)
+    if (
+        not config.scale_attn_weights
+        or config.scale_attn_by_inverse_layer_idx
+        or config.add_cross_attention
+    ):
+        refuse(
+            "its attention is scaled in another way, or looks at an encoder",
+            "scale_attn_weights",
+            config,
+        )
 
 
 def _refuse_scales(config: Any, family: Family) -> None:
     """Windows and scales of the scores that llama.cpp fixes by the family."""
     layers, every = getattr(config, "layer_types", None) or [], family.full_every
     expected = (
-        [("full" if (i + 1) % every == 0 else "sliding") + "_attention" for i in range(len(layers))] if every else []
+        [("full" if (i + 1) % every == 0 else "sliding") + "_attention" for i in range(len(layers))]
+        if every
+        else []
     )
     if every and (list(layers) != expected or not config.sliding_window):
-        refuse(f"its layers are not {every - 1} with a window and one without, in turn", "layer_types", config)
+        refuse(
+            f"its layers are not {every - 1} with a window and one without, in turn",
+            "layer_types",
+            config,
+        )
     scalar = getattr(config, "query_pre_attn_scalar", None)
     is_27b = config.num_hidden_layers == GEMMA_27B_LAYERS.get(family.architecture)
     own = config.hidden_size // config.num_attention_heads if is_27b else head_width(config)
     if scalar is not None and not math.isclose(scalar, own):
         refuse(
-            f"its scores are divided by the root of {scalar}, in llama.cpp of {own}", "query_pre_attn_scalar", config
+            f"its scores are divided by the root of {scalar}, in llama.cpp of {own}",
+            "query_pre_attn_scalar",
+            config,
         )
-    if family.architecture == "gemma3" and (config.final_logit_softcapping or config.attn_logit_softcapping):
+    if family.architecture == "gemma3" and (
+        config.final_logit_softcapping or config.attn_logit_softcapping
+    ):
         refuse("its logits or scores are capped", "logit_softcapping", config)
-    if family.architecture == "gemma2" and not (config.final_logit_softcapping and config.attn_logit_softcapping):
+    if family.architecture == "gemma2" and not (
+        config.final_logit_softcapping and config.attn_logit_softcapping
+    ):
         refuse("its logits or scores are not capped", "logit_softcapping", config)
 
 
 def head_width(config: Any) -> int:
     """Numbers of an attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
 
 
-def settings_of(config: Any, family: Family) -> tuple[dict[str, object], dict[str, Array], list[str]]:
-    """(settings by the name of the method of `gguf.GGUFWriter` that writes them, further tensors, what is to be said)."""
+def settings_of(
+    config: Any, family: Family
+) -> tuple[dict[str, object], dict[str, Array], list[str]]:
+    """(settings by the name of the method of `gguf.GGUFWriter` that writes them, further tensors,
+    what is to be said).
+    """
     if config.model_type == "gpt2":
         return _gpt2_settings(config), {}, []
     width, notes = head_width(config), []
@@ -131,7 +176,8 @@ def settings_of(config: Any, family: Family) -> tuple[dict[str, object], dict[st
     if not family.full_every and window and "sliding_attention" in windowed and window < context:
         context = window
         notes.append(
-            f"llama.cpp has no sliding window for it: the context is {plural(window, 'token')}, up to which both agree"
+            f"llama.cpp has no sliding window for it: the context is {plural(window, 'token')}, up"
+            " to which both agree"
         )
     values: dict[str, object] = {
         "context_length": context,
@@ -165,11 +211,16 @@ def _gpt2_settings(config: Any) -> dict[str, object]:
 
 
 def _rope(config: Any, family: Family) -> tuple[dict[str, object], dict[str, Array]]:
-    """Rotary embeddings: settings, and the factors that divide each frequency where they are no rule of llama.cpp."""
+    """Rotary embeddings: settings, and the factors that divide each frequency where they are no
+    rule of llama.cpp.
+    """
     every = config.rope_parameters
     main = every.get("full_attention", every)
     turned = int(head_width(config) * main.get("partial_rotary_factor", 1.0))
-    values: dict[str, object] = {"rope_freq_base": float(main["rope_theta"]), "rope_dimension_count": turned}
+    values: dict[str, object] = {
+        "rope_freq_base": float(main["rope_theta"]),
+        "rope_dimension_count": turned,
+    }
     if turned != head_width(config) and family.architecture != "phi3":
         refuse("only a part of each head is turned by position", "partial_rotary_factor", config)
     if "sliding_attention" in every:
@@ -201,7 +252,9 @@ def _slowed(config: Any) -> Array:
 
 
 def _long_rope(config: Any, main: Json) -> dict[str, object]:
-    before = int(main.get("original_max_position_embeddings") or config.original_max_position_embeddings)
+    before = int(
+        main.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    )
     longer = main.get("factor") or config.max_position_embeddings / before
     factor = main.get("attention_factor") or (
         1.0 if longer <= 1 else math.sqrt(1 + math.log(longer) / math.log(before))
@@ -235,4 +288,6 @@ def _heads_of(name: str, config: Any) -> int:
     """Heads that a projection is for, 0 where it is of neither queries nor keys."""
     if ".q_proj." in name:
         return int(config.num_attention_heads)
-    return int(config.num_key_value_heads or config.num_attention_heads) if ".k_proj." in name else 0
+    return (
+        int(config.num_key_value_heads or config.num_attention_heads) if ".k_proj." in name else 0
+    )

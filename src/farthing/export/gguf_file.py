@@ -1,7 +1,9 @@
-"""A merged model as one GGUF file, for llama.cpp, Ollama and LM Studio; and its weights read back from there.
+"""A merged model as one GGUF file, for llama.cpp, Ollama and LM Studio; and its weights read back
+from there.
 
-Names of tensors are those of the `gguf` package. Weights go through one at a time, so a model of any size needs the memory
-of its largest. Refuses, before a byte is written, what llama.cpp does not compute (`gguf_families`) or has no tokenizer for.
+Names of tensors are those of the `gguf` package. Weights go through one at a time, so a model of
+any size needs the memory of its largest. Refuses, before a byte is written, what llama.cpp does not
+compute (`gguf_families`) or has no tokenizer for.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from farthing.errors import ModelError, UserMistake
+from farthing.errors import InputError, ModelError
 from farthing.export.gguf_families import Array, Family, family_of, lay_out, settings_of, taken_back
 from farthing.export.gguf_tokens import tokenizer_settings
 from farthing.model.hollow import skeleton
@@ -42,11 +44,11 @@ class Plan:
 
 
 def need_gguf() -> Any:
-    """The `gguf` package. Raises `UserMistake` that says how to get it."""
+    """The `gguf` package. Raises `InputError` that says how to get it."""
     try:
         import gguf
     except ImportError as error:
-        raise UserMistake(
+        raise InputError(
             "GGUF files are written with the package gguf, which is not installed",
             where="--format gguf",
             to_do="pip install 'farthing[gguf]'",
@@ -54,11 +56,15 @@ def need_gguf() -> Any:
     return gguf
 
 
-def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str, *, is_chat: bool) -> Plan:
-    """What will be written of a model by its configuration and tokenizer. Raises `UserMistake` for what can't be."""
+def plan_gguf(
+    config: Any, tokenizer: Any, task: str, bits: str, name: str, *, is_chat: bool
+) -> Plan:
+    """What will be written of a model by its configuration and tokenizer. Raises `InputError` for
+    what can't be.
+    """
     gguf = need_gguf()
     if bits in K_BITS and shutil.which(QUANTIZER) is None:
-        raise UserMistake(
+        raise InputError(
             f"{bits} is made by {QUANTIZER} of llama.cpp, which is not on PATH",
             where=f"--bits {bits}",
             to_do=f"install llama.cpp, or choose one of {', '.join(BITS)}",
@@ -82,12 +88,18 @@ def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str, *, i
 
 def _places(gguf: Any, config: Any, family: Family) -> Any:
     """What llama.cpp calls the weights of a model."""
-    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.architecture.upper()], config.num_hidden_layers)
+    return gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH[family.architecture.upper()], config.num_hidden_layers
+    )
 
 
 def _name(name: str, tokenizer: Any, family: Family) -> str:
-    """llama.cpp strips what follows the special tokens of models that are named phi-3, and of no others."""
-    strips = any(token.rstrip and token.special for token in tokenizer.added_tokens_decoder.values())
+    """llama.cpp strips what follows the special tokens of models that are named phi-3, and of no
+    others.
+    """
+    strips = any(
+        token.rstrip and token.special for token in tokenizer.added_tokens_decoder.values()
+    )
     if strips and family.architecture == "phi3":
         return f"{name} (phi-3)"
     return name if strips else name.lower().replace("phi-3", "phi 3").replace("phi3", "phi 3")
@@ -99,7 +111,9 @@ def _file_type(gguf: Any, bits: str) -> int:
 
 
 def write_gguf(plan: Plan, source: Path, path: Path, bits: str) -> None:
-    """Write the merged model in `source` to `path`. Raises `ModelError` for weights that have no place, `OSError`."""
+    """Write the merged model in `source` to `path`. Raises `ModelError` for weights that have no
+    place, `OSError`.
+    """
     gguf = need_gguf()
     whole = path.with_suffix(".whole.gguf") if bits in K_BITS else path
     writer = gguf.GGUFWriter(whole, plan.family.architecture)
@@ -109,7 +123,9 @@ def write_gguf(plan: Plan, source: Path, path: Path, bits: str) -> None:
     written = [(name, _placed(name, names)) for name in weights.names]
     for name, place in written:
         kind = _kind(gguf, place, weights.shape(name), bits)
-        shape = weights.shape(name)[::-1] if _is_turned(name, weights, plan) else weights.shape(name)
+        shape = (
+            weights.shape(name)[::-1] if _is_turned(name, weights, plan) else weights.shape(name)
+        )
         _announce(gguf, writer, place, shape, kind)
     for name, values in plan.tensors.items():
         _announce(gguf, writer, name, values.shape, gguf.GGMLQuantizationType.F32)
@@ -138,14 +154,16 @@ def _placed(name: str, names: Any) -> str:
     place = names.get_name(name, try_suffixes=(".weight", ".bias"))
     if place is None:
         raise ModelError(
-            "llama.cpp has no place for one of the weights", where=name, to_do="use --format merged for this model"
+            "llama.cpp has no place for one of the weights",
+            where=name,
+            to_do="use --format merged for this model",
         )
     return str(place)
 
 
 def _kind(gguf: Any, place: str, shape: tuple[int, ...], bits: str) -> Any:
-    """Vectors and positions stay F32. What has no whole blocks stays F16; embeddings and the output layer are coarser by
-    8 bits at most, as they are hurt most."""
+    """Vectors and positions stay F32. What has no whole blocks stays F16; embeddings and the output
+    layer are coarser by 8 bits at most, as they are hurt most."""
     kinds = gguf.GGMLQuantizationType
     if len(shape) < 2 or place.startswith("position_embd"):
         return kinds.F32
@@ -156,17 +174,26 @@ def _kind(gguf: Any, place: str, shape: tuple[int, ...], bits: str) -> Any:
 
 
 def _is_turned(name: str, weights: Weights, plan: Plan) -> bool:
-    return plan.family.conv_weights and (".attn." in name or ".mlp." in name) and len(weights.shape(name)) == 2
+    return (
+        plan.family.conv_weights
+        and (".attn." in name or ".mlp." in name)
+        and len(weights.shape(name)) == 2
+    )
 
 
 def _make_k_quants(whole: Path, path: Path, bits: str) -> None:
     done = subprocess.run(
-        [QUANTIZER, str(whole), str(path), bits.upper()], capture_output=True, text=True, errors="replace", check=False
+        [QUANTIZER, str(whole), str(path), bits.upper()],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     whole.unlink(missing_ok=True)
     if done.returncode or not path.exists():
         raise ModelError(
-            f"{QUANTIZER} ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-200:]}",
+            f"{QUANTIZER} ended with {done.returncode}:"
+            f" {(done.stderr or done.stdout).strip()[-200:]}",
             where=f"--bits {bits}",
             to_do="choose --bits q8_0 or q4_0, or install another version of llama.cpp",
         )
@@ -176,7 +203,9 @@ class Weights:
     """The weights in a folder of safetensors files, read one at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+        self._files = [
+            safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))
+        ]
         self._of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         self.names = sorted(self._of)
 
@@ -190,7 +219,9 @@ class Weights:
 
 
 def read_back(plan: Plan, path: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of a GGUF file by its name in transformers, in fp32: what llama.cpp will compute with."""
+    """Every weight of a GGUF file by its name in transformers, in fp32: what llama.cpp will compute
+    with.
+    """
     gguf = need_gguf()
     names = _places(gguf, plan.config, plan.family)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

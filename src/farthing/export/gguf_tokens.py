@@ -1,8 +1,9 @@
-"""A tokenizer as llama.cpp has it: byte-level BPE, or BPE of SentencePiece, with its special tokens.
+"""A tokenizer as llama.cpp has it: byte-level BPE, or BPE of SentencePiece, with its special
+tokens.
 
-What splits a text before it is merged can't be described in a GGUF file, only named: the names are those that llama.cpp
-knows (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp). A wrong name changes tokens in silence, so
-what has none is refused.
+What splits a text before it is merged can't be described in a GGUF file, only named: the names are
+those that llama.cpp knows (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
+A wrong name changes tokens in silence, so what has none is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 from typing import Any, NoReturn
 
 from farthing.durability.files import Json
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of a token
 NEVER = -1e9  # the score of what no merge makes
@@ -32,15 +33,20 @@ SPLITS = {
     (rf"{_WORDS % ('', '')}|\p{{N}}|{_REST_SLASH}", "bytes"): ("", "tekken"),
     (rf"{_WORDS % ((_ENDINGS + '?',) * 2)}|\p{{N}}{{1,3}}|{_REST_SLASH}", "bytes"): ("gpt-4o", ""),
 }
-"""Steps of a pre-tokenizer -> llama.cpp's name of it, and its name where whole words of the vocabulary are not merged."""
+"""Steps of a pre-tokenizer -> llama.cpp's name of it, and its name where whole words of the
+vocabulary are not merged.
+"""
 
 
-def tokenizer_settings(tokenizer: Any, n_rows: int, *, is_chat: bool) -> tuple[dict[str, object], list[str]]:
-    """(settings by the name of the method of `gguf.GGUFWriter`, what is to be said) for a model that embeds `n_rows` tokens.
+def tokenizer_settings(
+    tokenizer: Any, n_rows: int, *, is_chat: bool
+) -> tuple[dict[str, object], list[str]]:
+    """(settings by the name of the method of `gguf.GGUFWriter`, what is to be said) for a model
+    that embeds `n_rows` tokens.
 
     `is_chat`: it was trained on chats, which begin with a special token, not on texts as they are.
 
-    Raises `UserMistake` for a tokenizer that llama.cpp does not have.
+    Raises `InputError` for a tokenizer that llama.cpp does not have.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -63,7 +69,7 @@ def tokenizer_settings(tokenizer: Any, n_rows: int, *, is_chat: bool) -> tuple[d
 
 
 def _refuse(why: str) -> NoReturn:
-    raise UserMistake(
+    raise InputError(
         f"llama.cpp does not have this tokenizer: {why}",
         where="tokenizer.json",
         to_do="use --format merged, fp8, w8a16 or w4a16",
@@ -71,7 +77,9 @@ def _refuse(why: str) -> NoReturn:
 
 
 def _tokens(tokenizer: Any, said: Json, n_rows: int) -> tuple[list[str], list[int]]:
-    """Every token's text and kind, in the order of the embeddings; rows without a token have a name of their own."""
+    """Every token's text and kind, in the order of the embeddings; rows without a token have a name
+    of their own.
+    """
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     added = {entry["id"]: entry for entry in said["added_tokens"]}
     is_pieces, unknown = bool(said["model"].get("byte_fallback")), said["model"].get("unk_token")
@@ -95,7 +103,9 @@ def _tokens(tokenizer: Any, said: Json, n_rows: int) -> tuple[list[str], list[in
 
 def _merges(said: Json) -> list[tuple[str, str]]:
     """Pairs in their order; older files have them as texts."""
-    pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in said["model"]["merges"]]
+    pairs = [
+        pair.split(" ", 1) if isinstance(pair, str) else pair for pair in said["model"]["merges"]
+    ]
     return [(left, right) for left, right in pairs]
 
 
@@ -104,7 +114,11 @@ def _steps(step: Json | None) -> list[Json]:
     if step is None:
         return []
     inner = step.get("normalizers") or step.get("pretokenizers")
-    return [each for part in inner for each in _steps(part)] if step["type"] == "Sequence" and inner else [step]
+    return (
+        [each for part in inner for each in _steps(part)]
+        if step["type"] == "Sequence" and inner
+        else [step]
+    )
 
 
 def _byte_level(said: Json) -> tuple[dict[str, object], list[str]]:
@@ -127,7 +141,11 @@ def _byte_level(said: Json) -> tuple[dict[str, object], list[str]]:
     normal = [step["type"] for step in _steps(said["normalizer"])]
     if normal not in ([], ["NFC"]):
         _refuse(f"it changes texts before it splits them ({', '.join(normal)})")
-    notes = ["llama.cpp does not bring texts into the Unicode form NFC, as the tokenizer does"] if normal else []
+    notes = (
+        ["llama.cpp does not bring texts into the Unicode form NFC, as the tokenizer does"]
+        if normal
+        else []
+    )
     merges = [" ".join(pair) for pair in _merges(said)]
     return {"tokenizer_model": "gpt2", "tokenizer_pre": name, "token_merges": merges}, notes
 
@@ -135,9 +153,14 @@ def _byte_level(said: Json) -> tuple[dict[str, object], list[str]]:
 def _sentence_piece(
     tokenizer: Any, said: Json, tokens: list[str], kinds: list[int], is_chat: bool
 ) -> tuple[dict[str, object], list[str]]:
-    """Pieces have scores in place of merges: the earlier a merge, the higher the score of the piece that it makes."""
+    """Pieces have scores in place of merges: the earlier a merge, the higher the score of the piece
+    that it makes.
+    """
     for step in _steps(said["normalizer"]):
-        if step["type"] == "Replace" and (step["pattern"].get("String"), step["content"]) == (" ", SPACE):
+        if step["type"] == "Replace" and (step["pattern"].get("String"), step["content"]) == (
+            " ",
+            SPACE,
+        ):
             continue
         if step["type"] != "Prepend":
             _refuse(f"it changes texts before it splits them ({step['type']})")
@@ -153,22 +176,32 @@ def _sentence_piece(
     if any(after[0] < before[1] for before, after in itertools.pairwise(ordered)):
         _refuse("its merges follow no order of pieces")
     scores = [
-        -float(made[text][0]) if text in made else 0.0 if len(text) == 1 or kind != NORMAL else NEVER
+        (
+            -float(made[text][0])
+            if text in made
+            else 0.0
+            if len(text) == 1 or kind != NORMAL
+            else NEVER
+        )
         for text, kind in zip(tokens, kinds, strict=True)
     ]
     begins, notes = _begins_with_space(tokenizer, ""), []
     if begins and not _begins_with_space(tokenizer, tokenizer.eos_token or ""):
         begins = not is_chat
         notes.append(
-            "llama.cpp puts a space before texts that follow a special token, as the tokenizer does not"
+            "llama.cpp puts a space before texts that follow a special token, as the tokenizer"
+            " does not"
             if begins
             else "llama.cpp puts no space before a text outside a chat, as the tokenizer does"
         )
     if begins and tokenizer(" a")["input_ids"] == tokenizer("a")["input_ids"]:
         notes.append("llama.cpp keeps the space that a text begins with, the tokenizer does not")
     return {
-        "tokenizer_model": "llama", "tokenizer_pre": "default", "token_scores": scores, "add_space_prefix": begins,
-    }, notes  # fmt: skip
+        "tokenizer_model": "llama",
+        "tokenizer_pre": "default",
+        "token_scores": scores,
+        "add_space_prefix": begins,
+    }, notes
 
 
 def _begins_with_space(tokenizer: Any, before: str) -> bool:
@@ -192,7 +225,9 @@ def _special(tokenizer: Any) -> dict[str, object]:
             values[f"{name}_token_id"] = int(index)
     if isinstance(tokenizer.chat_template, str):
         others = getattr(tokenizer, "other_templates", None) or {}
-        named = [{"name": name, "template": text} for name, text in others.items() if name != "default"]
+        named = [
+            {"name": name, "template": text} for name, text in others.items() if name != "default"
+        ]
         default = [{"name": "default", "template": tokenizer.chat_template}]
         values["chat_template"] = [*default, *named] if named else tokenizer.chat_template
     return values

@@ -1,8 +1,10 @@
-"""The `Modelfile` of Ollama beside a GGUF file: its template in Go's language, and where an answer ends.
+"""The `Modelfile` of Ollama beside a GGUF file: its template in Go's language, and where an answer
+ends.
 
-Ollama does not read the template of transformers. What stands around each message is found by rendering small chats, put
-together again in Go's language, and kept only where it gives the same text as the tokenizer's template for chats that it
-was not made of; else nothing is written of it, and that is said.
+Ollama does not read the template of transformers. What stands around each message is found by
+rendering small chats, put together again in Go's language, and kept only where it gives the same
+text as the tokenizer's template for chats that it was not made of; else nothing is written of it,
+and that is said.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ SYSTEM, USER, ANSWER = "SYSTEMWORDS", "USERWORDS", "ANSWERWORDS"
 
 
 class Around(NamedTuple):
-    """What stands before and behind each message of a chat, and before an answer that is yet to be written."""
+    """What stands before and behind each message of a chat, and before an answer that is yet to be
+    written.
+    """
 
     system: tuple[str, str]
     user: tuple[str, str]
@@ -29,19 +33,26 @@ class Around(NamedTuple):
 
 
 def modelfile(tokenizer: Any, generation: Any, *, is_chat: bool = True) -> tuple[str, list[str]]:
-    """(the text of the file, what is to be said); `is_chat`: it was trained on chats, not on texts as they are."""
+    """(the text of the file, what is to be said); `is_chat`: it was trained on chats, not on texts
+    as they are.
+    """
     lines, notes = ["FROM ./model.gguf"], []
     if tokenizer.chat_template is None or not is_chat:
         lines.append('TEMPLATE """{{ .Prompt }}"""')
     elif (around := _found(tokenizer)) is not None:
         lines.append(f'TEMPLATE """{_in_go(around)}"""')
     else:
-        notes.append("the chat template can't be said in Ollama's language: the Modelfile has none, Ollama guesses")
+        notes.append(
+            "the chat template can't be said in Ollama's language: the Modelfile has none, Ollama"
+            " guesses"
+        )
     ends = [tokenizer.eos_token_id]
     if generation is not None:
         named = generation.eos_token_id
         ends += named if isinstance(named, list) else [named]
-    texts = [tokenizer.convert_ids_to_tokens(each) for each in dict.fromkeys(ends) if each is not None]
+    texts = [
+        tokenizer.convert_ids_to_tokens(each) for each in dict.fromkeys(ends) if each is not None
+    ]
     lines += [f'PARAMETER stop "{text}"' for text in texts if text and '"' not in text]
     return "\n".join(lines) + "\n", notes
 
@@ -83,7 +94,9 @@ def _found(tokenizer: Any) -> Around | None:
         system = (head.removeprefix(beginning), tail.removesuffix(before_user))
     except Exception:  # no place for one
         with_system = ""
-    around = Around(system, (before_user, end_of_user), answer, opening.removeprefix(end_of_user), beginning)
+    around = Around(
+        system, (before_user, end_of_user), answer, opening.removeprefix(end_of_user), beginning
+    )
     chats = [_chat("a"), _chat("Hello there", "Hi.", "and now?", "Well", "x")]
     chats += [[{"role": "system", "content": "be brief"}, *each] for each in chats if with_system]
     same = all(around.render(each) == _render(tokenizer, each) for each in chats)
@@ -98,4 +111,6 @@ def _in_go(around: Around) -> str:
 
     every = [said("system", around.system)] if any(around.system) else []
     every += [said("user", around.user), said("assistant", around.answer)]
-    return f"{around.beginning}{{{{ range .Messages }}}}{''.join(every)}{{{{ end }}}}{around.opening}"
+    return (
+        f"{around.beginning}{{{{ range .Messages }}}}{''.join(every)}{{{{ end }}}}{around.opening}"
+    )

@@ -1,9 +1,10 @@
 """A folder with a model -> a repository of the Hugging Face Hub, by the Hub's own client.
 
-The repository is private unless it is asked otherwise, and one that others can read is never taken for a private one. The
-token comes from the environment alone. What was sent, with the commit it became, is noted in the run folder: a push that
-failed is taken up again by the same command, and what the Hub has already is not sent twice. Refuses to keep checkpoints
-there: those go to `output_store`.
+The repository is private unless it is asked otherwise, and one that others can read is never taken
+for a private one. The token comes from the environment alone. What was sent, with the commit it
+became, is noted in the run folder: a push that failed is taken up again by the same command, and
+what the Hub has already is not sent twice. Refuses to keep checkpoints there: those go to
+`output_store`.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.files import Damaged, Json, files_below, sha256_of
+from farthing.durability.files import DamagedFileError, Json, files_below, sha256_of
 from farthing.durability.run_folder import PUBLISHED, keep, kept
-from farthing.errors import FarthingError, UserMistake
+from farthing.errors import FarthingError, InputError
 
 PREFIX = "hub:"
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 LEFT_OUT = ("manifest.json", ".*", "*.part")
 
 
-class NotPublished(FarthingError):
-    """The Hub did not take the model; what was written here is whole, and the same command goes on."""
+class PublishError(FarthingError):
+    """The Hub did not take the model; what was written here is whole, and the same command goes on."""  # noqa: E501
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A folder of this machine, and what it has become on the Hub; `commit` is empty until the Hub has taken it."""
+    """A folder of this machine, and what it has become on the Hub; `commit` is empty until the Hub
+    has taken it.
+    """
 
     to: str
     """`owner/name`, or a name alone for the token's owner."""
@@ -47,18 +50,26 @@ class Publication:
         return asdict(self)
 
 
-def wanted_at(address: str, folder: Path, form: str, *, is_private: bool, where: str) -> Publication:
+def wanted_at(
+    address: str, folder: Path, form: str, *, is_private: bool, where: str
+) -> Publication:
     """A folder that shall go to `hub:owner/name` or `owner/name`.
 
-    Raises `UserMistake` for what is no name, and where there is no token.
+    Raises `InputError` for what is no name, and where there is no token.
     """
     name = address.removeprefix(PREFIX)
     parts = name.split("/")
-    if len(parts) > 2 or not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}", part) for part in parts):
-        raise UserMistake(f"{address!r} is no repository", where=where, to_do="e.g. hub:my-team/my-model")
+    if len(parts) > 2 or not all(
+        re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}", part) for part in parts
+    ):
+        raise InputError(
+            f"{address!r} is no repository", where=where, to_do="e.g. hub:my-team/my-model"
+        )
     if not _token():
-        raise UserMistake(
-            "there is no token for the Hub", where=where, to_do=f"set {TOKENS[0]} in the environment, never in the job"
+        raise InputError(
+            "there is no token for the Hub",
+            where=where,
+            to_do=f"set {TOKENS[0]} in the environment, never in the job",
         )
     return Publication(name, str(folder.resolve()), form, "", is_private)
 
@@ -70,14 +81,16 @@ def _token() -> str:
 def content_of(folder: Path) -> str:
     """A digest of the files of a folder; the card is of the receipt, not of the model."""
     files = [path for path in files_below(folder) if path.name not in ("README.md", *LEFT_OUT)]
-    return hashlib.sha256("".join(f"{path.name} {sha256_of(path)}\n" for path in files).encode()).hexdigest()
+    return hashlib.sha256(
+        "".join(f"{path.name} {sha256_of(path)}\n" for path in files).encode()
+    ).hexdigest()
 
 
 def publications(run: Path) -> list[Publication]:
     """What of a run was published or is still to be, the oldest first."""
     try:
         return [Publication(**one) for one in (kept(run / PUBLISHED) or {}).get("publications", [])]
-    except (Damaged, TypeError):
+    except (DamagedFileError, TypeError):
         return []
 
 
@@ -91,13 +104,20 @@ def noted(run: Path, folder: Path, form: str) -> Publication | None:
 
 
 def announce(run: Path, note: Publication) -> None:
-    """Note that a folder, which may be yet to be written, is to be published, or was. Raises `OSError`."""
-    others = [one for one in publications(run) if (one.folder, one.form) != (note.folder, note.form)]
-    keep(run / PUBLISHED, {"kind": "farthing publications", "publications": [asdict(one) for one in [*others, note]]})
+    """Note that a folder, which may be yet to be written, is to be published, or was. Raises
+    `OSError`.
+    """
+    others = [
+        one for one in publications(run) if (one.folder, one.form) != (note.folder, note.form)
+    ]
+    keep(
+        run / PUBLISHED,
+        {"kind": "farthing publications", "publications": [asdict(one) for one in [*others, note]]},
+    )
 
 
 def publish(run: Path, wanted: Publication) -> Publication:
-    """Send a folder to the Hub and note the commit. Raises `NotPublished`, `UserMistake`."""
+    """Send a folder to the Hub and note the commit. Raises `PublishError`, `InputError`."""
     note = replace(wanted, content=content_of(Path(wanted.folder)))
     announce(run, note)
     try:
@@ -105,8 +125,10 @@ def publish(run: Path, wanted: Publication) -> Publication:
     except FarthingError:
         raise
     except Exception as error:  # of the client: refused, not reached, cut off
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".replace(_token(), "...")
-        raise NotPublished(
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".replace(
+            _token(), "..."
+        )
+        raise PublishError(
             f"the Hub has not taken the model ({why}); it is whole in {note.folder}",
             where=f"{PREFIX}{note.to}",
             to_do="run the same command again: it sends what is missing",
@@ -119,16 +141,22 @@ def _sent(run: Path, note: Publication) -> Publication:
     """The same with the commit that it has become."""
     from huggingface_hub import HfApi
 
-    api: Any = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=_token(), library_name="farthing")
+    api: Any = HfApi(
+        endpoint=os.environ.get("HF_ENDPOINT"), token=_token(), library_name="farthing"
+    )
     repository = api.create_repo(note.to, private=note.is_private, exist_ok=True).repo_id
     if note.is_private and not api.model_info(repository).private:
-        raise UserMistake(
-            "this repository can be read by everyone, and a private one was asked for; nothing was sent",
+        raise InputError(
+            "this repository can be read by everyone, and a private one was asked for; nothing was"
+            " sent",
             where=f"{PREFIX}{repository}",
             to_do="name another one, or say --public (train.hub_private_repo: false)",
         )
     message = f"{note.form} model of the run {run.resolve().name}"
     done = api.upload_folder(
-        repo_id=repository, folder_path=note.folder, commit_message=message, ignore_patterns=list(LEFT_OUT)
+        repo_id=repository,
+        folder_path=note.folder,
+        commit_message=message,
+        ignore_patterns=list(LEFT_OUT),
     )
     return replace(note, to=repository, commit=done.oid, url=str(done.commit_url))

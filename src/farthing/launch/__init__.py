@@ -1,1 +1,3 @@
-"""Going there: machines rented for a run, watched, and given back. Imports no torch and no vendor's library."""
+"""Going there: machines rented for a run, watched, and given back. Imports no torch and no vendor's
+library.
+"""

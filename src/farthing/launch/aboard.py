@@ -1,7 +1,8 @@
 """What runs on a rented machine: fetch what the run needs, train within the cap, say how it ended.
 
-The cap that training gets is what is left after the machines before, this one's boot and its teardown. At the end of the
-machine's time training is told to leave while there is time to save. Refuses to import torch: training is a child.
+The cap that training gets is what is left after the machines before, this one's boot and its
+teardown. At the end of the machine's time training is told to leave while there is time to save.
+Refuses to import torch: training is a child.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from farthing.durability.files import Json, only_writer, read_json
 from farthing.durability.object_store import Retrying, Store, open_store
 from farthing.durability.preemption import handled
 from farthing.durability.supervisor import begin
-from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, RunBusy
+from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, RunBusyError
 from farthing.launch.ask import CREATED_AT, GRACE_S
 from farthing.launch.inputs import fetch_inputs
 from farthing.launch.words import Speaker
@@ -42,7 +43,9 @@ class Aboard:
         self._was_told = False
 
     def _boot_s(self) -> float:
-        """Since the machine was asked for, by the clock of who asked; a clock that is off counts as the whole boot limit."""
+        """Since the machine was asked for, by the clock of who asked; a clock that is off counts as
+        the whole boot limit.
+        """
         try:
             since = self.clock() - float(os.environ[CREATED_AT])
         except (KeyError, ValueError):
@@ -56,7 +59,11 @@ class Aboard:
         facts = self.facts
         if facts.get("max_usd") is None:
             return None
-        elsewhere = facts["overhead_usd"] + facts["reserve_usd"] + self.boot_s / 3600 * facts["usd_per_hour"]
+        elsewhere = (
+            facts["overhead_usd"]
+            + facts["reserve_usd"]
+            + self.boot_s / 3600 * facts["usd_per_hour"]
+        )
         return max(0.0, round(facts["max_usd"] - elsewhere, 6))
 
     def run(self) -> int:
@@ -66,7 +73,9 @@ class Aboard:
         with handled(self._hand_on):
             try:
                 if self.facts.get("inputs"):
-                    fetch_inputs(Retrying(self.store, STORE_S), self.facts["inputs"], self.job.parent)
+                    fetch_inputs(
+                        Retrying(self.store, STORE_S), self.facts["inputs"], self.job.parent
+                    )
                 self._until_free()
                 if not self._was_told:
                     code, why = self._train()
@@ -78,13 +87,15 @@ class Aboard:
         return code
 
     def _until_free(self) -> None:
-        """Wait while the machine before this one still saves in a run folder that both see, for as long as it may."""
+        """Wait while the machine before this one still saves in a run folder that both see, for as
+        long as it may.
+        """
         folder, until = Path(self.facts["store"]), time.monotonic() + GRACE_S
         while (folder / ".lock").exists() and time.monotonic() < until and not self._was_told:
             try:
                 with only_writer(folder):
                     return
-            except RunBusy:
+            except RunBusyError:
                 time.sleep(0.5)
 
     def _train(self) -> tuple[int, str]:
@@ -92,11 +103,14 @@ class Aboard:
         with open("log.aboard.txt", "ab") as log:
             cap = [] if self.max_usd is None else ["--set", f"limits.max_usd={self.max_usd!r}"]
             self._child = begin(
-                ["train", str(self.job), "--retry", *cap], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                ["train", str(self.job), "--retry", *cap],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
             done = threading.Event()
             threads = [
-                threading.Thread(target=work, args=(log, done), daemon=True) for work in (self._copy_out, self._beat)
+                threading.Thread(target=work, args=(log, done), daemon=True)
+                for work in (self._copy_out, self._beat)
             ]
             for thread in threads:
                 thread.start()
@@ -147,5 +161,7 @@ class Aboard:
 
 
 def go_aboard(job: str, told: str) -> int:
-    """Run the job on this machine as the script of an `Ask` has it told in a file beside; the exit code."""
+    """Run the job on this machine as the script of an `Ask` has it told in a file beside; the exit
+    code.
+    """
     return Aboard(Path(job), read_json(Path(told))).run()

@@ -1,8 +1,9 @@
-"""What is asked of a target, in plain values: all that a renderer knows, and the script that every machine runs.
+"""What is asked of a target, in plain values: all that a renderer knows, and the script that every
+machine runs.
 
-An `Ask` holds names of secrets, never their values. What is known only when a machine is made (the time, the secrets) stands
-in the files as ${NAME} and is filled in on the way out. Refuses to touch files, clocks and the
-network.
+An `Ask` holds names of secrets, never their values. What is known only when a machine is made (the
+time, the secrets) stands in the files as ${NAME} and is filled in on the way out. Refuses to touch
+files, clocks and the network.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from farthing.durability.files import Json
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.prices.offers import Offer
 
 PLAIN_IMAGE = "pytorch/pytorch:2.10.0-cuda12.8-cudnn9-runtime"
@@ -31,10 +32,13 @@ class Ask:
     """One machine for one run."""
 
     name: str
-    """`farthing-<launch id>-<number>`: the same on every try, so that a machine is never made twice unseen."""
+    """`farthing-<launch id>-<number>`: the same on every try, so that a machine is never made twice
+    unseen.
+    """
     target: str
     at: str
-    """What stood behind the colon of --on: a host, a partition, a project; empty where nothing did."""
+    """What stood behind the colon of --on: a host, a partition, a project; empty where nothing did.
+    """
     offer: Offer
     usd_per_hour: float
     most_s: int
@@ -56,7 +60,8 @@ class Ask:
     settings: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that are no secrets."""
     fallbacks: tuple[tuple[Offer, str], ...] = ()
-    """The next offers of the ranking with their GPU's names, for targets that choose among several."""
+    """The next offers of the ranking with their GPU's names, for targets that choose among several.
+    """
 
     @property
     def on(self) -> str:
@@ -70,10 +75,12 @@ class Ask:
 
 
 def values_of(names: Sequence[str], who: str = "the machine") -> dict[str, str]:
-    """Variables of the environment here that somebody needs. Raises `UserMistake` where one is not set."""
+    """Variables of the environment here that somebody needs. Raises `InputError` where one is not
+    set.
+    """
     absent = [name for name in names if not os.environ.get(name, "").strip()]
     if absent:
-        raise UserMistake(
+        raise InputError(
             f"{', '.join(absent)} is not set here, and {who} needs it",
             where="environment",
             to_do=f"export {absent[0]}=... first",
@@ -82,18 +89,24 @@ def values_of(names: Sequence[str], who: str = "the machine") -> dict[str, str]:
 
 
 def home_of(shared: str) -> str:
-    """The folder of a host's machines, for a shell; within `shared`, a run folder that all of them see, if there is one."""
+    """The folder of a host's machines, for a shell; within `shared`, a run folder that all of them
+    see, if there is one.
+    """
     return f"{shlex.quote(shared)}/launch" if shared else '"${FARTHING_HOME:-$HOME/.farthing}"'
 
 
 def script_of(ask: Ask) -> str:
-    """What a machine runs, as a POSIX shell script: bring farthing, train, end in time. Its exit code is the run's.
+    """What a machine runs, as a POSIX shell script: bring farthing, train, end in time. Its exit
+    code is the run's.
 
-    Signals are handed on and the script waits for the end of the last checkpoint. 124 of `timeout` (nothing else ended it
-    in time) becomes 3, stopped by a limit; 143 (told to leave before it could listen) becomes 75, interrupted.
+    Signals are handed on and the script waits for the end of the last checkpoint. 124 of `timeout`
+    (nothing else ended it in time) becomes 3, stopped by a limit; 143 (told to leave before it
+    could listen) becomes 75, interrupted.
     """
     folder = f"{home_of(ask.folder)}/{ask.name}"
-    install = f"python3 -m pip install --quiet {shlex.quote(ask.install)}" if ask.install else "false"
+    install = (
+        f"python3 -m pip install --quiet {shlex.quote(ask.install)}" if ask.install else "false"
+    )
     return f"""#!/bin/sh
 # {ask.name}: trains, and ends after {ask.most_s} seconds at the latest.
 umask 077
@@ -113,11 +126,11 @@ done
 [ "$code" -eq 124 ] && code=3
 [ "$code" -eq 143 ] && code=75
 exit "$code"
-"""
+"""  # noqa: E501
 
 
 def _file(name: str, text: str) -> str:
     """A here-document that is taken literally."""
     if _MARK in text:
-        raise UserMistake(f"it holds the word {_MARK}", where=name, to_do="take it out")
+        raise InputError(f"it holds the word {_MARK}", where=name, to_do="take it out")
     return f"cat > {name} <<'{_MARK}'\n{text.rstrip(chr(10))}\n{_MARK}\n"

@@ -1,4 +1,6 @@
-"""What a target lacks before a launch: its command, a login, keys, the image. Asked with short commands; nothing is changed."""
+"""What a target lacks before a launch: its command, a login, keys, the image. Asked with short
+commands; nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 
 from farthing.durability.machines import Machine
-from farthing.errors import Check, UserMistake
+from farthing.errors import Check, InputError
 from farthing.launch.ask import PLAIN_IMAGE
 from farthing.launch.clients import connect
 from farthing.launch.commands import run_command
@@ -19,15 +21,28 @@ from farthing.launch.target import Target
 
 LOGIN = {
     "slurm": ("sinfo --noheader", "log in to a node where `sinfo` answers"),
-    "kubernetes": ("kubectl auth can-i create jobs", "choose a context (kubectl config use-context) that may"),
-    "vertex": ("gcloud auth list --filter=status:ACTIVE --format=value(account)", "gcloud auth login"),
+    "kubernetes": (
+        "kubectl auth can-i create jobs",
+        "choose a context (kubectl config use-context) that may",
+    ),
+    "vertex": (
+        "gcloud auth list --filter=status:ACTIVE --format=value(account)",
+        "gcloud auth login",
+    ),
     "skypilot": ("sky check", "sky check says which cloud lacks what"),
     "hf": ("hf auth whoami", "hf auth login"),
 }
-"""A command that works and prints something only where one is logged in, and what to do where it does not."""
+"""A command that works and prints something only where one is logged in, and what to do where it
+does not.
+"""
 QUOTA = {
-    "vertex": "Vertex AI has a quota for each accelerator and for spot: console, IAM & Admin, Quotas, `custom_model_training`",
-    "skypilot": "each cloud has its own quota: sky show-gpus --infra CLOUD; a new account often has none",
+    "vertex": (
+        "Vertex AI has a quota for each accelerator and for spot: console, IAM & Admin, Quotas,"
+        " `custom_model_training`"
+    ),
+    "skypilot": (
+        "each cloud has its own quota: sky show-gpus --infra CLOUD; a new account often has none"
+    ),
     "hf": "Jobs need a Pro, Team or Enterprise account",
     "runpod": "an account spends at most $80 an hour unless its limit was raised",
 }
@@ -38,16 +53,21 @@ def _ok(name: str, is_so: bool, found: str, to_do: str) -> Check:
 
 
 def check_target(text: str) -> Iterator[Check]:
-    """Everything that is known to be needed. Raises `UserMistake` where there is no such target."""
+    """Everything that is known to be needed. Raises `InputError` where there is no such target."""
     needs_a_place = ":" not in text and text.strip().lower() in ("vertex", "lambda", "ssh")
     target, at = find_target(f"{text}:WHERE/KEY" if needs_a_place else text)
     yield Check("target", "ok", target.title)
     yield Check(
-        "ended by", "ok" if target.ends else "warning", target.ends or "nothing but us", "launch with --attended"
+        "ended by",
+        "ok" if target.ends else "warning",
+        target.ends or "nothing but us",
+        "launch with --attended",
     )
     if target.program:
         path = shutil.which(target.program)
-        yield _ok("command", path is not None, path or f"there is no `{target.program}`", target.install)
+        yield _ok(
+            "command", path is not None, path or f"there is no `{target.program}`", target.install
+        )
         if path and target.name in LOGIN:
             yield _login(*LOGIN[target.name])
     for key in target.keys:
@@ -65,14 +85,21 @@ def check_target(text: str) -> Iterator[Check]:
     if target.name in QUOTA:
         yield Check("quota", "warning", "not asked", QUOTA[target.name])
     if target.name not in ("local", "ssh", "slurm"):
-        to_do = "docker build --target cuda at the root of farthing's repository, push it, name it with --image"
+        to_do = (
+            "docker build --target cuda at the root of farthing's repository, push it, name it with"
+            " --image"
+        )
         found = f"without --image {PLAIN_IMAGE}, on which farthing is installed at every start"
         yield Check("image", "warning", found, to_do)
 
 
 def _login(command: str, to_do: str) -> Check:
     try:
-        why = "" if run_command(command.split()).strip() else f"`{command}` fails: nobody is logged in"
+        why = (
+            ""
+            if run_command(command.split()).strip()
+            else f"`{command}` fails: nobody is logged in"
+        )
     except (Unclear, Refused) as error:
         why = str(error)
     return _ok("login", not why, why or f"`{command}` works", to_do)
@@ -83,8 +110,10 @@ def _answers(target: Target) -> Check:
     try:
         connect(target.name).look(Machine("farthing-none"))
         return Check("login", "ok", "the key is taken")
-    except (Unclear, Refused, UserMistake) as error:
-        return Check("login", "failed", str(error).splitlines()[0], "check the key, and what it may do")
+    except (Unclear, Refused, InputError) as error:
+        return Check(
+            "login", "failed", str(error).splitlines()[0], "check the key, and what it may do"
+        )
 
 
 def _hosts(at: str) -> Iterator[Check]:
@@ -93,10 +122,17 @@ def _hosts(at: str) -> Iterator[Check]:
         try:
             there = HostDriver([host]).tell(host, script)
         except (Unclear, Refused) as error:
-            yield Check(host, "failed", str(error), f"ssh {host} has to work without a password (keys, ssh-agent)")
+            yield Check(
+                host,
+                "failed",
+                str(error),
+                f"ssh {host} has to work without a password (keys, ssh-agent)",
+            )
             continue
         lacks = ", ".join(name for name in ("pgrep", "timeout") if f"/{name}" not in there)
-        yield _ok(host, not lacks, f"lacks {lacks}" if lacks else "answers", "install procps, coreutils")
+        yield _ok(
+            host, not lacks, f"lacks {lacks}" if lacks else "answers", "install procps, coreutils"
+        )
         if "/farthing" not in there:
             found = "not on its PATH: pip installs it at the start"
             yield Check(f"{host}: farthing", "warning", found, "install it there once")

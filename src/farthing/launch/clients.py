@@ -1,7 +1,7 @@
 """Our own clients of RunPod, Vast.ai and Lambda: make, find, destroy. See `Driver`.
 
-Money first: what can't be given an end is destroyed at once. Refuses to stop a machine instead of destroying it: disks of
-stopped ones are paid for.
+Money first: what can't be given an end is destroyed at once. Refuses to stop a machine instead of
+destroying it: disks of stopped ones are paid for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ END_WINDOW_S = 3 * 3600
 
 
 def filled(value: Any, values: Mapping[str, Any]) -> Any:
-    """A request with what is known only now in place of each string that is ${NAME}, or has it in an address."""
+    """A request with what is known only now in place of each string that is ${NAME}, or has it in
+    an address.
+    """
     if isinstance(value, dict):
         return {key: filled(item, values) for key, item in value.items()}
     if isinstance(value, list):
@@ -60,7 +62,9 @@ class Client(Driver):
 
 
 class RunPod(Client):
-    """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of words but a stream."""
+    """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of
+    words but a stream.
+    """
 
     @_understood()
     def create(self, ask: Ask, asked_at: float) -> str:
@@ -82,7 +86,11 @@ class RunPod(Client):
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
         answer = _sure(self._api, "GET", "/v2/pods")
-        pods = answer.get("pods") or answer.get("data") or [] if isinstance(answer, dict) else answer or []
+        pods = (
+            answer.get("pods") or answer.get("data") or []
+            if isinstance(answer, dict)
+            else answer or []
+        )
         return _seen(pods, "name", "status", over=("EXITED", "ERROR"), gone=("TERMINATED",))
 
     def delete(self, machine: Machine) -> None:
@@ -95,22 +103,33 @@ class Vast(Client):
 
     @_understood()
     def create(self, ask: Ask, asked_at: float) -> str:
-        """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer refused."""
+        """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer
+        refused.
+        """
         files = vast.render(ask)
-        found = (_sure(self._api, "POST", "/api/v0/bundles/", json.loads(files[vast.SEARCH])) or {}).get("offers") or []
+        found = (
+            _sure(self._api, "POST", "/api/v0/bundles/", json.loads(files[vast.SEARCH])) or {}
+        ).get("offers") or []
         if not found:
             raise Refused("no host offers it at this price now", is_stock=True)
-        body = filled(json.loads(files[vast.CREATE]), {**values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"})
+        body = filled(
+            json.loads(files[vast.CREATE]),
+            {**values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"},
+        )
         answer = self._api.ask("PUT", f"/api/v0/asks/{found[0]['id']}/", body, n_tries=1) or {}
         if not answer.get("success") or not answer.get("new_contract"):
             why = str(answer.get("msg") or answer.get("error") or answer)[:200]
             raise refusal(why)
-        made = Machine(ask.name, id=str(answer["new_contract"]), asked_at=asked_at, most_s=ask.most_s)
+        made = Machine(
+            ask.name, id=str(answer["new_contract"]), asked_at=asked_at, most_s=ask.most_s
+        )
         try:
             self.secure(made)
         except (Refused, Unclear) as error:
             self.destroy(made)
-            raise Refused(f"its end could not be scheduled ({error}), so it was destroyed at once") from error
+            raise Refused(
+                f"its end could not be scheduled ({error}), so it was destroyed at once"
+            ) from error
         return made.id
 
     def secure(self, machine: Machine) -> None:
@@ -119,7 +138,9 @@ class Vast(Client):
         number = int(machine.id)
         values = {ENDS_AT: ends, f"{ENDS_AT}_LATER": ends + END_WINDOW_S, vast.INSTANCE: number}
         try:
-            self._api.ask("POST", "/api/v0/commands/schedule_job/", filled(vast.END_REQUEST, values))
+            self._api.ask(
+                "POST", "/api/v0/commands/schedule_job/", filled(vast.END_REQUEST, values)
+            )
         except Refused as error:
             if "status 422" not in str(error):
                 raise
@@ -143,7 +164,11 @@ class Vast(Client):
 
     def log(self, machine: Machine) -> str:
         """See `Driver`."""
-        return json.dumps(_sure(self._api, "PUT", f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"}))
+        return json.dumps(
+            _sure(
+                self._api, "PUT", f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"}
+            )
+        )
 
 
 class Lambda(Client):
@@ -156,7 +181,9 @@ class Lambda(Client):
         """See `Driver`."""
         body = json.loads(lambda_cloud.render(ask)[lambda_cloud.REQUEST])
         values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
-        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(values.items()))
+        exports = "".join(
+            f"export {name}={shlex.quote(value)}\n" for name, value in sorted(values.items())
+        )
         body["user_data"] = f"#!/bin/sh\n{exports}" + body["user_data"].partition("\n")[2]
         answer = self._api.ask("POST", "/api/v1/instance-operations/launch", body, n_tries=1) or {}
         made = (answer.get("data") or {}).get("instance_ids") or []
@@ -172,17 +199,28 @@ class Lambda(Client):
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
-        _sure(self._api, "POST", "/api/v1/instance-operations/terminate", {"instance_ids": [machine.id]})
+        _sure(
+            self._api,
+            "POST",
+            "/api/v1/instance-operations/terminate",
+            {"instance_ids": [machine.id]},
+        )
 
 
-def _seen(rows: list[Json], name: str, state: str, *, over: Sequence[str], gone: Sequence[str] = ()) -> list[Seen]:
+def _seen(
+    rows: list[Json], name: str, state: str, *, over: Sequence[str], gone: Sequence[str] = ()
+) -> list[Seen]:
     """Machines as a provider lists them, by the names of its fields."""
     left = [row for row in rows if row.get(state) not in gone]
-    return [Seen(str(row.get(name)), str(row["id"]), is_over=row.get(state) in over) for row in left]
+    return [
+        Seen(str(row.get(name)), str(row["id"]), is_over=row.get(state) in over) for row in left
+    ]
 
 
 def _sure(api: Api, method: str, path: str, body: Any = None) -> Any:
-    """The answer to a question or a deletion: a refusal of those leaves open what there is. Raises `Unclear`."""
+    """The answer to a question or a deletion: a refusal of those leaves open what there is. Raises
+    `Unclear`.
+    """
     try:
         return api.ask(method, path, body)
     except Refused as error:
@@ -190,15 +228,21 @@ def _sure(api: Api, method: str, path: str, body: Any = None) -> Any:
 
 
 def connect(target: str) -> Driver:
-    """The client of a target, with the key from the environment. Raises `UserMistake`.
+    """The client of a target, with the key from the environment. Raises `InputError`.
 
     FARTHING_LAUNCH_API names another address, for tests.
     """
     other = os.environ.get("FARTHING_LAUNCH_API", "")
 
     def api(base: str, key: str) -> Api:
-        return Api(other or base, {"Authorization": f"Bearer {values_of([key], 'your account')[key]}"})
+        return Api(
+            other or base, {"Authorization": f"Bearer {values_of([key], 'your account')[key]}"}
+        )
 
     if target == "runpod":
         return RunPod(api(RUNPOD, "RUNPOD_API_KEY"))
-    return Vast(api(VAST, "VAST_API_KEY")) if target == "vast" else Lambda(api(LAMBDA, "LAMBDA_API_KEY"))
+    return (
+        Vast(api(VAST, "VAST_API_KEY"))
+        if target == "vast"
+        else Lambda(api(LAMBDA, "LAMBDA_API_KEY"))
+    )

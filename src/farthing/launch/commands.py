@@ -1,7 +1,8 @@
-"""Targets that have a command of their own: it is run, as the user would, and what it prints is read.
+"""Targets that have a command of their own: it is run, as the user would, and what it prints is
+read.
 
-The user's own login is used; nothing of it is read or kept. Refuses to guess: a command that fails may have done its work,
-so it is `Unclear`, and the job is looked for by its name.
+The user's own login is used; nothing of it is read or kept. Refuses to guess: a command that fails
+may have done its work, so it is `Unclear`, and the job is looked for by its name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ TIMEOUT_S = 180.0
 
 
 class CommandDriver(Driver):
-    """A target by its own command, see `Driver`. `files` gives the folder where an ask was written."""
+    """A target by its own command, see `Driver`. `files` gives the folder where an ask was written."""  # noqa: E501
 
     is_paid_in_queue, late_s, may_refuse_twice = False, 30.0, True
 
@@ -28,14 +29,19 @@ class CommandDriver(Driver):
 
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`. Secrets are in this process' environment, where the command finds them."""
-        return self._commands.id_of(run_command(self._commands.submit(ask, self._files(ask)))) or ask.name
+        return (
+            self._commands.id_of(run_command(self._commands.submit(ask, self._files(ask))))
+            or ask.name
+        )
 
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
         try:
             return self._commands.parse(run_command(self._commands.listing(prefix)))
         except (ValueError, KeyError, TypeError) as error:
-            raise Unclear(f"its list of jobs can't be read ({type(error).__name__}: {error})") from error
+            raise Unclear(
+                f"its list of jobs can't be read ({type(error).__name__}: {error})"
+            ) from error
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
@@ -49,11 +55,17 @@ class CommandDriver(Driver):
 def ended(
     words: Sequence[str], said: str = "", timeout_s: float = TIMEOUT_S, who: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """A command that has read `said` and ended. Raises `Refused` where there is none, `Unclear` where it takes too long."""
+    """A command that has read `said` and ended. Raises `Refused` where there is none, `Unclear`
+    where it takes too long.
+    """
     try:
-        return subprocess.run(list(words), input=said, capture_output=True, text=True, timeout=timeout_s, check=False)
+        return subprocess.run(
+            list(words), input=said, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
     except FileNotFoundError as error:
-        raise Refused(f"there is no command `{words[0]}` here: see `farthing doctor --target`") from error
+        raise Refused(
+            f"there is no command `{words[0]}` here: see `farthing doctor --target`"
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise Unclear(f"{who or f'`{words[0]}`'} has not answered in {timeout_s:.0f} s") from error
 

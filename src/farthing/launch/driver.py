@@ -12,7 +12,9 @@ from farthing.launch.ask import Ask
 
 
 class Refused(Exception):
-    """Nothing was made, and the provider said why. `is_stock`: it may have one later; `is_final`: it is the account."""
+    """Nothing was made, and the provider said why. `is_stock`: it may have one later; `is_final`:
+    it is the account.
+    """
 
     def __init__(self, why: str, *, is_stock: bool = False, is_final: bool = False) -> None:
         super().__init__(why)
@@ -20,14 +22,35 @@ class Refused(Exception):
 
 
 def refusal(why: str) -> Refused:
-    """A refusal by what the provider says: whether there is none at the moment, or whether the account may have none."""
+    """A refusal by what the provider says: whether there is none at the moment, or whether the
+    account may have none.
+    """
     low = why.lower()
     is_stock = any(word in low for word in _STOCK)
-    return Refused(why, is_stock=is_stock, is_final=not is_stock and any(word in low for word in _ACCOUNT))
+    return Refused(
+        why, is_stock=is_stock, is_final=not is_stock and any(word in low for word in _ACCOUNT)
+    )
 
 
-_STOCK = ("no longer any", "capacity", "no_such_ask", "not available", "unavailable", "no instances", "stock")
-_ACCOUNT = ("status 401", "status 402", "status 403", "insufficient", "credit", "balance", "unauthorized", "api key")
+_STOCK = (
+    "no longer any",
+    "capacity",
+    "no_such_ask",
+    "not available",
+    "unavailable",
+    "no instances",
+    "stock",
+)
+_ACCOUNT = (
+    "status 401",
+    "status 402",
+    "status 403",
+    "insufficient",
+    "credit",
+    "balance",
+    "unauthorized",
+    "api key",
+)
 
 
 class Unclear(Exception):
@@ -50,13 +73,17 @@ class Seen:
     """Whether it costs money; what does not is gone."""
 
 
-def job_seen(name: str, number: str, is_over: bool, *, waits: bool = False, code: int | None = None) -> Seen:
+def job_seen(
+    name: str, number: str, is_over: bool, *, waits: bool = False, code: int | None = None
+) -> Seen:
     """A job of a queue: what is over is not paid for any more."""
     return Seen(name, number, is_over=is_over, code=code, is_waiting=waits, is_paid=not is_over)
 
 
 class Driver:
-    """A target. Every call may raise `Unclear`. What is written out here is shared by those that list their machines."""
+    """A target. Every call may raise `Unclear`. What is written out here is shared by those that
+    list their machines.
+    """
 
     is_paid_in_queue = True
     """Whether waiting for a machine to boot is paid for."""
@@ -65,7 +92,9 @@ class Driver:
     ends_by_itself = True
     """Whether a machine ends at `Ask.most_s` when nobody of ours lives."""
     may_overlap = False
-    """Whether the next machine may be asked for before this one is confirmed to be gone: hosts of one's own."""
+    """Whether the next machine may be asked for before this one is confirmed to be gone: hosts of
+    one's own.
+    """
     late_s = 120.0
     """For so long a new machine may be missing in its lists."""
     may_refuse_twice = False
@@ -76,15 +105,23 @@ class Driver:
         raise NotImplementedError
 
     def secure(self, machine: Machine) -> None:
-        """Give a machine its end, where that is a request of its own that may not have been sent. Raises `Refused`."""
+        """Give a machine its end, where that is a request of its own that may not have been sent.
+        Raises `Refused`.
+        """
 
     def listed(self, prefix: str) -> list[Seen]:
         """The machines of a launch, and maybe others."""
         raise NotImplementedError
 
     def look(self, machine: Machine) -> Seen | None:
-        """The machine by its name, None where there is none. Of jobs begun again under one name the last one counts."""
-        found = [seen for seen in self.listed(machine.name.rpartition("-")[0]) if seen.name == machine.name]
+        """The machine by its name, None where there is none. Of jobs begun again under one name the
+        last one counts.
+        """
+        found = [
+            seen
+            for seen in self.listed(machine.name.rpartition("-")[0])
+            if seen.name == machine.name
+        ]
         return found[-1] if found else None
 
     def names(self, prefix: str) -> dict[str, str]:
@@ -93,7 +130,9 @@ class Driver:
         return {seen.name: seen.id for seen in ours if seen.is_paid}
 
     def destroy(self, machine: Machine) -> None:
-        """Ask that it be deleted; returns when that was acknowledged, also where it was gone already."""
+        """Ask that it be deleted; returns when that was acknowledged, also where it was gone
+        already.
+        """
         if self.may_refuse_twice or not machine.id:
             seen = self.look(machine)
             if seen is None or not seen.is_paid:

@@ -1,8 +1,10 @@
-"""This machine and machines by ssh, see `Driver`: a script goes to a shell there and runs in a session of its own.
+"""This machine and machines by ssh, see `Driver`: a script goes to a shell there and runs in a
+session of its own.
 
-What it prints, its process and its exit code are files in its folder, so that any later process of ours finds it. The
-values of secrets go by the standard input of the shell: they stand in no file and no list of processes. Refuses to know
-what a host costs after the run has ended: who rents it ends it.
+What it prints, its process and its exit code are files in its folder, so that any later process of
+ours finds it. The values of secrets go by the standard input of the shell: they stand in no file
+and no list of processes. Refuses to know what a host costs after the run has ended: who rents it
+ends it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,18 @@ from farthing.launch.driver import Driver, Refused, Seen, Unclear
 
 HERE = "local"
 PATIENT_S, KILL_AFTER_S = 60.0, 60
-SSH_OPTIONS = [f"-o{setting}" for setting in
-               ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=2")]  # fmt: skip
+SSH_OPTIONS = [
+    f"-o{setting}"
+    for setting in (
+        "BatchMode=yes",
+        "ConnectTimeout=10",
+        "ServerAliveInterval=5",
+        "ServerAliveCountMax=2",
+    )
+]
 _NEVER_THERE = re.compile(
-    r"[^\n]*(Could not resolve hostname|Connection refused|No route to host|Permission denied|Host key verification failed"
+    r"[^\n]*(Could not resolve hostname|Connection refused|No route to host|Permission denied|Host"
+    r" key verification failed"
     r"|connect to host .* timed out)[^\n]*"
 )
 """What ssh says where it has not come as far as the other side's shell."""
@@ -44,21 +54,27 @@ one() {
   elif [ -e "$1/pid" ] && ours "$1" && lives "$(cat "$1/pid")"; then echo alive
   else echo "over $(cat "$1/code" 2>/dev/null)"; fi  # it may have ended since the first line
 }
+"""  # noqa: E501
+"""Numbers of processes are given again: ours began when ours did. Its session may outlive it,
+zombies are no life.
 """
-"""Numbers of processes are given again: ours began when ours did. Its session may outlive it, zombies are no life."""
 _RUN = f"""
 cut -d " " -f 22 /proc/$$/stat > "$0/began"; echo $$ > "$0/pid.new"; mv "$0/pid.new" "$0/pid"
 sh "$0/{SCRIPT}" > "$0/log.txt" 2>&1 < /dev/null; echo $? > "$0/code.new"; mv "$0/code.new" "$0/code"
-"""
+"""  # noqa: E501
 """The session itself says which it is: whoever began it may be cut off before."""
 
 
 class Unreached(Unclear):
-    """Nothing came as far as the host: whether a machine is at work there is not known, but a new one was not made."""
+    """Nothing came as far as the host: whether a machine is at work there is not known, but a new
+    one was not made.
+    """
 
 
 class HostDriver(Driver):
-    """Hosts, each by its name; `local` is this one. `shared` is the run folder where there is no store."""
+    """Hosts, each by its name; `local` is this one. `shared` is the run folder where there is no
+    store.
+    """
 
     may_overlap, late_s = True, 0.0
 
@@ -73,14 +89,20 @@ class HostDriver(Driver):
         if done.returncode == 255 and (found := _NEVER_THERE.search(done.stderr)):
             raise Unreached(f"{host}: {found[0].strip()}")
         if done.returncode:
-            raise Unclear(f"{host}: {' '.join(done.stderr.split())[-200:] or f'exit code {done.returncode}'}")
+            raise Unclear(
+                f"{host}: {' '.join(done.stderr.split())[-200:] or f'exit code {done.returncode}'}"
+            )
         return done.stdout
 
     def create(self, ask: Ask, asked_at: float) -> str:
-        """See `Driver`. A script of that name which runs already is left to run: this is the same request again."""
+        """See `Driver`. A script of that name which runs already is left to run: this is the same
+        request again.
+        """
         values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
-        if ask.offer.instance == HERE:  # this very farthing, also where no environment was activated
+        if (
+            ask.offer.instance == HERE
+        ):  # this very farthing, also where no environment was activated
             exports += f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"\n'
         script = f"""
 umask 077
@@ -105,12 +127,21 @@ cat "$d/pid"
 
     def look(self, machine: Machine) -> Seen | None:
         """See `Driver`."""
-        script = f'{LOOK}\nd={self._home}/{machine.name}\n[ -e "$d/pid" ] && echo "$(cat "$d/pid") $(one "$d")"; true'
+        script = (
+            f'{LOOK}\nd={self._home}/{machine.name}\n[ -e "$d/pid" ] && echo "$(cat "$d/pid") $(one'
+            ' "$d")"; true'
+        )
         words = self.tell(machine.instance, script).split()
         if not words:
             return None
         code = int(words[2]) if len(words) > 2 and words[2].isdigit() else None
-        return Seen(machine.name, words[0], is_over=words[1] != "alive", code=code, is_paid=words[1] == "alive")
+        return Seen(
+            machine.name,
+            words[0],
+            is_over=words[1] != "alive",
+            code=code,
+            is_paid=words[1] == "alive",
+        )
 
     def names(self, prefix: str) -> dict[str, str]:
         """See `Driver`. A host that does not answer is asked again at the next look."""
@@ -121,12 +152,19 @@ for d in {self._home}/{prefix}-*; do
 done; true"""
         for host in self._hosts:
             with contextlib.suppress(Unclear):
-                found |= {name: f"{host} {n}" for name, n in re.findall(r"(\S+) (\d+)", self.tell(host, script))}
+                found |= {
+                    name: f"{host} {n}"
+                    for name, n in re.findall(r"(\S+) (\d+)", self.tell(host, script))
+                }
         return found
 
     def destroy(self, machine: Machine) -> None:
-        """See `Driver`. First a polite signal, which saves; after a minute of asking everything of the session is killed."""
-        self.tell(machine.instance, f"""
+        """See `Driver`. First a polite signal, which saves; after a minute of asking everything of
+        the session is killed.
+        """
+        self.tell(
+            machine.instance,
+            f"""
 {LOOK}
 d={self._home}/{machine.name}
 [ -e "$d/pid" ] && ours "$d" || exit 0
@@ -134,8 +172,11 @@ p=$(cat "$d/pid"); now=$(date +%s)
 [ -e "$d/asked" ] || echo "$now" > "$d/asked"
 if [ $((now - $(cat "$d/asked"))) -ge {KILL_AFTER_S} ]; then pkill -KILL -s "$p"; else pkill -TERM -P "$p"; fi
 true
-""")  # fmt: skip
+""",  # noqa: E501
+        )
 
     def log(self, machine: Machine) -> str:
         """See `Driver`."""
-        return self.tell(machine.instance, f"tail -n 200 {self._home}/{machine.name}/log.txt 2>/dev/null; true")
+        return self.tell(
+            machine.instance, f"tail -n 200 {self._home}/{machine.name}/log.txt 2>/dev/null; true"
+        )

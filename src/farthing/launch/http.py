@@ -1,6 +1,8 @@
-"""A request to a provider's API: JSON in and out, within a time limit, tried again where that can do no harm.
+"""A request to a provider's API: JSON in and out, within a time limit, tried again where that can
+do no harm.
 
-Keys go into a header, never into an address. Refuses to follow redirects, which would carry the key elsewhere.
+Keys go into a header, never into an address. Refuses to follow redirects, which would carry the key
+elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from farthing.launch.driver import Unclear, refusal
 TIMEOUT_S = 30.0
 MOST_BYTES = 16 << 20
 Transport = Callable[[str, str, Mapping[str, str], bytes | None, float], tuple[int, bytes]]
-"""(method, address, headers, body, seconds) -> (status, body). Raises `OSError` where there was no answer."""
+"""(method, address, headers, body, seconds) -> (status, body). Raises `OSError` where there was no
+answer.
+"""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -42,16 +46,21 @@ class Api:
     """A provider's API at an address. `headers` hold the key."""
 
     def __init__(
-        self, base: str, headers: Mapping[str, str], *, send: Transport = transport,
+        self,
+        base: str,
+        headers: Mapping[str, str],
+        *,
+        send: Transport = transport,
         sleep: Callable[[float], None] = time.sleep,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._base, self._send, self._sleep = base.rstrip("/"), send, sleep
         self._headers = {"Content-Type": "application/json", "User-Agent": "farthing", **headers}
 
     def ask(self, method: str, path: str, body: Any = None, *, n_tries: int = 3) -> Any:
         """The answer. With `n_tries` 1 nothing is sent twice: for requests that make something.
 
-        Raises `Refused` (4xx: the provider will not), `Unclear` (no answer, 5xx, or one that is not JSON).
+        Raises `Refused` (4xx: the provider will not), `Unclear` (no answer, 5xx, or one that is not
+        JSON).
         """
         data = None if body is None else json.dumps(body).encode()
         why = ""
@@ -82,7 +91,14 @@ def _words(text: bytes) -> str:
     said = " ".join(text.decode("utf-8", "replace").split())
     try:
         value = json.loads(said)
-        said = next((str(value[key]) for key in ("detail", "title", "msg", "message", "error") if value.get(key)), said)
+        said = next(
+            (
+                str(value[key])
+                for key in ("detail", "title", "msg", "message", "error")
+                if value.get(key)
+            ),
+            said,
+        )
     except (ValueError, AttributeError):
         pass
     return said[:200]

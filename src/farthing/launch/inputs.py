@@ -1,10 +1,12 @@
-"""Local data, models and tokenized data on their way to a machine, by content: what the store has is not sent again.
+"""Local data, models and tokenized data on their way to a machine, by content: what the store has
+is not sent again.
 
     inputs/sha256-HEX               a file, whatever its name
     launch/LAUNCH/inputs.json       where each goes on the machine, with size and sha256
 
-The job that travels names the files where they will be. Data tokenized here goes along, into the cache that training looks
-in first, so that no second of a rented machine is spent on that. Refuses to write outside the folders of inputs and cache.
+The job that travels names the files where they will be. Data tokenized here goes along, into the
+cache that training looks in first, so that no second of a rented machine is spent on that. Refuses
+to write outside the folders of inputs and cache.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from pathlib import Path, PurePosixPath
 
 from farthing.config.job import Job
 from farthing.durability.commits import fetch_whole, is_here
-from farthing.durability.files import Damaged, Json, seal, sha256_of, unseal
-from farthing.durability.object_store import NoSuchObject, Store, StoreFault
-from farthing.errors import StoreDown, UserMistake
+from farthing.durability.files import DamagedFileError, Json, seal, sha256_of, unseal
+from farthing.durability.object_store import NoSuchObject, Store, StoreError
+from farthing.errors import InputError, StoreUnavailableError
 
 INPUTS, CACHE = "inputs", "cache"
 
@@ -39,7 +41,9 @@ class Packed:
 
 
 def pack(job: Job) -> Packed:
-    """Every local file that the job needs. Reads no file. Raises `UserMistake` for one that is not there."""
+    """Every local file that the job needs. Reads no file. Raises `InputError` for one that is not
+    there.
+    """
     files: dict[str, Path] = {}
 
     def take(name: str | None, place: str) -> str | None:
@@ -48,10 +52,14 @@ def pack(job: Job) -> Packed:
             return None
         here = Path(name)
         if not here.exists():
-            raise UserMistake("no such file or folder", where=name, to_do="check the path in the job")
+            raise InputError(
+                "no such file or folder", where=name, to_do="check the path in the job"
+            )
         to = f"{INPUTS}/{place}"
         if here.is_dir():
-            files.update({f"{to}/{path.relative_to(here).as_posix()}": path for path in _files_in(here)})
+            files.update(
+                {f"{to}/{path.relative_to(here).as_posix()}": path for path in _files_in(here)}
+            )
             return f"./{to}"
         files[f"{to}/{here.name}"] = here
         return f"./{to}/{here.name}"
@@ -81,8 +89,11 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 def with_token_sets(packed: Packed, folders: list[Path]) -> Packed:
     """The same with token sets, which stand in a folder `tokens` of the cache."""
-    more = [(path, f"{CACHE}/tokens/{folder.name}/{path.relative_to(folder)}") for folder in folders
-            for path in _files_in(folder)]  # fmt: skip
+    more = [
+        (path, f"{CACHE}/tokens/{folder.name}/{path.relative_to(folder)}")
+        for folder in folders
+        for path in _files_in(folder)
+    ]
     return Packed((*packed.files, *more), packed.values)
 
 
@@ -94,7 +105,7 @@ def inputs_key(launch_id: str) -> str:
 def send_inputs(store: Store, packed: Packed, key: str) -> int:
     """Bring to the store what it lacks, and the list last; bytes sent.
 
-    Raises `StoreDown`, `UserMistake` for a file that can't be read.
+    Raises `StoreUnavailableError`, `InputError` for a file that can't be read.
     """
     sent, entries = 0, []
     try:
@@ -103,8 +114,10 @@ def send_inputs(store: Store, packed: Packed, key: str) -> int:
             try:
                 digest, size = sha256_of(path), path.stat().st_size
             except OSError as error:
-                raise UserMistake(
-                    f"can't be read: {error.strerror}", where=str(path), to_do="check its permissions"
+                raise InputError(
+                    f"can't be read: {error.strerror}",
+                    where=str(path),
+                    to_do="check its permissions",
                 ) from None
             name = f"{INPUTS}/sha256-{digest}"
             if name not in there or there[name].n_bytes != size:
@@ -114,15 +127,19 @@ def send_inputs(store: Store, packed: Packed, key: str) -> int:
         text = seal({"kind": "farthing inputs", "files": entries})
         store.remove([key])
         store.create(key, text.encode())
-    except StoreFault as error:
-        raise StoreDown(f"the store does not take the inputs ({error})", to_do="try again when it does") from error
+    except StoreError as error:
+        raise StoreUnavailableError(
+            f"the store does not take the inputs ({error})", to_do="try again when it does"
+        ) from error
     return sent
 
 
 def fetch_inputs(store: Store, key: str, folder: Path) -> None:
-    """Bring the inputs of a launch into `folder`, each file verified; what is there already is not fetched again.
+    """Bring the inputs of a launch into `folder`, each file verified; what is there already is not
+    fetched again.
 
-    Raises `StoreDown` where the store does not give them, `UserMistake` for a list that is none.
+    Raises `StoreUnavailableError` where the store does not give them, `InputError` for a list that
+    is none.
     """
     try:
         listed = unseal(store.get(key).decode("utf-8"), key)["files"]
@@ -134,21 +151,28 @@ def fetch_inputs(store: Store, key: str, folder: Path) -> None:
             draft = path.with_name(f"{path.name}.draft")
             fetch_whole(store, entry, draft)
             os.replace(draft, path)
-    except (NoSuchObject, Damaged, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise UserMistake(
+    except (NoSuchObject, DamagedFileError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise InputError(
             f"the inputs in the store are not whole ({error})",
             where=key,
             to_do="run `farthing launch` again: it sends them",
         ) from error
-    except StoreFault as error:
-        raise StoreDown(
+    except StoreError as error:
+        raise StoreUnavailableError(
             f"the store does not give the inputs ({error})", to_do="another machine may do better"
         ) from error
 
 
 def _safe(path: str) -> PurePosixPath:
-    """A path of a list that stays within the folders of inputs and cache. Raises `Damaged`."""
+    """A path of a list that stays within the folders of inputs and cache. Raises
+    `DamagedFileError`.
+    """
     parts = PurePosixPath(path)
-    if parts.is_absolute() or ".." in parts.parts or parts.parts[:1] not in ((INPUTS,), (CACHE,)) or "\0" in path:
-        raise Damaged(f"a path outside the inputs: {path!r}")
+    if (
+        parts.is_absolute()
+        or ".." in parts.parts
+        or parts.parts[:1] not in ((INPUTS,), (CACHE,))
+        or "\0" in path
+    ):
+        raise DamagedFileError(f"a path outside the inputs: {path!r}")
     return parts

@@ -1,7 +1,9 @@
-"""From a job to what is asked of a target: which offers in which order, for how long at most, with which files.
+"""From a job to what is asked of a target: which offers in which order, for how long at most, with
+which files.
 
-Everything that can be refused is refused here, before anything is rented: no store, no cap, several GPUs, a GPU that the target
-does not have. Reads the job, the plan and the clock it is given; refuses to reach the network and to import torch.
+Everything that can be refused is refused here, before anything is rented: no store, no cap, several
+GPUs, a GPU that the target does not have. Reads the job, the plan and the clock it is given;
+refuses to reach the network and to import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from farthing.config.job import Job
 from farthing.durability.accounts import Account
 from farthing.durability.files import Json
 from farthing.durability.machines import MachineLedger, bill_by_machine
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.launch.ask import GRACE_S, PLAIN_IMAGE, Ask
 from farthing.launch.inputs import Packed, inputs_key, pack
 from farthing.launch.registry import HERE, PROVIDERS, called, find_target, refuse_nowhere, target_of
@@ -48,8 +50,20 @@ SETTINGS = [
 ]
 GOOGLE = ("gs://", "gcs://")
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-OF_PLACE = ("device", "usd_per_hour", "power_watts", "usd_per_kwh", "gpu", "provider", "region", "offers", "spot")
-"""What `where` says of this machine, or of which one to rent; the rest is about the run, and goes along."""
+OF_PLACE = (
+    "device",
+    "usd_per_hour",
+    "power_watts",
+    "usd_per_kwh",
+    "gpu",
+    "provider",
+    "region",
+    "offers",
+    "spot",
+)
+"""What `where` says of this machine, or of which one to rent; the rest is about the run, and goes
+along.
+"""
 OWN_FOLDERS = ("local", "slurm")
 """Targets whose machines see the files of this one: nothing has to travel."""
 
@@ -88,7 +102,9 @@ class Prepared:
 
     @property
     def folder(self) -> str:
-        """The run folder, where all machines of the target see it; empty where the store carries the run."""
+        """The run folder, where all machines of the target see it; empty where the store carries
+        the run.
+        """
         return self.job.output_dir if _shares(self.target, self.at) else ""
 
     @property
@@ -96,7 +112,14 @@ class Prepared:
         """Whether data and model go along by way of the store."""
         return self.target.name not in OWN_FOLDERS and self.job.output_store is not None
 
-    def ask(self, number: int, offer: Offer, ledger: MachineLedger, accounts: Sequence[Account], now: float) -> Ask:
+    def ask(
+        self,
+        number: int,
+        offer: Offer,
+        ledger: MachineLedger,
+        accounts: Sequence[Account],
+        now: float,
+    ) -> Ask:
         """What to ask for as the machine of this number. Raises `Spent`."""
         rate, limits = offer.usd_per_hour or 0.0, self.job.limits
         rows = bill_by_machine(list(ledger.machines.values()), accounts, now)
@@ -111,14 +134,17 @@ class Prepared:
             )
         hours = limits.most_hours(max(1, offer.n_gpus))
         if hours is not None:
-            lasts["limits.max_hours"] = hours * 3600 - sum(a.wall_s for a in accounts) + boot_s + GRACE_S + TEARDOWN_S
+            lasts["limits.max_hours"] = (
+                hours * 3600 - sum(a.wall_s for a in accounts) + boot_s + GRACE_S + TEARDOWN_S
+            )
         if limits.deadline is not None:
             lasts["limits.deadline"] = limits.deadline.timestamp() - now
         which = min(lasts, key=lambda name: lasts[name])
         if lasts[which] < boot_s + LEAST_USE_S:
             raise Spent(
-                f"{which} leaves {say_seconds(max(0.0, lasts[which]))} of {offer.provider} {offer.gpu or offer.instance}: not "
-                f"enough to boot ({say_seconds(boot_s)}) and train; {say_usd(spent_usd)} were spent"
+                f"{which} leaves {say_seconds(max(0.0, lasts[which]))} of {offer.provider}"
+                f" {offer.gpu or offer.instance}: not enough to boot ({say_seconds(boot_s)}) and"
+                f" train; {say_usd(spent_usd)} were spent"
             )
         name = f"{self.launch_id}-{number}"
         has_cap = limits.max_usd is not None
@@ -153,8 +179,12 @@ class Prepared:
             disk_gb=self.wishes.disk_gb,
             folder=self.folder,
             secrets=secrets_of(self.job, self.target),
-            settings={name: os.environ[name] for name in SETTINGS if _is_plain(os.environ.get(name))},
-            fallbacks=tuple((each, found.gpu_id) for each in other if (found := called(self.target, each)))[:9],
+            settings={
+                name: os.environ[name] for name in SETTINGS if _is_plain(os.environ.get(name))
+            },
+            fallbacks=tuple(
+                (each, found.gpu_id) for each in other if (found := called(self.target, each))
+            )[:9],
         )
 
     def _job_text(self, offer: Offer) -> str:
@@ -166,10 +196,17 @@ class Prepared:
         if not self.folder:
             values |= {"output_dir": "./run", "cache_dir": "./cache"}
         if self.target.is_rented:
-            of_run = {key: value for key, value in values.get("where", {}).items() if key not in OF_PLACE}
+            of_run = {
+                key: value for key, value in values.get("where", {}).items() if key not in OF_PLACE
+            }
             if "gpus" in of_run:
-                of_run["gpus"] = "all"  # of the machine: none with more than the job would use is rented
-            values["where"] = of_run | {"usd_per_hour": offer.usd_per_hour or 0.0, "spot": offer.is_spot}
+                of_run["gpus"] = (
+                    "all"  # of the machine: none with more than the job would use is rented
+                )
+            values["where"] = of_run | {
+                "usd_per_hour": offer.usd_per_hour or 0.0,
+                "spot": offer.is_spot,
+            }
         if self.job.limits.deadline is not None:
             moment = datetime.fromtimestamp(self.job.limits.deadline.timestamp(), UTC)
             values["limits"]["deadline"] = moment.isoformat(timespec="seconds")
@@ -182,13 +219,17 @@ def _shares(target: Target, at: str) -> bool:
 
 
 def launch_id_of(job: Job) -> str:
-    """`farthing-` and eight hex digits of where the run is kept: one run, one launch, from whatever machine."""
+    """`farthing-` and eight hex digits of where the run is kept: one run, one launch, from whatever
+    machine.
+    """
     where = _one_spelling(job.output_store or os.path.abspath(job.output_dir))
     return f"farthing-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
 
 
 def _one_spelling(place: str) -> str:
-    """The same text for every way to write a store: s3://b/run/ is s3://b/run, file:///mnt/run is /mnt/run."""
+    """The same text for every way to write a store: s3://b/run/ is s3://b/run, file:///mnt/run is
+    /mnt/run.
+    """
     scheme, is_url, path = place.rpartition("://")
     if is_url and scheme not in ("file", "local"):
         return f"{'gs' if scheme == 'gcs' else scheme}://{'/'.join(filter(None, path.split('/')))}"
@@ -205,7 +246,9 @@ def _is_plain(value: str | None) -> bool:
 
 
 def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
-    """Names of the variables that a run needs there: keys of the store, and the Hub's token where there is one here."""
+    """Names of the variables that a run needs there: keys of the store, and the Hub's token where
+    there is one here.
+    """
     names = [name for name in ("HF_TOKEN",) if os.environ.get(name)]
     if (job.output_store or "").startswith(("s3://", "s3a://")):
         is_strangers = target.is_rented or target.name == "kubernetes"
@@ -218,9 +261,10 @@ def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
 
 
 def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Prepared:
-    """Everything up to the first request. Raises `UserMistake`.
+    """Everything up to the first request. Raises `InputError`.
 
-    A launch that asks for no machine, only after those that there are, needs no plan and no data: those may have changed.
+    A launch that asks for no machine, only after those that there are, needs no plan and no data:
+    those may have changed.
     """
     named = find_target(wishes.on) if wishes.on else None
     if named is not None and not asks and named[0].is_rented:
@@ -241,23 +285,39 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
 
 
 def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
-    """Machines that no price table has: hosts, queues and clusters, at the price that the job names."""
+    """Machines that no price table has: hosts, queues and clusters, at the price that the job
+    names.
+    """
     hosts = [HERE if target.name == HERE else ""]
     if target.name == "ssh":
         hosts = [host for host in at.split(",") if host]
     for host in hosts:
         if host.startswith("-") or re.search(r"[\s'\"`$;&|<>]", host):
             to_do = "name it as ssh knows it: user@host, or of its config"
-            raise UserMistake(f"{host!r} is no host", where="--on", to_do=to_do)
+            raise InputError(f"{host!r} is no host", where="--on", to_do=to_do)
     gpu = job.where.gpu[0] if job.where.gpu else "L4" if target.name == "hf" else ""
     words = "the job's own price: where.usd_per_hour and electricity"
     offers = [
-        Offer(target.title, host, gpu, int(job.where.device != "cpu"), "", "", job.where.spot, "machine_hour", job.usd_per_hour,
-              words, today, Billing(target.title))
+        Offer(
+            target.title,
+            host,
+            gpu,
+            int(job.where.device != "cpu"),
+            "",
+            "",
+            job.where.spot,
+            "machine_hour",
+            job.usd_per_hour,
+            words,
+            today,
+            Billing(target.title),
+        )
         for host in hosts
-    ]  # fmt: skip
+    ]
     if target.picks_gpus and called(target, offers[0]) is None:
-        raise UserMistake(f"{target.title} has no {gpu}", where="where.gpu", to_do="name another GPU")
+        raise InputError(
+            f"{target.title} has no {gpu}", where="where.gpu", to_do="name another GPU"
+        )
     return offers
 
 
@@ -270,9 +330,11 @@ def _rented_offers(
     is_one = len(providers) == 1 and not wishes.offer and not job.where.provider
     most = most_gpus(job)
     asked = Asked(
-        provider=providers if is_one else (), max_gpus=8 if wishes.offer else most, prices=wishes.prices,
+        provider=providers if is_one else (),
+        max_gpus=8 if wishes.offer else most,
+        prices=wishes.prices,
         is_local=bool(wishes.offer),
-    )  # fmt: skip
+    )
     study = study_job(job, asked, now=now)
     plans = _chosen(study, wishes.offer, most) if wishes.offer else study.answer.plans
     found: dict[tuple[object, ...], tuple[Target, Plan]] = {}
@@ -284,38 +346,65 @@ def _rented_offers(
             continue
         if called(target, offer) is not None:
             instance = offer.instance if target.name == "lambda" else ""
-            found.setdefault((offer.provider, offer.gpu, offer.n_gpus, offer.is_spot, instance), (target, plan))
+            found.setdefault(
+                (offer.provider, offer.gpu, offer.n_gpus, offer.is_spot, instance), (target, plan)
+            )
     if not found:
-        raise UserMistake(
-            f"no offer of {', '.join(providers) or 'a provider that can be rented from'} can do this job",
+        raise InputError(
+            f"no offer of {', '.join(providers) or 'a provider that can be rented from'} can do"
+            " this job",
             where="--offer" if wishes.offer else "the plan",
-            to_do="see `farthing plan`; rent by hand and launch with --on ssh:HOST, or allow more GPUs and providers",
-        )  # fmt: skip
+            to_do=(
+                "see `farthing plan`; rent by hand and launch with --on ssh:HOST, or allow more"
+                " GPUs and providers"
+            ),
+        )
     target = next(iter(found.values()))[0]
     at = named[1] if named else ""
     refuse_nowhere(target, at)
     ours = [plan for one, plan in found.values() if one is target]
-    return target, at, [plan.offer for plan in ours], {plan.offer: plan for plan in ours}, study.answer.n_steps
+    return (
+        target,
+        at,
+        [plan.offer for plan in ours],
+        {plan.offer: plan for plan in ours},
+        study.answer.n_steps,
+    )
 
 
 def _chosen(study: Any, text: str, most: int) -> list[Plan]:
-    """The plans that a rank or a name of `farthing plan` means. Raises `UserMistake`, for more than `most` GPUs too."""
+    """The plans that a rank or a name of `farthing plan` means. Raises `InputError`, for more than
+    `most` GPUs too.
+    """
     from farthing.report.plan_compare import find_plan
     from farthing.report.plan_view import plan_view
 
     row = find_plan(plan_view(study), text)
     wanted = (row["provider"], row["gpu"], row["n_gpus"], row["kind"] == "spot")
     found = [
-        plan for plan in study.answer.plans
-        if (plan.offer.provider, plan.place.device.name, max(1, plan.offer.n_gpus), plan.offer.is_spot) == wanted
-    ]  # fmt: skip
+        plan
+        for plan in study.answer.plans
+        if (
+            plan.offer.provider,
+            plan.place.device.name,
+            max(1, plan.offer.n_gpus),
+            plan.offer.is_spot,
+        )
+        == wanted
+    ]
     if found[0].place.is_local:
-        raise UserMistake("that is this machine", where="--offer", to_do="`farthing train`, or --on local")
+        raise InputError(
+            "that is this machine", where="--offer", to_do="`farthing train`, or --on local"
+        )
     if wanted[2] > most:
-        raise UserMistake(
-            f"{wanted[2]} GPUs, of which the job would use {most}", where="--offer",
-            to_do="take an offer of one GPU, or set where.gpus: all (several GPUs were never tried on real ones)",
-        )  # fmt: skip
+        raise InputError(
+            f"{wanted[2]} GPUs, of which the job would use {most}",
+            where="--offer",
+            to_do=(
+                "take an offer of one GPU, or set where.gpus: all (several GPUs were never tried on"
+                " real ones)"
+            ),
+        )
     return found
 
 
@@ -325,29 +414,56 @@ def most_gpus(job: Job) -> int:
 
 
 def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
-    """Raise `UserMistake` for what can be told without a plan."""
+    """Raise `InputError` for what can be told without a plan."""
     store, title, limits = job.output_store, target.title, job.limits
-    is_folder = store is not None and (not is_remote(store) or store.startswith(("file:", "local:", "memory:")))
+    is_folder = store is not None and (
+        not is_remote(store) or store.startswith(("file:", "local:", "memory:"))
+    )
     also = (
         " (or --on kubernetes:NAMESPACE/CLAIM, with the run folder on that volume)"
         if target.name == "kubernetes"
         else ""
     )
     is_google = (store or "").startswith(GOOGLE) and target.name not in ("vertex", "skypilot")
-    told = next((name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None)
+    told = next(
+        (name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None
+    )
     refusals = (
-        (store is None and not _shares(target, at), "nothing of the run would outlive the machine: the job has no store",
-         "output_store", f"set output_store: s3://bucket/prefix, or another place that both sides reach{also}"),
-        (target.is_rented and is_folder, "a rented machine does not see this folder", f"output_store: {store}",
-         "name a bucket: s3://bucket/prefix, gs://bucket/prefix"),
-        (target.is_rented and is_google, f"credentials of Google Cloud are a file, which does not travel to {title}",
-         f"output_store: {store}",
-         "use s3:// (Google's buckets speak it too, by AWS_ENDPOINT_URL and HMAC keys), or --on vertex"),
-        (target.is_rented and (limits.max_usd, limits.most_hours(), limits.deadline) == (None, None, None),
-         "nothing says how much this may cost", "limits", "set limits.max_usd, e.g. --set limits.max_usd=5"),
-        (told is not None, "an address with a password, key or signature does not travel", without_secrets(told or ""),
-         "give the address without it, and the key in the environment of the machine"),
-    )  # fmt: skip
+        (
+            store is None and not _shares(target, at),
+            "nothing of the run would outlive the machine: the job has no store",
+            "output_store",
+            f"set output_store: s3://bucket/prefix, or another place that both sides reach{also}",
+        ),
+        (
+            target.is_rented and is_folder,
+            "a rented machine does not see this folder",
+            f"output_store: {store}",
+            "name a bucket: s3://bucket/prefix, gs://bucket/prefix",
+        ),
+        (
+            target.is_rented and is_google,
+            f"credentials of Google Cloud are a file, which does not travel to {title}",
+            f"output_store: {store}",
+            (
+                "use s3:// (Google's buckets speak it too, by AWS_ENDPOINT_URL and HMAC keys), or"
+                " --on vertex"
+            ),
+        ),
+        (
+            target.is_rented
+            and (limits.max_usd, limits.most_hours(), limits.deadline) == (None, None, None),
+            "nothing says how much this may cost",
+            "limits",
+            "set limits.max_usd, e.g. --set limits.max_usd=5",
+        ),
+        (
+            told is not None,
+            "an address with a password, key or signature does not travel",
+            without_secrets(told or ""),
+            "give the address without it, and the key in the environment of the machine",
+        ),
+    )
     for is_so, what, where, to_do in refusals:
         if is_so:
-            raise UserMistake(what, where=where, to_do=to_do)
+            raise InputError(what, where=where, to_do=to_do)

@@ -5,25 +5,46 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.launch.target import Target
-from farthing.launch.targets import hf_jobs, hosts, kubernetes, lambda_cloud, runpod, skypilot, slurm, vast, vertex
+from farthing.launch.targets import (
+    hf_jobs,
+    hosts,
+    kubernetes,
+    lambda_cloud,
+    runpod,
+    skypilot,
+    slurm,
+    vast,
+    vertex,
+)
 from farthing.prices.gpus import facts
 from farthing.prices.offers import Offer
 
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        hosts.LOCAL, hosts.SSH, slurm.TARGET, kubernetes.TARGET, vertex.TARGET, skypilot.TARGET, runpod.TARGET, vast.TARGET,
-        lambda_cloud.TARGET, hf_jobs.TARGET,
+        hosts.LOCAL,
+        hosts.SSH,
+        slurm.TARGET,
+        kubernetes.TARGET,
+        vertex.TARGET,
+        skypilot.TARGET,
+        runpod.TARGET,
+        vast.TARGET,
+        lambda_cloud.TARGET,
+        hf_jobs.TARGET,
     )
-}  # fmt: skip
+}
 HERE = hosts.LOCAL.name
 OF_PROVIDER = {"RunPod": "runpod", "Vast.ai": "vast", "Lambda": "lambda"}
 PROVIDERS = {
-    "runpod": ("RunPod",), "vast": ("Vast.ai",), "lambda": ("Lambda",), "vertex": ("GCP",),
+    "runpod": ("RunPod",),
+    "vast": ("Vast.ai",),
+    "lambda": ("Lambda",),
+    "vertex": ("GCP",),
     "skypilot": tuple(skypilot.INFRA),
-}  # fmt: skip
+}
 """Whose offers of the price table each target can rent. Hugging Face's prices are not in it."""
 
 
@@ -54,22 +75,32 @@ def called(target: Target, offer: Offer) -> Called | None:
 
 
 def find_target(text: str) -> tuple[Target, str]:
-    """`slurm:low` -> (the target, "low"). Raises `UserMistake`."""
+    """`slurm:low` -> (the target, "low"). Raises `InputError`."""
     name, _, at = text.partition(":")
     target = TARGETS.get(name.strip().lower())
     if target is None:
-        raise UserMistake(f"no target is called `{name}`", where="--on", to_do=f"use one of {', '.join(TARGETS)}")
+        raise InputError(
+            f"no target is called `{name}`", where="--on", to_do=f"use one of {', '.join(TARGETS)}"
+        )
     refuse_nowhere(target, at)
     return target, at
 
 
 def refuse_nowhere(target: Target, at: str) -> None:
-    """Raise `UserMistake` for a target that has to be told where, and is not."""
+    """Raise `InputError` for a target that has to be told where, and is not."""
     if not at and target.at and not target.at.startswith("["):
-        raise UserMistake(f"{target.title} needs to know where", where="--on", to_do=f"--on {target.name}:{target.at}")
+        raise InputError(
+            f"{target.title} needs to know where",
+            where="--on",
+            to_do=f"--on {target.name}:{target.at}",
+        )
 
 
 def target_of(offer: Offer) -> Target | None:
-    """The target by which a provider's offer is rented when none was named: our own client, else SkyPilot."""
-    name = OF_PROVIDER.get(offer.provider) or ("skypilot" if offer.provider in skypilot.INFRA else None)
+    """The target by which a provider's offer is rented when none was named: our own client, else
+    SkyPilot.
+    """
+    name = OF_PROVIDER.get(offer.provider) or (
+        "skypilot" if offer.provider in skypilot.INFRA else None
+    )
     return TARGETS[name] if name else None

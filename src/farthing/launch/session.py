@@ -1,4 +1,5 @@
-"""Doing it: files written, inputs sent, machines asked for, watched and given back; and asking how a launch stands.
+"""Doing it: files written, inputs sent, machines asked for, watched and given back; and asking how
+a launch stands.
 
 Everything here is one call of the command line. Refuses to decide: `prepare` and `supervise` do.
 """
@@ -18,12 +19,12 @@ from farthing.config.job import Job
 from farthing.durability.accounts import Account, read_ledger
 from farthing.durability.commits import list_commits, take_newest
 from farthing.durability.files import Json, cannot_write, make_private, only_writer, write_text
-from farthing.durability.lease import Lease, Lost
+from farthing.durability.lease import Lease, LeaseLostError
 from farthing.durability.ledger import steady_clock
 from farthing.durability.machines import Machine, MachineLedger, bill_by_machine
-from farthing.durability.object_store import LocalStore, Retrying, Store, StoreFault, open_store
+from farthing.durability.object_store import LocalStore, Retrying, Store, StoreError, open_store
 from farthing.durability.run_folder import LEDGER, run_id_of
-from farthing.errors import FarthingError, RunBusy, StoreDown, UserMistake
+from farthing.errors import FarthingError, InputError, RunBusyError, StoreUnavailableError
 from farthing.launch.ask import Ask, values_of
 from farthing.launch.clients import connect
 from farthing.launch.commands import CommandDriver
@@ -46,7 +47,9 @@ Say = Callable[[str], None]
 class Session:
     """A launch of one run, from this machine."""
 
-    def __init__(self, prepared: Prepared, say: Say, *, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, prepared: Prepared, say: Say, *, clock: Callable[[], float] | None = None
+    ) -> None:
         self.prepared, self.say, self.clock = prepared, say, clock or steady_clock()
         self.folder = Path(prepared.job.output_dir)
         self.ledger = MachineLedger(self.folder)
@@ -54,18 +57,21 @@ class Session:
     # ---- files ----
 
     def files_of(self, ask: Ask) -> dict[str, str]:
-        """What is written for a machine, checked. Raises `UserMistake` for files that the target would not take."""
+        """What is written for a machine, checked. Raises `InputError` for files that the target
+        would not take.
+        """
         files = self.prepared.target.render(ask)
         wrong = self.prepared.target.check(files)
         if wrong:
-            raise UserMistake(
-                "the files would be refused:\n    " + "\n    ".join(wrong), where=f"--on {self.prepared.target.name}",
+            raise InputError(
+                "the files would be refused:\n    " + "\n    ".join(wrong),
+                where=f"--on {self.prepared.target.name}",
                 to_do="name what is missing (--image, --on TARGET:WHERE), or take another target",
-            )  # fmt: skip
+            )
         return files
 
     def write(self, ask: Ask) -> Path:
-        """The files of a machine in the run folder: `launch/NAME/`, readable by their owner alone."""
+        """The files of a machine in the run folder: `launch/NAME/`, readable by their owner alone."""  # noqa: E501
         folder = make_private(make_private(self.folder / FOLDER) / ask.name)
         for name, text in self.files_of(ask).items():
             write_text(folder / name, text)
@@ -76,7 +82,9 @@ class Session:
     def next_ask(self) -> Ask:
         """What would be asked for first. Raises `Spent`."""
         accounts, first = self._local_accounts(), self.prepared.offers[0]
-        return self.prepared.ask(self.ledger.next_number, first, self.ledger, accounts, self.clock())
+        return self.prepared.ask(
+            self.ledger.next_number, first, self.ledger, accounts, self.clock()
+        )
 
     def _local_accounts(self) -> list[Account]:
         return read_ledger(self.folder / LEDGER).ordered
@@ -84,21 +92,30 @@ class Session:
     # ---- doing ----
 
     def run(
-        self, *, is_attended: bool, tokenize: Callable[[], list[Path]], patience: Patience | None = None,
+        self,
+        *,
+        is_attended: bool,
+        tokenize: Callable[[], list[Path]],
+        patience: Patience | None = None,
         is_new: bool = True,
-    ) -> int:  # fmt: skip
-        """Rent, watch and give back until the run has ended; the exit code. Raises `UserMistake`, `StoreDown`.
+    ) -> int:
+        """Rent, watch and give back until the run has ended; the exit code. Raises `InputError`,
+        `StoreUnavailableError`.
 
         With `is_new` False there has to be a machine already.
         """
         driver = self.driver()
         if not is_new and not self.ledger.open and not self._there(driver):
-            raise UserMistake("no machine of this launch is there", where="--attach", to_do="rent one with --yes")
+            raise InputError(
+                "no machine of this launch is there", where="--attach", to_do="rent one with --yes"
+            )
         if self.prepared.target.is_rented and not (driver.ends_by_itself or is_attended):
-            raise UserMistake(
-                "nothing of this provider ends the machine if this process dies: it would be paid for until somebody looks",
-                where="--on", to_do="stay with it and say so with --attended, or take another target",
-            )  # fmt: skip
+            raise InputError(
+                "nothing of this provider ends the machine if this process dies: it would be paid"
+                " for until somebody looks",
+                where="--on",
+                to_do="stay with it and say so with --attended, or take another target",
+            )
         if self.prepared.target.name in VALUES_GO_ALONG:
             values_of(
                 secrets_of(self.prepared.job, self.prepared.target)
@@ -112,25 +129,28 @@ class Session:
                 self.words().ask_to_stop(is_wanted=False)
                 try:
                     code = self._launch(driver, patience, sleep).run(self.prepared.launch_id)
-                except OSError as error:  # of the files that stand before a request: nothing was rented by it
+                except (
+                    OSError
+                ) as error:  # of the files that stand before a request: nothing was rented by it
                     raise cannot_write(self.folder, error) from error
         self.bring_back()
         return code
 
     def _there(self, driver: Driver) -> dict[str, str]:
-        """The machines of this launch as the target shows them. Raises `UserMistake`."""
+        """The machines of this launch as the target shows them. Raises `InputError`."""
         try:
             return driver.names(self.prepared.launch_id)
         except (Unclear, Refused) as error:
             name = self.prepared.target.title
-            raise UserMistake(
+            raise InputError(
                 f"{name} does not answer ({error})", where="--on", to_do="try again when it does"
             ) from error
 
     @contextlib.contextmanager
     def _only_watcher(self) -> Iterator[Callable[[float], None]]:
-        """Hold the launch against processes on other machines, by a lease in the store as the run itself is held; gives a
-        `sleep` that keeps it. Raises `RunBusy`, `StoreDown`."""
+        """Hold the launch against processes on other machines, by a lease in the store as the run
+        itself is held; gives a
+        `sleep` that keeps it. Raises `RunBusyError`, `StoreUnavailableError`."""
         if self.prepared.job.output_store is None:
             yield time.sleep  # all who could watch see the run folder, and its lock
             return
@@ -141,69 +161,90 @@ class Session:
 
         lease = Lease(self.folder / FOLDER, LEASE_S, list, self.say)
 
-        def busy(error: Lost) -> RunBusy:
-            return RunBusy(
-                f"another process watches this launch ({error})", where=str(self.prepared.job.output_store),
+        def busy(error: LeaseLostError) -> RunBusyError:
+            return RunBusyError(
+                f"another process watches this launch ({error})",
+                where=str(self.prepared.job.output_store),
                 to_do="let it, or end it; --status and --stop work from anywhere",
-            )  # fmt: skip
+            )
 
         def sleep(seconds: float) -> None:
             time.sleep(seconds)
             if time.monotonic() - lease.renewed_at > LEASE_S / 3:
                 try:
                     lease.renew(store())
-                except Lost as error:
+                except LeaseLostError as error:
                     raise busy(error) from error
-                except StoreFault:
-                    pass  # tried again at the next look; without a store nobody else can take it either
+                except StoreError:
+                    # tried again at the next look; without a store nobody else can take it either
+                    pass
 
         try:
             lease.claim(store(), lambda: False)
-        except Lost as error:
+        except LeaseLostError as error:
             raise busy(error) from error
-        except StoreFault as error:
-            raise StoreDown(f"the store does not answer ({error})", to_do="try again when it does") from error
+        except StoreError as error:
+            raise StoreUnavailableError(
+                f"the store does not answer ({error})", to_do="try again when it does"
+            ) from error
         try:
             yield sleep
         finally:
-            with contextlib.suppress(StoreFault, Lost):
+            with contextlib.suppress(StoreError, LeaseLostError):
                 lease.release(store())
 
     def stop(self, patience: Patience | None = None) -> None:
-        """Tell whoever watches, destroy every machine of the launch, and ask until each is confirmed to be gone."""
+        """Tell whoever watches, destroy every machine of the launch, and ask until each is
+        confirmed to be gone.
+        """
         try:
             self.words(LOOK_S).ask_to_stop(is_wanted=True)
         except Unclear as error:
             self.say(
-                f"the store does not answer ({error}): a process that watches elsewhere is not told, end it yourself"
+                f"the store does not answer ({error}): a process that watches elsewhere is not"
+                " told, end it yourself"
             )
         self._launch(self.driver(), patience).stop(self.prepared.launch_id)
 
     def _launch(
         self, driver: Driver, patience: Patience | None, sleep: Callable[[float], None] = time.sleep
-    ) -> Launch:  # fmt: skip
+    ) -> Launch:
         def make_ask(number: int, offer: Offer, accounts: list[Account]) -> Ask:
             ask = self.prepared.ask(number, offer, self.ledger, accounts, self.clock())
             self.write(ask)
             return ask
 
         launch = Launch(
-            self.ledger, driver, self.prepared.offers, make_ask, self.words(),
-            say=self.say, clock=self.clock, sleep=sleep,
-        )  # fmt: skip
+            self.ledger,
+            driver,
+            self.prepared.offers,
+            make_ask,
+            self.words(),
+            say=self.say,
+            clock=self.clock,
+            sleep=sleep,
+        )
         launch.patience = patience or Patience(boot_s=self.prepared.wishes.boot_s)
-        launch.may_take, launch.reaches, launch.awake = self._is_in_time, self._reaches, time.monotonic
+        launch.may_take, launch.reaches, launch.awake = (
+            self._is_in_time,
+            self._reaches,
+            time.monotonic,
+        )
         return launch
 
     def _reaches(self, machine: Machine) -> bool:
-        """Whether a machine is where our driver looks; of most targets the account or the cluster is all there is to say."""
+        """Whether a machine is where our driver looks; of most targets the account or the cluster
+        is all there is to say.
+        """
         target, at = self.prepared.target.name, self.prepared.at
         if target in ("kubernetes", "vertex", "hf") and machine.on:
             return machine.on == (f"{target}:{at}" if at else target)
         return machine.target in ("", target)
 
     def _is_in_time(self, offer: Offer) -> bool:
-        """Spot only as long as the deadline leaves room for the rest of the run on demand, with a quarter to spare."""
+        """Spot only as long as the deadline leaves room for the rest of the run on demand, with a
+        quarter to spare.
+        """
         deadline = self.prepared.job.limits.deadline
         steady = [plan for plan in self.prepared.plans.values() if not plan.offer.is_spot]
         if deadline is None or not offer.is_spot or not steady:
@@ -211,12 +252,21 @@ class Session:
         done = 0.0
         with contextlib.suppress(Unclear):
             done = min(1.0, self.words(LOOK_S).committed() / max(1, self.prepared.n_steps))
-        needed_s = min(plan.wall_s for plan in steady) * (1.0 - done) + boot_of(steady[0].offer.provider).seconds
-        return deadline.timestamp() - self.clock() > 1.25 * needed_s + 2 * boot_of(offer.provider).seconds
+        needed_s = (
+            min(plan.wall_s for plan in steady) * (1.0 - done)
+            + boot_of(steady[0].offer.provider).seconds
+        )
+        return (
+            deadline.timestamp() - self.clock()
+            > 1.25 * needed_s + 2 * boot_of(offer.provider).seconds
+        )
 
     def _send(self, tokenize: Callable[[], list[Path]]) -> None:
         packed = with_token_sets(self.prepared.packed, tokenize())
-        self.say(f"inputs: {len(packed.files)} files, {say_bytes(packed.n_bytes)}; the store gets what it lacks")
+        self.say(
+            f"inputs: {len(packed.files)} files, {say_bytes(packed.n_bytes)}; the store gets what"
+            " it lacks"
+        )
         sent = send_inputs(self._store(), packed, inputs_key(self.prepared.launch_id))
         self.say(f"inputs: {say_bytes(sent)} sent")
 
@@ -230,27 +280,41 @@ class Session:
 
     def words(self, patient_s: float = STORE_S) -> StoreWords:
         """Where the machines' words are."""
-        shared = Path(self.prepared.folder) if self.prepared.folder and self.prepared.job.output_store is None else None
+        shared = (
+            Path(self.prepared.folder)
+            if self.prepared.folder and self.prepared.job.output_store is None
+            else None
+        )
         return StoreWords(lambda: self._store(patient_s), self.prepared.launch_id, shared)
 
     def driver(self) -> Driver:
-        """What speaks to the target. Raises `UserMistake` where its command is not there or a key is not set."""
+        """What speaks to the target. Raises `InputError` where its command is not there or a key is
+        not set.
+        """
         target = self.prepared.target
         program = target.program
         if target.name == "ssh":
             program = shlex.split(os.environ.get("FARTHING_SSH", program))[0]
         if program and shutil.which(program) is None:
-            raise UserMistake(f"there is no command `{program}` here", where="PATH", to_do=target.install)
+            raise InputError(
+                f"there is no command `{program}` here", where="PATH", to_do=target.install
+            )
         if target.commands is not None:
-            return CommandDriver(target.commands(self.prepared.at), self.write, restarts=target.name != "hf")
+            return CommandDriver(
+                target.commands(self.prepared.at), self.write, restarts=target.name != "hf"
+            )
         if target.name in ("local", "ssh"):
-            return HostDriver([offer.instance for offer in self.prepared.offers], self.prepared.folder)
+            return HostDriver(
+                [offer.instance for offer in self.prepared.offers], self.prepared.folder
+            )
         return connect(target.name)
 
     # ---- afterwards, and meanwhile ----
 
     def bring_back(self) -> None:
-        """The run's files and its model from the store into the run folder, where that holds none of another run."""
+        """The run's files and its model from the store into the run folder, where that holds none
+        of another run.
+        """
         if self.prepared.folder or self.prepared.job.output_store is None:
             return
         store = self._store()
@@ -259,11 +323,13 @@ class Session:
             if commits:
                 words = [account.as_row() for account in self.words().accounts()]
                 take_newest(store, self.folder, commits, words, self.say)
-        except (StoreFault, FarthingError, Unclear, OSError) as error:
+        except (StoreError, FarthingError, Unclear, OSError) as error:
             self.say(f"the run is in the store, and could not be brought back: {error}")
 
     def standing(self) -> Json:
-        """How the launch stands: every machine with its seconds and dollars, and how far the run is."""
+        """How the launch stands: every machine with its seconds and dollars, and how far the run
+        is.
+        """
         now, accounts, step, asked = self.clock(), self._local_accounts(), None, ""
         try:
             words = self.words(LOOK_S)
@@ -275,7 +341,7 @@ class Session:
         there: dict[str, str] | None = None
         try:
             there = self._there(self.driver())
-        except UserMistake as error:
+        except InputError as error:
             asked = asked or str(error).splitlines()[0]
         return {
             "kind": "farthing launch",
@@ -291,21 +357,29 @@ class Session:
         }
 
     def log(self) -> str:
-        """The end of what the newest machine has printed: from the store, else from the target. Raises `UserMistake`."""
+        """The end of what the newest machine has printed: from the store, else from the target.
+        Raises `InputError`.
+        """
         machines = list(self.ledger.machines.values())
         if not machines:
-            raise UserMistake("nothing was launched yet", where=str(self.folder), to_do="launch it with --yes")
+            raise InputError(
+                "nothing was launched yet", where=str(self.folder), to_do="launch it with --yes"
+            )
         newest: Machine = machines[-1]
         try:
             return self.words().log(newest.name) or self.driver().log(newest)
         except (Unclear, Refused) as error:
-            raise UserMistake(f"nobody gives its words ({error})", where=newest.name, to_do="try again") from error
+            raise InputError(
+                f"nobody gives its words ({error})", where=newest.name, to_do="try again"
+            ) from error
 
 
 def where_it_is(job: Job, *, only_open: bool) -> str | None:
-    """The target of the newest machine of a job's launch, as --on names it: of those that may still cost money, else of all.
+    """The target of the newest machine of a job's launch, as --on names it: of those that may still
+    cost money, else of all.
 
-    None where none is known. Without a machine in this folder the store is asked, unless only open ones are wanted.
+    None where none is known. Without a machine in this folder the store is asked, unless only open
+    ones are wanted.
     """
     ledger = MachineLedger(Path(job.output_dir))
     if not (only_open or ledger.machines) and job.output_store:
@@ -350,7 +424,10 @@ def dry_view(session: Session, ask: Ask, folder: Path, files: Sequence[str]) -> 
         "image": ask.image,
         "folder": str(folder),
         "files": list(files),
-        "next_offers": [f"{each.provider} {each.n_gpus}x {each.gpu} {each.kind}" for each in prepared.offers[1:6]],
+        "next_offers": [
+            f"{each.provider} {each.n_gpus}x {each.gpu} {each.kind}"
+            for each in prepared.offers[1:6]
+        ],
         "notes": notes_of(prepared, ask),
     }
 
@@ -359,32 +436,57 @@ def notes_of(prepared: Prepared, ask: Ask) -> list[str]:
     """What somebody should know before saying yes."""
     target, store = prepared.target, prepared.job.output_store
     notes = {
-        f"nothing at {target.title} ends the machine when this process dies: --attended only": not target.ends,
-        "it has no price (where.usd_per_hour): the cap in dollars can't hold there, and the bill is $0": not ask.usd_per_hour,
-        f"{store} has to be the same folder on every host": target.name == "ssh" and store and "://" not in store,
-        "SkyPilot's controller is a machine of its own, billed by its cloud and not counted here": target.name == "skypilot",
-        "the secrets have to be in Secret Manager of the project, each by the name of its variable":
-            target.name == "vertex" and ask.secrets,
-        f"image: {ask.image}, on which pip installs {ask.install}; --image names your own":
-            ask.image and not prepared.wishes.image,
-        f"the price is the lowest of many hosts' on {ask.offer.date}: it may not be had":
-            ask.offer.billing.prices_are == "from",
-    }  # fmt: skip
+        f"nothing at {target.title} ends the machine when this process dies: --attended only": (
+            not target.ends
+        ),
+        "it has no price (where.usd_per_hour): the cap in dollars can't hold there, and the bill is $0": (  # noqa: E501
+            not ask.usd_per_hour
+        ),
+        f"{store} has to be the same folder on every host": (
+            target.name == "ssh" and store and "://" not in store
+        ),
+        "SkyPilot's controller is a machine of its own, billed by its cloud and not counted here": (
+            target.name == "skypilot"
+        ),
+        "the secrets have to be in Secret Manager of the project, each by the name of its variable": (  # noqa: E501
+            target.name == "vertex" and ask.secrets
+        ),
+        f"image: {ask.image}, on which pip installs {ask.install}; --image names your own": (
+            ask.image and not prepared.wishes.image
+        ),
+        f"the price is the lowest of many hosts' on {ask.offer.date}: it may not be had": (
+            ask.offer.billing.prices_are == "from"
+        ),
+    }
     return [note for note, is_so in notes.items() if is_so]
 
 
 def said(view: Json) -> list[str]:
     """A dry run in lines for people."""
     kind = "spot" if view["is_spot"] else "on demand"
-    what = f"{view['n_gpus']}x {view['gpu']}, {kind}" if view["gpu"] else view["instance"] or view["title"]
-    at = view["provider"] if view["provider"] == view["title"] else f"{view['provider']} by {view['title']}"
+    what = (
+        f"{view['n_gpus']}x {view['gpu']}, {kind}"
+        if view["gpu"]
+        else view["instance"] or view["title"]
+    )
+    at = (
+        view["provider"]
+        if view["provider"] == view["title"]
+        else f"{view['provider']} by {view['title']}"
+    )
     price = f"{say_usd(view['usd_per_hour'])} an hour" if view["usd_per_hour"] else "no price"
     rows = [("would rent", f"{what} at {at}: {price} ({view['price_date']})")]
     if view["target"] in ("local", "ssh", "slurm", "kubernetes"):
-        rows = [("would run", f"on {' '.join(filter(None, (view['title'], view['instance'])))}: {price}")]
+        rows = [
+            (
+                "would run",
+                f"on {' '.join(filter(None, (view['title'], view['instance'])))}: {price}",
+            )
+        ]
     if view["planned_usd"] is not None:
         parts = (
-            f"{name} {say_usd(usd)} ({say_seconds(view['seconds'][name])})" for name, usd in view["usd_of"].items()
+            f"{name} {say_usd(usd)} ({say_seconds(view['seconds'][name])})"
+            for name, usd in view["usd_of"].items()
         )
         rows.append(("planned", f"{say_usd(view['planned_usd'])}: {', '.join(parts)}"))
     cap = f" of {say_usd(view['max_usd'])}" if view["max_usd"] is not None else ""
@@ -395,7 +497,9 @@ def said(view: Json) -> list[str]:
         size = say_bytes(view["inputs_bytes"])
         rows.append(("goes along", f"{view['n_inputs']} files, {size}, by way of {view['store']}"))
     if view["secrets"]:
-        rows.append(("secrets", f"{', '.join(view['secrets'])}: by name, the values are in no file"))
+        rows.append(
+            ("secrets", f"{', '.join(view['secrets'])}: by name, the values are in no file")
+        )
     if view["next_offers"]:
         rows.append(("then", "; ".join(view["next_offers"])))
     rows += [("note", note) for note in view["notes"]]

@@ -1,11 +1,13 @@
-"""One launch: machines asked for, watched, given back, until the run has come to its end. One state machine for all targets.
+"""One launch: machines asked for, watched, given back, until the run has come to its end. One state
+machine for all targets.
 
     asked -> created -> booted -> left -> gone          or: asked -> refused
 
-Each arrow is a line of the ledger, and the line `asked` stands there before the request. At most one machine is tended to
-at a time: the next is asked for when the one before is confirmed to be gone. Hosts of one's own are the exception, as one
-that does not answer may never: it is asked again and again, paid for until it is confirmed, and kept from training by the
-lease in the store. What another process of ours left behind is found by name, adopted or destroyed. Refuses to know a
+Each arrow is a line of the ledger, and the line `asked` stands there before the request. At most
+one machine is tended to at a time: the next is asked for when the one before is confirmed to be
+gone. Hosts of one's own are the exception, as one that does not answer may never: it is asked again
+and again, paid for until it is confirmed, and kept from training by the lease in the store. What
+another process of ours left behind is found by name, adopted or destroyed. Refuses to know a
 target, a clock of its own and torch.
 """
 
@@ -18,7 +20,7 @@ from typing import TypeVar
 
 from farthing.durability.accounts import Account
 from farthing.durability.machines import MACHINES, Machine, MachineLedger
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, InputError
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Driver, Refused, Unclear
 from farthing.launch.words import StoreWords, Word
@@ -34,7 +36,9 @@ class Patience:
 
     poll_s: float = 10.0
     boot_s: float = 600.0
-    """From the request to the first word of the machine; then it is destroyed and its offer left out."""
+    """From the request to the first word of the machine; then it is destroyed and its offer left
+    out.
+    """
     lost_s: float = 180.0
     """Without any answer about a machine it is given up, and the next one asked for."""
     silent_s: float = 600.0
@@ -52,7 +56,7 @@ class Patience:
 
 
 class Spent(Exception):
-    """The rest of the cap, of the hours or of the time until the deadline buys no further machine."""
+    """The rest of the cap, of the hours or of the time until the deadline buys no further machine."""  # noqa: E501
 
 
 MakeAsk = Callable[[int, Offer, list[Account]], Ask]
@@ -90,9 +94,12 @@ class Launch:
         self.may_take: Callable[[Offer], bool] = lambda offer: True
         """Whether an offer will do at this moment: spot is left out when the deadline is near."""
         self.reaches: Callable[[Machine], bool] = lambda machine: True
-        """Whether a machine is where the driver looks: one of another target would be taken for gone."""
+        """Whether a machine is where the driver looks: one of another target would be taken for
+        gone.
+        """
         self.awake: Callable[[], float] = clock
-        """Seconds that count for patience: nobody was listening while this machine was suspended."""
+        """Seconds that count for patience: nobody was listening while this machine was suspended.
+        """
         self._left_out: set[Offer] = set()
         self._out_of_stock: set[Offer] = set()
         self._n_shared: dict[str, int] = {}
@@ -100,7 +107,9 @@ class Launch:
         self._prefix = self._trouble_said = ""
 
     def run(self, prefix: str) -> int:
-        """Until the run has ended or cannot go on; the exit code. `prefix` begins the name of each of our machines."""
+        """Until the run has ended or cannot go on; the exit code. `prefix` begins the name of each
+        of our machines.
+        """
         self._prefix, n_rounds = prefix, 0
         self._until_clear(self._take_over, "the store")
         self._refuse_what_has_no_price()
@@ -119,15 +128,23 @@ class Launch:
             if current is None and self._out_of_stock and n_rounds < self.patience.n_stock_rounds:
                 n_rounds += 1
                 pause_s = self.patience.stock_s
-                self._say(f"nothing is to be had now; asking again in {say_seconds(pause_s)}, which costs nothing")
+                self._say(
+                    f"nothing is to be had now; asking again in {say_seconds(pause_s)}, which costs"
+                    " nothing"
+                )
                 self._out_of_stock.clear()
                 self._sleep(pause_s)
                 continue
             if current is None:
-                self._say("no offer is left that could be had: try again later, or allow more (--on, where.provider)")
+                self._say(
+                    "no offer is left that could be had: try again later, or allow more (--on,"
+                    " where.provider)"
+                )
                 return self._closed(EXIT_INTERRUPTED)
             ending = self._watch(current)
-            may_be_held = ending.code == EXIT_MISTAKE and len(self._ledger.open) > 1  # by one that we have lost
+            may_be_held = (
+                ending.code == EXIT_MISTAKE and len(self._ledger.open) > 1
+            )  # by one that we have lost
             if may_be_held:
                 ending = replace(ending, code=EXIT_INTERRUPTED)
             self._leave(current, ending)
@@ -138,7 +155,9 @@ class Launch:
             if ending.code is not None and ending.code != EXIT_INTERRUPTED:
                 return self._closed(ending.code)
             if self._in_vain() >= self.patience.n_in_vain:
-                self._say(f"{plural(self._in_vain(), 'machine')} in a row saved nothing new: stopped")
+                self._say(
+                    f"{plural(self._in_vain(), 'machine')} in a row saved nothing new: stopped"
+                )
                 return self._closed(EXIT_INTERRUPTED if ending.code is None else ending.code)
         self._say("stopped, as somebody asked with --stop")
         return self._closed(EXIT_INTERRUPTED)
@@ -150,7 +169,7 @@ class Launch:
             self._take_over()
         except Unclear:
             pass
-        except UserMistake as error:  # lines that are damaged; machines are found by their names too
+        except InputError as error:  # lines that are damaged; machines are found by their names too
             self._say(str(error))
         self._refuse_what_is_elsewhere()
         for machine in self._ledger.open:
@@ -167,7 +186,9 @@ class Launch:
     # ---- a new machine ----
 
     def _until_clear(self, work: Callable[[], T], who: str) -> T:
-        """What `work` gives, tried until it is answered: without that it is not known what is there and what is left."""
+        """What `work` gives, tried until it is answered: without that it is not known what is there
+        and what is left.
+        """
         while True:
             try:
                 return work()
@@ -176,17 +197,22 @@ class Launch:
                 self._sleep(self.patience.poll_s)
 
     def _take_over(self) -> None:
-        """What other folders of this run have asked for and paid is ours to count, to number on from and to give back."""
+        """What other folders of this run have asked for and paid is ours to count, to number on
+        from and to give back.
+        """
         kept = self._words.kept()
         self._ledger.take_over(kept)
-        self._n_shared = {name: len(rows) for name, rows in kept.items() if rows == self._ledger.rows.get(name)}
+        self._n_shared = {
+            name: len(rows) for name, rows in kept.items() if rows == self._ledger.rows.get(name)
+        }
         self._share()
 
     def _refuse_what_has_no_price(self) -> None:
         for machine in self._ledger.machines.values():
             if not machine.asked_at:
-                raise UserMistake(
-                    f"the line of {machine.name} that says what it costs is damaged: the cap can't be held",
+                raise InputError(
+                    f"the line of {machine.name} that says what it costs is damaged: the cap can't"
+                    " be held",
                     where=str(self._ledger.folder / MACHINES),
                     to_do="bring the file back from a copy, or end what there is with --stop",
                 )
@@ -195,7 +221,7 @@ class Launch:
         for machine in self._ledger.open:
             if not self.reaches(machine):
                 on = machine.on or machine.target
-                raise UserMistake(
+                raise InputError(
                     f"{machine.name} of this launch is at {on}",
                     where="--on",
                     to_do=f"go on with --on {on}, or end it: --on {on} --stop",
@@ -208,21 +234,31 @@ class Launch:
                 self._n_shared[name] = len(rows)
 
     def _take_in_strangers(self) -> None:
-        """Put machines of this launch that are there and in no line of the ledger into it: another folder asked for them."""
+        """Put machines of this launch that are there and in no line of the ledger into it: another
+        folder asked for them.
+        """
         there = self._driver.names(self._prefix)
         for name, number in there.items():
             known = self._ledger.machines.get(name)
             if known is None and name.rpartition("-")[2].isdigit():
                 offer, now = self._offers[0], self._clock()
                 self._ledger.note(
-                    name, "asked", now, number=int(name.rpartition("-")[2]), provider=offer.provider,
-                    usd_per_hour=max(each.usd_per_hour or 0.0 for each in self._offers), committed=self._committed(),
-                    is_paid_in_queue=self._driver.is_paid_in_queue, why="asked for elsewhere; counted from now on",
-                )  # fmt: skip
+                    name,
+                    "asked",
+                    now,
+                    number=int(name.rpartition("-")[2]),
+                    provider=offer.provider,
+                    usd_per_hour=max(each.usd_per_hour or 0.0 for each in self._offers),
+                    committed=self._committed(),
+                    is_paid_in_queue=self._driver.is_paid_in_queue,
+                    why="asked for elsewhere; counted from now on",
+                )
                 self._ledger.note(name, "created", now, id=number)
 
     def _adopted(self) -> Machine | None:
-        """The machine that an earlier process of ours asked for and that still works for the run; others are sent away."""
+        """The machine that an earlier process of ours asked for and that still works for the run;
+        others are sent away.
+        """
         waiting = [machine for machine in self._ledger.open if machine.left_at is None]
         for machine in waiting[:-1]:
             self._leave(machine, Ending("a younger machine took the run over"))
@@ -232,7 +268,9 @@ class Launch:
                 self._dismiss(machine)
             return None
         machine = waiting[-1]
-        if (machine.created_at is None and not self._found(machine)) or not self._is_secured(machine):
+        if (machine.created_at is None and not self._found(machine)) or not self._is_secured(
+            machine
+        ):
             return None
         self._say(f"{machine.name} is there already: going on with it")
         return machine
@@ -244,27 +282,43 @@ class Launch:
             ask = self._make_ask(number, offer, self._accounts())
             now = self._clock()
             machine = self._ledger.note(
-                ask.name, "asked", now, number=number, target=ask.target, on=ask.on, provider=offer.provider,
-                instance=offer.instance, gpu=offer.gpu, is_spot=offer.is_spot, usd_per_hour=ask.usd_per_hour,
-                most_s=ask.most_s, is_paid_in_queue=self._driver.is_paid_in_queue, committed=self._committed(),
-            )  # fmt: skip
+                ask.name,
+                "asked",
+                now,
+                number=number,
+                target=ask.target,
+                on=ask.on,
+                provider=offer.provider,
+                instance=offer.instance,
+                gpu=offer.gpu,
+                is_spot=offer.is_spot,
+                usd_per_hour=ask.usd_per_hour,
+                most_s=ask.most_s,
+                is_paid_in_queue=self._driver.is_paid_in_queue,
+                committed=self._committed(),
+            )
             self._until_clear(self._share, "the store")
             try:
                 made = self._driver.create(ask, now)
                 self._ledger.note(ask.name, "created", self._clock(), id=made)
-                self._say(f"{ask.name}: made ({offer.provider} {offer.instance or offer.gpu}, id {made})")
+                self._say(
+                    f"{ask.name}: made ({offer.provider} {offer.instance or offer.gpu}, id {made})"
+                )
                 return machine
             except Refused as error:
                 self._ledger.note(ask.name, "refused", self._clock(), why=str(error))
                 self._say(f"{ask.name}: refused by {offer.provider}: {error}")
                 if error.is_final:
                     self._closed(EXIT_MISTAKE)
-                    raise UserMistake(
+                    raise InputError(
                         str(error), where=offer.provider, to_do="mend it there, then launch again"
                     ) from error
                 (self._out_of_stock if error.is_stock else self._left_out).add(offer)
             except Unclear as error:
-                self._say(f"{ask.name}: {offer.provider} gave no clear answer ({error}); looking for it by name")
+                self._say(
+                    f"{ask.name}: {offer.provider} gave no clear answer ({error}); looking for it"
+                    " by name"
+                )
                 if self._found(machine) and self._is_secured(machine):
                     return machine
                 self._left_out.add(offer)
@@ -272,10 +326,13 @@ class Launch:
 
     def _next_offer(self) -> Offer | None:
         out = self._left_out | self._out_of_stock
-        return next((offer for offer in self._offers if offer not in out and self.may_take(offer)), None)
+        return next(
+            (offer for offer in self._offers if offer not in out and self.may_take(offer)), None
+        )
 
     def _found(self, machine: Machine) -> bool:
-        """Whether a machine is there whose creation was not answered; looked for until it must be in every list.
+        """Whether a machine is there whose creation was not answered; looked for until it must be
+        in every list.
 
         One that is looked for long after may have been there and gone: it is counted as if it was.
         """
@@ -293,12 +350,18 @@ class Launch:
                     self._ledger.note(machine.name, "gone", at, why=why)
                     return False
                 if self._clock() >= until:
-                    self._ledger.note(machine.name, "refused", self._clock(), why="no such machine came into being")
+                    self._ledger.note(
+                        machine.name,
+                        "refused",
+                        self._clock(),
+                        why="no such machine came into being",
+                    )
                     return False
             except Unclear as error:
                 if not is_said:
                     self._say(
-                        f"{machine.name}: {error}; nothing else is asked for until it is known whether that is there"
+                        f"{machine.name}: {error}; nothing else is asked for until it is known"
+                        " whether that is there"
                     )
                 is_said = True
             self._sleep(self.patience.poll_s)
@@ -309,7 +372,9 @@ class Launch:
             self._driver.secure(machine)
             return True
         except (Refused, Unclear) as error:
-            self._leave(machine, Ending(f"it could not be given its end ({error})", leaves_offer_out=True))
+            self._leave(
+                machine, Ending(f"it could not be given its end ({error})", leaves_offer_out=True)
+            )
             self._dismiss(machine)
             return False
 
@@ -334,21 +399,34 @@ class Launch:
                     beat, beat_at = word.beat, awake
             except Unclear:
                 pass
-            if word.code is not None and not (self._driver.restarts and word.code == EXIT_INTERRUPTED):
+            if word.code is not None and not (
+                self._driver.restarts and word.code == EXIT_INTERRUPTED
+            ):
                 return Ending(word.why or f"left with {word.code}", word.code)
             try:
                 seen = self._driver.look(machine)
                 answered_at, was_seen = awake, was_seen or seen is not None
                 n_absent = n_absent + 1 if seen is None else 0
                 if n_absent >= 3 and (was_seen or now - machine.asked_at > self._driver.late_s):
-                    return Ending("taken away" if machine.booted_at else "gone before it had booted")
+                    return Ending(
+                        "taken away" if machine.booted_at else "gone before it had booted"
+                    )
                 if seen is not None and seen.is_over:
                     code = seen.code if seen.code is not None else self._last_word(machine)
-                    return Ending(_how(machine, code), code, leaves_offer_out=machine.booted_at is None)
+                    return Ending(
+                        _how(machine, code), code, leaves_offer_out=machine.booted_at is None
+                    )
                 if seen is not None and seen.is_waiting:
                     beat_at = awake
-                elif is_paid and machine.booted_at is None and now - machine.asked_at > self.patience.boot_s:
-                    return Ending(f"not booted after {say_seconds(now - machine.asked_at)}", leaves_offer_out=True)
+                elif (
+                    is_paid
+                    and machine.booted_at is None
+                    and now - machine.asked_at > self.patience.boot_s
+                ):
+                    return Ending(
+                        f"not booted after {say_seconds(now - machine.asked_at)}",
+                        leaves_offer_out=True,
+                    )
             except Unclear:
                 if awake - answered_at > self.patience.lost_s:
                     return Ending(f"no answer for {say_seconds(awake - answered_at)}")
@@ -359,7 +437,7 @@ class Launch:
             self._sleep(self.patience.poll_s)
 
     def _last_word(self, machine: Machine) -> int | None:
-        """The exit code of a machine that runs no more, from its words, which may be a moment late."""
+        """The exit code of a machine that runs no more, from its words, which may be a moment late."""  # noqa: E501
         for _ in range(2):
             with contextlib.suppress(Unclear):
                 if (code := self._words.of(machine.name).code) is not None:
@@ -375,19 +453,30 @@ class Launch:
             usd = say_usd(machine.usd(self._clock()))
             self._say(f"{machine.name}: {ending.why}; {usd} so far")
         if ending.leaves_offer_out:
-            self._left_out |= {offer for offer in self._offers if offer.instance == machine.instance}
-        elif ending.code is None or ending.code == EXIT_INTERRUPTED:  # the next one in the ranking; this one comes last
+            self._left_out |= {
+                offer for offer in self._offers if offer.instance == machine.instance
+            }
+        elif (
+            ending.code is None or ending.code == EXIT_INTERRUPTED
+        ):  # the next one in the ranking; this one comes last
             of = machine.provider, machine.instance, machine.is_spot
-            same = [offer for offer in self._offers if (offer.provider, offer.instance, offer.is_spot) == of]
+            same = [
+                offer
+                for offer in self._offers
+                if (offer.provider, offer.instance, offer.is_spot) == of
+            ]
             self._offers = [offer for offer in self._offers if offer not in same] + same
 
     def _dismiss(self, machine: Machine) -> None:
-        """Ask for the deletion until it is confirmed. Where machines may overlap only a while: then the next is asked for
-        meanwhile, and this one is asked again at every look."""
+        """Ask for the deletion until it is confirmed. Where machines may overlap only a while: then
+        the next is asked for meanwhile, and this one is asked again at every look."""
         began, pause_s = self._clock(), self.patience.poll_s / 2
         while not self._is_gone(machine):
             if self._driver.may_overlap and self._clock() - began > self.patience.stubborn_s:
-                self._say(f"{machine.name}: not confirmed gone; asked again until it is, and counted until then")
+                self._say(
+                    f"{machine.name}: not confirmed gone; asked again until it is, and counted"
+                    " until then"
+                )
                 return
             self._sleep(pause_s)
             pause_s = min(60.0, pause_s * 2)
@@ -406,17 +495,24 @@ class Launch:
                 return False
             why = f"{machine.why}; nobody answered, its own end is past"
         at = self._clock()
-        if self._driver.ends_by_itself and machine.most_s:  # where it was gone long before we looked
+        if (
+            self._driver.ends_by_itself and machine.most_s
+        ):  # where it was gone long before we looked
             at = min(at, max(machine.asked_at + machine.most_s, machine.left_at or 0.0))
         self._ledger.note(machine.name, "gone", at, why=why)
         self._say(f"{machine.name}: confirmed gone; {say_usd(machine.usd(self._clock()))} in all")
         return True
 
     def _sweep(self) -> None:
-        """Destroy what bears our name and should not be there: late to come into being, or not yet confirmed gone."""
+        """Destroy what bears our name and should not be there: late to come into being, or not yet
+        confirmed gone.
+        """
         if self._ledger.trouble not in ("", self._trouble_said):
             self._trouble_said = self._ledger.trouble
-            self._say(f"what becomes of machines can't be written down here ({self._trouble_said}); going on without")
+            self._say(
+                f"what becomes of machines can't be written down here ({self._trouble_said}); going"
+                " on without"
+            )
         for machine in self._ledger.open:
             if machine.left_at is not None:
                 self._is_gone(machine)
@@ -430,14 +526,17 @@ class Launch:
                     self._driver.destroy(replace(machine, id=found))
 
     def _closed(self, code: int) -> int:
-        """Wait until every machine is confirmed to be gone, then the code. A host of one's own that does not answer is
-        waited for only a while, and said."""
+        """Wait until every machine is confirmed to be gone, then the code. A host of one's own that
+        does not answer is waited for only a while, and said."""
         began = self._clock()
         self._sweep()
         while self._ledger.open:
             if self._driver.may_overlap and self._clock() - began > self.patience.farewell_s:
                 names = ", ".join(machine.name for machine in self._ledger.open)
-                self._say(f"not confirmed gone, and counted until it is: {names}; `farthing launch --stop` asks again")
+                self._say(
+                    f"not confirmed gone, and counted until it is: {names}; `farthing launch"
+                    " --stop` asks again"
+                )
                 break
             self._sleep(self.patience.poll_s)
             self._sweep()
@@ -454,11 +553,15 @@ class Launch:
             return max((machine.committed for machine in self._ledger.machines.values()), default=0)
 
     def _accounts(self) -> list[Account]:
-        """The attempts so far. A store that is away is waited for: without it the rest of the cap is not known."""
+        """The attempts so far. A store that is away is waited for: without it the rest of the cap
+        is not known.
+        """
         return self._until_clear(self._words.accounts, "the store")
 
     def _is_finished(self) -> bool:
-        """Whether the run has finished, also where the machine that did it was lost before it could say so."""
+        """Whether the run has finished, also where the machine that did it was lost before it could
+        say so.
+        """
         accounts = self._accounts()
         return bool(accounts) and accounts[-1].state == "finished"
 

@@ -37,7 +37,8 @@ class Target:
     ends: str
     """What ends the machine when every process of ours is dead; empty where nothing does."""
     is_rented: bool = False
-    """From somebody who bills: a cap is asked for, and a store that can be reached from anywhere."""
+    """From somebody who bills: a cap is asked for, and a store that can be reached from anywhere.
+    """
     at: str = ""
     """What stands behind the colon of --on; in brackets where it may be left out."""
     keys: tuple[str, ...] = ()

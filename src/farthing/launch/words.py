@@ -1,12 +1,16 @@
-"""What machines leave in the store for whoever watches: that they have booted, that they live, what they print, how they left.
+"""What machines leave in the store for whoever watches: that they have booted, that they live, what
+they print, how they left.
 
     launch/NAME/booted.json   once, when farthing runs there
-    launch/NAME/log.txt       the end of what was printed, anew every half minute: it is the beat too
+    launch/NAME/log.txt       the end of what was printed, anew every half minute: it is the beat
+    too
     launch/NAME/left.json     the exit code, and why
-    launch/LAUNCH/machines/NAME.json   the lines of a machine: other folders of the run count on from there
+    launch/LAUNCH/machines/NAME.json   the lines of a machine: other folders of the run count on
+    from there
     launch/LAUNCH/stop.json   somebody wants the launch stopped, and whoever watches it heeds that
 
-Where there is no store the shared run folder is one. Refuses to take such a word for a reason to train: the lease decides that.
+Where there is no store the shared run folder is one. Refuses to take such a word for a reason to
+train: the lease decides that.
 """
 
 from __future__ import annotations
@@ -21,11 +25,11 @@ from pathlib import Path, PurePosixPath
 
 from farthing.durability.accounts import Account, accounts_of, read_ledger
 from farthing.durability.commits import list_commits
-from farthing.durability.files import Damaged, Json, seal, unseal
+from farthing.durability.files import DamagedFileError, Json, seal, unseal
 from farthing.durability.lease import newest_words
-from farthing.durability.object_store import NoSuchObject, Store, StoreFault, get_json
+from farthing.durability.object_store import NoSuchObject, Store, StoreError, get_json
 from farthing.durability.run_folder import LEDGER
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.launch.driver import Unclear
 
 BOOTED, LOG, LEFT, STOP, MACHINES = "booted.json", "log.txt", "left.json", "stop.json", "machines"
@@ -43,19 +47,23 @@ class Word:
 
 
 class StoreWords:
-    """The words of machines in a store. `folder`: the run folder that all share, where the store is only that.
+    """The words of machines in a store. `folder`: the run folder that all share, where the store is
+    only that.
 
-    `opened` gives the store anew for each question, which so has a deadline of its own. Every call may raise `Unclear`.
+    `opened` gives the store anew for each question, which so has a deadline of its own. Every call
+    may raise `Unclear`.
     """
 
-    def __init__(self, opened: Callable[[], Store], launch_id: str = "", folder: Path | None = None) -> None:
+    def __init__(
+        self, opened: Callable[[], Store], launch_id: str = "", folder: Path | None = None
+    ) -> None:
         self._opened, self._launch, self._folder = opened, f"launch/{launch_id}", folder
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[Store]:
         try:
             yield self._opened()
-        except StoreFault as error:
+        except StoreError as error:
             raise Unclear(str(error)) from error
 
     def of(self, name: str) -> Word:
@@ -99,7 +107,9 @@ class StoreWords:
             return max((commit.step for commit in list_commits(store)), default=0)
 
     def accounts(self) -> list[Account]:
-        """What each attempt of the run has cost: the newest link of the lease has the account of every one."""
+        """What each attempt of the run has cost: the newest link of the lease has the account of
+        every one.
+        """
         if self._folder is not None:
             return read_ledger(self._folder / LEDGER).ordered
         with self._store() as store:
@@ -107,17 +117,21 @@ class StoreWords:
         return [told[number] for number in sorted(told)]
 
     def keep(self, name: str, rows: list[Json]) -> None:
-        """Leave the lines of a machine where other folders of this run find them; one that is shared has them already."""
+        """Leave the lines of a machine where other folders of this run find them; one that is
+        shared has them already.
+        """
         if self._folder is None:
             with self._store() as store:
                 put_text(
-                    store, f"{self._launch}/{MACHINES}/{name}.json", seal({"kind": "farthing machine", "rows": rows})
+                    store,
+                    f"{self._launch}/{MACHINES}/{name}.json",
+                    seal({"kind": "farthing machine", "rows": rows}),
                 )
 
     def kept(self) -> dict[str, list[Json]]:
         """The lines of every machine of this run, whichever folder it was asked for from.
 
-        Raises `UserMistake` for lines that are damaged: without them the cap can't be held.
+        Raises `InputError` for lines that are damaged: without them the cap can't be held.
         """
         found: dict[str, list[Json]] = {}
         if self._folder is not None:
@@ -126,23 +140,28 @@ class StoreWords:
             for key in store.list(f"{self._launch}/{MACHINES}/"):
                 try:
                     found[PurePosixPath(key).stem] = unseal(store.get(key).decode(), key)["rows"]
-                except (Damaged, KeyError, TypeError, UnicodeDecodeError) as error:
-                    raise UserMistake(
-                        f"what is known of a machine is damaged ({error})", where=f"{store.name}: {key}",
-                        to_do="look at the provider's bill for that machine, then remove the object",
-                    ) from error  # fmt: skip
+                except (DamagedFileError, KeyError, TypeError, UnicodeDecodeError) as error:
+                    raise InputError(
+                        f"what is known of a machine is damaged ({error})",
+                        where=f"{store.name}: {key}",
+                        to_do=(
+                            "look at the provider's bill for that machine, then remove the object"
+                        ),
+                    ) from error
         return found
 
 
 class Speaker:
-    """The machine's side: what it leaves for us. Nothing here ends a run: a store that is away is tried again later."""
+    """The machine's side: what it leaves for us. Nothing here ends a run: a store that is away is
+    tried again later.
+    """
 
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._place = store, f"launch/{name}"
 
     def booted(self) -> None:
         """Say that farthing runs here; forget how an earlier try on this machine has left."""
-        with contextlib.suppress(StoreFault):
+        with contextlib.suppress(StoreError):
             self._store.remove([f"{self._place}/{LEFT}"])
         self._put(BOOTED, json.dumps({"at": time.time()}))
 
@@ -158,14 +177,14 @@ class Speaker:
             time.sleep(3.0)
 
     def _put(self, name: str, text: str) -> bool:
-        with contextlib.suppress(StoreFault, OSError):
+        with contextlib.suppress(StoreError, OSError):
             put_text(self._store, f"{self._place}/{name}", text)
             return True
         return False
 
 
 def put_text(store: Store, key: str, text: str) -> None:
-    """Write a small object over what was there. Raises `StoreFault`."""
+    """Write a small object over what was there. Raises `StoreError`."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -1,11 +1,13 @@
 """Activation checkpointing chosen by measured need: off, every second layer, or every layer.
 
-A short forward pass is run at two lengths, and every tensor that autograd saves is counted. What grows between the two grows
-linearly with the tokens of a micro-batch (attention is never materialised with sdpa); what does not, copies of the trained
-matrices in the precision of the run among it, is there once. The need is that of the moment that takes most, as the
-planner's `memory` has them: the loss, the backward pass, its end with all gradients, the update.
+A short forward pass is run at two lengths, and every tensor that autograd saves is counted. What
+grows between the two grows linearly with the tokens of a micro-batch (attention is never
+materialised with sdpa); what does not, copies of the trained matrices in the precision of the run
+among it, is there once. The need is that of the moment that takes most, as the planner's `memory`
+has them: the loss, the backward pass, its end with all gradients, the update.
 
-Refuses to judge what the loop does not do: there is one optimizer, and its state is there from the beginning.
+Refuses to judge what the loop does not do: there is one optimizer, and its state is there from the
+beginning.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Linear(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Bytes of weights that are spread over ranks and whole for the moment, and of their gradients on the way to the ranks."""
+    """Bytes of weights that are spread over ranks and whole for the moment, and of their gradients
+    on the way to the ranks.
+    """
 
     loss: int = 0
     backward: int = 0
@@ -67,7 +71,9 @@ class Gradients:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What training takes beyond the loaded weights, in bytes, and the checkpointing that makes it fit."""
+    """What training takes beyond the loaded weights, in bytes, and the checkpointing that makes it
+    fit.
+    """
 
     n_tokens: int
     """Of the largest micro-batch."""
@@ -90,7 +96,9 @@ class MemoryNeed:
     """0: no layer is checkpointed; 1: each; 2: each second."""
     gathered: Gathered = NOTHING
     begins_with_a_layer: bool = False
-    """The last layer is checkpointed: the backward pass begins with computing it again, beside all that was saved."""
+    """The last layer is checkpointed: the backward pass begins with computing it again, beside all
+    that was saved.
+    """
 
     def moments(self) -> dict[str, float]:
         """Bytes besides weights and optimizer state, at each moment of a step."""
@@ -110,7 +118,8 @@ class MemoryNeed:
         }
         of_others = {"loss": self.gathered.loss, "embeddings": self.gathered.end}
         return {
-            moment: n_bytes + of_others.get(moment, self.gathered.backward) for moment, n_bytes in taken.items()
+            moment: n_bytes + of_others.get(moment, self.gathered.backward)
+            for moment, n_bytes in taken.items()
         } | {"update": grad.all_bytes + self.update_bytes}
 
     @property
@@ -132,8 +141,8 @@ def checkpointed_layers(model: Any) -> list[Any]:
 def checkpoint_layers(model: Any, checkpoint_every: int) -> None:
     """Recompute every n-th layer in the backward pass instead of keeping its activations (0: none).
 
-    Non-reentrant, and without forcing gradients through frozen embeddings: layers below the first trained weight
-    stay out of the backward pass.
+    Non-reentrant, and without forcing gradients through frozen embeddings: layers below the first
+    trained weight stay out of the backward pass.
     """
     inner = inner_of(model)
     if checkpoint_every == 0:
@@ -157,15 +166,24 @@ class Sample:
 
 
 def saved_bytes(model: Any, forward: Callable[[], Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass of `forward`, weights left out; nothing of it is kept after."""
-    weights, gathers = _storages_of(model), any(hasattr(p, "_local_tensor") for p in model.parameters())
+    """Bytes that autograd keeps for the backward pass of `forward`, weights left out; nothing of it
+    is kept after.
+    """
+    weights, gathers = (
+        _storages_of(model),
+        any(hasattr(p, "_local_tensor") for p in model.parameters()),
+    )
     storages: dict[int, int] = {}
     held: list[Tensor] = []
 
     def note(tensor: Tensor) -> None:
-        """Holds what the graph would hold, for copies that layers share, and so that no address is given out twice."""
+        """Holds what the graph would hold, for copies that layers share, and so that no address is
+        given out twice.
+        """
         storage = tensor.untyped_storage()
-        if storage._cdata not in weights and not (gathers and storage._cdata in _storages_of(model)):
+        if storage._cdata not in weights and not (
+            gathers and storage._cdata in _storages_of(model)
+        ):
             storages[storage._cdata] = storage.nbytes()
             held.append(tensor)
 
@@ -173,7 +191,8 @@ def saved_bytes(model: Any, forward: Callable[[], Tensor]) -> int:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
             forward()
     finally:
-        held.clear()  # the graph holds the hook, and these the graph: a circle that is never collected
+        # the graph holds the hook, and these the graph: a circle that is never collected
+        held.clear()
     return sum(storages.values())
 
 
@@ -216,9 +235,9 @@ def choose_checkpointing(
 ) -> MemoryNeed:
     """Set and return the checkpointing of a run.
 
-    `samples` go through the body, the second is the larger. `wanted` is true, false, k, or "auto" for the least that fits in
-    what is free, beginning at `planned`; `fits_all` asks all who have to choose alike. Raises what says that memory
-    ran out where even a sample has no room.
+    `samples` go through the body, the second is the larger. `wanted` is true, false, k, or "auto"
+    for the least that fits in what is free, beginning at `planned`; `fits_all` asks all who have to
+    choose alike. Raises what says that memory ran out where even a sample has no room.
     """
     layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
     modes = {0: [0, 2, 1], 1: [1]}.get(planned, [2, 1]) if wanted == "auto" else [int(wanted)]
@@ -256,12 +275,15 @@ def choose_checkpointing(
 
 
 def saved_of_a_layer(model: Any, samples: tuple[Sample, Sample], saved: Linear) -> Linear:
-    """What autograd keeps of the last checkpointed layer while it is computed again; of one layer where none is.
+    """What autograd keeps of the last checkpointed layer while it is computed again; of one layer
+    where none is.
 
     `saved` is what it keeps of all as they are.
     """
     layers = checkpointed_layers(model)
-    recomputed = [layer for layer in layers if layer.gradient_checkpointing][-2:]  # the last may be of few tokens
+    recomputed = [layer for layer in layers if layer.gradient_checkpointing][
+        -2:
+    ]  # the last may be of few tokens
     if not recomputed:
         return Linear(*(n_bytes / max(1, len(layers)) for n_bytes in saved))
     found = [Linear()]
@@ -271,12 +293,15 @@ def saved_of_a_layer(model: Any, samples: tuple[Sample, Sample], saved: Linear) 
             but_one = saved_linear(model, samples)
         finally:
             layer.gradient_checkpointing = True
-        found.append(Linear(*(max(0.0, more - less) for more, less in zip(but_one, saved, strict=True))))
+        found.append(
+            Linear(*(max(0.0, more - less) for more, less in zip(but_one, saved, strict=True)))
+        )
     return max(found, key=lambda each: each.at(samples[1].n_tokens))
 
 
 def gradients_of(model: Any, accumulate: bool) -> Gradients:
-    """The gradients of the weights that are trained, fp32 as these are; of spread ones rows, and of the ends whole ones in
+    """The gradients of the weights that are trained, fp32 as these are; of spread ones rows, and of
+    the ends whole ones in
     `Gathered`."""
     trained = [p for p in model.parameters() if p.requires_grad]
     layers = checkpointed_layers(model)
@@ -310,12 +335,16 @@ def _ends(inner: Any) -> tuple[Any, Any]:
 
 
 def _working(model: Any) -> Linear:
-    """What the backward pass of a layer needs besides what was saved: the planner's figures, and a matrix made whole."""
+    """What the backward pass of a layer needs besides what was saved: the planner's figures, and a
+    matrix made whole.
+    """
     config = model.config.get_text_config()
 
     def widest(*names: str) -> int:
         for name in names:
-            with contextlib.suppress(AttributeError, RuntimeError):  # of layers that differ some have no one width
+            with contextlib.suppress(
+                AttributeError, RuntimeError
+            ):  # of layers that differ some have no one width
                 if width := getattr(config, name):
                     return int(max(width) if isinstance(width, list | tuple) else width)
         return 0
@@ -324,7 +353,8 @@ def _working(model: Any) -> Linear:
     ffn = widest("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim") or 4 * hidden
     in_four_bits = (p for p in model.parameters() if not p.is_floating_point())
     return Linear(
-        4.0 * max((p.numel() for p in in_four_bits), default=0), WORKING_MLP_PLAIN * ffn + WORKING_STREAM * hidden
+        4.0 * max((p.numel() for p in in_four_bits), default=0),
+        WORKING_MLP_PLAIN * ffn + WORKING_STREAM * hidden,
     )
 
 
@@ -334,7 +364,9 @@ def _last_layer_is_checkpointed(model: Any) -> bool:
 
 
 def _casts_bytes(model: Any, autocast: torch.dtype | None) -> int:
-    """Copies of the matrices of layers that autocast makes once in a forward pass and keeps until its end."""
+    """Copies of the matrices of layers that autocast makes once in a forward pass and keeps until
+    its end.
+    """
     if autocast is None:
         return 0
     inner = inner_of(model)

@@ -1,10 +1,12 @@
 """PiSSA and OLoRA: adapters that begin as the main part of the weights they are put on.
 
-PiSSA (Meng et al. 2024, arXiv 2404.02948) draws B₀A₀ from the singular values of a weight W, OLoRA (Büyükakyüz 2024, arXiv
-2406.01775) from its QR decomposition. `peft` computes both here, and would leave W − s B₀A₀ as the base. Here the base stays as
-it is, and B₀A₀ is a second, frozen adapter that is taken away: W + s (BA − B₀A₀). The same function; but a run is resumed with
-the B₀A₀ of its checkpoint whatever another machine would compute, and the exported adapter, which has both, fits the base that
-everyone has. Refuses to read a job.
+PiSSA (Meng et al. 2024, arXiv 2404.02948) draws B₀A₀ from the singular values of a weight W, OLoRA
+(Büyükakyüz 2024, arXiv
+2406.01775) from its QR decomposition. `peft` computes both here, and would leave W − s B₀A₀ as the
+base. Here the base stays as it is, and B₀A₀ is a second, frozen adapter that is taken away: W + s
+(BA − B₀A₀). The same function; but a run is resumed with the B₀A₀ of its checkpoint whatever
+another machine would compute, and the exported adapter, which has both, fits the base that everyone
+has. Refuses to read a job.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _OURS = "default"
 
 @contextlib.contextmanager
 def base_is_kept() -> Iterator[None]:
-    """While it lasts peft makes such adapters without a change of the weights that they are put on."""
+    """While it lasts peft makes such adapters without a change of the weights that they are put on."""  # noqa: E501
     from peft.tuners.lora import LoraLayer
 
     own = {name: getattr(LoraLayer, name) for name in ("pissa_init", "olora_init")}
@@ -51,7 +53,9 @@ def base_is_kept() -> Iterator[None]:
 
 @torch.no_grad()
 def take_start_away(model: Any) -> None:
-    """Give the model the frozen adapter B₀A₀ of what its adapter is now, with a scale of the other sign."""
+    """Give the model the frozen adapter B₀A₀ of what its adapter is now, with a scale of the other
+    sign.
+    """
     from peft.tuners.lora import LoraLayer
 
     config = copy.deepcopy(model.peft_config[_OURS])
@@ -59,7 +63,10 @@ def take_start_away(model: Any) -> None:
     model.add_adapter(START, config)
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
-            for ours, start in ((layer.lora_A[_OURS], layer.lora_A[START]), (layer.lora_B[_OURS], layer.lora_B[START])):
+            for ours, start in (
+                (layer.lora_A[_OURS], layer.lora_A[START]),
+                (layer.lora_B[_OURS], layer.lora_B[START]),
+            ):
                 ours.weight.data = ours.weight.data.float().contiguous()
                 start.weight.data = ours.weight.data.clone()
             layer.scaling[START] = -layer.scaling[_OURS]
@@ -71,12 +78,15 @@ def take_start_away(model: Any) -> None:
 
 def start_tensors(model: Any) -> dict[str, Tensor]:
     """B₀ and A₀ by name, which a checkpoint needs; none for other adapters."""
-    return {name: weight.detach() for name, weight in model.named_parameters() if f".{START}." in name}
+    return {
+        name: weight.detach() for name, weight in model.named_parameters() if f".{START}." in name
+    }
 
 
 @contextlib.contextmanager
 def as_one_adapter(model: Any) -> Iterator[dict[str, Tensor] | None]:
-    """While it lasts the adapter's configuration is one of twice the rank, whose tensors are given: [A; A₀] and [B, −B₀].
+    """While it lasts the adapter's configuration is one of twice the rank, whose tensors are given:
+    [A; A₀] and [B, −B₀].
 
     Nothing changes, and None is given, for a model without B₀A₀.
     """
@@ -96,7 +106,8 @@ def as_one_adapter(model: Any) -> Iterator[dict[str, Tensor] | None]:
         start = state.get(name.replace(f".{_OURS}.", f".{START}.")) if ".lora_" in name else None
         if start is not None:
             tensor = torch.cat(
-                [tensor, start] if ".lora_A." in name else [tensor, -start], 0 if ".lora_A." in name else 1
+                [tensor, start] if ".lora_A." in name else [tensor, -start],
+                0 if ".lora_A." in name else 1,
             )
         tensors[name] = tensor
     model.peft_config[_OURS] = config

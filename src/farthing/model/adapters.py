@@ -1,4 +1,6 @@
-"""Full fine-tuning or an adapter through `peft`: which weights are trained, counted, saved and put back."""
+"""Full fine-tuning or an adapter through `peft`: which weights are trained, counted, saved and put
+back.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class Adapter:
 
 
 def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
-    """Freeze the model and give it a LoRA adapter (Hu et al. 2021, arXiv 2106.09685), its weights drawn from `seed`.
+    """Freeze the model and give it a LoRA adapter (Hu et al. 2021, arXiv 2106.09685), its weights
+    drawn from `seed`.
 
     Heads that sit on the encoder are trained whole and saved with the adapter. Raises `ModelError`.
     """
@@ -66,7 +69,13 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
     )
     if targets == "all-linear" and (others := _not_linear(model)):
         config.exclude_modules = others
-    linear = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)})
+    linear = sorted(
+        {
+            name.split(".")[-1]
+            for name, m in model.named_modules()
+            if isinstance(m, nn.Linear | Conv1D)
+        }
+    )
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings(), base_is_kept():
@@ -76,7 +85,10 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         raise ModelError(
             f"no adapter can be made: {str(error).splitlines()[0][:200]}",
             where="method.target_modules",
-            to_do=f"use {'' if targets == 'all-linear' else 'all-linear, or '}names among {', '.join(linear)}",
+            to_do=(
+                f"use {'' if targets == 'all-linear' else 'all-linear, or '}names among"
+                f" {', '.join(linear)}"
+            ),
         ) from error
     if adapter.bias:
         _refuse_without_bias(wrapped)
@@ -89,10 +101,14 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
 
 
 def _not_linear(model: Any) -> list[str]:
-    """Modules whose class is made from a linear layer and that compute something else, such as routers of experts."""
+    """Modules whose class is made from a linear layer and that compute something else, such as
+    routers of experts.
+    """
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and type(module).forward.__module__.startswith("transformers"):
+        if isinstance(module, nn.Linear) and type(module).forward.__module__.startswith(
+            "transformers"
+        ):
             out: Any = None
             with contextlib.suppress(Exception), torch.no_grad():
                 out = module(module.weight.new_zeros(1, 1, module.in_features))
@@ -102,11 +118,14 @@ def _not_linear(model: Any) -> list[str]:
 
 
 def _refuse_without_bias(wrapped: Any) -> None:
-    """A bias of an adapter is merged into that of its layer. Raises `ModelError` where there is none."""
+    """A bias of an adapter is merged into that of its layer. Raises `ModelError` where there is
+    none.
+    """
     for name, module in wrapped.named_modules():
         if hasattr(module, "lora_bias") and getattr(module.get_base_layer(), "bias", None) is None:
             raise ModelError(
-                f"layers such as {name.split('.')[-1]} have no bias, into which that of an adapter could be merged",
+                f"layers such as {name.split('.')[-1]} have no bias, into which that of an adapter"
+                " could be merged",
                 where="method.lora_bias",
                 to_do="leave it out, or name layers with a bias in method.target_modules",
             )
@@ -114,7 +133,9 @@ def _refuse_without_bias(wrapped: Any) -> None:
 
 def _must_know(model: Any, modules_to_save: tuple[str, ...]) -> None:
     """Refuse names that `peft` would ignore without a word. Raises `ModelError`."""
-    names = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
+    names = [
+        name for name, module in model.named_modules() if any(True for _ in module.parameters())
+    ]
     for wanted in modules_to_save:
         if not any(name.endswith(wanted) for name in names):
             known = sorted({name.split(".")[-1] for name in names} - {""})
@@ -126,12 +147,16 @@ def _must_know(model: Any, modules_to_save: tuple[str, ...]) -> None:
 
 
 def refuse_unreached(model: Any, adapter: Adapter, task: str) -> None:
-    """Compute a few made-up tokens and their gradients: each module that the job names must get one.
+    """Compute a few made-up tokens and their gradients: each module that the job names must get
+    one.
 
-    A module that the forward pass goes around (T5's `shared`, where encoder and decoder have embeddings of their own) would
-    be kept, counted and saved, and never change. Experts are left out, as few tokens reach few of them. Raises `ModelError`.
+    A module that the forward pass goes around (T5's `shared`, where encoder and decoder have
+    embeddings of their own) would be kept, counted and saved, and never change. Experts are left
+    out, as few tokens reach few of them. Raises `ModelError`.
     """
-    named = {name for name in (*adapter.target_modules, *adapter.modules_to_save) if name != "all-linear"}
+    named = {
+        name for name in (*adapter.target_modules, *adapter.modules_to_save) if name != "all-linear"
+    }
     if not named:
         return
     inner = model.get_base_model()
@@ -151,7 +176,10 @@ def refuse_unreached(model: Any, adapter: Adapter, task: str) -> None:
         idle = {name for name, gradient in zip(trained, found, strict=True) if gradient is None}
     finally:
         model.train(was_training)
-    paths = {".".join(part for part in name.split(".") if part not in ("base_model", "model")) for name in idle}
+    paths = {
+        ".".join(part for part in name.split(".") if part not in ("base_model", "model"))
+        for name in idle
+    }
     for name in sorted(named):
         own = ".".join(part for part in name.split(".") if part not in ("base_model", "model"))
         if any(f".{own}." in f".{path}" and "expert" not in path for path in paths):
@@ -168,12 +196,20 @@ def refuse_unreached(model: Any, adapter: Adapter, task: str) -> None:
 def new_heads(model: Any) -> list[str]:
     """Top-level modules outside the pretrained body: what a task put on top of it."""
     body = getattr(model, "base_model_prefix", "")
-    return [name for name, module in model.named_children() if name != body and any(True for _ in module.parameters())]
+    return [
+        name
+        for name, module in model.named_children()
+        if name != body and any(True for _ in module.parameters())
+    ]
 
 
 def _query_and_value(model: Any) -> list[str]:
-    """The names this family gives to the query and value projections (Hu et al. 2021, section 4.2)."""
-    names = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    """The names this family gives to the query and value projections (Hu et al. 2021, section 4.2)."""  # noqa: E501
+    names = {
+        name.split(".")[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    }
     for pair in (
         ("query", "value"),
         ("q_proj", "v_proj"),
@@ -192,12 +228,17 @@ def _query_and_value(model: Any) -> list[str]:
 
 @torch.no_grad()
 def break_ties(model: Any, adapter_names: Iterable[str]) -> bool:
-    """Give each use of a shared weight a weight of its own, where an adapter changes one of the uses; whether it did.
+    """Give each use of a shared weight a weight of its own, where an adapter changes one of the
+    uses; whether it did.
 
-    `adapter_names` are those of the adapter's tensors (`base_model.model.lm_head.lora_A.weight`). In training the other
-    uses kept the frozen weight: merged into a shared one, the adapter would change them too.
+    `adapter_names` are those of the adapter's tensors (`base_model.model.lm_head.lora_A.weight`).
+    In training the other uses kept the frozen weight: merged into a shared one, the adapter would
+    change them too.
     """
-    tied = {name: dict(model.named_parameters(remove_duplicate=False))[name] for name in _tied_names(model)}
+    tied = {
+        name: dict(model.named_parameters(remove_duplicate=False))[name]
+        for name in _tied_names(model)
+    }
     places = tuple(f"base_model.model.{name.rpartition('.')[0]}." for name in tied)
     if not places or not any(name.startswith(places) for name in adapter_names):
         return False
@@ -220,10 +261,11 @@ def _tied_names(model: Any) -> list[str]:
 
 
 def count_parameters(model: Any) -> dict[str, int]:
-    """Numbers of parameters: total, trainable, adapter, and modules trained whole beside it (`saved_modules`).
+    """Numbers of parameters: total, trainable, adapter, and modules trained whole beside it
+    (`saved_modules`).
 
-    Each weight counts once: `peft` keeps the frozen original of a module it trains whole, which is left out here.
-    Quantized weights count as what they stand for.
+    Each weight counts once: `peft` keeps the frozen original of a module it trains whole, which is
+    left out here. Quantized weights count as what they stand for.
     """
     counts = {"total": 0, "trainable": 0, "adapter": 0, "saved_modules": 0}
     for name, parameter in model.named_parameters():
@@ -242,7 +284,9 @@ def count_parameters(model: Any) -> dict[str, int]:
 
 
 def trained_tensors(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What training changes, by name: the trained `weights` (tied ones once) and, in a full fine-tune, buffers."""
+    """What training changes, by name: the trained `weights` (tied ones once) and, in a full
+    fine-tune, buffers.
+    """
     tensors = {name: weight.detach() for name, weight in weights.items()}
     if not hasattr(model, "peft_config"):
         persistent = set(model.state_dict())
@@ -255,10 +299,14 @@ def put_back(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Copy saved tensors into a model's own. Raises `ModelError` when names or shapes differ."""
     if set(own) != set(tensors):
         odd = sorted(set(own) ^ set(tensors))
-        raise ModelError(f"the checkpoint is of another model: {len(odd)} tensors differ, e.g. {odd[0]}", where="model")
+        raise ModelError(
+            f"the checkpoint is of another model: {len(odd)} tensors differ, e.g. {odd[0]}",
+            where="model",
+        )
     for name, tensor in own.items():
         if tensor.shape != tensors[name].shape:
             raise ModelError(
-                f"the checkpoint's {name} is {list(tensors[name].shape)}, not {list(tensor.shape)}", where="model"
+                f"the checkpoint's {name} is {list(tensors[name].shape)}, not {list(tensor.shape)}",
+                where="model",
             )
         tensor.copy_(tensors[name])

@@ -1,21 +1,26 @@
-"""Attention over documents laid end to end: no padding, and no token of one document sees another's.
+"""Attention over documents laid end to end: no padding, and no token of one document sees
+another's.
 
-One entry in transformers' `AttentionInterface`. A packed batch is [1, T]; where its documents begin and end is computed
-once, on the CPU, and goes through the model as the keyword `documents`, which every layer hands to its attention, also
-when a checkpointed layer is computed again. A batch that comes without `documents` is treated as `sdpa` would, padding
-and all, so that a model set to this entry still evaluates and generates.
+One entry in transformers' `AttentionInterface`. A packed batch is [1, T]; where its documents begin
+and end is computed once, on the CPU, and goes through the model as the keyword `documents`, which
+every layer hands to its attention, also when a checkpointed layer is computed again. A batch that
+comes without `documents` is treated as `sdpa` would, padding and all, so that a model set to this
+entry still evaluates and generates.
 
-A document may go on from the beginning of another, whose tokens it sees before its own: what many documents begin with
-is computed once. A layer that looks back only can't tell the difference, so losses and gradients are the same. Keys and
-values are copied for each document that sees them, in every layer; nothing else is.
+A document may go on from the beginning of another, whose tokens it sees before its own: what many
+documents begin with is computed once. A layer that looks back only can't tell the difference, so
+losses and gradients are the same. Keys and values are copied for each document that sees them, in
+every layer; nothing else is.
 
 Which kernel attends is chosen in `attention_choice.py`; they are in `attention_kernels.py`.
 
-Attention dropout draws its masks in the shape of what is computed, so a packed batch and a padded one drop other weights,
-as two micro-batch sizes do; in expectation they are the same. So it is where documents share a beginning: what any
-dropout of the model drops there, it drops for all of them. Dropout elsewhere in a model is not touched.
+Attention dropout draws its masks in the shape of what is computed, so a packed batch and a padded
+one drop other weights, as two micro-batch sizes do; in expectation they are the same. So it is
+where documents share a beginning: what any dropout of the model drops there, it drops for all of
+them. Dropout elsewhere in a model is not touched.
 
-Refuses to choose micro-batches, and models whose packed batches were not shown to be right: `can_go_packed` says why.
+Refuses to choose micro-batches, and models whose packed batches were not shown to be right:
+`can_go_packed` says why.
 """
 
 from __future__ import annotations
@@ -30,7 +35,15 @@ from farthing.model import half_attention
 from farthing.model.attention_kernels import How, causal_mask, over_documents, plain_attention
 from farthing.model.documents import Documents, owners_of
 from farthing.model.head import find_head
-from farthing.model.last_layer import Folded, KeysKnown, KeysWanted, Seen, computed_for, first_of_each, last_layer
+from farthing.model.last_layer import (
+    Folded,
+    KeysKnown,
+    KeysWanted,
+    Seen,
+    computed_for,
+    first_of_each,
+    last_layer,
+)
 from farthing.model.loss import inner_of
 from farthing.model.norms import use_one_pass
 from farthing.model.pairs import Sides, take_documents
@@ -40,7 +53,9 @@ from farthing.tasks.registry import task_of
 
 NAME = "farthing_varlen"
 
-PADDING_FIRST = frozenset({"camembert", "roberta", "xlm-roberta"})  # their positions begin after the padding index
+PADDING_FIRST = frozenset(
+    {"camembert", "roberta", "xlm-roberta"}
+)  # their positions begin after the padding index
 
 
 # ---- the model ----
@@ -68,7 +83,9 @@ def can_go_packed(model: Any, task: str) -> str | None:
         return f"{kind}: its configuration asks for the logits of its routers"
     if kind in DECODERS and getattr(config, "use_bidirectional_attention", False):
         return f"{kind}: it attends in both directions"
-    if kind in ENCODERS and (getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False)):
+    if kind in ENCODERS and (
+        getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False)
+    ):
         return f"{kind}: used as a decoder"
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         return f"{kind}: its scores are biased by the distance of tokens"
@@ -82,15 +99,23 @@ def can_share(model: Any, task: str) -> str | None:
     kind = inner_of(model).config.model_type
     if task_of(task).is_pair:
         return f"{kind}: its sources are read in both directions"
-    return f"{kind}: a token's meaning depends on what follows it" if kind in ENCODERS else can_go_packed(model, task)
+    return (
+        f"{kind}: a token's meaning depends on what follows it"
+        if kind in ENCODERS
+        else can_go_packed(model, task)
+    )
 
 
 def go_packed(model: Any, *, own_kernels: bool = True) -> None:
-    """Set the model's attention to this entry. It still takes padded batches, as `sdpa` does. With `own_kernels` norms too."""
+    """Set the model's attention to this entry. It still takes padded batches, as `sdpa` does. With
+    `own_kernels` norms too.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():  # it may be there as an entry that is never compiled
+    if (
+        NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys()
+    ):  # it may be there as an entry that is never compiled
         ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     # each part by itself: transformers 5.17 leaves out T5's, whose configurations are copies
@@ -119,10 +144,14 @@ def packed_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def packed_logits(model: Any, batch: dict[str, Any], task: str, *, reads_first: bool = True) -> Tensor:
-    """Logits of a packed batch: [1, T, V], or [N, C], one row a document, where examples are scored.
+def packed_logits(
+    model: Any, batch: dict[str, Any], task: str, *, reads_first: bool = True
+) -> Tensor:
+    """Logits of a packed batch: [1, T, V], or [N, C], one row a document, where examples are
+    scored.
 
-    With `reads_first` the last layer of an encoder is computed for the tokens alone that its classifier reads.
+    With `reads_first` the last layer of an encoder is computed for the tokens alone that its
+    classifier reads.
     """
     documents, inputs = batch["documents"], packed_inputs(batch)
     logits: Tensor
@@ -138,13 +167,17 @@ def packed_logits(model: Any, batch: dict[str, Any], task: str, *, reads_first: 
         return logits
     read, last = first_of_each(documents), last_layer(inner) if reads_first else None
     with contextlib.nullcontext() if last is None else computed_for(last, read):
-        first = body(**inputs).last_hidden_state[0, read.positions, None]  # [N, 1, H]: N documents of their first token
+        first = body(**inputs).last_hidden_state[
+            0, read.positions, None
+        ]  # [N, 1, H]: N documents of their first token
     logits = inner.classifier(first if kind == "first" else inner.dropout(body.pooler(first)))
     return logits
 
 
 def _head_kind(inner: Any) -> str | None:
-    """How a classification head reads a document: its last token, its first, or its first through the body's pooler."""
+    """How a classification head reads a document: its last token, its first, or its first through
+    the body's pooler.
+    """
     if inner.config.model_type in DECODERS:
         return "last" if hasattr(inner, "score") else None
     body = getattr(inner, inner.base_model_prefix, None)
@@ -159,7 +192,9 @@ def reads_first_tokens(inner: Any) -> bool:
 
 
 def _last_tokens(ids: Tensor, documents: Documents, config: Any) -> Tensor:
-    """[N]: where each document's last token is that is not padding, as transformers looks for it; else its first."""
+    """[N]: where each document's last token is that is not padding, as transformers looks for it;
+    else its first.
+    """
     pad_id = config.get_text_config().pad_token_id
     if pad_id is None:
         return documents.bounds[1:].long() - 1
@@ -183,10 +218,13 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: query [B, Hq, T, D], key and value [B, Hk, T, D] -> ([B, T, Hq, D], no weights).
+    """Attention of one layer: query [B, Hq, T, D], key and value [B, Hk, T, D] -> ([B, T, Hq, D],
+    no weights).
 
-    Of the others `sliding_window` is how many tokens are seen, the token itself among them, `softcap` bends the scores,
-    `is_causal` overrules the module's own. With `documents`, B is 1 and `attention_mask` is not looked at.
+    Of the others `sliding_window` is how many tokens are seen, the token itself among them,
+    `softcap` bends the scores,
+    `is_causal` overrules the module's own. With `documents`, B is 1 and `attention_mask` is not
+    looked at.
     """
     documents: Documents | Sides | Seen | Folded | KeysWanted | None = others.pop("documents", None)
     sliding_window: int | None = others.pop("sliding_window", None)
@@ -196,7 +234,10 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if documents is None:
         how = How(causal, scale, sliding_window, dropout, softcap)
-        return _without_documents(module, query, key, value, attention_mask, scaling, how, others), None
+        return (
+            _without_documents(module, query, key, value, attention_mask, scaling, how, others),
+            None,
+        )
     if isinstance(documents, KeysWanted):
         raise KeysKnown(key, value)
     if isinstance(documents, Folded):
@@ -213,15 +254,26 @@ def attend(
         raise ValueError(f"attention with {', '.join(unknown)} is not known here")
     if not causal and documents.key_rows is not None:
         raise ValueError("documents that look ahead can't go on from others")
-    window = sliding_window if sliding_window is not None and documents.most_keys > sliding_window else None
+    window = (
+        sliding_window
+        if sliding_window is not None and documents.most_keys > sliding_window
+        else None
+    )
     if torch.is_autocast_enabled(query.device.type):  # the kernels are no operations autocast knows
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # [T, H, D] with tokens outermost: how every kernel and the projections around it lay them out
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     is_plain = window is None and softcap is None
-    is_short = is_plain and is_for(queries, keys, documents, has_bias=bias is not None, causal=causal)
-    is_half = is_plain and bias is None and not dropout and half_attention.is_for(queries, documents, causal=causal)
+    is_short = is_plain and is_for(
+        queries, keys, documents, has_bias=bias is not None, causal=causal
+    )
+    is_half = (
+        is_plain
+        and bias is None
+        and not dropout
+        and half_attention.is_for(queries, documents, causal=causal)
+    )
     how = How(causal, scale, window, dropout, softcap, bias, is_short, is_half)
     out = over_documents(queries, keys, values, documents, how)
     return out[None], None
@@ -240,15 +292,25 @@ def _without_documents(
     how: How,
     others: dict[str, Any],
 ) -> Tensor:
-    """What `sdpa` does with the mask that was made for it, and soft-capping besides: [B, T, Hq, D]."""
+    """What `sdpa` does with the mask that was made for it, and soft-capping besides: [B, T, Hq, D]."""  # noqa: E501
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if how.softcap is None:
         out: Tensor = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=how.dropout, scaling=scaling, is_causal=how.causal, **others
+            module,
+            query,
+            key,
+            value,
+            mask,
+            dropout=how.dropout,
+            scaling=scaling,
+            is_causal=how.causal,
+            **others,
         )[0]
         return out
     n_queries, n_keys = query.shape[2], key.shape[2]
-    if mask is None and how.causal and n_queries > 1:  # sdpa_mask leaves a causal mask out where it can be implied
+    if (
+        mask is None and how.causal and n_queries > 1
+    ):  # sdpa_mask leaves a causal mask out where it can be implied
         mask = causal_mask(n_keys, how.window, query.device, n_queries)
     return plain_attention(query, key, value, mask, how).transpose(1, 2).contiguous()

@@ -1,12 +1,15 @@
-"""Which kernel attends to documents laid end to end: a pure function of what is asked and of the machine.
+"""Which kernel attends to documents laid end to end: a pure function of what is asked and of the
+machine.
 
-`choose` goes from the quickest kernel to the one that can do anything, and says why it passes over the others.
-`padded_groups` cuts documents for that last one. docs/gpu.md has the table that tests/attention_table.py makes. Refuses to
-ask a machine anything: `attention_kernels.here` does. No torch.
+`choose` goes from the quickest kernel to the one that can do anything, and says why it passes over
+the others.
+`padded_groups` cuts documents for that last one. docs/gpu.md has the table that
+tests/attention_table.py makes. Refuses to ask a machine anything: `attention_kernels.here` does. No
+torch.
 
-Sources: what torch's varlen takes in each version is by its Python sources of 2.10 to 2.15; what its flash kernels take is by
-the checks in its flash_api.cpp; flash-attn is by its README; flex was compiled by torch 2.13's Inductor, Triton and ptxas. No
-kernel of CUDA was ever run by farthing.
+Sources: what torch's varlen takes in each version is by its Python sources of 2.10 to 2.15; what
+its flash kernels take is by the checks in its flash_api.cpp; flash-attn is by its README; flex was
+compiled by torch 2.13's Inductor, Triton and ptxas. No kernel of CUDA was ever run by farthing.
 """
 
 from __future__ import annotations
@@ -27,18 +30,24 @@ VARLEN = {
     (2, 12): frozenset({"scale", "window_size", "enable_gqa"}),
 }
 FLASH_ATTN = frozenset({"window_size", "softcap", "deterministic"})  # flash-attn 2.6 and later
-WIDE_HEADS_ON = ((8, 0), (9, 0))  # whose shared memory is large enough for the backward pass of 193 to 224 wide heads
-# flex for heads of 129 to 256 in half takes 114,688 bytes of shared memory in the backward pass (torch 2.13, compiled
-# 2026-11-22), where GPUs of 8.6, 8.9 and 12.0 have 101,376
+WIDE_HEADS_ON = (
+    (8, 0),
+    (9, 0),
+)  # whose shared memory is large enough for the backward pass of 193 to 224 wide heads
+# flex for heads of 129 to 256 in half takes 114,688 bytes of shared memory in the backward pass
+# (torch 2.13, compiled 2026-11-22), where GPUs of 8.6, 8.9 and 12.0 have 101,376
 WIDE_FLEX_ON = (*WIDE_HEADS_ON, (10, 0), (10, 3))
-# of a head: for 96 and more it compiles on all, with 10 KB of a thread's registers spilled to memory
+# of a head: for 96 and more it compiles on all, with 10 KB of a thread's registers spilled to
+# memory
 MOST_FLEX_FP32 = 64
 
-# Launching and feeding one more call takes the host about 75 µs forward and backward, in which a GPU computes 2 GFLOP of
-# attention at 27 TFLOP/s: estimates, never measured
+# Launching and feeding one more call takes the host about 75 µs forward and backward, in which a
+# GPU computes 2 GFLOP of attention at 27 TFLOP/s: estimates, never measured
 CALL_FLOPS = 2e9
 CPU_CALL_FLOPS = 2e7  # on a CPU: about 20 small operations, forward and backward
-FLOPS_PER_SCORE = 14  # times the width of all heads: two products forward, five backward, each 2 FLOP
+FLOPS_PER_SCORE = (
+    14  # times the width of all heads: two products forward, five backward, each 2 FLOP
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a layer's attention has to do. Query heads that share keys (GQA) are no reason for or against a kernel."""
+    """What a layer's attention has to do. Query heads that share keys (GQA) are no reason for or
+    against a kernel.
+    """
 
     dtype: str
     """fp32, bf16 or fp16."""
@@ -96,25 +107,35 @@ def choose(asked: Asked, machine: Machine) -> Choice:
 
 
 def _obstacles(asked: Asked, machine: Machine) -> dict[str, dict[str, bool]]:
-    """What can keep each kernel, from the quickest on, from doing what is asked, and whether it does."""
+    """What can keep each kernel, from the quickest on, from doing what is asked, and whether it
+    does.
+    """
     size, is_old = asked.head_size, machine.capability < (8, 0)
-    wanted = {"window_size": asked.has_window, "softcap": asked.has_softcap, "deterministic": machine.is_deterministic}
+    wanted = {
+        "window_size": asked.has_window,
+        "softcap": asked.has_softcap,
+        "deterministic": machine.is_deterministic,
+    }
     missing = {
-        f"this version of flash-attn has no {name}": name not in machine.flash for name in wanted if wanted[name]
+        f"this version of flash-attn has no {name}": name not in machine.flash
+        for name in wanted
+        if wanted[name]
     }
     is_tight = size > 192 and (size <= 224 or asked.has_dropout)
     of_both_flash = {  # torch's copy of the flash kernels, and flash-attn itself
         "it has no fp32": asked.dtype not in HALVES,
         "it needs Ampere or later": is_old,
         "its heads are multiples of 8 up to 256": size > 256 or size % 8 > 0,
-        "heads this wide train on A100 and H100 only": is_tight and machine.capability not in WIDE_HEADS_ON,
+        "heads this wide train on A100 and H100 only": is_tight
+        and machine.capability not in WIDE_HEADS_ON,
     }
     return {
         "varlen": {
             "torch has none before 2.10": not machine.varlen,
             "it drops nothing": asked.has_dropout,
             "it caps nothing": asked.has_softcap,
-            "it has no windows before torch 2.11": asked.has_window and "window_size" not in machine.varlen,
+            "it has no windows before torch 2.11": asked.has_window
+            and "window_size" not in machine.varlen,
             **of_both_flash,
         },
         "flash": {"flash-attn is not installed": not machine.flash, **missing, **of_both_flash},
@@ -124,9 +145,11 @@ def _obstacles(asked: Asked, machine: Machine) -> dict[str, dict[str, bool]]:
             "it needs Ampere or later": is_old,
             "torch does not promise that its gradients are deterministic": machine.is_deterministic,
             "its heads are 16 or wider": size < 16,
-            "heads this wide spill its registers in fp32": asked.dtype not in HALVES and size > MOST_FLEX_FP32,
+            "heads this wide spill its registers in fp32": asked.dtype not in HALVES
+            and size > MOST_FLEX_FP32,
             "its heads are up to 256 wide": size > 256,
-            "heads this wide train on A100, H100 and B200 only": size > 128 and machine.capability not in WIDE_FLEX_ON,
+            "heads this wide train on A100, H100 and B200 only": size > 128
+            and machine.capability not in WIDE_FLEX_ON,
         },
     }
 
@@ -149,10 +172,12 @@ class Group:
 def padded_groups(
     lengths: Sequence[int], key_lengths: Sequence[int], width: int, call_flops: float = CALL_FLOPS
 ) -> list[Group]:
-    """Documents in groups such that calls and padding together cost least; `width` is that of all heads of a token.
+    """Documents in groups such that calls and padding together cost least; `width` is that of all
+    heads of a token.
 
-    A call costs `call_flops`, a score of a query and a key `FLOPS_PER_SCORE` times the width, padding too. The best cut of
-    the documents sorted by keys: each group is a stretch of them. Every document is in one group; order does not matter.
+    A call costs `call_flops`, a score of a query and a key `FLOPS_PER_SCORE` times the width,
+    padding too. The best cut of the documents sorted by keys: each group is a stretch of them.
+    Every document is in one group; order does not matter.
     """
     own, seen = np.asarray(lengths, np.int64), np.asarray(key_lengths, np.int64)
     order = np.lexsort((own, seen))
@@ -168,15 +193,21 @@ def padded_groups(
     return groups
 
 
-def _best_cuts(sizes: NDArray[np.int64], n_of: NDArray[np.int64], width: int, call_flops: float) -> list[int]:
-    """Where groups begin among sizes [m, 2] (keys, tokens), of which there are n_of [m] documents each."""
+def _best_cuts(
+    sizes: NDArray[np.int64], n_of: NDArray[np.int64], width: int, call_flops: float
+) -> list[int]:
+    """Where groups begin among sizes [m, 2] (keys, tokens), of which there are n_of [m] documents
+    each.
+    """
     m = len(sizes)
     n_before = np.concatenate([[0], np.cumsum(n_of)])
     cost, begins = np.zeros(m + 1), np.zeros(m + 1, np.int64)
     for stop in range(1, m + 1):
         n = (n_before[stop] - n_before[:stop]).astype(np.float64)
         most_tokens = np.maximum.accumulate(sizes[stop - 1 :: -1, 1])[::-1]
-        of_group = call_flops + FLOPS_PER_SCORE * width * n * float(sizes[stop - 1, 0]) * most_tokens
+        of_group = (
+            call_flops + FLOPS_PER_SCORE * width * n * float(sizes[stop - 1, 0]) * most_tokens
+        )
         total = cost[:stop] + of_group
         begins[stop] = int(total.argmin())
         cost[stop] = total[begins[stop]]

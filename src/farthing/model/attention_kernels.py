@@ -1,12 +1,15 @@
-"""The kernels that attend to documents laid end to end: `over_documents` takes the one that `choose` names.
+"""The kernels that attend to documents laid end to end: `over_documents` takes the one that
+`choose` names.
 
-On a CPU each run of equally long documents is one call of `scaled_dot_product_attention`, or is taken in blocks. On CUDA one
-kernel takes all documents: `torch.nn.attention.varlen`, flash-attn or flex attention; where none of them can (dropout without
-flash-attn, GPUs before Ampere), documents are padded in as few calls as pay. What the kernels of CUDA are called with is
-tested, and the padded one's answers; no kernel was ever run on a GPU.
+On a CPU each run of equally long documents is one call of `scaled_dot_product_attention`, or is
+taken in blocks. On CUDA one kernel takes all documents: `torch.nn.attention.varlen`, flash-attn or
+flex attention; where none of them can (dropout without flash-attn, GPUs before Ampere), documents
+are padded in as few calls as pay. What the kernels of CUDA are called with is tested, and the
+padded one's answers; no kernel was ever run on a GPU.
 
-All have one form: query [T, Hq, D], key and value [K, Hk, D], the documents and a `How` -> [T, Hq, D]; a document's last query
-is at its last key. Refuses dropout and caps in kernels that have none: `choose` never asks them.
+All have one form: query [T, Hq, D], key and value [K, Hk, D], the documents and a `How` -> [T, Hq,
+D]; a document's last query is at its last key. Refuses dropout and caps in kernels that have none:
+`choose` never asks them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farthing.model.attention_choice import CALL_FLOPS, CPU_CALL_FLOPS, Asked, Machine, choose, padded_groups
+from farthing.model.attention_choice import (
+    CALL_FLOPS,
+    CPU_CALL_FLOPS,
+    Asked,
+    Machine,
+    choose,
+    padded_groups,
+)
 from farthing.model.cpu_attention import blocked_attention, is_quicker_in_blocks
 from farthing.model.documents import Documents, owners_of, sent
 from farthing.model.half_attention import half_attention
@@ -44,16 +54,20 @@ class How:
     dropout: float = 0.0
     softcap: float | None = None
     bias: Tensor | None = None
-    """[1, Hq, L, L], added to scores by the places of query and key in their document, of which none is longer than L; minus
-    infinity where a causal query does not see."""
+    """[1, Hq, L, L], added to scores by the places of query and key in their document, of which
+    none is longer than L; minus infinity where a causal query does not see."""
     is_short: bool = False
     """Whether `short_attention` may be taken: `is_for` has said so."""
     is_half: bool = False
     """Whether `half_attention` may be taken, which goes before it."""
 
 
-def over_documents(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
-    """Attention within each document by the quickest kernel: query [T, Hq, D], key and value [T, Hk, D] -> [T, Hq, D]."""
+def over_documents(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
+) -> Tensor:
+    """Attention within each document by the quickest kernel: query [T, Hq, D], key and value [T,
+    Hk, D] -> [T, Hq, D].
+    """
     key, value = keys_as_seen(key, documents), keys_as_seen(value, documents)
     return KERNELS[choose_kernel(query, how)](query, key, value, documents, how)
 
@@ -70,7 +84,7 @@ def keys_as_seen(tokens: Tensor, documents: Documents) -> Tensor:
 
 
 def choose_kernel(query: Tensor, how: How) -> str:
-    """The name in `KERNELS` of the quickest that is here and can do what is asked of these queries."""
+    """The name in `KERNELS` of the quickest that is here and can do what is asked of these queries."""  # noqa: E501
     if how.is_half or how.is_short:
         return "half" if how.is_half else "short"
     if how.bias is not None:
@@ -105,13 +119,25 @@ def here(device: torch.device, is_deterministic: bool) -> Machine:
 # ---- documents by runs, on a CPU ----
 
 
-def _per_document(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+def _per_document(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
+) -> Tensor:
     """Each run of equally long documents as one batch.
 
-    `split` and not slices: the gradient of a slice is as long as the whole, and there would be one for every run.
+    `split` and not slices: the gradient of a slice is as long as the whole, and there would be one
+    for every run.
     """
-    sizes, key_sizes = [n * length for n, length, _ in documents.runs], [n * keys for n, _, keys in documents.runs]
-    parts = zip(documents.runs, query.split(sizes), key.split(key_sizes), value.split(key_sizes), strict=True)
+    sizes, key_sizes = (
+        [n * length for n, length, _ in documents.runs],
+        [n * keys for n, _, keys in documents.runs],
+    )
+    parts = zip(
+        documents.runs,
+        query.split(sizes),
+        key.split(key_sizes),
+        value.split(key_sizes),
+        strict=True,
+    )
     outputs = []
     for (n, length, keys), q, k, v in parts:
         q = q.unflatten(0, (n, length)).transpose(1, 2)  # [n, H, length, D]
@@ -121,13 +147,21 @@ def _per_document(query: Tensor, key: Tensor, value: Tensor, documents: Document
 
 
 def _even(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
-    """Documents of equally many tokens and of equally many keys: query [n, H, L, D], key and value [n, H, K, D]."""
+    """Documents of equally many tokens and of equally many keys: query [n, H, L, D], key and value
+    [n, H, K, D].
+    """
     if how.bias is not None:
-        return plain_attention(query, key, value, None, how)  # where it is causal, the bias hides what comes later
+        return plain_attention(
+            query, key, value, None, how
+        )  # where it is causal, the bias hides what comes later
     length, keys = query.shape[2], key.shape[2]
     mask, is_cut = None, how.causal and how.window is not None and keys > how.window
-    in_blocks = how.softcap is None and not how.dropout and not is_cut and is_quicker_in_blocks(query, keys)
-    is_plain = keys == length and how.softcap is None  # sdpa's own causal mask begins at the first key
+    in_blocks = (
+        how.softcap is None and not how.dropout and not is_cut and is_quicker_in_blocks(query, keys)
+    )
+    is_plain = (
+        keys == length and how.softcap is None
+    )  # sdpa's own causal mask begins at the first key
     if is_cut or (how.causal and length > 1 and not is_plain and not in_blocks):
         make = functools.partial(causal_mask, keys, how.window, query.device, length)
         mask = documents.once((length, keys, how.window), make)
@@ -138,20 +172,32 @@ def _even(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: 
     return _sdpa(query, key, value, mask, how, is_causal=how.causal and mask is None and length > 1)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How, *, is_causal: bool) -> Tensor:
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How, *, is_causal: bool
+) -> Tensor:
     """Grouped heads as they are on a CPU, whose quick kernel takes them so; else repeated."""
     groups = query.shape[1] // key.shape[1]
     as_is = query.device.type == "cpu"
     if groups > 1 and not as_is:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     out: Tensor = F.scaled_dot_product_attention(
-        query, key, value, mask, how.dropout, is_causal, scale=how.scale, enable_gqa=groups > 1 and as_is
+        query,
+        key,
+        value,
+        mask,
+        how.dropout,
+        is_causal,
+        scale=how.scale,
+        enable_gqa=groups > 1 and as_is,
     )
     return out
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Tensor:
-    """Attention in plain operations: for scores with a bias, or squeezed by tanh into (-softcap, softcap).
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How
+) -> Tensor:
+    """Attention in plain operations: for scores with a bias, or squeezed by tanh into (-softcap,
+    softcap).
 
     (T5, arXiv 1910.10683, section 2.1; Gemma 2, arXiv 2408.00118, section 2.)
     """
@@ -167,7 +213,9 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     if how.bias is not None:
         scores = scores + how.bias[:, :, : scores.shape[2], : scores.shape[3]]
     if mask is not None:
-        lowest = torch.finfo(scores.dtype).min  # and not -inf: a row of padding may see nothing at all
+        lowest = torch.finfo(
+            scores.dtype
+        ).min  # and not -inf: a row of padding may see nothing at all
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     out: Tensor = F.dropout(weights, how.dropout, training=how.dropout > 0) @ value
@@ -175,7 +223,9 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def causal_mask(n_keys: int, window: int | None, device: Any, n_queries: int) -> Tensor:
-    """bool [queries, keys]: which keys (columns) a query (row) sees; the last query is at the last key."""
+    """bool [queries, keys]: which keys (columns) a query (row) sees; the last query is at the last
+    key.
+    """
     before = n_keys - n_queries
     seen = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(before)
     return seen if window is None else seen.triu(before + 1 - window)
@@ -193,12 +243,15 @@ def _half(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: 
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
-    """Documents of similar lengths in one call each, padded at their ends; nothing is computed but attention.
+    """Documents of similar lengths in one call each, padded at their ends; nothing is computed but
+    attention.
 
-    Where a document sees its own tokens alone and looks back, no mask is needed: padding comes after all that is looked at.
+    Where a document sees its own tokens alone and looks back, no mask is needed: padding comes
+    after all that is looked at.
     """
     plan = documents.once(
-        ("padded", query.shape[1:]), lambda: _Plan.of(documents, query.shape[1] * query.shape[2], query.device)
+        ("padded", query.shape[1:]),
+        lambda: _Plan.of(documents, query.shape[1] * query.shape[2], query.device),
     )
     queries, keys, values = (
         tensor.index_select(0, rows).split(sizes)
@@ -214,7 +267,9 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how
         q = q.unflatten(0, (n, n_tokens)).transpose(1, 2)  # [n, H, L, D]
         k, v = (tensor.unflatten(0, (n, n_keys)).transpose(1, 2) for tensor in (k, v))
         places = None if is_even else plan.places[number]
-        if places is None or (how.bias is not None and how.causal):  # padding comes after all that is looked at
+        if places is None or (
+            how.bias is not None and how.causal
+        ):  # padding comes after all that is looked at
             out = _even(q, k, v, documents, how)
         else:
             out = _uneven(q, k, v, documents, how, places)
@@ -223,12 +278,16 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how
     return together.index_select(0, plan.back)
 
 
-def _uneven(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How, places: Tensor) -> Tensor:
+def _uneven(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How, places: Tensor
+) -> Tensor:
     """A group of documents padded at their ends: query [n, H, L, D], key and value [n, H, K, D].
 
     `places` [2, n]: the key that each document's first query is at, and its last key.
     """
-    needs_no_mask = how.causal and how.window is None and how.softcap is None and documents.key_rows is None
+    needs_no_mask = (
+        how.causal and how.window is None and how.softcap is None and documents.key_rows is None
+    )
     if needs_no_mask:
         return _sdpa(query, key, value, None, how, is_causal=True)
 
@@ -239,7 +298,9 @@ def _uneven(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how
             seen = (columns <= last[:, None])[:, None]  # [n, 1, K]
         else:
             at = first[:, None] + torch.arange(query.shape[2], device=query.device)
-            at = torch.minimum(at, last[:, None])[..., None]  # padding sees what the last token sees: never nothing
+            at = torch.minimum(at, last[:, None])[
+                ..., None
+            ]  # padding sees what the last token sees: never nothing
             seen = columns <= at  # [n, L, K]
             if how.window is not None:
                 seen &= columns > at - how.window
@@ -254,12 +315,16 @@ def _uneven(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where the tokens and keys of documents go when they are padded in groups, and where they come back from."""
+    """Where the tokens and keys of documents go when they are padded in groups, and where they come
+    back from.
+    """
 
     groups: tuple[tuple[int, int, int, bool], ...]
     """(documents, tokens of each, keys of each, whether nothing is padded)."""
     tokens: Tensor
-    """int64: the token at each place of all groups, one after another; padding repeats a document's last."""
+    """int64: the token at each place of all groups, one after another; padding repeats a document's
+    last.
+    """
     keys: Tensor
     """The same of keys."""
     back: Tensor
@@ -295,7 +360,9 @@ class _Plan:
             back[rows[is_real]] = at[is_real]
             n_before += rows.size
             tokens.append(rows.ravel())
-            keys.append((key_starts[members, None] + np.minimum(np.arange(group.n_keys), other - 1)).ravel())
+            keys.append(
+                (key_starts[members, None] + np.minimum(np.arange(group.n_keys), other - 1)).ravel()
+            )
             places.append(sent(np.stack([(other - own)[:, 0], other[:, 0] - 1]), device))
             shapes.append((len(members), group.n_tokens, group.n_keys, group.is_even))
         return cls(
@@ -310,11 +377,15 @@ class _Plan:
 # ---- one kernel for all documents, on CUDA ----
 
 
-def _varlen_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn`, whose parameters differ from version to version. Never run on a GPU.
+def _varlen_kernel(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
+) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn`, whose parameters differ from version to version.
+    Never run on a GPU.
 
-    More keys than queries: its causal mask ends at the lower right, as flash-attn's (pytorch/pytorch#193630 says so).
-    Versions before `enable_gqa` look at no number of heads; the flash kernel below them takes grouped ones as they are.
+    More keys than queries: its causal mask ends at the lower right, as flash-attn's
+    (pytorch/pytorch#193630 says so). Versions before `enable_gqa` look at no number of heads; the
+    flash kernel below them takes grouped ones as they are.
     """
     parameters = _parameters_of(_varlen())
     options: dict[str, Any] = {}
@@ -325,7 +396,8 @@ def _varlen_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documen
     if "is_causal" in parameters:
         options["is_causal"] = how.causal
     if "window_size" in parameters and not how.causal:
-        # all there is: torch 2.14 and later give what has no window to cuDNN, which builds a graph for each new shape
+        # all there is: torch 2.14 and later give what has no window to cuDNN, which builds a graph
+        # for each new shape
         options["window_size"] = (documents.most_keys, documents.most_keys)
     elif "window_size" in parameters and (how.window is not None or "is_causal" not in parameters):
         options["window_size"] = (-1 if how.window is None else how.window - 1, 0)
@@ -336,12 +408,19 @@ def _varlen_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documen
     return out
 
 
-def _flash_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+def _flash_kernel(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
+) -> Tensor:
     """`flash_attn.flash_attn_varlen_func`, which also drops and caps. Never run on a GPU.
 
-    More keys than queries: its causal mask ends at the lower right, from version 2.1 on (its documentation).
+    More keys than queries: its causal mask ends at the lower right, from version 2.1 on (its
+    documentation).
     """
-    options: dict[str, Any] = {"dropout_p": how.dropout, "softmax_scale": how.scale, "causal": how.causal}
+    options: dict[str, Any] = {
+        "dropout_p": how.dropout,
+        "softmax_scale": how.scale,
+        "causal": how.causal,
+    }
     if how.window is not None:
         options["window_size"] = (how.window - 1, 0)
     if how.softcap is not None:
@@ -353,13 +432,19 @@ def _flash_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Document
     return out
 
 
-def _flex_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
-    """`flex_attention`, compiled; its blocks are found once per batch and window. Never run on a GPU."""
+def _flex_kernel(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
+) -> Tensor:
+    """`flex_attention`, compiled; its blocks are found once per batch and window. Never run on a
+    GPU.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     n_tokens, n_keys, device = len(query), len(key), query.device
 
-    cap = torch.full((), how.softcap or 0.0, device=device)  # torch 2.11 compiles no function that closes over a float
+    cap = torch.full(
+        (), how.softcap or 0.0, device=device
+    )  # torch 2.11 compiles no function that closes over a float
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
         return torch.tanh(score / cap) * cap
@@ -370,7 +455,9 @@ def _flex_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents
         numbers = torch.arange(len(documents.lengths), device=device)
         reading = numbers.repeat_interleave(documents.bounds.diff(), output_size=n_tokens)
         gaps = documents.key_bounds[1:] - documents.bounds[1:]
-        own = torch.arange(n_tokens, device=device) + gaps[reading]  # where each token is among the keys
+        own = (
+            torch.arange(n_tokens, device=device) + gaps[reading]
+        )  # where each token is among the keys
 
         def sees(batch: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
             seen = reading[at] == owners[other]
@@ -379,7 +466,9 @@ def _flex_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents
             return seen if how.window is None else seen & (own[at] - other < how.window)
 
         # compiled it makes no mask of T by K on the way
-        return create_block_mask(sees, None, None, n_tokens, n_keys, device, _compile=device.type == "cuda")
+        return create_block_mask(
+            sees, None, None, n_tokens, n_keys, device, _compile=device.type == "cuda"
+        )
 
     blocks = documents.once(("blocks", how.causal, how.window), find_blocks)
     out: Tensor = _flex()(  # type: ignore[misc]

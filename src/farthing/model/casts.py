@@ -1,11 +1,14 @@
-"""Weights in the precision of a run, cast once a step, an input cast once for all layers that read it, and gradients added up
-many at a time: what autocast and autograd do for each layer in every micro-batch, where a launch is what a GPU waits for.
+"""Weights in the precision of a run, cast once a step, an input cast once for all layers that read
+it, and gradients added up many at a time: what autocast and autograd do for each layer in every
+micro-batch, where a launch is what a GPU waits for.
 
-The same numbers: a weight's copy is what autocast would make, gradients are products in the run's precision that are added
-in fp32. Only where several layers read one input, their gradients of it are added in the run's precision, as in a model whose
-weights are in it. On GPUs; CPUs go on as before. Never run on a GPU, but on a hollow one, with values (docs/gpu.md).
+The same numbers: a weight's copy is what autocast would make, gradients are products in the run's
+precision that are added in fp32. Only where several layers read one input, their gradients of it
+are added in the run's precision, as in a model whose weights are in it. On GPUs; CPUs go on as
+before. Never run on a GPU, but on a hollow one, with values (docs/gpu.md).
 
-Refuses weights that are not fp32 or spread over processes, and layers that something else computes. Copies are there within
+Refuses weights that are not fp32 or spread over processes, and layers that something else computes.
+Copies are there within
 `Casts.kept` alone, where no optimizer writes: no copy is ever older than its weight.
 """
 
@@ -45,8 +48,9 @@ class Casts:
 
     @contextlib.contextmanager
     def kept(self, *, adds: bool, several: bool = True) -> Iterator[None]:
-        """Within the block weights, which must not change, are cast already; a copy is given up behind its backward pass where
-        there are not `several`. With `adds` gradients are added to the weights' by the layers themselves, and are whole after
+        """Within the block weights, which must not change, are cast already; a copy is given up
+        behind its backward pass where there are not `several`. With `adds` gradients are added to
+        the weights' by the layers themselves, and are whole after
         `add_up`; else autograd does it, and hooks on weights hear of it."""
         copies = [torch.empty_like(weight, dtype=self.dtype) for weight in self.weights]
         if copies:
@@ -84,7 +88,9 @@ def in_precision(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gradient_of(weight: Tensor, gradient: Tensor) -> Tensor | None:
-    """What a node of autograd hands out as the gradient of `weight`: nothing, where it is added up here."""
+    """What a node of autograd hands out as the gradient of `weight`: nothing, where it is added up
+    here.
+    """
     if not _STEP.adds or id(weight) not in _STEP.copies:
         return gradient.to(weight.dtype)
     if gradient.numel() <= SMALL:
@@ -109,7 +115,11 @@ def add_up() -> None:
         whole = [torch.empty_like(weight) for weight, _ in now.values()]
         torch._foreach_copy_(whole, [gradient for _, gradient in now.values()])
         sums = [weight.grad for weight, _ in now.values() if weight.grad is not None]
-        more = [each for each, (weight, _) in zip(whole, now.values(), strict=True) if weight.grad is not None]
+        more = [
+            each
+            for each, (weight, _) in zip(whole, now.values(), strict=True)
+            if weight.grad is not None
+        ]
         for each, (weight, _) in zip(whole, now.values(), strict=True):
             weight.grad = each if weight.grad is None else weight.grad
         if sums:
@@ -121,11 +131,17 @@ def linear(module: Any, x: Tensor) -> Tensor:
     """x [..., i] -> [..., o], as `nn.Linear` computes it under autocast."""
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     device = x.device.type
-    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(device) or not x.is_floating_point():
+    if (
+        torch.compiler.is_compiling()
+        or not torch.is_autocast_enabled(device)
+        or not x.is_floating_point()
+    ):
         return F.linear(x, weight, bias)
     seen = LAST_CAST.cast(x, torch.get_autocast_dtype(device))
     if id(weight) not in _STEP.copies or not torch.is_grad_enabled():
-        return F.linear(seen, in_precision(weight, seen.dtype) if id(weight) in _STEP.copies else weight, bias)
+        return F.linear(
+            seen, in_precision(weight, seen.dtype) if id(weight) in _STEP.copies else weight, bias
+        )
     found: Tensor = _Dense.apply(seen, weight, bias)
     return found
 
@@ -162,8 +178,8 @@ class _Dense(torch.autograd.Function):
 class _LastCast:
     """The last input that was cast, so that the layers that read one tensor keep one copy of it.
 
-    It is there for as long as the input: where activations are computed again nobody else keeps it, and gradients have to be
-    added in the same order as where they are not.
+    It is there for as long as the input: where activations are computed again nobody else keeps it,
+    and gradients have to be added in the same order as where they are not.
     """
 
     def __init__(self) -> None:

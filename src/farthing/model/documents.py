@@ -1,7 +1,7 @@
 """Where the documents of a packed batch begin and end, which every layer of a model looks at.
 
-Made once a batch, on the host, from lengths that the host knows: nothing here waits for a GPU. Refuses to know models,
-kernels and losses. Shapes: T tokens of N documents, K keys that they see.
+Made once a batch, on the host, from lengths that the host knows: nothing here waits for a GPU.
+Refuses to know models, kernels and losses. Shapes: T tokens of N documents, K keys that they see.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from torch import Tensor
 from farthing.model.hardware import pinned
 
 Batch = dict[str, Any]
-"""What the forward pass of a model of `transformers` takes of a micro-batch, by name: tensors, and where documents begin."""
+"""What the forward pass of a model of `transformers` takes of a micro-batch, by name: tensors, and
+where documents begin.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Where the N documents of a packed batch of T tokens begin and end; computed once, used by every layer."""
+    """Where the N documents of a packed batch of T tokens begin and end; computed once, used by
+    every layer.
+    """
 
     lengths: tuple[int, ...]
     """Tokens of each, in order."""
@@ -34,12 +38,18 @@ class Documents:
     runs: tuple[tuple[int, int, int], ...]
     """(how many documents, tokens of each, keys of each) of neighbours alike in both, in order."""
     no_mask: Tensor
-    """[1, 1, 1, 1]: transformers takes a mask of four dimensions as made, so it looks for no boundaries by itself."""
+    """[1, 1, 1, 1]: transformers takes a mask of four dimensions as made, so it looks for no
+    boundaries by itself.
+    """
     key_bounds: Tensor
-    """int32 [N + 1], as `bounds`, of the keys that each document sees; its own tokens are the last of them."""
+    """int32 [N + 1], as `bounds`, of the keys that each document sees; its own tokens are the last
+    of them.
+    """
     key_lengths: tuple[int, ...]
     key_rows: Tensor | None = None
-    """int64 [K]: the token of each key, where a document goes on from another; else keys and tokens are the same."""
+    """int64 [K]: the token of each key, where a document goes on from another; else keys and tokens
+    are the same.
+    """
     may_be_short: bool = True
     """Whether `short_attention` may take them."""
     few_shapes: bool = True
@@ -58,8 +68,10 @@ class Documents:
     ) -> Documents:
         """From the tokens of each document; nothing waits for the device.
 
-        Where documents go on from others, `key_lengths` [N] are the tokens that each sees, its own among them, and
-        `key_rows` [K], document by document, which those are. With `reads_others` the keys are other tokens laid end to end:
+        Where documents go on from others, `key_lengths` [N] are the tokens that each sees, its own
+        among them, and
+        `key_rows` [K], document by document, which those are. With `reads_others` the keys are
+        other tokens laid end to end:
         `key_lengths` of them for each document, as a decoder reads its sources.
         """
         sizes = tuple(int(length) for length in lengths)
@@ -69,13 +81,18 @@ class Documents:
         n_keys = sum(sizes) if key_rows is None else len(key_rows)
         sees_less = any(seen < own for own, seen in zip(sizes, keys, strict=True))
         if min(keys) < 1 or (not reads_others and (sum(keys) != n_keys or sees_less)):
-            raise ValueError("a document sees its own tokens at least, and each of its keys is a token's")
+            raise ValueError(
+                "a document sees its own tokens at least, and each of its keys is a token's"
+            )
         bounds = _ends(sizes, device)
         return cls(
             sizes,
             bounds,
             max(sizes),
-            tuple((len(list(alike)), *each) for each, alike in itertools.groupby(zip(sizes, keys, strict=True))),
+            tuple(
+                (len(list(alike)), *each)
+                for each, alike in itertools.groupby(zip(sizes, keys, strict=True))
+            ),
             torch.ones(1, 1, 1, 1, device=device),
             bounds if keys == sizes else _ends(keys, device),
             keys,
@@ -88,14 +105,18 @@ class Documents:
         return max(self.key_lengths)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made at the first call with this key: masks that several layers share."""
+        """What `make` returns, made at the first call with this key: masks that several layers
+        share.
+        """
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
 
 def sent(array: NDArray[Any], device: torch.device | str) -> Tensor:
-    """An array on a device. The host goes on at once: from pageable memory it would wait for the GPU from 64 KB on."""
+    """An array on a device. The host goes on at once: from pageable memory it would wait for the
+    GPU from 64 KB on.
+    """
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cuda":
         tensor = pinned(tensor)
@@ -108,7 +129,9 @@ def _ends(sizes: Sequence[int], device: torch.device | str) -> Tensor:
 
 
 def owners_of(documents: Documents) -> Tensor:
-    """int64 [K]: the number of each key's document; of each token's, where no document goes on from another."""
+    """int64 [K]: the number of each key's document; of each token's, where no document goes on from
+    another.
+    """
 
     def make() -> Tensor:
         numbers = torch.arange(len(documents.lengths), device=documents.bounds.device)
@@ -120,14 +143,18 @@ def owners_of(documents: Documents) -> Tensor:
 
 
 def packed_batch(arrays: dict[str, NDArray[np.int64]], device: torch.device | str = "cpu") -> Batch:
-    """The arrays of `collate_packed` or `collate_shared`, and others beside them, as tensors on `device`.
+    """The arrays of `collate_packed` or `collate_shared`, and others beside them, as tensors on
+    `device`.
 
-    Those that say where documents are become `documents`. But for the labels it is what a model takes.
+    Those that say where documents are become `documents`. But for the labels it is what a model
+    takes.
     """
     batch: Batch = {
         name: torch.from_numpy(array).to(device, non_blocking=True)
         for name, array in arrays.items()
         if name not in ("lengths", "key_lengths", "key_rows")
     }
-    documents = Documents.of(arrays["lengths"], device, arrays.get("key_lengths"), arrays.get("key_rows"))
+    documents = Documents.of(
+        arrays["lengths"], device, arrays.get("key_lengths"), arrays.get("key_rows")
+    )
     return {**batch, "attention_mask": documents.no_mask, "documents": documents}

@@ -1,11 +1,14 @@
-"""Gradients of embeddings on a CPU, added to the rows that were read instead of to a matrix of all words.
+"""Gradients of embeddings on a CPU, added to the rows that were read instead of to a matrix of all
+words.
 
-torch makes a whole matrix of zeros for each pass through an embedding and adds it to what is there: of a model whose output
-layer shares its weight, or in every micro-batch but the first, that is a matrix written and two read for some hundred rows.
+torch makes a whole matrix of zeros for each pass through an embedding and adds it to what is there:
+of a model whose output layer shares its weight, or in every micro-batch but the first, that is a
+matrix written and two read for some hundred rows.
 
-A hook behind the module takes what it gives out of autograd's hands and adds the gradient itself, in the backward pass, to
-`weight.grad`. Refuses weights that are not leaves of a CPU's, sparse gradients, and gradients by frequency: those stay as they
-are.
+A hook behind the module takes what it gives out of autograd's hands and adds the gradient itself,
+in the backward pass, to
+`weight.grad`. Refuses weights that are not leaves of a CPU's, sparse gradients, and gradients by
+frequency: those stay as they are.
 """
 
 from __future__ import annotations
@@ -33,7 +36,11 @@ def add_by_rows(inner: nn.Module) -> int:
             continue
         weight = module.weight
         is_there = weight.requires_grad and weight.is_leaf and weight.device.type == "cpu"
-        if is_there and weight.numel() >= FEWEST_NUMBERS and not nn.utils.parametrize.is_parametrized(module):
+        if (
+            is_there
+            and weight.numel() >= FEWEST_NUMBERS
+            and not nn.utils.parametrize.is_parametrized(module)
+        ):
             module.register_forward_hook(_take_over)
             found += 1
     return found
@@ -44,7 +51,9 @@ def _take_over(module: Any, given: tuple[Any, ...], out: Tensor) -> Tensor:
     is_traced = out.requires_grad and len(given) == 1 and not torch.compiler.is_compiling()
     if not is_traced or type(module.weight) is not nn.Parameter:
         return out
-    anchor = torch.empty(0, requires_grad=True)  # makes autograd come here, where the weight is no input
+    anchor = torch.empty(
+        0, requires_grad=True
+    )  # makes autograd come here, where the weight is no input
     taken: Tensor = _Rows.apply(out.detach(), anchor, given[0], module)
     return taken
 

@@ -1,8 +1,10 @@
-"""NEFTune (Jain et al. 2023, arXiv 2310.05914): noise on the embeddings of the input while a model is trained.
+"""NEFTune (Jain et al. 2023, arXiv 2310.05914): noise on the embeddings of the input while a model
+is trained.
 
-Uniform within alpha / sqrt(L d) for a document of L tokens and d numbers each: of documents that lie end to end, and of padded
-ones, each has its own L. It is drawn as dropout is, from (seed, step). Evaluation and the exported model have none. Refuses
-models whose embeddings are read by two stacks.
+Uniform within alpha / sqrt(L d) for a document of L tokens and d numbers each: of documents that
+lie end to end, and of padded ones, each has its own L. It is drawn as dropout is, from (seed,
+step). Evaluation and the exported model have none. Refuses models whose embeddings are read by two
+stacks.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from farthing.model.loss import inner_of
 
 
 class EmbeddingNoise:
-    """Adds noise behind the input embedding of `model`; told of each batch before it goes through."""
+    """Adds noise behind the input embedding of `model`; told of each batch before it goes through."""  # noqa: E501
 
     def __init__(self, model: Any, alpha: float) -> None:
         inner = inner_of(model)
         if inner.config.is_encoder_decoder:
             raise ModelError(
-                f"the embeddings of a {inner.config.model_type} are read by an encoder and a decoder",
+                f"the embeddings of a {inner.config.model_type} are read by an encoder and a"
+                " decoder",
                 where="train.neftune_noise_alpha",
                 to_do="leave it out: it is for models of one text",
             )
@@ -33,7 +36,9 @@ class EmbeddingNoise:
         inner.get_input_embeddings().register_forward_hook(self._add)
 
     def hear(self, batch: Batch) -> None:
-        """How long the documents of the next batch are: [T] of packed tokens, [B, 1] of padded ones."""
+        """How long the documents of the next batch are: [T] of packed tokens, [B, 1] of padded
+        ones.
+        """
         if "documents" in batch:
             documents = batch["documents"]
             lengths = documents.bounds.diff()

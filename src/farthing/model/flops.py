@@ -10,11 +10,13 @@ from farthing.model.last_layer import of_all_tokens
 
 
 def flops_per_token(model: Any, last_layer: Any = None, read_share: float = 1.0) -> float:
-    """FLOPs of forward and backward for one token: 2 for each weight of a matrix product forward, 2 back through its
-    input, 2 for its own gradient where it is trained (Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
+    """FLOPs of forward and backward for one token: 2 for each weight of a matrix product forward, 2
+    back through its input, 2 for its own gradient where it is trained (Kaplan et al. 2020, arXiv
+    2001.08361, section 2.1).
 
-    Attention scores, under a tenth of the whole at usual lengths, and recomputation are not counted. A `last_layer` that is
-    computed for a share of the tokens counts so, but for what its keys and values come of.
+    Attention scores, under a tenth of the whole at usual lengths, and recomputation are not
+    counted. A `last_layer` that is computed for a share of the tokens counts so, but for what its
+    keys and values come of.
     """
     found = _of_weights(model)
     if last_layer is not None:
@@ -48,13 +50,19 @@ def matrix_weights(model: Any) -> tuple[int, int]:
 
 
 def recomputed_of_forward(model: Any, layers: list[Any], checkpoint_every: int) -> float:
-    """Of the FLOPs of a forward pass, those that activation checkpointing of every so many `layers` does again."""
+    """Of the FLOPs of a forward pass, those that activation checkpointing of every so many `layers`
+    does again.
+    """
     weights = sum(matrix_weights(model))
-    return sum(sum(matrix_weights(layer)) for layer in layers) / checkpoint_every / weights if checkpoint_every else 0.0
+    return (
+        sum(sum(matrix_weights(layer)) for layer in layers) / checkpoint_every / weights
+        if checkpoint_every
+        else 0.0
+    )
 
 
 def recomputed_share(model: Any, layers: list[Any], checkpoint_every: int) -> float:
-    """Of the FLOPs of a step, those that activation checkpointing of every so many `layers` adds."""
+    """Of the FLOPs of a step, those that activation checkpointing of every so many `layers` adds."""  # noqa: E501
     frozen, trained = matrix_weights(model)
     again = 2.0 * (frozen + trained) * recomputed_of_forward(model, layers, checkpoint_every)
     return again / (6.0 * trained + 4.0 * frozen + again) if again else 0.0

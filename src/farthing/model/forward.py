@@ -1,11 +1,13 @@
-"""How a micro-batch goes through the model: documents end to end or padded, and the loss only where there is a label.
+"""How a micro-batch goes through the model: documents end to end or padded, and the loss only where
+there is a label.
 
-One object that training, evaluation, the memory check and the probe share, so that they compute the same thing. It
-says which examples go together (`split`), makes them ready on the host (`collate`, which any thread may call), brings
-them to the device (`to_device`) and takes the summed loss (`loss`).
+One object that training, evaluation, the memory check and the probe share, so that they compute the
+same thing. It says which examples go together (`split`), makes them ready on the host (`collate`,
+which any thread may call), brings them to the device (`to_device`) and takes the summed loss
+(`loss`).
 
-Refuses to step an optimizer and to know what a run is. Shapes: T tokens of N documents, or B x T padded ones; h hidden
-size, V words, C classes.
+Refuses to step an optimizer and to know what a run is. Shapes: T tokens of N documents, or B x T
+padded ones; h hidden size, V words, C classes.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 
 Host = dict[str, Any]
-"""Arrays of a micro-batch by name, int64; hidden states of the frozen layers are a tensor among them."""
+"""Arrays of a micro-batch by name, int64; hidden states of the frozen layers are a tensor among
+them.
+"""
 FROZEN_STATES = "frozen_states"
 READ = "read"
 """The tokens for which alone the last layer is computed."""
@@ -83,9 +87,10 @@ def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
 class Forward:
     """The forward pass of a model for a task.
 
-    A model that can take documents end to end is set to do so, unless `may_go_packed` says no. `why_padded` and
-    `why_all_scored` say in words what keeps a model from computing useful tokens and labelled positions only. What earlier
-    attempts of a run did without is `settled`.
+    A model that can take documents end to end is set to do so, unless `may_go_packed` says no.
+    `why_padded` and
+    `why_all_scored` say in words what keeps a model from computing useful tokens and labelled
+    positions only. What earlier attempts of a run did without is `settled`.
     """
 
     def __init__(
@@ -102,7 +107,8 @@ class Forward:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
         says = settled or Settings()
         self.reads_first = says.reads_first is not False
-        # of the many layers of what a GPU trains it would save a fiftieth, and it was never tried on one
+        # of the many layers of what a GPU trains it would save a fiftieth, and it was never tried
+        # on one
         self.reads_labelled = says.reads_labelled is not False and numerics.device.type == "cpu"
         self.own_kernels = says.own_kernels is not False
         self.few_shapes = says.few_shapes is not False
@@ -135,9 +141,13 @@ class Forward:
             for name in ("hidden_size", "num_hidden_layers", "vocab_size")
         )
         self.squares_at = 12 * width
-        """Tokens of a document whose attention takes about as long as its products with weights; 0 where not known."""
+        """Tokens of a document whose attention takes about as long as its products with weights; 0
+        where not known.
+        """
         self.head_at = n_words // max(1, n_layers) if self.of.scores_tokens else 0
-        """What a labelled token costs besides, where a token costs `squares_at`: the head beside 12 x width^2 a layer."""
+        """What a labelled token costs besides, where a token costs `squares_at`: the head beside 12
+        x width^2 a layer.
+        """
         self.within: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
         """Computes where the weights are whole: several processes may have a part of them each."""
         self.apart = kept_apart(inner, task, is_packed=self.is_packed)
@@ -155,13 +165,19 @@ class Forward:
         return self.why_padded is None
 
     def share(self, tokens: TokenSet, batches: Batches, budgets: list[int]) -> tuple[float, int]:
-        """From now on compute once what examples of a micro-batch begin with, if that saves enough of their tokens.
+        """From now on compute once what examples of a micro-batch begin with, if that saves enough
+        of their tokens.
 
-        Returns (the share that it saves, the smallest of `budgets`, tokens of a micro-batch, ascending, that saves
-        nearly as much as the largest; 0 where sharing does not pay).
+        Returns (the share that it saves, the smallest of `budgets`, tokens of a micro-batch,
+        ascending, that saves nearly as much as the largest; 0 where sharing does not pay).
         """
         self.shares = False
-        if not self.is_packed or self.noise or self.frozen_layers is not None or can_share(self.model, self.task):
+        if (
+            not self.is_packed
+            or self.noise
+            or self.frozen_layers is not None
+            or can_share(self.model, self.task)
+        ):
             return 0.0, 0
         most = saved_by_sharing(tokens, batches, budgets[-1])
         if most < WORTH:
@@ -173,31 +189,49 @@ class Forward:
         return most, budgets[-1]
 
     def begin_at(self, frozen: FrozenLayers, caches: list[tuple[TokenSet, FrozenCache]]) -> None:
-        """From now on batches of these token sets begin behind the `frozen` layers, with their hidden states from `caches`."""
+        """From now on batches of these token sets begin behind the `frozen` layers, with their
+        hidden states from `caches`.
+        """
         self.frozen_layers, self._caches, self.shares = frozen, caches, False
 
     # ---- on the host ----
 
-    def split(self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int) -> list[NDArray[np.int64]]:
-        """`examples` in micro-batches of at most `micro_batch_tokens` computed tokens; a longer example goes alone."""
+    def split(
+        self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int
+    ) -> list[NDArray[np.int64]]:
+        """`examples` in micro-batches of at most `micro_batch_tokens` computed tokens; a longer
+        example goes alone.
+        """
         if self.apart is None:
             return self._split(tokens, examples, micro_batch_tokens)
         classes = self._classes(tokens, examples)
         parts = [examples[classes == each] for each in np.unique(classes)]
-        micro_batches = [micro_batch for part in parts for micro_batch in self._split(tokens, part, micro_batch_tokens)]
-        return sorted(micro_batches, key=lambda micro_batch: -int(tokens.lengths[micro_batch].sum()))
+        micro_batches = [
+            micro_batch
+            for part in parts
+            for micro_batch in self._split(tokens, part, micro_batch_tokens)
+        ]
+        return sorted(
+            micro_batches, key=lambda micro_batch: -int(tokens.lengths[micro_batch].sum())
+        )
 
-    def costs(self, tokens: TokenSet, examples: NDArray[np.int64], *, both_passes: bool) -> NDArray[np.int64]:
-        """[n]: what each example costs beside the others: its tokens in the layers, its attention, its targets in the head.
+    def costs(
+        self, tokens: TokenSet, examples: NDArray[np.int64], *, both_passes: bool
+    ) -> NDArray[np.int64]:
+        """[n]: what each example costs beside the others: its tokens in the layers, its attention,
+        its targets in the head.
 
-        Going backward, attention takes 2.5 times what it takes forward; products twice, where weights are frozen once. Without
+        Going backward, attention takes 2.5 times what it takes forward; products twice, where
+        weights are frozen once. Without
         `both_passes` only forward ones are counted.
         """
         lengths = tokens.lengths[examples].astype(np.int64)
         of_products = lengths * self.squares_at + self.head_at * target_lengths_of(tokens, examples)
         if not self.squares_at:
             return lengths + of_products
-        products, squares = ((4 if hasattr(self.model, "peft_config") else 6), 7) if both_passes else (1, 1)
+        products, squares = (
+            ((4 if hasattr(self.model, "peft_config") else 6), 7) if both_passes else (1, 1)
+        )
         return products * of_products + squares * lengths**2
 
     @property
@@ -206,12 +240,18 @@ class Forward:
         return self.is_packed and not self.shares and self.apart is None
 
     def split_to_write(
-        self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int, max_new_tokens: int
+        self,
+        tokens: TokenSet,
+        examples: NDArray[np.int64],
+        micro_batch_tokens: int,
+        max_new_tokens: int,
     ) -> list[NDArray[np.int64]]:
-        """`examples` of similar inputs in padded micro-batches, for each of which the model writes so many tokens.
+        """`examples` of similar inputs in padded micro-batches, for each of which the model writes
+        so many tokens.
 
-        Each token that is written is one pass through the decoder, however many examples a micro-batch has: they are as many as
-        fit. Nothing is kept to go backward, so they are `WRITES_MORE` times as many tokens as in training.
+        Each token that is written is one pass through the decoder, however many examples a
+        micro-batch has: they are as many as fit. Nothing is kept to go backward, so they are
+        `WRITES_MORE` times as many tokens as in training.
         """
         lengths = tokens.lengths[examples] - target_lengths_of(tokens, examples)
         if self.apart is not None:
@@ -219,16 +259,23 @@ class Forward:
         order = np.argsort(-lengths, kind="stable")
         micro_batches, start = [], 0
         while start < len(order):
-            n = max(1, WRITES_MORE * micro_batch_tokens // int(lengths[order[start]] + max_new_tokens))
+            n = max(
+                1, WRITES_MORE * micro_batch_tokens // int(lengths[order[start]] + max_new_tokens)
+            )
             micro_batches.append(examples[order[start : start + n]])
             start += n
         return micro_batches
 
     def last_layer_read(self, tokens: TokenSet, examples: NDArray[np.int64]) -> tuple[Any, float]:
-        """(the layer that is computed for the tokens alone that are read, which share of all these are); None and 1 without."""
+        """(the layer that is computed for the tokens alone that are read, which share of all these
+        are); None and 1 without.
+        """
         n_tokens, is_read = float(tokens.lengths[examples].sum()), self.reads_labelled
         if not self.of.scores_tokens:
-            share, is_read = len(examples) / n_tokens, self.reads_first and reads_first_tokens(self._inner)
+            share, is_read = (
+                len(examples) / n_tokens,
+                self.reads_first and reads_first_tokens(self._inner),
+            )
         elif self.of.predicts_next:
             share = float(target_lengths_of(tokens, examples).sum()) / n_tokens
         last = self._last_layer() if self.is_packed and is_read and not self.of.is_pair else None
@@ -250,7 +297,9 @@ class Forward:
             lengths = lengths - targets
         return self.apart.classes(lengths, targets)
 
-    def _split(self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int) -> list[NDArray[np.int64]]:
+    def _split(
+        self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int
+    ) -> list[NDArray[np.int64]]:
         if self.shares:
             return split_shared(tokens, examples, micro_batch_tokens)
         if self.is_packed:
@@ -275,11 +324,15 @@ class Forward:
         else:
             arrays = collate(tokens, examples, self.task, self.pad_id)
         if self.of.scores_tokens:
-            labelled = find_labelled(torch.from_numpy(arrays["labels"]), predicts_next=self.of.predicts_next)
+            labelled = find_labelled(
+                torch.from_numpy(arrays["labels"]), predicts_next=self.of.predicts_next
+            )
             arrays |= {POSITIONS: labelled.positions.numpy(), TARGETS: labelled.targets.numpy()}
         is_cuda = self.numerics.device.type == "cuda"
         if is_cuda:
-            arrays = {name: pinned(torch.from_numpy(array)).numpy() for name, array in arrays.items()}
+            arrays = {
+                name: pinned(torch.from_numpy(array)).numpy() for name, array in arrays.items()
+            }
         for known, cache in self._caches:
             if known is tokens:
                 arrays[FROZEN_STATES] = cache.rows(examples, pin=is_cuda)
@@ -306,11 +359,16 @@ class Forward:
         device = self.numerics.device
         self.n_sent_tokens += self.n_computed(arrays)
         if not self.is_packed:
-            return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+            return {
+                name: torch.from_numpy(array).to(device, non_blocking=True)
+                for name, array in arrays.items()
+            }
         if self.of.is_pair:
             batch = pair_batch(arrays, device)
         else:
-            batch = packed_batch({name: array for name, array in arrays.items() if name != FROZEN_STATES}, device)
+            batch = packed_batch(
+                {name: array for name, array in arrays.items() if name != FROZEN_STATES}, device
+            )
         if FROZEN_STATES in arrays:
             batch[FROZEN_STATES] = arrays[FROZEN_STATES].to(device, non_blocking=True)
         if self.reads_labelled and self.of.predicts_next:
@@ -319,16 +377,21 @@ class Forward:
         if not (self.own_kernels and self.few_shapes):
             for name, each in batch.items():
                 if isinstance(each, Documents):
-                    batch[name] = replace(each, may_be_short=self.own_kernels, few_shapes=self.few_shapes)
+                    batch[name] = replace(
+                        each, may_be_short=self.own_kernels, few_shapes=self.few_shapes
+                    )
                 elif name == READ:
-                    batch[name] = replace(each, documents=replace(each.documents, few_shapes=self.few_shapes))
+                    batch[name] = replace(
+                        each, documents=replace(each.documents, few_shapes=self.few_shapes)
+                    )
         return batch
 
     @_whole
     def loss(self, batch: Batch, gradient_scale: float | Tensor = 1.0) -> Tensor:
         """Sum of the cross-entropies of a micro-batch, a scalar.
 
-        `gradient_scale` is what its gradient is expected to be: it changes no result, see `head.head_loss`.
+        `gradient_scale` is what its gradient is expected to be: it changes no result, see
+        `head.head_loss`.
         """
         if not self.of.scores_tokens:
             return self.loss_and_scores(batch)[0]
@@ -345,11 +408,18 @@ class Forward:
 
     @_whole
     def loss_and_log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where tokens are scored: (the same sum, the log-probability of all targets of each example together [N])."""
+        """Where tokens are scored: (the same sum, the log-probability of all targets of each
+        example together [N]).
+        """
         with self._resumed(batch) as rest, self.numerics.autocasting():
             head, tile_tokens = self._found_head, self.tile_tokens
             return loss_and_log_probs(
-                self.model, rest, self.task, self.label_smoothing, head=head, tile_tokens=tile_tokens
+                self.model,
+                rest,
+                self.task,
+                self.label_smoothing,
+                head=head,
+                tile_tokens=tile_tokens,
             )
 
     @_whole
@@ -364,13 +434,14 @@ class Forward:
 
     @_whole
     def source_states(self, arrays: Host) -> Tensor:
-        """Hidden states [S, h] of the sources of a packed micro-batch of pairs, one after another."""
+        """Hidden states [S, h] of the sources of a packed micro-batch of pairs, one after another."""  # noqa: E501
         with self.numerics.autocasting():
             return source_states(self._inner, pair_batch(arrays, self.numerics.device))[0]
 
     @contextlib.contextmanager
     def _resumed(self, batch: Batch, *, is_whole: bool = False) -> Iterator[Batch]:
-        """The batch without the hidden states of the frozen layers, behind which the forward pass then begins.
+        """The batch without the hidden states of the frozen layers, behind which the forward pass
+        then begins.
 
         Its last layer is computed for labelled positions alone where that pays, unless `is_whole`.
         """
@@ -381,15 +452,19 @@ class Forward:
                 stack.enter_context(self.frozen_layers.resume(batch[FROZEN_STATES]))
             if not is_whole and READ in batch and (last := self._last_layer()) is not None:
                 stack.enter_context(computed_for(last, batch[READ]))
-            yield {name: value for name, value in batch.items() if name not in (FROZEN_STATES, READ)}
+            yield {
+                name: value for name, value in batch.items() if name not in (FROZEN_STATES, READ)
+            }
 
     # ---- for those who count memory ----
 
     @_whole
     def before_head(self, batch: Batch) -> Tensor:
-        """A scalar that depends on all that the body computes: autograd keeps for it what it keeps of the body.
+        """A scalar that depends on all that the body computes: autograd keeps for it what it keeps
+        of the body.
 
-        Where the head is not known, or small, it is the loss itself. The last layer is that of a batch with labels everywhere.
+        Where the head is not known, or small, it is the loss itself. The last layer is that of a
+        batch with labels everywhere.
         """
         if self.head is None:
             return self.loss(batch)
@@ -397,12 +472,17 @@ class Forward:
             return self.head.hidden_states(rest).float().sum()
 
     def head_bytes(self, n_tokens: int, scored_share: float = 1.0) -> int:
-        """What the head takes of so many tokens beside what `before_head` keeps: a tile of logits, what it reads [T, h], and
-        gradients of what is scored; where all positions are scored, their logits and fp32 copies."""
+        """What the head takes of so many tokens beside what `before_head` keeps: a tile of logits,
+        what it reads [T, h], and gradients of what is scored; where all positions are scored, their
+        logits and fp32 copies."""
         size, is_cuda = self.numerics.base_dtype.itemsize, self.numerics.device.type == "cuda"
         n_scored = math.ceil(n_tokens * scored_share)
         if self.head is None:
-            n_words = getattr(self._inner.config.get_text_config(), "vocab_size", 0) if self.of.scores_tokens else 0
+            n_words = (
+                getattr(self._inner.config.get_text_config(), "vocab_size", 0)
+                if self.of.scores_tokens
+                else 0
+            )
             n_all = n_scored if self.of.is_pair else n_tokens
             return int(n_words) * (size * n_all + (size + 4 if size < 4 else 4) * n_scored)
         weight = self.head.linear.weight
@@ -421,4 +501,8 @@ class Forward:
             has_cap=self.head.soft_cap is not None,
             tile_tokens=self.tile_tokens,
         )
-        return found + size * n_scored * width + (trained or size) * (n_scored if self.of.is_pair else n_tokens) * width
+        return (
+            found
+            + size * n_scored * width
+            + (trained or size) * (n_scored if self.of.is_pair else n_tokens) * width
+        )

@@ -1,14 +1,17 @@
-"""Hidden states of the frozen layers on disk: one row of h numbers for each token, computed once, before training.
+"""Hidden states of the frozen layers on disk: one row of h numbers for each token, computed once,
+before training.
 
     <cache_dir>/prefix/<key>/<number>/rows.bin, manifest.json
 
-The key is a hash of everything the rows follow from, and each part is a folder committed by the protocol of `files`, with
-the same facts in its manifest: a cache of other weights, data or numbers is never found, a part that differs from what was
-written is made again, and a fill that was killed goes on with the first part that is missing. Examples are computed in an
-order and in micro-batches that follow from their lengths alone, so a part made twice on one machine is the same to the bit.
+The key is a hash of everything the rows follow from, and each part is a folder committed by the
+protocol of `files`, with the same facts in its manifest: a cache of other weights, data or numbers
+is never found, a part that differs from what was written is made again, and a fill that was killed
+goes on with the first part that is missing. Examples are computed in an order and in micro-batches
+that follow from their lengths alone, so a part made twice on one machine is the same to the bit.
 
-A cache that can't be had is a reason in words, and the run computes instead; folders that are not in use may be deleted,
-the time of a folder says when it was last used. Refuses to choose whether a cache pays: `planner.frozen_cache_cost` does.
+A cache that can't be had is a reason in words, and the run computes instead; folders that are not
+in use may be deleted, the time of a folder says when it was last used. Refuses to choose whether a
+cache pays: `planner.frozen_cache_cost` does.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ import farthing
 from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
 from farthing.durability.files import (
-    Damaged,
+    DamagedFileError,
     commit_folder,
     discard,
     make_private,
@@ -44,7 +47,7 @@ from farthing.durability.files import (
     sweep_drafts,
     verify_folder,
 )
-from farthing.errors import Interrupted, RunBusy
+from farthing.errors import RunBusyError, RunInterruptedError
 from farthing.model.attention import first_position
 from farthing.model.documents import packed_batch
 from farthing.model.frozen_layers import FrozenLayers
@@ -56,7 +59,9 @@ CACHE_VERSION = 1
 PART_BYTES = 256 << 20  # at most that much is computed again after a kill
 CHECK_THREADS = 4
 ROWS = "rows.bin"
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+_DTYPES = {
+    str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
 WAIT_S = 0.2  # between looks at a cache that another process is filling
 
 
@@ -80,12 +85,16 @@ class FrozenCache:
         return sum(part.nbytes for part in self.parts)
 
     def rows(self, examples: NDArray[np.int64], *, pin: bool = False) -> Tensor:
-        """[1, T, h]: the rows of a micro-batch, its examples end to end in this order; in pinned memory if asked."""
+        """[1, T, h]: the rows of a micro-batch, its examples end to end in this order; in pinned
+        memory if asked.
+        """
         starts, lengths = self.starts[examples], self.lengths[examples]
         if (starts < 0).any():
             raise ValueError("an example that was not cached")
         first = self.parts[0]
-        found = torch.empty(1, int(lengths.sum()), first.shape[1], dtype=first.dtype, pin_memory=pin)
+        found = torch.empty(
+            1, int(lengths.sum()), first.shape[1], dtype=first.dtype, pin_memory=pin
+        )
         numbers = np.searchsorted(self.part_starts, starts, side="right") - 1
         places = (starts - self.part_starts[numbers]).tolist()
         at = 0
@@ -106,10 +115,12 @@ def open_frozen_cache(
     progress: Callable[[int, int], None] = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> FrozenCache | str:
-    """The cache of these examples (indices into `tokens`): what is there and whole is used, the rest is computed.
+    """The cache of these examples (indices into `tokens`): what is there and whole is used, the
+    rest is computed.
 
-    At most `micro_batch_tokens` are computed at once. `progress(done, total)` counts tokens. A string says why there is no
-    cache, and then none is left on the disk. Raises `Interrupted`; what was computed is kept.
+    At most `micro_batch_tokens` are computed at once. `progress(done, total)` counts tokens. A
+    string says why there is no cache, and then none is left on the disk. Raises
+    `RunInterruptedError`; what was computed is kept.
     """
     plan = _Plan.of(tokens, examples, frozen.width, micro_batch_tokens)
     if not plan.parts:
@@ -145,18 +156,25 @@ def open_frozen_cache(
 
 
 class _Plan(NamedTuple):
-    """Which examples are computed together, and where their rows go: a function of lengths and budgets."""
+    """Which examples are computed together, and where their rows go: a function of lengths and
+    budgets.
+    """
 
     parts: list[list[NDArray[np.int64]]]
-    """Of each part, the examples of its micro-batches: the longest first, equal ones side by side."""
+    """Of each part, the examples of its micro-batches: the longest first, equal ones side by side.
+    """
     bounds: NDArray[np.int64]
     """[n_parts + 1]: the row where each part begins, and where the last ends."""
     example_starts: NDArray[np.int64]
     """As `FrozenCache.starts`."""
 
     @classmethod
-    def of(cls, tokens: TokenSet, examples: NDArray[np.int64], width: int, micro_batch_tokens: int) -> _Plan:
-        """Each micro-batch takes as many examples as fit in the budget, each part as many micro-batches as fit in its bytes."""
+    def of(
+        cls, tokens: TokenSet, examples: NDArray[np.int64], width: int, micro_batch_tokens: int
+    ) -> _Plan:
+        """Each micro-batch takes as many examples as fit in the budget, each part as many
+        micro-batches as fit in its bytes.
+        """
         lengths = tokens.lengths
         wanted = np.unique(np.asarray(examples, np.int64))
         wanted = wanted[lengths[wanted] > 0]
@@ -166,7 +184,10 @@ class _Plan(NamedTuple):
         parts: list[list[NDArray[np.int64]]] = []
         bounds, at = [0], 0
         while at < len(order):
-            stop = max(at + 1, int(np.searchsorted(starts, starts[at] + micro_batch_tokens, side="right")) - 1)
+            stop = max(
+                at + 1,
+                int(np.searchsorted(starts, starts[at] + micro_batch_tokens, side="right")) - 1,
+            )
             if not parts or starts[stop] - bounds[-2] > most_rows:
                 parts.append([])
                 bounds.append(0)
@@ -210,25 +231,33 @@ def _facts(
 
 @contextlib.contextmanager
 def _alone(folder: Path, should_stop: Callable[[], bool]) -> Iterator[None]:
-    """Hold the folder; another process that fills it is waited for, as it makes what we need. Raises `Interrupted`."""
+    """Hold the folder; another process that fills it is waited for, as it makes what we need.
+    Raises `RunInterruptedError`.
+    """
     with contextlib.ExitStack() as stack:
         while True:
             _stop_if(should_stop)
             try:
                 stack.enter_context(only_writer(folder))
                 break
-            except RunBusy:
+            except RunBusyError:
                 time.sleep(WAIT_S)
         yield
 
 
 def _stop_if(should_stop: Callable[[], bool]) -> None:
     if should_stop():
-        raise Interrupted("stopped while the frozen layers were computed", to_do="run the same command again")
+        raise RunInterruptedError(
+            "stopped while the frozen layers were computed", to_do="run the same command again"
+        )
 
 
-def _whole_parts(folder: Path, n_parts: int, facts: dict[str, object], should_stop: Callable[[], bool]) -> set[int]:
-    """The parts that are there to the bit; what is damaged, and what killed writers left, is removed."""
+def _whole_parts(
+    folder: Path, n_parts: int, facts: dict[str, object], should_stop: Callable[[], bool]
+) -> set[int]:
+    """The parts that are there to the bit; what is damaged, and what killed writers left, is
+    removed.
+    """
     sweep_drafts(folder)
     there = [number for number in range(n_parts) if (folder / _name(number)).is_dir()]
 
@@ -236,28 +265,39 @@ def _whole_parts(folder: Path, n_parts: int, facts: dict[str, object], should_st
         _stop_if(should_stop)
         try:
             return bool(verify_folder(folder / _name(number)).get("of") == facts)
-        except (Damaged, OSError):
+        except (DamagedFileError, OSError):
             return False
 
     with ThreadPoolExecutor(CHECK_THREADS) as pool:
-        whole = {number for number, is_good in zip(there, pool.map(is_whole, there), strict=True) if is_good}
+        whole = {
+            number
+            for number, is_good in zip(there, pool.map(is_whole, there), strict=True)
+            if is_good
+        }
     for number in set(there) - whole:
         discard(folder / _name(number))
     return whole
 
 
 def _why_no_room(
-    frozen: FrozenLayers, tokens: TokenSet, plan: _Plan, missing: list[int], numerics: Numerics, folder: Path
+    frozen: FrozenLayers,
+    tokens: TokenSet,
+    plan: _Plan,
+    missing: list[int],
+    numerics: Numerics,
+    folder: Path,
 ) -> str:
-    """Why the disk can't hold the missing parts, in words; empty if it can. One token tells what a number takes."""
+    """Why the disk can't hold the missing parts, in words; empty if it can. One token tells what a
+    number takes.
+    """
     sample = _computed(frozen, tokens, plan.parts[-1][-1][-1:], numerics)
     needed = plan.n_tokens(missing) * sample[0].nbytes
     free = shutil.disk_usage(folder).free
     if needed <= DISK_SHARE * free:
         return ""
     return (
-        f"what the frozen layers compute would take {say_bytes(needed)} on the disk, and half of the {say_bytes(free)} "
-        "that are free may be used"
+        f"what the frozen layers compute would take {say_bytes(needed)} on the disk, and half of"
+        f" the {say_bytes(free)} that are free may be used"
     )
 
 
@@ -290,7 +330,9 @@ def _fill(
             written.result()
 
 
-def _computed(frozen: FrozenLayers, tokens: TokenSet, examples: NDArray[np.int64], numerics: Numerics) -> Tensor:
+def _computed(
+    frozen: FrozenLayers, tokens: TokenSet, examples: NDArray[np.int64], numerics: Numerics
+) -> Tensor:
     """[T, h] on the CPU."""
     arrays = collate_packed(tokens, examples, frozen.task, first_position(frozen.inner.config))
     batch = packed_batch(arrays, numerics.device)
@@ -315,7 +357,10 @@ def _mapped(folder: Path, plan: _Plan, lengths: NDArray[np.int64], width: int) -
     """The parts, mapped by torch: a map of numpy would hold a descriptor for each."""
     parts = []
     for number, n_rows in enumerate(np.diff(plan.bounds).tolist()):
-        path, dtype = folder / _name(number), _DTYPES[read_manifest(folder / _name(number))["dtype"]]
+        path, dtype = (
+            folder / _name(number),
+            _DTYPES[read_manifest(folder / _name(number))["dtype"]],
+        )
         rows = torch.from_file(str(path / ROWS), shared=False, size=n_rows * width, dtype=dtype)
         parts.append(rows.view(-1, width))
     return FrozenCache(folder, plan.example_starts, lengths, plan.bounds[:-1], tuple(parts))

@@ -1,11 +1,14 @@
-"""Attention in bf16 on a CPU, in few shapes: a document after another, a block of queries at a time.
+"""Attention in bf16 on a CPU, in few shapes: a document after another, a block of queries at a
+time.
 
-oneDNN, by which torch multiplies matrices of bf16, makes code for every shape of a product and keeps it for the life of the
-process: about 0.65 MiB and 0.8 ms each. So queries and keys of a block are copied, with zeros up to one of `few_sizes`. Short
-documents are multiplied in fp32, by MKL, which makes no code and is quicker for them (docs/log.md has the times). Scores live
-for a block; its weights are kept where they are few, else the backward pass makes them again.
+oneDNN, by which torch multiplies matrices of bf16, makes code for every shape of a product and
+keeps it for the life of the process: about 0.65 MiB and 0.8 ms each. So queries and keys of a block
+are copied, with zeros up to one of `few_sizes`. Short documents are multiplied in fp32, by MKL,
+which makes no code and is quicker for them (docs/log.md has the times). Scores live for a block;
+its weights are kept where they are few, else the backward pass makes them again.
 
-Refuses dropout, windows, soft-capping, biases and documents that share keys: `is_for` says no to what it can see of them.
+Refuses dropout, windows, soft-capping, biases and documents that share keys: `is_for` says no to
+what it can see of them.
 """
 
 from __future__ import annotations
@@ -21,8 +24,14 @@ from farthing.model.documents import Documents
 
 MOST_KEYS = 2048  # up to which blocks are quicker than torch's fused kernel
 MOST_KEPT = 256  # keys that a block may see for its weights to be kept
-MOST_KEYS_FP32, MOST_SCORES_FP32 = 64, 64 * 64  # of a block and a head: up to which products in fp32 are quicker
-ROWS, MOST_SCORES = 128, 2**19  # of a block; where nothing is hidden it has as many rows as have so many scores
+MOST_KEYS_FP32, MOST_SCORES_FP32 = (
+    64,
+    64 * 64,
+)  # of a block and a head: up to which products in fp32 are quicker
+ROWS, MOST_SCORES = (
+    128,
+    2**19,
+)  # of a block; where nothing is hidden it has as many rows as have so many scores
 
 
 def few_sizes(n: int) -> int:
@@ -42,9 +51,11 @@ def is_for(query: Tensor, documents: Documents, *, causal: bool) -> bool:
 def half_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, *, causal: bool, scale: float
 ) -> Tensor:
-    """Query [T, H, D], key and value [K, G, D] -> [T, H, D], all bf16; causal: a document's last query is at its last key.
+    """Query [T, H, D], key and value [K, G, D] -> [T, H, D], all bf16; causal: a document's last
+    query is at its last key.
 
-    H is a multiple of G. Scores are rounded to bf16 as in attention in plain operations, softmax is fp32.
+    H is a multiple of G. Scores are rounded to bf16 as in attention in plain operations, softmax is
+    fp32.
     """
     out: Tensor = _Half.apply(query, key, value, documents, causal, scale)
     return out
@@ -89,7 +100,13 @@ class _Half(torch.autograd.Function):
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents, causal: bool, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Documents,
+        causal: bool,
+        scale: float,
     ) -> Tensor:
         """A block after another; weights are kept where there are few."""
         ctx.documents, ctx.causal, ctx.scale = documents, causal, scale
@@ -110,10 +127,15 @@ class _Half(torch.autograd.Function):
     @once_differentiable
     @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Weights of a block, made again where there are many, then what they pass on; sums over blocks in fp32."""
+        """Weights of a block, made again where there are many, then what they pass on; sums over
+        blocks in fp32.
+        """
         query, key, value, *all_weights = ctx.saved_tensors
         kept = iter(all_weights)
-        found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
+        found = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for tensor in (query, key, value)
+        ]
         to_query, to_key, to_value = found
         n_heads, n_groups = query.shape[1], key.shape[1]
         sums: list[Tensor] = []
@@ -121,11 +143,20 @@ class _Half(torch.autograd.Function):
             own, given = (block.taken(tensor, block.rows, n_groups) for tensor in (query, grad))
             seen, read = (block.taken(tensor, block.keys, n_groups) for tensor in (key, value))
             own.mul_(ctx.scale)
-            weights = next(kept) if block.n_keys <= MOST_KEPT else _weights(own, seen, block, n_heads, ctx.causal)
+            weights = (
+                next(kept)
+                if block.n_keys <= MOST_KEPT
+                else _weights(own, seen, block, n_heads, ctx.causal)
+            )
             of_weights = torch.bmm(given, read.transpose(1, 2))
             scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-            to_query[block.rows] = block.given_back(torch.bmm(scores, seen).mul_(ctx.scale), n_heads)
-            more = [torch.bmm(scores.transpose(1, 2), own), torch.bmm(weights.transpose(1, 2), given)]
+            to_query[block.rows] = block.given_back(
+                torch.bmm(scores, seen).mul_(ctx.scale), n_heads
+            )
+            more = [
+                torch.bmm(scores.transpose(1, 2), own),
+                torch.bmm(weights.transpose(1, 2), given),
+            ]
             more = [tensor[:, : block.n_keys] for tensor in more]
             if sums:
                 for into, one in zip(sums, more, strict=True):
@@ -140,7 +171,9 @@ class _Half(torch.autograd.Function):
 
 
 def _blocks(documents: Documents, n_heads: int, causal: bool) -> Iterator[_Block]:
-    """Of one document after another, from its last queries to its first where it looks back, which see fewer keys."""
+    """Of one document after another, from its last queries to its first where it looks back, which
+    see fewer keys.
+    """
     start = key_start = 0
     for length, n_keys in zip(documents.lengths, documents.key_lengths, strict=True):
         step = ROWS
@@ -161,11 +194,15 @@ def _blocks(documents: Documents, n_heads: int, causal: bool) -> Iterator[_Block
 
 
 def _weights(own: Tensor, seen: Tensor, block: _Block, n_heads: int, causal: bool) -> Tensor:
-    """Scaled queries [G, H / G * B, D] of a block and keys [G, S, D] -> [G, H / G * B, S]; none for padding."""
+    """Scaled queries [G, H / G * B, D] of a block and keys [G, S, D] -> [G, H / G * B, S]; none for
+    padding.
+    """
     scores = torch.bmm(own, seen.transpose(1, 2))
     scores[:, :, block.n_keys :] = -torch.inf
     if causal and block.n_rows > 1:
         later = torch.ones(block.n_rows, block.n_rows, dtype=torch.bool).triu_(1)
         last = slice(block.n_keys - block.n_rows, block.n_keys)
-        scores.view(n_heads, -1, scores.shape[2])[:, : block.n_rows, last].masked_fill_(later, -torch.inf)
+        scores.view(n_heads, -1, scores.shape[2])[:, : block.n_rows, last].masked_fill_(
+            later, -torch.inf
+        )
     return torch.softmax(scores, -1, dtype=torch.float32).to(own.dtype)

@@ -1,4 +1,6 @@
-"""What this machine is and which numbers it computes in. The only place that asks torch about devices."""
+"""What this machine is and which numbers it computes in. The only place that asks torch about
+devices.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from farthing.device_memory import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, is_out_of_memory, set_allocator
+from farthing.device_memory import (
+    ALLOCATOR_SETTING,
+    ALLOCATOR_VARIABLES,
+    is_out_of_memory,
+    set_allocator,
+)
 from farthing.errors import HardwareError, ModelError
 from farthing.planner.machine import hardware_key as hardware_name
 from farthing.planner.machine import local_cpu
@@ -30,8 +37,8 @@ from farthing.units import plural
 class Numerics:
     """Where and in which precision a run computes.
 
-    `autocast` is the dtype of the forward pass (None: fp32 throughout); `needs_scaler` is for fp16, whose gradients
-    would vanish without one.
+    `autocast` is the dtype of the forward pass (None: fp32 throughout); `needs_scaler` is for fp16,
+    whose gradients would vanish without one.
     """
 
     device: torch.device
@@ -63,16 +70,20 @@ def choose_numerics(
     full_determinism: bool = False,
     fp16_risk: str = "",
 ) -> Numerics:
-    """The device and precision of a run: bf16 on GPUs that have it natively, fp16 on older ones, fp32 on a CPU.
+    """The device and precision of a run: bf16 on GPUs that have it natively, fp16 on older ones,
+    fp32 on a CPU.
 
-    With an `fp16_risk` (why the model should not be computed in fp16) older GPUs compute in fp32 unless fp16 is asked for.
+    With an `fp16_risk` (why the model should not be computed in fp16) older GPUs compute in fp32
+    unless fp16 is asked for.
 
     Raises `HardwareError` when the job asks for what is not here.
     """
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise HardwareError(
-            "no CUDA GPU can be used here", where="where.device", to_do="set where.device: auto, or check the driver"
+            "no CUDA GPU can be used here",
+            where="where.device",
+            to_do="set where.device: auto, or check the driver",
         )
     where = torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
     if where.type == "cpu":
@@ -87,7 +98,8 @@ def choose_numerics(
     must_be_built_for_gpu()
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
-    # cuDNN builds a graph for each new shape, and micro-batches seldom have the same: pytorch/pytorch#187770, #191576
+    # cuDNN builds a graph for each new shape, and micro-batches seldom have the same:
+    # pytorch/pytorch#187770, #191576
     torch.backends.cuda.enable_cudnn_sdp(False)
     if full_determinism:
         be_deterministic()
@@ -106,12 +118,19 @@ def choose_numerics(
 
 
 def find_compiler(device: str) -> str | None:
-    """The compiler that torch.compile would call for this kind of device: C++ on a CPU, C for Triton on CUDA."""
-    names = [os.environ.get("CC"), "gcc", "clang"] if device == "cuda" else [os.environ.get("CXX"), "g++", "clang++"]
+    """The compiler that torch.compile would call for this kind of device: C++ on a CPU, C for
+    Triton on CUDA.
+    """
+    names = (
+        [os.environ.get("CC"), "gcc", "clang"]
+        if device == "cuda"
+        else [os.environ.get("CXX"), "g++", "clang++"]
+    )
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-# CUDA 13 has dropped everything before sm_75; torch 2.14 is the last with wheels of CUDA 12.6 (pytorch/pytorch#190385)
+# CUDA 13 has dropped everything before sm_75; torch 2.14 is the last with wheels of CUDA 12.6
+# (pytorch/pytorch#190385)
 CUDA_12_WHEELS = "https://download.pytorch.org/whl/cu126"
 
 
@@ -122,15 +141,20 @@ def must_be_built_for_gpu(number: int | None = None) -> None:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found GPU")
-        name, capability = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
+        name, capability = (
+            torch.cuda.get_device_name(number),
+            torch.cuda.get_device_capability(number),
+        )
     must_be_built_for(name, capability, torch.cuda.get_arch_list())
 
 
 def must_be_built_for(name: str, capability: tuple[int, int], built_for: list[str]) -> None:
-    """Refuse a GPU that this build of torch has no kernels for: the first of them would fail. Raises `HardwareError`.
+    """Refuse a GPU that this build of torch has no kernels for: the first of them would fail.
+    Raises `HardwareError`.
 
-    `built_for` is like ["sm_80", "sm_90", "compute_90"]. A cubin runs on its generation's later GPUs, PTX on all later ones
-    (CUDA C++ Programming Guide, 5.2 and 5.3); letters behind a number bind it to that one GPU.
+    `built_for` is like ["sm_80", "sm_90", "compute_90"]. A cubin runs on its generation's later
+    GPUs, PTX on all later ones (CUDA C++ Programming Guide, 5.2 and 5.3); letters behind a number
+    bind it to that one GPU.
     """
     major, minor = capability
     if not built_for:
@@ -148,10 +172,12 @@ def must_be_built_for(name: str, capability: tuple[int, int], built_for: list[st
     to_do = "pip install --upgrade torch, or use another GPU"
     if capability < (7, 5):
         to_do = (
-            f"pip install 'torch<2.15' --index-url {CUDA_12_WHEELS} (the last for sm_50 to sm_70), or use another GPU"
+            f"pip install 'torch<2.15' --index-url {CUDA_12_WHEELS} (the last for sm_50 to sm_70),"
+            " or use another GPU"
         )
     raise HardwareError(
-        f"torch {torch.__version__} has no kernels for {name} (sm_{major}{minor}): it is built for {', '.join(built_for)}",
+        f"torch {torch.__version__} has no kernels for {name} (sm_{major}{minor}): it is built for"
+        f" {', '.join(built_for)}",
         where="where.device",
         to_do=to_do,
     )
@@ -164,11 +190,13 @@ CUBLAS_WORKSPACES = (
 
 
 def be_deterministic() -> None:
-    """From now on only kernels that give the same bits each time; an operation that has none raises. For this process.
+    """From now on only kernels that give the same bits each time; an operation that has none
+    raises. For this process.
 
-    With `warn_only` flash attention's and the memory-efficient backward pass would go on adding in any order. cuDNN attention
-    looks at none of it, and is off. transformers' own calls of flash-attn go by a variable. Raises `HardwareError` where the
-    environment asks cuBLAS for the contrary.
+    With `warn_only` flash attention's and the memory-efficient backward pass would go on adding in
+    any order. cuDNN attention looks at none of it, and is off. transformers' own calls of
+    flash-attn go by a variable. Raises `HardwareError` where the environment asks cuBLAS for the
+    contrary.
     """
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])
     if workspace not in CUBLAS_WORKSPACES:
@@ -183,10 +211,15 @@ def be_deterministic() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def why_not_deterministic(attn_implementation: str | None, torch_compile: bool | Literal["auto"]) -> str | None:
+def why_not_deterministic(
+    attn_implementation: str | None, torch_compile: bool | Literal["auto"]
+) -> str | None:
     """What of a job can't give the same bits each time on CUDA, in words; None if all can."""
     if torch_compile is True:
-        return "train.torch_compile: programs are made for the first lengths that are seen, and others after a resume"
+        return (
+            "train.torch_compile: programs are made for the first lengths that are seen, and others"
+            " after a resume"
+        )
     known = {None, "eager", "sdpa", "flash_attention_2"}
     if attn_implementation not in known:
         return f"model.attn_implementation: {attn_implementation} is not known to be deterministic"
@@ -194,7 +227,9 @@ def why_not_deterministic(attn_implementation: str | None, torch_compile: bool |
 
 
 def not_deterministic(error: BaseException) -> HardwareError | None:
-    """An operation that refused to run deterministically, as an error in words; None for other errors."""
+    """An operation that refused to run deterministically, as an error in words; None for other
+    errors.
+    """
     found = re.match(r"(\S+) does not have a deterministic implementation", str(error))
     if found is None:
         return None
@@ -206,31 +241,45 @@ def not_deterministic(error: BaseException) -> HardwareError | None:
 
 
 def of_models_code(error: Exception) -> ModelError | None:
-    """An error out of the code of a model, which may want pictures or a longer text, in words; None for other errors."""
+    """An error out of the code of a model, which may want pictures or a longer text, in words; None
+    for other errors.
+    """
     if "does not require grad" in str(error):  # as Reformer's, whose layers compute without one
         return ModelError(
-            "the loss has no gradient for the weights that are trained: the model's own code passes none on",
+            "the loss has no gradient for the weights that are trained: the model's own code passes"
+            " none on",
             where="method",
             to_do="train other layers (method.target_modules), or all of them (method: full)",
         )
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    of_model = [code for code in codes if re.search(r"transformers(_modules|[/\\]models)[/\\]", code.co_filename)]
+    of_model = [
+        code
+        for code in codes
+        if re.search(r"transformers(_modules|[/\\]models)[/\\]", code.co_filename)
+    ]
     if not of_model:
         return None
     return ModelError(
-        f"the model's own code can't compute this: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+        f"the model's own code can't compute this: {type(error).__name__}:"
+        f" {' '.join(str(error).split())[:200]}",
         where=f"{Path(of_model[-1].co_filename).name}, {of_model[-1].co_name}",
-        to_do="it may want more than text, other settings in its config.json, or longer texts: try it with transformers"
-        " alone, or use another model",
+        to_do=(
+            "it may want more than text, other settings in its config.json, or longer texts: try it"
+            " with transformers alone, or use another model"
+        ),
     )
 
 
 def _tell_allocator() -> None:
-    """Set torch's allocator where the command line has not done so before torch was imported, e.g. in a notebook."""
+    """Set torch's allocator where the command line has not done so before torch was imported, e.g.
+    in a notebook.
+    """
     had_been_set = any(os.environ.get(name) for name in ALLOCATOR_VARIABLES)
     set_allocator(os.environ)
     if not had_been_set and not torch.cuda.is_initialized():
-        with contextlib.suppress(AttributeError, RuntimeError):  # the variable alone is read where this is not there
+        with contextlib.suppress(
+            AttributeError, RuntimeError
+        ):  # the variable alone is read where this is not there
             torch._C._accelerator_setAllocatorSettings(ALLOCATOR_SETTING)
 
 
@@ -253,14 +302,18 @@ def hardware_key(device: torch.device) -> str:
 
 
 def free_cached(device: torch.device) -> None:
-    """Give back what nothing needs any more: cycles of references, and blocks that the allocator of a GPU keeps."""
+    """Give back what nothing needs any more: cycles of references, and blocks that the allocator of
+    a GPU keeps.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in memory that a GPU reads by itself; as it is where the machine has none left to pin: copies are waited for."""
+    """A tensor in memory that a GPU reads by itself; as it is where the machine has none left to
+    pin: copies are waited for.
+    """
     try:
         return tensor.pin_memory()
     except RuntimeError as error:
@@ -282,11 +335,15 @@ def peak_bytes(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     # Linux keeps the parent's peak in ru_maxrss when a process begins another
     own = window_peak_bytes(device)
-    return own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def reset_peak_bytes(device: torch.device) -> None:
-    """Begin a window for `window_peak_bytes`. On Linux the kernel forgets the process's own peak, where it allows that."""
+    """Begin a window for `window_peak_bytes`. On Linux the kernel forgets the process's own peak,
+    where it allows that.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -327,7 +384,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Utilisation:
-    """How busy the device is, in percent: the GPU by NVML (needs `nvidia-ml-py`), else this process on its CPUs."""
+    """How busy the device is, in percent: the GPU by NVML (needs `nvidia-ml-py`), else this process
+    on its CPUs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

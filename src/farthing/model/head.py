@@ -1,12 +1,16 @@
-"""The output layer and its loss, paid for only where there is a label, and without the logits of a whole batch.
+"""The output layer and its loss, paid for only where there is a label, and without the logits of a
+whole batch.
 
-Labelled positions are taken tile by tile: logits, loss and gradients of a tile are made at once in the forward pass, so
-no logits outlive their tile and no product is done twice; the backward pass only scales what is there. One sum, the same
-as that of `farthing.model.loss`. A head with an adapter on it is more than a matrix: its tiles are computed again in the
-backward pass (`word_log_probs`). Refuses heads that are trained beside their frozen original and families whose last steps it
-has not been tested on: `find_head` says why, and the plain path is taken then. Never run on a GPU so far.
+Labelled positions are taken tile by tile: logits, loss and gradients of a tile are made at once in
+the forward pass, so no logits outlive their tile and no product is done twice; the backward pass
+only scales what is there. One sum, the same as that of `farthing.model.loss`. A head with an
+adapter on it is more than a matrix: its tiles are computed again in the backward pass
+(`word_log_probs`). Refuses heads that are trained beside their frozen original and families whose
+last steps it has not been tested on: `find_head` says why, and the plain path is taken then. Never
+run on a GPU so far.
 
-Shapes: N positions, of which n are labelled; h hidden size, V words, B examples, T tokens, D documents.
+Shapes: N positions, of which n are labelled; h hidden size, V words, B examples, T tokens, D
+documents.
 """
 
 from __future__ import annotations
@@ -23,18 +27,29 @@ from torch.utils.checkpoint import checkpoint
 
 from farthing.model import pairs
 from farthing.model.documents import Batch
-from farthing.model.loss import Labelled, decoder_inputs, inner_of, inputs_of, labelled_of, summed_loss
+from farthing.model.loss import (
+    Labelled,
+    decoder_inputs,
+    inner_of,
+    inputs_of,
+    labelled_of,
+    summed_loss,
+)
 from farthing.planner.families import KNOWN_HEADS
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 from farthing.tasks.registry import task_of
 
 TILE = 1024  # positions whose whole logits are taken at once
-HAS_ONE_DNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+HAS_ONE_DNN = torch.backends.mkldnn.is_available() and hasattr(
+    torch.ops.mkldnn, "_linear_pointwise"
+)
 
 
 @dataclass(frozen=True)
 class How:
-    """How the head's loss is computed. But for `soft_cap` and `label_smoothing` nothing here changes more than rounding."""
+    """How the head's loss is computed. But for `soft_cap` and `label_smoothing` nothing here
+    changes more than rounding.
+    """
 
     tile_tokens: int | None = None
     """Labelled positions taken at once; None: by the size of the head."""
@@ -42,28 +57,37 @@ class How:
     """c makes logits c·tanh(logits / c)."""
     label_smoothing: float = 0.0
     gradient_scale: float | Tensor = 1.0
-    """A number, or a scalar on the device, which nobody waits for: what the gradient of the loss is expected to be, e.g. the
-    loss scale divided by the targets of the step. Gradients are multiplied by it, and the backward pass only makes up the
-    difference: in fp16, whose gradients would vanish unscaled, it has to be given; bf16 and fp32 can do without."""
+    """A number, or a scalar on the device, which nobody waits for: what the gradient of the loss is
+    expected to be, e.g. the loss scale divided by the targets of the step. Gradients are multiplied
+    by it, and the backward pass only makes up the difference: in fp16, whose gradients would vanish
+    unscaled, it has to be given; bf16 and fp32 can do without."""
     is_lean: bool = True
-    """Where all is fp32 on a CPU: products by oneDNN, which are up to a fifth quicker than torch's own (docs/log.md), and one
-    exponential for each logit. Earlier runs go on without."""
+    """Where all is fp32 on a CPU: products by oneDNN, which are up to a fifth quicker than torch's
+    own (docs/log.md), and one exponential for each logit. Earlier runs go on without."""
 
 
 def head_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How | None = None
 ) -> Tensor:
-    """Sum of the cross-entropies of the labelled positions, a scalar in fp32 (fp64 for fp64 weights).
+    """Sum of the cross-entropies of the labelled positions, a scalar in fp32 (fp64 for fp64
+    weights).
 
-    hidden [..., h], weight [V, h], bias [V] or none. Under autocast the products are in its dtype and everything between
-    them in fp32; gradients of the weight are added up in fp32, and handed out, not copied: one backward pass.
+    hidden [..., h], weight [V, h], bias [V] or none. Under autocast the products are in its dtype
+    and everything between them in fp32; gradients of the weight are added up in fp32, and handed
+    out, not copied: one backward pass.
     """
     how, device = how or How(), hidden.device.type
     rows = hidden.reshape(-1, hidden.shape[-1])
     n_words, width = weight.shape
-    tile = how.tile_tokens or default_tile_tokens(n_words, device, width if weight.requires_grad else 0)
-    is_fp32 = hidden.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(device)
-    how = replace(how, tile_tokens=tile, is_lean=how.is_lean and device == "cpu" and is_fp32 and HAS_ONE_DNN)
+    tile = how.tile_tokens or default_tile_tokens(
+        n_words, device, width if weight.requires_grad else 0
+    )
+    is_fp32 = hidden.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(
+        device
+    )
+    how = replace(
+        how, tile_tokens=tile, is_lean=how.is_lean and device == "cpu" and is_fp32 and HAS_ONE_DNN
+    )
     loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled, how, torch.is_grad_enabled())
     return loss
 
@@ -82,12 +106,22 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, how: How, records: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labelled: Labelled,
+        how: How,
+        records: bool,
     ) -> Tensor:
-        """hidden [N, h], weight [V, h], bias [V]; returns the summed loss. `records`: gradients are recorded."""
+        """hidden [N, h], weight [V, h], bias [V]; returns the summed loss. `records`: gradients are
+        recorded.
+        """
         positions, targets, log_probs = labelled.positions, labelled.targets, labelled.log_probs
         device = hidden.device.type
-        computed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        computed = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        )
         summed = torch.promote_types(computed, torch.float32)
         of_hidden, of_weight, of_bias = (records and needed for needed in ctx.needs_input_grad[:3])
         wants = of_hidden or of_weight or of_bias
@@ -103,7 +137,11 @@ class _HeadLoss(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             matrix = weight.to(computed)
             shift = None if bias is None else bias.to(computed)
-            product = new((n_words, width), dtype=computed) if of_weight and computed != summed and n > tile else None
+            product = (
+                new((n_words, width), dtype=computed)
+                if of_weight and computed != summed and n > tile
+                else None
+            )
             for start in range(0, n, tile):
                 part = slice(start, start + tile)
                 inputs = hidden.index_select(0, positions[part]).to(computed)
@@ -127,12 +165,16 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the forward pass times what its `gradient_scale` did not foresee."""
         if ctx.is_spent:
-            raise RuntimeError("the head's gradients were handed out already: there is one backward pass")
+            raise RuntimeError(
+                "the head's gradients were handed out already: there is one backward pass"
+            )
         positions, grad_hidden = ctx.saved_tensors
         factor = grad_output / ctx.how.gradient_scale
         of_hidden = None
         if grad_hidden is not None:
-            of_hidden = grad_hidden.new_zeros((ctx.n_rows, grad_hidden.shape[1]), dtype=ctx.dtypes[0])
+            of_hidden = grad_hidden.new_zeros(
+                (ctx.n_rows, grad_hidden.shape[1]), dtype=ctx.dtypes[0]
+            )
             of_hidden.index_copy_(0, positions, (grad_hidden * factor).to(ctx.dtypes[0]))
         of_weight, of_bias = ctx.of_weight, ctx.of_bias
         ctx.of_weight = ctx.of_bias = None
@@ -146,16 +188,27 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _chances(scores: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """(softmax of scores [t, V], its logarithm at words [t, 1]), with one exponential for each score."""
+    """(softmax of scores [t, V], its logarithm at words [t, 1]), with one exponential for each
+    score.
+    """
     chances = torch.softmax(scores, -1)
-    of_all = scores.amax(-1, keepdim=True) - chances.amax(-1, keepdim=True).log_()  # logarithm of the sum
+    of_all = (
+        scores.amax(-1, keepdim=True) - chances.amax(-1, keepdim=True).log_()
+    )  # logarithm of the sum
     return chances, scores.gather(1, words) - of_all
 
 
 def _to_gradients(
-    scores: Tensor, targets: Tensor, how: How, wants: bool, summed: torch.dtype, log_probs: Tensor | None
+    scores: Tensor,
+    targets: Tensor,
+    how: How,
+    wants: bool,
+    summed: torch.dtype,
+    log_probs: Tensor | None,
 ) -> Tensor:
-    """The summed loss of scores [t, V], which become its gradient (scaled) where `wants`; fills `log_probs` [t]."""
+    """The summed loss of scores [t, V], which become its gradient (scaled) where `wants`; fills
+    `log_probs` [t].
+    """
     n_words = scores.shape[1]
     n_threads = torch.get_num_threads() if scores.device.type == "cpu" else 0
     block_bytes = CPU_BLOCK_BYTES * n_threads or CUDA_BLOCK_BYTES
@@ -175,11 +228,18 @@ def _to_gradients(
 def _block_to_gradients(
     block: Tensor, words: Tensor, how: How, wants: bool, summed: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probabilities [t, 1] of the words [t, 1], the sum of all where labels are smoothed); scores [t, V] become gradients.
+    """(log-probabilities [t, 1] of the words [t, 1], the sum of all where labels are smoothed);
+    scores [t, V] become gradients.
 
-    What it makes in fp32 is gone when it returns: the next block finds it free (`planner.tiles.head_bytes`).
+    What it makes in fp32 is gone when it returns: the next block finds it free
+    (`planner.tiles.head_bytes`).
     """
-    n_words, smooth, cap, scale = block.shape[1], how.label_smoothing, how.soft_cap, how.gradient_scale
+    n_words, smooth, cap, scale = (
+        block.shape[1],
+        how.label_smoothing,
+        how.soft_cap,
+        how.gradient_scale,
+    )
     is_simple = cap is None and not smooth and not isinstance(scale, Tensor) and scale == 1
     if is_simple and wants and how.is_lean:
         chances, of_words = _chances(block, words)
@@ -206,7 +266,9 @@ def _block_to_gradients(
     return of_words, of_all
 
 
-def _add_product(into: Tensor, left: Tensor, right: Tensor, product: Tensor | None, *, is_first: bool) -> None:
+def _add_product(
+    into: Tensor, left: Tensor, right: Tensor, product: Tensor | None, *, is_first: bool
+) -> None:
     """into += left @ right (= for the first), by way of `product` where the dtypes differ."""
     if into.dtype == left.dtype:
         if is_first:
@@ -236,7 +298,9 @@ class Head:
     """The output layer: a `nn.Linear`, or one with an adapter of `peft`."""
     soft_cap: float | None
     shift: Tensor | None = None
-    """[1, V], added to the logits beside the layer's own bias, and not trained: that of BART and its kin."""
+    """[1, V], added to the logits beside the layer's own bias, and not trained: that of BART and
+    its kin.
+    """
     is_lean: bool = True
     """As in `How`."""
 
@@ -255,16 +319,24 @@ class Head:
 
 
 def find_head(model: Any, task: str) -> Head | str:
-    """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or not; or why not."""
+    """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or
+    not; or why not.
+    """
     inner = inner_of(model)
     family = getattr(getattr(inner, "config", None), "model_type", "")
     known = KNOWN_HEADS.get(task_of(task).head, frozenset())
     if family not in known or not type(inner).__module__.startswith("transformers.models."):
-        return f"all positions are scored: the head of a {family or type(inner).__name__} for {task} is not known"
+        return (
+            f"all positions are scored: the head of a {family or type(inner).__name__} for {task}"
+            " is not known"
+        )
     linear: Any = inner.get_output_embeddings()
     matrix: Any = linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
     if type(matrix) is not nn.Linear:
-        return f"all positions are scored: the head is wrapped in {type(linear).__module__}.{type(linear).__name__}"
+        return (
+            "all positions are scored: the head is wrapped in"
+            f" {type(linear).__module__}.{type(linear).__name__}"
+        )
     if any(
         one._forward_hooks or one._forward_pre_hooks or nn.utils.parametrize.is_parametrized(one)
         for one in {linear, matrix}
@@ -275,7 +347,11 @@ def find_head(model: Any, task: str) -> Head | str:
     if task_of(task).is_pair:
         shift = getattr(inner, "final_logits_bias", None)
         return Head(lambda batch: _decoder_states(inner, batch), linear, None, shift)
-    return Head(lambda batch: _causal_states(inner, batch), linear, _said(inner.config, "final_logit_softcapping"))
+    return Head(
+        lambda batch: _causal_states(inner, batch),
+        linear,
+        _said(inner.config, "final_logit_softcapping"),
+    )
 
 
 def language_model_loss(
@@ -290,13 +366,16 @@ def language_model_loss(
 ) -> Tensor:
     """Sum of the cross-entropies of a micro-batch, for training.
 
-    `batch` has what the model takes, `labels` [B, T] and, so that a GPU is not waited for, the `labelled_positions` and
-    `labelled_targets` that `find_labelled` made on the CPU. `head` is what `find_head` says of the model, found here if it is
-    not given; what that can't take goes through `summed_loss`.
+    `batch` has what the model takes, `labels` [B, T] and, so that a GPU is not waited for, the
+    `labelled_positions` and
+    `labelled_targets` that `find_labelled` made on the CPU. `head` is what `find_head` says of the
+    model, found here if it is not given; what that can't take goes through `summed_loss`.
     """
     head = find_head(model, task) if head is None else head
     if isinstance(head, Head) and not head.is_matrix and not label_smoothing:
-        return -word_log_probs(head.hidden_states(batch), head, labelled_of(batch, task), tile_tokens).sum()
+        return -word_log_probs(
+            head.hidden_states(batch), head, labelled_of(batch, task), tile_tokens
+        ).sum()
     if isinstance(head, str) or not head.is_matrix:
         return summed_loss(model, batch, task, label_smoothing)[0]
     return head_loss(
@@ -317,14 +396,18 @@ def loss_and_log_probs(
     head: Head | str | None = None,
     tile_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(the sum of `language_model_loss`, the log-probability of all targets of each document together [D] in fp32).
+    """(the sum of `language_model_loss`, the log-probability of all targets of each document
+    together [D] in fp32).
 
-    Where gradients are recorded both can be differentiated, at the price of computing the logits of a tile once more; else they
-    are found together. A document is one of a packed batch, or a row of a padded one.
+    Where gradients are recorded both can be differentiated, at the price of computing the logits of
+    a tile once more; else they are found together. A document is one of a packed batch, or a row of
+    a padded one.
     """
     head = find_head(model, task) if head is None else head
     labelled = labelled_of(batch, task)
-    if isinstance(head, str) or (label_smoothing and (torch.is_grad_enabled() or not head.is_matrix)):
+    if isinstance(head, str) or (
+        label_smoothing and (torch.is_grad_enabled() or not head.is_matrix)
+    ):
         loss, logits = summed_loss(model, batch, task, label_smoothing)
         scores = logits.flatten(0, 1)[labelled.positions].split(TILE)
         parts = zip(scores, labelled.targets.split(TILE), strict=True)
@@ -334,7 +417,9 @@ def loss_and_log_probs(
     if torch.is_grad_enabled() or not head.is_matrix:
         words = word_log_probs(states, head, labelled, tile_tokens)
         return -words.sum(), _by_document(words, batch, labelled)
-    words = states.new_empty(len(labelled.targets), dtype=torch.promote_types(states.dtype, torch.float32))
+    words = states.new_empty(
+        len(labelled.targets), dtype=torch.promote_types(states.dtype, torch.float32)
+    )
     loss = head_loss(
         states,
         head.linear.weight,
@@ -358,8 +443,12 @@ def _by_document(words: Tensor, batch: Batch, labelled: Labelled) -> Tensor:
     return words.new_zeros(n_documents).index_add(0, owners, words)
 
 
-def word_log_probs(hidden: Tensor, head: Head, labelled: Labelled, tile_tokens: int | None = None) -> Tensor:
-    """[n]: the log-probability of each target in fp32, tile by tile; the logits of a tile are made again to go backward."""
+def word_log_probs(
+    hidden: Tensor, head: Head, labelled: Labelled, tile_tokens: int | None = None
+) -> Tensor:
+    """[n]: the log-probability of each target in fp32, tile by tile; the logits of a tile are made
+    again to go backward.
+    """
     rows = hidden.reshape(-1, hidden.shape[-1])
     tile = tile_tokens or default_tile_tokens(head.linear.weight.shape[0], rows.device.type, 0)
 
@@ -373,11 +462,18 @@ def word_log_probs(hidden: Tensor, head: Head, labelled: Labelled, tile_tokens: 
         return -F.cross_entropy(scores, targets, reduction="none")
 
     parts = zip(labelled.positions.split(tile), labelled.targets.split(tile), strict=True)
-    return torch.cat([checkpoint(of_tile, rows[places], targets, use_reentrant=False) for places, targets in parts])
+    return torch.cat(
+        [
+            checkpoint(of_tile, rows[places], targets, use_reentrant=False)
+            for places, targets in parts
+        ]
+    )
 
 
 def _causal_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Hidden states [B, T, h] after the last norm, scaled where the family scales its logits (Cohere, Granite)."""
+    """Hidden states [B, T, h] after the last norm, scaled where the family scales its logits
+    (Cohere, Granite).
+    """
     body = getattr(inner, inner.base_model_prefix)
     states: Tensor = body(**inputs_of(batch), use_cache=False).last_hidden_state
     scale = _said(inner.config, "logit_scale") or 1 / (_said(inner.config, "logits_scaling") or 1)
@@ -385,12 +481,14 @@ def _causal_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _said(config: Any, key: str) -> Any:
-    """What a configuration says, if its family knows the key: of others transformers keeps it, and computes without."""
+    """What a configuration says, if its family knows the key: of others transformers keeps it, and
+    computes without.
+    """
     return getattr(config, key) if hasattr(type(config), key) else None
 
 
 def _decoder_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Hidden states [B, T, h] of the decoder, scaled where the head shares the embeddings' weights."""
+    """Hidden states [B, T, h] of the decoder, scaled where the head shares the embeddings' weights."""  # noqa: E501
     if "documents" in batch:
         states = pairs.decoder_states(inner, batch)
     else:

@@ -1,4 +1,4 @@
-"""A model without its weights, for a process that gets them from another one. Refuses to read any."""
+"""A model without its weights, for a process that gets them from another one. Refuses to read any."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def skeleton(auto: Any, config: Any, *, trust_remote_code: bool = False) -> Any:
 
 
 def hollow(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
-    """The model as it is read, but for its weights, one number in memory each: who has none gets them from another process."""
+    """The model as it is read, but for its weights, one number in memory each: who has none gets
+    them from another process.
+    """
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -28,5 +30,7 @@ def hollow(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
         for name, weight in module._parameters.items():
             if weight is not None:
                 one = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-                module._parameters[name] = found.setdefault(weight, torch.nn.Parameter(one, weight.requires_grad))
+                module._parameters[name] = found.setdefault(
+                    weight, torch.nn.Parameter(one, weight.requires_grad)
+                )
     return model

@@ -1,8 +1,10 @@
-"""torch imported in less time: its largest library linked by another thread, and what hardly anybody asks of it left out.
+"""torch imported in less time: its largest library linked by another thread, and what hardly
+anybody asks of it left out.
 
-A sixth of `import torch` is linking `libtorch_cpu.so`, for which no Python runs. A quarter is Python that computes the shapes
-of tensors without memory where C++ does not: the compiler needs it, loading models does not. It is imported when somebody does.
-Nothing that is computed changes. Is for a process of our own alone; a torch that is not as expected is imported whole.
+A sixth of `import torch` is linking `libtorch_cpu.so`, for which no Python runs. A quarter is
+Python that computes the shapes of tensors without memory where C++ does not: the compiler needs it,
+loading models does not. It is imported when somebody does. Nothing that is computed changes. Is for
+a process of our own alone; a torch that is not as expected is imported whole.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Any, ParamSpec, TypeVar
 
 SHAPES = "torch._meta_registrations"
 _LIBRARIES = (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch_cpu.so", os.RTLD_LOCAL))
-"""As `import torch` opens them, in its order. The first may find nothing to do, and must be there."""
+"""As `import torch` opens them, in its order. The first may find nothing to do, and must be there.
+"""
 _OF_GPUS = "lib*_cuda.so", "lib*_hip.so", "lib*_xpu.so"
 _WITH_IT = "torch._", "torch.testing._internal", "torch.utils._content_store"
 """Of these some are imported by it, in an order on which they rely."""
@@ -33,7 +36,8 @@ T = TypeVar("T")
 
 
 def load_libraries() -> threading.Thread:
-    """Begin to link torch's libraries, without Python's lock. A build for GPUs, and one of other files, is left to torch.
+    """Begin to link torch's libraries, without Python's lock. A build for GPUs, and one of other
+    files, is left to torch.
 
     The thread ends by itself. Who forks waits for it: the linker's lock must be free.
     """
@@ -43,7 +47,9 @@ def load_libraries() -> threading.Thread:
 
 
 def _libraries() -> Path | None:
-    """Where torch's libraries are; None for a build for GPUs, and where there is no torch or it is imported already."""
+    """Where torch's libraries are; None for a build for GPUs, and where there is no torch or it is
+    imported already.
+    """
     spec = importlib.util.find_spec("torch") if "torch" not in sys.modules else None
     if spec is None or spec.origin is None:
         return None
@@ -58,12 +64,16 @@ def _load_libraries() -> None:
         if (folder := _libraries()) is None:
             return
         for name, how in _LIBRARIES:
-            if not (folder / name).is_file() or not dlopen(os.fsencode(folder / name), os.RTLD_NOW | how):
+            if not (folder / name).is_file() or not dlopen(
+                os.fsencode(folder / name), os.RTLD_NOW | how
+            ):
                 return
 
 
 class _LeftOut(ModuleType):
-    """What torch finds in place of `SHAPES` while it is imported; the module itself, where it takes a name of it already."""
+    """What torch finds in place of `SHAPES` while it is imported; the module itself, where it takes
+    a name of it already.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -76,14 +86,18 @@ class _LeftOut(ModuleType):
 class _Whole(MetaPathFinder, Loader):
     """Has `SHAPES` imported before what would have come with it: torch relies on that order."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
         """That of a module which has come along; else none, as others know where it is."""
         if not name.startswith(_WITH_IT) or SHAPES in sys.modules or name == SHAPES:
             return None
         importlib.import_module(SHAPES)
         if (come := sys.modules.get(name)) is None:
             return None
-        come.__spec__ = ModuleSpec(name, self, loader_state=come.__spec__)  # of a module that is there its own is taken
+        come.__spec__ = ModuleSpec(
+            name, self, loader_state=come.__spec__
+        )  # of a module that is there its own is taken
         return come.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -97,9 +111,11 @@ class _Whole(MetaPathFinder, Loader):
 
 
 def import_torch() -> None:
-    """`import torch` without `SHAPES`, which is imported before any private module of torch is, and by `with_shapes`.
+    """`import torch` without `SHAPES`, which is imported before any private module of torch is, and
+    by `with_shapes`.
 
-    A build for GPUs, with which this was never run, is imported as it is, and so is a torch that does not take it as expected.
+    A build for GPUs, with which this was never run, is imported as it is, and so is a torch that
+    does not take it as expected.
     """
     if _libraries() is None:
         return
@@ -121,7 +137,9 @@ def import_torch() -> None:
 
 
 def with_shapes(make: Callable[P, T]) -> Callable[P, T]:
-    """`make`, called again once `SHAPES` is there where an operation on tensors without memory was not known."""
+    """`make`, called again once `SHAPES` is there where an operation on tensors without memory was
+    not known.
+    """
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> T:

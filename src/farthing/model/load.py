@@ -1,6 +1,8 @@
-"""Models and tokenizers through `transformers`: from a Hub name or a folder, safetensors only, no code of others.
+"""Models and tokenizers through `transformers`: from a Hub name or a folder, safetensors only, no
+code of others.
 
-Every failure of the libraries becomes a `ModelError` in words. Refuses to train and to know about adapters.
+Every failure of the libraries becomes a `ModelError` in words. Refuses to train and to know about
+adapters.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ def quiet_libraries() -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.logging.set_verbosity_error()
-    for name in ("liger_kernel", "torch._inductor.utils"):  # backends that are not installed; a GPU that is a small one
+    for name in (
+        "liger_kernel",
+        "torch._inductor.utils",
+    ):  # backends that are not installed; a GPU that is a small one
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -78,46 +83,67 @@ def load_config(choice: ModelChoice) -> Any:
     try:
         config = AutoConfig.from_pretrained(choice.name, **choice.where_from)
         config.get_text_config()  # of several it names none
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and errors of the Hub client
+    except (
+        Exception
+    ) as error:  # transformers raises OSError, ValueError, KeyError and errors of the Hub client
         raise _in_words("the model's configuration can't be loaded", choice.name, error) from error
     attention = choice.attn_implementation or getattr(config, "_attn_implementation", None)
-    if "/" in str(attention) and not choice.trust_remote_code:  # a repository of compiled kernels, fetched and run
+    if (
+        "/" in str(attention) and not choice.trust_remote_code
+    ):  # a repository of compiled kernels, fetched and run
         raise ModelError(
             f"attention {attention!r} is code from the Hub",
             where=choice.name,
-            to_do="model.attn_implementation: sdpa, or if you trust that code: model.trust_remote_code: true",
+            to_do=(
+                "model.attn_implementation: sdpa, or if you trust that code:"
+                " model.trust_remote_code: true"
+            ),
         )
     if choice.rope_scaling:
         scale_positions(config.get_text_config(), choice.rope_scaling)
     return config
 
 
-def load_tokenizer(choice: ModelChoice, chat_template: str | None, text_version: int = TEXT_VERSION) -> Any:
-    """The fast tokenizer, its chat template set (the job's, its own, or farthing's default). Raises `ModelError`.
+def load_tokenizer(
+    choice: ModelChoice, chat_template: str | None, text_version: int = TEXT_VERSION
+) -> Any:
+    """The fast tokenizer, its chat template set (the job's, its own, or farthing's default). Raises
+    `ModelError`.
 
     Of several templates its own is the one named "default"; where none is, it has none.
 
-    Truncation and padding that its files ask for are taken off: they would cut texts without a word, here and wherever
-    it is exported to.
+    Truncation and padding that its files ask for are taken off: they would cut texts without a
+    word, here and wherever it is exported to.
     """
     name = choice.tokenizer_name or choice.name
     if Path(name).is_absolute():
         folder = Path(name)
         if not folder.is_dir():
-            raise ModelError("no such tokenizer folder", where=name, to_do="check model.tokenizer_name_or_path")
+            raise ModelError(
+                "no such tokenizer folder", where=name, to_do="check model.tokenizer_name_or_path"
+            )
         if not any((folder / file).exists() for file in TOKENIZERS):
             raise ModelError(
                 f"no tokenizer in the model folder (none of {', '.join(TOKENIZERS)})",
                 where=name,
-                to_do="copy the tokenizer's files there, or name its folder: model.tokenizer_name_or_path",
+                to_do=(
+                    "copy the tokenizer's files there, or name its folder:"
+                    " model.tokenizer_name_or_path"
+                ),
             )
     try:
-        where_from = choice.where_from if name == choice.name else {"trust_remote_code": choice.trust_remote_code}
+        where_from = (
+            choice.where_from
+            if name == choice.name
+            else {"trust_remote_code": choice.trust_remote_code}
+        )
         tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True, **where_from)
     except Exception as error:
         raise _in_words("the tokenizer can't be loaded", name, error) from error
     if not getattr(tokenizer, "is_fast", False):
-        raise ModelError("the tokenizer has no fast version", where=name, to_do="convert it to a tokenizer.json")
+        raise ModelError(
+            "the tokenizer has no fast version", where=name, to_do="convert it to a tokenizer.json"
+        )
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     if chat_template is not None:
@@ -126,12 +152,17 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None, text_version:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             what = f"the chat template can't be read: {why}"
-            raise ModelError(what, where=chat_template, to_do="check data.chat_template: a Jinja file") from error
+            raise ModelError(
+                what, where=chat_template, to_do="check data.chat_template: a Jinja file"
+            ) from error
     elif tokenizer.chat_template is None or not isinstance(tokenizer.chat_template, str):
         own = tokenizer.chat_template
         tokenizer.other_templates = own
-        # of several none is taken that is not the default: chats are refused then, see `formats.converter`
-        tokenizer.chat_template = own.get("default") if isinstance(own, dict) else own_words(tokenizer, text_version)
+        # of several none is taken that is not the default: chats are refused then, see
+        # `formats.converter`
+        tokenizer.chat_template = (
+            own.get("default") if isinstance(own, dict) else own_words(tokenizer, text_version)
+        )
     return tokenizer
 
 
@@ -141,12 +172,18 @@ def own_words(tokenizer: Any, text_version: int = TEXT_VERSION) -> str:
 
 
 def set_languages(
-    tokenizer: Any, task: str, source: str | None, target: str | None, text_version: int = TEXT_VERSION
+    tokenizer: Any,
+    task: str,
+    source: str | None,
+    target: str | None,
+    text_version: int = TEXT_VERSION,
 ) -> tuple[str, str]:
-    """The languages of inputs and targets, which a tokenizer is set to that writes them into each text; else empty.
+    """The languages of inputs and targets, which a tokenizer is set to that writes them into each
+    text; else empty.
 
-    They are the job's, or the tokenizer's own. Raises `ModelError`: a text marked with the wrong language would be learned in
-    silence. A run of text version 1 goes on with what the tokenizer does by itself.
+    They are the job's, or the tokenizer's own. Raises `ModelError`: a text marked with the wrong
+    language would be learned in silence. A run of text version 1 goes on with what the tokenizer
+    does by itself.
     """
     if text_version == 1 and not source and not target:
         return "", ""
@@ -160,13 +197,20 @@ def set_languages(
             )
         return "", ""
     own = tokenizer.init_kwargs
-    found = {"source_lang": source or own.get("src_lang"), "target_lang": target or own.get("tgt_lang")}
+    found = {
+        "source_lang": source or own.get("src_lang"),
+        "target_lang": target or own.get("tgt_lang"),
+    }
     missing = [f"data.{key}" for key, value in found.items() if not value]
     if missing:
         raise ModelError(
-            f"its tokenizer writes the language into each text, and {' and '.join(missing)} is not set",
+            f"its tokenizer writes the language into each text, and {' and '.join(missing)} is"
+            " not set",
             where=tokenizer.name_or_path,
-            to_do="name them as the tokenizer does, e.g. data.source_lang: eng_Latn (NLLB) or en_XX (mBART)",
+            to_do=(
+                "name them as the tokenizer does, e.g. data.source_lang: eng_Latn (NLLB) or en_XX"
+                " (mBART)"
+            ),
         )
     for key, language in found.items():
         if language_id(tokenizer, language) is None:
@@ -189,17 +233,22 @@ def language_id(tokenizer: Any, language: str) -> int | None:
 
 
 def speak(model: Any, tokenizer: Any, language: str) -> None:
-    """Have the model generate in a language by itself: with the tokens that the decoder's inputs begin with in training."""
+    """Have the model generate in a language by itself: with the tokens that the decoder's inputs
+    begin with in training.
+    """
     own = sides_of(tokenizer, is_pair=True)[1]
     labels = own.encode("").ids  # of an empty text: the language, and the end
     settings = model.generation_config
     settings.decoder_start_token_id = int(decoder_inputs(model, torch.tensor([labels]))[0, 0])
-    settings.forced_bos_token_id = labels[0] if labels[0] == language_id(tokenizer, language) else None
+    settings.forced_bos_token_id = (
+        labels[0] if labels[0] == language_id(tokenizer, language) else None
+    )
     try:
         settings.validate(strict=True)
     except ValueError as error:  # which would come when the trained model is written
         raise ModelError(
-            f"its generation_config.json can't be written with a language: {' '.join(str(error).split())[:200]}",
+            "its generation_config.json can't be written with a language:"
+            f" {' '.join(str(error).split())[:200]}",
             where=str(model.config.name_or_path or model.config.model_type),
             to_do="mend what it says in that file",
         ) from error
@@ -224,10 +273,11 @@ def load_model(
     pad_id: int | None = None,
     in_four_bits: FourBits | None = None,
 ) -> PreTrainedModel:
-    """The model in `dtype` on the CPU, or in 4 bits on the device of `in_four_bits`, but for its head.
+    """The model in `dtype` on the CPU, or in 4 bits on the device of `in_four_bits`, but for its
+    head.
 
-    A new classification head, or all of it with `init: random`, is drawn from `seed`; with `init: hollow` there are no weights,
-    see `hollow`. Raises `ModelError`.
+    A new classification head, or all of it with `init: random`, is drawn from `seed`; with `init:
+    hollow` there are no weights, see `hollow`. Raises `ModelError`.
     """
     labels = task_of(task).labels
     if labels is not None:
@@ -235,14 +285,22 @@ def load_model(
     _tell_padding(config, pad_id)
     auto = auto_class(task)
     torch.manual_seed(seed)
-    attention = {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
+    attention = (
+        {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
+    )
     try:
         if choice.init == "hollow":
-            model = hollow(auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention)
+            model = hollow(
+                auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention
+            )
         elif choice.init == "random":
             if in_four_bits is not None:
-                raise ModelError("qlora needs pretrained weights", where="model.init", to_do="use method: lora")
-            model = _drawn(auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention)
+                raise ModelError(
+                    "qlora needs pretrained weights", where="model.init", to_do="use method: lora"
+                )
+            model = _drawn(
+                auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention
+            )
         else:
             four_bit = {}
             if in_four_bits is not None:
@@ -254,7 +312,8 @@ def load_model(
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=labels is not None,  # a head for other classes is drawn again
+                ignore_mismatched_sizes=labels
+                is not None,  # a head for other classes is drawn again
                 **choice.where_from,
                 **attention,
                 **four_bit,
@@ -268,13 +327,19 @@ def load_model(
         raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
     model.config.use_cache = False
     if task_of(task).is_pair:
-        pad = getattr(model.config, "pad_token_id", None) or 0  # of nothing but padding some make no inputs
-        decoder_inputs(model, torch.tensor([[pad + 1] * 2]))  # what it lacks is found now, not at the first step
+        pad = (
+            getattr(model.config, "pad_token_id", None) or 0
+        )  # of nothing but padding some make no inputs
+        decoder_inputs(
+            model, torch.tensor([[pad + 1] * 2])
+        )  # what it lacks is found now, not at the first step
     return model
 
 
 def _tell_padding(config: Any, pad_id: int | None) -> None:
-    """Say what padding is where a configuration leaves it open: the part of a composite that reads text, and those that ask."""
+    """Say what padding is where a configuration leaves it open: the part of a composite that reads
+    text, and those that ask.
+    """
     text_config = config.get_text_config()
     for part in (config, text_config):
         is_open = part is text_config or hasattr(part, "pad_token_id")
@@ -283,7 +348,9 @@ def _tell_padding(config: Any, pad_id: int | None) -> None:
 
 
 def _drawn(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
-    """Fresh weights, drawn in fp32 and rounded: the same come again in every precision, as when an adapter is merged."""
+    """Fresh weights, drawn in fp32 and rounded: the same come again in every precision, as when an
+    adapter is merged.
+    """
     model = auto.from_config(config, dtype=torch.float32, **how)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -294,24 +361,29 @@ def _drawn(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
 def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
     """Refuse weights that leave a part of the pretrained model to chance. Raises `ModelError`."""
     odd = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
-    if not task_of(task).scores_tokens:  # its head, and the pooler that some encoders come without, are new
+    if not task_of(
+        task
+    ).scores_tokens:  # its head, and the pooler that some encoders come without, are new
         body = f"{model.base_model_prefix}."
         odd = {key for key in odd if key.startswith(body) and ".pooler." not in f".{key}"}
     if odd:
         raise ModelError(
-            f"{len(odd)} of the weights of a {model.config.model_type} for {task} are not in its files or have another shape, "
-            f"e.g. {min(odd)}",
+            f"{len(odd)} of the weights of a {model.config.model_type} for {task} are not in its"
+            f" files or have another shape, e.g. {min(odd)}",
             where=name,
             to_do="name a model that was pretrained for this task, or correct its folder",
         )
 
 
 def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], choice: ModelChoice) -> None:
-    """Refuse a tokenizer, or lengths by their keys in the job, that the model has no embeddings for. Raises `ModelError`."""
+    """Refuse a tokenizer, or lengths by their keys in the job, that the model has no embeddings
+    for. Raises `ModelError`.
+    """
     name, n_words = choice.name, getattr(config.get_text_config(), "vocab_size", None)
     if not isinstance(n_words, int):
         raise ModelError(
-            f"a {config.model_type} has no vocab_size in its config.json: farthing trains models that embed tokens",
+            f"a {config.model_type} has no vocab_size in its config.json: farthing trains models"
+            " that embed tokens",
             where=name,
             to_do="use a model with a tokenizer of its own",
         )
@@ -334,43 +406,62 @@ def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], choice: Mod
     longest = most_unblocked(config)
     if longest is not None and lengths["data.max_length"] > longest:
         raise ModelError(
-            f"a {config.model_type} reads texts above {longest} tokens in random blocks, until it has seen a shorter one:"
-            " what it learns would depend on the order of texts and on interruptions",
+            f"a {config.model_type} reads texts above {longest} tokens in random blocks, until it"
+            " has seen a shorter one: what it learns would depend on the order of texts and on"
+            " interruptions",
             where=name,
-            to_do=f"set data.max_length: {longest} or less, or use a copy of the model folder whose config.json has"
-            " `attention_type: original_full`",
+            to_do=(
+                f"set data.max_length: {longest} or less, or use a copy of the model folder whose"
+                " config.json has `attention_type: original_full`"
+            ),
         )
 
 
-def model_sha256(choice: ModelChoice, config: Any, cache_dir: Path | None = None, *, by_ends: bool = False) -> str:
-    """Identity of the model: what its files hold, wherever they lie and whichever library reads them.
+def model_sha256(
+    choice: ModelChoice, config: Any, cache_dir: Path | None = None, *, by_ends: bool = False
+) -> str:
+    """Identity of the model: what its files hold, wherever they lie and whichever library reads
+    them.
 
-    `config.json` without the path and the version that libraries write into it; of a model on the Hub its commit; of a folder
-    every byte of its weight files (noted in `cache_dir`, see `weights_sha256`), and the code that the job lets run. `by_ends`:
-    as runs have it that began when only the ends of weight files were read.
+    `config.json` without the path and the version that libraries write into it; of a model on the
+    Hub its commit; of a folder every byte of its weight files (noted in `cache_dir`, see
+    `weights_sha256`), and the code that the job lets run. `by_ends`: as runs have it that began
+    when only the ends of weight files were read.
     """
     commit = None if choice.is_local else getattr(config, "_commit_hash", None)
     if choice.is_local:
         written = parse_json((Path(choice.name) / "config.json").read_text(encoding="utf-8"))
     else:
-        written, _ = transformers.PretrainedConfig.get_config_dict(choice.name, revision=commit or choice.revision)
-    content = [choice.init, _without_places(written), commit if choice.init == "pretrained" else None]
+        written, _ = transformers.PretrainedConfig.get_config_dict(
+            choice.name, revision=commit or choice.revision
+        )
+    content = [
+        choice.init,
+        _without_places(written),
+        commit if choice.init == "pretrained" else None,
+    ]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     if choice.is_local and choice.trust_remote_code:
         for path in sorted(Path(choice.name).rglob("*.py")):
             digest.update(f"{path.relative_to(choice.name)}:{sha256_of(path)}".encode())
     if choice.is_local and choice.init == "pretrained":
         folder = Path(choice.name)
-        digest.update(ends_of_weights(folder) if by_ends else json.dumps(weights_sha256(folder, cache_dir)).encode())
+        digest.update(
+            ends_of_weights(folder)
+            if by_ends
+            else json.dumps(weights_sha256(folder, cache_dir)).encode()
+        )
     return digest.hexdigest()
 
 
 def model_sha256_by_place(config: Any, choice: ModelChoice, name: str, library: str) -> str:
-    """`model_sha256` as runs have it that began when it was of the configuration as loaded: with the path or name that the
-    model had (`name`) and the version of transformers (`library`)."""
+    """`model_sha256` as runs have it that began when it was of the configuration as loaded: with
+    the path or name that the model had (`name`) and the version of transformers (`library`)."""
     values = parse_json(config.to_json_string(use_diff=False))
     values |= {"_name_or_path": name, "transformers_version": library}
-    digest = hashlib.sha256((json.dumps(values, indent=2, sort_keys=True) + "\n").encode() + choice.init.encode())
+    digest = hashlib.sha256(
+        (json.dumps(values, indent=2, sort_keys=True) + "\n").encode() + choice.init.encode()
+    )
     if choice.init == "pretrained":
         commit = getattr(config, "_commit_hash", None)
         if choice.is_local:  # transformers took it from the path
@@ -383,7 +474,7 @@ def model_sha256_by_place(config: Any, choice: ModelChoice, name: str, library: 
 
 
 def _without_places(value: Any) -> Any:
-    """A configuration without what tells where it was saved, and by which version of the library."""
+    """A configuration without what tells where it was saved, and by which version of the library."""  # noqa: E501
     if isinstance(value, dict):
         places = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
         return {key: _without_places(item) for key, item in value.items() if key not in places}
@@ -400,7 +491,7 @@ def _head_of(config: Any, choice: ModelChoice, task: str) -> list[str]:
 
 
 def _four_bit(dtype: torch.dtype, device: torch.device, skip: list[str]) -> dict[str, Any]:
-    """NF4 with double quantization (Dettmers et al. 2023, arXiv 2305.14314) through bitsandbytes."""
+    """NF4 with double quantization (Dettmers et al. 2023, arXiv 2305.14314) through bitsandbytes."""  # noqa: E501
     need_bitsandbytes("method: qlora")
     return {
         "quantization_config": transformers.BitsAndBytesConfig(
@@ -420,7 +511,8 @@ def need_bitsandbytes(what: str) -> Any:
         import bitsandbytes
     except Exception as error:  # it fails in its own ways where there is no library for the machine
         raise HardwareError(
-            f"{what} needs bitsandbytes, which is not installed or does not work here ({type(error).__name__})",
+            f"{what} needs bitsandbytes, which is not installed or does not work here"
+            f" ({type(error).__name__})",
             where=what,
             to_do="pip install 'farthing[gpu]', or use method: lora and optim: adamw_torch_fused",
         ) from error
@@ -434,18 +526,25 @@ def _must_be_there(name: str, file: str, what: str, choice: ModelChoice) -> None
     if not folder.is_dir():
         raise ModelError(f"no such folder for {what}", where=name, to_do="check model: in the job")
     if not (folder / file).exists():
-        raise ModelError(f"no {file} in the folder", where=name, to_do="name a folder in Hugging Face format")
+        raise ModelError(
+            f"no {file} in the folder", where=name, to_do="name a folder in Hugging Face format"
+        )
     index = folder / "model.safetensors.index.json"
     if index.exists():
         _must_name_its_own(index)
     weights = list(folder.glob("*.safetensors"))
     if choice.init == "pretrained" and not weights:
-        pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
+        pickles = [
+            path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
+        ]
         if pickles:
             raise ModelError(
                 f"weights only as a pickle ({pickles[0]}), which can run code when it is loaded",
                 where=name,
-                to_do="convert them to safetensors with transformers' save_pretrained on a machine you trust",
+                to_do=(
+                    "convert them to safetensors with transformers' save_pretrained on a machine"
+                    " you trust"
+                ),
             )
         raise ModelError(
             "no weights (*.safetensors) in the folder",
@@ -455,16 +554,23 @@ def _must_be_there(name: str, file: str, what: str, choice: ModelChoice) -> None
 
 
 def _must_name_its_own(index: Path) -> None:
-    """Refuse an index that leads to other files than safetensors of its folder: transformers would open them."""
+    """Refuse an index that leads to other files than safetensors of its folder: transformers would
+    open them.
+    """
     try:
-        names = {str(name) for name in parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        names = {
+            str(name)
+            for name in parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"can't be read ({type(error).__name__})"
         raise ModelError(why, where=str(index), to_do="it is damaged: copy it again") from error
     odd = [
         name
         for name in names
-        if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != ".safetensors"
+        if not isinstance(name, str)
+        or Path(name).name != name
+        or Path(name).suffix != ".safetensors"
     ]
     if odd:
         raise ModelError(
@@ -477,24 +583,45 @@ def _must_name_its_own(index: Path) -> None:
 def _in_words(what: str, name: str, error: Exception) -> ModelError:
     """The libraries' long explanations as one line, and what to do."""
     message = " ".join(str(error).split())
-    if not Path(name).is_absolute() and (isinstance(error, OSError) or "connect" in message.lower()):
+    if not Path(name).is_absolute() and (
+        isinstance(error, OSError) or "connect" in message.lower()
+    ):
         if "gated" in message or "401" in message or "403" in message:
             to_do = "accept its licence on the Hub and set HF_TOKEN"
         elif "is not a valid model identifier" in message or "404" in message:
             to_do = "check the name; a private model needs HF_TOKEN"
         else:
             to_do = (
-                "no such local folder, and the Hub can't be reached: check the name or the network, or give a folder"
+                "no such local folder, and the Hub can't be reached: check the name or the network,"
+                " or give a folder"
             )
         return ModelError(f"{what}: {message.split('. ')[0][:200]}", where=name, to_do=to_do)
     if isinstance(error, ModelError | HardwareError):
         return error  # type: ignore[return-value]
     if message.startswith("Unrecognized configuration class"):
-        return ModelError(f"{what}: transformers has no such class for it", where=name, to_do="change task: or model:")
+        return ModelError(
+            f"{what}: transformers has no such class for it",
+            where=name,
+            to_do="change task: or model:",
+        )
     if "trust_remote_code" in message:
-        to_do = "read that code; if you trust it: model.trust_remote_code: true with a pinned model.revision"
-        return ModelError(f"{what}: it needs Python code that comes with it", where=name, to_do=to_do)
-    to_do = "copy the folder again: it is damaged" if Path(name).is_absolute() else "see the model's own page"
-    if re.search(r"attn_implementation|attention implementation|FlashAttention|flash_attn", message):
-        to_do = "leave model.attn_implementation out, or set it to eager, sdpa or another whose package is installed"
+        to_do = (
+            "read that code; if you trust it: model.trust_remote_code: true with a pinned"
+            " model.revision"
+        )
+        return ModelError(
+            f"{what}: it needs Python code that comes with it", where=name, to_do=to_do
+        )
+    to_do = (
+        "copy the folder again: it is damaged"
+        if Path(name).is_absolute()
+        else "see the model's own page"
+    )
+    if re.search(
+        r"attn_implementation|attention implementation|FlashAttention|flash_attn", message
+    ):
+        to_do = (
+            "leave model.attn_implementation out, or set it to eager, sdpa or another whose package"
+            " is installed"
+        )
     return ModelError(f"{what}: {type(error).__name__}: {message[:300]}", where=name, to_do=to_do)

@@ -1,13 +1,16 @@
-"""LoRA layers without casts and copies: one product for the frozen weight, two thin ones added to it in place.
+"""LoRA layers without casts and copies: one product for the frozen weight, two thin ones added to
+it in place.
 
-`use_low_rank` gives the plain LoRA layers of a `peft` model another forward pass and leaves the layers themselves, their
-weights, names, saving, loading and merging to `peft`. Only the input (one tensor for all layers that read it), the thin
-product and the cast adapters are kept for the backward pass; frozen weights get no gradient, and the input gets one only
-where something below is trained. Refuses variants, quantized weights, adapter biases, dropout at work and several
-adapters at once: those layers compute as `peft` has them compute, and are counted with the reason. Never run on a GPU.
+`use_low_rank` gives the plain LoRA layers of a `peft` model another forward pass and leaves the
+layers themselves, their weights, names, saving, loading and merging to `peft`. Only the input (one
+tensor for all layers that read it), the thin product and the cast adapters are kept for the
+backward pass; frozen weights get no gradient, and the input gets one only where something below is
+trained. Refuses variants, quantized weights, adapter biases, dropout at work and several adapters
+at once: those layers compute as `peft` has them compute, and are counted with the reason. Never run
+on a GPU.
 
-Shapes: n positions, i inputs, o outputs, r rank. Adapters are cast to the precision of the run in every forward pass, on a GPU
-once a step (`casts.py`).
+Shapes: n positions, i inputs, o outputs, r rank. Adapters are cast to the precision of the run in
+every forward pass, on a GPU once a step (`casts.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from farthing.model.casts import LAST_CAST, gradient_of, in_precision
 
 @dataclass(frozen=True)
 class Replaced:
-    """How many LoRA layers of a model are fused in training, how many are not, and why (reason -> layers)."""
+    """How many LoRA layers of a model are fused in training, how many are not, and why (reason ->
+    layers).
+    """
 
     n_fused: int
     n_left: int
@@ -42,9 +47,11 @@ class Replaced:
 
 
 def use_low_rank(model: Any) -> Replaced:
-    """Give every plain LoRA layer of `model` the fused forward pass; layers with dropout use it in evaluation only.
+    """Give every plain LoRA layer of `model` the fused forward pass; layers with dropout use it in
+    evaluation only.
 
-    Whether a layer is plain is looked at again in each forward pass, so merging, disabling or adding adapters is safe.
+    Whether a layer is plain is looked at again in each forward pass, so merging, disabling or
+    adding adapters is safe.
     """
     reasons: Counter[str] = Counter()
     n_fused = 0
@@ -69,9 +76,12 @@ def leave_low_rank(model: Any) -> None:
 
 
 def _why_never(module: Any) -> str:
-    """What makes a layer one that can't be fused, whatever its adapters; empty when nothing does."""
+    """What makes a layer one that can't be fused, whatever its adapters; empty when nothing does."""  # noqa: E501
     if type(module) not in (PeftLinear, LowRankLinear):
-        return f"a layer of another kind ({type(module).__module__.split('.')[-1]}.{type(module).__name__})"
+        return (
+            "a layer of another kind"
+            f" ({type(module).__module__.split('.')[-1]}.{type(module).__name__})"
+        )
     base = module.base_layer
     if type(base) not in (nn.Linear, Conv1D):
         return f"a base layer of another kind ({type(base).__name__})"
@@ -89,7 +99,10 @@ def _why_not_now(module: Any, *, is_training: bool) -> str:
         return f"{len(names)} adapters at once"
     name = names[0]
     if name in module.lora_variant:
-        return f"a variant of LoRA ({type(module.lora_variant[name]).__name__.removesuffix('LinearVariant')})"
+        return (
+            "a variant of LoRA"
+            f" ({type(module.lora_variant[name]).__name__.removesuffix('LinearVariant')})"
+        )
     if module.lora_bias.get(name, False):
         return "a bias in the adapter"
     if type(module.lora_A[name]) is not nn.Linear or type(module.lora_B[name]) is not nn.Linear:
@@ -103,11 +116,14 @@ def _why_not_now(module: Any, *, is_training: bool) -> str:
 
 
 class LowRankLinear(PeftLinear):
-    """A LoRA layer of `peft` whose plain case is computed by one function. Everything else is inherited."""
+    """A LoRA layer of `peft` whose plain case is computed by one function. Everything else is
+    inherited.
+    """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x [..., i] -> [..., o]."""
-        # what `_why_not_now` asks, without the detours of `nn.Module`: on small models they cost as much as the products
+        # what `_why_not_now` asks, without the detours of `nn.Module`: on small models they cost as
+        # much as the products
         modules, active = self._modules, self._active_adapter
         if not isinstance(active, str):
             active = active[0] if len(active) == 1 else ""
@@ -117,9 +133,21 @@ class LowRankLinear(PeftLinear):
         is_plain = (
             type(lora_a) is nn.Linear
             and type(lora_b) is nn.Linear
-            and not (args or kwargs or self._disable_adapters or self.merged_adapters or active in self.lora_variant)
-            and not (self.training and type(modules["lora_dropout"]._modules[active]) is not nn.Identity)
-            and not (self.lora_bias.get(active) or weight.requires_grad or (bias is not None and bias.requires_grad))
+            and not (
+                args
+                or kwargs
+                or self._disable_adapters
+                or self.merged_adapters
+                or active in self.lora_variant
+            )
+            and not (
+                self.training and type(modules["lora_dropout"]._modules[active]) is not nn.Identity
+            )
+            and not (
+                self.lora_bias.get(active)
+                or weight.requires_grad
+                or (bias is not None and bias.requires_grad)
+            )
         )
         if not is_plain:
             return self._as_peft(x, *args, **kwargs)
@@ -133,7 +161,9 @@ class LowRankLinear(PeftLinear):
             return self._as_peft(x)
         if type(base) is Conv1D:
             weight = weight.t()
-        result: Tensor = _LowRank.apply(x, weight, bias, a, b, float(self.scaling[active]), computed)
+        result: Tensor = _LowRank.apply(
+            x, weight, bias, a, b, float(self.scaling[active]), computed
+        )
         return result
 
     def _as_peft(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -176,7 +206,9 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x in its dtype, of A and B in theirs."""
         if torch.is_grad_enabled():
-            raise RuntimeError("the fused LoRA layer has no second derivatives: use leave_low_rank first")
+            raise RuntimeError(
+                "the fused LoRA layer has no second derivatives: use leave_low_rank first"
+            )
         seen, thin, weight, thin_a, thin_b = ctx.saved_tensors
         rows = seen.reshape(-1, seen.shape[-1])
         grad = grad_y.reshape(-1, grad_y.shape[-1]).to(seen.dtype)
@@ -184,12 +216,16 @@ class _LowRank(torch.autograd.Function):
         of_x = of_a = of_b = None
         (a, b), on_cuda = ctx.trained, grad.is_cuda
         if needs_b and on_cuda:  # where a product scales by itself
-            of_b = gradient_of(b, thin_b.new_empty(thin_b.shape).addmm_(grad.t(), thin, beta=0, alpha=ctx.scale))
+            of_b = gradient_of(
+                b, thin_b.new_empty(thin_b.shape).addmm_(grad.t(), thin, beta=0, alpha=ctx.scale)
+            )
         elif needs_b:
             of_b = torch.mm(grad.t(), thin).to(b.dtype).mul_(ctx.scale)
         if needs_x or needs_a:
             if on_cuda:
-                of_thin = thin.new_empty(thin.shape).addmm_(grad, thin_b, beta=0, alpha=ctx.scale)  # [n, r]
+                of_thin = thin.new_empty(thin.shape).addmm_(
+                    grad, thin_b, beta=0, alpha=ctx.scale
+                )  # [n, r]
             else:
                 of_thin = torch.mm(grad, thin_b * ctx.scale)
             if needs_a:

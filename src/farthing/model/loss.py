@@ -1,4 +1,5 @@
-"""The loss of a micro-batch as a sum, so that the caller can divide by the targets of the whole step.
+"""The loss of a micro-batch as a sum, so that the caller can divide by the targets of the whole
+step.
 
 Shapes: B examples, T tokens, V words, C classes.
 """
@@ -25,12 +26,14 @@ def inner_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def summed_loss(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+def summed_loss(
+    model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(sum of cross-entropies in fp32, logits).
 
-    Logits are [B, T, V], of the decoder where input and target are apart, else one ahead of the token that they predict; or
-    [B, C], one label an example. Positions labelled -100 add nothing. A GPU is waited for unless the batch says which
-    positions are labelled.
+    Logits are [B, T, V], of the decoder where input and target are apart, else one ahead of the
+    token that they predict; or [B, C], one label an example. Positions labelled -100 add nothing. A
+    GPU is waited for unless the batch says which positions are labelled.
     """
     logits = logits_of(model, batch, task)
     labels = batch["labels"]
@@ -39,7 +42,12 @@ def summed_loss(model: Any, batch: dict[str, Tensor], task: str, label_smoothing
         return of.labels.loss(logits, labels, label_smoothing), logits
     labelled = labelled_of(batch, task)
     scores = logits.flatten(0, 1).index_select(0, labelled.positions)
-    return F.cross_entropy(scores.float(), labelled.targets, reduction="sum", label_smoothing=label_smoothing), logits
+    return (
+        F.cross_entropy(
+            scores.float(), labelled.targets, reduction="sum", label_smoothing=label_smoothing
+        ),
+        logits,
+    )
 
 
 def logits_of(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
@@ -55,25 +63,33 @@ def logits_of(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
 
 def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
     """What of a batch the model takes."""
-    return {name: value for name, value in batch.items() if name not in ("labels", POSITIONS, TARGETS)}
+    return {
+        name: value for name, value in batch.items() if name not in ("labels", POSITIONS, TARGETS)
+    }
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Which hidden states are scored, and against which word: positions [n] into the flattened [N], targets [n]."""
+    """Which hidden states are scored, and against which word: positions [n] into the flattened [N],
+    targets [n].
+    """
 
     positions: Tensor
     targets: Tensor
     log_probs: Tensor | None = None
-    """[n], where `head_loss` shall leave the log-probability of each target; nothing is differentiated through it."""
+    """[n], where `head_loss` shall leave the log-probability of each target; nothing is
+    differentiated through it.
+    """
 
 
-def find_labelled(labels: Tensor, *, predicts_next: bool, position_ids: Tensor | None = None) -> Labelled:
+def find_labelled(
+    labels: Tensor, *, predicts_next: bool, position_ids: Tensor | None = None
+) -> Labelled:
     """The labelled positions of labels [B, T].
 
-    With `predicts_next` (causal models) each token is scored where the one before it stands, so the first token of a row
-    is never scored; nor is the first of a document in a packed batch, which `position_ids` [B, T] of 0 tells. To be called
-    on the CPU: on a GPU it would be waited for.
+    With `predicts_next` (causal models) each token is scored where the one before it stands, so the
+    first token of a row is never scored; nor is the first of a document in a packed batch, which
+    `position_ids` [B, T] of 0 tells. To be called on the CPU: on a GPU it would be waited for.
     """
     n_tokens = labels.shape[1]
     if predicts_next:
@@ -91,14 +107,17 @@ def labelled_of(batch: dict[str, Tensor], task: str) -> Labelled:
     if POSITIONS in batch:
         return Labelled(batch[POSITIONS], batch[TARGETS])
     predicts_next = task_of(task).predicts_next
-    return find_labelled(batch["labels"], predicts_next=predicts_next, position_ids=batch.get("position_ids"))
+    return find_labelled(
+        batch["labels"], predicts_next=predicts_next, position_ids=batch.get("position_ids")
+    )
 
 
 def decoder_inputs(inner: Any, labels: Tensor) -> Tensor:
     """Decoder inputs [B, T] for labels [B, T] with -100 as padding, by the model's own function.
 
-    Families differ: most begin with `decoder_start_token_id`, mBART with the last token of the target. Raises `ModelError` for
-    a model that has no such function, or not the tokens that it needs.
+    Families differ: most begin with `decoder_start_token_id`, mBART with the last token of the
+    target. Raises `ModelError` for a model that has no such function, or not the tokens that it
+    needs.
     """
     config = inner.config
     shift = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
@@ -106,11 +125,18 @@ def decoder_inputs(inner: Any, labels: Tensor) -> Tensor:
     to_do = "set decoder_start_token_id and pad_token_id in its config.json"
     try:
         if shift is None and of_module is None:
-            to_do = "use one with an encoder for text (T5, BART ...), or task: causal-lm where it has none"
-            raise ValueError("transformers has no function that makes its decoder's inputs of labels")
+            to_do = (
+                "use one with an encoder for text (T5, BART ...), or task: causal-lm where it has"
+                " none"
+            )
+            raise ValueError(
+                "transformers has no function that makes its decoder's inputs of labels"
+            )
         given = labels.clone()  # some write into what they are given
         inputs: Tensor = (
-            of_module(given, config.pad_token_id, config.decoder_start_token_id) if shift is None else shift(given)
+            of_module(given, config.pad_token_id, config.decoder_start_token_id)
+            if shift is None
+            else shift(given)
         )
     except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         why = " ".join(str(error).split())[:200]

@@ -1,10 +1,12 @@
 """RMS norms in fp32 as one node of autograd, which keeps its input and one number a row.
 
-Those of transformers are a chain of eight operations that keep their input twice. The backward pass is that of torch's layer
-norm, which is one kernel, with a mean of 0 and what it then takes too much given back (Zhang and Sennrich 2019, arXiv
+Those of transformers are a chain of eight operations that keep their input twice. The backward pass
+is that of torch's layer norm, which is one kernel, with a mean of 0 and what it then takes too much
+given back (Zhang and Sennrich 2019, arXiv
 1910.07467, section 4).
 
-On a GPU torch has a kernel for it. Refuses other norms than those of `KINDS` and other precisions: they stay as they are.
+On a GPU torch has a kernel for it. Refuses other norms than those of `KINDS` and other precisions:
+they stay as they are.
 """
 
 from __future__ import annotations
@@ -21,16 +23,32 @@ from farthing.model.casts import linear
 
 KINDS = frozenset(
     {
-        *("LlamaRMSNorm", "MinistralRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Phi3RMSNorm", "Qwen2MoeRMSNorm"),
+        *(
+            "LlamaRMSNorm",
+            "MinistralRMSNorm",
+            "MistralRMSNorm",
+            "MixtralRMSNorm",
+            "Phi3RMSNorm",
+            "Qwen2MoeRMSNorm",
+        ),
         *("Qwen2RMSNorm", "Qwen3MoeRMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm", "GraniteRMSNorm"),
-        *("Exaone4RMSNorm", "MT5LayerNorm", "Olmo2RMSNorm", "Olmo3RMSNorm", "T5LayerNorm", "UMT5LayerNorm"),
+        *(
+            "Exaone4RMSNorm",
+            "MT5LayerNorm",
+            "Olmo2RMSNorm",
+            "Olmo3RMSNorm",
+            "T5LayerNorm",
+            "UMT5LayerNorm",
+        ),
     }
 )
 """Classes of transformers that compute what is computed here (tests/test_own_kernels.py)."""
 
 
 def use_one_pass(inner: nn.Module) -> int:
-    """Let the RMS norms of a model be computed so where they are in fp32; how many were changed. Liger's stay."""
+    """Let the RMS norms of a model be computed so where they are in fp32; how many were changed.
+    Liger's stay.
+    """
     found = 0
     for module in inner.modules():
         kind = type(module)
@@ -43,7 +61,9 @@ def use_one_pass(inner: nn.Module) -> int:
 
 
 def leave_to_compiler(inner: nn.Module) -> None:
-    """Let norms and linear layers be those of transformers again: one program then serves all layers, and fuses them itself."""
+    """Let norms and linear layers be those of transformers again: one program then serves all
+    layers, and fuses them itself.
+    """
     for module in inner.modules():
         own = vars(module).get("forward")
         if isinstance(own, functools.partial) and own.func in (_forward, linear):
@@ -58,7 +78,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def _forward(module: Any, original: Any, hidden: Tensor) -> Tensor:
     weight: Tensor = module.weight
-    is_plain = hidden.dtype == weight.dtype == torch.float32 and hidden.device.type == weight.device.type
+    is_plain = (
+        hidden.dtype == weight.dtype == torch.float32 and hidden.device.type == weight.device.type
+    )
     if not is_plain or torch.compiler.is_compiling():
         plain: Tensor = original(hidden)
         return plain
@@ -79,7 +101,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """A layer norm whose mean is 0 also takes the mean of grad x weight away, which is added again."""
+        """A layer norm whose mean is 0 also takes the mean of grad x weight away, which is added
+        again.
+        """
         hidden, weight, inverse = ctx.saved_tensors
         width = hidden.shape[-1]
         wants = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], False]
@@ -87,8 +111,14 @@ class _Norm(torch.autograd.Function):
             grad, hidden, [width], torch.zeros_like(inverse), inverse, weight, None, wants
         )
         if wants[0]:
-            # a product's last bits hang on where its numbers lie in memory, and gathered weights lie anywhere
+            # a product's last bits hang on where its numbers lie in memory, and gathered weights
+            # lie anywhere
             aligned = weight.clone()
-            mean = torch.mv(grad.reshape(-1, width), aligned).view(inverse.shape).mul_(inverse).div_(width)
+            mean = (
+                torch.mv(grad.reshape(-1, width), aligned)
+                .view(inverse.shape)
+                .mul_(inverse)
+                .div_(width)
+            )
             of_hidden += mean
         return of_hidden, of_weight, None

@@ -1,6 +1,8 @@
-"""Whether a language model looks only back: one that sees the token it is to predict learns nothing from predicting it.
+"""Whether a language model looks only back: one that sees the token it is to predict learns nothing
+from predicting it.
 
-transformers builds a "causal" model of BERT-like encoders too, which looks both ways unless its config.json says
+transformers builds a "causal" model of BERT-like encoders too, which looks both ways unless its
+config.json says
 `is_decoder: true`. Refuses to guess by the name of the family: the model itself is asked.
 """
 
@@ -20,7 +22,8 @@ ROUNDING, ROUNDING_HALF = 1e-5, 2e-2  # of the largest score: fp32, and what is 
 
 @torch.no_grad()
 def refuse_looking_ahead(model: Any, name: str) -> None:
-    """Compute two short documents that differ in their last token: what stands before it must be predicted alike.
+    """Compute two short documents that differ in their last token: what stands before it must be
+    predicted alike.
 
     Raises `ModelError`.
     """
@@ -32,25 +35,38 @@ def refuse_looking_ahead(model: Any, name: str) -> None:
     model.eval()
     try:
         ids = torch.cat([first, second])  # [2, N_TOKENS]
-        before, after = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1].float()
+        before, after = (
+            model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1].float()
+        )
     finally:
         model.train(was_training)
     config = model.config
-    if changed := [weight for weight, now in _beginnings(model).items() if not torch.equal(now, weights[weight])]:
+    if changed := [
+        weight
+        for weight, now in _beginnings(model).items()
+        if not torch.equal(now, weights[weight])
+    ]:
         raise ModelError(
-            f"a {config.model_type} changes its weights when it is evaluated ({changed[0]}): what is saved after that is not"
-            " what was trained",
+            f"a {config.model_type} changes its weights when it is evaluated ({changed[0]}): what"
+            " is saved after that is not what was trained",
             where=name,
             to_do="use another model"
-            + (", or a copy of this one with `rescale_every: 0` in its config.json" * hasattr(config, "rescale_every")),
+            + (
+                ", or a copy of this one with `rescale_every: 0` in its config.json"
+                * hasattr(config, "rescale_every")
+            ),
         )
-    # experts are given other numbers of tokens, which rounds otherwise; all else is the same to the bit
-    is_half = any(p.dtype != torch.float32 for p in model.parameters()) or torch.is_autocast_enabled(device.type)
+    # experts are given other numbers of tokens, which rounds otherwise; all else is the same to the
+    # bit
+    is_half = any(
+        p.dtype != torch.float32 for p in model.parameters()
+    ) or torch.is_autocast_enabled(device.type)
     share = ROUNDING_HALF if is_half else ROUNDING
     if float((before - after).abs().max()) > share * float(before.abs().max()):
         own = next((words for key, words in _LOOKS_BACK.items() if hasattr(type(config), key)), "")
         raise ModelError(
-            f"a {config.model_type} with this config.json looks ahead: it sees the tokens that it is to predict",
+            f"a {config.model_type} with this config.json looks ahead: it sees the tokens that it"
+            " is to predict",
             where=name,
             to_do="use a decoder (Llama, Qwen ...)"
             + (own and f", or a copy of this one with `{own}` in its config.json"),
@@ -58,6 +74,11 @@ def refuse_looking_ahead(model: Any, name: str) -> None:
 
 
 def _beginnings(model: Any) -> dict[str, torch.Tensor]:
-    """A few numbers of every weight by its name: peft's adapters of experts write into weights, and put back what was there."""
+    """A few numbers of every weight by its name: peft's adapters of experts write into weights, and
+    put back what was there.
+    """
     named = {name: p.detach() for name, p in model.named_parameters() if p.numel()}
-    return {name: p[(0,) * (p.ndim - 1)][:N_NUMBERS].clone() if p.ndim else p.clone() for name, p in named.items()}
+    return {
+        name: p[(0,) * (p.ndim - 1)][:N_NUMBERS].clone() if p.ndim else p.clone()
+        for name, p in named.items()
+    }

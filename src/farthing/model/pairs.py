@@ -1,11 +1,13 @@
-"""Models with an encoder and a decoder over documents laid end to end: sources one after another, and so their targets.
+"""Models with an encoder and a decoder over documents laid end to end: sources one after another,
+and so their targets.
 
-A source sees itself, a target what is before it and its own source. The model's own stacks are gone through; what they could
-not know of documents is given to them: positions that begin again (`_placed`), and T5's bias by distance, which is made for the
-longest document instead of for all tokens by all tokens (`take_documents`).
+A source sees itself, a target what is before it and its own source. The model's own stacks are gone
+through; what they could not know of documents is given to them: positions that begin again
+(`_placed`), and T5's bias by distance, which is made for the longest document instead of for all
+tokens by all tokens (`take_documents`).
 
-Refuses families that are not known to it: `can_go_packed` asks the table. The same operations serve CUDA, where they were never
-run.
+Refuses families that are not known to it: `can_go_packed` asks the table. The same operations serve
+CUDA, where they were never run.
 
 Shapes: S tokens of N sources, T tokens of their targets, H heads of width D, h hidden size.
 """
@@ -43,12 +45,15 @@ class Sides(NamedTuple):
 # ---- batches ----
 
 
-def collate_pairs(inner: Any, tokens: TokenSet, examples: NDArray[np.int64], task: str, pad_id: int) -> Arrays:
+def collate_pairs(
+    inner: Any, tokens: TokenSet, examples: NDArray[np.int64], task: str, pad_id: int
+) -> Arrays:
     """Arrays of a micro-batch of `examples`, sources and targets each end to end.
 
-    input_ids, position_ids [1, S]; labels, decoder_ids, decoder_position_ids [1, T]; source_lengths and lengths (of the
-    targets) [N]: int64. What the decoder reads is made by the model's own function, of each target alone. An empty source is
-    read as one token of padding, as it is alone; raises `ValueError` for an empty target.
+    input_ids, position_ids [1, S]; labels, decoder_ids, decoder_position_ids [1, T]; source_lengths
+    and lengths (of the targets) [N]: int64. What the decoder reads is made by the model's own
+    function, of each target alone. An empty source is read as one token of padding, as it is alone;
+    raises `ValueError` for an empty target.
     """
     padded = collate(tokens, examples, task, pad_id)
     is_source, is_target = padded["attention_mask"].astype(bool), padded["labels"] != IGNORED
@@ -70,7 +75,9 @@ def collate_pairs(inner: Any, tokens: TokenSet, examples: NDArray[np.int64], tas
 
 
 def _positions(inner: Any, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[tokens]: the place of each in its document; where a family counts no padding, -1 for padding."""
+    """[tokens]: the place of each in its document; where a family counts no padding, -1 for
+    padding.
+    """
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     if not _passes_padding(inner.get_encoder()):
         return np.arange(len(ids)) - starts
@@ -82,7 +89,8 @@ def _positions(inner: Any, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -
 def pair_batch(arrays: Arrays, device: torch.device) -> Batch:
     """The arrays of `collate_pairs`, and others beside them, as tensors on `device`.
 
-    `documents` are the targets, `sources` the sources, and `across` the targets as they see their sources.
+    `documents` are the targets, `sources` the sources, and `across` the targets as they see their
+    sources.
     """
     batch: Batch = {
         name: torch.from_numpy(array).to(device, non_blocking=True)
@@ -90,7 +98,10 @@ def pair_batch(arrays: Arrays, device: torch.device) -> Batch:
         if name not in ("lengths", "source_lengths")
     }
     of_sources, of_targets = arrays["source_lengths"], arrays["lengths"]
-    batch["sources"], batch["documents"] = Documents.of(of_sources, device), Documents.of(of_targets, device)
+    batch["sources"], batch["documents"] = (
+        Documents.of(of_sources, device),
+        Documents.of(of_targets, device),
+    )
     batch["across"] = Documents.of(of_targets, device, of_sources, reads_others=True)
     return batch
 
@@ -118,7 +129,9 @@ def source_states(inner: Any, batch: Batch) -> Tensor:
     """Hidden states [1, S, h] of the encoder, from a batch of `pair_batch`."""
     encoder, sources = inner.get_encoder(), batch["sources"]
     with _placed(encoder, batch["position_ids"], sources.longest):
-        found = encoder(input_ids=batch["input_ids"], attention_mask=sources.no_mask, documents=sources)
+        found = encoder(
+            input_ids=batch["input_ids"], attention_mask=sources.no_mask, documents=sources
+        )
     states: Tensor = found.last_hidden_state
     return states
 
@@ -134,7 +147,9 @@ def take_documents(inner: Any) -> None:
 
 
 def _biased_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward pass of T5's attention, or of one of its kin, that knows what to do with `documents`."""
+    """The forward pass of T5's attention, or of one of its kin, that knows what to do with
+    `documents`.
+    """
     hands_bias_on = "position_bias" in inspect.signature(original).parameters
 
     def forward(
@@ -153,7 +168,9 @@ def _biased_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         others = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
         seen = hidden_states if others is None else others
         if others is None and position_bias is None:
-            position_bias = _bias(self, (documents.own if isinstance(documents, Sides) else documents).longest)
+            position_bias = _bias(
+                self, (documents.own if isinstance(documents, Sides) else documents).longest
+            )
         query, key, value = (
             layer(given).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
             for layer, given in ((self.q, hidden_states), (self.k, seen), (self.v, seen))
@@ -177,22 +194,33 @@ def _biased_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bias(attention: Any, longest: int) -> Tensor:
-    """[1, H, longest, longest]: a layer's bias by distance, minus infinity where it does not look."""
-    bias: Tensor = attention.compute_bias(longest, longest, device=attention.relative_attention_bias.weight.device)
+    """[1, H, longest, longest]: a layer's bias by distance, minus infinity where it does not look."""  # noqa: E501
+    bias: Tensor = attention.compute_bias(
+        longest, longest, device=attention.relative_attention_bias.weight.device
+    )
     if attention.is_causal:
-        bias = bias + torch.full(bias.shape[-2:], -torch.inf, dtype=bias.dtype, device=bias.device).triu_(1)
+        bias = bias + torch.full(
+            bias.shape[-2:], -torch.inf, dtype=bias.dtype, device=bias.device
+        ).triu_(1)
     return bias
 
 
 def _passes_padding(stack: Any) -> bool:
-    """Whether a stack's positions count no padding, wherever it stands: M2M100's and NLLB's, which are given the tokens."""
+    """Whether a stack's positions count no padding, wherever it stands: M2M100's and NLLB's, which
+    are given the tokens.
+    """
     places = getattr(stack, "embed_positions", None)
-    return places is not None and "position_ids" not in inspect.signature(type(places).forward).parameters
+    return (
+        places is not None
+        and "position_ids" not in inspect.signature(type(places).forward).parameters
+    )
 
 
 @contextlib.contextmanager
 def _placed(stack: Any, positions: Tensor, longest: int) -> Iterator[None]:
-    """Within the block a stack's positions [1, tokens] are these, if it has any; no document is longer than `longest`."""
+    """Within the block a stack's positions [1, tokens] are these, if it has any; no document is
+    longer than `longest`.
+    """
     places = getattr(stack, "embed_positions", None)
     if places is None:
         yield
@@ -215,9 +243,14 @@ def _placed(stack: Any, positions: Tensor, longest: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering(modules: Iterable[nn.Module], answer: Callable[..., Tensor]) -> Iterator[None]:
-    """Calls of `modules` are answered by `answer` within the block, compiled ones too; hooks and names stay."""
+    """Calls of `modules` are answered by `answer` within the block, compiled ones too; hooks and
+    names stay.
+    """
     own = ("forward", "_compiled_call_impl")
-    before = [(vars(module), {name: vars(module)[name] for name in own if name in vars(module)}) for module in modules]
+    before = [
+        (vars(module), {name: vars(module)[name] for name in own if name in vars(module)})
+        for module in modules
+    ]
     try:
         for attributes, _ in before:
             attributes.update(forward=answer, _compiled_call_impl=None)

@@ -1,4 +1,5 @@
-"""How long a text a model takes, and rotary positions of a job instead of its own: `model.rope_scaling`.
+"""How long a text a model takes, and rotary positions of a job instead of its own:
+`model.rope_scaling`.
 
 Refuses families that do not know such positions.
 """
@@ -26,7 +27,9 @@ def max_positions(config: Any) -> int | None:
 
 
 def most_unblocked(config: Any) -> int | None:
-    """Tokens up to which BigBird's sparse attention is not used, which is then left for good; None for other models."""
+    """Tokens up to which BigBird's sparse attention is not used, which is then left for good; None
+    for other models.
+    """
     if getattr(config, "attention_type", None) != "block_sparse":
         return None
     return int((5 + 2 * config.num_random_blocks) * config.block_size)
@@ -35,7 +38,8 @@ def most_unblocked(config: Any) -> int | None:
 def stretch(wanted: dict[str, Any]) -> float:
     """How many times the positions of the model such a rule is for.
 
-    Once where it is dynamic: beyond them its angles follow from the longest text that a process has seen.
+    Once where it is dynamic: beyond them its angles follow from the longest text that a process has
+    seen.
     """
     if str(wanted.get("rope_type", wanted.get("type"))) == "dynamic":
         return 1.0
@@ -43,24 +47,37 @@ def stretch(wanted: dict[str, Any]) -> float:
 
 
 def scale_positions(config: Any, wanted: dict[str, Any]) -> None:
-    """Give a configuration other rotary positions. Raises `ModelError` where it has none, or several rules."""
+    """Give a configuration other rotary positions. Raises `ModelError` where it has none, or
+    several rules.
+    """
     where, kind = "model.rope_scaling", str(wanted.get("rope_type", wanted.get("type", "")))
     now = getattr(config, "rope_parameters", None)
     if not isinstance(now, dict) or "rope_theta" not in now:
         why = "has a rule for each kind of layer" if now else "has no rotary positions"
-        raise ModelError(f"a {config.model_type} {why}", where=where, to_do="leave it out for this model")
+        raise ModelError(
+            f"a {config.model_type} {why}", where=where, to_do="leave it out for this model"
+        )
     if kind not in ("default", *ROPE_INIT_FUNCTIONS):
         known = ", ".join(ROPE_INIT_FUNCTIONS)
-        raise ModelError(f"transformers has no rope_type {kind!r}", where=where, to_do=f"use one of {known}")
+        raise ModelError(
+            f"transformers has no rope_type {kind!r}", where=where, to_do=f"use one of {known}"
+        )
     rest = {key: value for key, value in wanted.items() if key not in ("type", "rope_type")}
-    config.rope_parameters = {"rope_theta": now["rope_theta"], **_kept_part(now), **rest, "rope_type": kind}
+    config.rope_parameters = {
+        "rope_theta": now["rope_theta"],
+        **_kept_part(now),
+        **rest,
+        "rope_type": kind,
+    }
     try:
         config.validate_rope()
         ROPE_INIT_FUNCTIONS.get(kind, lambda *_: None)(config, torch.device("cpu"))
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ModelError(
-            f"these are no positions of {kind}: {why}", where=where, to_do="see rope_scaling of transformers"
+            f"these are no positions of {kind}: {why}",
+            where=where,
+            to_do="see rope_scaling of transformers",
         ) from error
 
 

@@ -1,6 +1,8 @@
-"""Whether a model that was written answers as the one that was trained, on a few examples of its own run.
+"""Whether a model that was written answers as the one that was trained, on a few examples of its
+own run.
 
-Refuses to guess where the data is gone: then the examples are drawn from the vocabulary. Shapes: T tokens, V words, C classes.
+Refuses to guess where the data is gone: then the examples are drawn from the vocabulary. Shapes: T
+tokens, V words, C classes.
 """
 
 from __future__ import annotations
@@ -23,21 +25,32 @@ from farthing.tasks.registry import task_of
 
 N_EXAMPLES, N_ROWS, MOST_TOKENS = 4, 32, 128
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""Root mean square of the differences over that of the answers around their mean. Weights in bf16 are rounded to 1 in 256 and
-logits move by a few per cent; what is merged in the wrong place moves them as far as training did, or farther."""
+"""Root mean square of the differences over that of the answers around their mean. Weights in bf16
+are rounded to 1 in 256 and logits move by a few per cent; what is merged in the wrong place moves
+them as far as training did, or farther."""
 
 
 def check_examples(job: Json, tokenizer: Any, n_words: int) -> list[dict[str, Tensor]]:
-    """What a model takes of a few examples, each [1, T]: the run's first rows that are available here, else drawn ids."""
+    """What a model takes of a few examples, each [1, T]: the run's first rows that are available
+    here, else drawn ids.
+    """
     is_pair = task_of(job["task"]).is_pair
     rows = _first_rows(job, tokenizer)
     if not rows:
         dice = torch.Generator().manual_seed(0)
-        rows = [(torch.randint(n_words, (24,), generator=dice).tolist(), [0] * 16 + [1] * 8) for _ in range(N_EXAMPLES)]
+        rows = [
+            (torch.randint(n_words, (24,), generator=dice).tolist(), [0] * 16 + [1] * 8)
+            for _ in range(N_EXAMPLES)
+        ]
     batches = []
     for ids, is_target in rows:
-        source = [token for token, target in zip(ids, is_target, strict=True) if not is_pair or not target]
-        batch = {"input_ids": torch.tensor([source]), "attention_mask": torch.ones(1, len(source), dtype=torch.long)}
+        source = [
+            token for token, target in zip(ids, is_target, strict=True) if not is_pair or not target
+        ]
+        batch = {
+            "input_ids": torch.tensor([source]),
+            "attention_mask": torch.ones(1, len(source), dtype=torch.long),
+        }
         if is_pair:
             target = [token for token, target in zip(ids, is_target, strict=True) if target]
             batch["decoder_input_ids"] = torch.tensor([target])
@@ -46,17 +59,25 @@ def check_examples(job: Json, tokenizer: Any, n_words: int) -> list[dict[str, Te
 
 
 def _first_rows(job: Json, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """(token ids, 1 where a target) of the first usable rows of the training files that are here; none if there are none."""
+    """(token ids, 1 where a target) of the first usable rows of the training files that are here;
+    none if there are none.
+    """
     data, task = job["data"], job["task"]
     names = [name for name in data["train"] if Path(name).exists()]
-    own = dict(zip(data["train"], data.get("of_train") or (), strict=False)).get(names[0] if names else "", [None])
+    own = dict(zip(data["train"], data.get("of_train") or (), strict=False)).get(
+        names[0] if names else "", [None]
+    )
     texts: list[Text] = []
     with contextlib.suppress(FarthingError, OSError, ValueError, KeyError):
         opened = {"split": data["train_split"], "config_name": data["dataset_config_name"]}
-        (source, *_) = open_sources(names[:1], cache_dir=Path(job["cache_dir"] or "."), **opened)  # type: ignore[arg-type]
-        found = [row.value for row in itertools.islice(source.rows(), N_ROWS) if isinstance(row, Row)]
+        source, *_ = open_sources(names[:1], cache_dir=Path(job["cache_dir"] or "."), **opened)  # type: ignore[arg-type]
+        found = [
+            row.value for row in itertools.islice(source.rows(), N_ROWS) if isinstance(row, Row)
+        ]
         columns: set[str] = set().union(*found)
-        name, read, _ = recognise(columns, task, data["columns"] if own[0] is None else own[0], source.name)
+        name, read, _ = recognise(
+            columns, task, data["columns"] if own[0] is None else own[0], source.name
+        )
         convert = converter(name, read, data["label_map"], tokenizer, task)
         for value in found:
             with contextlib.suppress(Unusable):
@@ -75,21 +96,29 @@ def _first_rows(job: Json, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
 
 @torch.no_grad()
 def answers(model: Any, examples: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Logits of each example in fp32: [T, V], or [C] of a classifier. Raises `ModelError` where the model can't be run."""
+    """Logits of each example in fp32: [T, V], or [C] of a classifier. Raises `ModelError` where the
+    model can't be run.
+    """
     try:
         return [model(**example).logits[0].float() for example in examples]
     except (RuntimeError, TypeError, ValueError, NotImplementedError, ImportError) as error:
         raise ModelError(
-            f"the model can't be run here to check what is written ({type(error).__name__}: {str(error)[:200]})",
+            f"the model can't be run here to check what is written ({type(error).__name__}:"
+            f" {str(error)[:200]})",
             where=type(model).__name__,
             to_do="export it on a machine that can run it, or use --format adapter",
         ) from error
 
 
-def refuse_other_answers(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, name: str) -> None:
+def refuse_other_answers(
+    found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, name: str
+) -> None:
     """Raises `ModelError` where `found` is not `expected` to the rounding of `dtype`."""
     ours, theirs = (torch.cat([one.flatten() for one in of]).double() for of in (found, expected))
-    tolerance, precision = TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]), str(dtype).removeprefix("torch.")
+    tolerance, precision = (
+        TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]),
+        str(dtype).removeprefix("torch."),
+    )
     if not torch.isfinite(theirs).all():
         raise ModelError(
             "the trained model itself answers with numbers that are not finite",
@@ -106,8 +135,8 @@ def refuse_other_answers(found: list[Tensor], expected: list[Tensor], dtype: tor
     off = float((ours - theirs).square().mean().sqrt() / spread.clamp_min(1e-12))
     if off > tolerance:
         raise ModelError(
-            f"what was written does not answer as the trained model does: its logits in {precision} are off by {off:.1%}"
-            f" (at most {tolerance:.1%} is rounding); nothing was kept",
+            f"what was written does not answer as the trained model does: its logits in {precision}"
+            f" are off by {off:.1%} (at most {tolerance:.1%} is rounding); nothing was kept",
             where=name,
             to_do="use --format adapter, or --dtype float32 if another was asked for",
         )

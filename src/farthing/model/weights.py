@@ -1,7 +1,8 @@
-"""What weight files hold, as hashes: of every byte once, and from a note of it as long as the file is the same on the disk.
+"""What weight files hold, as hashes: of every byte once, and from a note of it as long as the file
+is the same on the disk.
 
-Reading them takes about a second a gigabyte, and is not lost: the system keeps what was read for the loading that follows.
-Refuses to look into the files.
+Reading them takes about a second a gigabyte, and is not lost: the system keeps what was read for
+the loading that follows. Refuses to look into the files.
 """
 
 from __future__ import annotations
@@ -23,17 +24,23 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weights_sha256(folder: Path, cache_dir: Path | None = None) -> list[tuple[str, str]]:
-    """(name, sha256) of every weight file; with a cache directory a file is read once, until its size, time or place change.
-    Raises `OSError`."""
+    """(name, sha256) of every weight file; with a cache directory a file is read once, until its
+    size, time or place change. Raises `OSError`."""
     files = weight_files(folder)
     with ThreadPoolExecutor(N_THREADS) as threads:
         return list(
-            zip([path.name for path in files], threads.map(lambda path: _noted(path, cache_dir), files), strict=True)
+            zip(
+                [path.name for path in files],
+                threads.map(lambda path: _noted(path, cache_dir), files),
+                strict=True,
+            )
         )
 
 
 def ends_of_weights(folder: Path) -> bytes:
-    """Name, size, first and last MiB of each weight file: what earlier farthings took for its content."""
+    """Name, size, first and last MiB of each weight file: what earlier farthings took for its
+    content.
+    """
     found = b""
     for path in weight_files(folder):
         size = path.stat().st_size
@@ -49,7 +56,12 @@ def _noted(path: Path, cache_dir: Path | None) -> str:
     if cache_dir is None:
         return sha256_of(path)
     status = path.stat()
-    now = {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino, "device": status.st_dev}
+    now = {
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "inode": status.st_ino,
+        "device": status.st_dev,
+    }
     note = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         folder = own_folder(cache_dir / "weights", lambda text: None)

@@ -1,4 +1,6 @@
-"""What a layer of a family keeps besides its matrix products' inputs, for `memory` and `speed`. Refuses to add it up."""
+"""What a layer of a family keeps besides its matrix products' inputs, for `memory` and `speed`.
+Refuses to add it up.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from farthing.planner.shapes import Shape
 
 
 class Block(NamedTuple):
-    """What a layer of a family keeps besides its matrix products' inputs, in numbers of that many bytes a token."""
+    """What a layer of a family keeps besides its matrix products' inputs, in numbers of that many
+    bytes a token.
+    """
 
     n_norms: int  # of the stream's width, in a layer
     activation: float  # copies of the feed-forward's width that its activation keeps
@@ -19,8 +23,11 @@ class Block(NamedTuple):
     has_norm_copies: bool  # RMS norms of transformers keep what they normalized in fp32
     has_head_norms: bool = False  # queries and keys are normalized head by head
     scales_fp32: bool = False  # norms multiply with their weight in fp32, and keep that copy too
-    is_sliced: bool = False  # values are a slice of one product, which stays whole, while queries and keys are rotated
-    takes_powers: bool = False  # in its activation (gelu_new), which autocast computes in fp32 on GPUs from there on
+    # values are a slice of one product, which stays whole, while queries and keys are rotated
+    is_sliced: bool = False
+    takes_powers: bool = (
+        False  # in its activation (gelu_new), which autocast computes in fp32 on GPUs from there on
+    )
 
 
 _GATED = Block(2, 3, True, 3, 2, 0, True)
@@ -48,6 +55,10 @@ BLOCKS = {
 def block_of(shape: Shape) -> Block:
     """What a layer of this model keeps. The first T5 has no gate."""
     block = BLOCKS.get(shape.model_type, _GATED)
-    if block.is_gated and shape.n_decoder_layers and not any(w.name.endswith("wi_1") for w in shape.weights):
+    if (
+        block.is_gated
+        and shape.n_decoder_layers
+        and not any(w.name.endswith("wi_1") for w in shape.weights)
+    ):
         return block._replace(activation=2, is_gated=False, n_mlp_inputs=1)
     return block

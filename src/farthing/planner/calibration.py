@@ -1,8 +1,9 @@
 """Measurements of a device -> what to make of its predictions.
 
-A run of the same model and method is computed again with the formulas, as it was run; what it took, divided by that, is the
-factor. A run of another model or method, or of a few steps, sets no pace: what it was off by need not be what this one is off
-by, and the formulas' own range is the honest one. Until several runs agree the range stays wide.
+A run of the same model and method is computed again with the formulas, as it was run; what it took,
+divided by that, is the factor. A run of another model or method, or of a few steps, sets no pace:
+what it was off by need not be what this one is off by, and the formulas' own range is the honest
+one. Until several runs agree the range stays wide.
 
 Refuses to import torch and to read files.
 """
@@ -26,9 +27,16 @@ from farthing.tasks.registry import task_of
 from farthing.units import plural
 
 N_NEWEST = 5
-ENOUGH_STEPS = 10  # of a run that sets a pace; the first ones of a process are slower or quicker than the rest
-ALIKE_LENGTHS = 3.0  # longest over shortest mean of examples that say something of each other's pace
-N_AGREE, AGREE = 3, 0.10  # so many runs whose pace differs by less than this share of it, either way, agree
+ENOUGH_STEPS = (
+    10  # of a run that sets a pace; the first ones of a process are slower or quicker than the rest
+)
+ALIKE_LENGTHS = (
+    3.0  # longest over shortest mean of examples that say something of each other's pace
+)
+N_AGREE, AGREE = (
+    3,
+    0.10,
+)  # so many runs whose pace differs by less than this share of it, either way, agree
 SPREAD_FEW, SPREAD_SAME = (
     HUMBLE,
     0.08,
@@ -45,9 +53,11 @@ def calibrate(
     labelled_share: float = 1.0,
     mean_tokens: float | None = None,
 ) -> Calibration:
-    """The medians of the newest runs of this model and method on `hardware` that had enough steps, and examples that are not
-    far longer or shorter than `mean_tokens`; else nothing."""
-    of_device = matching(measurements, hardware=hardware, precision=recipe.precision, n_devices=recipe.n_gpus)
+    """The medians of the newest runs of this model and method on `hardware` that had enough steps,
+    and examples that are not far longer or shorter than `mean_tokens`; else nothing."""
+    of_device = matching(
+        measurements, hardware=hardware, precision=recipe.precision, n_devices=recipe.n_gpus
+    )
     first_layer = adapters.first_layer if adapters is not None else 0
     same = [m for m in of_device if _is_same(m, shape, recipe) and m.first_layer == first_layer]
     same = [m for m in same if m.n_steps >= ENOUGH_STEPS and _is_alike(m, mean_tokens)][:N_NEWEST]
@@ -65,7 +75,9 @@ def calibrate(
     return Calibration(
         compute=median("compute"),
         optimizer=median("optimizer"),
-        evaluation=statistics.median([one.evaluation for one in found if one.evaluation > 0] or [1.0]),
+        evaluation=statistics.median(
+            [one.evaluation for one in found if one.evaluation > 0] or [1.0]
+        ),
         waiting_s=median("waiting_s"),
         start_s=statistics.median(m.start_up_s + m.load_model_s + m.restore_s for m in same),
         save_s=statistics.median([m.save_s / m.n_saves for m in same if m.n_saves] or [0.1]),
@@ -82,14 +94,19 @@ def past_errors(measurements: Sequence[Measurement], hardware: str) -> str:
     steps, peaks = [], []
     for m in matching(measurements, hardware=hardware):
         step_s, peak = m.promised.get("step_s"), m.promised.get("peak_bytes")
-        if isinstance(step_s, int | float) and isinstance(peak, int | float) and step_s > 0 and peak > 0:
+        if (
+            isinstance(step_s, int | float)
+            and isinstance(peak, int | float)
+            and step_s > 0
+            and peak > 0
+        ):
             steps.append(abs(m.step_s / step_s - 1))
             peaks.append(abs(m.peak_bytes / peak - 1))
     if not steps:
         return ""
     return (
-        f"{plural(len(steps), 'earlier estimate')} here: off by {statistics.median(steps):.0%} in time and "
-        f"{statistics.median(peaks):.0%} in memory, median"
+        f"{plural(len(steps), 'earlier estimate')} here: off by {statistics.median(steps):.0%} in"
+        f" time and {statistics.median(peaks):.0%} in memory, median"
     )
 
 
@@ -102,34 +119,61 @@ def _agree(paces: Sequence[float]) -> bool:
 def _is_alike(m: Measurement, mean_tokens: float | None) -> bool:
     """Whether a run's examples were about as long."""
     mean = m.lengths.get("mean", 0.0)
-    return mean_tokens is None or mean <= 0 or 1 / ALIKE_LENGTHS <= mean / max(mean_tokens, 1e-9) <= ALIKE_LENGTHS
+    return (
+        mean_tokens is None
+        or mean <= 0
+        or 1 / ALIKE_LENGTHS <= mean / max(mean_tokens, 1e-9) <= ALIKE_LENGTHS
+    )
 
 
 def _is_same(m: Measurement, shape: Shape, recipe: Recipe) -> bool:
-    sizes = m.model_type == shape.model_type and m.hidden == shape.hidden and m.n_layers == shape.n_layers
+    sizes = (
+        m.model_type == shape.model_type
+        and m.hidden == shape.hidden
+        and m.n_layers == shape.n_layers
+    )
     return sizes and m.vocab == shape.vocab and m.task == shape.task and m.method == recipe.method
 
 
 def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Largest]:
-    """A measured run in the formulas' terms: recipe, padding, mean tokens, and its largest micro-batch."""
-    stack = replace(recipe.stack, is_packed=m.is_packed, is_flash=m.is_packed and m.precision != "fp16")
+    """A measured run in the formulas' terms: recipe, padding, mean tokens, and its largest
+    micro-batch.
+    """
+    stack = replace(
+        recipe.stack, is_packed=m.is_packed, is_flash=m.is_packed and m.precision != "fp16"
+    )
     settings = Settings(
-        m.micro_batch_tokens, m.checkpoint_every, caches_frozen=m.caches_frozen, precision=recipe.precision
+        m.micro_batch_tokens,
+        m.checkpoint_every,
+        caches_frozen=m.caches_frozen,
+        precision=recipe.precision,
     )
     ran = replace(
-        recipe, settings=settings, optim=m.optim, global_batch=m.global_batch_size, micro_batch=None,
-        mean_passes=m.n_micro_batches / m.n_steps, lora_r=m.lora_r, stack=stack,
-    )  # fmt: skip
+        recipe,
+        settings=settings,
+        optim=m.optim,
+        global_batch=m.global_batch_size,
+        micro_batch=None,
+        mean_passes=m.n_micro_batches / m.n_steps,
+        lora_r=m.lora_r,
+        stack=stack,
+    )
     n_examples = m.n_steps * m.global_batch_size
     mean, target = m.lengths["mean"], m.lengths["mean_target"] if task_of(m.task).is_pair else 0.0
     tokens = m.n_padded_tokens / n_examples * mean / (mean + target)
     targets = m.n_padded_tokens / n_examples * target / (mean + target)
-    spread = m.lengths["mean_of_squares"] / mean**2  # that of targets is not kept, and taken to be the same
-    padded = Padded(tokens, targets, tokens**2 * spread, targets**2 * spread, tokens * targets * spread)
+    spread = (
+        m.lengths["mean_of_squares"] / mean**2
+    )  # that of targets is not kept, and taken to be the same
+    padded = Padded(
+        tokens, targets, tokens**2 * spread, targets**2 * spread, tokens * targets * spread
+    )
     if m.is_packed:
         of_targets = round(m.largest_tokens * target / (mean + target))
         of_inputs = m.largest_tokens - of_targets
-        largest = Largest(1, of_inputs, of_targets, round(of_inputs * m.lengths["mean_of_squares"] / mean))
+        largest = Largest(
+            1, of_inputs, of_targets, round(of_inputs * m.lengths["mean_of_squares"] / mean)
+        )
         return ran, padded, m.n_tokens / n_examples, largest
     longest = m.largest_tokens / max(1, m.largest_examples)
     largest = Largest(m.largest_examples, round(longest * tokens / (tokens + targets)), 0)
@@ -139,7 +183,12 @@ def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Large
 
 
 def _compare(
-    m: Measurement, shape: Shape, recipe: Recipe, device: Device, adapters: Adapters | None, labelled_share: float
+    m: Measurement,
+    shape: Shape,
+    recipe: Recipe,
+    device: Device,
+    adapters: Adapters | None,
+    labelled_share: float,
 ) -> Calibration:
     ran, padded, mean, largest = as_run(m, recipe)
     work = work_of(shape, ran, padded, mean, adapters, labelled_share=labelled_share)

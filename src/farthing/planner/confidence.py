@@ -1,7 +1,9 @@
-"""How far off an estimate may be, in 4 of 5 cases: by what was measured here, else by what is known of GPU and model.
+"""How far off an estimate may be, in 4 of 5 cases: by what was measured here, else by what is known
+of GPU and model.
 
-The figures are rows of `facts/estimate_errors.csv`. They are errors of rows that did not take part in the estimate: a range
-for a trainer that was not seen is made from the others, and `bench/plan_accuracy.py` prints how many rows it holds.
+The figures are rows of `facts/estimate_errors.csv`. They are errors of rows that did not take part
+in the estimate: a range for a trainer that was not seen is made from the others, and
+`bench/plan_accuracy.py` prints how many rows it holds.
 """
 
 from __future__ import annotations
@@ -13,10 +15,15 @@ from farthing.planner.speed import Device, StepTime
 from farthing.planner.types import OLD_PRICE_DAYS, Place
 from farthing.prices.gpus import facts
 
-HUMBLE = 0.30  # the narrowest range of seconds until several runs of the same model on a machine agree
+HUMBLE = (
+    0.30  # the narrowest range of seconds until several runs of the same model on a machine agree
+)
 CPU_SPEED_ERROR = 0.60  # of a processor that nothing was measured on: by assumption
 OLD_PRICE_ERROR = 0.30  # of a year, either way: by assumption
-LINK_ERROR, KNOWN_LINK_ERROR = 0.5, 0.2  # of the seconds that GPUs send to each other; once measured: by assumption
+LINK_ERROR, KNOWN_LINK_ERROR = (
+    0.5,
+    0.2,
+)  # of the seconds that GPUs send to each other; once measured: by assumption
 FROM_PRICE_ERROR = 0.30  # upwards, of a marketplace's lowest price: by assumption
 
 
@@ -55,14 +62,18 @@ def _row_of(quantity: str, gpu: str, family: str) -> _Row:
 
 
 def memory_error(place: Place, family: str = "") -> float:
-    """Relative error of the bytes that a place is predicted to need; `family` is the `model_type`."""
+    """Relative error of the bytes that a place is predicted to need; `family` is the `model_type`."""  # noqa: E501
     if place.calibration.extra_bytes is None:
         return _row_of("memory", place.device.name, family).error
-    return 0.05 if place.is_cuda else 0.08  # a process keeps more than it needs: 4 and 6 % more than a shorter run's
+    return (
+        0.05 if place.is_cuda else 0.08
+    )  # a process keeps more than it needs: 4 and 6 % more than a shorter run's
 
 
 def speed_error(place: Place, family: str = "") -> float:
-    """Relative error of the seconds that a place is predicted to take: never under `HUMBLE` until runs of it agree."""
+    """Relative error of the seconds that a place is predicted to take: never under `HUMBLE` until
+    runs of it agree.
+    """
     if place.calibration.n_runs:
         return place.calibration.spread
     if not place.is_cuda:
@@ -76,15 +87,21 @@ def published_error(place: Place, family: str = "") -> float:
 
 
 def link_error(step: StepTime, device: Device) -> float:
-    """What links between GPUs, and to the host, add to the error of the seconds: where not measured the rate may be half."""
+    """What links between GPUs, and to the host, add to the error of the seconds: where not measured
+    the rate may be half.
+    """
     of_links = KNOWN_LINK_ERROR if device.knows_link else LINK_ERROR
     parts = step.parts
-    unsure_s = of_links * parts.get("communication", 0.0) + LINK_ERROR * parts.get("weights from the host", 0.0)
+    unsure_s = of_links * parts.get("communication", 0.0) + LINK_ERROR * parts.get(
+        "weights from the host", 0.0
+    )
     return unsure_s / step.seconds
 
 
 def price_error(place: Place) -> tuple[float, float]:
-    """Relative error of a price, downwards and upwards: of old ones, and of the lowest price of a marketplace."""
+    """Relative error of a price, downwards and upwards: of old ones, and of the lowest price of a
+    marketplace.
+    """
     if place.has_firm_price:
         return 0.0, 0.0
     old = 0.0

@@ -1,7 +1,8 @@
-"""What a plan says of a run before it begins: seconds, dollars and memory, and the settings that they hold for.
+"""What a plan says of a run before it begins: seconds, dollars and memory, and the settings that
+they hold for.
 
-Made once, before the first attempt, kept as plan.json and never written again: the receipt holds what happened against it.
-Refuses to plan, and to import what plans: a receipt reads it too.
+Made once, before the first attempt, kept as plan.json and never written again: the receipt holds
+what happened against it. Refuses to plan, and to import what plans: a receipt reads it too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Estimate:
     first_layer: int = 0
     """The lowest layer with anything trained in or below it."""
     formula: dict[str, float] = field(default_factory=dict)
-    """What would have been said without any measurement, for the plans of other models on the same device."""
+    """What would have been said without any measurement, for the plans of other models on the same
+    device.
+    """
 
     def to_json(self) -> dict[str, object]:
         """Plain values, as plan.json has them."""
@@ -49,10 +52,14 @@ class Estimate:
     def from_json(cls, values: Mapping[str, Any] | None) -> Estimate | None:
         """What plan.json says; None where it says that there was no estimate, or is no plan.
 
-        Plans of earlier versions have the settings among the other keys. Raises `ValueError`, `TypeError` for damaged settings.
+        Plans of earlier versions have the settings among the other keys. Raises `ValueError`,
+        `TypeError` for damaged settings.
         """
         known = {each.name for each in fields(cls)}
         if not isinstance(values, Mapping) or "wall_range_s" not in values:
             return None
         settings = Settings.from_json(values.get("settings", values))
-        return cls(**{name: value for name, value in values.items() if name in known} | {"settings": settings})
+        return cls(
+            **{name: value for name, value in values.items() if name in known}
+            | {"settings": settings}
+        )

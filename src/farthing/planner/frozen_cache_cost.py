@@ -1,8 +1,9 @@
 """Whether it pays to keep what frozen layers compute: bytes and seconds of a cache of their output.
 
-The trained layers on top begin with hidden states that are the same in every epoch. Filling the cache costs one forward
-pass of the frozen layers and the writing of it; from then on an epoch reads instead of computing. Pure arithmetic, for
-the planner as for the trainer. Refuses to import torch and to look at the machine.
+The trained layers on top begin with hidden states that are the same in every epoch. Filling the
+cache costs one forward pass of the frozen layers and the writing of it; from then on an epoch reads
+instead of computing. Pure arithmetic, for the planner as for the trainer. Refuses to import torch
+and to look at the machine.
 """
 
 from __future__ import annotations
@@ -62,7 +63,13 @@ class FrozenCacheCost:
             return "every example is seen at most once"
         needed, free = self.n_tokens * self.bytes_per_token, self.free_bytes
         if needed > DISK_SHARE * free:
-            return f"it would take {say_bytes(needed)}, and half of the {say_bytes(free)} that are free may be used"
-        if self.bytes_per_token / self.read_bytes_per_s >= self.frozen_s_per_token + self.rest_s_per_token:
+            return (
+                f"it would take {say_bytes(needed)}, and half of the {say_bytes(free)} that are"
+                " free may be used"
+            )
+        if (
+            self.bytes_per_token / self.read_bytes_per_s
+            >= self.frozen_s_per_token + self.rest_s_per_token
+        ):
             return "reading it takes longer than computing it"
         return None if self.saved_s > 0 else "filling it takes longer than it saves"

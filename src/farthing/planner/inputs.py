@@ -1,7 +1,9 @@
-"""A job -> the planner's question, and its answer: the shape of the model, the lengths of the data, offers, measurements.
+"""A job -> the planner's question, and its answer: the shape of the model, the lengths of the data,
+offers, measurements.
 
-This is where the planner's values come from: config.json, token caches or a sample of rows, the price snapshot, the file of
-measurements, and what this machine is. `search.decide` gets them and nothing else.
+This is where the planner's values come from: config.json, token caches or a sample of rows, the
+price snapshot, the file of measurements, and what this machine is. `search.decide` gets them and
+nothing else.
 
 Refuses to import torch, to train and to print. The clock's time is handed in.
 """
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from farthing.config.job import Job
 from farthing.durability.files import Json
-from farthing.errors import FarthingError, UserMistake
+from farthing.errors import FarthingError, InputError
 from farthing.planner.alternatives import Rung, is_rented, other_methods, what_choices_save
 from farthing.planner.calibration import calibrate, past_errors
 from farthing.planner.estimate import Estimate
@@ -77,7 +79,9 @@ class Study:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked beside the job. Names of GPUs, providers and regions: any of them will do; none: as the job says."""
+    """What is asked beside the job. Names of GPUs, providers and regions: any of them will do;
+    none: as the job says.
+    """
 
     gpu: Sequence[str] = ()
     provider: Sequence[str] = ()
@@ -96,13 +100,15 @@ class Asked:
     is_local: bool = True
     """Whether this machine is planned on."""
     torch: str | None = None
-    """What rented machines get ("2.13.0+cu126"); None: the version and build that are installed here."""
+    """What rented machines get ("2.13.0+cu126"); None: the version and build that are installed
+    here.
+    """
 
 
 def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     """Plan a job on every offer that is asked for, on this machine, and on GPUs of one's own.
 
-    Raises `UserMistake`, `DataError`, `ModelError`.
+    Raises `InputError`, `DataError`, `ModelError`.
     """
     cache_dir, today = Path(job.cache_dir or "."), now.date()
     config, where = find_config(job.model.model_name_or_path, job.model.revision)
@@ -126,15 +132,22 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     notes.append(f"software: {runs_in_words(software)}")
     found: list[Place | Rejected] = []
     if asked.is_local:
-        ways = [place_here(wanted, machine, job, measurements, today, n) for n in _counts_here(machine, job, asked)]
+        ways = [
+            place_here(wanted, machine, job, measurements, today, n)
+            for n in _counts_here(machine, job, asked)
+        ]
         found += [way for way in ways if way is not None]
         if None in ways:
             notes.append(
-                f"this machine: {machine.device_name} is no GPU that is known here, so nothing is planned on it"
+                f"this machine: {machine.device_name} is no GPU that is known here, so nothing is"
+                " planned on it"
             )
     found += _places(wanted, offers, asked.own, known, software, today)
     if job.where.device == "cpu":
-        notes.append("where.device: cpu is of this machine; places with a GPU are planned as with where.device: auto")
+        notes.append(
+            "where.device: cpu is of this machine; places with a GPU are planned as with"
+            " where.device: auto"
+        )
     places = [place for place in found if isinstance(place, Place)]
     refused = tuple(place for place in found if isinstance(place, Rejected))
     hazard, law = None, Study.law
@@ -147,14 +160,27 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     notes += [*known.notes, *_past(places, measurements, machine)]
     rungs, methods = _beside(wanted, answer, catalog, known, software, today)
     return Study(
-        job, wanted, answer, catalog, machine, assumptions, tuple(notes), today, tuple(asked.own), law, rungs, methods
+        job,
+        wanted,
+        answer,
+        catalog,
+        machine,
+        assumptions,
+        tuple(notes),
+        today,
+        tuple(asked.own),
+        law,
+        rungs,
+        methods,
     )
 
 
 def _beside(
     wanted: JobSpec, answer: Answer, catalog: Catalog, known: _Known, software: Torch, today: date
 ) -> tuple[tuple[Rung, ...], tuple[tuple[str, Plan | None], ...]]:
-    """What the choices of the first rented plan save, and the other methods; nothing where nothing can be rented."""
+    """What the choices of the first rented plan save, and the other methods; nothing where nothing
+    can be rented.
+    """
     best = next((plan for plan in answer.plans if is_rented(plan)), None)
     if best is None:
         return (), ()
@@ -167,7 +193,7 @@ def _beside(
 
 
 def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
-    """Those that are asked for. Raises `UserMistake` where there are none."""
+    """Those that are asked for. Raises `InputError` where there are none."""
     may = job.where
     chosen = select_any(
         catalog,
@@ -179,17 +205,22 @@ def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
     offers = [offer for offer in chosen if offer.n_gpus <= asked.max_gpus]
     if not offers:
         what = f"no machine of at most {asked.max_gpus} GPUs is among the offers"
-        raise UserMistake(what, where="--max-gpus", to_do="give more")
+        raise InputError(what, where="--max-gpus", to_do="give more")
     if isinstance(may.gpus, int):  # the job would leave others idle, or refuse to begin
         offers = [offer for offer in offers if offer.n_gpus in (0, may.gpus)]
         if not offers:
             what = f"no machine of {may.gpus} GPUs is among the offers"
-            raise UserMistake(what, where="where.gpus", to_do="give another number, or all")
+            raise InputError(what, where="where.gpus", to_do="give another number, or all")
     return offers
 
 
 def _places(
-    wanted: JobSpec, offers: Sequence[Offer], own: Sequence[Owned], known: _Known, software: Torch, today: date
+    wanted: JobSpec,
+    offers: Sequence[Offer],
+    own: Sequence[Owned],
+    known: _Known,
+    software: Torch,
+    today: date,
 ) -> list[Place | Rejected]:
     """GPUs of one's own and offers with an hourly price, as places for the job."""
     found: list[Place | Rejected] = []
@@ -204,10 +235,16 @@ def _places(
     return found
 
 
-def _past(places: Sequence[Place], measurements: Sequence[Measurement], machine: Machine) -> list[str]:
-    """What runs here have taught: what this machine is calibrated by, and how far off estimates were."""
+def _past(
+    places: Sequence[Place], measurements: Sequence[Measurement], machine: Machine
+) -> list[str]:
+    """What runs here have taught: what this machine is calibrated by, and how far off estimates
+    were.
+    """
     here = next((place.calibration for place in places if place.offer.provider == HERE), None)
-    notes = [f"this machine is calibrated by {here.source}"] if here is not None and here.n_runs else []
+    notes = (
+        [f"this machine is calibrated by {here.source}"] if here is not None and here.n_runs else []
+    )
     earlier = past_errors(measurements, machine.hardware)
     return [*notes, earlier] if earlier else notes
 
@@ -216,20 +253,32 @@ def _past(places: Sequence[Place], measurements: Sequence[Measurement], machine:
 
 
 def shape_of(job: Job, config: Json, n_labels: int = 2) -> Shape:
-    """The sizes of the job's model with its head. A head for classification is small; two labels unless known."""
+    """The sizes of the job's model with its head. A head for classification is small; two labels
+    unless known.
+    """
     return read_shape(config, job.task, 0 if task_of(job.task).scores_tokens else n_labels)
 
 
 def wanted_of(
-    job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None, *, config: Json, now: datetime
+    job: Job,
+    shape: Shape,
+    lengths: Lengths,
+    held_out: Lengths | None,
+    *,
+    config: Json,
+    now: datetime,
 ) -> JobSpec:
     """What a job asks of the planner; `config` is the model's."""
     train, method = job.train, job.method
-    precision = "bf16" if train.bf16 else "fp16" if train.fp16 else "fp32" if train.bf16 is False else None
+    precision = (
+        "bf16" if train.bf16 else "fp16" if train.fp16 else "fp32" if train.bf16 is False else None
+    )
     checkpointing = train.gradient_checkpointing
     micro_batch_tokens = train.micro_batch_tokens
     if micro_batch_tokens is None and job.says_micro_batch:
-        micro_batch_tokens = job.micro_batch_size * lengths.longest_example  # as the trainer takes it
+        micro_batch_tokens = (
+            job.micro_batch_size * lengths.longest_example
+        )  # as the trainer takes it
     deadline_s = None
     if job.limits.deadline is not None:
         deadline_s = job.limits.deadline.timestamp() - now.timestamp()
@@ -277,12 +326,16 @@ def wanted_of(
 
 
 def spreads(job: Job) -> bool | None:
-    """Whether the job asks for weights that are spread over GPUs, or for whole ones; None: it leaves that open."""
+    """Whether the job asks for weights that are spread over GPUs, or for whole ones; None: it
+    leaves that open.
+    """
     return None if job.where.strategy == "auto" else job.where.strategy != "ddp"
 
 
 def _may_spread(job: Job) -> bool:
-    """Whether weights can be spread, as far as this hangs neither on method nor optimizer: `train.strategy` has the reasons."""
+    """Whether weights can be spread, as far as this hangs neither on method nor optimizer:
+    `train.strategy` has the reasons.
+    """
     is_adapter = job.method.name != "full"
     is_generated = task_of(job.task).is_pair and job.train.predict_with_generate
     is_kept = is_adapter and begins_from_base(job.method.init_lora_weights)
@@ -291,7 +344,9 @@ def _may_spread(job: Job) -> bool:
 
 
 def _drops(config: Json) -> bool:
-    """Whether a model drops something in training: frozen layers that do give something else every time."""
+    """Whether a model drops something in training: frozen layers that do give something else every
+    time.
+    """
     names = [name for name, value in config.items() if isinstance(value, int | float) and value > 0]
     return any("drop" in name or name.endswith("pdrop") for name in names)
 
@@ -307,7 +362,9 @@ def _lengths(
         except FarthingError as error:
             lacks = "--examples" if n_examples is None else "--mean-tokens"
             to_do = f"give {lacks} too"
-            raise UserMistake(f"{lacks} is not known: {error.what}", where=error.where, to_do=to_do) from None
+            raise InputError(
+                f"{lacks} is not known: {error.what}", where=error.where, to_do=to_do
+            ) from None
         if mean_tokens is None and n_examples is not None:
             return seen.repeated(n_examples), held_out
         n_examples = seen.n_examples
@@ -321,7 +378,9 @@ def _lengths(
 
 
 def _counts_here(machine: Machine, job: Job, asked: Asked) -> list[int]:
-    """How many GPUs of this machine may share the run: as the job says; else one, two, four and so on, and all of them."""
+    """How many GPUs of this machine may share the run: as the job says; else one, two, four and so
+    on, and all of them.
+    """
     if machine.kind != "cuda" or job.where.device == "cpu":
         return [1]
     most = min(machine.n_gpus, asked.max_gpus)
@@ -338,20 +397,32 @@ def place_here(
     today: date,
     n_gpus: int | None = None,
 ) -> Place | Rejected | None:
-    """This machine as the trainer would use it, on `n_gpus` of its GPUs or as many as the job says; None for a GPU that is not
-    known.
+    """This machine as the trainer would use it, on `n_gpus` of its GPUs or as many as the job says;
+    None for a GPU that is not known.
 
     A CPU computes in fp32 unless asked for bf16.
     """
     is_cuda = machine.kind == "cuda" and job.where.device != "cpu"
     if n_gpus is None:
-        n_gpus = machine.n_gpus if job.where.gpus == "all" else min(job.where.gpus or 1, machine.n_gpus)
+        n_gpus = (
+            machine.n_gpus if job.where.gpus == "all" else min(job.where.gpus or 1, machine.n_gpus)
+        )
     n_gpus = n_gpus if is_cuda else 1
     note = ""
     offer = Offer(
-        HERE, machine.device_name if is_cuda else machine.cpu.name, "", n_gpus, "", "", job.where.spot, "machine_hour",
-        job.usd_per_hour, "the job's own price: where.usd_per_hour and electricity", today, Billing(HERE),
-    )  # fmt: skip
+        HERE,
+        machine.device_name if is_cuda else machine.cpu.name,
+        "",
+        n_gpus,
+        "",
+        "",
+        job.where.spot,
+        "machine_hour",
+        job.usd_per_hour,
+        "the job's own price: where.usd_per_hour and electricity",
+        today,
+        Billing(HERE),
+    )
     if is_cuda:
         gpu = gpu_of_device(machine.device_name, machine.memory_bytes)
         if gpu is None:
@@ -368,34 +439,54 @@ def place_here(
             device = device._replace(link_bytes_per_s=link, knows_link=True)
     else:
         precision = wanted.precision or "fp32"
-        device = cpu_device(machine.cpu.name, machine.cpu.peak_flops(precision, machine.n_threads), machine.n_threads)
+        device = cpu_device(
+            machine.cpu.name,
+            machine.cpu.peak_flops(precision, machine.n_threads),
+            machine.n_threads,
+        )
         memory_bytes = machine.memory_bytes if machine.kind == "cpu" else free_memory_bytes()
         hardware = replace(machine, kind="cpu", device_name=machine.cpu.name).hardware
     if device is None:
         return None
     known = _calibration(wanted, measurements, hardware, precision, device)
-    memory_bytes -= memory_bytes % 2**30 if memory_bytes > 2**30 else 0  # what is free moves; a plan should not
+    memory_bytes -= (
+        memory_bytes % 2**30 if memory_bytes > 2**30 else 0
+    )  # what is free moves; a plan should not
     return Place(
-        offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda, precision_note=note,
-        is_part=is_cuda and n_gpus < machine.n_gpus, has_liger=is_cuda and _has_liger(wanted, job, offer.gpu),
-    )  # fmt: skip
+        offer,
+        device,
+        precision,
+        memory_bytes,
+        known,
+        is_local=True,
+        is_cuda=is_cuda,
+        precision_note=note,
+        is_part=is_cuda and n_gpus < machine.n_gpus,
+        has_liger=is_cuda and _has_liger(wanted, job, offer.gpu),
+    )
 
 
 def rented_torch() -> Torch:
-    """The torch that a rented machine is taken to get: the version and the build for GPUs that are installed here.
+    """The torch that a rented machine is taken to get: the version and the build for GPUs that are
+    installed here.
 
-    Where that is for CPUs alone, or too old to be known, the one that PyPI has of it, or of the oldest known.
+    Where that is for CPUs alone, or too old to be known, the one that PyPI has of it, or of the
+    oldest known.
     """
     version, build = installed_torch()
     try:
         return parse_torch(f"{version}+{build}" if build and build != "cpu" else version)
-    except UserMistake:
+    except InputError:
         return Torch(OLDEST_TORCH)
 
 
 def _has_liger(wanted: JobSpec, job: Job, gpu: str) -> bool:
-    """Whether the trainer would take Liger's kernels on a GPU of this machine: see `model/liger.py`."""
-    is_wanted = job.train.use_liger_kernel is not False and wanted.shape.model_type in FUSED_BY_LIGER
+    """Whether the trainer would take Liger's kernels on a GPU of this machine: see
+    `model/liger.py`.
+    """
+    is_wanted = (
+        job.train.use_liger_kernel is not False and wanted.shape.model_type in FUSED_BY_LIGER
+    )
     is_new = float(gpus()[gpu].compute_capability or 0) >= 8.0
     return is_wanted and is_new and importlib.util.find_spec("liger_kernel") is not None
 
@@ -408,7 +499,9 @@ def plan_here(
     today: date,
     n_gpus: int | None = None,
 ) -> Plan | Rejected | None:
-    """The plan for this machine alone, limits aside, `n_gpus` as for `place_here`; None where it can't be planned on."""
+    """The plan for this machine alone, limits aside, `n_gpus` as for `place_here`; None where it
+    can't be planned on.
+    """
     place = place_here(wanted, machine, job, measurements, today, n_gpus)
     if place is None or isinstance(place, Rejected):
         return place
@@ -421,7 +514,9 @@ def estimate_of(plan: Plan, wanted: JobSpec) -> Estimate:
     recipe, shape, adapters = plan.recipe, wanted.shape, wanted.adapters
     padded = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).example
     mean, share = wanted.tokens_per_example, wanted.labelled_share
-    bare = step_time(work_of(shape, recipe, padded, mean, adapters, labelled_share=share), plan.place.device).parts
+    bare = step_time(
+        work_of(shape, recipe, padded, mean, adapters, labelled_share=share), plan.place.device
+    ).parts
     return Estimate(
         wall_s=plan.wall_s,
         wall_range_s=[hours * 3600 for hours in plan.hours_range.as_list()],
@@ -449,9 +544,25 @@ def estimate_of(plan: Plan, wanted: JobSpec) -> Estimate:
 def owned_offer(owned: Owned, today: date) -> Offer:
     """A GPU of one's own as an offer: electricity, wear and the rest for each hour."""
     usd = owned.running_usd_per_h + owned.wear_usd_per_h
-    words = f"own: {owned.power_kw:g} kW at ${owned.usd_per_kwh:g} a kWh, wear ${owned.wear_usd_per_h:.3f} an hour"
+    words = (
+        f"own: {owned.power_kw:g} kW at ${owned.usd_per_kwh:g} a kWh, wear"
+        f" ${owned.wear_usd_per_h:.3f} an hour"
+    )
     name = f"{owned.n_gpus}x {owned.gpu}"
-    return Offer(OWN, name, owned.gpu, owned.n_gpus, "", "", False, "machine_hour", usd, words, today, Billing(OWN))
+    return Offer(
+        OWN,
+        name,
+        owned.gpu,
+        owned.n_gpus,
+        "",
+        "",
+        False,
+        "machine_hour",
+        usd,
+        words,
+        today,
+        Billing(OWN),
+    )
 
 
 class _Known:
@@ -473,27 +584,47 @@ class _Known:
         if hardware is None:
             return None
         if gpu not in self._made:
-            precision = self._wanted.precision or best_precision(gpus()[gpu], self._wanted.fp16_risk)
+            precision = self._wanted.precision or best_precision(
+                gpus()[gpu], self._wanted.fp16_risk
+            )
             device = device_of(gpus()[gpu], precision)
             made = Calibration()
             if device is not None:
                 made = _calibration(self._wanted, self._measurements, hardware, precision, device)
-            self._made[gpu] = replace(made, start_s=None, save_s=None)  # of that machine, not of the GPU
+            self._made[gpu] = replace(
+                made, start_s=None, save_s=None
+            )  # of that machine, not of the GPU
         return self._made[gpu]
 
     @property
     def notes(self) -> list[str]:
         """Which GPUs are calibrated, and by what."""
-        return [f"{gpu} is calibrated by {made.source}" for gpu, made in self._made.items() if made.n_runs]
+        return [
+            f"{gpu} is calibrated by {made.source}"
+            for gpu, made in self._made.items()
+            if made.n_runs
+        ]
 
 
 def _calibration(
-    wanted: JobSpec, measurements: Sequence[Measurement], hardware: str, precision: str, device: Device
+    wanted: JobSpec,
+    measurements: Sequence[Measurement],
+    hardware: str,
+    precision: str,
+    device: Device,
 ) -> Calibration:
     if not measurements:
         return Calibration()
-    recipe = recipe_of(wanted, precision, wanted.micro_batch_tokens or CPU_TOKENS, wanted.checkpoint_every or 0)
+    recipe = recipe_of(
+        wanted, precision, wanted.micro_batch_tokens or CPU_TOKENS, wanted.checkpoint_every or 0
+    )
     return calibrate(
-        measurements, hardware, wanted.shape, recipe, device, wanted.adapters,
-        labelled_share=wanted.labelled_share, mean_tokens=wanted.lengths.mean,
-    )  # fmt: skip
+        measurements,
+        hardware,
+        wanted.shape,
+        recipe,
+        device,
+        wanted.adapters,
+        labelled_share=wanted.labelled_share,
+        mean_tokens=wanted.lengths.mean,
+    )

@@ -1,4 +1,5 @@
-"""The lengths of a job's data: from the token cache where training or tokenizing has left them, else from a sample of rows.
+"""The lengths of a job's data: from the token cache where training or tokenizing has left them,
+else from a sample of rows.
 
 Refuses to import torch and transformers and to reach the network.
 """
@@ -25,10 +26,24 @@ from farthing.data.light_tokenizer import LightTokenizer, light_tokenizer, own_t
 from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
 from farthing.data.rows import Own
 from farthing.data.sample import Sampled, sample_lengths
-from farthing.data.token_set import CACHE_VERSION, LINE_BITS, Recipe, TokenSet, notes_of, open_token_set
-from farthing.durability.files import Damaged, belongs_to_another, is_own, make_private, sha256_of, write_json
+from farthing.data.token_set import (
+    CACHE_VERSION,
+    LINE_BITS,
+    Recipe,
+    TokenSet,
+    notes_of,
+    open_token_set,
+)
+from farthing.durability.files import (
+    DamagedFileError,
+    belongs_to_another,
+    is_own,
+    make_private,
+    sha256_of,
+    write_json,
+)
 from farthing.durability.run_folder import began, rules_of
-from farthing.errors import FarthingError, ModelError, UserMistake
+from farthing.errors import FarthingError, InputError, ModelError
 from farthing.planner.lengths import Lengths, from_arrays, from_token_set
 from farthing.planner.model_config import CONFIG, cached_snapshot, find_config
 from farthing.planner.shapes import read_shape
@@ -41,9 +56,11 @@ _MOST_TOKENIZER_BYTES = 256 << 20  # a larger json file is none of a tokenizer
 
 
 def read_lengths(job: Job, *, cache_dir: Path) -> tuple[Lengths, Lengths | None]:
-    """The lengths of a job's training and evaluation examples, exact where they have been tokenized before.
+    """The lengths of a job's training and evaluation examples, exact where they have been tokenized
+    before.
 
-    Raises `DataError` for data that can't be used, `UserMistake` for data that can't be seen without the network.
+    Raises `DataError` for data that can't be used, `InputError` for data that can't be seen without
+    the network.
     """
     cache = Path(cache_dir)
     tokens = _tokens_of(job, "train", cache)
@@ -55,14 +72,27 @@ def read_lengths(job: Job, *, cache_dir: Path) -> tuple[Lengths, Lengths | None]
 
 
 def note_token_set(
-    job: Job, role: str, train_sources: list[Source], eval_sources: list[Source], folder: Path, *, cache_dir: Path
+    job: Job,
+    role: str,
+    train_sources: list[Source],
+    eval_sources: list[Source],
+    folder: Path,
+    *,
+    cache_dir: Path,
 ) -> None:
-    """Remember which token set the data of `role` (train or eval) became, for `read_lengths`. Raises `OSError`."""
-    known = {"train": [source.sha256 for source in train_sources], "eval": [source.sha256 for source in eval_sources]}
+    """Remember which token set the data of `role` (train or eval) became, for `read_lengths`.
+    Raises `OSError`.
+    """
+    known = {
+        "train": [source.sha256 for source in train_sources],
+        "eval": [source.sha256 for source in eval_sources],
+    }
     key = _index_key(job, role, known)
     if key is not None and _noted(cache_dir, key) != folder.name:
         when = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(make_private(cache_dir / INDEX) / f"{key}.json", {"set": folder.name, "when": when})
+        write_json(
+            make_private(cache_dir / INDEX) / f"{key}.json", {"set": folder.name, "when": when}
+        )
 
 
 def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | None] | None:
@@ -75,18 +105,26 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
             return None
         held_out = eval_tokens, np.arange(len(eval_tokens))
     elif job.data.eval_fraction > 0:
-        train, chosen = split_by_input(tokens.groups, job.data.eval_fraction, job.train.seed, tokens.inputs)
+        train, chosen = split_by_input(
+            tokens.groups, job.data.eval_fraction, job.train.seed, tokens.inputs
+        )
         held_out = (tokens, chosen) if len(chosen) else None
     train = train[: job.data.max_train_samples]
     weights = [said.weight for said in job.data.of_train]
-    of_each = np.array(weights)[tokens.lines[train] >> LINE_BITS] if any(weight != 1 for weight in weights) else None
+    of_each = (
+        np.array(weights)[tokens.lines[train] >> LINE_BITS]
+        if any(weight != 1 for weight in weights)
+        else None
+    )
     n_per_epoch = Batches(train, 1, 0, of_each).n_per_epoch
     is_exact = not any(_is_elsewhere(name) for name in (*job.data.train, *job.data.eval))
 
     def lengths_of(of: TokenSet, indices: NDArray[np.int64]) -> Lengths:
         words = f"token cache, {plural(len(indices), 'example')}"
         words += "" if is_exact else "; the data was not looked at again"
-        found = replace(from_token_set(of, indices, job.task, source=words), notes=notes_of(of.facts))
+        found = replace(
+            from_token_set(of, indices, job.task, source=words), notes=notes_of(of.facts)
+        )
         return found if is_exact else replace(found, is_exact=False)
 
     of_train = lengths_of(tokens, train)
@@ -114,7 +152,10 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
         n_rows = f"{found.n_rows:,}" if found.is_all_read else f"about {found.n_rows:,}"
         words = f"{found.n_tokenized:,} of {n_rows} rows tokenized"
         if not tokenizer.is_exact:
-            words = f"guessed from characters, no tokenizer was found here: {found.n_tokenized:,} of {n_rows} rows"
+            words = (
+                f"guessed from characters, no tokenizer was found here: {found.n_tokenized:,} of"
+                f" {n_rows} rows"
+            )
         lengths = from_arrays(
             found.tokens,
             found.targets,
@@ -128,7 +169,9 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
     data = job.data
     train = sampled(data.train, data.of_train, data.train_split)
     if data.eval:
-        held_out = lengths_of(sampled(data.eval, data.of_eval, data.eval_split), 1.0, data.max_eval_samples)
+        held_out = lengths_of(
+            sampled(data.eval, data.of_eval, data.eval_split), 1.0, data.max_eval_samples
+        )
         return lengths_of(train, 1.0, data.max_train_samples), held_out
     if data.eval_fraction > 0:
         held_out = lengths_of(train, data.eval_fraction, data.max_eval_samples)
@@ -137,11 +180,15 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
 
 
 def reading_of(job: Job, day: str, text_version: int) -> tuple[LightTokenizer, Recipe]:
-    """How a job reads its rows, without transformers: its tokenizer, or a guess where none is here. Raises `ModelError`."""
+    """How a job reads its rows, without transformers: its tokenizer, or a guess where none is here.
+    Raises `ModelError`.
+    """
     folder = _tokenizer_folder(job)
     tokenizer = light_tokenizer(folder, _template_of_job(job))
     if tokenizer.chat_template is None and rules_of(Path(job.output_dir)) < 3:
-        tokenizer = replace(tokenizer, chat_template=default_template(bool(first_tokens(tokenizer))))
+        tokenizer = replace(
+            tokenizer, chat_template=default_template(bool(first_tokens(tokenizer)))
+        )
     recipe = Recipe(
         task=job.task,
         max_length=_max_length(job, folder),
@@ -166,7 +213,9 @@ def _template_of_job(job: Job) -> str | None:
         return Path(job.data.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = f"the chat template can't be read ({type(error).__name__})"
-        raise ModelError(what, where=job.data.chat_template, to_do="check data.chat_template") from error
+        raise ModelError(
+            what, where=job.data.chat_template, to_do="check data.chat_template"
+        ) from error
 
 
 def _is_elsewhere(name: str) -> bool:
@@ -175,15 +224,24 @@ def _is_elsewhere(name: str) -> bool:
 
 
 def _local_sources(names: tuple[str, ...], split: str) -> list[Source]:
-    """The files that these names mean; their content is not hashed. Raises `UserMistake`, `DataError`."""
+    """The files that these names mean; their content is not hashed. Raises `InputError`,
+    `DataError`.
+    """
     sources = []
     for name in names:
         if _is_elsewhere(name):
-            what = "a file of another machine" if is_remote(name) else "no file here; as a data set of the Hub"
-            raise UserMistake(
+            what = (
+                "a file of another machine"
+                if is_remote(name)
+                else "no file here; as a data set of the Hub"
+            )
+            raise InputError(
                 f"{what}, it can't be looked at without the network",
                 where=without_secrets(name),
-                to_do="give --examples N --mean-tokens M, or run `farthing train` once: tokenized data is remembered",
+                to_do=(
+                    "give --examples N --mean-tokens M, or run `farthing train` once: tokenized"
+                    " data is remembered"
+                ),
             )
         paths = files_of_split(Path(name), split) if Path(name).is_dir() else [Path(name)]
         for path in paths:
@@ -193,19 +251,34 @@ def _local_sources(names: tuple[str, ...], split: str) -> list[Source]:
 
 
 def files_of_split(folder: Path, split: str) -> list[Path]:
-    """The data files of a data set folder that hold a split: its name is in theirs, or no file names a split at all."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in KINDS and path.is_file())
-    files = [path for path in files if path.name not in ("dataset_info.json", "state.json", "dataset_dict.json")]
+    """The data files of a data set folder that hold a split: its name is in theirs, or no file
+    names a split at all.
+    """
+    files = sorted(
+        path for path in folder.rglob("*") if path.suffix.lower() in KINDS and path.is_file()
+    )
+    files = [
+        path
+        for path in files
+        if path.name not in ("dataset_info.json", "state.json", "dataset_dict.json")
+    ]
     words = {"validation": ("valid", "dev")}.get(split, (split,))
     inside = {path: str(path.relative_to(folder)).lower() for path in files}
     named = [path for path in files if any(word in inside[path] for word in words)]
     if not named and split == "train":
-        named = [path for path in files if not any(word in inside[path] for word in ("valid", "dev", "test", "eval"))]
+        named = [
+            path
+            for path in files
+            if not any(word in inside[path] for word in ("valid", "dev", "test", "eval"))
+        ]
     if not named:
-        raise UserMistake(
+        raise InputError(
             f"no file of the folder can be recognised as its split `{split}`",
             where=str(folder),
-            to_do="give --examples N --mean-tokens M, or run `farthing train` once: tokenized data is remembered",
+            to_do=(
+                "give --examples N --mean-tokens M, or run `farthing train` once: tokenized data is"
+                " remembered"
+            ),
         )
     return named
 
@@ -214,17 +287,24 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
 
 
 def _tokens_of(job: Job, role: str, cache: Path) -> TokenSet | None:
-    """The token set that the job's data became, if it was made from the same bytes in the same way and is whole."""
+    """The token set that the job's data became, if it was made from the same bytes in the same way
+    and is whole.
+    """
     if not (cache / INDEX).is_dir():
         return None
     try:
         key = _index_key(job, role, {})
         name = None if key is None else _noted(cache, key)
         folder = cache / "tokens" / (name or "")
-        if name is None or belongs_to_another(cache / INDEX) or belongs_to_another(folder.parent) or not is_own(folder):
+        if (
+            name is None
+            or belongs_to_another(cache / INDEX)
+            or belongs_to_another(folder.parent)
+            or not is_own(folder)
+        ):
             return None
         return open_token_set(folder, check_bytes=False)
-    except (OSError, ValueError, Damaged):
+    except (OSError, ValueError, DamagedFileError):
         return None
 
 
@@ -238,7 +318,8 @@ def _noted(cache: Path, key: str) -> str | None:
 
 
 def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
-    """A hash of everything a token set follows from that can be known without transformers; None without a tokenizer.
+    """A hash of everything a token set follows from that can be known without transformers; None
+    without a tokenizer.
 
     `known` has the hashes of sources that were opened already.
     """
@@ -251,7 +332,12 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
     names = {"train": (data.train, data.train_split), "eval": (data.eval, data.eval_split)}
     template = data.chat_template
     content = {
-        "version": [_INDEX_VERSION, CACHE_VERSION, _version("transformers"), _version("tokenizers")],
+        "version": [
+            _INDEX_VERSION,
+            CACHE_VERSION,
+            _version("transformers"),
+            _version("tokenizers"),
+        ],
         "data": {  # the labels of the evaluation data are those of the training data
             each: _content_of(*names[each], data.dataset_config_name, known.get(each))
             for each in (("train",) if role == "train" else ("train", "eval"))
@@ -265,17 +351,26 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
         "text": [text_version, day if is_of_a_day else ""],
         "settings": data.model_dump(
             include={
-                "columns", "label_map", "max_length", "max_target_length", "too_long", "train_on_prompt", "max_bad_rows",
-                "source_lang", "target_lang",
+                "columns",
+                "label_map",
+                "max_length",
+                "max_target_length",
+                "too_long",
+                "train_on_prompt",
+                "max_bad_rows",
+                "source_lang",
+                "target_lang",
             }
         ),
-    }  # fmt: skip
+    }
     if data.of_train or data.of_eval:
         content["own"] = [data.of_train, data.of_eval]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _content_of(names: tuple[str, ...], split: str, config_name: str | None, known: list[str] | None) -> list[str]:
+def _content_of(
+    names: tuple[str, ...], split: str, config_name: str | None, known: list[str] | None
+) -> list[str]:
     """The identity of data: of its bytes, or of the address where only the network could tell."""
     found = []
     for index, name in enumerate(names):
@@ -285,7 +380,9 @@ def _content_of(names: tuple[str, ...], split: str, config_name: str | None, kno
         elif known is not None:
             found.append(known[index])
         else:
-            found.append(folder_sha256(Path(name), split) if Path(name).is_dir() else sha256_of(Path(name)))
+            found.append(
+                folder_sha256(Path(name), split) if Path(name).is_dir() else sha256_of(Path(name))
+            )
     return found
 
 
@@ -295,11 +392,15 @@ def _tokenizer_folder(job: Job) -> Path | None:
     name = own or job.model.model_name_or_path
     if Path(name).is_dir():
         return Path(name)
-    return cached_snapshot(name, None if own and own != job.model.model_name_or_path else job.model.revision)
+    return cached_snapshot(
+        name, None if own and own != job.model.model_name_or_path else job.model.revision
+    )
 
 
 def _model_folder(job: Job) -> Path:
-    """The folder with the model's configuration, here or in the Hugging Face cache; one that is not there otherwise."""
+    """The folder with the model's configuration, here or in the Hugging Face cache; one that is not
+    there otherwise.
+    """
     path = Path(job.model.model_name_or_path)
     return path if path.is_dir() else cached_snapshot(str(path), job.model.revision) or path
 
@@ -314,7 +415,9 @@ def _files_sha256(folder: Path) -> str:
 
 
 def _max_length(job: Job, folder: Path | None) -> int:
-    """The longest input as `prepare.open_inputs` settles it: the job's, or what model and tokenizer allow of the default."""
+    """The longest input as `prepare.open_inputs` settles it: the job's, or what model and tokenizer
+    allow of the default.
+    """
     if job.data.max_length:
         return job.data.max_length
     limits = [job.max_length]
@@ -324,7 +427,11 @@ def _max_length(job: Job, folder: Path | None) -> int:
     except FarthingError:
         pass  # whoever needs the model will say so
     try:
-        says = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")) if folder else {}
+        says = (
+            json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            if folder
+            else {}
+        )
         limits.append(int(says.get("model_max_length") or job.max_length))
     except (OSError, ValueError, AttributeError):
         pass

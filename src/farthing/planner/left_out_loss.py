@@ -1,6 +1,8 @@
-"""Losses that a model class of transformers adds by its configuration, and farthing does not compute.
+"""Losses that a model class of transformers adds by its configuration, and farthing does not
+compute.
 
-Read from config.json alone, so that a plan refuses what a run would. Refuses to compute any of them.
+Read from config.json alone, so that a plan refuses what a run would. Refuses to compute any of
+them.
 """
 
 from __future__ import annotations
@@ -24,26 +26,37 @@ _WORDS = {
 def left_out_loss(config: Mapping[str, Any], task: str) -> str:
     """The key of a configuration by which a loss is added that farthing leaves out; or "".
 
-    The balance of the experts (`output_router_logits`, Fedus et al. 2021, section 2.2) is a product of two means over all
-    tokens of a step, which does not come apart into micro-batches. Classification heads add none of these.
+    The balance of the experts (`output_router_logits`, Fedus et al. 2021, section 2.2) is a product
+    of two means over all tokens of a step, which does not come apart into micro-batches.
+    Classification heads add none of these.
     """
     if not task_of(task).scores_tokens:
         return ""
     for part in (config, config.get("text_config") or {}):
         if part.get("output_router_logits"):
-            weights = [of.get(name) for of in (part, part.get("ffn_config") or {}) for name in _ROUTER_WEIGHTS]
+            weights = [
+                of.get(name)
+                for of in (part, part.get("ffn_config") or {})
+                for name in _ROUTER_WEIGHTS
+            ]
             known = [weight for weight in weights if weight is not None]
             if any(known) or not known:
                 return "output_router_logits"
         if part.get("z_loss_coefficient"):
             return "z_loss_coefficient"
-        if part.get("model_type") == "prophetnet" and part.get("ngram", 2) > 1 and not part.get("disable_ngram_loss"):
+        if (
+            part.get("model_type") == "prophetnet"
+            and part.get("ngram", 2) > 1
+            and not part.get("disable_ngram_loss")
+        ):
             return NGRAMS
     return ""
 
 
 def is_refused(key: str, rules: int) -> bool:
-    """Whether a run that began under these rules refuses what `left_out_loss` found; else it is left out, and said."""
+    """Whether a run that began under these rules refuses what `left_out_loss` found; else it is
+    left out, and said.
+    """
     return bool(key) and rules >= (4 if key == NGRAMS else 2)
 
 
@@ -53,7 +66,11 @@ def refuse_left_out_loss(config: Mapping[str, Any], task: str, name: str, rules:
     if is_refused(key, rules):
         what, instead = _WORDS[key]
         raise ModelError(
-            f"`{key}` in the model's config.json adds {what} to the loss, which farthing does not compute",
+            f"`{key}` in the model's config.json adds {what} to the loss, which farthing does not"
+            " compute",
             where=name,
-            to_do=f"train without it: use a copy of the model folder whose config.json has `{key}: {instead}`",
+            to_do=(
+                f"train without it: use a copy of the model folder whose config.json has `{key}:"
+                f" {instead}`"
+            ),
         )

@@ -1,7 +1,8 @@
 """How long the examples are, in tokens: what a plan's memory and seconds depend on most.
 
-`Lengths` is a distribution, and what becomes of it: `cut` says how the trainer cuts steps by a budget of tokens
-(`data/packing`). Refuses to read files: `job_lengths` does. Refuses to import torch.
+`Lengths` is a distribution, and what becomes of it: `cut` says how the trainer cuts steps by a
+budget of tokens (`data/packing`). Refuses to read files: `job_lengths` does. Refuses to import
+torch.
 """
 
 from __future__ import annotations
@@ -16,15 +17,22 @@ from numpy.typing import NDArray
 
 from farthing.data.packing import ON_CPU, MicroBatchCost, split_by_tokens, split_padded
 from farthing.data.token_set import TokenSet
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.tasks.registry import task_of
 
 SAMPLE_SIZE = 4096
-SPREAD = 0.6  # standard deviation of ln(length) where only the mean is known: between a chat set and a set of prompts
+# standard deviation of ln(length) where only the mean is known: between a chat set and a set of
+# prompts
+SPREAD = 0.6
 _CHUNK = 16_384  # examples
 _N_SIMULATED = 1 << 17  # examples of simulated steps that are only added up
-_N_CUT, _N_CUT_PADDED = 2048, 768  # examples of those that are really cut, flat and padded, which takes longer
-MORE_THAN_DRAWN = 1.4  # the largest padded micro-batch against that of the simulated steps, by assumption
+_N_CUT, _N_CUT_PADDED = (
+    2048,
+    768,
+)  # examples of those that are really cut, flat and padded, which takes longer
+MORE_THAN_DRAWN = (
+    1.4  # the largest padded micro-batch against that of the simulated steps, by assumption
+)
 
 
 class Padded(NamedTuple):
@@ -38,12 +46,15 @@ class Padded(NamedTuple):
 
 
 class Largest(NamedTuple):
-    """The largest micro-batch of a run: its rows, and the tokens of each. Documents end to end are one row."""
+    """The largest micro-batch of a run: its rows, and the tokens of each. Documents end to end are
+    one row.
+    """
 
     n_rows: int
     tokens: int
     targets: int  # seq2seq; 0 otherwise
-    pairs: int = 0  # of documents end to end: the squares of their lengths added up; 0 where rows are squares
+    # of documents end to end: the squares of their lengths added up; 0 where rows are squares
+    pairs: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -63,11 +74,15 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """The lengths of a set of examples after truncation. Make one with `from_arrays`, `from_token_set` or `from_mean`."""
+    """The lengths of a set of examples after truncation. Make one with `from_arrays`,
+    `from_token_set` or `from_mean`.
+    """
 
     n_examples: int
     tokens: NDArray[np.int64]
-    """Input tokens of at most 4096 examples, evenly from the shortest to the longest; seq2seq: of the source."""
+    """Input tokens of at most 4096 examples, evenly from the shortest to the longest; seq2seq: of
+    the source.
+    """
     targets: NDArray[np.int64] | None
     """Seq2seq: target tokens of the same examples."""
     n_tokens: float
@@ -78,7 +93,8 @@ class Lengths:
     longest_target: int
     """0 but for seq2seq."""
     longest_example: int
-    """Tokens of the longest example, its target included: a micro-batch may have to hold that many."""
+    """Tokens of the longest example, its target included: a micro-batch may have to hold that many.
+    """
     is_exact: bool
     source: str
     """Where the lengths are from, in words."""
@@ -107,12 +123,22 @@ class Lengths:
 
     # ---- cut by tokens ----
 
-    def cut(self, micro_batch_tokens: int, global_batch: int, *, is_packed: bool, cost: MicroBatchCost = ON_CPU) -> Cut:
-        """Steps of `global_batch` random examples in micro-batches of at most `micro_batch_tokens` computed tokens.
+    def cut(
+        self,
+        micro_batch_tokens: int,
+        global_batch: int,
+        *,
+        is_packed: bool,
+        cost: MicroBatchCost = ON_CPU,
+    ) -> Cut:
+        """Steps of `global_batch` random examples in micro-batches of at most `micro_batch_tokens`
+        computed tokens.
 
-        `is_packed`: end to end, without padding, so that all but the number of micro-batches is exact; else padded by
-        `split_padded`, by what micro-batches `cost` on the device. What is not exact is counted in steps drawn from a
-        fixed seed and cut by the trainer's own functions: within 2 % for packed micro-batches and 5 % for padded ones (tests).
+        `is_packed`: end to end, without padding, so that all but the number of micro-batches is
+        exact; else padded by
+        `split_padded`, by what micro-batches `cost` on the device. What is not exact is counted in
+        steps drawn from a fixed seed and cut by the trainer's own functions: within 2 % for packed
+        micro-batches and 5 % for padded ones (tests).
         """
         batch = self._batch(global_batch)
         widest = batch * (self.longest + self.longest_target)  # more is never needed
@@ -127,15 +153,28 @@ class Lengths:
         return found
 
     def largest(
-        self, micro_batch_tokens: int, global_batch: int, *, is_packed: bool, cost: MicroBatchCost = ON_CPU
+        self,
+        micro_batch_tokens: int,
+        global_batch: int,
+        *,
+        is_packed: bool,
+        cost: MicroBatchCost = ON_CPU,
     ) -> Largest:
         """The largest micro-batch of such steps."""
         if not is_packed:
-            return self.cut(micro_batch_tokens, global_batch, is_packed=is_packed, cost=cost).largest
+            return self.cut(
+                micro_batch_tokens, global_batch, is_packed=is_packed, cost=cost
+            ).largest
         batch = self._batch(global_batch)
         top = self._top(micro_batch_tokens, batch)
-        of_targets = 0 if self.targets is None else round(top * self.mean_target / (self.mean + self.mean_target))
-        return Largest(1, top - of_targets, of_targets, self._pairs_of_packed(top - of_targets, batch))
+        of_targets = (
+            0
+            if self.targets is None
+            else round(top * self.mean_target / (self.mean + self.mean_target))
+        )
+        return Largest(
+            1, top - of_targets, of_targets, self._pairs_of_packed(top - of_targets, batch)
+        )
 
     def _batch(self, global_batch: int) -> int:
         return max(1, min(global_batch, self.n_examples))
@@ -145,7 +184,9 @@ class Lengths:
         return min(max(micro_batch_tokens, self.longest_example), self.largest_step(batch))
 
     def largest_step(self, global_batch: int) -> int:
-        """The most tokens of a step, sources and targets together, among as many as are drawn from a fixed seed."""
+        """The most tokens of a step, sources and targets together, among as many as are drawn from
+        a fixed seed.
+        """
         return self._largest_step(self._batch(global_batch))[0]
 
     def _largest_step(self, batch: int) -> tuple[int, int]:
@@ -154,7 +195,10 @@ class Lengths:
         if key not in self._known:
             steps = self._steps(batch, _N_SIMULATED)
             squares = self.tokens[steps] ** 2
-            self._known[key] = int(self._both[steps].sum(axis=1).max()), int(squares.sum(axis=1).max())
+            self._known[key] = (
+                int(self._both[steps].sum(axis=1).max()),
+                int(squares.sum(axis=1).max()),
+            )
         found: tuple[int, int] = self._known[key]
         return found
 
@@ -188,15 +232,22 @@ class Lengths:
     def _both(self) -> NDArray[np.int64]:
         return self.tokens if self.targets is None else self.tokens + self.targets
 
-    def _cut(self, micro_batch_tokens: int, batch: int, is_packed: bool, cost: MicroBatchCost) -> Cut:
+    def _cut(
+        self, micro_batch_tokens: int, batch: int, is_packed: bool, cost: MicroBatchCost
+    ) -> Cut:
         if is_packed:
             targets = np.zeros(1) if self.targets is None else self.targets.astype(np.float64)
-            squares, crossed = float(np.square(targets).mean()), float((self.tokens * targets).mean())
+            squares, crossed = (
+                float(np.square(targets).mean()),
+                float((self.tokens * targets).mean()),
+            )
             mean_target = 0.0 if self.targets is None else self.mean_target
             example = Padded(self.mean, mean_target, self.mean_of_squares, squares, crossed)
             largest = self.largest(micro_batch_tokens, batch, is_packed=True)
             return Cut(example, self._n_packed(micro_batch_tokens, batch), largest)
-        return self._cut_padded(micro_batch_tokens, batch, self._top(micro_batch_tokens, batch), cost)
+        return self._cut_padded(
+            micro_batch_tokens, batch, self._top(micro_batch_tokens, batch), cost
+        )
 
     def _n_packed(self, micro_batch_tokens: int, batch: int) -> float:
         """Mean number of packed micro-batches of a step."""
@@ -209,19 +260,27 @@ class Lengths:
         of_step, longest = sizes.sum(axis=1), sizes.max(axis=1)
         least = np.ceil(of_step / micro_batch_tokens)
         # longest first onto the lightest is never above the mean by more than this (Graham 1969)
-        is_sure = (of_step / least + (1 - 1 / least) * longest <= micro_batch_tokens) & (longest < micro_batch_tokens)
-        rest = sum(len(split_by_tokens(step, self._both, micro_batch_tokens)) for step in steps[~is_sure])
+        is_sure = (of_step / least + (1 - 1 / least) * longest <= micro_batch_tokens) & (
+            longest < micro_batch_tokens
+        )
+        rest = sum(
+            len(split_by_tokens(step, self._both, micro_batch_tokens)) for step in steps[~is_sure]
+        )
         return (float(least[is_sure].sum()) + rest) / len(steps)
 
     def _pairs_of_packed(self, top: int, batch: int) -> int:
-        """Squares of the lengths in a micro-batch of `top` tokens: a step, or the longest example and mean ones."""
+        """Squares of the lengths in a micro-batch of `top` tokens: a step, or the longest example
+        and mean ones.
+        """
         of_step, squares = self._largest_step(batch)
         if top < of_step:
             beside = max(0, top - self.longest) * self.mean_of_squares / max(1.0, self.mean)
             return round(min(squares, self.longest**2 + beside))
         return squares
 
-    def _cut_padded(self, micro_batch_tokens: int, batch: int, top: int, cost: MicroBatchCost) -> Cut:
+    def _cut_padded(
+        self, micro_batch_tokens: int, batch: int, top: int, cost: MicroBatchCost
+    ) -> Cut:
         n = min(
             batch, _N_CUT_PADDED
         )  # of a larger set a part stands for the whole: no better sorted, so padded a little more
@@ -230,16 +289,22 @@ class Lengths:
         of_micro_batches = []
         for step in steps:
             of_targets = None if self.targets is None else targets
-            micro_batches = split_padded(step, self.tokens, micro_batch_tokens, target_lengths=of_targets, cost=cost)
+            micro_batches = split_padded(
+                step, self.tokens, micro_batch_tokens, target_lengths=of_targets, cost=cost
+            )
             of_micro_batches += [
                 (len(micro_batch), self.tokens[micro_batch].max(), targets[micro_batch].max())
                 for micro_batch in micro_batches
             ]
-        rows, source, target = (np.array(column, dtype=np.float64) for column in zip(*of_micro_batches, strict=True))
+        rows, source, target = (
+            np.array(column, dtype=np.float64) for column in zip(*of_micro_batches, strict=True)
+        )
         drawn = self.tokens[steps].astype(np.float64), targets[steps].astype(np.float64)
 
         def scaled(padded: NDArray[np.float64], useful: NDArray[np.float64], mean: float) -> float:
-            """The mean of all, padded as the drawn ones were: what was drawn is longer or shorter by chance."""
+            """The mean of all, padded as the drawn ones were: what was drawn is longer or shorter
+            by chance.
+            """
             return mean * float(padded @ rows) / max(1.0, float(useful.sum()))
 
         squares = [np.square(of, dtype=np.float64).mean() for of in (self.tokens, targets)]
@@ -253,8 +318,11 @@ class Lengths:
         )
         n_passes = len(rows) / len(steps)
         if batch > n:
-            n_passes = max(n_passes, batch * (example.tokens + example.targets) / micro_batch_tokens)
-        # micro-batches are split before they fill a large budget; others may be larger than those that were drawn
+            n_passes = max(
+                n_passes, batch * (example.tokens + example.targets) / micro_batch_tokens
+            )
+        # micro-batches are split before they fill a large budget; others may be larger than those
+        # that were drawn
         drawn_top = MORE_THAN_DRAWN * float((rows * (source + target)).max())
         top = max(min(top, self.longest_example), min(top, math.ceil(drawn_top)))
         widest = self.longest + self.longest_target
@@ -264,7 +332,9 @@ class Lengths:
         return Cut(example, n_passes, Largest(n_rows, *longest))
 
     def _steps(self, batch: int, n_examples: int) -> NDArray[np.int64]:
-        """Places in the sample [steps, batch] of about `n_examples` in shuffled steps, the same each time."""
+        """Places in the sample [steps, batch] of about `n_examples` in shuffled steps, the same
+        each time.
+        """
         size = max(len(self.tokens), batch)
         n_rounds = max(1, n_examples // (size // batch * batch))
         order = self._shuffled(size, n_rounds)[:, : size // batch * batch]
@@ -295,13 +365,16 @@ def from_arrays(
 ) -> Lengths:
     """Lengths of all examples, or of a sample that stands for `n_examples`.
 
-    `n_target_tokens` is of the examples given; without it every input token is labelled, or every target of seq2seq.
+    `n_target_tokens` is of the examples given; without it every input token is labelled, or every
+    target of seq2seq.
     """
     tokens = np.asarray(tokens, dtype=np.int64)
     targets = None if targets is None else np.asarray(targets, dtype=np.int64)
     n_given = len(tokens)
     if n_given == 0:
-        raise UserMistake("no examples: there is nothing to plan for", where=source, to_do="check the data")
+        raise InputError(
+            "no examples: there is nothing to plan for", where=source, to_do="check the data"
+        )
     n_examples = n_given if n_examples is None else n_examples
     order = np.argsort(tokens, kind="stable") if targets is None else np.lexsort((targets, tokens))
     if n_given > SAMPLE_SIZE:
@@ -322,7 +395,9 @@ def from_arrays(
     )
 
 
-def from_token_set(tokens: TokenSet, indices: NDArray[np.int64] | None, task: str, *, source: str) -> Lengths:
+def from_token_set(
+    tokens: TokenSet, indices: NDArray[np.int64] | None, task: str, *, source: str
+) -> Lengths:
     """The exact lengths of a token set, or of the examples `indices` of it."""
     offsets = np.asarray(tokens.offsets)
     lengths = np.diff(offsets)
@@ -330,9 +405,13 @@ def from_token_set(tokens: TokenSet, indices: NDArray[np.int64] | None, task: st
         n_targets = np.ones(len(lengths), np.int64)
     else:
         n_targets = np.empty(len(lengths), np.int64)
-        for start in range(0, len(lengths), _CHUNK):  # the running sum of a few examples, before and after each
+        for start in range(
+            0, len(lengths), _CHUNK
+        ):  # the running sum of a few examples, before and after each
             around = offsets[start : start + _CHUNK + 1]
-            running = np.concatenate([[0], np.cumsum(tokens.targets[around[0] : around[-1]], dtype=np.int64)])
+            running = np.concatenate(
+                [[0], np.cumsum(tokens.targets[around[0] : around[-1]], dtype=np.int64)]
+            )
             n_targets[start : start + _CHUNK] = np.diff(running[around - around[0]])
     if indices is not None:
         lengths, n_targets = lengths[indices], n_targets[indices]
@@ -349,18 +428,21 @@ def from_mean(
     *,
     spread: float = SPREAD,
 ) -> Lengths:
-    """Lengths of which only the mean is known: lognormal around it, cut at `longest`; `spread` is of the logarithm.
+    """Lengths of which only the mean is known: lognormal around it, cut at `longest`; `spread` is
+    of the logarithm.
 
     `mean_target` makes pairs of source and target, long ones with long ones.
     """
     where = "given on the command line"
     if n_examples < 1 or mean < 1 or (mean_target is not None and mean_target < 1):
-        raise UserMistake(
-            "examples and tokens are whole numbers above 0", where=where, to_do="e.g. --examples 5000 --mean-tokens 300"
+        raise InputError(
+            "examples and tokens are whole numbers above 0",
+            where=where,
+            to_do="e.g. --examples 5000 --mean-tokens 300",
         )
     if longest is not None and longest < mean:
         what = f"the longest example has {longest} tokens, the mean {mean:g}"
-        raise UserMistake(what, where=where, to_do="the longest can't be shorter than the mean")
+        raise InputError(what, where=where, to_do="the longest can't be shorter than the mean")
     tokens = _lognormal(min(n_examples, SAMPLE_SIZE), mean, longest, spread)
     targets = None if mean_target is None else _lognormal(len(tokens), mean_target, None, spread)
     source = f"{where}: {n_examples:,} examples of {mean:g} tokens, spread by assumption"

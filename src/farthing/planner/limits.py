@@ -17,7 +17,9 @@ from farthing.planner.types import JobSpec, Plan, Range, Rejected
 from farthing.prices.offers import Offer
 from farthing.units import said_apart, say_seconds, say_usd
 
-_80_PERCENT = NormalDist().inv_cdf(0.9)  # standard deviations on either side that hold 80 % of cases
+_80_PERCENT = NormalDist().inv_cdf(
+    0.9
+)  # standard deviations on either side that hold 80 % of cases
 N_DRAWN = 40  # plans whose chance to meet the deadline is drawn
 
 
@@ -27,40 +29,57 @@ def within_limits(plan: Plan, wanted: JobSpec) -> Plan | Rejected:
     if wanted.max_usd is not None and usd > wanted.max_usd:
         what = "costs {}, the cap is {}".format(*said_apart(usd, wanted.max_usd, say_usd, "${}"))
         change = (
-            f"limits.max_usd: {_rounded_up(usd)}{_or_fewer_steps(plan, wanted, wanted.max_usd / usd, ('waiting',))}"
+            "limits.max_usd:"
+            f" {_rounded_up(usd)}{_or_fewer_steps(plan, wanted, wanted.max_usd / usd, ('waiting',))}"  # noqa: E501
         )
         return Rejected(plan.offer, what, change, usd / max(wanted.max_usd, 1e-9))
     if wanted.max_hours is not None and hours > wanted.max_hours:
         says = said_apart(hours, wanted.max_hours, lambda h: say_seconds(h * 3600), "{} h")
         what = "takes {}, the cap is {}".format(*says)
-        change = f"limits.max_hours: {_rounded_up(hours)}{_or_fewer_steps(plan, wanted, wanted.max_hours / hours)}"
+        change = (
+            "limits.max_hours:"
+            f" {_rounded_up(hours)}{_or_fewer_steps(plan, wanted, wanted.max_hours / hours)}"
+        )
         return Rejected(plan.offer, what, change, hours / max(wanted.max_hours, 1e-9))
     gpu_hours, cap = hours * plan.recipe.n_gpus, wanted.max_gpu_hours
     if cap is not None and gpu_hours > cap:
         n_samples = wanted.n_steps * wanted.global_batch
-        needed, now = needed_samples_per_min(n_samples, 1, cap, plan.recipe.n_gpus), n_samples / (hours * 60)
+        needed, now = (
+            needed_samples_per_min(n_samples, 1, cap, plan.recipe.n_gpus),
+            n_samples / (hours * 60),
+        )
         says = said_apart(gpu_hours, cap, lambda h: f"{h:,.3g} GPU-hours", "{} GPU-hours")
         what = "takes {}, the cap is {}".format(*says)
         change = (
-            f"limits.max_gpu_hours: {_rounded_up(gpu_hours)}, or {needed:,.0f} samples/min instead of {now:,.0f}"
-            f"{_or_fewer_steps(plan, wanted, cap / gpu_hours)}"
+            f"limits.max_gpu_hours: {_rounded_up(gpu_hours)}, or {needed:,.0f} samples/min instead"
+            f" of {now:,.0f}{_or_fewer_steps(plan, wanted, cap / gpu_hours)}"
         )
         return Rejected(plan.offer, what, change, gpu_hours / max(cap, 1e-9))
-    least_s = plan.wall_s - plan.seconds.get("waiting", 0.0)  # where spot waits, on demand may step in
+    least_s = plan.wall_s - plan.seconds.get(
+        "waiting", 0.0
+    )  # where spot waits, on demand may step in
     if wanted.deadline_s is not None and least_s > wanted.deadline_s:
         late = say_seconds(plan.wall_s - max(0.0, wanted.deadline_s))
         needed_s = _confident_s(plan, wanted.confidence)
         change = _later(needed_s - wanted.deadline_s)
-        return Rejected(plan.offer, f"ends {late} after the deadline", change, needed_s / max(wanted.deadline_s, 1.0))
+        return Rejected(
+            plan.offer,
+            f"ends {late} after the deadline",
+            change,
+            needed_s / max(wanted.deadline_s, 1.0),
+        )
     return plan
 
 
 def _or_fewer_steps(plan: Plan, wanted: JobSpec, share: float, free: tuple[str, ...] = ()) -> str:
-    """The job that keeps the limit: as many steps as the share leaves room for beside what may not shrink.
+    """The job that keeps the limit: as many steps as the share leaves room for beside what may not
+    shrink.
 
     Of spot that is also what interruptions take: it does shrink with the job, but not evenly.
     """
-    moving_s = sum(plan.seconds.get(name, 0.0) for name in ("training", "evaluation", "checkpoints"))
+    moving_s = sum(
+        plan.seconds.get(name, 0.0) for name in ("training", "evaluation", "checkpoints")
+    )
     counted_s = plan.wall_s - sum(plan.seconds.get(name, 0.0) for name in free)
     left_s = share * counted_s - (counted_s - moving_s)
     n = int(wanted.n_steps * max(0.0, left_s) / max(moving_s, 1e-9) * 0.95)
@@ -95,8 +114,12 @@ def meet_deadline(
             else:
                 late.append(_late(plan, chance, deadline_s, wanted.confidence))
             continue
-        busy_s = sum(plan.seconds.get(name, 0.0) for name in ("frozen layers", "training", "evaluation"))
-        before_s = sum(plan.seconds.get(name, 0.0) for name in ("setup", "download", "start-up", "tokenizing"))
+        busy_s = sum(
+            plan.seconds.get(name, 0.0) for name in ("frozen layers", "training", "evaluation")
+        )
+        before_s = sum(
+            plan.seconds.get(name, 0.0) for name in ("setup", "download", "start-up", "tokenizing")
+        )
         own = on_demand.get(_machine_key(plan.offer))
         own_usd = own.offer.usd_per_hour if own is not None else None
         key = round(busy_s), round(before_s), plan.offer.n_gpus, own_usd, hazard(plan.offer)
@@ -122,7 +145,11 @@ def meet_deadline(
         alone = next(way for way in choice.ways if way.kind == "spot")
         if alone.chance >= wanted.confidence:
             kept.append(replace(plan, chance=alone.chance))
-        elif own is not None and choice.best.kind == "mixture" and choice.best.chance >= wanted.confidence:
+        elif (
+            own is not None
+            and choice.best.kind == "mixture"
+            and choice.best.chance >= wanted.confidence
+        ):
             kept.append(_mixed(plan, choice, before_s))
         else:
             late.append(_late(plan, alone.chance, deadline_s, wanted.confidence))
@@ -138,7 +165,9 @@ def _late(plan: Plan, chance: float | None, deadline_s: float, confidence: float
         else "spot ends after the deadline"
     )
     needed_s = _confident_s(plan, confidence)
-    return Rejected(plan.offer, what, _later(needed_s - deadline_s), max(1.0, needed_s / max(deadline_s, 1.0)))
+    return Rejected(
+        plan.offer, what, _later(needed_s - deadline_s), max(1.0, needed_s / max(deadline_s, 1.0))
+    )
 
 
 def _spread_s(plan: Plan) -> float:
@@ -148,7 +177,9 @@ def _spread_s(plan: Plan) -> float:
 
 def _confident_s(plan: Plan, confidence: float) -> float:
     """Time after which a plan is done with this chance."""
-    return plan.wall_s + max(0.0, NormalDist().inv_cdf(min(max(confidence, 1e-6), 1 - 1e-6))) * _spread_s(plan)
+    return plan.wall_s + max(
+        0.0, NormalDist().inv_cdf(min(max(confidence, 1e-6), 1 - 1e-6))
+    ) * _spread_s(plan)
 
 
 def _later(seconds: float) -> str:
@@ -168,9 +199,13 @@ def _mixed(plan: Plan, choice: Choice, before_s: float) -> Plan:
     usd = {"compute": way.usd + before_s / 3600 * rate}
     usd |= {name: value for name, value in plan.usd.items() if name not in ("compute", "rounding")}
     waiting_s = (
-        way.wall_s + before_s - sum(v for name, v in plan.seconds.items() if name not in ("waiting", "lost work"))
+        way.wall_s
+        + before_s
+        - sum(v for name, v in plan.seconds.items() if name not in ("waiting", "lost work"))
     )
-    seconds = {name: value for name, value in plan.seconds.items() if name not in ("waiting", "lost work")}
+    seconds = {
+        name: value for name, value in plan.seconds.items() if name not in ("waiting", "lost work")
+    }
     seconds["waiting"] = max(0.0, waiting_s)
     total, hours = sum(usd.values()), sum(seconds.values()) / 3600
     wide = plan.usd_range.high / max(plan.usd_range.likely, 1e-9)
@@ -179,7 +214,9 @@ def _mixed(plan: Plan, choice: Choice, before_s: float) -> Plan:
         usd=usd,
         seconds=seconds,
         usd_range=Range(total / wide, total, total * wide),
-        hours_range=Range(min(hours, plan.hours_range.low), hours, max(hours, plan.hours_range.high)),
+        hours_range=Range(
+            min(hours, plan.hours_range.low), hours, max(hours, plan.hours_range.high)
+        ),
         chance=way.chance,
         mixture=choice.why,
     )

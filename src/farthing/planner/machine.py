@@ -1,7 +1,9 @@
-"""What this machine is, asked without torch: GPUs by `nvidia-smi`, the processor and its memory by what Linux says.
+"""What this machine is, asked without torch: GPUs by `nvidia-smi`, the processor and its memory by
+what Linux says.
 
-`hardware_key` is the one name under which measurements are kept; the trainer makes it from what torch says, the planner
-from what is found here. Refuses to know prices, peak rates of GPUs, and what fits.
+`hardware_key` is the one name under which measurements are kept; the trainer makes it from what
+torch says, the planner from what is found here. Refuses to know prices, peak rates of GPUs, and
+what fits.
 """
 
 from __future__ import annotations
@@ -21,7 +23,17 @@ import psutil
 from farthing.units import plural
 
 _SMI_TIMEOUT_S = 2.0
-_KNOWN_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16")
+_KNOWN_FLAGS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+    "bf16",
+)
 
 
 @dataclass(frozen=True)
@@ -42,11 +54,12 @@ class Cpu:
         return bool(self.flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
     def peak_flops(self, precision: str, n_threads: int) -> float:
-        """FLOP/s of matrix products, a rough guess: cores x clock x FLOPs of a cycle. A clock that rises under load is more,
-        small matrices are far less.
+        """FLOP/s of matrix products, a rough guess: cores x clock x FLOPs of a cycle. A clock that
+        rises under load is more, small matrices are far less.
 
-        Two 512-bit multiply-adds a cycle for Intel's servers, one (or two of 256 bits) for AMD until Zen 4; bf16 is twice
-        as fast where it is native, AMX does 1024 a cycle (Intel and AMD optimisation manuals).
+        Two 512-bit multiply-adds a cycle for Intel's servers, one (or two of 256 bits) for AMD
+        until Zen 4; bf16 is twice as fast where it is native, AMX does 1024 a cycle (Intel and AMD
+        optimisation manuals).
         """
         is_amd = self.name.startswith("AMD")
         if "avx512f" in self.flags:
@@ -82,7 +95,9 @@ class Machine:
 
 
 def hardware_key(kind: str, name: str, n_threads: int) -> str:
-    """The name of a device for measurements: the GPU's, or the processor's with the threads that compute."""
+    """The name of a device for measurements: the GPU's, or the processor's with the threads that
+    compute.
+    """
     name = " ".join(name.split())
     return name if kind == "cuda" else f"{name}, {plural(n_threads, 'thread')}"
 
@@ -111,21 +126,38 @@ def local_cpu() -> Cpu:
 
 
 def read_cpuinfo(text: str, usable: frozenset[int] | None = None) -> Cpu:
-    """The processor that the text of /proc/cpuinfo describes; `usable` are the numbers of the logical cores to count."""
-    blocks = [dict(re.findall(r"^([^\t:\n]+?)\s*:[ \t]*(.*)$", block, re.MULTILINE)) for block in text.split("\n\n")]
+    """The processor that the text of /proc/cpuinfo describes; `usable` are the numbers of the
+    logical cores to count.
+    """
+    blocks = [
+        dict(re.findall(r"^([^\t:\n]+?)\s*:[ \t]*(.*)$", block, re.MULTILINE))
+        for block in text.split("\n\n")
+    ]
     blocks = [block for block in blocks if "processor" in block]
     first = blocks[0] if blocks else {}
-    name = first.get("model name") or first.get("CPU part") or platform.processor() or platform.machine()
+    name = (
+        first.get("model name")
+        or first.get("CPU part")
+        or platform.processor()
+        or platform.machine()
+    )
     if "cpu family" in first and "model" in first:
         name = f"{name} (family {first['cpu family']}, model {first['model']})"
     elif "CPU part" in first:
-        name = f"{platform.machine()} (implementer {first.get('CPU implementer', '?')}, part {first['CPU part']})"
+        name = (
+            f"{platform.machine()} (implementer {first.get('CPU implementer', '?')}, part"
+            f" {first['CPU part']})"
+        )
     cores = {
         (block.get("physical id", "0"), block.get("core id", block["processor"]))
         for block in blocks
         if usable is None or int(block["processor"]) in usable
     }
-    mhz = [float(block["cpu MHz"]) for block in blocks if re.fullmatch(r"[\d.]+", block.get("cpu MHz", ""))]
+    mhz = [
+        float(block["cpu MHz"])
+        for block in blocks
+        if re.fullmatch(r"[\d.]+", block.get("cpu MHz", ""))
+    ]
     words = set((first.get("flags") or first.get("Features") or "").split())
     return Cpu(
         name=" ".join(name.split()),
@@ -136,9 +168,11 @@ def read_cpuinfo(text: str, usable: frozenset[int] | None = None) -> Cpu:
 
 
 def n_torch_threads() -> int:
-    """Threads that torch computes with here: MKL_NUM_THREADS or OMP_NUM_THREADS, and no more than there are cores.
+    """Threads that torch computes with here: MKL_NUM_THREADS or OMP_NUM_THREADS, and no more than
+    there are cores.
 
-    torch with MKL (x86) takes physical cores, elsewhere logical ones, both of those that the process may use.
+    torch with MKL (x86) takes physical cores, elsewhere logical ones, both of those that the
+    process may use.
     """
     n_cores = local_cpu().n_cores
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -156,8 +190,12 @@ def _usable_cpus() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def free_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), of_process: Path = Path("/proc/self/cgroup")) -> int:
-    """Main memory that this process may still take: what is free, or what is left of a container's limit."""
+def free_memory_bytes(
+    cgroups: Path = Path("/sys/fs/cgroup"), of_process: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Main memory that this process may still take: what is free, or what is left of a container's
+    limit.
+    """
     left = [int(psutil.virtual_memory().available)]
     try:
         lines = of_process.read_text(encoding="utf-8").splitlines()
@@ -173,11 +211,16 @@ def free_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), of_process: Path =
             else (cgroups, "memory.max", "memory.current")
         )
         folder = root / place.lstrip("/")
-        for holder in (folder, *(parent for parent in folder.parents if parent.is_relative_to(root))):
+        for holder in (
+            folder,
+            *(parent for parent in folder.parents if parent.is_relative_to(root)),
+        ):
             try:
                 most = int((holder / limit).read_text())  # `max` where there is none
                 cached = re.search(
-                    r"^(?:total_)?inactive_file (\d+)$", (holder / "memory.stat").read_text(), re.MULTILINE
+                    r"^(?:total_)?inactive_file (\d+)$",
+                    (holder / "memory.stat").read_text(),
+                    re.MULTILINE,
                 )
                 taken = int((holder / used).read_text()) - (int(cached[1]) if cached else 0)
                 left.append(most - taken)
@@ -198,7 +241,9 @@ def _gpus() -> list[tuple[str, int]]:
         return []
     query = [command, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     found: list[tuple[str, str, str, int]] = []
@@ -208,12 +253,18 @@ def _gpus() -> list[tuple[str, int]]:
             found.append((index, uuid, name, int(mib) << 20))
     if visible is not None:
         asked = [word.strip() for word in visible.split(",")]
-        found = [gpu for word in asked for gpu in found if word and (word == gpu[0] or gpu[1].startswith(word))]
+        found = [
+            gpu
+            for word in asked
+            for gpu in found
+            if word and (word == gpu[0] or gpu[1].startswith(word))
+        ]
     return [(name, n_bytes) for _, _, name, n_bytes in found]
 
 
 def installed_torch() -> tuple[str, str]:
-    """Version and build of the torch that is installed here (`2.13.0`, `cu126`); empty where there is none.
+    """Version and build of the torch that is installed here (`2.13.0`, `cu126`); empty where there
+    is none.
 
     The build is empty where PyPI's own was taken.
     """

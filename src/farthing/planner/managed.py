@@ -1,11 +1,13 @@
-"""What services that fine-tune for you would charge for a job: by the trained token, with the rules that each counts by.
+"""What services that fine-tune for you would charge for a job: by the trained token, with the rules
+that each counts by.
 
-Prices are rows of `facts/managed.csv` with source and date. Refuses to guess a price: a service that publishes none for the
-model's size or the method is not listed. What is counted are the tokens of this job's own tokenizer, a little off where the
-service has another.
+Prices are rows of `facts/managed.csv` with source and date. Refuses to guess a price: a service
+that publishes none for the model's size or the method is not listed. What is counted are the tokens
+of this job's own tokenizer, a little off where the service has another.
 
 Together counts rows x max length where packing is off, and the tokens of each validation
-(docs.together.ai/docs/fine-tuning/pricing); it and Fireworks have no minimum charge that is published.
+(docs.together.ai/docs/fine-tuning/pricing); it and Fireworks have no minimum charge that is
+published.
 """
 
 from __future__ import annotations
@@ -71,28 +73,43 @@ def services() -> tuple[Service, ...]:
 
     return tuple(
         Service(
-            row["provider"], row["model"], row["method"],
-            number(row["over_billion"], 0.0), number(row["upto_billion"], float("inf")),
-            float(row["usd_per_million_tokens"]), number(row["usd_high"], float(row["usd_per_million_tokens"])),
-            row["counts"], row["you_get"], row["afterwards"],
-            date.fromisoformat(row["ends"]) if row["ends"] else None, row["source"], date.fromisoformat(row["date"]),
+            row["provider"],
+            row["model"],
+            row["method"],
+            number(row["over_billion"], 0.0),
+            number(row["upto_billion"], float("inf")),
+            float(row["usd_per_million_tokens"]),
+            number(row["usd_high"], float(row["usd_per_million_tokens"])),
+            row["counts"],
+            row["you_get"],
+            row["afterwards"],
+            date.fromisoformat(row["ends"]) if row["ends"] else None,
+            row["source"],
+            date.fromisoformat(row["date"]),
         )
         for row in facts("managed")
-    )  # fmt: skip
+    )
 
 
 def bills(wanted: JobSpec, task: str, model: str, max_length: int, today: date) -> list[Bill]:
-    """What the services would charge for a job, cheapest first; none for a task that they do not have.
+    """What the services would charge for a job, cheapest first; none for a task that they do not
+    have.
 
-    `model` is a name on the Hub or a folder. A closed model is listed beside the others, as it is what one may have now.
+    `model` is a name on the Hub or a folder. A closed model is listed beside the others, as it is
+    what one may have now.
     """
     if not task_of(task).predicts_next:
         return []
-    method, name = "full" if wanted.method == "full" else "lora", model.rstrip("/").rpartition("/")[2].lower()
+    method, name = (
+        "full" if wanted.method == "full" else "lora",
+        model.rstrip("/").rpartition("/")[2].lower(),
+    )
     billion = wanted.shape.n_parameters / 1e9
     found = []
     for service in services():
-        fits = service.method in (method, "closed") and (service.ends is None or today < service.ends)
+        fits = service.method in (method, "closed") and (
+            service.ends is None or today < service.ends
+        )
         if service.model and service.method != "closed":
             fits = fits and service.model.lower() == name
         elif not service.model:
@@ -108,10 +125,18 @@ def bill_of(service: Service, wanted: JobSpec, max_length: int) -> Bill:
     n_tokens, n_rows = lengths.n_tokens * n_epochs, lengths.n_examples * n_epochs
     evaluated = 0.0
     if service.counts == "with validation":
-        evaluated = wanted.eval_lengths.n_tokens * max(1.0, n_epochs) if wanted.eval_lengths else 0.0
+        evaluated = (
+            wanted.eval_lengths.n_tokens * max(1.0, n_epochs) if wanted.eval_lengths else 0.0
+        )
     million = (n_tokens + evaluated) / 1e6
-    unpacked = (n_rows * max_length + evaluated) / 1e6 * service.usd if service.counts == "with validation" else None
-    return Bill(service, n_tokens + evaluated, million * service.usd, million * service.usd_high, unpacked)
+    unpacked = (
+        (n_rows * max_length + evaluated) / 1e6 * service.usd
+        if service.counts == "with validation"
+        else None
+    )
+    return Bill(
+        service, n_tokens + evaluated, million * service.usd, million * service.usd_high, unpacked
+    )
 
 
 def _epochs(wanted: JobSpec) -> float:

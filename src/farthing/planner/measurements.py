@@ -1,7 +1,8 @@
 """What runs measured, for the next plan on the same hardware: one line of JSON an attempt.
 
-A run teaches the planner through this file and through nothing else. It holds numbers and names of hardware, of model
-families and of settings; no path, no name of a model or of data, and no secret. Refuses to predict.
+A run teaches the planner through this file and through nothing else. It holds numbers and names of
+hardware, of model families and of settings; no path, no name of a model or of data, and no secret.
+Refuses to predict.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ STEP_SPANS = ("compute", "optimizer", "data_wait", "host_to_device")
 FEWEST_STEPS = 5  # fewer measured steps say nothing
 _MOST_BYTES = 8 << 20  # of the newest lines that are read: thousands of runs
 _MOST_LINE_BYTES = 64 << 10
-_FORMER_NAMES = {"every_n_layers": "checkpoint_every", "caches_prefix": "caches_frozen", "is_flat": "is_packed"}
+_FORMER_NAMES = {
+    "every_n_layers": "checkpoint_every",
+    "caches_prefix": "caches_frozen",
+    "is_flat": "is_packed",
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,9 @@ class Measurement:
     largest_examples: int  # of the micro-batch with most computed tokens
     largest_tokens: int  # computed ones
 
-    promised: dict[str, Any] = field(default_factory=dict)  # what a plan had said of this run, as it said it
+    promised: dict[str, Any] = field(
+        default_factory=dict
+    )  # what a plan had said of this run, as it said it
     version: int = VERSION
     # that each of `n_devices` sent to the others, of all together; 0: one alone, not known
     link_bytes_per_s: float = 0.0
@@ -105,7 +112,9 @@ class Measurement:
     @property
     def step_s(self) -> float:
         """Mean seconds of a measured step."""
-        return (self.compute_s + self.optimizer_s + self.data_wait_s + self.host_to_device_s) / self.n_steps
+        return (
+            self.compute_s + self.optimizer_s + self.data_wait_s + self.host_to_device_s
+        ) / self.n_steps
 
 
 class Record:
@@ -167,7 +176,10 @@ class Record:
             "n_tokens": n_tokens,
             "n_padded_tokens": n_padded,
             "n_target_tokens": n_targets,
-            **{f"{name}_s": self._last_spans.get(name, 0.0) - self._first_spans.get(name, 0.0) for name in STEP_SPANS},
+            **{
+                f"{name}_s": self._last_spans.get(name, 0.0) - self._first_spans.get(name, 0.0)
+                for name in STEP_SPANS
+            },
             "first_step_s": self.first_step_s,
             "n_evaluations": len(evaluations),
             "evaluation_s": sum(evaluations) / max(1, len(evaluations)),
@@ -190,7 +202,8 @@ class Measurements(list[Measurement]):
 
 
 def leave_measurement(measurement: Measurement, cache_dir: Path, folder: Path) -> None:
-    """Write it for later plans, and beside the run that it is of, where a list has one for each attempt.
+    """Write it for later plans, and beside the run that it is of, where a list has one for each
+    attempt.
 
     Raises `OSError`.
     """
@@ -199,12 +212,15 @@ def leave_measurement(measurement: Measurement, cache_dir: Path, folder: Path) -
         earlier = json.loads(copy.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         earlier = []
-    write_json(copy, [*(earlier if isinstance(earlier, list) else []), dataclasses.asdict(measurement)])
+    write_json(
+        copy, [*(earlier if isinstance(earlier, list) else []), dataclasses.asdict(measurement)]
+    )
     append_measurement(cache_dir / MEASUREMENTS, measurement)
 
 
 def append_measurement(path: Path, measurement: Measurement) -> None:
-    """Add a line in one write and force it to the disk: runs that end together don't tear each other's lines.
+    """Add a line in one write and force it to the disk: runs that end together don't tear each
+    other's lines.
 
     Raises `OSError`.
     """
@@ -212,7 +228,8 @@ def append_measurement(path: Path, measurement: Measurement) -> None:
 
 
 def read_measurements(path: Path) -> Measurements:
-    """What the file holds, oldest first; lines that are torn, damaged, foreign or of another version are skipped and counted.
+    """What the file holds, oldest first; lines that are torn, damaged, foreign or of another
+    version are skipped and counted.
 
     A file that is not there, or can't be read, holds nothing.
     """
@@ -227,15 +244,23 @@ def read_measurements(path: Path) -> Measurements:
     return found
 
 
-def matching(measurements: Iterable[Measurement], *, hardware: str, **wanted: Any) -> list[Measurement]:
-    """Those of this hardware whose fields have the wanted values, newest first: `matching(all, hardware=h, method="lora")`."""
+def matching(
+    measurements: Iterable[Measurement], *, hardware: str, **wanted: Any
+) -> list[Measurement]:
+    """Those of this hardware whose fields have the wanted values, newest first: `matching(all,
+    hardware=h, method="lora")`.
+    """
     wanted["hardware"] = hardware
-    found = [m for m in measurements if all(getattr(m, name) == value for name, value in wanted.items())]
+    found = [
+        m for m in measurements if all(getattr(m, name) == value for name, value in wanted.items())
+    ]
     return sorted(found, key=lambda m: m.when, reverse=True)
 
 
 def link_of(measurements: Iterable[Measurement], hardware: str, n_devices: int) -> float:
-    """Bytes a second that each of so many of this hardware was last seen to send to the others; 0 where none was measured."""
+    """Bytes a second that each of so many of this hardware was last seen to send to the others; 0
+    where none was measured.
+    """
     found = matching(measurements, hardware=hardware, n_devices=n_devices)
     return next((m.link_bytes_per_s for m in found if m.link_bytes_per_s > 0), 0.0)
 
@@ -259,21 +284,34 @@ def _parsed(line: bytes) -> Measurement | None:
     if not set(row) >= _REQUIRED:
         return None
     row = {name: value for name, value in row.items() if name in _TYPES}
-    return Measurement(**row) if all(_is_a(value, _TYPES[name]) for name, value in row.items()) else None
+    return (
+        Measurement(**row)
+        if all(_is_a(value, _TYPES[name]) for name, value in row.items())
+        else None
+    )
 
 
 def _is_a(value: Any, kind: str) -> bool:
-    """Whether a value read from JSON is of the kind that the field says; numbers are finite and not below 0."""
+    """Whether a value read from JSON is of the kind that the field says; numbers are finite and not
+    below 0.
+    """
     if kind == "str":
         return isinstance(value, str)
     if kind == "bool":
         return isinstance(value, bool)
     if kind in ("int", "float"):
-        is_number = isinstance(value, int | float if kind == "float" else int) and not isinstance(value, bool)
+        is_number = isinstance(value, int | float if kind == "float" else int) and not isinstance(
+            value, bool
+        )
         return is_number and math.isfinite(value) and value >= 0
     if kind.startswith("list"):
         return isinstance(value, list) and all(
-            isinstance(pair, list) and len(pair) == 2 and all(_is_a(number, "int") for number in pair) for pair in value
+            isinstance(pair, list)
+            and len(pair) == 2
+            and all(_is_a(number, "int") for number in pair)
+            for pair in value
         )
     inner = kind.removeprefix("dict[str, ").removesuffix("]")
-    return isinstance(value, dict) and (inner == "Any" or all(_is_a(number, inner) for number in value.values()))
+    return isinstance(value, dict) and (
+        inner == "Any" or all(_is_a(number, inner) for number in value.values())
+    )

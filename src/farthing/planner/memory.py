@@ -1,14 +1,17 @@
 """shape x recipe x the largest micro-batch -> bytes by component, at the moment that takes most.
 
-The moments of a step: the forward pass, the loss (all activations and the logits), the backward pass of the top layer, that
-of the last one (nearly all gradients), that of the embeddings (all gradients; in a model of two stacks the decoder's come
-before the encoder's layers), and the optimizer's own. Each is a sum of named parts; the largest sum is the peak.
+The moments of a step: the forward pass, the loss (all activations and the logits), the backward
+pass of the top layer, that of the last one (nearly all gradients), that of the embeddings (all
+gradients; in a model of two stacks the decoder's come before the encoder's layers), and the
+optimizer's own. Each is a sum of named parts; the largest sum is the peak.
 
-What is physics: everything but `SLACK`, `CUDA_CONTEXT_BYTES`, `CACHED_LOGITS`, `COMMUNICATION_BYTES` and `WORKING_*`. Weights,
-gradients and state are counts times bytes. A layer's activations are counted operation by operation, as autograd saves them in
-the modelling code of transformers 5; `tests/test_memory.py` holds them against that code, run on tensors without data. Fitted
-there are `WORKING_*`, what the backward pass of a layer needs besides what was saved. The other four are what `nvidia-smi`
-showed above torch's own peak in published runs (foundation-model-stack/fms-acceleration, A100-80GB, 1 to 4 GPUs).
+What is physics: everything but `SLACK`, `CUDA_CONTEXT_BYTES`, `CACHED_LOGITS`,
+`COMMUNICATION_BYTES` and `WORKING_*`. Weights, gradients and state are counts times bytes. A
+layer's activations are counted operation by operation, as autograd saves them in the modelling code
+of transformers 5; `tests/test_memory.py` holds them against that code, run on tensors without data.
+Fitted there are `WORKING_*`, what the backward pass of a layer needs besides what was saved. The
+other four are what `nvidia-smi` showed above torch's own peak in published runs
+(foundation-model-stack/fms-acceleration, A100-80GB, 1 to 4 GPUs).
 
 Refuses to import torch and to look at the machine.
 """
@@ -41,10 +44,12 @@ from farthing.planner.weights import Adapters
 
 SLACK = 0.05  # of what torch has allocated: blocks that the allocator can't use
 CUDA_CONTEXT_BYTES = int(0.8 * 2**30)
-# of the logits of a whole micro-batch: blocks that are too large for anything else, and are kept; between 0.47 of one source
-# (fms-acceleration, nvidia-smi) and nothing of another (PEFT, reserved)
+# of the logits of a whole micro-batch: blocks that are too large for anything else, and are kept;
+# between 0.47 of one source (fms-acceleration, nvidia-smi) and nothing of another (PEFT, reserved)
 CACHED_LOGITS = 0.25
-COMMUNICATION_BYTES = {  # of several GPUs: what gathered layers leave in the pools of streams; buffers of NCCL, by assumption
+# of several GPUs: what gathered layers leave in the pools of streams; buffers of NCCL, by
+# assumption
+COMMUNICATION_BYTES = {
     FSDP: int(4.6 * 2**30),
     DDP: 2**29,
 }
@@ -69,7 +74,9 @@ class Memory:
     """Peak memory of one GPU, in bytes."""
 
     parts: dict[str, int]
-    """What is there at the peak: weights, gradients, optimizer, casts, activations, logits, working."""
+    """What is there at the peak: weights, gradients, optimizer, casts, activations, logits,
+    working.
+    """
     moment: str
     """When: forward, loss, backward, last layer, embeddings or optimizer; or evaluation."""
     is_cuda: bool = True
@@ -88,7 +95,9 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """What the device must have: with the CUDA context and what is cached, as `nvidia-smi` shows it."""
+        """What the device must have: with the CUDA context and what is cached, as `nvidia-smi`
+        shows it.
+        """
         return self.reserved_bytes + (CUDA_CONTEXT_BYTES + self.cached_bytes if self.is_cuda else 0)
 
     def as_dict(self) -> dict[str, int]:
@@ -108,13 +117,17 @@ def estimate_memory(
     labelled_share: float = 1.0,
     is_cuda: bool = True,
 ) -> Memory:
-    """Peak of a step whose largest micro-batch is `largest`; `labelled_share` of its tokens go through the loss.
+    """Peak of a step whose largest micro-batch is `largest`; `labelled_share` of its tokens go
+    through the loss.
 
-    `adapters` is what `Shape.with_lora` counts, for lora and qlora. Sharding divides what it divides evenly.
+    `adapters` is what `Shape.with_lora` counts, for lora and qlora. Sharding divides what it
+    divides evenly.
     """
     standing = _standing(shape, recipe, adapters)
     layers = layers_of(shape, recipe, largest, adapters, is_cuda)
-    logits = logits_bytes(shape, recipe, largest, labelled_share, is_cuda=is_cuda, is_trained=adapters is None)
+    logits = logits_bytes(
+        shape, recipe, largest, labelled_share, is_cuda=is_cuda, is_trained=adapters is None
+    )
     moments = _moments(shape, recipe, largest, adapters, standing, layers, logits)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: int(value) for name, value in moments[moment].items() if value >= 1}
@@ -150,21 +163,27 @@ def _gathers(recipe: Recipe) -> bool:
 
 
 def _is_traced(recipe: Recipe) -> bool:
-    """Whether FSDP2's own buffers are known moment by moment; published runs of other trainers have less."""
+    """Whether FSDP2's own buffers are known moment by moment; published runs of other trainers have
+    less.
+    """
     return _gathers(recipe) and (recipe.offloads_weights or recipe.stack.name == FARTHING.name)
 
 
 def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Standing:
-    """Weights, gradients, the optimizer's state and casts. Sharding divides what it divides evenly."""
+    """Weights, gradients, the optimizer's state and casts. Sharding divides what it divides evenly."""  # noqa: E501
     stack = recipe.stack
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
     # of trained weights and of frozen ones: what this GPU keeps
     own = 1.0 if adapters is not None and stack.keeps_adapters_whole else _share_kept(recipe)
     of_trained = n_trained * recipe.trained_bytes
-    weights = own * of_trained + _share_kept(recipe) * (_weights_bytes(shape, recipe, adapters) - of_trained)
+    weights = own * of_trained + _share_kept(recipe) * (
+        _weights_bytes(shape, recipe, adapters) - of_trained
+    )
     # beside the part of a step that is being computed: the sums of those that this GPU has computed
     gradients = (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) * of_trained * own
-    head_gradients = shape.n_head_matmul * recipe.trained_bytes / _shards(recipe) if adapters is None else 0.0
+    head_gradients = (
+        shape.n_head_matmul * recipe.trained_bytes / _shards(recipe) if adapters is None else 0.0
+    )
     if adapters is None and _is_traced(recipe):  # whole until the backward pass is over
         head_gradients = float(shape.n_head_matmul * recipe.gathered_bytes)
     if stack.frees_gradients:
@@ -192,16 +211,27 @@ def _moments(
     """What is there at each moment of a step, part by part."""
     stack, every = recipe.stack, recipe.settings.checkpoint_every
     gradients, held, gathered, head_gradients = (
-        standing.gradients, standing.held, standing.gathered, standing.head_gradients,
-    )  # fmt: skip
-    saved, boundaries = (0.0, 0.0) if stack.offloads_activations else (layers.saved, layers.boundaries)
-    # made in the forward pass; where the embeddings share its weight it waits for theirs, beside what is held
+        standing.gradients,
+        standing.held,
+        standing.gathered,
+        standing.head_gradients,
+    )
+    saved, boundaries = (
+        (0.0, 0.0) if stack.offloads_activations else (layers.saved, layers.boundaries)
+    )
+    # made in the forward pass; where the embeddings share its weight it waits for theirs, beside
+    # what is held
     in_loss = head_gradients if stack.loss == POSITIONS and shape.scores_tokens else 0.0
     in_backward = in_loss if shape.is_tied and held else 0.0
     is_whole = _is_traced(recipe) and adapters is None
     if is_whole:  # beside the rows; in the loss it is in fp32, but its matrix needs no cast
         in_backward = head_gradients if held else 0.0
-    last = largest.n_rows * (largest.targets or largest.tokens) * shape.hidden * (4 + recipe.residual_bytes)
+    last = (
+        largest.n_rows
+        * (largest.targets or largest.tokens)
+        * shape.hidden
+        * (4 + recipe.residual_bytes)
+    )
     more = _embeddings_working(shape, recipe, held > 0) if adapters is None else 0.0
     is_plain = recipe.optim == "adamw_torch" and not stack.frees_gradients
     step = standing.gradients / (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) if is_plain else 0.0
@@ -217,25 +247,37 @@ def _moments(
     going_on = at_work | {"gradients": held, "casts": standing.casts}
     moments = {
         "forward": going_on | {"activations": saved, "working": beside},
-        "loss": going_on | {"gradients": held + in_loss, "activations": saved + last, "logits": logits},
-        "backward": going_back
-        | {
-            "gradients": (held or head_gradients) + in_backward,
-            "casts": 0.0 if every == 1 else standing.casts,
-            "activations": saved if every != 1 else recipe.edge_copies * boundaries + layers.top,
-            "working": max(layers.working, beside if every else 0.0),
-        },
-        "last layer": going_back
-        | {
-            "gradients": (held or before_last) + in_backward,
-            "activations": layers.top,
-            "working": max(layers.working, beside),
-        },
+        "loss": (
+            going_on | {"gradients": held + in_loss, "activations": saved + last, "logits": logits}
+        ),
+        "backward": (
+            going_back
+            | {
+                "gradients": (held or head_gradients) + in_backward,
+                "casts": 0.0 if every == 1 else standing.casts,
+                "activations": (
+                    saved if every != 1 else recipe.edge_copies * boundaries + layers.top
+                ),
+                "working": max(layers.working, beside if every else 0.0),
+            }
+        ),
+        "last layer": (
+            going_back
+            | {
+                "gradients": (held or before_last) + in_backward,
+                "activations": layers.top,
+                "working": max(layers.working, beside),
+            }
+        ),
         "embeddings": at_work | {"gradients": gradients, "working": more},
         "optimizer": base | {"gradients": gradients, "working": step},
     }
-    if shape.n_decoder_layers and shape.is_tied and adapters is None:  # they come before the encoder's layers
-        of_decoder = sum(w.copies * w.n_weights for w in shape.linear_layers if w.name.startswith("decoder."))
+    if (
+        shape.n_decoder_layers and shape.is_tied and adapters is None
+    ):  # they come before the encoder's layers
+        of_decoder = sum(
+            w.copies * w.n_weights for w in shape.linear_layers if w.name.startswith("decoder.")
+        )
         so_far = head_gradients + of_decoder * of_rows
         both = {"gradients": held or so_far, "activations": layers.of_encoder, "working": more}
         moments["decoder's embeddings"] = at_work | both
@@ -243,8 +285,9 @@ def _moments(
 
 
 def _gathered_beside(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
-    """Bytes that spread weights take in the backward pass alone: the next layer's, gathered meanwhile; and of a trained layer
-    its gradient, whole in fp32 as it is summed, while those of the next one are made."""
+    """Bytes that spread weights take in the backward pass alone: the next layer's, gathered
+    meanwhile; and of a trained layer its gradient, whole in fp32 as it is summed, while those of
+    the next one are made."""
     if not _gathers(recipe):
         return 0.0
     of_layer = in_layers(shape) / max(1, shape.n_layers + shape.n_decoder_layers)
@@ -253,7 +296,9 @@ def _gathered_beside(shape: Shape, recipe: Recipe, adapters: Adapters | None) ->
 
 
 def _embeddings_working(shape: Shape, recipe: Recipe, adds_up: bool) -> float:
-    """Bytes beside the gradients when those of the embeddings are made: tied ones' two, and what is added to those before."""
+    """Bytes beside the gradients when those of the embeddings are made: tied ones' two, and what is
+    added to those before.
+    """
     if _is_traced(recipe):  # embeddings and head whole, as computed and in fp32 as they are summed
         return (4.0 + recipe.gathered_bytes) * (shape.n_parameters - in_layers(shape))
     embedding = shape.vocab * shape.hidden * recipe.trained_bytes / _shards(recipe)
@@ -269,7 +314,9 @@ def evaluation_memory(
     labelled_share: float = 1.0,
     is_cuda: bool = True,
 ) -> Memory:
-    """Peak of an evaluation whose largest batch is `largest`: the optimizer's state stays, and no layer keeps anything."""
+    """Peak of an evaluation whose largest batch is `largest`: the optimizer's state stays, and no
+    layer keeps anything.
+    """
     standing = _standing(shape, recipe, adapters)
     layer = layers_of(shape, recipe, largest, adapters, is_cuda).top
     logits = logits_bytes(shape, recipe, largest, labelled_share, is_cuda=is_cuda)
@@ -280,20 +327,33 @@ def evaluation_memory(
         "casts": standing.casts,
     }
     found = base | ({"logits": logits} if logits > layer else {"activations": layer})
-    return Memory({name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda)
+    return Memory(
+        {name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda
+    )
 
 
 def writing_memory(
-    shape: Shape, recipe: Recipe, largest: Largest, adapters: Adapters | None = None, *, is_cuda: bool = True
+    shape: Shape,
+    recipe: Recipe,
+    largest: Largest,
+    adapters: Adapters | None = None,
+    *,
+    is_cuda: bool = True,
 ) -> Memory:
-    """Peak while a model of two stacks writes `largest.targets` tokens for each of `largest.n_rows` sources.
+    """Peak while a model of two stacks writes `largest.targets` tokens for each of `largest.n_rows`
+    sources.
 
-    Keys and values of all layers are kept, of the source and of what is written (as it grows, one layer's are there twice), and
-    the encoder's output, padded; each new token is scored against all words, in fp32 once more.
+    Keys and values of all layers are kept, of the source and of what is written (as it grows, one
+    layer's are there twice), and the encoder's output, padded; each new token is scored against all
+    words, in fp32 once more.
     """
     standing, c, n = _standing(shape, recipe, adapters), recipe.compute_bytes, largest.n_rows
     of_layer = 2.0 * c * shape.n_kv_heads * shape.head_dim
-    kept = n * of_layer * (shape.n_decoder_layers * (largest.tokens + largest.targets) + largest.targets)
+    kept = (
+        n
+        * of_layer
+        * (shape.n_decoder_layers * (largest.tokens + largest.targets) + largest.targets)
+    )
     states = float(n * largest.tokens * shape.hidden * recipe.residual_bytes)
     if recipe.stack.is_packed:  # end to end before, in as many passes as training would take
         states *= 2.0
@@ -303,54 +363,83 @@ def writing_memory(
     logits = float(n * shape.vocab * (c + 4))
     found = {"weights": standing.weights, "optimizer": standing.state, "casts": standing.casts}
     found |= {"activations": states + max(working, kept), "logits": logits}
-    return Memory({name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda)
+    return Memory(
+        {name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda
+    )
 
 
 def optimizer_bytes(recipe: Recipe) -> float:
-    """State for each trained weight: Adam keeps two moments in the dtype of the weight, 8-bit ones two bytes.
+    """State for each trained weight: Adam keeps two moments in the dtype of the weight, 8-bit ones
+    two bytes.
 
-    Paged state leaves the GPU when room is needed, and off-loaded state was never there, so neither counts.
+    Paged state leaves the GPU when room is needed, and off-loaded state was never there, so neither
+    counts.
     """
     return STATE_BYTES.get(recipe.optim, 2.0 * recipe.trained_bytes)
 
 
 def host_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> int:
-    """Main memory of a machine for rows that are kept there (with gradients and state of trained ones), and for an off-loaded
-    optimizer: copies of weights and gradients, and two moments (`train/offload.py`)."""
+    """Main memory of a machine for rows that are kept there (with gradients and state of trained
+    ones), and for an off-loaded optimizer: copies of weights and gradients, and two moments
+    (`train/offload.py`)."""
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
     of_state = 16.0 * n_trained if recipe.optim == "adamw_torch_offload" else 0.0
     if not recipe.offloads_weights:
-        return int(of_state * (1 if recipe.sharding == FSDP and adapters is None else recipe.n_gpus))
+        return int(
+            of_state * (1 if recipe.sharding == FSDP and adapters is None else recipe.n_gpus)
+        )
     if adapters is not None:  # adapters stay on the GPU
-        return int((adapters.n_total - adapters.n_trainable) * recipe.frozen_bytes + of_state * recipe.n_gpus)
+        return int(
+            (adapters.n_total - adapters.n_trainable) * recipe.frozen_bytes
+            + of_state * recipe.n_gpus
+        )
     return int(n_trained * (2.0 * recipe.trained_bytes + optimizer_bytes(recipe)) + of_state)
 
 
 def _casts_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
-    """Autocast's copies of the weights it has cast: kept until the forward pass is over, by autograd longer."""
+    """Autocast's copies of the weights it has cast: kept until the forward pass is over, by
+    autograd longer.
+    """
     if not recipe.stack.has_autocast or recipe.trained_bytes <= recipe.compute_bytes:
         return 0.0
-    if recipe.sharding == FSDP and adapters is None and recipe.gathered_bytes == recipe.compute_bytes:
+    if (
+        recipe.sharding == FSDP
+        and adapters is None
+        and recipe.gathered_bytes == recipe.compute_bytes
+    ):
         return 0.0  # gathered in the precision of the run, and given back layer by layer
-    if adapters is not None:  # fused layers keep the casts of their thin matrices, unless they are computed again
+    if (
+        adapters is not None
+    ):  # fused layers keep the casts of their thin matrices, unless they are computed again
         kept = 1 - (1 / recipe.settings.checkpoint_every if recipe.settings.checkpoint_every else 0)
-        return adapters.n_adapter * recipe.compute_bytes * kept if recipe.stack.fuses_adapters else 0.0
-    of_head = 0 if recipe.stack.loss == POSITIONS else shape.n_head_matmul  # cast for the time of its tiles only
+        return (
+            adapters.n_adapter * recipe.compute_bytes * kept if recipe.stack.fuses_adapters else 0.0
+        )
+    of_head = (
+        0 if recipe.stack.loss == POSITIONS else shape.n_head_matmul
+    )  # cast for the time of its tiles only
     of_experts = sum(w.copies * w.n_weights for w in shape.experts)  # autocast leaves them alone
     return float((shape.n_matmul - of_experts + of_head) * recipe.compute_bytes)
 
 
 def _gathered_bytes(shape: Shape, recipe: Recipe) -> float:
-    """What is whole on a GPU that computes with weights that are spread: embeddings, last norm and head from the forward to
-    the end of the backward pass, and the layer at work (FSDP2; held against fms-acceleration's runs on 2 and 4 GPUs).
+    """What is whole on a GPU that computes with weights that are spread: embeddings, last norm and
+    head from the forward to the end of the backward pass, and the layer at work (FSDP2; held
+    against fms-acceleration's runs on 2 and 4 GPUs).
     """
     root = shape.n_parameters - in_layers(shape)
-    of_layer = in_layers(shape) / (max(1, shape.n_layers + shape.n_decoder_layers) if recipe.reshards else 1)
+    of_layer = in_layers(shape) / (
+        max(1, shape.n_layers + shape.n_decoder_layers) if recipe.reshards else 1
+    )
     if recipe.method == "qlora":
         return root * recipe.frozen_bytes + of_layer * NF4_BYTES
     copied = 0.0
     if recipe.offloads_weights:  # rows as the host has them, until they are cast and gathered
-        copied = of_layer / recipe.n_gpus * (recipe.trained_bytes if recipe.method == "full" else recipe.frozen_bytes)
+        copied = (
+            of_layer
+            / recipe.n_gpus
+            * (recipe.trained_bytes if recipe.method == "full" else recipe.frozen_bytes)
+        )
     return float((root + of_layer) * recipe.gathered_bytes) + copied
 
 
@@ -382,13 +471,15 @@ def logits_bytes(
 ) -> float:
     """What the loss has at its worst, in bytes for each word of the vocabulary and token.
 
-    Logits in the precision of the run, their fp32 copy, its log-softmax, and two gradients of that size: 14 bytes in
-    bf16 (`whole`); 12 where nobody holds the logits in the backward pass and the loss takes them without a copy (`freed`),
-    three times the logits where they are not cast (`uncast`). With only the labelled positions copied, 2 and 10 for each of
-    those; in fp32, where nothing has to be cast, the gradient of all positions comes on top of what is left. A fused
-    cross-entropy has the logits, one fp32 copy and the gradient (8); one that is chunked has the logits of all tokens and
-    small copies (2). The trainer's own (`positions`) has a tile of logits: `_tiles_bytes`, where `is_trained` says whether
-    the head is, and None that nothing is (evaluation).
+    Logits in the precision of the run, their fp32 copy, its log-softmax, and two gradients of that
+    size: 14 bytes in bf16 (`whole`); 12 where nobody holds the logits in the backward pass and the
+    loss takes them without a copy (`freed`), three times the logits where they are not cast
+    (`uncast`). With only the labelled positions copied, 2 and 10 for each of those; in fp32, where
+    nothing has to be cast, the gradient of all positions comes on top of what is left. A fused
+    cross-entropy has the logits, one fp32 copy and the gradient (8); one that is chunked has the
+    logits of all tokens and small copies (2). The trainer's own (`positions`) has a tile of logits:
+    `_tiles_bytes`, where `is_trained` says whether the head is, and None that nothing is
+    (evaluation).
     """
     n_tokens = largest.n_rows * (largest.targets or largest.tokens)
     c = recipe.compute_bytes
@@ -397,7 +488,9 @@ def logits_bytes(
     if recipe.stack.loss == TILED:
         return float(TILE_BYTES)
     if recipe.stack.loss == POSITIONS:
-        return _tiles_bytes(shape, recipe, math.ceil(n_tokens * labelled_share), is_cuda, is_trained)
+        return _tiles_bytes(
+            shape, recipe, math.ceil(n_tokens * labelled_share), is_cuda, is_trained
+        )
     of_each = {
         WHOLE: c + 12.0,
         FREED: c + 10.0,
@@ -410,8 +503,12 @@ def logits_bytes(
     return (of_each + caps) * shape.vocab * n_tokens
 
 
-def _tiles_bytes(shape: Shape, recipe: Recipe, n_scored: int, is_cuda: bool, is_trained: bool | None) -> float:
-    """What `head_loss` takes besides the gradient of a trained head: tiles, and gradients of the positions."""
+def _tiles_bytes(
+    shape: Shape, recipe: Recipe, n_scored: int, is_cuda: bool, is_trained: bool | None
+) -> float:
+    """What `head_loss` takes besides the gradient of a trained head: tiles, and gradients of the
+    positions.
+    """
     found = head_bytes(
         n_scored,
         shape.vocab,
@@ -425,18 +522,27 @@ def _tiles_bytes(shape: Shape, recipe: Recipe, n_scored: int, is_cuda: bool, is_
 
 
 def _dora_working(recipe: Recipe, adapters: Adapters | None) -> float:
-    """Bytes with which the norm of one adapted weight is worked out: peft multiplies the adapters with a unit matrix."""
+    """Bytes with which the norm of one adapted weight is worked out: peft multiplies the adapters
+    with a unit matrix.
+    """
     if adapters is None or not recipe.use_dora:
         return 0.0
     c, a = recipe.compute_bytes, recipe.trained_bytes
     of_unit = a + (c if a > c else 0)
     return max(
-        (of_unit * w.n_in**2 + 3.0 * c * w.n_weights for w, _ in adapters.adapted if w.kind == "linear"), default=0.0
+        (
+            of_unit * w.n_in**2 + 3.0 * c * w.n_weights
+            for w, _ in adapters.adapted
+            if w.kind == "linear"
+        ),
+        default=0.0,
     )
 
 
 def _merging_bytes(shape: Shape, adapters: Adapters | None, largest: Largest) -> float:
-    """What the last layer's experts give, weighed in fp32 and put in order, while all is kept: where experts have adapters."""
+    """What the last layer's experts give, weighed in fp32 and put in order, while all is kept:
+    where experts have adapters.
+    """
     if adapters is None or not adapters.n_merged:
         return 0.0
     return 8.0 * shape.hidden * shape.n_active * largest.n_rows * largest.tokens

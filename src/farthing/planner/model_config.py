@@ -1,4 +1,5 @@
-"""Where a model's config.json is found without transformers: a folder, the Hub's cache here, a table of known models, the Hub.
+"""Where a model's config.json is found without transformers: a folder, the Hub's cache here, a
+table of known models, the Hub.
 
 Refuses to download anything else, and to understand what the configuration says: `shapes` does.
 """
@@ -22,30 +23,42 @@ from farthing.errors import ModelError
 
 CONFIG = "config.json"
 TOKENIZERS = (
-    "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "sentencepiece.bpe.model",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.txt",
+    "vocab.json",
+    "sentencepiece.bpe.model",
+)
 """Files of which a tokenizer has one."""
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 1 << 20
 _YES = ("1", "on", "yes", "true")
 
 
-def find_config(name_or_path: str, revision: str | None = None, *, ask_hub: bool = True) -> tuple[Json, str]:
+def find_config(
+    name_or_path: str, revision: str | None = None, *, ask_hub: bool = True
+) -> tuple[Json, str]:
     """What the model's config.json says, and in words where that came from.
 
-    Looks in this order: a local folder, the Hugging Face cache, the table that comes with farthing, and with one quick
-    request the Hub (not with HF_HUB_OFFLINE, nor without `ask_hub`). Raises `ModelError`.
+    Looks in this order: a local folder, the Hugging Face cache, the table that comes with farthing,
+    and with one quick request the Hub (not with HF_HUB_OFFLINE, nor without `ask_hub`). Raises
+    `ModelError`.
     """
     folder = Path(name_or_path)
     if folder.is_dir():
         path = folder / CONFIG
         if not path.is_file():
             raise ModelError(
-                f"no {CONFIG} in the folder", where=name_or_path, to_do="name a folder in Hugging Face format"
+                f"no {CONFIG} in the folder",
+                where=name_or_path,
+                to_do="name a folder in Hugging Face format",
             )
         return _parsed(path.read_bytes(), str(path)), f"{CONFIG} in {name_or_path}"
     if folder.is_absolute() or not is_hub_name(name_or_path):
-        raise ModelError("no such folder for the model", where=name_or_path, to_do="check model: in the job")
+        raise ModelError(
+            "no such folder for the model", where=name_or_path, to_do="check model: in the job"
+        )
     snapshot = cached_snapshot(name_or_path, revision)
     if snapshot is not None and (snapshot / CONFIG).is_file():
         words = f"{CONFIG} of {name_or_path} in the Hugging Face cache ({snapshot.name[:7]})"
@@ -56,7 +69,9 @@ def find_config(name_or_path: str, revision: str | None = None, *, ask_hub: bool
         return known, words if revision in (None, "main") else f"{words}, whatever the revision"
     if not ask_hub:
         raise ModelError(
-            "its configuration was not found", where=name_or_path, to_do=f"give a folder with its {CONFIG}"
+            "its configuration was not found",
+            where=name_or_path,
+            to_do=f"give a folder with its {CONFIG}",
         )
     return _from_hub(name_or_path, revision), f"{CONFIG} of {name_or_path} on the Hub"
 
@@ -69,12 +84,16 @@ def hub_cache() -> Path:
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
             return Path(os.environ[variable]).expanduser()
-    home = os.environ.get("HF_HOME") or str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    home = os.environ.get("HF_HOME") or str(
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    )
     return Path(home).expanduser() / "hub"
 
 
 def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a model's files in the cache, as they were at the revision; None when it was never downloaded."""
+    """The folder of a model's files in the cache, as they were at the revision; None when it was
+    never downloaded.
+    """
     if not is_hub_name(name):
         return None
     folder = hub_cache() / f"models--{name.replace('/', '--')}"
@@ -92,8 +111,12 @@ def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
 
 @functools.cache
 def known_models() -> Json:
-    """The table: `models` by name, `same_as` for mirrors and forms with the same sizes, its `source` and `date`."""
-    table: Json = json.loads(resources.files("farthing").joinpath("facts/models.json").read_text(encoding="utf-8"))
+    """The table: `models` by name, `same_as` for mirrors and forms with the same sizes, its
+    `source` and `date`.
+    """
+    table: Json = json.loads(
+        resources.files("farthing").joinpath("facts/models.json").read_text(encoding="utf-8")
+    )
     return table
 
 
@@ -105,7 +128,9 @@ def known_config(name: str) -> Json | None:
 
 
 def nearest_known(name: str) -> str:
-    """The known name most like this one, or nothing; never one of another version (Llama 2 for Llama 4)."""
+    """The known name most like this one, or nothing; never one of another version (Llama 2 for
+    Llama 4).
+    """
     table = known_models()
     names = {full.lower(): full for full in (*table["models"], *table["same_as"])}
     by_end = {full.rpartition("/")[2]: full for full in names}
@@ -123,8 +148,12 @@ def nearest_known(name: str) -> str:
 
 
 def _version_in(name: str) -> str:
-    """The first number of a name that is no size: `25` of Qwen2.5-7B, `31` of Llama-3.1-8B; nothing in gpt-neox-20b."""
-    found = re.search(r"(?<![\d.])v?(\d+(?:\.\d+)?)(?![\d.]*[bmk](?![a-z]))", name.rpartition("/")[2].lower())
+    """The first number of a name that is no size: `25` of Qwen2.5-7B, `31` of Llama-3.1-8B; nothing
+    in gpt-neox-20b.
+    """
+    found = re.search(
+        r"(?<![\d.])v?(\d+(?:\.\d+)?)(?![\d.]*[bmk](?![a-z]))", name.rpartition("/")[2].lower()
+    )
     return found[1].replace(".", "") if found else ""
 
 
@@ -137,12 +166,19 @@ def is_offline(variable: str = "HF_HUB_OFFLINE") -> bool:
 
 
 def _from_hub(name: str, revision: str | None) -> Json:
-    """Its configuration by one request, for a model that is not in the table either. Raises `ModelError`."""
-    return ask_hub(name, revision, nowhere="neither in the Hugging Face cache nor in farthing's table")
+    """Its configuration by one request, for a model that is not in the table either. Raises
+    `ModelError`.
+    """
+    return ask_hub(
+        name, revision, nowhere="neither in the Hugging Face cache nor in farthing's table"
+    )
 
 
-def ask_hub(name: str, revision: str | None, *, nowhere: str = "not in the Hugging Face cache") -> Json:
-    """A model's configuration by one request for one small file, not tried again. Raises `ModelError`.
+def ask_hub(
+    name: str, revision: str | None, *, nowhere: str = "not in the Hugging Face cache"
+) -> Json:
+    """A model's configuration by one request for one small file, not tried again. Raises
+    `ModelError`.
 
     `nowhere` says where it has been looked for before.
     """
@@ -153,18 +189,30 @@ def ask_hub(name: str, revision: str | None, *, nowhere: str = "not in the Huggi
         raise ModelError(
             f"{nowhere}, and HF_HUB_OFFLINE is set",
             where=name,
-            to_do=f"{or_else}check the name or the network: give a folder with its {CONFIG}, or unset HF_HUB_OFFLINE",
+            to_do=(
+                f"{or_else}check the name or the network: give a folder with its {CONFIG}, or unset"
+                " HF_HUB_OFFLINE"
+            ),
         )
     quoted = urllib.parse.quote(revision or "main", safe="")
     try:
         content = read_from_hub(f"{name}/resolve/{quoted}/{CONFIG}")
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
-            what, to_do = "the Hub does not show it", "check the name; accept its licence on the Hub and set HF_TOKEN"
+            what, to_do = (
+                "the Hub does not show it",
+                "check the name; accept its licence on the Hub and set HF_TOKEN",
+            )
         elif error.code == 404:
-            what, to_do = f"the Hub has no such model, or no {CONFIG} of it", "check the name and the revision"
+            what, to_do = (
+                f"the Hub has no such model, or no {CONFIG} of it",
+                "check the name and the revision",
+            )
         else:
-            what, to_do = f"the Hub answers {error.code}", f"try again, or give a folder with its {CONFIG}"
+            what, to_do = (
+                f"the Hub answers {error.code}",
+                f"try again, or give a folder with its {CONFIG}",
+            )
         raise ModelError(what, where=name, to_do=first + to_do) from error
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", None) or error
@@ -174,12 +222,16 @@ def ask_hub(name: str, revision: str | None, *, nowhere: str = "not in the Huggi
             to_do=f"{or_else}check the name or the network, or give a folder with its {CONFIG}",
         ) from error
     if len(content) > _MOST_BYTES:
-        raise ModelError(f"its {CONFIG} is larger than {_MOST_BYTES:,} bytes", where=name, to_do="check the name")
+        raise ModelError(
+            f"its {CONFIG} is larger than {_MOST_BYTES:,} bytes", where=name, to_do="check the name"
+        )
     return _parsed(content, name)
 
 
 def read_from_hub(path: str) -> bytes:
-    """The first megabyte and a byte of something small on the Hub: one request. Raises `OSError`, `ValueError`."""
+    """The first megabyte and a byte of something small on the Hub: one request. Raises `OSError`,
+    `ValueError`.
+    """
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     if not endpoint.startswith(("https://", "http://")):
         raise ValueError("HF_ENDPOINT is no http address")
@@ -207,9 +259,13 @@ def _parsed(content: bytes, where: str) -> Json:
     try:
         config = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{CONFIG} is not JSON", where=where, to_do="it is damaged: copy it again") from error
+        raise ModelError(
+            f"{CONFIG} is not JSON", where=where, to_do="it is damaged: copy it again"
+        ) from error
     if not isinstance(config, dict):
-        raise ModelError(f"{CONFIG} is not an object", where=where, to_do="it is damaged: copy it again")
+        raise ModelError(
+            f"{CONFIG} is not an object", where=where, to_do="it is damaged: copy it again"
+        )
     return config
 
 

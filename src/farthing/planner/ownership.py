@@ -1,7 +1,8 @@
-"""Own or rent: what a run costs on a GPU of one's own, when buying one pays back, what a year of runs comes to.
+"""Own or rent: what a run costs on a GPU of one's own, when buying one pays back, what a year of
+runs comes to.
 
-Plain arithmetic on plain values. Refuses to know prices (`catalog` does) and to guess what is not said, but for the
-three assumptions that `Owned` names.
+Plain arithmetic on plain values. Refuses to know prices (`catalog` does) and to guess what is not
+said, but for the three assumptions that `Owned` names.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.prices.gpus import find_gpu
 from farthing.prices.offers import HOURS_PER_MONTH
 from farthing.units import parse_hours, parse_usd
@@ -19,10 +20,11 @@ MONTHS_PER_YEAR = 12
 
 
 class Owned(NamedTuple):
-    """GPUs of one's own. Price and power are of all of them together, with the machine around them if it counts.
+    """GPUs of one's own. Price and power are of all of them together, with the machine around them
+    if it counts.
 
-    Electricity at 0.15 dollars a kWh, a life of 36 months and nothing left at its end are assumptions, there to be
-    replaced by one's own figures.
+    Electricity at 0.15 dollars a kWh, a life of 36 months and nothing left at its end are
+    assumptions, there to be replaced by one's own figures.
     """
 
     gpu: str  # a name of the catalog
@@ -83,9 +85,15 @@ def break_even_hours(owned: Owned, rent_usd_per_h: float) -> float | None:
 
 
 def break_even_months(
-    owned: Owned, *, rent_usd_per_h: float = 0.0, rent_usd_per_month: float = 0.0, hours_per_month: float = 0.0
+    owned: Owned,
+    *,
+    rent_usd_per_h: float = 0.0,
+    rent_usd_per_month: float = 0.0,
+    hours_per_month: float = 0.0,
 ) -> float | None:
-    """Months after which owning is cheaper than this rent, by the hour of use or by the month; None: never."""
+    """Months after which owning is cheaper than this rent, by the hour of use or by the month;
+    None: never.
+    """
     rent = rent_usd_per_month + rent_usd_per_h * hours_per_month
     saved_per_month = rent - owned.running_usd_per_h * hours_per_month
     return owned.lost_usd / saved_per_month if saved_per_month > 0 else None
@@ -107,8 +115,10 @@ def own_way(owned: Owned, hours_per_run: float) -> Way:
     return Way(usd_per_run=hours_per_run * owned.running_usd_per_h, up_front_usd=owned.price_usd)
 
 
-def yearly_usd(ways: Mapping[str, Way], n_runs_per_month: float, n_years: int = 1) -> dict[str, float]:
-    """What each way comes to over years of a project with so many runs a month, the cheapest first."""
+def yearly_usd(
+    ways: Mapping[str, Way], n_runs_per_month: float, n_years: int = 1
+) -> dict[str, float]:
+    """What each way comes to over years of a project with so many runs a month, the cheapest first."""  # noqa: E501
     n_months = n_years * MONTHS_PER_YEAR
     totals = {
         name: way.up_front_usd + n_months * (way.usd_per_month + n_runs_per_month * way.usd_per_run)
@@ -142,13 +152,17 @@ def hours_of(n_samples: float, n_epochs: float, samples_per_min: float) -> float
     return n_samples * n_epochs / samples_per_min / 60
 
 
-def needed_samples_per_min(n_samples: float, n_epochs: float, gpu_hours: float, n_gpus: int = 1) -> float:
+def needed_samples_per_min(
+    n_samples: float, n_epochs: float, gpu_hours: float, n_gpus: int = 1
+) -> float:
     """The throughput of all GPUs together that a cap on GPU-hours asks for."""
     return n_samples * n_epochs / (gpu_hours / n_gpus * 60)
 
 
 def faster(before_s: float, after_s: float) -> tuple[float, float]:
-    """How many times as fast a step has become, and what share of the dollars that saves at the same price."""
+    """How many times as fast a step has become, and what share of the dollars that saves at the
+    same price.
+    """
     return before_s / after_s, 1 - after_s / before_s
 
 
@@ -163,14 +177,19 @@ _KEYS = {
     "other": "other_usd_per_h",
     "use": "hours_per_month",
 }
-_EXAMPLE = '"RTX 4090:1600usd:0.45kW" or "2x RTX 3090:1400usd:0.7kW:kwh=0.30usd:resale=30%:life=36:use=100h"'
+_EXAMPLE = (
+    '"RTX 4090:1600usd:0.45kW" or "2x RTX'
+    ' 3090:1400usd:0.7kW:kwh=0.30usd:resale=30%:life=36:use=100h"'
+)
 
 
 def parse_owned(text: str) -> Owned:
-    """`"RTX 4090:1600usd:0.45kW"`: the GPU, what was paid, its power, then `key=value` for the rest.
+    """`"RTX 4090:1600usd:0.45kW"`: the GPU, what was paid, its power, then `key=value` for the
+    rest.
 
-    Keys: kwh (dollars a kWh), resale (share or percent), life (months), other (dollars an hour), use (hours a month).
-    The power is the GPU's own where it is not said; the price is nothing for what is paid off. Raises `UserMistake`.
+    Keys: kwh (dollars a kWh), resale (share or percent), life (months), other (dollars an hour),
+    use (hours a month). The power is the GPU's own where it is not said; the price is nothing for
+    what is paid off. Raises `InputError`.
     """
     name, *parts = (part.strip() for part in text.split(":"))
     count = re.fullmatch(r"(\d+)\s*x\s*(.+)", name, re.IGNORECASE)
@@ -179,8 +198,8 @@ def parse_owned(text: str) -> Owned:
         raise _mistake(text, f"{n_gpus} GPUs")
     try:
         gpu = find_gpu(count[2] if count else name)
-    except UserMistake as error:
-        raise UserMistake(error.what, where=f"own: {text}", to_do=error.to_do) from None
+    except InputError as error:
+        raise InputError(error.what, where=f"own: {text}", to_do=error.to_do) from None
     found: dict[str, float] = {}
     for part in parts:
         key, value = _pair(text, part)
@@ -236,5 +255,5 @@ def _number(key: str, value: str) -> float:
     return parse_usd(value)
 
 
-def _mistake(text: str, what: str) -> UserMistake:
-    return UserMistake(what, where=f"own: {text}", to_do=f"write {_EXAMPLE}")
+def _mistake(text: str, what: str) -> InputError:
+    return InputError(what, where=f"own: {text}", to_do=f"write {_EXAMPLE}")

@@ -1,8 +1,9 @@
-"""What can be seen to be wrong with a job before anything heavy is imported: its data's columns, its model's presence.
+"""What can be seen to be wrong with a job before anything heavy is imported: its data's columns,
+its model's presence.
 
-A second of looking, and all faults at once: the first rows of every local file, folders, the cache of the Hub and one quick
-question to the Hub. What passes may still be refused later, by those who read it whole. Refuses to import torch or
-transformers, to download and to ask twice.
+A second of looking, and all faults at once: the first rows of every local file, folders, the cache
+of the Hub and one quick question to the Hub. What passes may still be refused later, by those who
+read it whole. Refuses to import torch or transformers, to download and to ask twice.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Own, Row
 from farthing.data.token_set import Recipe
 from farthing.durability.run_folder import rules_of
-from farthing.errors import DataError, JobError, Mistakes, ModelError, UserMistake
+from farthing.errors import DataError, InputError, JobError, ModelError, PreflightError
 from farthing.planner.job_lengths import files_of_split
 from farthing.planner.left_out_loss import refuse_left_out_loss
 from farthing.planner.model_config import (
@@ -46,8 +47,12 @@ _MOST_ROWS = 20_000  # are read in search of one that can be used
 _LARGEST_JSON_BYTES = 64 << 20  # a larger document, which has to be read whole, is not looked into
 
 
-def load_job_or_tell_all(path: str, overrides: list[str], *, only_plans: bool = False, with_data: bool = True) -> Job:
-    """`load_job`; of a job that is wrong it is told, with its mistakes, what `look_over` finds in what is left of it."""
+def load_job_or_tell_all(
+    path: str, overrides: list[str], *, only_plans: bool = False, with_data: bool = True
+) -> Job:
+    """`load_job`; of a job that is wrong it is told, with its mistakes, what `look_over` finds in
+    what is left of it.
+    """
     try:
         return load_job(path, overrides)
     except JobError as error:
@@ -55,27 +60,30 @@ def load_job_or_tell_all(path: str, overrides: list[str], *, only_plans: bool = 
             raise
         try:
             look_over(error.rest, only_plans=only_plans, with_data=with_data)
-        except UserMistake as more:
-            raise JobError([*error.problems, *(more.problems if isinstance(more, JobError) else [more])]) from error
+        except InputError as more:
+            raise JobError(
+                [*error.problems, *(more.problems if isinstance(more, JobError) else [more])]
+            ) from error
         raise
 
 
 def look_over(job: Job, *, only_plans: bool = False, with_data: bool = True) -> None:
-    """Look at data and model. A plan needs of the model only the sizes, and no data where their lengths are given.
+    """Look at data and model. A plan needs of the model only the sizes, and no data where their
+    lengths are given.
 
-    Raises the `UserMistake` that was found, or `Mistakes` of all of them.
+    Raises the `InputError` that was found, or `PreflightError` of all of them.
     """
-    found: list[UserMistake] = []
+    found: list[InputError] = []
     for check in _checks(job, only_plans, with_data):
         try:
             check()
-        except UserMistake as error:
+        except InputError as error:
             if str(error) not in [str(other) for other in found]:
                 found.append(error)
     if len(found) == 1:
         raise found[0]
     if found:
-        raise Mistakes(found)
+        raise PreflightError(found)
 
 
 def _checks(job: Job, only_plans: bool, with_data: bool) -> Iterator[Callable[[], object]]:
@@ -84,8 +92,12 @@ def _checks(job: Job, only_plans: bool, with_data: bool) -> Iterator[Callable[[]
         (data.train, data.of_train, data.train_split),
         (data.eval, data.of_eval, data.eval_split),
     ):
-        for name, said in zip(names, own or (Own(),) * len(names), strict=True) if with_data else ():
-            yield lambda name=name, said=said, split=split: _look_at_data(job, name, said, split, only_plans)  # type: ignore[misc]
+        for name, said in (
+            zip(names, own or (Own(),) * len(names), strict=True) if with_data else ()
+        ):
+            yield lambda name=name, said=said, split=split: _look_at_data(
+                job, name, said, split, only_plans
+            )  # type: ignore[misc]
     if job.data.chat_template is not None and with_data:
         yield lambda: _look_at_template(str(job.data.chat_template))
     if only_plans:
@@ -98,7 +110,9 @@ def _checks(job: Job, only_plans: bool, with_data: bool) -> Iterator[Callable[[]
 
 
 def _look_at_data(job: Job, name: str, said: Own, split: str, only_plans: bool) -> None:
-    """A file, the first file of a folder's split, or whether an address may be asked and the Hub knows a name."""
+    """A file, the first file of a folder's split, or whether an address may be asked and the Hub
+    knows a name.
+    """
     if is_remote(name):
         refuse_metadata(name)
     elif not is_dataset(name):
@@ -111,17 +125,19 @@ def _look_at_data(job: Job, name: str, said: Own, split: str, only_plans: bool) 
 
 
 def _first_of(folder: Path, split: str) -> list[Path]:
-    """The first file of a split; none where the folder's own description says what its splits are."""
+    """The first file of a split; none where the folder's own description says what its splits are."""  # noqa: E501
     if (folder / "README.md").exists():
         return []
     try:
         return files_of_split(folder, split)[:1]
-    except UserMistake:
+    except InputError:
         return []
 
 
 def _look_at_file(job: Job, path: Path, said: Own) -> None:
-    """Whether a file's first rows can be read, and whether their columns are of a kind that is known."""
+    """Whether a file's first rows can be read, and whether their columns are of a kind that is
+    known.
+    """
     shown = short_name(str(path))
     kind = kind_of_file(path, shown)
     if kind == "json" and path.stat().st_size > _LARGEST_JSON_BYTES:
@@ -142,8 +158,12 @@ def _rows_behind(source: Source, n: int) -> Iterator[Row | BadRow]:
         yield from itertools.islice(source.rows(), n, _MOST_ROWS)
 
 
-def _look_at_values(task: str, source: Source, first: list[Row | BadRow], reader: SourceReader) -> None:
-    """Whether one row of a file can be used whose columns hold plain text. Raises `DataError` with what is wrong."""
+def _look_at_values(
+    task: str, source: Source, first: list[Row | BadRow], reader: SourceReader
+) -> None:
+    """Whether one row of a file can be used whose columns hold plain text. Raises `DataError` with
+    what is wrong.
+    """
     understood, reason = reader.understood, ""
     if understood is None or understood.format in RENDERED or task_of(task).labels is not None:
         return  # what chats and labels mean is not known without the tokenizer and the other rows
@@ -163,10 +183,17 @@ def _look_at_values(task: str, source: Source, first: list[Row | BadRow], reader
         return
     to_do = "check the columns, or map others with data.columns"
     if found := re.search(r"`(\w+)` is (?:a number|true/false), not text", reason):
-        needs = {name: str(understood.columns.get(name, name)) for name in understood.format.split("/")}
+        needs = {
+            name: str(understood.columns.get(name, name)) for name in understood.format.split("/")
+        }
         own = needs.get(found[1], found[1])
-        mapped = ", ".join(f"{name}: {one}" for name, one in (needs | {found[1]: f'"{{{own}}}"'}).items())
-        to_do = f'write it as text: data.columns: {{{mapped}}}; to pick a text by its number: "{{choices[{own}]}}"'
+        mapped = ", ".join(
+            f"{name}: {one}" for name, one in (needs | {found[1]: f'"{{{own}}}"'}).items()
+        )
+        to_do = (
+            f"write it as text: data.columns: {{{mapped}}}; to pick a text by its number:"
+            f' "{{choices[{own}]}}"'
+        )
     raise DataError(f"no row can be used: {reason}", where=source.name, to_do=to_do)
 
 
@@ -176,7 +203,9 @@ def _look_at_template(path: str) -> None:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         what = f"the chat template can't be read: {why}"
-        raise ModelError(what, where=path, to_do="check data.chat_template: a Jinja file") from error
+        raise ModelError(
+            what, where=path, to_do="check data.chat_template: a Jinja file"
+        ) from error
 
 
 # ---- the model ----
@@ -184,13 +213,18 @@ def _look_at_template(path: str) -> None:
 
 def _look_at_config(job: Job) -> None:
     config, _ = find_config(job.model.model_name_or_path, job.model.revision)
-    refuse_left_out_loss(config, job.task, job.model.model_name_or_path, rules_of(Path(job.output_dir)))
+    refuse_left_out_loss(
+        config, job.task, job.model.model_name_or_path, rules_of(Path(job.output_dir))
+    )
 
 
 def _look_at_model(job: Job) -> None:
     """Its folder with what has to be in it, or that the Hub or its cache has it."""
     section = job.model
-    name, tokenizer = section.model_name_or_path, section.tokenizer_name_or_path or section.model_name_or_path
+    name, tokenizer = (
+        section.model_name_or_path,
+        section.tokenizer_name_or_path or section.model_name_or_path,
+    )
     if Path(name).is_absolute():
         _look_at_folder(Path(name), needs_weights=section.init == "pretrained")
     else:
@@ -198,20 +232,33 @@ def _look_at_model(job: Job) -> None:
     if Path(tokenizer).is_absolute():
         folder = Path(tokenizer)
         if not folder.is_dir():
-            raise ModelError("no such tokenizer folder", where=tokenizer, to_do="check model.tokenizer_name_or_path")
+            raise ModelError(
+                "no such tokenizer folder",
+                where=tokenizer,
+                to_do="check model.tokenizer_name_or_path",
+            )
         if not any((folder / file).exists() for file in TOKENIZERS):
             raise ModelError(
                 f"no tokenizer in the model folder (none of {', '.join(TOKENIZERS)})",
                 where=tokenizer,
-                to_do="copy the tokenizer's files there, or name its folder: model.tokenizer_name_or_path",
+                to_do=(
+                    "copy the tokenizer's files there, or name its folder:"
+                    " model.tokenizer_name_or_path"
+                ),
             )
 
 
 def _look_at_folder(folder: Path, *, needs_weights: bool) -> None:
     if not folder.is_dir():
-        raise ModelError("no such folder for the model", where=str(folder), to_do="check model: in the job")
+        raise ModelError(
+            "no such folder for the model", where=str(folder), to_do="check model: in the job"
+        )
     if not (folder / CONFIG).is_file():
-        raise ModelError(f"no {CONFIG} in the folder", where=str(folder), to_do="name a folder in Hugging Face format")
+        raise ModelError(
+            f"no {CONFIG} in the folder",
+            where=str(folder),
+            to_do="name a folder in Hugging Face format",
+        )
     try:
         is_object = isinstance(json.loads((folder / CONFIG).read_text(encoding="utf-8-sig")), dict)
     except (OSError, ValueError, RecursionError):
@@ -223,12 +270,17 @@ def _look_at_folder(folder: Path, *, needs_weights: bool) -> None:
             to_do="copy the folder again: it is damaged",
         )
     if needs_weights and not any(folder.glob("*.safetensors")):
-        pickles = sorted(path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}"))
+        pickles = sorted(
+            path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}")
+        )
         if pickles:
             raise ModelError(
                 f"weights only as a pickle ({pickles[0]}), which can run code when it is loaded",
                 where=str(folder),
-                to_do="convert them to safetensors with transformers' save_pretrained on a machine you trust",
+                to_do=(
+                    "convert them to safetensors with transformers' save_pretrained on a machine"
+                    " you trust"
+                ),
             )
         raise ModelError(
             "no weights (*.safetensors) in the folder",
@@ -249,7 +301,8 @@ def _look_on_hub(name: str, revision: str | None, *, needs_weights: bool) -> Non
     if snapshot is not None and (snapshot / CONFIG).is_file():
         if is_offline() and needs_weights and not any(snapshot.glob("*.safetensors")):
             raise ModelError(
-                "its weights (*.safetensors) are not in the Hugging Face cache, and HF_HUB_OFFLINE is set",
+                "its weights (*.safetensors) are not in the Hugging Face cache, and HF_HUB_OFFLINE"
+                " is set",
                 where=name,
                 to_do="unset it, or give a folder that has them",
             )
@@ -258,13 +311,19 @@ def _look_on_hub(name: str, revision: str | None, *, needs_weights: bool) -> Non
         ask_hub(name, revision)
     except ModelError as error:
         raise ModelError(
-            f"the model's configuration can't be loaded: {error.what}", where=name, to_do=error.to_do
+            f"the model's configuration can't be loaded: {error.what}",
+            where=name,
+            to_do=error.to_do,
         ) from error
 
 
 def _look_for_data_set(job: Job, name: str) -> None:
     """One question to the Hub, for a data set that was never fetched."""
-    if is_offline() or is_offline("HF_DATASETS_OFFLINE") or any((Path(job.cache_dir or ".") / "datasets").glob("*")):
+    if (
+        is_offline()
+        or is_offline("HF_DATASETS_OFFLINE")
+        or any((Path(job.cache_dir or ".") / "datasets").glob("*"))
+    ):
         return
     try:
         read_from_hub(f"api/datasets/{urllib.parse.quote(name)}")
@@ -279,5 +338,7 @@ def _look_for_data_set(job: Job, name: str) -> None:
     raise DataError(
         f"neither a local file nor a data set that can be reached ({why})",
         where=name,
-        to_do="check the name, or the network; a local path needs its file ending (.jsonl, .csv ...)",
+        to_do=(
+            "check the name, or the network; a local path needs its file ending (.jsonl, .csv ...)"
+        ),
     )

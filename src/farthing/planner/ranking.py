@@ -1,4 +1,6 @@
-"""The order of plans: the one to take first, then by dollars, the sooner where estimates can't tell; each with its why."""
+"""The order of plans: the one to take first, then by dollars, the sooner where estimates can't
+tell; each with its why.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from farthing.planner.types import OLD_PRICE_DAYS, Plan, up_front
 from farthing.prices.offers import Offer
 from farthing.units import say_usd
 
-TIE, TIE_USD = 0.05, 0.01  # dollars closer than either are not told apart by estimates that share their error
+TIE, TIE_USD = (
+    0.05,
+    0.01,
+)  # dollars closer than either are not told apart by estimates that share their error
 
 
 class _Placed(NamedTuple):
@@ -29,9 +34,11 @@ def _placed(plan: Plan) -> _Placed:
 
 
 def ranked(plans: Iterable[Plan]) -> list[Plan]:
-    """The first is the one to take: the cheapest at a price that can be had. Each says why it stands there.
+    """The first is the one to take: the cheapest at a price that can be had. Each says why it
+    stands there.
 
-    Then by dollars, and last what has no price. Among dollars that can't be told apart the sooner comes first.
+    Then by dollars, and last what has no price. Among dollars that can't be told apart the sooner
+    comes first.
     """
     ordered = sorted((_placed(plan) for plan in plans), key=lambda one: one[:3])
     soonest, front = math.inf, set()
@@ -52,21 +59,27 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
 
 
 def _said(plan: Plan, on_front: bool, why: str) -> Plan:
-    """The plan with what ranking says of it: `dataclasses.replace`, in a fifth of its time, of which ten thousand take most."""
+    """The plan with what ranking says of it: `dataclasses.replace`, in a fifth of its time, of
+    which ten thousand take most.
+    """
     found = object.__new__(Plan)
     found.__dict__.update(plan.__dict__, on_front=on_front, why=why)
     return found
 
 
 def _first_that_can_be_had(priced: Sequence[_Placed]) -> _Placed | None:
-    """Of those near the cheapest that can be had the soonest, one GPU before several; `priced` has the cheapest first.
+    """Of those near the cheapest that can be had the soonest, one GPU before several; `priced` has
+    the cheapest first.
 
-    A price that is a little old comes first where the worst case of its range is less than what can be had for certain.
-    Where nothing can be had: the cheapest in the worst of the cases that its range holds.
+    A price that is a little old comes first where the worst case of its range is less than what can
+    be had for certain. Where nothing can be had: the cheapest in the worst of the cases that its
+    range holds.
     """
     can = [one for one in priced if _can_be_had(one.plan)]
     nearly = [one for one in priced if _can_be_had(one.plan, 2 * OLD_PRICE_DAYS)]
-    at_worst = min(nearly or priced, key=lambda one: (one.plan.is_tight, _high(one), one.name), default=None)
+    at_worst = min(
+        nearly or priced, key=lambda one: (one.plan.is_tight, _high(one), one.name), default=None
+    )
     if not can or (nearly and at_worst is not None and _high(at_worst) < can[0].usd):
         return at_worst
     near = itertools.takewhile(lambda one: one.usd <= _most(can[0]), can)
@@ -83,8 +96,9 @@ def _most(one: _Placed) -> float:
 
 
 def _can_be_had(plan: Plan, most_days: int = OLD_PRICE_DAYS) -> bool:
-    """Whether the run can be had for its dollars: in memory that is surely enough, at a firm price, without a pack or deposit
-    that is more than it needs, before the machine is taken back, and with what pip installs by itself."""
+    """Whether the run can be had for its dollars: in memory that is surely enough, at a firm price,
+    without a pack or deposit that is more than it needs, before the machine is taken back, and with
+    what pip installs by itself."""
     is_paid_by_use = up_front(plan) <= (1 + TIE) * plan.total_usd + 0.01
     is_simple = plan.hours_range.high <= plan.offer.billing.most_hours and not plan.place.host_note
     is_firm = not plan.place.is_from_price and plan.place.price_age_days <= most_days
@@ -124,7 +138,10 @@ def _why_first(one: _Placed, ordered: Sequence[_Placed]) -> str:
     if can_be_had:
         usd = say_usd(can_be_had[0].usd)
         better = "sooner" if one.wall_s < can_be_had[0].wall_s else "on one GPU"
-        words = f"within {TIE:.0%} or a cent of the cheapest ({usd}), which estimates can't tell apart, and {better}"
+        words = (
+            f"within {TIE:.0%} or a cent of the cheapest ({usd}), which estimates can't tell apart,"
+            f" and {better}"
+        )
     if any(o.plan.is_tight for o in cheaper):
         words += " that surely fits"
     if any(not o.plan.is_tight and not _can_be_had(o.plan) for o in cheaper):
@@ -133,4 +150,12 @@ def _why_first(one: _Placed, ordered: Sequence[_Placed]) -> str:
 
 
 def _name_key(offer: Offer) -> tuple[str, ...]:
-    return offer.provider, offer.gpu, str(offer.n_gpus), offer.region, offer.zone, offer.kind, offer.instance
+    return (
+        offer.provider,
+        offer.gpu,
+        str(offer.n_gpus),
+        offer.region,
+        offer.zone,
+        offer.kind,
+        offer.instance,
+    )

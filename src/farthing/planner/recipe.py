@@ -1,7 +1,8 @@
 """How a job is computed: the choices that change memory and seconds and not the result.
 
-The planner makes recipes and prices them; the trainer runs the one it is given. A `Stack` says how the code computes:
-the trainer's own ways are `stack_for` a model, others are there to hold the formulas against what other tools measured.
+The planner makes recipes and prices them; the trainer runs the one it is given. A `Stack` says how
+the code computes: the trainer's own ways are `stack_for` a model, others are there to hold the
+formulas against what other tools measured.
 
 Refuses to choose: `plan` does.
 """
@@ -25,7 +26,9 @@ POSITIONS = "positions"  # the trainer's own: logits of labelled positions only,
 
 
 NONE, DDP, FSDP = "none", "ddp", "fsdp"
-"""How GPUs share the weights: one has them; each has them all; they are spread, and gathered layer by layer."""
+"""How GPUs share the weights: one has them; each has them all; they are spread, and gathered layer
+by layer.
+"""
 TO_SET: dict[str, tuple[str, ...]] = {
     NONE: (),
     DDP: ("where.gpus: all",),
@@ -36,7 +39,9 @@ _LANES = 4, 8
 
 
 def n_lanes_of(method: str, n_gpus: int) -> int:
-    """How many parts a step of several GPUs is computed in: `where.same_bits` and `train.lanes` have why."""
+    """How many parts a step of several GPUs is computed in: `where.same_bits` and `train.lanes`
+    have why.
+    """
     if n_gpus == 1 or method == "full":
         return n_gpus
     return next((n for n in _LANES if n_gpus <= n), n_gpus)
@@ -48,53 +53,76 @@ class Stack:
 
     name: str
     has_master_weights: bool = True
-    """Trained weights, their gradients and the optimizer's state are fp32; else all is in the precision of the run."""
+    """Trained weights, their gradients and the optimizer's state are fp32; else all is in the
+    precision of the run.
+    """
     has_autocast: bool = True
-    """The forward pass casts what it multiplies; without, everything runs in the dtype of the weights."""
+    """The forward pass casts what it multiplies; without, everything runs in the dtype of the
+    weights.
+    """
     adapters_fp32: bool = True
     loss: str = LABELLED
     fused_norms: bool = False
     fused_mlp: bool = False
     is_compiled: bool = False
     lean_mlp: bool = False
-    """A gated activation is one node: of what is as wide as the feed-forward both halves are kept, and their product."""
+    """A gated activation is one node: of what is as wide as the feed-forward both halves are kept,
+    and their product.
+    """
     is_flash: bool = False
     """Attention without a padding mask: keys and values are not repeated for their groups."""
     is_eager: bool = False
     """Attention computes all scores, and keeps them."""
     is_packed: bool = False
-    """Documents end to end: neither padding nor a mask of it. Comes with `is_flash`, which a CPU does in its own way."""
+    """Documents end to end: neither padding nor a mask of it. Comes with `is_flash`, which a CPU
+    does in its own way.
+    """
     reads_first: bool = False
-    """Documents end to end through an encoder: its last layer is computed for the tokens that a classifier reads."""
+    """Documents end to end through an encoder: its last layer is computed for the tokens that a
+    classifier reads.
+    """
     reads_labelled: bool = False
-    """Documents end to end: the last layer is computed for labelled positions, where these are few."""
+    """Documents end to end: the last layer is computed for labelled positions, where these are few.
+    """
     fuses_adapters: bool = False
-    """LoRA layers are one function each: what they read is kept once, in the precision of the run."""
+    """LoRA layers are one function each: what they read is kept once, in the precision of the run.
+    """
     masks_padding: bool = True
-    """Attention gets a mask of the padding, a number for each pair of tokens, if it is not flash."""
+    """Attention gets a mask of the padding, a number for each pair of tokens, if it is not flash.
+    """
     upcasts_frozen: bool = False
-    """`prepare_model_for_kbit_training`: whatever is not quantized becomes fp32, hidden states too."""
+    """`prepare_model_for_kbit_training`: whatever is not quantized becomes fp32, hidden states too.
+    """
     keeps_quantized_inputs: bool = False
-    """bitsandbytes before 0.43.2 of July 2024: layers in 4 bits keep what they read, as if their weights were trained
-    (github.com/bitsandbytes-foundation/bitsandbytes/pull/1270)."""
+    """bitsandbytes before 0.43.2 of July 2024: layers in 4 bits keep what they read, as if their
+    weights were trained (github.com/bitsandbytes-foundation/bitsandbytes/pull/1270)."""
     shares_inputs: bool = False
-    """One copy of an input in the run's precision serves all layers that read it (model/casts.py), on GPUs; adapters of layers
-    in 4 bits read the input as autocast leaves it (peft's `Linear4bit`)."""
+    """One copy of an input in the run's precision serves all layers that read it (model/casts.py),
+    on GPUs; adapters of layers in 4 bits read the input as autocast leaves it (peft's
+    `Linear4bit`)."""
     keeps_unpacked: bool = False
-    """A layer's quantized weights are unpacked by plain operations, and what comes of them is kept for its backward pass."""
+    """A layer's quantized weights are unpacked by plain operations, and what comes of them is kept
+    for its backward pass.
+    """
     frees_gradients: bool = False
     """The optimizer steps within the backward pass: one layer's gradients at a time."""
     offloads_activations: bool = False
     keeps_adapters_whole: bool = True
-    """Several GPUs: adapters are on each, and their gradients are added up in parts of a step; else they are spread as well."""
+    """Several GPUs: adapters are on each, and their gradients are added up in parts of a step; else
+    they are spread as well.
+    """
     doubles_edges: bool = False
     """With several GPUs and frozen weights, what recomputed layers begin with is there twice."""
     unpacking: float = 1.0
     """Times as long as bitsandbytes' kernels for NF4 take to unpack quantized weights."""
     host_s_per_layer: float = 1.5e-3
-    """Seconds of the host for the kernels of one layer, forward and backward: a GPU can't be faster than that."""
+    """Seconds of the host for the kernels of one layer, forward and backward: a GPU can't be faster
+    than that.
+    """
     host_s_per_adapted_layer: float = 1.0e-3
-    """What adapters add to it. Together 1.85 ms were measured on a processor of 2025; those of rented GPUs are slower."""
+    """What adapters add to it. Together 1.85 ms were measured on a processor of 2025; those of
+    rented GPUs are slower.
+    """
 
     def n_read(self, n_tokens: float, labelled_share: float) -> float | None:
         """Tokens of an example for which alone the last layer is computed; None: for all."""
@@ -105,7 +133,9 @@ class Stack:
 
 
 FARTHING = Stack("farthing")
-"""The trainer's way with a model that it can neither lay flat nor score by positions; `stack_for` has the others."""
+"""The trainer's way with a model that it can neither lay flat nor score by positions; `stack_for`
+has the others.
+"""
 
 
 def stack_for(
@@ -118,9 +148,11 @@ def stack_for(
     has_plain_head: bool = True,
     has_plain_adapters: bool = True,
 ) -> Stack:
-    """How the trainer computes a model: what `can_go_packed`, `find_head` and `use_low_rank` decide when they see it.
+    """How the trainer computes a model: what `can_go_packed`, `find_head` and `use_low_rank` decide
+    when they see it.
 
-    A plain head has no adapter and is not trained beside its original; plain adapters are LoRA without dropout or DoRA.
+    A plain head has no adapter and is not trained beside its original; plain adapters are LoRA
+    without dropout or DoRA.
     """
     is_packed = may_go_packed and model_type in PACKED.get(task_of(task).head, ())
     return replace(
@@ -132,7 +164,9 @@ def stack_for(
         reads_labelled=is_packed and task_of(task).predicts_next and precision == "fp32",
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
         is_flash=is_packed and precision != "fp16",
-        loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ()) else LABELLED,
+        loss=POSITIONS
+        if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ())
+        else LABELLED,
         fuses_adapters=method == "lora" and has_plain_adapters,
         shares_inputs=True,
     )
@@ -145,11 +179,15 @@ class Recipe:
     method: str
     """full, lora or qlora."""
     settings: Settings
-    """Tokens of a micro-batch, checkpointing, precision, and whether the output of frozen layers is kept."""
+    """Tokens of a micro-batch, checkpointing, precision, and whether the output of frozen layers is
+    kept.
+    """
     optim: str
     global_batch: int
     micro_batch: int | None = None
-    """Most examples in one forward pass of one GPU, as other trainers cut; None where tokens are counted."""
+    """Most examples in one forward pass of one GPU, as other trainers cut; None where tokens are
+    counted.
+    """
     lora_r: int = 0
     lora_dropout: float = 0.0
     target_modules: tuple[str, ...] = ()
@@ -160,11 +198,15 @@ class Recipe:
     """none, ddp (every GPU has everything) or fsdp (weights, gradients and state are divided)."""
     stack: Stack = FARTHING
     mean_passes: float = 1.0
-    """Forward passes of one GPU in a mean step, where tokens are counted: what `Lengths.cut` makes of them."""
+    """Forward passes of one GPU in a mean step, where tokens are counted: what `Lengths.cut` makes
+    of them.
+    """
     reshards: bool = True
     """fsdp: layers are gathered again for the backward pass, and not kept for it."""
     offloads_weights: bool = False
-    """fsdp: rows of the spread weights stay in main memory, with gradients and state of those that are trained."""
+    """fsdp: rows of the spread weights stay in main memory, with gradients and state of those that
+    are trained.
+    """
 
     @property
     def n_micro_batches(self) -> float:
@@ -199,8 +241,12 @@ class Recipe:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of a weight that is spread, while it is whole: the trainer casts rows of trained ones to bf16, and not to fp16."""
-        is_as_kept = self.method == "full" and self.precision == "fp16" and self.stack.keeps_adapters_whole
+        """Of a weight that is spread, while it is whole: the trainer casts rows of trained ones to
+        bf16, and not to fp16.
+        """
+        is_as_kept = (
+            self.method == "full" and self.precision == "fp16" and self.stack.keeps_adapters_whole
+        )
         return self.trained_bytes if is_as_kept else self.compute_bytes
 
     @property
@@ -212,15 +258,16 @@ class Recipe:
     def edge_copies(self) -> int:
         """How often the backward pass holds what recomputed layers begin with.
 
-        FSDP1 does so twice where the layers are frozen: 787 kB for each token of a Mistral-7B over two and four GPUs where one
-        has 541 (foundation-model-stack/fms-acceleration, LoRA and QLoRA).
+        FSDP1 does so twice where the layers are frozen: 787 kB for each token of a Mistral-7B over
+        two and four GPUs where one has 541 (foundation-model-stack/fms-acceleration, LoRA and
+        QLoRA).
         """
         return 2 if self.method != "full" and self.n_gpus > 1 and self.stack.doubles_edges else 1
 
     @property
     def residual_bytes(self) -> int:
-        """Of a number in the residual stream, and at the edges of recomputed layers: that of the embedding that it begins with,
-        which fsdp casts when it gathers it."""
+        """Of a number in the residual stream, and at the edges of recomputed layers: that of the
+        embedding that it begins with, which fsdp casts when it gathers it."""
         if self.method == "full" and self.sharding != "fsdp":
             return self.trained_bytes
         return self.gathered_bytes if self.method == "full" else self.frozen_bytes
@@ -232,12 +279,18 @@ class Recipe:
     @property
     def lanes_of_gpu(self) -> int:
         """Parts of a step that one GPU computes, one after the other."""
-        return -(-n_lanes_of(self.method, self.n_gpus) // self.n_gpus) if self.stack.keeps_adapters_whole else 1
+        return (
+            -(-n_lanes_of(self.method, self.n_gpus) // self.n_gpus)
+            if self.stack.keeps_adapters_whole
+            else 1
+        )
 
     @property
     def share_of_gpu(self) -> float:
         """Of a step, that the busiest GPU computes: of four parts on three GPUs one has two."""
-        n_lanes = n_lanes_of(self.method, self.n_gpus) if self.stack.keeps_adapters_whole else self.n_gpus
+        n_lanes = (
+            n_lanes_of(self.method, self.n_gpus) if self.stack.keeps_adapters_whole else self.n_gpus
+        )
         return self.lanes_of_gpu / n_lanes
 
     @property
@@ -250,7 +303,11 @@ class Recipe:
 
     def in_words(self) -> str:
         """`lora, bf16, up to 8,192 tokens at a time, every layer checkpointed`."""
-        at_once = [] if self.micro_batch is None else [f"{self.micro_batch} x {self.n_micro_batches:g} examples"]
+        at_once = (
+            []
+            if self.micro_batch is None
+            else [f"{self.micro_batch} x {self.n_micro_batches:g} examples"]
+        )
         words = [self.method, self.precision, *at_once, self.settings.in_words()]
         if self.n_gpus > 1 and self.sharding != NONE:
             how = "weights on each of" if self.sharding == DDP else "weights spread over"

@@ -1,6 +1,8 @@
-"""Every recipe x every offer: what fits is handed to pricing and limits, what does not is rejected with what would let it in.
+"""Every recipe x every offer: what fits is handed to pricing and limits, what does not is rejected
+with what would let it in.
 
-For each kind of machine the quickest recipe that fits is taken: an hour costs the same whatever is computed in it.
+For each kind of machine the quickest recipe that fits is taken: an hour costs the same whatever is
+computed in it.
 
 Pure: values in, values out. Refuses to import torch, and to ask a clock, a file or the network.
 """
@@ -12,11 +14,17 @@ from dataclasses import replace
 from typing import Any
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.confidence import link_error, memory_error, speed_error
 from farthing.planner.lengths import Padded
 from farthing.planner.limits import meet_deadline, within_limits
-from farthing.planner.memory import Memory, estimate_memory, evaluation_memory, host_bytes, writing_memory
+from farthing.planner.memory import (
+    Memory,
+    estimate_memory,
+    evaluation_memory,
+    host_bytes,
+    writing_memory,
+)
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
 from farthing.planner.recipe import DDP, FSDP, NONE, Recipe, n_lanes_of
@@ -29,9 +37,12 @@ from farthing.units import said_apart, say_bytes
 
 # of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples
 FEWEST_TOKENS, MOST_TOKENS = 1024, 65_536
-HOST_SHARE = 0.9  # of main memory, that rows of weights and an off-loaded optimizer may take: by assumption
+HOST_SHARE = (
+    0.9  # of main memory, that rows of weights and an off-loaded optimizer may take: by assumption
+)
 UNDECIDED = Settings()
-CPU_TOKENS = 2048  # of a micro-batch on a CPU: more is quicker by a hundredth at most, for more memory (docs/log.md)
+# of a micro-batch on a CPU: more is quicker by a hundredth at most, for more memory (docs/log.md)
+CPU_TOKENS = 2048
 
 
 def decide(
@@ -43,14 +54,20 @@ def decide(
     hazard: Callable[[Offer], Interruptions] | None = None,
     explains: bool = True,
 ) -> Answer:
-    """Plans for every place, ranked. `hazard` says how long spot capacity lasts; by default the measured prior does.
+    """Plans for every place, ranked. `hazard` says how long spot capacity lasts; by default the
+    measured prior does.
     `explains` is whether rejections say what would let them in, which takes as long as the plans.
 
-    Raises `UserMistake` for a job that no place can do at all.
+    Raises `InputError` for a job that no place can do at all.
     """
     if wanted.lengths.n_examples < 1:
-        raise UserMistake("there is no data to train on", where="data", to_do="check the data set")
-    search = _Search(wanted, assumptions or Assumptions(), hazard or (lambda offer: prior(offer.n_gpus)), explains)
+        raise InputError("there is no data to train on", where="data", to_do="check the data set")
+    search = _Search(
+        wanted,
+        assumptions or Assumptions(),
+        hazard or (lambda offer: prior(offer.n_gpus)),
+        explains,
+    )
     plans: list[Plan] = []
     rejected: list[Rejected] = []
     for place in places:
@@ -66,14 +83,22 @@ def decide(
         plans = ranked(plans)
     tokens = wanted.n_steps * wanted.global_batch * wanted.tokens_per_example
     fees = [(offer, sum(bill(offer, n_tokens=tokens).values())) for offer in managed]
-    return Answer(tuple(plans), tuple(rejected), tuple(sorted(fees, key=lambda fee: fee[1])), wanted.n_steps)
+    return Answer(
+        tuple(plans), tuple(rejected), tuple(sorted(fees, key=lambda fee: fee[1])), wanted.n_steps
+    )
 
 
 class _Search:
-    """What is worked out once for many offers: recipes by precision and number of GPUs, times by machine."""
+    """What is worked out once for many offers: recipes by precision and number of GPUs, times by
+    machine.
+    """
 
     def __init__(
-        self, wanted: JobSpec, assumptions: Assumptions, hazard: Callable[[Offer], Interruptions], explains: bool
+        self,
+        wanted: JobSpec,
+        assumptions: Assumptions,
+        hazard: Callable[[Offer], Interruptions],
+        explains: bool,
     ) -> None:
         self.wanted, self.explains = wanted, explains
         self.assumptions = assumptions
@@ -86,11 +111,16 @@ class _Search:
         self._changes: dict[Any, tuple[list[tuple[str, int]], Iterator[JobSpec]]] = {}
 
     def judge(self, place: Place) -> Plan | Rejected:
-        """The plan for a place, or why there is none. Where nothing else fits, and main memory is known to be enough, with
-        weights that are kept there."""
+        """The plan for a place, or why there is none. Where nothing else fits, and main memory is
+        known to be enough, with weights that are kept there."""
         offer, wanted = place.offer, self.wanted
         chosen = self._chosen_for(place, wanted.offloads_weights and place.is_cuda)
-        if isinstance(chosen, Rejected) and self.explains and place.is_cuda and offer.ram_gib is not None:
+        if (
+            isinstance(chosen, Rejected)
+            and self.explains
+            and place.is_cuda
+            and offer.ram_gib is not None
+        ):
             other = self._chosen_for(place, True) if may_be_spread(wanted) else chosen
             if isinstance(other, Chosen) and self._lacks_main_memory(place, other) is None:
                 chosen = other
@@ -102,7 +132,9 @@ class _Search:
         return within_limits(plan, self.wanted) if isinstance(plan, Plan) else plan
 
     def _lacks_main_memory(self, place: Place, chosen: Chosen) -> Rejected | None:
-        """Why a recipe does not fit the main memory of a place; None where it does, and where that is not known."""
+        """Why a recipe does not fit the main memory of a place; None where it does, and where that
+        is not known.
+        """
         ram_gib, needed_gib = place.offer.ram_gib, chosen.host_bytes / 2**30
         if ram_gib is None or not place.is_cuda or needed_gib <= HOST_SHARE * ram_gib:
             return None
@@ -139,14 +171,22 @@ class _Search:
         offloads: bool = False,
         has_liger: bool = False,
     ) -> list[tuple[Recipe, Memory, Work]]:
-        """Every recipe that is worth a look where micro-batches `cost` that, with its memory and its work."""
+        """Every recipe that is worth a look where micro-batches `cost` that, with its memory and
+        its work.
+        """
         key = precision, n_gpus, is_cuda, cost, offloads, has_liger
         if key not in self._candidates:
             self._candidates[key] = list(self._make_candidates(*key))
         return self._candidates[key]
 
     def _make_candidates(
-        self, precision: str, n_gpus: int, is_cuda: bool, cost: MicroBatchCost, offloads: bool, has_liger: bool
+        self,
+        precision: str,
+        n_gpus: int,
+        is_cuda: bool,
+        cost: MicroBatchCost,
+        offloads: bool,
+        has_liger: bool,
     ) -> Iterable[tuple[Recipe, Memory, Work]]:
         wanted = self.wanted
         if n_gpus > wanted.global_batch:
@@ -160,8 +200,14 @@ class _Search:
                     recipe = recipe_of(wanted, precision, most, every, n_gpus, sharding, cost)
                     recipe = replace(recipe, offloads_weights=offloads)
                     if has_liger:
-                        recipe = replace(recipe, stack=replace(recipe.stack, fused_norms=True, lean_mlp=True))
-                    yield recipe, self.memory_of(wanted, recipe, is_cuda), self.work_of(recipe, example)
+                        recipe = replace(
+                            recipe, stack=replace(recipe.stack, fused_norms=True, lean_mlp=True)
+                        )
+                    yield (
+                        recipe,
+                        self.memory_of(wanted, recipe, is_cuda),
+                        self.work_of(recipe, example),
+                    )
 
     def cost_on(self, place: Place) -> MicroBatchCost:
         """What a micro-batch costs on a device. Where nothing is padded it does not matter."""
@@ -176,16 +222,27 @@ class _Search:
         """Peak memory of a recipe, in training or evaluation."""
         share = wanted.labelled_share
         largest = wanted.largest(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost)
-        memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, labelled_share=share, is_cuda=is_cuda)
-        if wanted.eval_lengths is not None:  # an evaluation takes as many tokens at once as training does
+        memory = estimate_memory(
+            wanted.shape, recipe, largest, wanted.adapters, labelled_share=share, is_cuda=is_cuda
+        )
+        if (
+            wanted.eval_lengths is not None
+        ):  # an evaluation takes as many tokens at once as training does
             largest = wanted.eval_cut(recipe.settings.micro_batch_tokens, recipe.cost).largest
             other = evaluation_memory(
-                wanted.shape, recipe, largest, wanted.adapters, labelled_share=share, is_cuda=is_cuda
+                wanted.shape,
+                recipe,
+                largest,
+                wanted.adapters,
+                labelled_share=share,
+                is_cuda=is_cuda,
             )
             ways = [memory, other]
             if wanted.max_new_tokens:
                 written = wanted.written_at_once(recipe.settings.micro_batch_tokens)
-                ways.append(writing_memory(wanted.shape, recipe, written, wanted.adapters, is_cuda=is_cuda))
+                ways.append(
+                    writing_memory(wanted.shape, recipe, written, wanted.adapters, is_cuda=is_cuda)
+                )
             memory = max(ways, key=lambda one: one.allocated_bytes)
         return memory
 
@@ -212,15 +269,27 @@ class _Search:
         n_gpus = max(1, place.offer.n_gpus)
         if offloads and (place.precision == "fp16" or not may_be_spread(self.wanted)):
             what = "weights can't be kept in main memory: " + (
-                "gradients in fp16 are not scaled there" if place.precision == "fp16" else "they can't be spread"
+                "gradients in fp16 are not scaled there"
+                if place.precision == "fp16"
+                else "they can't be spread"
             )
             return Rejected(place.offer, what, "leave where.offload_weights out", 3.0)
-        found = self.candidates(place.precision, n_gpus, place.is_cuda, self.cost_on(place), offloads, place.has_liger)
+        found = self.candidates(
+            place.precision, n_gpus, place.is_cuda, self.cost_on(place), offloads, place.has_liger
+        )
         if not found:
-            what = f"a step of {self.wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
-            return Rejected(place.offer, what, f"train.global_batch_size: {n_gpus}", n_gpus / self.wanted.global_batch)
+            what = (
+                f"a step of {self.wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
+            )
+            return Rejected(
+                place.offer,
+                what,
+                f"train.global_batch_size: {n_gpus}",
+                n_gpus / self.wanted.global_batch,
+            )
         fitting = [one for one in found if self.needed_bytes(place, one[1]) <= place.memory_bytes]
-        # a run that dies of memory has cost its dollars: what fits with its error comes before what may not
+        # a run that dies of memory has cost its dollars: what fits with its error comes before what
+        # may not
         most = place.memory_bytes / (1 + memory_error(place, self.wanted.shape.model_type))
         sure = [one for one in fitting if self.needed_bytes(place, one[1]) <= most]
         if fitting and not sure:
@@ -229,9 +298,15 @@ class _Search:
 
             def cheapness(one: tuple[StepTime, tuple[Recipe, Memory, Work]]) -> tuple[float, ...]:
                 step, (recipe, _, _) = one
-                if not place.is_cuda:  # what a micro-batch costs by itself is not in the seconds of a CPU
+                if (
+                    not place.is_cuda
+                ):  # what a micro-batch costs by itself is not in the seconds of a CPU
                     return recipe.settings.checkpoint_every, -recipe.settings.micro_batch_tokens
-                return step.seconds, recipe.settings.checkpoint_every, recipe.settings.micro_batch_tokens
+                return (
+                    step.seconds,
+                    recipe.settings.checkpoint_every,
+                    recipe.settings.micro_batch_tokens,
+                )
 
             timed = [(step_time(one[2], place.device, place.calibration), one) for one in sure]
             step, (recipe, memory, work) = min(timed, key=cheapness)
@@ -239,24 +314,42 @@ class _Search:
             seconds = self._pricing.seconds_of(place, recipe, step, work)
             error = speed_error(place, family) + link_error(step, place.device)
             kept_bytes = host_bytes(self.wanted.shape, recipe, self.wanted.adapters)
-            return Chosen(recipe, memory, step, seconds, error, memory_error(place, family), kept_bytes)
-        least = min((self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found)
-        gib = said_apart(least[0] / 2**30, place.memory_bytes / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")
+            return Chosen(
+                recipe, memory, step, seconds, error, memory_error(place, family), kept_bytes
+            )
+        least = min(
+            (self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found
+        )
+        gib = said_apart(
+            least[0] / 2**30, place.memory_bytes / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB"
+        )
         reason = f"needs {gib[0]} at least, has {gib[1]} ({least[1]})"
         distance = least[0] / place.memory_bytes
         if not self.explains:
             return Rejected(place.offer, reason, "", distance)
         in_fp16 = self._fp16_instead(place, n_gpus)
         for change, n_bytes in self.changes(place.precision, n_gpus, place.is_cuda):
-            if n_bytes + self.needed_bytes(place, Memory({}, "loss", place.is_cuda)) <= place.memory_bytes:
-                return Rejected(place.offer, reason, f"{change}, or {in_fp16}" if in_fp16 else change, distance)
+            if (
+                n_bytes + self.needed_bytes(place, Memory({}, "loss", place.is_cuda))
+                <= place.memory_bytes
+            ):
+                return Rejected(
+                    place.offer, reason, f"{change}, or {in_fp16}" if in_fp16 else change, distance
+                )
         if in_fp16:
             return Rejected(place.offer, reason, in_fp16, distance * 3)
-        return Rejected(place.offer, reason, "a smaller model, or a GPU with more memory", distance * 4)
+        return Rejected(
+            place.offer, reason, "a smaller model, or a GPU with more memory", distance * 4
+        )
 
     def _fp16_instead(self, place: Place, n_gpus: int) -> str:
         """Where only the risk of fp16 made it fp32: the setting, when the job would fit with it."""
-        if place.precision != "fp32" or not place.is_cuda or self.wanted.precision or not self.wanted.fp16_risk:
+        if (
+            place.precision != "fp32"
+            or not place.is_cuda
+            or self.wanted.precision
+            or not self.wanted.fp16_risk
+        ):
             return ""
         in_fp16 = self.candidates("fp16", n_gpus, True)
         if not in_fp16:
@@ -266,7 +359,9 @@ class _Search:
         return f"train.fp16: true at a risk: {self.wanted.fp16_risk}"
 
     def changes(self, precision: str, n_gpus: int, is_cuda: bool) -> Iterator[tuple[str, int]]:
-        """Changes of the job that save memory, with the least they need: the mildest first, each worked out when asked for."""
+        """Changes of the job that save memory, with the least they need: the mildest first, each
+        worked out when asked for.
+        """
         key = precision, n_gpus, is_cuda
         known, rest = self._changes.setdefault(key, ([], _memory_savers(self.wanted, is_cuda)))
         yield from known
@@ -276,12 +371,16 @@ class _Search:
             accumulates = _one_pass(other, precision, Settings(most, every))
             sharding = shardings_of(other, n_gpus)[-1]
             recipe = replace(accumulates, n_gpus=n_gpus, sharding=sharding, mean_passes=2.0)
-            known.append((_said(other, self.wanted), self.memory_of(other, recipe, is_cuda).reserved_bytes))
+            known.append(
+                (_said(other, self.wanted), self.memory_of(other, recipe, is_cuda).reserved_bytes)
+            )
             yield known[-1]
 
 
 def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
-    """Tokens of a micro-batch that are worth a look: the job's own, or as few as can be and powers of two above that."""
+    """Tokens of a micro-batch that are worth a look: the job's own, or as few as can be and powers
+    of two above that.
+    """
     if wanted.micro_batch_tokens is not None:
         return [wanted.micro_batch_tokens]
     longest = wanted.lengths.longest_example
@@ -289,7 +388,9 @@ def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
         return sorted({longest, max(longest, FEWEST_TOKENS), max(longest, CPU_TOKENS)})
     found, most = [longest], FEWEST_TOKENS
     n_each = -(-wanted.global_batch // n_lanes_of(wanted.method, n_gpus))
-    of_step = wanted.lengths.largest_step(n_each) if wanted.is_packed else n_each * longest  # padding counts
+    of_step = (
+        wanted.lengths.largest_step(n_each) if wanted.is_packed else n_each * longest
+    )  # padding counts
     while most <= MOST_TOKENS and found[-1] < of_step:
         if most > longest:
             found.append(most)
@@ -298,15 +399,24 @@ def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
 
 
 def may_be_spread(wanted: JobSpec) -> bool:
-    """Whether the job lets weights be spread over GPUs, or kept in main memory, and they can be (`train.strategy` has the
-    reasons): 4-bit weights lose their quantization when they are gathered, and blocks of 8-bit state are none of rows."""
-    merges = wanted.adapters is not None and wanted.adapters.n_merged  # peft was not tried on experts that are spread
+    """Whether the job lets weights be spread over GPUs, or kept in main memory, and they can be
+    (`train.strategy` has the reasons): 4-bit weights lose their quantization when they are
+    gathered, and blocks of 8-bit state are none of rows."""
+    merges = (
+        wanted.adapters is not None and wanted.adapters.n_merged
+    )  # peft was not tried on experts that are spread
     in_blocks = wanted.method == "full" and any(word in wanted.optim for word in ("8bit", "paged"))
-    return wanted.may_spread and wanted.spreads is not False and not (wanted.method == "qlora" or merges or in_blocks)
+    return (
+        wanted.may_spread
+        and wanted.spreads is not False
+        and not (wanted.method == "qlora" or merges or in_blocks)
+    )
 
 
 def shardings_of(wanted: JobSpec, n_gpus: int, offloads: bool = False) -> list[str]:
-    """How so many GPUs can share the weights, what takes least memory last; `offloads`: rows stay in main memory."""
+    """How so many GPUs can share the weights, what takes least memory last; `offloads`: rows stay
+    in main memory.
+    """
     if not may_be_spread(wanted):
         return [] if offloads else [DDP if n_gpus > 1 else NONE]
     if offloads:
@@ -319,7 +429,10 @@ def shardings_of(wanted: JobSpec, n_gpus: int, offloads: bool = False) -> list[s
 def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[JobSpec]:
     """The job with settings that save memory: the mildest first, each with those before."""
     longest, milder = wanted.lengths.longest, wanted
-    if wanted.micro_batch_tokens is not None and wanted.micro_batch_tokens > wanted.lengths.longest_example:
+    if (
+        wanted.micro_batch_tokens is not None
+        and wanted.micro_batch_tokens > wanted.lengths.longest_example
+    ):
         milder = replace(milder, micro_batch_tokens=wanted.lengths.longest_example)
         yield milder
     if wanted.checkpoint_every not in (None, 1):
@@ -327,7 +440,9 @@ def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[JobSpec]:
         yield milder
     if wanted.method == "full" and is_cuda and "8bit" not in wanted.optim:
         yield replace(milder, optim="adamw_8bit")
-    methods = [name for name in (["lora", "qlora"] if is_cuda else ["lora"]) if name != wanted.method]
+    methods = [
+        name for name in (["lora", "qlora"] if is_cuda else ["lora"]) if name != wanted.method
+    ]
     if wanted.method == "qlora":
         methods = []
     for name in methods:
@@ -340,8 +455,14 @@ def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[JobSpec]:
 
 
 def _truncated(wanted: JobSpec, most: int) -> JobSpec:
-    """The job with inputs of at most so many tokens, and micro-batches that are no larger than the longest."""
-    held_out, shorter, at_once = wanted.eval_lengths, wanted.lengths.truncated(most), wanted.micro_batch_tokens
+    """The job with inputs of at most so many tokens, and micro-batches that are no larger than the
+    longest.
+    """
+    held_out, shorter, at_once = (
+        wanted.eval_lengths,
+        wanted.lengths.truncated(most),
+        wanted.micro_batch_tokens,
+    )
     return replace(
         wanted,
         lengths=shorter,
@@ -356,7 +477,8 @@ def _said(other: JobSpec, wanted: JobSpec) -> str:
         f"method: {other.method}": other.method != wanted.method,
         f"train.optim: {other.optim}": other.optim != wanted.optim,
         "train.gradient_checkpointing: true": other.checkpoint_every != wanted.checkpoint_every,
-        f"train.micro_batch_tokens: {other.micro_batch_tokens}": other.micro_batch_tokens != wanted.micro_batch_tokens,
+        f"train.micro_batch_tokens: {other.micro_batch_tokens}": other.micro_batch_tokens
+        != wanted.micro_batch_tokens,
         f"data.max_length: {other.lengths.longest}": other.lengths is not wanted.lengths,
     }
     return " with ".join(words for words, is_said in says.items() if is_said)

@@ -1,8 +1,10 @@
-"""A model and its traffic -> what answering it takes on a GPU: memory, streams, tokens a second, dollars.
+"""A model and its traffic -> what answering it takes on a GPU: memory, streams, tokens a second,
+dollars.
 
-A decoding step reads all weights and the cache of every stream, or computes, whichever takes longer; a prompt is computed
-once. An engine keeps as many streams as its cache has room for. The constants are those of a fit on 54 published rows
-(`bench/serving.py` has them, with their errors): engines on NVIDIA GPUs, 2023 to 2026.
+A decoding step reads all weights and the cache of every stream, or computes, whichever takes
+longer; a prompt is computed once. An engine keeps as many streams as its cache has room for. The
+constants are those of a fit on 54 published rows (`bench/serving.py` has them, with their errors):
+engines on NVIDIA GPUs, 2023 to 2026.
 
 Pure. Refuses models that do not write token by token.
 """
@@ -14,13 +16,14 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.shapes import Shape
 from farthing.prices.gpus import Gpu, gpus
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
 from farthing.units import parse_hours
 
-PRECISIONS = {  # bytes of a weight that is multiplied with, of a number in the cache, and what computes
+# bytes of a weight that is multiplied with, of a number in the cache, and what computes
+PRECISIONS = {
     "bf16": (2.0, 2.0, "bf16"),
     "fp8": (1.0, 1.0, "fp8"),
     "int8": (1.0, 2.0, "bf16"),
@@ -36,7 +39,11 @@ PARALLEL_REACHED = 0.7  # of several GPUs' rates together
 ERROR, ERROR_UNSEEN = 0.25, 0.40  # of tokens a second: held-out rows; GPUs without a row
 SEEN = ("H100-80GB", "H200", "L40S", "A100-80GB", "A100-40GB", "L4")
 SERVERLESS_TIMES = 1.6  # dearer than the machine by the hour: by assumption
-WARM_S, STARTING_S, READ_BYTES_PER_S = 60.0, 30.0, 1e9  # kept after an answer; an engine's start; weights from a disk
+WARM_S, STARTING_S, READ_BYTES_PER_S = (
+    60.0,
+    30.0,
+    1e9,
+)  # kept after an answer; an engine's start; weights from a disk
 
 
 class Traffic(NamedTuple):
@@ -67,7 +74,10 @@ class Server:
     def weights_bytes(self) -> float:
         """All weights; embeddings and head stay in 16 bits."""
         n_multiplied = self.shape.n_matmul
-        return n_multiplied * PRECISIONS[self.precision][0] + (self.shape.n_parameters - n_multiplied) * 2.0
+        return (
+            n_multiplied * PRECISIONS[self.precision][0]
+            + (self.shape.n_parameters - n_multiplied) * 2.0
+        )
 
     @property
     def cache_bytes_per_token(self) -> float:
@@ -77,12 +87,16 @@ class Server:
 
     @property
     def room_bytes(self) -> float:
-        """For the caches of all streams, over all GPUs; below 0 where the weights alone are too much."""
+        """For the caches of all streams, over all GPUs; below 0 where the weights alone are too
+        much.
+        """
         nominal = round(self.gpu.memory_bytes / 2**30) * 1e9
         return self.n_gpus * (MEMORY_SHARE * nominal - BESIDE_BYTES) - self.weights_bytes
 
     def streams(self, traffic: Traffic) -> int:
-        """The most requests at once: as the cache has room for, and as the latency allows; 0 where none fits."""
+        """The most requests at once: as the cache has room for, and as the latency allows; 0 where
+        none fits.
+        """
         held = self.cache_bytes(traffic)
         most = min(MOST_STREAMS, int(max(0.0, self.room_bytes) // held))
         if traffic.latency_s is None:
@@ -90,14 +104,20 @@ class Server:
         low, high = 0, most
         while low < high:  # an answer takes longer with every stream beside it
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.answer_s(traffic, middle) <= traffic.latency_s else (low, middle - 1)
+            low, high = (
+                (middle, high)
+                if self.answer_s(traffic, middle) <= traffic.latency_s
+                else (low, middle - 1)
+            )
         return low
 
     def cache_bytes(self, traffic: Traffic) -> float:
         """Mean cache of a request: its input, and half of its answer. A window ends it."""
         n_tokens = traffic.input_tokens + traffic.output_tokens / 2
         windows = self.shape.windows or (None,)
-        kept = sum(n_tokens if window is None else min(n_tokens, window) for window in windows) / len(windows)
+        kept = sum(
+            n_tokens if window is None else min(n_tokens, window) for window in windows
+        ) / len(windows)
         return kept * self.cache_bytes_per_token
 
     @property
@@ -111,8 +131,14 @@ class Server:
 
     def decode_s(self, traffic: Traffic, n_streams: int) -> float:
         """Seconds of a decoding step: a token for each stream."""
-        unmet = self.shape.n_matmul - self.shape.n_met(n_streams)  # experts that no stream's token goes to
-        read = self.weights_bytes - unmet * PRECISIONS[self.precision][0] + n_streams * self.cache_bytes(traffic)
+        unmet = self.shape.n_matmul - self.shape.n_met(
+            n_streams
+        )  # experts that no stream's token goes to
+        read = (
+            self.weights_bytes
+            - unmet * PRECISIONS[self.precision][0]
+            + n_streams * self.cache_bytes(traffic)
+        )
         reading_s = read / (self._together * self.gpu.bandwidth_bytes_per_s * BANDWIDTH_REACHED)
         n_multiplied = self.shape.n_met() + self.shape.n_head_matmul
         computing_s = 2.0 * n_multiplied * n_streams / (self._peak * DECODE_REACHED)
@@ -127,7 +153,9 @@ class Server:
 
     def answer_s(self, traffic: Traffic, n_streams: int) -> float:
         """Seconds of one answer with so many streams at once, prompts of the others in between."""
-        return traffic.output_tokens * self.decode_s(traffic, n_streams) + n_streams * self.prefill_s(traffic)
+        return traffic.output_tokens * self.decode_s(
+            traffic, n_streams
+        ) + n_streams * self.prefill_s(traffic)
 
     def tokens_per_s(self, traffic: Traffic, n_streams: int) -> float:
         """Output tokens a second, all streams together."""
@@ -180,12 +208,18 @@ class Served:
         return self.server.answer_s(self.traffic, 1)
 
     def to_zero_usd(self, times: float = SERVERLESS_TIMES) -> float:
-        """A month where a machine is on while it answers and `WARM_S` after, at so many times the price."""
-        on = on_share(self.traffic.requests_per_s / self.n_machines, self.alone_s, WARM_S, self.cold_start_s)
+        """A month where a machine is on while it answers and `WARM_S` after, at so many times the
+        price.
+        """
+        on = on_share(
+            self.traffic.requests_per_s / self.n_machines, self.alone_s, WARM_S, self.cold_start_s
+        )
         return self.n_machines * self.usd_per_hour * times * on * HOURS_PER_MONTH
 
     def usd_per_million(self, load: float) -> tuple[float, float]:
-        """Dollars for a million tokens (in, out) at such a load of the machine: each by its share of the time."""
+        """Dollars for a million tokens (in, out) at such a load of the machine: each by its share
+        of the time.
+        """
         streams, traffic = self.n_streams, self.traffic
         reading_s = streams * self.server.prefill_s(traffic)
         share = reading_s / self.server.answer_s(traffic, streams)
@@ -196,27 +230,37 @@ class Served:
 
     @property
     def break_even_requests_per_hour(self) -> float:
-        """Above so many requests an hour a machine that is always on is cheaper than one that goes to zero."""
+        """Above so many requests an hour a machine that is always on is cheaper than one that goes
+        to zero.
+        """
         return break_even_per_s(SERVERLESS_TIMES, self.alone_s, WARM_S, self.cold_start_s) * 3600
 
 
 def on_share(per_s: float, busy_s: float, warm_s: float, cold_start_s: float) -> float:
-    """Share of the time that is paid for where a machine goes to zero: Poisson arrivals, each holding it for `busy_s`.
+    """Share of the time that is paid for where a machine goes to zero: Poisson arrivals, each
+    holding it for `busy_s`.
 
-    It is on where one arrived within the last `busy_s + warm_s`; each arrival after a longer silence pays for a start.
+    It is on where one arrived within the last `busy_s + warm_s`; each arrival after a longer
+    silence pays for a start.
     """
     silent = math.exp(-per_s * (busy_s + warm_s))
     return 1.0 - silent + per_s * silent * cold_start_s
 
 
 def break_even_per_s(times: float, busy_s: float, warm_s: float, cold_start_s: float) -> float:
-    """Arrivals a second at which going to zero at `times` the price costs as much as being always on."""
+    """Arrivals a second at which going to zero at `times` the price costs as much as being always
+    on.
+    """
     low, high = 0.0, 1.0
     while times * on_share(high, busy_s, warm_s, cold_start_s) < 1.0 and high < 1e6:
         high *= 2
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if times * on_share(middle, busy_s, warm_s, cold_start_s) < 1.0 else (low, middle)
+        low, high = (
+            (middle, high)
+            if times * on_share(middle, busy_s, warm_s, cold_start_s) < 1.0
+            else (low, middle)
+        )
     return high
 
 
@@ -229,20 +273,30 @@ class NotServed(NamedTuple):
     why: str
 
 
-def serve(shape: Shape, traffic: Traffic, offers: list[Offer]) -> tuple[list[Served], list[NotServed]]:
-    """The traffic on the cheapest on-demand offer of each machine and in each precision that it has, the cheapest first.
+def serve(
+    shape: Shape, traffic: Traffic, offers: list[Offer]
+) -> tuple[list[Served], list[NotServed]]:
+    """The traffic on the cheapest on-demand offer of each machine and in each precision that it
+    has, the cheapest first.
 
-    Raises `UserMistake` for a model that does not write token by token.
+    Raises `InputError` for a model that does not write token by token.
     """
     if shape.attention != "causal" or not shape.scores_tokens:
         what = f"what serving costs is known for models that write one text, not for {shape.task}"
-        raise UserMistake(
-            what, where="--serve", to_do="leave it out, or time the exported model on the machine you mean"
+        raise InputError(
+            what,
+            where="--serve",
+            to_do="leave it out, or time the exported model on the machine you mean",
         )
     cheapest: dict[tuple[str, int], Offer] = {}
     for offer in offers:
         key = offer.gpu, offer.n_gpus
-        if offer.is_spot or not offer.gpu or offer.usd_per_hour is None or offer.billing.prices_are == "from":
+        if (
+            offer.is_spot
+            or not offer.gpu
+            or offer.usd_per_hour is None
+            or offer.billing.prices_are == "from"
+        ):
             continue
         if offer.billing.pack_usd:  # notebooks, which nobody can call from outside
             continue
@@ -253,11 +307,15 @@ def serve(shape: Shape, traffic: Traffic, offers: list[Offer]) -> tuple[list[Ser
     for (name, n_gpus), offer in cheapest.items():
         gpu = gpus()[name]
         if gpu.vendor == "nvidia" and float(gpu.compute_capability) < OLDEST_CAPABILITY:
-            refused.append(NotServed(name, n_gpus, "any", f"{gpu.architecture} is older than today's engines"))
+            refused.append(
+                NotServed(name, n_gpus, "any", f"{gpu.architecture} is older than today's engines")
+            )
             continue
         for precision, (_, _, computes) in PRECISIONS.items():
             if computes not in gpu.flops and (computes == "fp8" or "fp16" not in gpu.flops):
-                refused.append(NotServed(name, n_gpus, precision, f"{name} does not compute in {computes}"))
+                refused.append(
+                    NotServed(name, n_gpus, precision, f"{name} does not compute in {computes}")
+                )
                 continue
             server = Server(shape, gpu, n_gpus, precision)
             n_streams = server.streams(traffic)
@@ -268,7 +326,11 @@ def serve(shape: Shape, traffic: Traffic, offers: list[Offer]) -> tuple[list[Ser
     order = list(PRECISIONS)  # where dollars are equal, what loses less
 
     def dearness(one: Served) -> tuple[float, float, int]:
-        return round(min(one.always_on_usd, one.to_zero_usd()), 2), one.usd_per_hour, order.index(one.server.precision)
+        return (
+            round(min(one.always_on_usd, one.to_zero_usd()), 2),
+            one.usd_per_hour,
+            order.index(one.server.precision),
+        )
 
     return sorted(found, key=dearness), refused
 
@@ -276,12 +338,16 @@ def serve(shape: Shape, traffic: Traffic, offers: list[Offer]) -> tuple[list[Ser
 def _why_not(server: Server, traffic: Traffic) -> str:
     needed = server.weights_bytes + server.cache_bytes(traffic)
     if server.room_bytes < server.cache_bytes(traffic):
-        return f"needs {needed / 1e9:.1f} GB for weights and one request, beside what the engine takes"
+        return (
+            f"needs {needed / 1e9:.1f} GB for weights and one request, beside what the engine takes"
+        )
     return f"one answer alone takes {server.answer_s(traffic, 1):.1f} s"
 
 
 def parse_traffic(text: str) -> Traffic:
-    """`requests=2000/day,input=800,output=200,latency=2s`; what is left out is as in `Traffic`. Raises `UserMistake`."""
+    """`requests=2000/day,input=800,output=200,latency=2s`; what is left out is as in `Traffic`.
+    Raises `InputError`.
+    """
     says: dict[str, float] = {}
     to_do = 'e.g. --serve "requests=2000/day,input=800,output=200,latency=2s"'
     per_day = {"": 1.0, "day": 1.0, "d": 1.0, "hour": 24.0, "h": 24.0, "min": 1440.0, "s": 86_400.0}
@@ -290,16 +356,31 @@ def parse_traffic(text: str) -> Traffic:
         number = re.fullmatch(r"([\d_]*\.?\d+)\s*(k|m)?\s*(?:/\s*(\w+))?", value.lower())
         try:
             if name == "latency":
-                says["latency_s"] = parse_hours(value if re.search(r"[a-z]", value) else f"{value}s") * 3600
+                says["latency_s"] = (
+                    parse_hours(value if re.search(r"[a-z]", value) else f"{value}s") * 3600
+                )
                 continue
             unit = (number[3] or "") if number else "?"
-            field = {"requests": "requests_per_day", "input": "input_tokens", "output": "output_tokens"}[name]
+            field = {
+                "requests": "requests_per_day",
+                "input": "input_tokens",
+                "output": "output_tokens",
+            }[name]
             assert number is not None
             scale = {"k": 1e3, "m": 1e6}.get(number[2] or "", 1.0)
-            says[field] = float(number[1].replace("_", "")) * scale * (per_day[unit] if name == "requests" else 1.0)
+            says[field] = (
+                float(number[1].replace("_", ""))
+                * scale
+                * (per_day[unit] if name == "requests" else 1.0)
+            )
         except (KeyError, AssertionError, ValueError):
-            raise UserMistake(f"`{part}` is not understood", where="--serve", to_do=to_do) from None
+            raise InputError(f"`{part}` is not understood", where="--serve", to_do=to_do) from None
     traffic = Traffic(**says)
-    if min(traffic.requests_per_day, traffic.input_tokens, traffic.output_tokens) <= 0 or (traffic.latency_s or 1) <= 0:
-        raise UserMistake("requests, input, output and latency are above 0", where="--serve", to_do=to_do)
+    if (
+        min(traffic.requests_per_day, traffic.input_tokens, traffic.output_tokens) <= 0
+        or (traffic.latency_s or 1) <= 0
+    ):
+        raise InputError(
+            "requests, input, output and latency are above 0", where="--serve", to_do=to_do
+        )
     return traffic

@@ -1,7 +1,9 @@
-"""Which GPUs the software can use: the builds of torch and what else a job needs, by compute capability; and fp16's risk.
+"""Which GPUs the software can use: the builds of torch and what else a job needs, by compute
+capability; and fp16's risk.
 
-Facts are rows of `facts/gpu_software.csv` and `facts/trained_dtypes.csv`, each with its source and date. A build of torch
-has code for some compute capabilities only: V100 and P100 are in none that PyPI has since 2.11.
+Facts are rows of `facts/gpu_software.csv` and `facts/trained_dtypes.csv`, each with its source and
+date. A build of torch has code for some compute capabilities only: V100 and P100 are in none that
+PyPI has since 2.11.
 
 Refuses to import torch and to look at what is installed here (`machine.installed_torch` does).
 """
@@ -13,7 +15,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.prices.gpus import Gpu, facts, gpus
 
 OLDEST_TORCH = "2.10"
@@ -23,7 +25,9 @@ _BUILD = r"cu\d+|rocm[\d.]+|cpu"
 
 
 class Torch(NamedTuple):
-    """A torch that jobs are run with: `2.13.0` and the build `cu126`; without a build the one that PyPI has."""
+    """A torch that jobs are run with: `2.13.0` and the build `cu126`; without a build the one that
+    PyPI has.
+    """
 
     version: str
     build: str = ""
@@ -46,11 +50,16 @@ class Build(NamedTuple):
     capabilities: tuple[str, ...]
 
     def runs_on(self, gpu: Gpu) -> bool:
-        """Whether there is code for a GPU: that of a capability runs on later ones with the same first number."""
+        """Whether there is code for a GPU: that of a capability runs on later ones with the same
+        first number.
+        """
         if self.build.startswith("rocm") != (gpu.vendor == "amd"):
             return False
         major, minor = gpu.compute_capability.split(".")
-        return any(c.split(".")[0] == major and int(c.split(".")[1]) <= int(minor) for c in self.capabilities)
+        return any(
+            c.split(".")[0] == major and int(c.split(".")[1]) <= int(minor)
+            for c in self.capabilities
+        )
 
 
 @cache
@@ -70,17 +79,25 @@ def builds() -> tuple[Build, ...]:
 
 
 def parse_torch(text: str) -> Torch:
-    """`2.13.0`, `2.13+cu126`. Raises `UserMistake`."""
+    """`2.13.0`, `2.13+cu126`. Raises `InputError`."""
     found = re.fullmatch(rf"(\d+\.\d+(?:\.\d+)?)(?:\+({_BUILD}))?", text.strip())
     if found is None or found[2] == "cpu":
-        raise UserMistake(f"no torch for GPUs is called `{text}`", where="--torch", to_do="e.g. --torch 2.13.0+cu126")
+        raise InputError(
+            f"no torch for GPUs is called `{text}`",
+            where="--torch",
+            to_do="e.g. --torch 2.13.0+cu126",
+        )
     torch = Torch(found[1], found[2] or "")
     if _numbers(torch.version) < _numbers(OLDEST_TORCH):
-        raise UserMistake(f"torch {found[1]} is too old", where="--torch", to_do=f"give {OLDEST_TORCH} or later")
+        raise InputError(
+            f"torch {found[1]} is too old", where="--torch", to_do=f"give {OLDEST_TORCH} or later"
+        )
     known = [one.build for one in _of_version(torch.version)]
     if torch.build and torch.build not in known:
         to_do = f"torch {found[1]} has {', '.join(known)}"
-        raise UserMistake(f"no build {torch.build} of torch {found[1]} is known", where="--torch", to_do=to_do)
+        raise InputError(
+            f"no build {torch.build} of torch {found[1]} is known", where="--torch", to_do=to_do
+        )
     return torch
 
 
@@ -101,15 +118,24 @@ def why_no_code(
         if line is None:
             return f"no build of torch {OLDEST_TORCH} or later has code for {name}", "another GPU"
         return f"{torch.in_words} has no code for {name}", line
-    if attention == "flash_attention_2" and not _default("flash_attention_2").runs_on(gpu) and gpu.vendor == "nvidia":
+    if (
+        attention == "flash_attention_2"
+        and not _default("flash_attention_2").runs_on(gpu)
+        and gpu.vendor == "nvidia"
+    ):
         return f"flash-attn has no code for {name}", "leave out model.attn_implementation"
     if needs_bitsandbytes and gpu.vendor == "nvidia" and not _default("bitsandbytes").runs_on(gpu):
-        return f"bitsandbytes has no code for {name}", "method: lora with train.optim: adamw_torch_fused"
+        return (
+            f"bitsandbytes has no code for {name}",
+            "method: lora with train.optim: adamw_torch_fused",
+        )
     return None
 
 
 def pip_line(gpu: Gpu, torch: Torch) -> str | None:
-    """How to install a torch that runs on a GPU, and to plan with it: the same version, else the newest that can."""
+    """How to install a torch that runs on a GPU, and to plan with it: the same version, else the
+    newest that can.
+    """
     same = [one for one in _of_version(torch.version) if one.runs_on(gpu)]
     if same:
         version, build = torch.version, same[-1].build
@@ -120,13 +146,18 @@ def pip_line(gpu: Gpu, torch: Torch) -> str | None:
             return None
         version, build = ".".join(map(str, older[-1].since)), older[-1].build
         wanted = f"'torch=={version}.*'"
-    return f"pip install {wanted} --index-url {_INDEX}/{build}, and plan with --torch {version}+{build}"
+    return (
+        f"pip install {wanted} --index-url {_INDEX}/{build}, and plan with --torch"
+        f" {version}+{build}"
+    )
 
 
 def host_note(gpu: Gpu, torch: Torch) -> str:
-    """What is to be done before a machine of this GPU can train with `torch`; empty where nothing is.
+    """What is to be done before a machine of this GPU can train with `torch`; empty where nothing
+    is.
 
-    PyPI's wheel for ARM processors has no CUDA (github.com/pytorch/pytorch/issues/168065, 2025-11-18).
+    PyPI's wheel for ARM processors has no CUDA (github.com/pytorch/pytorch/issues/168065,
+    2025-11-18).
     """
     if gpu.name not in _ARM_HOSTS or torch.build:
         return ""
@@ -143,7 +174,7 @@ def runs_in_words(torch: Torch) -> str:
 
 @cache
 def _of_version(version: str) -> list[Build]:
-    """The builds of the newest row that is not newer than a version; of the oldest for older ones."""
+    """The builds of the newest row that is not newer than a version; of the oldest for older ones."""  # noqa: E501
     of_torch = [one for one in builds() if one.package == "torch"]
     until = [one.since for one in of_torch if one.since <= _numbers(version)]
     since = max(until, default=of_torch[0].since)
@@ -162,9 +193,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def fp16_risk(config: Mapping[str, Any]) -> str:
-    """Why a model should not be computed in fp16; empty where nothing speaks against it. `config` is its config.json.
+    """Why a model should not be computed in fp16; empty where nothing speaks against it. `config`
+    is its config.json.
 
-    Activations of models trained in bf16 may pass 65504, the largest number of fp16: the loss becomes inf or nan.
+    Activations of models trained in bf16 may pass 65504, the largest number of fp16: the loss
+    becomes inf or nan.
     """
     kind, size = config.get("model_type"), str(config.get("vocab_size", ""))
     for row in facts("trained_dtypes"):
@@ -173,7 +206,12 @@ def fp16_risk(config: Mapping[str, Any]) -> str:
                 return f"{kind} is known to give inf and nan in fp16"
             return "it was trained in bf16, and fp16 may overflow (65504 is its largest number)"
     inner = config.get("text_config")
-    dtypes = [one.get(key) for one in (config, inner) if isinstance(one, Mapping) for key in ("dtype", "torch_dtype")]
+    dtypes = [
+        one.get(key)
+        for one in (config, inner)
+        if isinstance(one, Mapping)
+        for key in ("dtype", "torch_dtype")
+    ]
     if any(str(dtype).removeprefix("torch.") == "bfloat16" for dtype in dtypes):
         return "it was trained in bf16, and fp16 may overflow (65504 is its largest number)"
     return ""

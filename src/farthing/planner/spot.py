@@ -1,15 +1,17 @@
 """Capacity that can be taken away: how long it lasts, what that costs, and whether to use it.
 
-A zone is up (an instance can be had) or down. `Interruptions` holds the law of either kind of spell: measured, Weibull
-or exponential. Measured spells are not exponential: most are short, and whoever has lasted an hour will probably last
-the next. Expected hours come from renewal equations solved exactly, chances from paths drawn with a given seed.
+A zone is up (an instance can be had) or down. `Interruptions` holds the law of either kind of
+spell: measured, Weibull or exponential. Measured spells are not exponential: most are short, and
+whoever has lasted an hour will probably last the next. Expected hours come from renewal equations
+solved exactly, chances from paths drawn with a given seed.
 
-All times are seconds. An interruption takes whatever was done since the last checkpoint; the restart comes after an
-interruption, not at the first start; the last stretch of work ends with a checkpoint too, as in Daly's formula. Refuses
-to look up prices, jobs or clocks: it gets numbers and gives back numbers and reasons.
+All times are seconds. An interruption takes whatever was done since the last checkpoint; the
+restart comes after an interruption, not at the first start; the last stretch of work ends with a
+checkpoint too, as in Daly's formula. Refuses to look up prices, jobs or clocks: it gets numbers and
+gives back numbers and reasons.
 
-Sources: Young, CACM 17(9), 1974; Daly, Future Generation Computer Systems 22, 2006; Wu et al., "Can't Be Late", NSDI
-2024, for the mixture with on demand and for the traces behind the prior.
+Sources: Young, CACM 17(9), 1974; Daly, Future Generation Computer Systems 22, 2006; Wu et al.,
+"Can't Be Late", NSDI 2024, for the mixture with on demand and for the traces behind the prior.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.uptime import Floats, Measured, Spell, Weibull, fit_law, recency
 from farthing.prices.gpus import facts
 from farthing.units import say_usd
 
-_MAX_STRETCHES = 2000  # beyond it expected times grow by the same amount with each stretch (renewal theorem)
+_MAX_STRETCHES = (
+    2000  # beyond it expected times grow by the same amount with each stretch (renewal theorem)
+)
 _PATHS = 2000
 _KNOWN_SPREAD = 0.75
-_80_PERCENT = 1.2816  # standard deviations on either side of the middle that hold 80 % of a normal distribution
+# standard deviations on either side of the middle that hold 80 % of a normal distribution
+_80_PERCENT = 1.2816
 
 
 class Now(NamedTuple):
@@ -44,7 +49,9 @@ class Now(NamedTuple):
 
 @dataclass(frozen=True)
 class Interruptions:
-    """Up and down spells of a zone and node size, and how well they are known. `down` None: capacity is back at once."""
+    """Up and down spells of a zone and node size, and how well they are known. `down` None:
+    capacity is back at once.
+    """
 
     up: Weibull | Measured
     down: Weibull | Measured | None = None
@@ -71,27 +78,46 @@ class Interruptions:
 
     @property
     def spread(self) -> float:
-        """Factor by which the mean spell may be off either way, in 80 % of cases: few spells, wide range."""
-        relative = self.up.mean_square_s2 / self.up.mean_s**2 - 1  # squared coefficient of variation
+        """Factor by which the mean spell may be off either way, in 80 % of cases: few spells, wide
+        range.
+        """
+        relative = (
+            self.up.mean_square_s2 / self.up.mean_s**2 - 1
+        )  # squared coefficient of variation
         return math.exp(_80_PERCENT * math.sqrt(relative / self.n_spells + self.drift**2))
 
     def shifted(self, factor: float) -> Interruptions:
-        """The same zone with up spells `factor` times as long and down spells as many times shorter."""
-        return replace(self, up=self.up.stretched(factor), down=self.down and self.down.stretched(1 / factor))
+        """The same zone with up spells `factor` times as long and down spells as many times
+        shorter.
+        """
+        return replace(
+            self, up=self.up.stretched(factor), down=self.down and self.down.stretched(1 / factor)
+        )
 
     def perhaps(self) -> tuple[tuple[Interruptions, float], ...]:
-        """This zone and what it may be instead, each with its weight: three points that have a normal distribution's mean,
-        variance and kurtosis, three quarters as wide as the spread (the least error of chances, docs/log.md)."""
+        """This zone and what it may be instead, each with its weight: three points that have a
+        normal distribution's mean, variance and kurtosis, three quarters as wide as the spread (the
+        least error of chances, docs/log.md)."""
         step = _KNOWN_SPREAD * math.sqrt(3) * math.log(self.spread) / _80_PERCENT
         if not step:
             return ((self, 1.0),)
-        return (self, 2 / 3), (self.shifted(math.exp(step)), 1 / 6), (self.shifted(math.exp(-step)), 1 / 6)
+        return (
+            (self, 2 / 3),
+            (self.shifted(math.exp(step)), 1 / 6),
+            (self.shifted(math.exp(-step)), 1 / 6),
+        )
 
     def for_node(self, n_gpus: int, measured_n_gpus: int = 1) -> Interruptions:
-        """The same zone for nodes of another size, whose spells are shorter by the power of the facts' `node_power`."""
+        """The same zone for nodes of another size, whose spells are shorter by the power of the
+        facts' `node_power`.
+        """
         size = math.log(n_gpus / measured_n_gpus)
         factor = math.exp(-_facts()["node_power"] * size)
-        return replace(self, up=self.up.stretched(factor), drift=math.hypot(self.drift, _facts()["node_spread"] * size))
+        return replace(
+            self,
+            up=self.up.stretched(factor),
+            drift=math.hypot(self.drift, _facts()["node_spread"] * size),
+        )
 
 
 def fit(
@@ -99,7 +125,10 @@ def fit(
 ) -> Interruptions:
     """The model of a zone from its spells. Says what to do when there are none."""
     if not up:
-        raise UserMistake("the trace has no capacity at all", to_do="use another zone, or `prior` for a wide guess")
+        raise InputError(
+            "the trace has no capacity at all",
+            to_do="use another zone, or `prior` for a wide guess",
+        )
     weight = recency(up, half_life_s) * [not spell.is_censored for spell in up]
     n_spells = max(1.0, float(weight.sum() ** 2 / (weight @ weight))) if weight.any() else 1.0
     down_law = fit_law(down, law, half_life_s) if down else None
@@ -107,9 +136,11 @@ def fit(
 
 
 def drawn_together(zones: Sequence[Interruptions], share: float) -> list[Interruptions]:
-    """Zones of one kind of node, each with its mean spells moved `share` of the way, in logarithms, to those of all.
+    """Zones of one kind of node, each with its mean spells moved `share` of the way, in logarithms,
+    to those of all.
 
-    What a zone was lately is part chance: the far ones come back (shrinkage, James and Stein, 1961).
+    What a zone was lately is part chance: the far ones come back (shrinkage, James and Stein,
+    1961).
     """
     up = [math.log(zone.up.mean_s) for zone in zones]
     down = [math.log(zone.down.mean_s) for zone in zones if zone.down]
@@ -125,10 +156,14 @@ def drawn_together(zones: Sequence[Interruptions], share: float) -> list[Interru
 
 @functools.cache
 def prior(n_gpus: int = 1) -> Interruptions:
-    """For GPUs without traces: the middle of the zones that were measured, and a range as wide as between them."""
+    """For GPUs without traces: the middle of the zones that were measured, and a range as wide as
+    between them.
+    """
     facts = _facts()
     up = Weibull(facts["mean_up"] * 3600 / math.gamma(1 + 1 / facts["shape_up"]), facts["shape_up"])
-    down = Weibull(facts["mean_down"] * 3600 / math.gamma(1 + 1 / facts["shape_down"]), facts["shape_down"])
+    down = Weibull(
+        facts["mean_down"] * 3600 / math.gamma(1 + 1 / facts["shape_down"]), facts["shape_down"]
+    )
     return Interruptions(up, down, drift=facts["zone_spread"], is_prior=True).for_node(n_gpus)
 
 
@@ -139,7 +174,9 @@ def _facts() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SaveSchedule:
-    """How a job saves: `save_s` every `interval_s` of work, and `restart_s` before work goes on after an interruption."""
+    """How a job saves: `save_s` every `interval_s` of work, and `restart_s` before work goes on
+    after an interruption.
+    """
 
     interval_s: float
     save_s: float
@@ -150,17 +187,29 @@ class SaveSchedule:
         work = np.asarray(work_s, float)
         return np.asarray(work + np.ceil(work / self.interval_s - 1e-9) * self.save_s)
 
-    def spend(self, spell_s: Floats, work_s: Floats, restart_s: Floats) -> tuple[NDArray[np.bool_], Floats, Floats]:
-        """Jobs with `work_s` to do meet a spell: which finish, the time each uses, the work that is safe after it."""
+    def spend(
+        self, spell_s: Floats, work_s: Floats, restart_s: Floats
+    ) -> tuple[NDArray[np.bool_], Floats, Floats]:
+        """Jobs with `work_s` to do meet a spell: which finish, the time each uses, the work that is
+        safe after it.
+        """
         needed = restart_s + self.needed_s(work_s)
         finishes = spell_s >= needed
-        n_saved = np.maximum(0.0, np.floor((spell_s - restart_s) / (self.interval_s + self.save_s) + 1e-9))
-        return finishes, np.minimum(spell_s, needed), np.where(finishes, work_s, n_saved * self.interval_s)
+        n_saved = np.maximum(
+            0.0, np.floor((spell_s - restart_s) / (self.interval_s + self.save_s) + 1e-9)
+        )
+        return (
+            finishes,
+            np.minimum(spell_s, needed),
+            np.where(finishes, work_s, n_saved * self.interval_s),
+        )
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a job on spot comes to, on average. billed = work + checkpoints + restarts + lost; wall = billed + waiting."""
+    """What a job on spot comes to, on average. billed = work + checkpoints + restarts + lost; wall
+    = billed + waiting.
+    """
 
     work_s: float
     checkpoint_s: float
@@ -181,27 +230,37 @@ class Expected:
 
 
 def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
-    """Expected times of a job wanted at a random moment, when the zone may be down or in the middle of an up spell.
+    """Expected times of a job wanted at a random moment, when the zone may be down or in the middle
+    of an up spell.
 
-    With m stretches of work left at the start of a spell, E(m) = b(m) + sum over j of P(j stretches are saved, then an
-    interruption) E(m - j), where b(m) is what this spell adds; so E is solved from m = 1 upwards. The first spell is
-    the rest of one under way, with the zone's availability, or else a fresh one after the rest of a down spell. For
-    exponential spells this is Daly's M e^(R/M) (e^((tau+d)/M) - 1) W/tau.
+    With m stretches of work left at the start of a spell, E(m) = b(m) + sum over j of P(j stretches
+    are saved, then an interruption) E(m - j), where b(m) is what this spell adds; so E is solved
+    from m = 1 upwards. The first spell is the rest of one under way, with the zone's availability,
+    or else a fresh one after the rest of a down spell. For exponential spells this is Daly's M
+    e^(R/M) (e^((tau+d)/M) - 1) W/tau.
     """
     up, restart, step = zone.up, saves.restart_s, saves.interval_s + saves.save_s
     n_all = max(1, math.ceil(work_s / saves.interval_s - 1e-9))
     n = min(n_all, _MAX_STRETCHES)
     last = work_s - (n_all - 1) * saves.interval_s + saves.save_s
-    begin = np.arange(n, dtype=np.float64) * step  # begin[m - 1] + last: the time that m stretches need
+    begin = (
+        np.arange(n, dtype=np.float64) * step
+    )  # begin[m - 1] + last: the time that m stretches need
     alive, at_end = up.survival(restart + begin), up.survival(restart + begin + last)
     if at_end[0] <= 0 or (n > 1 and alive[1] <= 0):
         return Expected(work_s, n_all * saves.save_s, math.inf, math.inf, math.inf, math.inf)
     # per spell: seconds billed, interruptions, seconds of restart
-    adds = np.stack([up.lived(restart + begin + last), 1 - at_end, np.full(n, up.lived(restart))], axis=1)
-    saved = np.r_[0.0, alive[1:-1] - alive[2:]] if n > 2 else np.zeros(1)  # P(exactly j saved), j = 0, 1, ...
+    adds = np.stack(
+        [up.lived(restart + begin + last), 1 - at_end, np.full(n, up.lived(restart))], axis=1
+    )
+    saved = (
+        np.r_[0.0, alive[1:-1] - alive[2:]] if n > 2 else np.zeros(1)
+    )  # P(exactly j saved), j = 0, 1, ...
     mean = np.zeros((n, 3))  # mean[n - m] is E(m): the last comes first
     mean[-1] = adds[0] / at_end[0]
-    if n > 1:  # E(m) (1 - P(none is saved)) - sum over j of P(j) E(m - j) = what is known, for all m > 1 at once
+    if (
+        n > 1
+    ):  # E(m) (1 - P(none is saved)) - sum over j of P(j) E(m - j) = what is known, for all m > 1 at once  # noqa: E501
         known = adds[1:] + np.outer(alive[1:] - at_end[1:], mean[-1])
         mean[-2::-1] = _solved(np.r_[alive[1], -saved[1 : n - 1]], known)
     share, rest_mean = zone.availability, up.mean_s
@@ -211,7 +270,9 @@ def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
 
     end = begin[-1] + last
     rest_lived = end - (end * up.lived(end) - up.lived_square(end) / 2) / rest_mean
-    total = np.array([share * rest_lived + (1 - share) * up.lived(end), 1 - first_survival(end), 0.0])
+    total = np.array(
+        [share * rest_lived + (1 - share) * up.lived(end), 1 - first_survival(end), 0.0]
+    )
     edges = np.r_[first_survival(begin), first_survival(end)]
     total = total + (edges[:-1] - edges[1:]) @ mean
     if n_all > n:
@@ -222,15 +283,20 @@ def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
     lost = billed - work_s - n_all * saves.save_s - restart_s
     waiting = 0.0
     if zone.down:
-        waiting = (1 - share) * zone.down.mean_square_s2 / (2 * zone.down.mean_s) + n_interruptions * zone.down.mean_s
-    return Expected(work_s, n_all * saves.save_s, restart_s, max(lost, 0.0), waiting, n_interruptions)
+        waiting = (1 - share) * zone.down.mean_square_s2 / (
+            2 * zone.down.mean_s
+        ) + n_interruptions * zone.down.mean_s
+    return Expected(
+        work_s, n_all * saves.save_s, restart_s, max(lost, 0.0), waiting, n_interruptions
+    )
 
 
 def _solved(first_column: Floats, right: Floats) -> Floats:
-    """x with T x = right, where T is lower triangular with this first column along its diagonals (Toeplitz).
+    """x with T x = right, where T is lower triangular with this first column along its diagonals
+    (Toeplitz).
 
-    Such matrices multiply as power series do: 1 / T is found by Newton's method, g -> g (2 - T g), which doubles its
-    right terms with each turn; products are taken by Fourier transform.
+    Such matrices multiply as power series do: 1 / T is found by Newton's method, g -> g (2 - T g),
+    which doubles its right terms with each turn; products are taken by Fourier transform.
     """
     n = len(first_column)
     inverse = np.array([1 / first_column[0]])
@@ -242,12 +308,16 @@ def _solved(first_column: Floats, right: Floats) -> Floats:
         off[0] += 2
         inverse = np.fft.irfft(np.fft.rfft(off, wide) * g, wide)[:size]
     wide = 1 << (2 * n - 1).bit_length()
-    found = np.fft.irfft(np.fft.rfft(right, wide, axis=0) * np.fft.rfft(inverse, wide)[:, None], wide, axis=0)
+    found = np.fft.irfft(
+        np.fft.rfft(right, wide, axis=0) * np.fft.rfft(inverse, wide)[:, None], wide, axis=0
+    )
     return np.asarray(found[:n])
 
 
 class SpotRange(NamedTuple):
-    """What interruptions do to a job: with capacity that lasts longer, on average, and with such that is taken sooner."""
+    """What interruptions do to a job: with capacity that lasts longer, on average, and with such
+    that is taken sooner.
+    """
 
     good: Expected
     likely: Expected
@@ -257,12 +327,16 @@ class SpotRange(NamedTuple):
 def expect_range(work_s: float, saves: SaveSchedule, zone: Interruptions) -> SpotRange:
     """Good, likely and bad case: mean spells longer and shorter by the zone's spread."""
     good, bad = zone.shifted(zone.spread), zone.shifted(1 / zone.spread)
-    return SpotRange(expect(work_s, saves, good), expect(work_s, saves, zone), expect(work_s, saves, bad))
+    return SpotRange(
+        expect(work_s, saves, good), expect(work_s, saves, zone), expect(work_s, saves, bad)
+    )
 
 
-def _stretches_kept(interval_s: ArrayLike, save_s: float, restart_s: float, zone: Interruptions) -> Floats:
-    """Stretches of work that a fresh spell saves on average, without end of the job: the sum of the survivals at each
-    save. Beyond 512 the sum is the integral."""
+def _stretches_kept(
+    interval_s: ArrayLike, save_s: float, restart_s: float, zone: Interruptions
+) -> Floats:
+    """Stretches of work that a fresh spell saves on average, without end of the job: the sum of the
+    survivals at each save. Beyond 512 the sum is the integral."""
     step = np.asarray(interval_s, float)[..., None] + save_s
     kept = zone.up.survival(restart_s + step * np.arange(1, 513)).sum(axis=-1)
     rest = zone.up.mean_s - zone.up.lived(restart_s + 512.5 * step[..., 0])
@@ -275,10 +349,11 @@ def young_interval_s(save_s: float, mean_between_s: float) -> float:
 
 
 def best_interval_s(save_s: float, restart_s: float, zone: Interruptions) -> float:
-    """The interval that keeps most work per billed second in the long run, for any law (renewal-reward theorem).
+    """The interval that keeps most work per billed second in the long run, for any law
+    (renewal-reward theorem).
 
-    Intervals from a twentieth of Young's to twenty times it, 1.5 % apart; each is judged with its neighbours within
-    10 %, so that the steps of measured lengths don't decide.
+    Intervals from a twentieth of Young's to twenty times it, 1.5 % apart; each is judged with its
+    neighbours within 10 %, so that the steps of measured lengths don't decide.
     """
     intervals = young_interval_s(save_s, zone.mean_between_s) * np.geomspace(1 / 20, 20, 401)
     kept = intervals * _stretches_kept(intervals, save_s, restart_s, zone)
@@ -288,7 +363,9 @@ def best_interval_s(save_s: float, restart_s: float, zone: Interruptions) -> flo
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """Drawn runs of one job: wall, spot and on-demand seconds of each; a wall time of infinity is past the deadline."""
+    """Drawn runs of one job: wall, spot and on-demand seconds of each; a wall time of infinity is
+    past the deadline.
+    """
 
     wall_s: Floats
     spot_s: Floats
@@ -309,16 +386,26 @@ def draw_paths(
     seed: int = 0,
     n_paths: int = _PATHS,
 ) -> Paths:
-    """Runs wanted at random moments, or now where it is known what the zone is like, each followed until it ends or the
-    deadline has passed. The zone is what it was measured to be, or by its spread another.
+    """Runs wanted at random moments, or now where it is known what the zone is like, each followed
+    until it ends or the deadline has passed. The zone is what it was measured to be, or by its
+    spread another.
 
-    `falls_back`: without spot capacity the job goes on on demand as soon as it is behind linear progress towards the
-    deadline ("Uniform Progress"); when the time that is left is only enough to finish on demand, it does. Unlike the
-    paper's rule it goes back to spot with the next capacity, not when it is ahead, and not to idling before that. On
-    demand pays the restart before, and a checkpoint after.
+    `falls_back`: without spot capacity the job goes on on demand as soon as it is behind linear
+    progress towards the deadline ("Uniform Progress"); when the time that is left is only enough to
+    finish on demand, it does. Unlike the paper's rule it goes back to spot with the next capacity,
+    not when it is ahead, and not to idling before that. On demand pays the restart before, and a
+    checkpoint after.
     """
     drawn = [
-        _draw_paths(work_s, saves, one, deadline_s, falls_back, seed + number, max(1, round(weight * n_paths)))
+        _draw_paths(
+            work_s,
+            saves,
+            one,
+            deadline_s,
+            falls_back,
+            seed + number,
+            max(1, round(weight * n_paths)),
+        )
         for number, (one, weight) in enumerate(zone.perhaps())
     ]
     names = "wall_s", "spot_s", "on_demand_s"
@@ -340,7 +427,11 @@ def _draw_paths(
     who, is_up = np.arange(n_paths), chance.random(n_paths) < zone.availability
 
     def rest(law: Weibull | Measured, n: int) -> Floats:
-        return law.draw_rest(chance, n) if zone.now is None else law.draw_after(chance, n, zone.now.age_s)
+        return (
+            law.draw_rest(chance, n)
+            if zone.now is None
+            else law.draw_after(chance, n, zone.now.age_s)
+        )
 
     if zone.now is not None:
         is_up = np.full(n_paths, zone.now.is_up or zone.down is None)
@@ -351,7 +442,9 @@ def _draw_paths(
         spell = spell[who]
     while who.size:
         who = runs.with_capacity(who, spell)
-        who = runs.without_capacity(who, zone.down.draw(chance, len(who)) if zone.down else np.zeros(len(who)))
+        who = runs.without_capacity(
+            who, zone.down.draw(chance, len(who)) if zone.down else np.zeros(len(who))
+        )
         over[who[runs.wall[who] > deadline_s]] = math.inf
         who = who[runs.wall[who] <= deadline_s]
         spell = zone.up.draw(chance, len(who))
@@ -359,10 +452,19 @@ def _draw_paths(
 
 
 class _Runs:
-    """Runs of one job that are followed together: seconds so far, and of work that is left, of each by its number."""
+    """Runs of one job that are followed together: seconds so far, and of work that is left, of each
+    by its number.
+    """
 
-    def __init__(self, work_s: float, saves: SaveSchedule, deadline_s: float, falls_back: bool, n_runs: int) -> None:
-        self.work_s, self.saves, self.deadline_s, self.falls_back = work_s, saves, deadline_s, falls_back
+    def __init__(
+        self, work_s: float, saves: SaveSchedule, deadline_s: float, falls_back: bool, n_runs: int
+    ) -> None:
+        self.work_s, self.saves, self.deadline_s, self.falls_back = (
+            work_s,
+            saves,
+            deadline_s,
+            falls_back,
+        )
         self.left = np.full(n_runs, float(work_s))
         self.wall, self.spot, self.own, self.restart = np.zeros((4, n_runs))
 
@@ -374,7 +476,9 @@ class _Runs:
     def with_capacity(self, who: NDArray[np.intp], spell: Floats) -> NDArray[np.intp]:
         """A spell of spot capacity for each of these runs; returns those that have not ended."""
         saves = self.saves
-        if self.falls_back:  # every checkpoint takes from the slack: leave before an interruption could make it late
+        if (
+            self.falls_back
+        ):  # every checkpoint takes from the slack: leave before an interruption could make it late
             n_saves = np.floor(np.maximum(self.slack_s(who), 0.0) / max(saves.save_s, 1e-9))
             most = (self.restart[who] + n_saves * (saves.interval_s + saves.save_s)) * (n_saves > 0)
             spell = np.minimum(spell, most)
@@ -396,7 +500,9 @@ class _Runs:
         finish = restart_s + self.left[who] + save_s
         ends = (last_call <= idle) | (idle + finish <= down_s)
         own_s = np.where(ends, finish, down_s - idle)
-        self.left[who] = np.where(ends, 0.0, self.left[who] - np.maximum(0.0, own_s - restart_s - save_s))
+        self.left[who] = np.where(
+            ends, 0.0, self.left[who] - np.maximum(0.0, own_s - restart_s - save_s)
+        )
         self.own[who] += own_s
         self.wall[who] += idle + own_s
         self.restart[who] = np.where(own_s > 0, self.saves.restart_s, restart_s)
@@ -405,7 +511,9 @@ class _Runs:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to buy the hours: `spot`, `on demand` or `mixture`; mean dollars and hours, chance to meet the deadline."""
+    """One way to buy the hours: `spot`, `on demand` or `mixture`; mean dollars and hours, chance to
+    meet the deadline.
+    """
 
     kind: str
     usd: float
@@ -433,9 +541,11 @@ def choose(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Choice:
-    """The cheapest way whose chance to meet the deadline is at least `confidence`. On demand is counted without checkpoints.
+    """The cheapest way whose chance to meet the deadline is at least `confidence`. On demand is
+    counted without checkpoints.
 
-    Without a deadline there is no mixture: nothing says how long to wait. When no way is sure, the likeliest is taken.
+    Without a deadline there is no mixture: nothing says how long to wait. When no way is sure, the
+    likeliest is taken.
     """
     likely = expect(work_s, saves, zone)
     spot_usd, own_usd = likely.billed_s / 3600 * spot_usd_per_h, work_s / 3600 * on_demand_usd_per_h
@@ -445,23 +555,42 @@ def choose(
     else:
         alone = draw_paths(work_s, saves, zone, deadline_s=deadline_s, seed=seed)
         mixed = draw_paths(work_s, saves, zone, deadline_s=deadline_s, seed=seed, falls_back=True)
-        usd = (mixed.spot_s.mean() * spot_usd_per_h + mixed.on_demand_s.mean() * on_demand_usd_per_h) / 3600
+        usd = (
+            mixed.spot_s.mean() * spot_usd_per_h + mixed.on_demand_s.mean() * on_demand_usd_per_h
+        ) / 3600
         ways.append(Way("spot", spot_usd, likely.wall_s, alone.chance_by(deadline_s)))
-        ways.append(Way("mixture", float(usd), float(mixed.wall_s.mean()), mixed.chance_by(deadline_s)))
+        ways.append(
+            Way("mixture", float(usd), float(mixed.wall_s.mean()), mixed.chance_by(deadline_s))
+        )
     sure_ways = [way for way in ways if way.chance >= confidence]
-    best = min(sure_ways, key=lambda way: way.usd) if sure_ways else max(ways, key=lambda way: (way.chance, -way.usd))
+    best = (
+        min(sure_ways, key=lambda way: way.usd)
+        if sure_ways
+        else max(ways, key=lambda way: (way.chance, -way.usd))
+    )
     return Choice(best, _why(best, ways, confidence, bool(sure_ways)), tuple(ways))
 
 
 def _why(best: Way, ways: Sequence[Way], confidence: float, is_sure: bool) -> str:
     own, spot = ways[0], ways[1]
     if not is_sure:
-        return f"no way meets the deadline with {confidence:.0%}; {best.kind} is likeliest, with {best.chance:.0%}"
+        return (
+            f"no way meets the deadline with {confidence:.0%}; {best.kind} is likeliest, with"
+            f" {best.chance:.0%}"
+        )
     if best is own:
         if spot.usd >= own.usd:
-            return f"spot costs {say_usd(spot.usd)} with what it loses, on demand {say_usd(own.usd)}"
-        return f"spot meets the deadline only with {spot.chance:.0%}, and nothing cheaper with {confidence:.0%}"
+            return (
+                f"spot costs {say_usd(spot.usd)} with what it loses, on demand {say_usd(own.usd)}"
+            )
+        return (
+            f"spot meets the deadline only with {spot.chance:.0%}, and nothing cheaper with"
+            f" {confidence:.0%}"
+        )
     saved = f"saves {1 - best.usd / own.usd:.0%} of {say_usd(own.usd)} on demand"
     if best is spot:
         return f"spot {saved}, interruptions counted"
-    return f"spot alone meets the deadline with {spot.chance:.0%}; with on demand when it falls behind it {saved}"
+    return (
+        f"spot alone meets the deadline with {spot.chance:.0%}; with on demand when it falls behind"
+        f" it {saved}"
+    )

@@ -1,7 +1,9 @@
-"""What a throughput comes to, by hand: hours and price-hours, spot with its interruptions, a cap on GPU-hours, a quicker step.
+"""What a throughput comes to, by hand: hours and price-hours, spot with its interruptions, a cap on
+GPU-hours, a quicker step.
 
-For those who bring figures of their own (samples a minute, a discount, how often they are interrupted). First-order: an
-interruption loses half of the interval between checkpoints, and the restart; P is the price of an hour on demand.
+For those who bring figures of their own (samples a minute, a discount, how often they are
+interrupted). First-order: an interruption loses half of the interval between checkpoints, and the
+restart; P is the price of an hour on demand.
 
 Refuses to predict a throughput: `speed` does.
 """
@@ -12,13 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.ownership import faster, hours_of, needed_samples_per_min, run_on_rent
 from farthing.planner.pricing import LONGEST_INTERVAL_S
 from farthing.units import parse_hours, parse_share, say_seconds, say_usd
 
 MUCH_FASTER = 1.5  # than the plan expects: from here on it is said
-REACHED = 0.75  # of the peak of a GPU: more than the best published runs reach, recomputation included
+REACHED = (
+    0.75  # of the peak of a GPU: more than the best published runs reach, recomputation included
+)
 
 
 @dataclass(frozen=True)
@@ -41,28 +45,44 @@ class OwnFigures:
         return self != OwnFigures()
 
     def check(self) -> None:
-        """Raises `UserMistake` for figures that can't be, and for those that lack their throughput."""
+        """Raises `InputError` for figures that can't be, and for those that lack their throughput."""  # noqa: E501
         for name in ("samples_per_min", "tokens_per_s", "interrupted_every_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e12:
-                flag = f"--{name.removesuffix('_s') if name != 'tokens_per_s' else name}".replace("_", "-")
-                raise UserMistake(f"{value:g} is not above 0", where=flag, to_do="give a number above 0")
+                flag = f"--{name.removesuffix('_s') if name != 'tokens_per_s' else name}".replace(
+                    "_", "-"
+                )
+                raise InputError(
+                    f"{value:g} is not above 0", where=flag, to_do="give a number above 0"
+                )
         if self.samples_per_min is not None and self.tokens_per_s is not None:
-            raise UserMistake(
-                "one throughput is enough", where="--samples-per-min, --tokens-per-s", to_do="leave one out"
+            raise InputError(
+                "one throughput is enough",
+                where="--samples-per-min, --tokens-per-s",
+                to_do="leave one out",
             )
         spot = self.spot_discount, self.spot_overhead, self.interrupted_every_s
-        if any(value is not None for value in spot) and self.samples_per_min is None and self.tokens_per_s is None:
-            raise UserMistake(
-                "a discount or interruptions need a throughput", where="plan", to_do="add --samples-per-min N"
+        if (
+            any(value is not None for value in spot)
+            and self.samples_per_min is None
+            and self.tokens_per_s is None
+        ):
+            raise InputError(
+                "a discount or interruptions need a throughput",
+                where="plan",
+                to_do="add --samples-per-min N",
             )
         if self.restart_s and self.interrupted_every_s is None:
-            raise UserMistake(
-                "a restart comes after an interruption", where="--restart", to_do="add --interrupted-every 8h"
+            raise InputError(
+                "a restart comes after an interruption",
+                where="--restart",
+                to_do="add --interrupted-every 8h",
             )
         if self.step_s is not None and min(self.step_s) <= 0:
-            raise UserMistake(
-                "a step takes more than 0 seconds", where="--step-time", to_do="e.g. --step-time 200ms 130ms"
+            raise InputError(
+                "a step takes more than 0 seconds",
+                where="--step-time",
+                to_do="e.g. --step-time 200ms 130ms",
             )
 
 
@@ -75,13 +95,15 @@ def parse_figures(
     restart: str | None,
     step_time: Sequence[str] | None,
 ) -> OwnFigures:
-    """Figures as people write them: "50%", "8h", "3min", "200ms". Raises `UserMistake`."""
+    """Figures as people write them: "50%", "8h", "3min", "200ms". Raises `InputError`."""
 
     def read(name: str, parse: Callable[[str], float], text: str) -> float:
         try:
             return parse(text)
         except ValueError as error:
-            raise UserMistake(str(error), where=name, to_do=f"see `farthing plan --help` for {name}") from None
+            raise InputError(
+                str(error), where=name, to_do=f"see `farthing plan --help` for {name}"
+            ) from None
 
     def share(name: str, text: str | None) -> float | None:
         return None if text is None else read(name, parse_share, text)
@@ -94,11 +116,15 @@ def parse_figures(
         tokens_per_s=tokens_per_s,
         spot_discount=share("--spot-discount", spot_discount),
         spot_overhead=share("--spot-overhead", spot_overhead),
-        interrupted_every_s=None if interrupted_every is None else seconds("--interrupted-every", interrupted_every),
+        interrupted_every_s=(
+            None if interrupted_every is None else seconds("--interrupted-every", interrupted_every)
+        ),
         restart_s=0.0 if restart is None else seconds("--restart", restart),
-        step_s=None
-        if step_time is None
-        else (seconds("--step-time", step_time[0]), seconds("--step-time", step_time[1])),
+        step_s=(
+            None
+            if step_time is None
+            else (seconds("--step-time", step_time[0]), seconds("--step-time", step_time[1]))
+        ),
     )
     figures.check()
     return figures
@@ -138,7 +164,9 @@ class OnSpot:
 
 @dataclass(frozen=True)
 class ByHand:
-    """What somebody's figures come to, and a line of words for each of them; None where nothing is known of it."""
+    """What somebody's figures come to, and a line of words for each of them; None where nothing is
+    known of it.
+    """
 
     words: tuple[str, ...] = ()
     needed_samples_per_min: float | None = None
@@ -174,7 +202,8 @@ def by_hand(figures: OwnFigures, known: Known) -> ByHand:
     if cap is not None:
         needed = needed_samples_per_min(known.n_samples, known.n_epochs, cap)
         found = found.and_say(
-            f"{cap:g} GPU-hours are enough at {needed:,.0f} samples/min", needed_samples_per_min=needed
+            f"{cap:g} GPU-hours are enough at {needed:,.0f} samples/min",
+            needed_samples_per_min=needed,
         )
     if rate is not None:
         hours = hours_of(known.n_samples, known.n_epochs, rate)
@@ -184,7 +213,10 @@ def by_hand(figures: OwnFigures, known: Known) -> ByHand:
     if figures.step_s is not None:
         times, saved = faster(*figures.step_s)
         before, after = (f"{1000 * s:g} ms" for s in figures.step_s)
-        words = f"a step of {after} instead of {before}: {times:.2f} x as fast, {saved:.0%} fewer dollars"
+        words = (
+            f"a step of {after} instead of {before}: {times:.2f} x as fast, {saved:.0%} fewer"
+            " dollars"
+        )
         found = found.and_say(words, times_as_fast=times, saved_share=saved)
     return found
 
@@ -193,20 +225,30 @@ def _with_bill(found: ByHand, known: Known, rate: float, hours: float) -> ByHand
     """Hours and dollars on demand."""
     usd = run_on_rent(known.usd_per_hour, hours) if known.usd_per_hour else None
     units = known.paid_gb * hours if known.paid_gb else None
-    text = f"{known.n_samples:,} samples x {known.n_epochs:g} at {rate:,.0f} a minute: {hours:.2f} h, {hours:.2f} P on demand"
+    text = (
+        f"{known.n_samples:,} samples x {known.n_epochs:g} at {rate:,.0f} a minute: {hours:.2f} h,"
+        f" {hours:.2f} P on demand"
+    )
     if usd is not None:
         text += f", {say_usd(usd)} at {say_usd(known.usd_per_hour)} an hour"
     if units is not None:
         text += f" ({known.paid_gb:g} GB x {hours:.2f} h = {units:.1f} units)"
     cap = known.max_gpu_hours
     return found.and_say(
-        text, samples_per_min=rate, hours=hours, price_hours=run_on_rent(1.0, hours), usd=usd, units=units,
+        text,
+        samples_per_min=rate,
+        hours=hours,
+        price_hours=run_on_rent(1.0, hours),
+        usd=usd,
+        units=units,
         fits_the_cap=None if cap is None else hours <= cap,
-    )  # fmt: skip
+    )
 
 
 def _with_peak(found: ByHand, known: Known, rate: float) -> ByHand:
-    """Whether the first choice could do it: against what the plan expects there, and against its peak."""
+    """Whether the first choice could do it: against what the plan expects there, and against its
+    peak.
+    """
     if not known.samples_per_min or rate < MUCH_FASTER * known.samples_per_min:
         return found
     share = known.share_of_peak * rate / known.samples_per_min
@@ -219,12 +261,15 @@ def _with_peak(found: ByHand, known: Known, rate: float) -> ByHand:
     )
     words = f"{known.machine}: the plan expects {known.samples_per_min:,.0f} samples/min of "
     words += (
-        f"{known.tokens_per_sample:,.0f} tokens there; {rate:,.0f} would take {share:.0%} of its peak FLOP/s, {verdict}"
+        f"{known.tokens_per_sample:,.0f} tokens there; {rate:,.0f} would take {share:.0%} of its"
+        f" peak FLOP/s, {verdict}"
     )
     return found.and_say(words, share_of_peak=share)
 
 
-def _with_spot(found: ByHand, figures: OwnFigures, hours: float, save_every_s: float | None) -> ByHand:
+def _with_spot(
+    found: ByHand, figures: OwnFigures, hours: float, save_every_s: float | None
+) -> ByHand:
     """Interruptions, what they lose, and what spot costs with them."""
     overhead = figures.spot_overhead or 0.0
     if figures.interrupted_every_s is not None:
@@ -234,8 +279,9 @@ def _with_spot(found: ByHand, figures: OwnFigures, hours: float, save_every_s: f
         if figures.spot_overhead is None:
             overhead = n * each_s / (hours * 3600)
         words = (
-            f"{n:.2g} expected interruptions, {say_seconds(each_s)} lost each (half of the {say_seconds(interval_s)} "
-            f"between checkpoints, and the restart): {say_seconds(n * each_s)} in all"
+            f"{n:.2g} expected interruptions, {say_seconds(each_s)} lost each (half of the"
+            f" {say_seconds(interval_s)} between checkpoints, and the restart):"
+            f" {say_seconds(n * each_s)} in all"
         )
         found = found.and_say(words, n_interruptions=n, lost_s_each=each_s, lost_s=n * each_s)
     if figures.spot_discount is None:
@@ -243,7 +289,7 @@ def _with_spot(found: ByHand, figures: OwnFigures, hours: float, save_every_s: f
     price_hours = run_on_rent(1 - figures.spot_discount, hours * (1 + overhead))
     saved = 1 - price_hours / hours
     words = (
-        f"on spot, {figures.spot_discount:.0%} cheaper with {overhead:.1%} more hours: {price_hours:.2g} P, "
-        f"{abs(saved):.0%} {'less' if saved > 0 else 'more'} than on demand"
+        f"on spot, {figures.spot_discount:.0%} cheaper with {overhead:.1%} more hours:"
+        f" {price_hours:.2g} P, {abs(saved):.0%} {'less' if saved > 0 else 'more'} than on demand"
     )
     return found.and_say(words, spot=OnSpot(hours * (1 + overhead), overhead, price_hours, saved))

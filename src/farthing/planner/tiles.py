@@ -1,24 +1,33 @@
-"""How many labelled positions the head takes at once, for the head that computes and the planner that counts its bytes.
+"""How many labelled positions the head takes at once, for the head that computes and the planner
+that counts its bytes.
 
 Refuses to import torch.
 """
 
 from __future__ import annotations
 
-CUDA_TILE_TOKENS = 2048  # from here on a product is as quick as an undivided one; never timed on a GPU by us
-CPU_TILE_TOKENS, CPU_MOST_TILE_TOKENS = 256, 1024  # bench/head.py: fewer cost time, more only memory
+CUDA_TILE_TOKENS = (
+    2048  # from here on a product is as quick as an undivided one; never timed on a GPU by us
+)
+CPU_TILE_TOKENS, CPU_MOST_TILE_TOKENS = (
+    256,
+    1024,
+)  # bench/head.py: fewer cost time, more only memory
 CPU_TILE_BYTES = 64 << 20  # of fp32 logits, where they are small enough for more tokens than that
-CPU_BLOCK_BYTES = 1 << 20  # of the fp32 rows at work: they stay in the cache from the softmax to the gradient
+CPU_BLOCK_BYTES = (
+    1 << 20
+)  # of the fp32 rows at work: they stay in the cache from the softmax to the gradient
 CUDA_BLOCK_BYTES = 256 << 20
 WRITES_MORE = 8
-"""Times the tokens of a micro-batch that are written for at once: nothing is kept to go backward."""
+"""Times the tokens of a micro-batch that are written for at once: nothing is kept to go backward.
+"""
 
 
 def default_tile_tokens(n_words: int, device_type: str, trained_width: int = 0) -> int:
     """Labelled positions of a tile: as many as the products need to be quick.
 
-    Where the head is trained (`trained_width` h) each tile adds to its whole gradient, so a tile has at least h positions:
-    its logits are then no larger than that gradient.
+    Where the head is trained (`trained_width` h) each tile adds to its whole gradient, so a tile
+    has at least h positions: its logits are then no larger than that gradient.
     """
     if device_type != "cpu":
         return CUDA_TILE_TOKENS
@@ -37,16 +46,20 @@ def head_bytes(
     has_cap: bool = False,
     tile_tokens: int | None = None,
 ) -> int:
-    """What `model/head.py` takes for so many labelled positions beside the gradients of a trained head and of the positions: a
-    tile of logits, fp32 rows of it, casts.
+    """What `model/head.py` takes for so many labelled positions beside the gradients of a trained
+    head and of the positions: a tile of logits, fp32 rows of it, casts.
 
-    `trained_bytes` are those of a number of a trained matrix, 0 where it is frozen. Of the rows at work there are log-softmax
-    and, in bf16, the fp32 copy that it is made of (of fp16 CUDA's kernel makes none); with a cap three.
+    `trained_bytes` are those of a number of a trained matrix, 0 where it is frozen. Of the rows at
+    work there are log-softmax and, in bf16, the fp32 copy that it is made of (of fp16 CUDA's kernel
+    makes none); with a cap three.
     """
     c = 4 if precision == "fp32" else 2
     tile = min(
         n_scored,
-        tile_tokens or default_tile_tokens(n_words, "cuda" if is_cuda else "cpu", width if trained_bytes else 0),
+        tile_tokens
+        or default_tile_tokens(
+            n_words, "cuda" if is_cuda else "cpu", width if trained_bytes else 0
+        ),
     )
     rows = min(tile, max(1, (CUDA_BLOCK_BYTES if is_cuda else CPU_BLOCK_BYTES) // (4 * n_words)))
     n_blocks = 3 if has_cap else 1 if c == 4 or (is_cuda and precision == "fp16") else 2

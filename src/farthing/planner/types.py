@@ -1,7 +1,8 @@
 """The planner's nouns: what is wanted, where it could run, a plan, a rejection, an answer.
 
-`JobSpec` is a job in the planner's terms, `Place` an offer as a device with memory and a price. Search makes plans and
-rejections of them, ranking puts the plans in order. Refuses to decide anything but what a value itself says.
+`JobSpec` is a job in the planner's terms, `Place` an offer as a device with memory and a price.
+Search makes plans and rejections of them, ranking puts the plans in order. Refuses to decide
+anything but what a value itself says.
 """
 
 from __future__ import annotations
@@ -40,27 +41,42 @@ OLD_PRICE_DAYS = 90  # an older price may have changed
 class Assumptions(NamedTuple):
     """What a plan supposes where nothing was measured. All are printed with it."""
 
-    setup_s: float = 240.0  # of a rented machine: boot, drivers, installation; facts/boot.csv knows some providers'
+    # of a rented machine: boot, drivers, installation; facts/boot.csv knows some providers'
+    setup_s: float = 240.0
     download_bytes_per_s: float = 100e6
     load_bytes_per_s: float = 1e9  # from disk to the device
     import_s: float = 10.0
     tokenize_tokens_per_s: float = 0.4e6  # two cores, measured
-    snapshot_bytes_per_s: float = 5e9  # checkpoint from the device to host memory; written in the background
+    snapshot_bytes_per_s: float = (
+        5e9  # checkpoint from the device to host memory; written in the background
+    )
     disk_bytes_per_s: float = 500e6
     process_bytes: int = 420 << 20  # of a CPU run: the interpreter with its libraries
 
     def in_words(self) -> list[str]:
         """One line each."""
         return [
-            f"a rented machine needs {say_seconds(self.setup_s)} before it can begin where its provider's time is not "
-            "known (facts/boot.csv), and downloads at "
-            f"{self.download_bytes_per_s / 1e6:.0f} MB/s",
-            f"imports take {self.import_s:.0f} s, weights load at {self.load_bytes_per_s / 1e9:g} GB/s",
-            f"where terms do not say, a GB kept for a month costs ${ASSUMED_STORAGE_USD_PER_GB_MONTH:.2f} and a GB that "
-            f"leaves ${ASSUMED_EGRESS_USD_PER_GB:.2f}: the model, and each checkpoint that goes to a store elsewhere",
+            (
+                f"a rented machine needs {say_seconds(self.setup_s)} before it can begin where its"
+                " provider's time is not known (facts/boot.csv), and downloads at"
+                f" {self.download_bytes_per_s / 1e6:.0f} MB/s"
+            ),
+            (
+                f"imports take {self.import_s:.0f} s, weights load at"
+                f" {self.load_bytes_per_s / 1e9:g} GB/s"
+            ),
+            (
+                "where terms do not say, a GB kept for a month costs"
+                f" ${ASSUMED_STORAGE_USD_PER_GB_MONTH:.2f} and a GB that leaves"
+                f" ${ASSUMED_EGRESS_USD_PER_GB:.2f}: the model, and each checkpoint that goes to a"
+                " store elsewhere"
+            ),
             f"tokenizing runs at {self.tokenize_tokens_per_s / 1e6:g} M tokens/s",
-            f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to host memory, or "
-            f"{self.disk_bytes_per_s / 1e6:.0f} MB/s to the disk where it takes more than half of that memory",
+            (
+                f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to"
+                f" host memory, or {self.disk_bytes_per_s / 1e6:.0f} MB/s to the disk where it"
+                " takes more than half of that memory"
+            ),
         ]
 
 
@@ -78,7 +94,9 @@ class JobSpec:
     micro_batch_tokens: int | None = None
     """Most computed tokens of a micro-batch; None: the planner's choice."""
     spreads: bool | None = None
-    """Whether the job asks for weights that are spread over GPUs, or for whole ones on each; None: it leaves that open."""
+    """Whether the job asks for weights that are spread over GPUs, or for whole ones on each; None:
+    it leaves that open.
+    """
     may_spread: bool = True
     """Whether they can be, as far as the job says beside its method and optimizer."""
     reshards: bool = True
@@ -88,7 +106,9 @@ class JobSpec:
     may_go_packed: bool = True
     """Whether documents may be laid end to end: not where the job names an attention of its own."""
     caches_frozen: bool = False
-    """Whether what the layers below the first trained one compute is kept on the disk, see `model.frozen_cache`."""
+    """Whether what the layers below the first trained one compute is kept on the disk, see
+    `model.frozen_cache`.
+    """
     checkpoint_every: int | None = None
     """Activation checkpointing; None: as little as memory needs."""
     precision: str | None = None
@@ -103,7 +123,9 @@ class JobSpec:
     modules_to_save: tuple[str, ...] = ()
     use_dora: bool = False
     keeps_start: bool = False
-    """Whether what the adapter began as is kept, frozen, and taken away from it (`model/adapter_start.py`)."""
+    """Whether what the adapter began as is kept, frozen, and taken away from it
+    (`model/adapter_start.py`).
+    """
     eval_lengths: Lengths | None = None
     eval_steps: int | None = None
     """Optimizer steps between evaluations; None: once an epoch. 0: only at the end."""
@@ -137,10 +159,14 @@ class JobSpec:
 
     @property
     def cache_bytes(self) -> int:
-        """What is kept of the layers below the first trained one on the disk, for each byte of a number."""
+        """What is kept of the layers below the first trained one on the disk, for each byte of a
+        number.
+        """
         if not self.caches_frozen or self.adapters is None or not self.adapters.first_layer:
             return 0
-        n_tokens = self.lengths.n_tokens + (self.eval_lengths.n_tokens if self.eval_lengths is not None else 0.0)
+        n_tokens = self.lengths.n_tokens + (
+            self.eval_lengths.n_tokens if self.eval_lengths is not None else 0.0
+        )
         return frozen_cache_bytes(round(n_tokens), self.shape.hidden, 1)
 
     @property
@@ -158,18 +184,25 @@ class JobSpec:
             self.method,
             may_go_packed=self.may_go_packed,
             has_plain_head=not any(weight.part == "head" for weight, _ in changed),
-            has_plain_adapters=self.lora_dropout == 0 and not self.use_dora and not self.keeps_start,
+            has_plain_adapters=self.lora_dropout == 0
+            and not self.use_dora
+            and not self.keeps_start,
         )
 
     def cut(self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Cut:
         """The part of a step that one GPU takes, in micro-batches of at most so many tokens."""
         n_lanes = n_lanes_of(self.method, n_gpus)
         cut = self.lengths.cut(
-            micro_batch_tokens, -(-self.global_batch // n_lanes), is_packed=self.is_packed, cost=cost
+            micro_batch_tokens,
+            -(-self.global_batch // n_lanes),
+            is_packed=self.is_packed,
+            cost=cost,
         )
         return cut._replace(n_micro_batches=cut.n_micro_batches * -(-n_lanes // n_gpus))
 
-    def largest(self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Largest:
+    def largest(
+        self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU
+    ) -> Largest:
         """The largest micro-batch that one GPU takes."""
         batch = -(-self.global_batch // n_lanes_of(self.method, n_gpus))
         return self.lengths.largest(micro_batch_tokens, batch, is_packed=self.is_packed, cost=cost)
@@ -178,10 +211,14 @@ class JobSpec:
         """The evaluation examples as they are cut where training takes so many tokens at once."""
         assert self.eval_lengths is not None
         most = min(micro_batch_tokens, self.eval_batch * self.eval_lengths.longest_example)
-        return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_packed=self.is_packed, cost=cost)
+        return self.eval_lengths.cut(
+            most, self.eval_lengths.n_examples, is_packed=self.is_packed, cost=cost
+        )
 
     def written_at_once(self, micro_batch_tokens: int) -> Largest:
-        """The largest batch of sources that the model writes for in an evaluation, and the tokens that it writes."""
+        """The largest batch of sources that the model writes for in an evaluation, and the tokens
+        that it writes.
+        """
         assert self.eval_lengths is not None
         longest, n_new = self.eval_lengths.longest, self.max_new_tokens
         n_rows = max(1, WRITES_MORE * micro_batch_tokens // (longest + n_new))
@@ -220,7 +257,10 @@ class JobSpec:
     def save_bytes(self) -> float:
         """Of a checkpoint: trained weights and the optimizer's state in fp32."""
         return self.n_trainable * (
-            4.0 + {"sgd": 0.0, "adagrad": 4.0, "rmsprop": 4.0}.get(self.optim, 2.0 if "8bit" in self.optim else 8.0)
+            4.0
+            + {"sgd": 0.0, "adagrad": 4.0, "rmsprop": 4.0}.get(
+                self.optim, 2.0 if "8bit" in self.optim else 8.0
+            )
         )
 
 
@@ -231,7 +271,12 @@ def open_ended(wanted: JobSpec) -> JobSpec:
 
 @cache
 def _adapters_of(
-    shape: Shape, r: int, targets: tuple[str, ...], saved: tuple[str, ...], dora: bool, keeps_start: bool
+    shape: Shape,
+    r: int,
+    targets: tuple[str, ...],
+    saved: tuple[str, ...],
+    dora: bool,
+    keeps_start: bool,
 ) -> Adapters:
     return shape.with_lora(r, targets, saved, use_dora=dora)._replace(keeps_start=keeps_start)
 
@@ -239,13 +284,19 @@ def _adapters_of(
 def _adapters(wanted: JobSpec) -> Adapters | None:
     if wanted.method == "full":
         return None
-    asked = wanted.lora_r, wanted.target_modules, wanted.modules_to_save, wanted.use_dora, wanted.keeps_start
+    asked = (
+        wanted.lora_r,
+        wanted.target_modules,
+        wanted.modules_to_save,
+        wanted.use_dora,
+        wanted.keeps_start,
+    )
     return _adapters_of(wanted.shape, *asked)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Somewhere to run: an offer, or a machine of one's own, as a device with memory and a price."""
+    """Somewhere to run: an offer, or a machine of one's own, as a device with memory and a price."""  # noqa: E501
 
     offer: Offer
     device: Device
@@ -320,7 +371,9 @@ class Plan:
     cache_bytes: int = 0
     """On the disk: what frozen layers give, computed once."""
     mixture: str = ""
-    """Why the same machine on demand steps in when spot falls behind the deadline; empty where it does not."""
+    """Why the same machine on demand steps in when spot falls behind the deadline; empty where it
+    does not.
+    """
     why: str = ""
     on_front: bool = False
 
@@ -370,7 +423,9 @@ class Answer:
     plans: tuple[Plan, ...]
     rejected: tuple[Rejected, ...]
     managed: tuple[tuple[Offer, float], ...]
-    """Services that train for a fee, with their dollars; another's recipe, and often another's models."""
+    """Services that train for a fee, with their dollars; another's recipe, and often another's
+    models.
+    """
     n_steps: int
 
     @property
@@ -386,16 +441,22 @@ def place_of(
     torch: Torch | None = None,
     today: date | None = None,
 ) -> Place | Rejected:
-    """An offer as a place for a job; a rejection where the software or the GPU can't do what it takes.
+    """An offer as a place for a job; a rejection where the software or the GPU can't do what it
+    takes.
 
-    The precision is the job's; else bf16 where the GPU has it, else fp16 where the model can bear that, else fp32.
+    The precision is the job's; else bf16 where the GPU has it, else fp16 where the model can bear
+    that, else fp32.
     """
     gpu: Gpu = gpus()[offer.gpu]
     asked = wanted.precision if wanted is not None else None
     risk = wanted.fp16_risk if wanted is not None else ""
     if torch is not None and wanted is not None:
-        needs_bitsandbytes = wanted.method == "qlora" or "8bit" in wanted.optim or "paged" in wanted.optim
-        no_code = why_no_code(gpu, torch, needs_bitsandbytes=needs_bitsandbytes, attention=wanted.attention)
+        needs_bitsandbytes = (
+            wanted.method == "qlora" or "8bit" in wanted.optim or "paged" in wanted.optim
+        )
+        no_code = why_no_code(
+            gpu, torch, needs_bitsandbytes=needs_bitsandbytes, attention=wanted.attention
+        )
         if no_code is not None:
             return Rejected(offer, *no_code, 2.0 if no_code[1].startswith("pip") else 20.0)
     precision = asked or best_precision(gpu, risk)
@@ -404,7 +465,10 @@ def place_of(
         setting = {"bf16": "train.bf16", "fp16": "train.fp16"}.get(precision, "the precision")
         found = best_precision(gpu, risk)
         return Rejected(
-            offer, f"{gpu.name} does not compute in {precision}", f"leave {setting} out: {found} is used", 1.5
+            offer,
+            f"{gpu.name} does not compute in {precision}",
+            f"leave {setting} out: {found} is used",
+            1.5,
         )
     note = ""
     if risk and not gpu.has_bf16:

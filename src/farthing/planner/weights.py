@@ -1,4 +1,6 @@
-"""One kind of weight of a model, what is trained of all of them, and what a pass over them costs: values without a rule."""
+"""One kind of weight of a model, what is trained of all of them, and what a pass over them costs:
+values without a rule.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,22 @@ from typing import NamedTuple
 
 
 class Weight(NamedTuple):
-    """One module with a weight; `copies` of them in the model, alike but for the number of their layer."""
+    """One module with a weight; `copies` of them in the model, alike but for the number of their
+    layer.
+    """
 
     name: str  # as transformers names it; * stands for the number of the layer
     part: str  # embeddings, positions, attention, mlp, norms, pooler or head
-    kind: str  # linear, embedding or norm; experts (of a layer, in one) and router, which are no linear layers; raw
+    # linear, embedding or norm; experts (of a layer, in one) and router, which are no linear
+    # layers; raw
+    kind: str
     n_in: int  # features in, or rows of an embedding; 1 for a norm
     n_out: int
     has_bias: bool
     copies: int
     is_tied: bool  # its weight is the embedding's
-    tokens: str  # what a linear layer multiplies: all, source or target tokens, or one vector per sequence
+    # what a linear layer multiplies: all, source or target tokens, or one vector per sequence
+    tokens: str
     share: float = 1.0  # of those tokens: experts see those that are sent to them
     n_experts: int = 1  # in it
 
@@ -31,7 +38,9 @@ class Weight(NamedTuple):
         return self.n_out * self.n_experts if self.has_bias else 0
 
     def n_adapter(self, r: int) -> int:
-        """Parameters of a LoRA of rank `r` on it: of each expert, and of two where two layers are one."""
+        """Parameters of a LoRA of rank `r` on it: of each expert, and of two where two layers are
+        one.
+        """
         n_layers = 2 if self.kind == "experts" and self.name.endswith("gate_up_proj") else 1
         return n_layers * self.n_experts * r * (self.n_in + self.n_out)
 
@@ -46,9 +55,11 @@ class Weight(NamedTuple):
 
 
 class Flops(NamedTuple):
-    """Floating-point operations for one sequence, 2 for each multiply-add (Kaplan et al. 2020, arXiv 2001.08361).
+    """Floating-point operations for one sequence, 2 for each multiply-add (Kaplan et al. 2020,
+    arXiv 2001.08361).
 
-    Matrix products only: norms, activations, softmax, rotary embeddings and the loss are not counted.
+    Matrix products only: norms, activations, softmax, rotary embeddings and the loss are not
+    counted.
     """
 
     body: float  # linear layers but for the head
@@ -64,18 +75,23 @@ class Flops(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """A LoRA on a model (Hu et al. 2021, arXiv 2106.09685): what is trained, counted as `peft` makes it."""
+    """A LoRA on a model (Hu et al. 2021, arXiv 2106.09685): what is trained, counted as `peft`
+    makes it.
+    """
 
     r: int
     adapted: tuple[tuple[Weight, int], ...]  # with how many of its copies
     saved: tuple[tuple[Weight, int], ...]  # copied and trained whole (`modules_to_save`)
     n_adapter: int  # parameters of A and B, and with DoRA of the magnitudes
     n_saved: int
-    n_total: int  # of model and adapters; a module trained whole counts once, its frozen original not at all
-    first_layer: int = (
-        0  # the lowest with anything trained in or below it, counted from 0, a decoder's after its encoder's
+    # of model and adapters; a module trained whole counts once, its frozen original not at all
+    n_total: int
+    # the lowest with anything trained in or below it, counted from 0, a decoder's after its
+    # encoder's
+    first_layer: int = 0
+    keeps_start: bool = (
+        False  # a frozen copy of A and B as they began, in fp32, is taken away from them
     )
-    keeps_start: bool = False  # a frozen copy of A and B as they began, in fp32, is taken away from them
 
     @property
     def n_start(self) -> int:
@@ -94,5 +110,7 @@ class Adapters(NamedTuple):
 
 
 def begins_from_base(init: str) -> bool:
-    """Whether an adapter of this `init_lora_weights` begins as a part of the weights it is put on, which is kept beside it."""
+    """Whether an adapter of this `init_lora_weights` begins as a part of the weights it is put on,
+    which is kept beside it.
+    """
     return init == "olora" or init.startswith("pissa")

@@ -1,4 +1,5 @@
-"""The prices to plan with: from the snapshot of the package, its refreshed copy, or a file of one's own.
+"""The prices to plan with: from the snapshot of the package, its refreshed copy, or a file of one's
+own.
 
 Refuses to look at the clock (today is handed in) and to reach the network (`feeds` does).
 """
@@ -12,7 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.prices.formats import read_prices
 from farthing.prices.gpus import FACTS, did_you_mean, find_gpu, name_key
 from farthing.prices.offers import KINDS, Offer
@@ -50,8 +51,8 @@ class Catalog(NamedTuple):
         """Where the prices come from and how old they are, for every plan to print."""
         newest, median, oldest = (plural(n, "day") for n in self.ages_days)
         text = (
-            f"{plural(len(self.offers), 'price')} of {plural(len(self.providers), 'provider')} from {self.where}: "
-            f"newest {newest} old, half within {median}, oldest {oldest}"
+            f"{plural(len(self.offers), 'price')} of {plural(len(self.providers), 'provider')} from"
+            f" {self.where}: newest {newest} old, half within {median}, oldest {oldest}"
         )
         return f"{text}; stale: `farthing prices update` refreshes them" if self.is_stale else text
 
@@ -65,9 +66,9 @@ def cache_path() -> Path:
 def read_catalog(path: Path | str | None, today: date) -> Catalog:
     """The prices to plan with.
 
-    A path is a file of one's own (columns of farthing, gpuhunt or SkyPilot) and is taken alone. Without one: the
-    snapshot of the package, in which the refreshed copy replaces every provider of which it has newer prices.
-    Raises `UserMistake` with file, line and column.
+    A path is a file of one's own (columns of farthing, gpuhunt or SkyPilot) and is taken alone.
+    Without one: the snapshot of the package, in which the refreshed copy replaces every provider of
+    which it has newer prices. Raises `InputError` with file, line and column.
     """
     if path is not None:
         return _read(Path(path), today, is_own=True)
@@ -77,9 +78,9 @@ def read_catalog(path: Path | str | None, today: date) -> Catalog:
         return shipped
     try:
         newer = _read(refreshed, today)
-    except UserMistake as error:
+    except InputError as error:
         to_do = f"run `farthing prices update`, or delete {refreshed}"
-        raise UserMistake(error.what, where=error.where, to_do=to_do) from None
+        raise InputError(error.what, where=error.where, to_do=to_do) from None
     newest_here, newest_there = _newest(shipped.offers), _newest(newer.offers)
     replaced = {who for who, day in newest_there.items() if day >= newest_here.get(who, date.min)}
     kept = tuple(offer for offer in shipped.offers if (offer.provider, offer.unit) not in replaced)
@@ -104,10 +105,14 @@ def select(
     kind: str | None = None,
     max_usd_per_hour: float | None = None,
 ) -> list[Offer]:
-    """The offers that answer every wish; a region may be the beginning of its name ("us-"). Raises `UserMistake`."""
+    """The offers that answer every wish; a region may be the beginning of its name ("us-"). Raises
+    `InputError`.
+    """
     name = None if gpu is None else find_gpu(gpu).name
     if kind is not None and kind not in KINDS:
-        raise UserMistake(f"no kind `{kind}` is known", where="kind", to_do=f"use one of {', '.join(KINDS)}")
+        raise InputError(
+            f"no kind `{kind}` is known", where="kind", to_do=f"use one of {', '.join(KINDS)}"
+        )
     wanted = None
     if provider is not None:
         by_key = {name_key(who): who for who in catalog.providers}
@@ -115,7 +120,7 @@ def select(
         if wanted is None:
             hint = did_you_mean(provider, catalog.providers)
             to_do = f"{hint}known: {', '.join(catalog.providers)}"
-            raise UserMistake(f"no prices of `{provider}` are known", where="provider", to_do=to_do)
+            raise InputError(f"no prices of `{provider}` are known", where="provider", to_do=to_do)
 
     def answers(offer: Offer) -> bool:
         usd = offer.usd_per_hour
@@ -131,11 +136,22 @@ def select(
 
 
 def select_any(
-    catalog: Catalog, gpu: Sequence[str], provider: Sequence[str], region: Sequence[str], kind: str | None
+    catalog: Catalog,
+    gpu: Sequence[str],
+    provider: Sequence[str],
+    region: Sequence[str],
+    kind: str | None,
 ) -> list[Offer]:
-    """Offers that have any of the names of each sort. Raises `UserMistake` for names that nothing has, alone or together."""
+    """Offers that have any of the names of each sort. Raises `InputError` for names that nothing
+    has, alone or together.
+    """
     found, asked = list(catalog.offers), list[str]()
-    for narrow, names in (("gpu", gpu), ("provider", provider), ("region", region), ("offers", [kind] if kind else [])):
+    for narrow, names in (
+        ("gpu", gpu),
+        ("provider", provider),
+        ("region", region),
+        ("offers", [kind] if kind else []),
+    ):
         if not names:
             continue
         key = "kind" if narrow == "offers" else narrow
@@ -150,15 +166,22 @@ def select_any(
                 to_do = "the GPU is known, but no price of it is here: "
                 to_do += "bring one with --prices FILE, or `farthing prices update`"
             what = f"no offer has {', '.join(asked)}"
-            raise UserMistake(what, where=f"--{narrow}, or where.{narrow} in the job", to_do=to_do)
+            raise InputError(what, where=f"--{narrow}, or where.{narrow} in the job", to_do=to_do)
     return found
 
 
 def sort_offers(offers: Iterable[Offer], by: str) -> list[Offer]:
-    """Offers by `usd` (of an hour), `usd-per-gpu` or `age`, the least first; those not paid by the hour come last."""
+    """Offers by `usd` (of an hour), `usd-per-gpu` or `age`, the least first; those not paid by the
+    hour come last.
+    """
     if by == "age":
         return sorted(
-            offers, key=lambda offer: (-offer.date.toordinal(), offer.usd_per_gpu_hour or math.inf, offer[:7])
+            offers,
+            key=lambda offer: (
+                -offer.date.toordinal(),
+                offer.usd_per_gpu_hour or math.inf,
+                offer[:7],
+            ),
         )
     hourly = {"usd": lambda o: o.usd_per_hour, "usd-per-gpu": lambda o: o.usd_per_gpu_hour}[by]
     return sorted(offers, key=lambda offer: (hourly(offer) or math.inf, offer.usd, offer[:7]))
@@ -167,14 +190,14 @@ def sort_offers(offers: Iterable[Offer], by: str) -> list[Offer]:
 def read_feed(path: Path, today: date) -> Catalog:
     """The prices of one feed, as downloaded: a file in the layout of gpuhunt or of SkyPilot.
 
-    A feed has rows twice, GPUs that are not known here and prices that are none: these rows are left out, and the
-    feed is refused when they are more than a tenth. Raises `UserMistake`.
+    A feed has rows twice, GPUs that are not known here and prices that are none: these rows are
+    left out, and the feed is refused when they are more than a tenth. Raises `InputError`.
     """
     return _read(path, today, is_feed=True)
 
 
 def read_refreshed(path: Path, today: date) -> Catalog:
-    """The prices that `price_feeds.update` wrote, by themselves. Raises `UserMistake`."""
+    """The prices that `price_feeds.update` wrote, by themselves. Raises `InputError`."""
     return _read(path, today)
 
 

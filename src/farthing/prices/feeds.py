@@ -1,9 +1,10 @@
 """Public price feeds -> a refreshed file of prices in the user's cache.
 
-Every feed may fail alone and is named when it does; the file is replaced in one step, and not at all when every feed
-failed. Providers that could not be refreshed keep the prices they had.
+Every feed may fail alone and is named when it does; the file is replaced in one step, and not at
+all when every feed failed. Providers that could not be refreshed keep the prices they had.
 
-Refuses to decide anything: `catalog` reads what is written here. The only room of the study that uses the network.
+Refuses to decide anything: `catalog` reads what is written here. The only room of the study that
+uses the network.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 from farthing.addresses import without_secrets
 from farthing.durability.files import write_text
-from farthing.errors import FeedsDown, UserMistake
+from farthing.errors import FeedsUnavailableError, InputError
 from farthing.prices.catalog import read_feed, read_refreshed
 from farthing.prices.formats import COLUMNS
 from farthing.prices.gpus import facts
@@ -37,7 +38,17 @@ MAX_FEED_BYTES = 96 << 20
 TIMEOUT_S = 20.0  # for one answer of a server
 FEED_S = 90.0  # for one feed as a whole
 _GPUHUNT_COLUMNS = (
-    *("instance_name", "location", "price", "cpu", "memory", "gpu_count", "gpu_name", "gpu_memory", "spot"),
+    *(
+        "instance_name",
+        "location",
+        "price",
+        "cpu",
+        "memory",
+        "gpu_count",
+        "gpu_name",
+        "gpu_memory",
+        "spot",
+    ),
     "disk_size",
 )
 
@@ -46,7 +57,9 @@ class Feed(NamedTuple):
     """One place that publishes the prices of one provider."""
 
     provider: str
-    layout: str  # skypilot: a CSV; gpuhunt: a folder with versions of a ZIP; gpuhunt-live: a class of that library
+    # skypilot: a CSV; gpuhunt: a folder with versions of a ZIP; gpuhunt-live: a class of that
+    # library
+    layout: str
     address: str
 
 
@@ -72,12 +85,18 @@ class Update(NamedTuple):
     @property
     def failed(self) -> tuple[Outcome, ...]:
         """Feeds that were asked and gave nothing."""
-        return tuple(outcome for outcome in self.outcomes if outcome.problem and not outcome.is_absent)
+        return tuple(
+            outcome for outcome in self.outcomes if outcome.problem and not outcome.is_absent
+        )
 
 
 def known_feeds() -> tuple[Feed, ...]:
-    """The feeds of `facts/price_feeds.csv`; of two for one provider the first that answers is taken."""
-    return tuple(Feed(row["provider"], row["layout"], row["address"]) for row in facts("price_feeds"))
+    """The feeds of `facts/price_feeds.csv`; of two for one provider the first that answers is
+    taken.
+    """
+    return tuple(
+        Feed(row["provider"], row["layout"], row["address"]) for row in facts("price_feeds")
+    )
 
 
 def update(
@@ -91,8 +110,9 @@ def update(
 ) -> Update:
     """Ask the feeds, at once, and put what they say into the file at `path`.
 
-    `GPUHUNT_CATALOG_DIR` (a folder of CSVs) and `GPUHUNT_CATALOG_URL` (a mirror) stand in for the servers of gpuhunt,
-    as they do for the library. Raises `FeedsDown` when no feed answered; the file is then as it was.
+    `GPUHUNT_CATALOG_DIR` (a folder of CSVs) and `GPUHUNT_CATALOG_URL` (a mirror) stand in for the
+    servers of gpuhunt, as they do for the library. Raises `FeedsUnavailableError` when no feed
+    answered; the file is then as it was.
     """
     asked = known_feeds() if feeds is None else tuple(feeds)
     with tempfile.TemporaryDirectory(prefix="farthing-prices-") as folder:
@@ -116,8 +136,9 @@ def update(
     if not fresh:
         failed = [outcome for outcome in outcomes if outcome.problem]
         first = _words(failed[0]) if failed else "no feed is known"
-        raise FeedsDown(
-            f"none of the {plural(len(asked), 'price feed')} answered; the prices stay as they are ({first})",
+        raise FeedsUnavailableError(
+            f"none of the {plural(len(asked), 'price feed')} answered; the prices stay as they are"
+            f" ({first})",
             where=str(path),
             to_do="check the network, or give a price file of your own with --prices",
         )
@@ -125,7 +146,13 @@ def update(
     kept = tuple(offer for offer in earlier if offer.provider not in fresh)
     offers = [offer for provider in sorted(fresh) for offer in fresh[provider]] + list(kept)
     _write(path, offers)
-    return Update(path, len(offers), tuple(sorted(fresh)), tuple(sorted({offer.provider for offer in kept})), outcomes)
+    return Update(
+        path,
+        len(offers),
+        tuple(sorted(fresh)),
+        tuple(sorted({offer.provider for offer in kept})),
+        outcomes,
+    )
 
 
 def _words(outcome: Outcome) -> str:
@@ -157,12 +184,14 @@ def _ask(feed: Feed, folder: Path, today: date, timeout_s: float, feed_s: float)
         catalog = read_feed(path, today)
     except _Absent as absent:
         return Outcome(feed, problem=str(absent), is_absent=True)
-    except UserMistake as mistake:
+    except InputError as mistake:
         line = mistake.where.rpartition(path.name)[2].strip(":")
         return Outcome(feed, problem=f"{mistake.what}{f' (line {line})' if line else ''}")
     except (OSError, ValueError, zipfile.BadZipFile, urllib.error.URLError) as error:
         return Outcome(feed, problem=_reason(error))
-    except Exception as error:  # a library of others: whatever it raises is the failure of this feed alone
+    except (
+        Exception
+    ) as error:  # a library of others: whatever it raises is the failure of this feed alone
         return Outcome(feed, problem=f"{type(error).__name__}: {_reason(error)}")
     offers = tuple(
         offer._replace(provider=feed.provider, source=_source(feed), date=today)
@@ -177,7 +206,9 @@ class _Absent(Exception):
 
 def _reason(error: Exception) -> str:
     reason = getattr(error, "reason", None)
-    text = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else str(reason or error)
+    text = (
+        f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else str(reason or error)
+    )
     for trouble in (reason, error):
         if isinstance(trouble, OSError) and trouble.strerror and text.startswith("[Errno"):
             text = trouble.strerror
@@ -193,7 +224,9 @@ def _source(feed: Feed) -> str:
 def _download(address: str, timeout_s: float, give_up_at: float) -> bytes:
     """The bytes at an address: over HTTPS (or this machine), bounded in size and time."""
     parts = urllib.parse.urlsplit(address)
-    if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost")):
+    if parts.scheme != "https" and not (
+        parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost")
+    ):
         raise ValueError(f"{parts.scheme or 'no scheme'} is not used for prices, https is")
     request = urllib.request.Request(address, headers={"User-Agent": "farthing"})
     chunks = []
@@ -213,7 +246,9 @@ def _download(address: str, timeout_s: float, give_up_at: float) -> bytes:
 
 
 def _gpuhunt_csv(address: str, timeout_s: float, give_up_at: float) -> bytes:
-    """The CSV of one provider of gpuhunt: the file of a local folder, or the newest version a server has."""
+    """The CSV of one provider of gpuhunt: the file of a local folder, or the newest version a
+    server has.
+    """
     name = address.rstrip("/").rpartition("/")[2]
     local = os.environ.get("GPUHUNT_CATALOG_DIR")
     if local:
@@ -221,7 +256,11 @@ def _gpuhunt_csv(address: str, timeout_s: float, give_up_at: float) -> bytes:
     mirror = os.environ.get("GPUHUNT_CATALOG_URL")
     base = f"{mirror.rstrip('/')}/{name}" if mirror else address.rstrip("/")
     version = _download(f"{base}/version", timeout_s, give_up_at).decode("utf-8", "replace").strip()
-    if not version or not version.replace("-", "").replace(".", "").replace("_", "").isalnum() or len(version) > 64:
+    if (
+        not version
+        or not version.replace("-", "").replace(".", "").replace("_", "").isalnum()
+        or len(version) > 64
+    ):
         raise ValueError(f"{version[:40]!r} is not a version")
     data = _download(f"{base}/{version}/catalog.zip", timeout_s, give_up_at)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -236,7 +275,9 @@ def _gpuhunt_csv(address: str, timeout_s: float, give_up_at: float) -> bytes:
 
 
 def _live_items(address: str) -> Iterable[Any]:
-    """What a provider says now, by the library gpuhunt; its keys are in the environment, as it wants them."""
+    """What a provider says now, by the library gpuhunt; its keys are in the environment, as it
+    wants them.
+    """
     import importlib
 
     module, _, name = address.partition(":")
@@ -244,7 +285,9 @@ def _live_items(address: str) -> Iterable[Any]:
         library = importlib.import_module("gpuhunt")
         provider = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise _Absent(f"not asked: {error.name or 'gpuhunt'} is not installed (the extra `prices` has it)") from None
+        raise _Absent(
+            f"not asked: {error.name or 'gpuhunt'} is not installed (the extra `prices` has it)"
+        ) from None
     try:
         source = provider.from_env() if hasattr(provider, "from_env") else provider()
     except Exception as error:
@@ -267,10 +310,14 @@ def _write_items(path: Path, items: Iterable[Any]) -> None:
 
 
 def _without_zones(offers: Sequence[Offer]) -> list[Offer]:
-    """One row for a region where all its zones have one price: most on demand; spot differs by zone and stays."""
+    """One row for a region where all its zones have one price: most on demand; spot differs by zone
+    and stays.
+    """
     groups: dict[tuple[str, str, int, str, bool], list[Offer]] = {}
     for offer in offers:
-        groups.setdefault((offer.instance, offer.gpu, offer.n_gpus, offer.region, offer.is_spot), []).append(offer)
+        groups.setdefault(
+            (offer.instance, offer.gpu, offer.n_gpus, offer.region, offer.is_spot), []
+        ).append(offer)
     found = []
     for group in groups.values():
         if len({offer.usd for offer in group}) == 1:
@@ -287,7 +334,7 @@ def _earlier(path: Path, today: date) -> tuple[Offer, ...]:
     """What the file had; a file that can't be read is replaced."""
     if not path.is_file():
         return ()
-    with contextlib.suppress(UserMistake):
+    with contextlib.suppress(InputError):
         return read_refreshed(path, today).offers
     return ()
 
@@ -303,10 +350,20 @@ def _write(path: Path, offers: Sequence[Offer]) -> None:
         write_text(path, text.getvalue())
     except OSError as error:
         what = f"the prices can't be written: {error.strerror or error}"
-        raise UserMistake(what, where=str(path), to_do="free space there, or set XDG_CACHE_HOME") from None
+        raise InputError(
+            what, where=str(path), to_do="free space there, or set XDG_CACHE_HOME"
+        ) from None
 
 
 def _row(offer: Offer) -> list[object]:
     sizes = ["" if number is None else f"{number:g}" for number in (offer.vcpus, offer.ram_gib)]
-    what = (offer.provider, offer.instance, offer.gpu, offer.n_gpus, offer.region, offer.zone, offer.kind)
+    what = (
+        offer.provider,
+        offer.instance,
+        offer.gpu,
+        offer.n_gpus,
+        offer.region,
+        offer.zone,
+        offer.kind,
+    )
     return [*what, offer.unit, f"{offer.usd:.6g}", *sizes, offer.source, offer.date.isoformat()]

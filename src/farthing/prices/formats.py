@@ -16,13 +16,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.prices.gpus import did_you_mean, find_gpu, gpu_named
 from farthing.prices.offers import KINDS, UNITS, Offer, billing_of
 from farthing.units import plural
 
 COLUMNS = (
-    *("provider", "instance", "gpu", "n_gpus", "region", "zone", "kind", "unit", "usd", "vcpus", "ram_gib"),
+    *(
+        "provider",
+        "instance",
+        "gpu",
+        "n_gpus",
+        "region",
+        "zone",
+        "kind",
+        "unit",
+        "usd",
+        "vcpus",
+        "ram_gib",
+    ),
     *("source", "date"),
 )
 _LARGEST_USD = 100_000.0
@@ -57,12 +69,13 @@ def read_prices(
 ) -> tuple[tuple[Offer, ...], Mapping[str, int]]:
     """The offers of a price file, and the GPU names that are not known with their rows.
 
-    In columns of our own in a file of one's own, GPUs must be known and offers be there once. A price without a date
-    counts as read `today`; a date may be one day later, which it is already in other time zones.
+    In columns of our own in a file of one's own, GPUs must be known and offers be there once. A
+    price without a date counts as read `today`; a date may be one day later, which it is already in
+    other time zones.
     """
     offers: list[Offer] = []
     skipped: dict[str, int] = {}
-    bad: list[UserMistake] = []
+    bad: list[InputError] = []
     seen: dict[tuple[str, str, str, int, str, str, bool, str], int] = {}
     with _opened(path, today) as (layout, rows):
         is_strict = is_own and layout is _own_line
@@ -71,21 +84,25 @@ def read_prices(
             for line in lines:
                 try:
                     offer = parse.offer(line)
-                except UserMistake as error:
+                except InputError as error:
                     where = f"{path}:{number}: {error.where}"
-                    bad.append(UserMistake(error.what, where=where, to_do=error.to_do))
+                    bad.append(InputError(error.what, where=where, to_do=error.to_do))
                     if is_feed:
                         continue
                     raise bad[0] from None
                 if offer is None:
-                    name = line.gpu if line.memory_gib is None else f"{line.gpu} ({line.memory_gib:.0f} GiB)"
+                    name = (
+                        line.gpu
+                        if line.memory_gib is None
+                        else f"{line.gpu} ({line.memory_gib:.0f} GiB)"
+                    )
                     skipped[name] = skipped.get(name, 0) + 1
                     continue
                 first = seen.setdefault((*offer[:7], offer.unit), number)
                 if first == number:
                     offers.append(offer)
                 elif is_strict:
-                    raise UserMistake(
+                    raise InputError(
                         f"the same offer as on line {first}",
                         where=f"{path}:{number}",
                         to_do="keep one of the two, or give them different instances",
@@ -93,14 +110,20 @@ def read_prices(
     if len(bad) > len(offers) / 9:
         raise bad[0]
     if not offers:
-        what = f"no GPU in it is known: {', '.join(skipped)}" if skipped else "there is no price in it"
-        raise UserMistake(what, where=str(path), to_do=f"give it rows with the columns {', '.join(COLUMNS)}")
+        what = (
+            f"no GPU in it is known: {', '.join(skipped)}" if skipped else "there is no price in it"
+        )
+        raise InputError(
+            what, where=str(path), to_do=f"give it rows with the columns {', '.join(COLUMNS)}"
+        )
     return tuple(offers), MappingProxyType(skipped)
 
 
 @contextlib.contextmanager
 def _opened(path: Path, today: date) -> Iterator[tuple[_Layout, Iterator[tuple[int, list[_Line]]]]]:
-    """The layout of a file and its rows with their lines; what is wrong with the file as a whole is said in words."""
+    """The layout of a file and its rows with their lines; what is wrong with the file as a whole is
+    said in words.
+    """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, strict=True)
@@ -108,17 +131,27 @@ def _opened(path: Path, today: date) -> Iterator[tuple[_Layout, Iterator[tuple[i
             layout = _layout_of(header, path)
             yield layout, _lines(rows, header, layout, path, today.isoformat())
     except FileNotFoundError:
-        raise UserMistake("no such file", where=str(path), to_do="name a CSV file of prices") from None
+        raise InputError(
+            "no such file", where=str(path), to_do="name a CSV file of prices"
+        ) from None
     except IsADirectoryError:
-        raise UserMistake("a folder, not a file", where=str(path), to_do="name a CSV file of prices") from None
+        raise InputError(
+            "a folder, not a file", where=str(path), to_do="name a CSV file of prices"
+        ) from None
     except OSError as error:
         what = f"can't be read: {error.strerror}"
-        raise UserMistake(what, where=str(path), to_do="check the path and its permissions") from None
+        raise InputError(
+            what, where=str(path), to_do="check the path and its permissions"
+        ) from None
     except UnicodeDecodeError:
-        raise UserMistake("not text in UTF-8", where=str(path), to_do="save it as CSV in UTF-8") from None
+        raise InputError(
+            "not text in UTF-8", where=str(path), to_do="save it as CSV in UTF-8"
+        ) from None
     except csv.Error as error:
         where = f"{path}:{rows.line_num}"
-        raise UserMistake(f"not CSV: {error}", where=where, to_do="save it as CSV in UTF-8") from None
+        raise InputError(
+            f"not CSV: {error}", where=where, to_do="save it as CSV in UTF-8"
+        ) from None
 
 
 def _lines(
@@ -130,10 +163,13 @@ def _lines(
         if not row:
             continue
         if len(row) != len(header):
-            raise UserMistake(
+            raise InputError(
                 f"{plural(len(row), 'cell')} where the header has {len(header)}",
                 where=f"{path}:{rows.line_num}",
-                to_do="put cells with commas in quotes; write nothing between two commas for an empty cell",
+                to_do=(
+                    "put cells with commas in quotes; write nothing between two commas for an empty"
+                    " cell"
+                ),
             )
 
         def cell(name: str, row: list[str] = row) -> str:
@@ -148,21 +184,28 @@ def _layout_of(header: list[str], path: Path) -> _Layout:
     for needed, layout in (
         ({"provider", "gpu", "n_gpus", "usd"}, _own_line),
         ({"instance_name", "location", "price", "gpu_count", "gpu_name", "spot"}, _gpuhunt_line),
-        ({"InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "Region"}, _skypilot_line),
+        (
+            {"InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "Region"},
+            _skypilot_line,
+        ),
     ):
         if needed <= names:
             return layout
     missing = [name for name in ("provider", "gpu", "n_gpus", "usd") if name not in names]
-    raise UserMistake(
+    raise InputError(
         f"the header lacks {', '.join(missing)}" if header else "the file is empty",
         where=f"{path}:1",
-        to_do=f"use the columns {', '.join(COLUMNS)} (those of gpuhunt and of SkyPilot are read too)",
+        to_do=(
+            f"use the columns {', '.join(COLUMNS)} (those of gpuhunt and of SkyPilot are read too)"
+        ),
     )
 
 
 def _own_line(cell: _Cells, path: Path, read_on: str) -> list[_Line]:
     defaults = {"kind": "on-demand", "unit": "machine_hour", "source": path.name, "date": read_on}
-    return [_Line(**{name: cell(name) or defaults.get(name, "") for name in COLUMNS}, memory_gib=None)]
+    return [
+        _Line(**{name: cell(name) or defaults.get(name, "") for name in COLUMNS}, memory_gib=None)
+    ]
 
 
 def _gpuhunt_line(cell: _Cells, path: Path, read_on: str) -> list[_Line]:
@@ -175,7 +218,11 @@ def _gpuhunt_line(cell: _Cells, path: Path, read_on: str) -> list[_Line]:
             provider=provider_name(cell("provider") or path.stem),
             instance=cell("instance_name"),
             gpu=cell("gpu_name"),
-            memory_gib=float(memory) if re.fullmatch(r"\d+(\.\d+)?", memory) and float(memory) > 0 else None,
+            memory_gib=(
+                float(memory)
+                if re.fullmatch(r"\d+(\.\d+)?", memory) and float(memory) > 0
+                else None
+            ),
             n_gpus=cell("gpu_count"),
             region=cell("location"),
             kind="spot" if cell("spot").lower() in ("true", "1") else "on-demand",
@@ -189,7 +236,9 @@ def _gpuhunt_line(cell: _Cells, path: Path, read_on: str) -> list[_Line]:
 
 
 def _skypilot_line(cell: _Cells, path: Path, read_on: str) -> list[_Line]:
-    """A row of a catalog of SkyPilot, on demand and on spot. Google's hosts are priced apart from their GPUs there."""
+    """A row of a catalog of SkyPilot, on demand and on spot. Google's hosts are priced apart from
+    their GPUs there.
+    """
     n_gpus = cell("AcceleratorCount")
     if _is_none(n_gpus) or not cell("InstanceType"):
         return []
@@ -217,7 +266,7 @@ def _is_none(text: str) -> bool:
 
 @cache
 def _skypilot_memory(info: str, n_gpus: str, name: str) -> float | None:
-    """GiB of one GPU. Some clouds write the size of all of them, some write GB where MiB is said."""
+    """GiB of one GPU. Some clouds write the size of all of them, some write GB where MiB is said."""  # noqa: E501
     match = re.search(r"'SizeInMiB': (\d+)", info)
     if match is None or int(match[1]) == 0:
         return None
@@ -230,13 +279,53 @@ def _skypilot_memory(info: str, n_gpus: str, name: str) -> float | None:
 
 
 _NAMES = {
-    **{"aws": "AWS", "gcp": "GCP", "azure": "Azure", "oci": "Oracle", "lambda": "Lambda", "lambdalabs": "Lambda"},
-    **{"lambda_labs": "Lambda", "runpod": "RunPod", "vast": "Vast.ai", "vastai": "Vast.ai", "vast_ai": "Vast.ai"},
-    **{"verda": "Verda", "datacrunch": "Verda", "nebius": "Nebius", "hyperbolic": "Hyperbolic", "cudo": "Cudo"},
-    **{"jarvislabs": "JarvisLabs", "mithril": "Mithril", "cloudrift": "CloudRift", "do": "DigitalOcean"},
-    **{"digitalocean": "DigitalOcean", "vultr": "Vultr", "fluidstack": "FluidStack", "paperspace": "Paperspace"},
-    **{"together_ai": "Together", "together": "Together", "modal": "Modal", "coreweave": "CoreWeave"},
-    **{"seeweb": "Seeweb", "crusoe": "Crusoe", "hotaisle": "Hot Aisle", "lium": "Lium", "shadeform": "Shadeform"},
+    **{
+        "aws": "AWS",
+        "gcp": "GCP",
+        "azure": "Azure",
+        "oci": "Oracle",
+        "lambda": "Lambda",
+        "lambdalabs": "Lambda",
+    },
+    **{
+        "lambda_labs": "Lambda",
+        "runpod": "RunPod",
+        "vast": "Vast.ai",
+        "vastai": "Vast.ai",
+        "vast_ai": "Vast.ai",
+    },
+    **{
+        "verda": "Verda",
+        "datacrunch": "Verda",
+        "nebius": "Nebius",
+        "hyperbolic": "Hyperbolic",
+        "cudo": "Cudo",
+    },
+    **{
+        "jarvislabs": "JarvisLabs",
+        "mithril": "Mithril",
+        "cloudrift": "CloudRift",
+        "do": "DigitalOcean",
+    },
+    **{
+        "digitalocean": "DigitalOcean",
+        "vultr": "Vultr",
+        "fluidstack": "FluidStack",
+        "paperspace": "Paperspace",
+    },
+    **{
+        "together_ai": "Together",
+        "together": "Together",
+        "modal": "Modal",
+        "coreweave": "CoreWeave",
+    },
+    **{
+        "seeweb": "Seeweb",
+        "crusoe": "Crusoe",
+        "hotaisle": "Hot Aisle",
+        "lium": "Lium",
+        "shadeform": "Shadeform",
+    },
     **{"primeintellect": "Prime Intellect", "hyperstack": "Hyperstack", "tensordock": "TensorDock"},
 }
 
@@ -255,15 +344,17 @@ class _Parser:
         self._dates: dict[str, date] = {}
 
     def offer(self, line: _Line) -> Offer | None:
-        """The offer of a line; None where a feed names a GPU that is not known. Raises with the column as `where`."""
+        """The offer of a line; None where a feed names a GPU that is not known. Raises with the
+        column as `where`.
+        """
         if not line.provider:
-            raise UserMistake("there is no provider", where="provider", to_do="name who sells it")
+            raise InputError("there is no provider", where="provider", to_do="name who sells it")
         if line.unit not in UNITS:
             to_do = f"{did_you_mean(line.unit, UNITS)}use one of {', '.join(UNITS)}"
-            raise UserMistake(f"no unit `{line.unit}` is known", where="unit", to_do=to_do)
+            raise InputError(f"no unit `{line.unit}` is known", where="unit", to_do=to_do)
         if line.kind not in KINDS:
             to_do = f"use one of {', '.join(KINDS)}"
-            raise UserMistake(f"no kind `{line.kind}` is known", where="kind", to_do=to_do)
+            raise InputError(f"no kind `{line.kind}` is known", where="kind", to_do=to_do)
         is_managed = line.unit in ("run", "million_tokens")
         gpu = ""
         if line.gpu or not is_managed:
@@ -297,7 +388,7 @@ class _Parser:
             number = math.nan
         if not number >= least or number != int(number) or number > 1024:
             what = f"{text!r} is not a whole number from {least} to 1024"
-            raise UserMistake(what, where="n_gpus", to_do="write how many GPUs the price is for")
+            raise InputError(what, where="n_gpus", to_do="write how many GPUs the price is for")
         return int(number)
 
     def _date(self, text: str) -> date:
@@ -307,10 +398,12 @@ class _Parser:
                 day = date.fromisoformat(text)
             except ValueError:
                 what = f"{text!r} is not a date"
-                raise UserMistake(what, where="date", to_do="write it as in 2026-11-21") from None
-            if day > self._today + timedelta(days=1) and self._is_strict:  # a day later elsewhere on Earth
+                raise InputError(what, where="date", to_do="write it as in 2026-11-21") from None
+            if (
+                day > self._today + timedelta(days=1) and self._is_strict
+            ):  # a day later elsewhere on Earth
                 what = f"{text} is after today ({self._today.isoformat()})"
-                raise UserMistake(what, where="date", to_do="write the day the price was read")
+                raise InputError(what, where="date", to_do="write the day the price was read")
             self._dates[text] = day
         return day
 
@@ -322,7 +415,7 @@ def _usd(text: str) -> float:
         usd = math.nan
     if not 0 < usd <= _LARGEST_USD:
         what = f"{text!r} is not a price in dollars above 0 and at most {_LARGEST_USD:,.0f}"
-        raise UserMistake(what, where="usd", to_do="write dollars for one unit, as in 1.29")
+        raise InputError(what, where="usd", to_do="write dollars for one unit, as in 1.29")
     return usd
 
 
@@ -334,5 +427,7 @@ def _amount(text: str, column: str) -> float | None:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise UserMistake(f"{text!r} is not a number", where=column, to_do="write a number, or leave it empty")
+        raise InputError(
+            f"{text!r} is not a number", where=column, to_do="write a number, or leave it empty"
+        )
     return number

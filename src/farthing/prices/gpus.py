@@ -1,4 +1,5 @@
-"""What GPUs are: facts from `facts/gpus.csv`, in which every row has its unit, source and date; and finding one by name.
+"""What GPUs are: facts from `facts/gpus.csv`, in which every row has its unit, source and date; and
+finding one by name.
 
 Refuses to guess: a name that is not known is an error that says what is near it.
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 
 FACTS = Path(__file__).parents[1] / "facts"
 _MEMORY_TOLERANCE = 0.12  # marketing says 24 GB where the driver shows 22.5 GiB
@@ -35,7 +36,9 @@ class Gpu(NamedTuple):
     compute_capability: str
     memory_bytes: int  # what the driver shows
     bandwidth_bytes_per_s: float
-    flops: Mapping[str, float]  # FLOP/s by dtype; a dtype it does not compute in natively is not there
+    flops: Mapping[
+        str, float
+    ]  # FLOP/s by dtype; a dtype it does not compute in natively is not there
     link: str  # to other GPUs of its machine: nvlink, pcie or infinity-fabric
     link_bytes_per_s: float  # of one GPU in one direction
     power_watts: float
@@ -49,7 +52,9 @@ class Gpu(NamedTuple):
 
     @property
     def usable_bytes(self) -> int:
-        """What torch can have of the memory: the driver keeps a part. Where it was not seen, the share of those that were."""
+        """What torch can have of the memory: the driver keeps a part. Where it was not seen, the
+        share of those that were.
+        """
         seen = _usable_gib().get(self.name)
         return int(seen * 2**30 if seen is not None else self.memory_bytes * _usable_share())
 
@@ -100,10 +105,11 @@ def _usable_share() -> float:
 
 
 def find_gpu(text: str, memory_gib: float | None = None) -> Gpu:
-    """The GPU that `text` names, whatever its case, spaces and hyphens: "rtx4090", "NVIDIA A100-SXM4-80GB", "h100".
+    """The GPU that `text` names, whatever its case, spaces and hyphens: "rtx4090", "NVIDIA
+    A100-SXM4-80GB", "h100".
 
-    Where a name goes with several sizes (an A100 has 40 or 80 GB), `memory_gib` says which; without it a plain "A100"
-    or "V100" is the smaller one. Raises `UserMistake`.
+    Where a name goes with several sizes (an A100 has 40 or 80 GB), `memory_gib` says which; without
+    it a plain "A100" or "V100" is the smaller one. Raises `InputError`.
     """
     gpu = gpu_named(text, memory_gib)
     if gpu is not None:
@@ -112,22 +118,30 @@ def find_gpu(text: str, memory_gib: float | None = None) -> Gpu:
     if plain is not None:
         hint = f"{plain.name} has {plain.memory_gib:.0f} GiB; "
     else:
-        hint = did_you_mean(text, [name for known in gpus().values() for name in (known.name, *known.aliases)])
-    what = f"no GPU `{text}` is known" + (f" with {memory_gib:g} GiB" if memory_gib is not None else "")
-    raise UserMistake(what, where="gpu", to_do=f"{hint}known: {', '.join(gpus())}")
+        hint = did_you_mean(
+            text, [name for known in gpus().values() for name in (known.name, *known.aliases)]
+        )
+    what = f"no GPU `{text}` is known" + (
+        f" with {memory_gib:g} GiB" if memory_gib is not None else ""
+    )
+    raise InputError(what, where="gpu", to_do=f"{hint}known: {', '.join(gpus())}")
 
 
 def gpu_of_device(name: str, memory_bytes: int | None = None) -> Gpu | None:
-    """The GPU behind the name that torch or `nvidia-smi` gives a device; None for laptops, slices, and names not known.
+    """The GPU behind the name that torch or `nvidia-smi` gives a device; None for laptops, slices,
+    and names not known.
 
-    Cards of several sizes share a name (RTX 4060 Ti): the driver's `memory_bytes` says which, and that none in the table is it.
+    Cards of several sizes share a name (RTX 4060 Ti): the driver's `memory_bytes` says which, and
+    that none in the table is it.
     """
     return gpu_named(name, None if memory_bytes is None else memory_bytes / 2**30)
 
 
 @cache
 def gpu_named(text: str, memory_gib: float | None = None) -> Gpu | None:
-    """Like `find_gpu`, None where it fails. A name may end in its memory ("L4-24GB") as long as that is true."""
+    """Like `find_gpu`, None where it fails. A name may end in its memory ("L4-24GB") as long as
+    that is true.
+    """
     plain, said_gb = _without_memory(text)
     sized = [f"{text} {size}GB" for size in _sizes(memory_gib)] if memory_gib is not None else []
     for name in (*sized, text, plain):
@@ -157,7 +171,11 @@ def name_key(text: str) -> str:
 
 def _sizes(memory_gib: float) -> list[int]:
     """The sizes in GB that a maker may have written on a card with this memory."""
-    return [gb for gb in (10, 12, 16, 24, 32, 40, 80, 94) if abs(gb - memory_gib) <= _MEMORY_TOLERANCE * gb]
+    return [
+        gb
+        for gb in (10, 12, 16, 24, 32, 40, 80, 94)
+        if abs(gb - memory_gib) <= _MEMORY_TOLERANCE * gb
+    ]
 
 
 def _is_about(gpu: Gpu, memory_gib: float) -> bool:
@@ -165,7 +183,9 @@ def _is_about(gpu: Gpu, memory_gib: float) -> bool:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The words that ask whether `X` was meant, for the known name that is nearest to a word; nothing where none is near."""
+    """The words that ask whether `X` was meant, for the known name that is nearest to a word;
+    nothing where none is near.
+    """
     import difflib
 
     by_key = {name_key(name): name for name in known}

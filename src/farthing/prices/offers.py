@@ -1,4 +1,6 @@
-"""Machines that can be had for a price, the terms of those who sell them, and what using one comes to, part by part."""
+"""Machines that can be had for a price, the terms of those who sell them, and what using one comes
+to, part by part.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,14 @@ class Billing(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """One thing that can be bought: a machine by the hour, memory by the hour, a run, or training by the token."""
+    """One thing that can be bought: a machine by the hour, memory by the hour, a run, or training
+    by the token.
+    """
 
     provider: str
     instance: str
-    gpu: str  # a name of `gpus`; empty for managed training, where the GPU is the provider's business
+    # a name of `gpus`; empty for managed training, where the GPU is the provider's business
+    gpu: str
     n_gpus: int
     region: str
     zone: str
@@ -87,11 +92,13 @@ def bill(
     storage_hours: float | None = None,
     egress_gb: float = 0.0,
 ) -> dict[str, float]:
-    """What using an offer comes to, in dollars by part; the parts add up to the bill. Parts of nothing are left out.
+    """What using an offer comes to, in dollars by part; the parts add up to the bill. Parts of
+    nothing are left out.
 
-    `rounding` is what the provider's minimum and increments add; `n_starts` machines share the hours evenly, as when
-    spot capacity is taken away and comes back. Storage is paid for `storage_hours` (the hours, unless said). What terms do
-    not say of storage and egress is assumed.
+    `rounding` is what the provider's minimum and increments add; `n_starts` machines share the
+    hours evenly, as when spot capacity is taken away and comes back. Storage is paid for
+    `storage_hours` (the hours, unless said). What terms do not say of storage and egress is
+    assumed.
     """
     terms = offer.billing
     usd_per_hour = offer.usd_per_hour
@@ -99,8 +106,14 @@ def bill(
     if usd_per_hour is not None:
         parts["compute"] = hours * usd_per_hour
         each_s = hours * 3600 / max(1, n_starts)
-        billed_s = max(terms.minimum_s, math.ceil(each_s / terms.increment_s - 1e-9) * terms.increment_s)
-        parts["rounding"] = max(0.0, max(1, n_starts) * billed_s - hours * 3600) / 3600 * usd_per_hour if hours else 0.0
+        billed_s = max(
+            terms.minimum_s, math.ceil(each_s / terms.increment_s - 1e-9) * terms.increment_s
+        )
+        parts["rounding"] = (
+            max(0.0, max(1, n_starts) * billed_s - hours * 3600) / 3600 * usd_per_hour
+            if hours
+            else 0.0
+        )
     else:
         n_units = n_runs if offer.unit == "run" else n_tokens / 1e6
         parts["compute"] = n_units * offer.usd
@@ -115,7 +128,9 @@ def bill(
 
 
 def up_front_usd(offer: Offer, usd: float) -> float:
-    """What has to be paid before a bill of `usd` can be met: whole packs where credits are sold in packs, or a deposit."""
+    """What has to be paid before a bill of `usd` can be met: whole packs where credits are sold in
+    packs, or a deposit.
+    """
     pack = offer.billing.pack_usd
     return max(offer.billing.deposit_usd, math.ceil(usd / pack - 1e-9) * pack if pack else usd)
 
@@ -155,7 +170,9 @@ def billing_of(provider: str) -> Billing:
 # ---- how long a machine takes ----
 
 INSTALL_S = 120.0
-"""For pip to bring farthing and torch, or to pull an image that has them: by assumption, after there is a shell."""
+"""For pip to bring farthing and torch, or to pull an image that has them: by assumption, after
+there is a shell.
+"""
 
 
 class Boot(NamedTuple):

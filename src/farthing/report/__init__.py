@@ -1,1 +1,3 @@
-"""The counting-house: what a run cost and how it went, from the files of its folder alone. No torch."""
+"""The counting-house: what a run cost and how it went, from the files of its folder alone. No
+torch.
+"""

@@ -17,11 +17,14 @@ from farthing.units import digits_of, plural, say_bytes, say_count
 _BEFORE_TASKS = CAUSAL_LM.name  # what the job of an older run is of, that names none
 
 
-def model_card(receipt: Receipt, *, is_merged: bool, step: int | None = None, in_form: Sequence[str] = ()) -> str:
-    """Markdown with the metadata block that the Hub reads. Local paths are shortened to their last part.
+def model_card(
+    receipt: Receipt, *, is_merged: bool, step: int | None = None, in_form: Sequence[str] = ()
+) -> str:
+    """Markdown with the metadata block that the Hub reads. Local paths are shortened to their last
+    part.
 
-    `step`: whose weights these are, where the receipt does not know it yet. `in_form`: the lines of a section on a form
-    that transformers does not have it in.
+    `step`: whose weights these are, where the receipt does not know it yet. `in_form`: the lines of
+    a section on a form that transformers does not have it in.
     """
     job, step = receipt.job or {}, step or receipt.exported_step or receipt.steps
     task, method = job.get("task", _BEFORE_TASKS), (job.get("method") or {}).get("name", "full")
@@ -48,9 +51,15 @@ def model_card(receipt: Receipt, *, is_merged: bool, step: int | None = None, in
         "",
         "| | |",
         "|---|---|",
-        f"| data | {', '.join(_cell(Path(name).name) for name in (job.get('data') or {}).get('train', []))} |",
+        (
+            "| data |"
+            f" {', '.join(_cell(Path(name).name) for name in (job.get('data') or {}).get('train', []))} |"  # noqa: E501
+        ),
         f"| step | {step} of {receipt.steps} |",
-        f"| tokens | {say_count(receipt.tokens)} ({say_count(receipt.target_tokens)} of them targets) |",
+        (
+            f"| tokens | {say_count(receipt.tokens)} ({say_count(receipt.target_tokens)} of them"
+            " targets) |"
+        ),
         *([f"| epochs | {step / steps_per_epoch:.3g} |"] if steps_per_epoch else []),
         f"| learning rate | {_learning_rate(job)}, {train.get('lr_scheduler_type')} |",
         f"| seed | {train.get('seed')} |",
@@ -68,12 +77,22 @@ def model_card(receipt: Receipt, *, is_merged: bool, step: int | None = None, in
 def _measured(metrics: Json) -> list[str]:
     """The run's own evaluation, and that of each class."""
     lines: list[str] = []
-    numbers = [(name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float)]
+    numbers = [
+        (name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float)
+    ]
     if numbers:
-        lines += ["", "## Evaluation", "", f"On {metrics.get('n_examples', 0):,} held-out examples."]
+        lines += [
+            "",
+            "## Evaluation",
+            "",
+            f"On {metrics.get('n_examples', 0):,} held-out examples.",
+        ]
         lines += _table("metric", "value", rows=numbers)
     if rows := class_rows(metrics):
-        lines += _table(*(head.lstrip("#") for head in CLASSES), rows=[(_cell(name), *row) for name, *row in rows])
+        lines += _table(
+            *(head.lstrip("#") for head in CLASSES),
+            rows=[(_cell(name), *row) for name, *row in rows],
+        )
     return lines
 
 
@@ -89,13 +108,19 @@ def _beside_base(title: str, evaluation: Json | None) -> list[str]:
         return []
     base, tuned = evaluation.get("base", {}), evaluation["tuned"]
     before = {name: f"{value:.4f}" for name, value in base.items() if isinstance(value, float)}
-    rows = [(name, before.get(name, ""), f"{value:.4f}") for name, value in tuned.items() if isinstance(value, float)]
+    rows = [
+        (name, before.get(name, ""), f"{value:.4f}")
+        for name, value in tuned.items()
+        if isinstance(value, float)
+    ]
     lines = ["", f"## {title}", "", f"On {_cell(evaluation['examples'])}."]
     return lines + _table("metric", "before", "after", rows=rows)
 
 
 def _how_to_load(receipt: Receipt, base: str) -> list[str]:
-    """What loads an adapter; a classifier's needs the classes, which are in model_config.json and not in the base."""
+    """What loads an adapter; a classifier's needs the classes, which are in model_config.json and
+    not in the base.
+    """
     job = receipt.job or {}
     if (job.get("model") or {}).get("init") == "random":
         words = f"`{base}` has no weights, they were drawn from the seed: take the whole model,"
@@ -103,9 +128,16 @@ def _how_to_load(receipt: Receipt, base: str) -> list[str]:
     task = task_of(job.get("task", _BEFORE_TASKS))
     name = task.auto_class
     lines = ["", "## Use", "", "In this folder, with `peft` installed:", "", "```python"]
-    has_classes, is_scaled = task.labels is not None, bool((job.get("model") or {}).get("rope_scaling"))
+    has_classes, is_scaled = (
+        task.labels is not None,
+        bool((job.get("model") or {}).get("rope_scaling")),
+    )
     if has_classes or is_scaled:
-        what = "the names of the classes" if has_classes else "its positions, which are not those of the base"
+        what = (
+            "the names of the classes"
+            if has_classes
+            else "its positions, which are not those of the base"
+        )
         more = ", ignore_mismatched_sizes=True" if has_classes else ""
         lines += [
             f"from transformers import AutoConfig, {name}",
@@ -119,7 +151,9 @@ def _how_to_load(receipt: Receipt, base: str) -> list[str]:
 
 
 def _bill(receipt: Receipt) -> list[str]:
-    """What it cost, in the digits of the receipt: all on the card that depends on how often the run was interrupted."""
+    """What it cost, in the digits of the receipt: all on the card that depends on how often the run
+    was interrupted.
+    """
     dollars = digits_of(receipt.usd)
     cost = dollars(receipt.usd) if receipt.usd_is_known else "no price was given"
     lines = [
@@ -134,7 +168,9 @@ def _bill(receipt: Receipt) -> list[str]:
     ]
     n = 3 if receipt.usd_is_known else 2
     heads = ("where the time went", "seconds", "dollars")[:n]
-    spans = [(s.what, f"{s.seconds:.1f}", dollars(s.usd)) for s in receipt.spans if s.seconds >= 0.005]
+    spans = [
+        (s.what, f"{s.seconds:.1f}", dollars(s.usd)) for s in receipt.spans if s.seconds >= 0.005
+    ]
     return lines + _table(*heads, rows=[span[:n] for span in spans])
 
 
@@ -146,7 +182,9 @@ def _learning_rate(job: Json) -> str:
 
 
 def _cell(text: str) -> str:
-    """A name as a table cell: no column, no line and no tag of its own, and nothing that steers a terminal."""
+    """A name as a table cell: no column, no line and no tag of its own, and nothing that steers a
+    terminal.
+    """
     words = " ".join(str(text).split())
     return printable(words).replace("|", "\\|").replace("<", "&lt;")
 

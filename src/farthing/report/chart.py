@@ -1,7 +1,8 @@
-"""Drawings for pages, as SVG that needs no script: columns stacked over time, curves over steps, and what others consist of.
+"""Drawings for pages, as SVG that needs no script: columns stacked over time, curves over steps,
+and what others consist of.
 
-Each has a title and a description in words for those who can't see it, and a scale that fits its values: what lies beyond
-is drawn at its edge. Refuses to compute what it draws.
+Each has a title and a description in words for those who can't see it, and a scale that fits its
+values: what lies beyond is drawn at its edge. Refuses to compute what it draws.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Bars:
 
 @dataclass(frozen=True)
 class Axes:
-    """The scales of a drawing; `is_log`: by powers of ten. Ticks that are not given are round values."""
+    """The scales of a drawing; `is_log`: by powers of ten. Ticks that are not given are round
+    values.
+    """
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -76,14 +79,40 @@ def ticks(low: float, high: float, most: int) -> list[float]:
         return [low]
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     size = next(power * n for n in (1, 2, 5, 10, 20) if (high - low) / (power * n) <= most)
-    return [round(size * i, 10) for i in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)]
+    return [
+        round(size * i, 10)
+        for i in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)
+    ]
 
 
 def time_ticks(seconds: float, most: int = 7) -> list[float]:
     """Round moments from 0 to `seconds`."""
-    sizes = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400]
+    sizes = [
+        1,
+        2,
+        5,
+        10,
+        15,
+        30,
+        60,
+        120,
+        300,
+        600,
+        900,
+        1800,
+        3600,
+        7200,
+        10800,
+        21600,
+        43200,
+        86400,
+    ]
     sizes += [86400 * n for n in (2, 5, 10, 20, 50, 100)]
-    size = next((size for size in sizes if seconds / size <= most), sizes[-1]) if seconds > 2 else seconds / 4
+    size = (
+        next((size for size in sizes if seconds / size <= most), sizes[-1])
+        if seconds > 2
+        else seconds / 4
+    )
     return [size * i for i in range(int(seconds / size) + 1)] if seconds else [0.0]
 
 
@@ -108,50 +137,78 @@ def dot(kind: str, at: tuple[float, float], radius: float, said: str = "") -> st
 
 def words_at(kind: str, x: float, y: float, words: str, anchor: str = "start") -> str:
     """Words that begin, end or have their middle at a place."""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"'
+        f' text-anchor="{anchor}">{escape(words)}</text>'
+    )
 
 
 def _group(said: str, svg: str) -> str:
     return f"<g><title>{escape(said)}</title>{svg}</g>"
 
 
-def figure(title: str, caption: str, svg: Sequence[str], axes: Axes, below: str, said: str = "") -> str:
-    """A drawing in its frame, with what stands below; `said` to those who can't see it, where it is not the caption."""
+def figure(
+    title: str, caption: str, svg: Sequence[str], axes: Axes, below: str, said: str = ""
+) -> str:
+    """A drawing in its frame, with what stands below; `said` to those who can't see it, where it is
+    not the caption.
+    """
     name = "".join(letter if letter.isalnum() else "-" for letter in title.lower())
     bottom, right = axes.height - BOTTOM, WIDTH - RIGHT
     grid = []
     for x in ticks(*axes.x, 7) if axes.x_ticks is None else axes.x_ticks:
         at = axes.to_x(x)
-        grid += [words_at("axis", at, bottom + 18, axes.say_x(x), "middle"), line("grid", at, TOP, at, bottom)]
+        grid += [
+            words_at("axis", at, bottom + 18, axes.say_x(x), "middle"),
+            line("grid", at, TOP, at, bottom),
+        ]
     for y in ticks(*axes.y, 5) if axes.y_ticks is None else axes.y_ticks:
         at = axes.to_y(y)
-        grid += [words_at("axis", LEFT - 8, at + 4, axes.say_y(y), "end"), line("grid", LEFT, at, right, at)]
+        grid += [
+            words_at("axis", LEFT - 8, at + 4, axes.say_y(y), "end"),
+            line("grid", LEFT, at, right, at),
+        ]
     drawing = (
-        f'<svg viewBox="0 0 {WIDTH} {axes.height}" role="img" aria-labelledby="{name}-title {name}-text">'
-        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-text">{escape(said or caption)}</desc>'
+        f'<svg viewBox="0 0 {WIDTH} {axes.height}" role="img" aria-labelledby="{name}-title'
+        f' {name}-text">'
+        f'<title id="{name}-title">{escape(title)}</title><desc'
+        f' id="{name}-text">{escape(said or caption)}</desc>'
         f"{''.join(grid)}{''.join(svg)}</svg>"
     )
-    return f"<figure>{wide(title, drawing)}<figcaption>{escape(caption)}</figcaption>{below}</figure>"
+    return (
+        f"<figure>{wide(title, drawing)}<figcaption>{escape(caption)}</figcaption>{below}</figure>"
+    )
 
 
 # ---- drawings ----
 
 
 def curves(
-    title: str, words: str, lines: Sequence[Line], axes: Axes, best: tuple[float, float, str] | None = None
+    title: str,
+    words: str,
+    lines: Sequence[Line],
+    axes: Axes,
+    best: tuple[float, float, str] | None = None,
 ) -> str:
-    """Curves over one axis, with a key where there are several; `best` is a point to mark, with its words."""
+    """Curves over one axis, with a key where there are several; `best` is a point to mark, with its
+    words.
+    """
     svg = []
     for each in lines:
         points = [axes.at(x, y) for x, y in each.points]
         if each.band:
-            above, below = [axes.at(x, high) for x, _, high in each.band], [axes.at(x, low) for x, low, _ in each.band]
+            above, below = (
+                [axes.at(x, high) for x, _, high in each.band],
+                [axes.at(x, low) for x, low, _ in each.band],
+            )
             svg.append(joined(f"band f{each.colour}", [*above, *reversed(below)], "polygon"))
         if len(points) > 1:
             svg.append(joined(f"line s{each.colour}", points))
         if each.dots or len(points) == 1:
             said = [f"{each.name}, {axes.say_x(x)}: {axes.say_y(y)}" for x, y in each.points]
-            svg += [dot(f"f{each.colour}", at, 3, words) for at, words in zip(points, said, strict=True)]
+            svg += [
+                dot(f"f{each.colour}", at, 3, words) for at, words in zip(points, said, strict=True)
+            ]
     if best is not None:
         x, y = axes.at(*best[:2])
         anchor, side = ("end", -9) if x > WIDTH / 2 else ("start", 9)
@@ -168,19 +225,27 @@ def stacked(title: str, words: str, bars: Bars, axes: Axes) -> str:
         left, width = axes.to_x(begin), axes.to_x(end) - axes.to_x(begin)
         below, cells = 0.0, []
         for name, its_colour in colours(parts).items() if total > 0 else ():
-            top, bottom = axes.to_y(100 * (below + parts[name]) / total), axes.to_y(100 * below / total)
+            top, bottom = (
+                axes.to_y(100 * (below + parts[name]) / total),
+                axes.to_y(100 * below / total),
+            )
             below += parts[name]
             names.add(name)
             height = bottom - top
             if height >= 0.05:
-                where = f'x="{left:.2f}" y="{top:.2f}" width="{max(0.2, width + 0.15):.2f}" height="{height:.2f}"'
+                where = (
+                    f'x="{left:.2f}" y="{top:.2f}" width="{max(0.2, width + 0.15):.2f}"'
+                    f' height="{height:.2f}"'
+                )
                 cells.append(f'<rect class="f{its_colour[1:]}" {where}/>')
         svg.append(_group(said, "".join(cells)))
     for at, kind, said in bars.marks:
         x = axes.to_x(at)
         stops = kind in ("interruption", "out of memory")
         sign = words_at("axis", x, TOP - 6, _SIGNS[kind], "middle")
-        svg.append(_group(said, sign + (line("mark", x, TOP, x, axes.height - BOTTOM) if stops else "")))
+        svg.append(
+            _group(said, sign + (line("mark", x, TOP, x, axes.height - BOTTOM) if stops else ""))
+        )
     happened = {mark[1] for mark in bars.marks}
     signs = "".join(f"<li>{sign} {kind}</li>" for kind, sign in _SIGNS.items() if kind in happened)
     return figure(title, words, svg, axes, key(colours(names), signs))

@@ -1,4 +1,6 @@
-"""What `farthing doctor --data` shows: a file's figures, its oddities, and three examples with what is learned in colour."""
+"""What `farthing doctor --data` shows: a file's figures, its oddities, and three examples with what
+is learned in colour.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +17,56 @@ def data_lines(found: Summary) -> list[str]:
     """Lines of rich markup."""
     rows = [f"[bold]{escape(found.name)}[/]: {plural(found.n_rows, 'row')}"]
     if found.format:
-        columns = ", ".join(f"{escape(name)} from {escape(own)}" for name, own in found.columns.items())
-        rows.append(f"format     {escape(found.format)}, for {found.task}" + (f" ({columns})" if columns else ""))
+        columns = ", ".join(
+            f"{escape(name)} from {escape(own)}" for name, own in found.columns.items()
+        )
+        rows.append(
+            f"format     {escape(found.format)}, for {found.task}"
+            + (f" ({columns})" if columns else "")
+        )
     rows += [f"[yellow]guessed[/]    {escape(note)}" for note in found.notes]
     for what, (n, line, to_do) in found.foreign.items():
-        rows.append(f"[red]not ours[/]   {plural(n, 'row')} (the first: line {line}): {escape(what)}; {escape(to_do)}")
+        rows.append(
+            f"[red]not ours[/]   {plural(n, 'row')} (the first: line {line}): {escape(what)};"
+            f" {escape(to_do)}"
+        )
     if found.bad:
-        rows.append(f"[red]unusable[/]   {plural(len(found.bad), 'row')}: {escape('; '.join(found.bad[:3]))}")
+        rows.append(
+            f"[red]unusable[/]   {plural(len(found.bad), 'row')}:"
+            f" {escape('; '.join(found.bad[:3]))}"
+        )
     if found.tokens:
         rows += _tokens(found)
     if found.turns:
         roles = ", ".join(f"{escape(role)} {n:,}" for role, n in found.roles.items())
-        rows.append(f"turns      {found.turns['mean']:.1f} on average, {found.turns['most']:.0f} at most: {roles}")
+        rows.append(
+            f"turns      {found.turns['mean']:.1f} on average, {found.turns['most']:.0f} at most:"
+            f" {roles}"
+        )
     if found.n_unlearned_turns:
         rows.append(
-            f"[yellow]context[/]    {plural(found.n_unlearned_turns, 'assistant turn')} that the template rewrites: not learned"
+            f"[yellow]context[/]    {plural(found.n_unlearned_turns, 'assistant turn')} that the"
+            " template rewrites: not learned"
         )
     for what, n in found.odd_roles.items():
         rows.append(f"[yellow]odd[/]        {plural(n, 'chat')}: {escape(what)}")
     rows += [f"[yellow]left out[/]   {escape(what)}" for what in found.left_out]
     if found.format in RENDERED and not found.is_exact and task_of(found.task).predicts_next:
         rows.append(
-            "template   farthing's own; what the model's leaves out is not seen here: name a job, or --model NAME"
+            "template   farthing's own; what the model's leaves out is not seen here: name a job,"
+            " or --model NAME"
         )
     if found.labels:
         total = sum(found.labels.values())
-        labels = ", ".join(f"{escape(label)} {n / total:.0%}" for label, n in list(found.labels.items())[:12])
+        labels = ", ".join(
+            f"{escape(label)} {n / total:.0%}" for label, n in list(found.labels.items())[:12]
+        )
         rows.append(f"labels     {len(found.labels)}: {labels}")
     if found.n_equal_rows or found.n_equal_inputs:
-        rows_words, inputs_words = plural(found.n_equal_rows, "row"), plural(found.n_equal_inputs, "input")
+        rows_words, inputs_words = (
+            plural(found.n_equal_rows, "row"),
+            plural(found.n_equal_inputs, "input"),
+        )
         rows.append(f"[yellow]repeats[/]    {rows_words} and {inputs_words} that were there before")
     if found.ignored:
         rows.append(f"[yellow]not read[/]   columns {escape(found.ignored)}")
@@ -55,17 +78,21 @@ def data_lines(found: Summary) -> list[str]:
 def _tokens(found: Summary) -> list[str]:
     tokens = found.tokens
     source = f"of {plural(found.n_tokenized, 'row')}" + (
-        "" if found.is_exact else ", guessed at 4 characters each: name a job, or --model NAME, for its tokenizer"
+        ""
+        if found.is_exact
+        else ", guessed at 4 characters each: name a job, or --model NAME, for its tokenizer"
     )
     rows = [
-        f"tokens     {tokens['all']:,.0f} in all; {tokens['mean']:,.0f} on average, half under {tokens['median']:,.0f},"
-        f" nine in ten under {tokens['nine_in_ten']:,.0f}, the longest {tokens['longest']:,.0f} ({source})"
+        f"tokens     {tokens['all']:,.0f} in all; {tokens['mean']:,.0f} on average, half under"
+        f" {tokens['median']:,.0f}, nine in ten under {tokens['nine_in_ten']:,.0f}, the longest"
+        f" {tokens['longest']:,.0f} ({source})"
     ]
     if task_of(found.task).labels is None:
         rows.append(f"learned    {tokens['learned_share']:.0%} of the tokens")
     if found.n_too_long:
         rows.append(
-            f"[yellow]too long[/]   {plural(found.n_too_long, 'row')} over {found.max_length:,} tokens (data.max_length)"
+            f"[yellow]too long[/]   {plural(found.n_too_long, 'row')} over {found.max_length:,}"
+            " tokens (data.max_length)"
         )
     return rows
 
@@ -87,6 +114,7 @@ def as_json(found: Summary) -> dict[str, object]:
         "n_bad": len(found.bad),
         "bad": found.bad[:100],
         "examples": [
-            [{"text": text, "is_learned": is_learned} for text, is_learned in each] for each in found.examples
+            [{"text": text, "is_learned": is_learned} for text, is_learned in each]
+            for each in found.examples
         ],
     }

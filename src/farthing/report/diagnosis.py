@@ -1,7 +1,9 @@
-"""What holds a run back, in dollars: from its receipt alone, so for a run that goes on, has ended or was killed.
+"""What holds a run back, in dollars: from its receipt alone, so for a run that goes on, has ended
+or was killed.
 
-Each check looks at one cause, and says with figures why it thinks so, which key to set, and what that saves: in a whole run of
-this kind, and in what is left of this one. Pure: same receipt, same diagnosis. Refuses to guess a saving that nothing measured.
+Each check looks at one cause, and says with figures why it thinks so, which key to set, and what
+that saves: in a whole run of this kind, and in what is left of this one. Pure: same receipt, same
+diagnosis. Refuses to guess a saving that nothing measured.
 """
 
 from __future__ import annotations
@@ -20,18 +22,32 @@ WORTH = 0.03
 EVALUATION_SHARE, SAVE_SHARE, START_SHARE = 0.05, 0.02, 0.15
 """What evaluations, saves and the start may take of a run."""
 FEW_EVALUATIONS = 3
-"""Fewer say little of where a run goes: where they take too much, the examples are too many, not the evaluations."""
+"""Fewer say little of where a run goes: where they take too much, the examples are too many, not
+the evaluations.
+"""
 MFU_TARGET = 0.40
 _START_FIXES = {
     "start_up": ("", "use an image in which the packages are installed, and train more in one run"),
-    "load_model": ("", "keep the model on a local disk (HF_HOME, or model.model_name_or_path of a folder there)"),
+    "load_model": (
+        "",
+        "keep the model on a local disk (HF_HOME, or model.model_name_or_path of a folder there)",
+    ),
     "restore": ("", "keep output_dir on a local disk, or the store in the region of the machine"),
     "prefix": (
         "",
-        "keep cache_dir on a disk that outlives the machine: frozen layers are then computed once for all runs",
+        (
+            "keep cache_dir on a disk that outlives the machine: frozen layers are then computed"
+            " once for all runs"
+        ),
     ),
-    "probe": ("train.probe=false", "settings are probed for longer than it gains in so short a run"),
-    "compile": ("train.torch_compile=false", "layers are compiled for longer than it gains in so short a run"),
+    "probe": (
+        "train.probe=false",
+        "settings are probed for longer than it gains in so short a run",
+    ),
+    "compile": (
+        "train.torch_compile=false",
+        "layers are compiled for longer than it gains in so short a run",
+    ),
 }
 """The spans of a start in their order, and what is to be done where one of them takes long."""
 
@@ -56,10 +72,20 @@ class _Run:
 
     def share(self, seconds: float) -> str:
         """Seconds, and what share of the run that is."""
-        return f"{say_seconds(seconds)} of {say_seconds(self.wall_s)} ({seconds / (self.wall_s or 1):.0%})"
+        return (
+            f"{say_seconds(seconds)} of {say_seconds(self.wall_s)}"
+            f" ({seconds / (self.wall_s or 1):.0%})"
+        )
 
     def found(
-        self, cause: str, evidence: str, fix: str, to_do: str, seconds: float, *, recurs: bool = True
+        self,
+        cause: str,
+        evidence: str,
+        fix: str,
+        to_do: str,
+        seconds: float,
+        *,
+        recurs: bool = True,
     ) -> Iterator[Finding]:
         """What `seconds` of the time so far went to, where it is worth telling.
 
@@ -74,9 +100,11 @@ class _Run:
 
 
 def diagnose(receipt: Receipt) -> Diagnosis:
-    """The diagnosis of a run; without findings where nothing stands out or too little has happened."""
+    """The diagnosis of a run; without findings where nothing stands out or too little has happened."""  # noqa: E501
     run = _Run(receipt)
-    found = [replace(finding, area=area) for area, check in CHECKS.items() for finding in check(run)]
+    found = [
+        replace(finding, area=area) for area, check in CHECKS.items() for finding in check(run)
+    ]
     largest = max(found, key=lambda finding: finding.saves_s, default=None)
     return Diagnosis(found, largest.cause if largest else "", list(_advice(run)))
 
@@ -94,13 +122,18 @@ def _data(run: _Run) -> Iterator[Finding]:
         waited_s,
     )
     n_tokens = run.work.get("n_tokens", 0)
-    pace = f", {say_count(n_tokens / tokenized_s)} tokens a second" if n_tokens and tokenized_s > 1 else ""
+    pace = (
+        f", {say_count(n_tokens / tokenized_s)} tokens a second"
+        if n_tokens and tokenized_s > 1
+        else ""
+    )
     yield from run.found(
         "slow tokenizer",
         f"reading and tokenizing took {run.share(tokenized_s)}{pace}",
         "cache_dir",
-        "keep cache_dir on a disk that outlives the machine: the next run with this data and tokenizer finds its tokens"
-        " there; model.tokenizer_name_or_path may name a fast tokenizer (one with a tokenizer.json)",
+        "keep cache_dir on a disk that outlives the machine: the next run with this data and"
+        " tokenizer finds its tokens there; model.tokenizer_name_or_path may name a fast tokenizer"
+        " (one with a tokenizer.json)",
         tokenized_s,
         recurs=False,
     )
@@ -114,8 +147,8 @@ def _memory(run: _Run) -> Iterator[Finding]:
         share = of_forward or work.get("recomputed_share", 0.0)
         yield from run.found(
             "checkpointing not needed",
-            f"activations are computed twice, {share:.0%} of forward and backward; without that {say_bytes(need)} would be"
-            f" needed and {say_bytes(free)} were free",
+            f"activations are computed twice, {share:.0%} of forward and backward; without that"
+            f" {say_bytes(need)} would be needed and {say_bytes(free)} were free",
             "train.gradient_checkpointing=false",
             "switch activation checkpointing off",
             share * compute_s,
@@ -148,10 +181,11 @@ def _micro_batches(run: _Run) -> Iterator[Finding]:
     each_s = fixed_s / (n * max(1, run.receipt.steps))
     yield from run.found(
         "micro-batches too small",
-        f"a step has {n:.1f} micro-batches of up to {plural(now, 'token')}, each of which takes {1000 * each_s:,.1f} ms"
-        " whatever its size",
+        f"a step has {n:.1f} micro-batches of up to {plural(now, 'token')}, each of which takes"
+        f" {1000 * each_s:,.1f} ms whatever its size",
         f"train.micro_batch_tokens={2 ** math.ceil(math.log2(wanted))}",
-        "let more examples through at once (the result stays the same), or leave train.per_device_train_batch_size out",
+        "let more examples through at once (the result stays the same), or leave"
+        " train.per_device_train_batch_size out",
         fixed_s * (1 - better / n),
     )
 
@@ -162,8 +196,8 @@ def _compute(run: _Run) -> Iterator[Finding]:
     if longest > 1.5 * long > 0 and share:
         yield from run.found(
             "max_length too long",
-            f"the longest 5 % of the examples (over {long:,} tokens, up to {longest:,}) hold {share:.0%} of all tokens beyond"
-            f" that length",
+            f"the longest 5 % of the examples (over {long:,} tokens, up to {longest:,}) hold"
+            f" {share:.0%} of all tokens beyond that length",
             f"data.max_length={long}",
             "cut examples at a shorter length; this changes what is learned from the long ones",
             share * compute_s,
@@ -175,7 +209,8 @@ def _compute(run: _Run) -> Iterator[Finding]:
             "padding",
             f"{1 - useful / padded:.0%} of the computed tokens are padding",
             "",
-            "leave model.attn_implementation out where it is set, so that examples are laid end to end",
+            "leave model.attn_implementation out where it is set, so that examples are laid end"
+            " to end",
             (1 - useful / padded) * compute_s,
         )
     if receipt.mfu and receipt.mfu < MFU_TARGET:
@@ -184,15 +219,21 @@ def _compute(run: _Run) -> Iterator[Finding]:
             "utilisation under target",
             f"{receipt.mfu:.0%} of the device's peak, where {MFU_TARGET:.0%} can be had",
             "train.probe=true",
-            "let a probe find quicker settings; `farthing profile` shows which operations take the time",
+            "let a probe find quicker settings; `farthing profile` shows which operations take the"
+            " time",
             wasted_s,
         )
 
 
 def _host(run: _Run) -> Iterator[Finding]:
     copies_s, idle_s = run.span("host_to_device"), run.span("idle")
-    to_do = "`farthing profile` shows what runs between the steps; other programs on the machine may take its cores"
-    yield from run.found("copies to the device", f"copies took {run.share(copies_s)}", "", to_do, copies_s)
+    to_do = (
+        "`farthing profile` shows what runs between the steps; other programs on the machine may"
+        " take its cores"
+    )
+    yield from run.found(
+        "copies to the device", f"copies took {run.share(copies_s)}", "", to_do, copies_s
+    )
     yield from run.found(
         "the host is busy",
         f"{run.share(idle_s)} went to none of the parts that are measured",
@@ -203,11 +244,14 @@ def _host(run: _Run) -> Iterator[Finding]:
 
 
 def _communication(run: _Run) -> Iterator[Finding]:
-    """Ranks meet once a step, to add their gradients: a step of twice as many examples waits half as often."""
+    """Ranks meet once a step, to add their gradients: a step of twice as many examples waits half
+    as often.
+    """
     waited_s, batch = run.span("ranks"), int(run.train.get("global_batch_size") or 0)
     yield from run.found(
         "waiting for other ranks",
-        f"the first rank waited {run.share(waited_s)} until the others had computed and sent their gradients",
+        f"the first rank waited {run.share(waited_s)} until the others had computed and sent their"
+        " gradients",
         f"train.global_batch_size={2 * batch}" if batch else "",
         "a larger train.global_batch_size: ranks wait once a step (fit train.learning_rate to it);"
         " or use fewer, larger GPUs, or a machine whose GPUs are joined by NVLink",
@@ -220,20 +264,29 @@ def _checkpoints(run: _Run) -> Iterator[Finding]:
     steps = run.receipt.steps
     if saves.n < 2 or not spent_s or not steps or spent_s <= SAVE_SHARE * run.wall_s:
         return
-    each_s, left = spent_s / saves.n, max(1, math.ceil(SAVE_SHARE / 2 * run.wall_s * saves.n / spent_s))
+    each_s, left = (
+        spent_s / saves.n,
+        max(1, math.ceil(SAVE_SHARE / 2 * run.wall_s * saves.n / spent_s)),
+    )
     fix = f"train.save_steps={math.ceil(steps / left)}"
     yield from run.found(
         "saves too often",
-        f"{plural(saves.n, 'checkpoint')} stopped training for {run.share(spent_s)}, {say_seconds(each_s)} each",
+        f"{plural(saves.n, 'checkpoint')} stopped training for {run.share(spent_s)},"
+        f" {say_seconds(each_s)} each",
         fix,
-        "save more seldom; without train.save_steps and train.save_minutes the planned interval is used",
+        "save more seldom; without train.save_steps and train.save_minutes the planned interval is"
+        " used",
         spent_s - left * each_s,
     )
 
 
 def _evaluation(run: _Run) -> Iterator[Finding]:
     """Evaluations that are too many; or, where they are few, too many examples in each."""
-    spent_s, n, steps = run.span("evaluation"), len(run.receipt.curves.evaluation), run.receipt.steps
+    spent_s, n, steps = (
+        run.span("evaluation"),
+        len(run.receipt.curves.evaluation),
+        run.receipt.steps,
+    )
     if not n or not steps or spent_s <= EVALUATION_SHARE * run.wall_s:
         return
     each_s, may_take_s = spent_s / n, EVALUATION_SHARE * (run.wall_s - spent_s)
@@ -242,7 +295,11 @@ def _evaluation(run: _Run) -> Iterator[Finding]:
     evidence = f"{plural(n, 'evaluation')} took {run.share(spent_s)}, {say_seconds(each_s)} each"
     if n > FEW_EVALUATIONS:
         left = max(FEW_EVALUATIONS, math.floor(may_take_s / each_s))
-        also = f" and on fewer examples (data.max_eval_samples={fewer})" if 0 < fewer < n_examples else ""
+        also = (
+            f" and on fewer examples (data.max_eval_samples={fewer})"
+            if 0 < fewer < n_examples
+            else ""
+        )
         yield from run.found(
             "evaluation too often",
             evidence,
@@ -268,7 +325,9 @@ def _start_up(run: _Run) -> Iterator[Finding]:
         return
     worst = max(parts, key=lambda name: parts[name])
     fix, to_do = _START_FIXES[worst]
-    words = ", ".join(f"{SPANS[name]} {say_seconds(s)}" for name, s in parts.items() if s > 0.1 * total_s)
+    words = ", ".join(
+        f"{SPANS[name]} {say_seconds(s)}" for name, s in parts.items() if s > 0.1 * total_s
+    )
     evidence = f"the start took {run.share(total_s)}: {words}"
     yield from run.found("start-up", evidence, fix, to_do, parts[worst], recurs=False)
 
@@ -281,17 +340,26 @@ def _waiting(run: _Run) -> Iterator[Finding]:
     share = receipt.redone_s > receipt.restart_s
     yield from run.found(
         "interruptions",
-        f"{plural(receipt.interruptions, 'interruption')}: starting again and redoing work took {run.share(lost_s)}",
+        f"{plural(receipt.interruptions, 'interruption')}: starting again and redoing work took"
+        f" {run.share(lost_s)}",
         "where.spot=true" if share else "",
-        "tell farthing that the machine may go, so that it saves as often as that asks for; or rent it on demand",
+        "tell farthing that the machine may go, so that it saves as often as that asks for; or rent"
+        " it on demand",
         lost_s,
     )
 
 
 CHECKS: dict[str, Callable[[_Run], Iterator[Finding]]] = {
-    "data": _data, "memory": _memory, "compute": _compute, "host": _host, "communication": _communication,
-    "checkpoints": _checkpoints, "evaluation": _evaluation, "start-up": _start_up, "waiting": _waiting,
-}  # fmt: skip
+    "data": _data,
+    "memory": _memory,
+    "compute": _compute,
+    "host": _host,
+    "communication": _communication,
+    "checkpoints": _checkpoints,
+    "evaluation": _evaluation,
+    "start-up": _start_up,
+    "waiting": _waiting,
+}
 """The check of each area, in their order."""
 
 
@@ -305,27 +373,41 @@ def _advice(run: _Run) -> Iterator[Advice]:
     rows = [(row["step"], row["loss"]) for row in receipt.curves.evaluation if "loss" in row]
     if not run.is_over or len(rows) < 2 or not receipt.steps:
         return
-    step_s = run.span("data_wait", "host_to_device", "compute", "optimizer", "evaluation", "checkpoint") / receipt.steps
+    step_s = (
+        run.span("data_wait", "host_to_device", "compute", "optimizer", "evaluation", "checkpoint")
+        / receipt.steps
+    )
     best = min(rows, key=lambda row: row[1])
     gain = (rows[-2][1] - rows[-1][1]) / max(1e-9, abs(rows[-2][1]))
     if best == rows[-1] and gain > 0.005 and receipt.steps_per_epoch:
         usd = receipt.steps_per_epoch * step_s * run.usd_per_s
-        words = f"evaluation loss was still falling ({rows[-2][1]:.4g} to {rows[-1][1]:.4g}): another epoch costs about"
-        yield Advice(f"{words} {_price(run, usd, receipt.steps_per_epoch * step_s)}", usd, _another_epoch(receipt))
+        words = (
+            f"evaluation loss was still falling ({rows[-2][1]:.4g} to {rows[-1][1]:.4g}): another"
+            " epoch costs about"
+        )
+        yield Advice(
+            f"{words} {_price(run, usd, receipt.steps_per_epoch * step_s)}",
+            usd,
+            _another_epoch(receipt),
+        )
     patience = 3
     after = [row for row in rows if row[0] > best[0]]
     if len(after) > patience and not run.train.get("early_stopping_patience") and name == "loss":
         seconds = (receipt.steps - after[patience - 1][0]) * step_s
         usd = seconds * run.usd_per_s
         words = (
-            f"evaluation loss was best after step {best[0]:,} of {receipt.steps:,}: early stopping would have saved"
-            f" {_price(run, usd, seconds)}"
+            f"evaluation loss was best after step {best[0]:,} of {receipt.steps:,}: early stopping"
+            f" would have saved {_price(run, usd, seconds)}"
         )
         yield Advice(words, usd, f"--set train.early_stopping_patience={patience}")
 
 
 def _price(run: _Run, usd: float, seconds: float) -> str:
-    return f"{say_usd(usd)} ({say_seconds(seconds)})" if run.receipt.usd_is_known else say_seconds(seconds)
+    return (
+        f"{say_usd(usd)} ({say_seconds(seconds)})"
+        if run.receipt.usd_is_known
+        else say_seconds(seconds)
+    )
 
 
 def _another_epoch(receipt: Receipt) -> str:
@@ -334,8 +416,11 @@ def _another_epoch(receipt: Receipt) -> str:
     method = ((receipt.job or {}).get("method") or {}).get("name", "full")
     model, first = f"{run}/model", ""
     if method != "full":
-        model, first = f"{run}-merged", f"farthing export {run} --format merged --output {run}-merged && "
+        model, first = (
+            f"{run}-merged",
+            f"farthing export {run} --format merged --output {run}-merged && ",
+        )
     return (
-        f"{first}farthing train {run}/job.json --set model.model_name_or_path={model} --set model.init=pretrained"
-        f" --set train.num_train_epochs=1 --set output_dir={run}-more"
+        f"{first}farthing train {run}/job.json --set model.model_name_or_path={model} --set"
+        f" model.init=pretrained --set train.num_train_epochs=1 --set output_dir={run}-more"
     )

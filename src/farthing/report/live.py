@@ -1,6 +1,8 @@
-"""A run as it goes, from the files that it writes anyway: how far it is, what it will cost, and whether it is alive.
+"""A run as it goes, from the files that it writes anyway: how far it is, what it will cost, and
+whether it is alive.
 
-Read from another terminal or machine, so a run is never slowed: nothing is asked of it. Refuses to wait, and to write.
+Read from another terminal or machine, so a run is never slowed: nothing is asked of it. Refuses to
+wait, and to write.
 """
 
 from __future__ import annotations
@@ -73,7 +75,12 @@ def _step_s(receipt: Receipt) -> tuple[float | None, tuple[float, float]]:
         if column.end_s <= begin_s + 1e-6:
             continue
         if column.step > before:
-            found.append((column.end_s - column.begin_s - column.seconds.get("start-up", 0.0), column.step - before))
+            found.append(
+                (
+                    column.end_s - column.begin_s - column.seconds.get("start-up", 0.0),
+                    column.step - before,
+                )
+            )
             before = column.step
     if not found:
         return None, (0.0, 0.0)

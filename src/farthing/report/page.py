@@ -1,7 +1,8 @@
-"""What the pages of plans and runs have in common: their frame and style, tables, bars, keys and figures.
+"""What the pages of plans and runs have in common: their frame and style, tables, bars, keys and
+figures.
 
-A page is one HTML file that needs nothing else: no script, nothing that a browser would load. Texts of others are escaped
-here, at the edge. Refuses to know what a page is about.
+A page is one HTML file that needs nothing else: no script, nothing that a browser would load. Texts
+of others are escaped here, at the edge. Refuses to know what a page is about.
 """
 
 from __future__ import annotations
@@ -14,9 +15,32 @@ from typing import Any
 from farthing.printable import printable
 
 _COLOURS = {
-    **{"weights": 1, "optimizer": 2, "activations": 3, "gradients": 4, "logits": 5, "casts": 6, "working": 7},
-    **{"training": 1, "setup": 2, "evaluation": 3, "lost work": 4, "restarts": 4, "download": 5, "checkpoints": 6},
-    **{"waiting": 7, "matmul": 1, "attention": 3, "memory traffic": 2, "dequantization": 4, "communication": 7},
+    **{
+        "weights": 1,
+        "optimizer": 2,
+        "activations": 3,
+        "gradients": 4,
+        "logits": 5,
+        "casts": 6,
+        "working": 7,
+    },
+    **{
+        "training": 1,
+        "setup": 2,
+        "evaluation": 3,
+        "lost work": 4,
+        "restarts": 4,
+        "download": 5,
+        "checkpoints": 6,
+    },
+    **{
+        "waiting": 7,
+        "matmul": 1,
+        "attention": 3,
+        "memory traffic": 2,
+        "dequantization": 4,
+        "communication": 7,
+    },
     **{"launch": 6, "data": 5, "compute": 1, "rounding": 2, "storage": 5, "egress": 6},
     **{
         "forward and backward": 1,
@@ -36,11 +60,14 @@ def escape(text: str) -> str:
 
 
 def document(title: str, parts: Iterable[str], end: str, style: str) -> str:
-    """The whole page; `end` is its last line, `style` the file of what only such pages need. Empty `parts` are left out."""
+    """The whole page; `end` is its last line, `style` the file of what only such pages need. Empty
+    `parts` are left out.
+    """
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src'
+        " 'unsafe-inline'\">\n"
         f"<title>{escape(title)}</title>\n<style>{_css('page.css')}{_css(style)}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in parts if part)
         + f'\n<p class="soft">{escape(end)}</p>\n</main>\n</body>\n</html>\n'
@@ -67,7 +94,9 @@ def colour(name: str) -> str:
 
 def colours(names: Iterable[str]) -> dict[str, str]:
     """The classes of the colours of parts, by their names and in their order."""
-    return {name: colour(name) for name in sorted(names, key=lambda name: (_COLOURS.get(name, 8), name))}
+    return {
+        name: colour(name) for name in sorted(names, key=lambda name: (_COLOURS.get(name, 8), name))
+    }
 
 
 def stack(parts: Mapping[str, float], whole: float) -> str:
@@ -82,7 +111,9 @@ def stack(parts: Mapping[str, float], whole: float) -> str:
 
 def key(classes: Mapping[str, str], signs: str = "") -> str:
     """What the colours mean, by name; `signs` are further items."""
-    items = "".join(f'<li><i class="{its_class}"></i>{escape(name)}</li>' for name, its_class in classes.items())
+    items = "".join(
+        f'<li><i class="{its_class}"></i>{escape(name)}</li>' for name, its_class in classes.items()
+    )
     return f'<ul class="key">{items}{signs}</ul>'
 
 
@@ -112,22 +143,32 @@ def paragraph(words: str, kind: str = "soft") -> str:
 def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> str:
     """A table that scrolls by itself; the first column names the rows.
 
-    The first sign of a head says what is in its column: `#` numbers, `=` what is not broken, `|` bars as (parts, whole).
+    The first sign of a head says what is in its column: `#` numbers, `=` what is not broken, `|`
+    bars as (parts, whole).
     """
     kinds = [_KINDS.get(head[:1], "words") for head in heads]
     titles = [head.lstrip("".join(_KINDS)) for head in heads]
     cells = [
-        f'<th scope="col"{_class("n" if kind == "n" else "")}>{escape(title)}</th>' if title else "<td></td>"
+        (
+            f'<th scope="col"{_class("n" if kind == "n" else "")}>{escape(title)}</th>'
+            if title
+            else "<td></td>"
+        )
         for kind, title in zip(kinds, titles, strict=True)
     ]
     body = [
         "".join(
-            _cell(kind, cell, is_first=number == 0) for number, (kind, cell) in enumerate(zip(kinds, row, strict=True))
+            _cell(kind, cell, is_first=number == 0)
+            for number, (kind, cell) in enumerate(zip(kinds, row, strict=True))
         )
         for row in rows
     ]
-    head = (f"<caption>{escape(caption)}</caption>" if caption else "") + f"<thead><tr>{''.join(cells)}</tr></thead>"
-    return wide(name, f"<table>{head}<tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody></table>")
+    head = (
+        f"<caption>{escape(caption)}</caption>" if caption else ""
+    ) + f"<thead><tr>{''.join(cells)}</tr></thead>"
+    return wide(
+        name, f"<table>{head}<tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody></table>"
+    )
 
 
 def _cell(kind: str, cell: Any, *, is_first: bool) -> str:
@@ -142,4 +183,6 @@ def _class(kind: str) -> str:
 
 def wide(name: str, content: str) -> str:
     """What may be wider than a phone scrolls by itself."""
-    return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(name)}">{content}</div>'
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(name)}">{content}</div>'
+    )

@@ -1,4 +1,6 @@
-"""The short answer of `farthing plan`, at 80 columns: what to take, what it costs, what to check, what to do next."""
+"""The short answer of `farthing plan`, at 80 columns: what to take, what it costs, what to check,
+what to do next.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,17 @@ N_SHOWN = 5
 ON_COMMAND_LINE = "given on the command line: "
 _NUMBERS, _WHY = ("#", "$", "time", "wait"), "why this rank"
 _CUTS = {_WHY: 40, "at": 6, "machine": 12}
-"""Columns that are cut where the terminal is narrow, and to what; the first is left out where it has no room."""
+"""Columns that are cut where the terminal is narrow, and to what; the first is left out where it
+has no room.
+"""
 
 
-def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | None = None) -> None:
-    """The answer, the first choices, what was supposed, what to check, and the command that is `next_step`."""
+def draw_brief(
+    console: Console, view: Row, next_step: str = "", n_shown: int | None = None
+) -> None:
+    """The answer, the first choices, what was supposed, what to check, and the command that is
+    `next_step`.
+    """
     best, job, n_shown = view["best"], view["job"], n_shown or N_SHOWN
     headline = view["answer"] if best is None else f"{what_to_do(best)}: {usd_in_words(best)}"
     console.print(f"[bold]{escape(headline)}[/]")
@@ -56,11 +64,18 @@ def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | 
     console.print()
     facts = Table.grid(padding=(0, 2))
     supposed = re.sub(r" \([^()]*\)", "", best["confidence"])
-    facts.add_row("[bold]supposed[/]", escape(f"{job['lengths_source'].removeprefix(ON_COMMAND_LINE)}; {supposed}"))
+    facts.add_row(
+        "[bold]supposed[/]",
+        escape(f"{job['lengths_source'].removeprefix(ON_COMMAND_LINE)}; {supposed}"),
+    )
     for note in view["data_notes"]:
         facts.add_row("[bold]data[/]", escape(note))
     if best["recipe"]["to_set"]:
-        what_it_does = ": several GPUs share the run" if best["n_gpus"] > 1 else ": weights stay in main memory"
+        what_it_does = (
+            ": several GPUs share the run"
+            if best["n_gpus"] > 1
+            else ": weights stay in main memory"
+        )
         facts.add_row("[bold]set[/]", escape(" and ".join(best["recipe"]["to_set"]) + what_it_does))
     if best["recipe"]["precision_note"]:
         facts.add_row("[bold]precision[/]", escape(best["recipe"]["precision_note"]))
@@ -83,14 +98,21 @@ def _job_words(job: Row) -> str:
     model = job["model"].rstrip("/").rpartition("/")[2]
     steps = f"{plural(job['n_steps'], 'step')} of {job['global_batch']}"
     examples = plural(job["n_examples"], "example")
-    return f"{model}, {job['method']}, {job['task']}: {examples}, {steps}, {say_count(job['n_tokens'])} tokens"
+    return (
+        f"{model}, {job['method']}, {job['task']}: {examples}, {steps},"
+        f" {say_count(job['n_tokens'])} tokens"
+    )
 
 
 def _order(view: Row) -> str:
     rows = view["plans"]
     cheapest = min(one["total_usd"] for one in rows if has_price(one) or one is rows[0])
     first = view["best"]["total_usd"] if view["best"] else cheapest
-    but = "; 1 is the first to be had at its price" if first > cheapest else f", within {TIE:.0%} or a cent by time"
+    but = (
+        "; 1 is the first to be had at its price"
+        if first > cheapest
+        else f", within {TIE:.0%} or a cent by time"
+    )
     return f"By dollars{but}. Ranges: 4 of 5 runs."
 
 
@@ -106,27 +128,41 @@ def to_check(best: Row, job: Row) -> str:
     """The one thing that is most likely to make the plan wrong."""
     cap, high_usd = job["limits"]["max_usd"], best["usd_range"][2]
     if cap is not None and high_usd > cap:
-        return f"the cap: it may come to {say_cost(high_usd)}; at {say_cost(cap)} the run saves and stops"
+        return (
+            f"the cap: it may come to {say_cost(high_usd)}; at {say_cost(cap)} the run saves and"
+            " stops"
+        )
     if best["memory"]["is_tight"]:
         return (
-            f"memory: up to {say_bytes(best['memory']['range_bytes'][2])} may be needed; `farthing probe` measures it"
+            f"memory: up to {say_bytes(best['memory']['range_bytes'][2])} may be needed; `farthing"
+            " probe` measures it"
         )
     if best["recipe"]["to_set"]:
         return (
-            UNTRIED_ALONE if best["n_gpus"] == 1 else "several GPUs: farthing was not run on several real ones so far"
+            UNTRIED_ALONE
+            if best["n_gpus"] == 1
+            else "several GPUs: farthing was not run on several real ones so far"
         )
     if not job["lengths_are_exact"] and "tokenized" not in job["lengths_source"]:
         are_given = job["lengths_source"].startswith(ON_COMMAND_LINE)
-        return "the lengths of your examples: plan with the data" + ("" if are_given else ", or --mean-tokens")
+        return "the lengths of your examples: plan with the data" + (
+            "" if are_given else ", or --mean-tokens"
+        )
     if must_buy_more(best):
         usd = say_cost(best["total_usd"])
         return f"the price: you have to buy {say_cost(best['up_front_usd'])}; the run uses {usd}"
     if best["kind"] in RENTED and best["price_age_days"] > OLD_PRICE_DAYS:
-        return f"the price: {best['price_age_days']} days old; `farthing prices update` reads newer ones"
+        return (
+            f"the price: {best['price_age_days']} days old; `farthing prices update` reads newer"
+            " ones"
+        )
     if best["price_is"]:
         return "the price: the lowest of a marketplace; that machine may be taken"
     if best["spot"]:
-        return f"spot: about {best['spot']['n_interruptions']:.1f} interruptions; set output_store to keep checkpoints"
+        return (
+            f"spot: about {best['spot']['n_interruptions']:.1f} interruptions; set output_store to"
+            " keep checkpoints"
+        )
     if not has_price(best):
         return "the price of this machine: none is given (where.usd_per_hour)"
     return "the speed: `farthing probe` measures it in a minute on the machine"
@@ -166,7 +202,9 @@ def _cells(one: Row) -> dict[str, str]:
 
 
 def _price_words(one: Row) -> str:
-    """`from`, `389d`, `buy $9.99`: whose price it is, its age where it is old, what has to be bought."""
+    """`from`, `389d`, `buy $9.99`: whose price it is, its age where it is old, what has to be
+    bought.
+    """
     words = [one["price_is"]] if one["price_is"] else []
     if one["price_age_days"] > OLD_PRICE_DAYS:
         words.append(f"{one['price_age_days']}d")
@@ -180,9 +218,13 @@ def _bare_usd(usd: float) -> str:
 
 
 def span(low_s: float, high_s: float) -> str:
-    """`27 s`, `19-36 min`, `2.6-3.3 h`, `1.3-12 h`: one unit for both ends, that of the later one."""
+    """`27 s`, `19-36 min`, `2.6-3.3 h`, `1.3-12 h`: one unit for both ends, that of the later one."""  # noqa: E501
     unit, size = next(
-        (each for each in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)) if high_s >= 2 * each[1]), ("s", 1.0)
+        (each for each in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)) if high_s >= 2 * each[1]),
+        ("s", 1.0),
     )
-    low, high = (f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" for value in (low_s / size, high_s / size))
+    low, high = (
+        f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
+        for value in (low_s / size, high_s / size)
+    )
     return f"{high} {unit}" if low == high else f"{low}-{high} {unit}"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.ownership import saving
 from farthing.prices.gpus import find_gpu, gpus
 from farthing.report.plan_view import plain
@@ -19,11 +19,13 @@ Row = Mapping[str, Any]
 
 
 def find_plan(view: Row, text: str, *, or_service: bool = False) -> Row:
-    """The plan that a rank or a name means: `3`, `H100`, `2x RTX 4090 spot`, `verda/A100-80GB`, `own`.
+    """The plan that a rank or a name means: `3`, `H100`, `2x RTX 4090 spot`, `verda/A100-80GB`,
+    `own`.
 
-    With `or_service` a service too: `Together`, which has machines as well: those are `Together/H100`.
+    With `or_service` a service too: `Together`, which has machines as well: those are
+    `Together/H100`.
 
-    The first that answers to the name. Raises `UserMistake`, with the reason where all that
+    The first that answers to the name. Raises `InputError`, with the reason where all that
     answer were rejected.
     """
     rows: Sequence[Row] = view["plans"]
@@ -32,7 +34,9 @@ def find_plan(view: Row, text: str, *, or_service: bool = False) -> Row:
         rank = int(wanted.lstrip("#"))
         row = next((row for row in rows if row["rank"] == rank), None)
         if row is None:
-            raise UserMistake(f"there is no plan {rank}", where="plan", to_do=f"give a rank from 1 to {len(rows)}")
+            raise InputError(
+                f"there is no plan {rank}", where="plan", to_do=f"give a rank from 1 to {len(rows)}"
+            )
         return row
     if or_service and (service := _service(view, wanted)) is not None:
         return service
@@ -41,9 +45,11 @@ def find_plan(view: Row, text: str, *, or_service: bool = False) -> Row:
         return found
     no = next((one for one in view["rejected"] if _answers(one, wanted)), None)
     if no is not None:
-        raise UserMistake(f"`{wanted}` was rejected: {no['reason']}", where="plan", to_do=no["change"])
+        raise InputError(
+            f"`{wanted}` was rejected: {no['reason']}", where="plan", to_do=no["change"]
+        )
     to_do = 'give a rank, or a name such as "H100", "2x RTX 4090 spot" or "RunPod/L40S"'
-    raise UserMistake(f"no plan is called `{wanted}`", where="plan", to_do=to_do)
+    raise InputError(f"no plan is called `{wanted}`", where="plan", to_do=to_do)
 
 
 def _service(view: Row, text: str) -> Row | None:
@@ -67,7 +73,11 @@ def _answers(row: Mapping[str, Any], text: str) -> bool:
     """Whether a plan or a rejection is what `text` names."""
     provider, slash, rest = text.rpartition("/")
     rest = rest.strip().lower()
-    for word, kinds in (("on-demand", ("on-demand",)), ("on demand", ("on-demand",)), ("spot", ("spot",))):
+    for word, kinds in (
+        ("on-demand", ("on-demand",)),
+        ("on demand", ("on-demand",)),
+        ("spot", ("spot",)),
+    ):
         if rest.endswith(word):
             rest = rest.removesuffix(word).strip()
             if row["kind"] not in kinds:
@@ -91,7 +101,7 @@ def _answers(row: Mapping[str, Any], text: str) -> bool:
         return True
     try:
         return find_gpu(rest).name == row["gpu"]
-    except UserMistake:
+    except InputError:
         return False
 
 
@@ -100,7 +110,8 @@ def _key(text: str) -> str:
 
 
 def compare_plans(a: Row, b: Row) -> Row:
-    """Two choices side by side: figures of both with the ratio b / a, the same in words for those who draw, and a sentence.
+    """Two choices side by side: figures of both with the ratio b / a, the same in words for those
+    who draw, and a sentence.
 
     A service's has dollars alone.
     """
@@ -120,7 +131,10 @@ def compare_plans(a: Row, b: Row) -> Row:
         table.append(_line(words, figure(a), figure(b), say))
     table += [[words, *(_text(say, row) for row in (a, b)), ""] for words, say in _WORDS.items()]
     for title, of, say in (("whole run", "seconds", say_seconds), ("one step", "parts", say_short)):
-        parts = [(row.get("step") or {}).get(of, {}) if of == "parts" else row.get(of, {}) for row in (a, b)]
+        parts = [
+            (row.get("step") or {}).get(of, {}) if of == "parts" else row.get(of, {})
+            for row in (a, b)
+        ]
         table.append([title, "", "", ""])
         table += [
             _line(f"  {name}", parts[0].get(name), parts[1].get(name), say)
@@ -144,12 +158,16 @@ def compare_plans(a: Row, b: Row) -> Row:
 
 _WORDS: dict[str, Callable[[Row], str]] = {
     "dollar range": lambda row: "{} to {}".format(*(say_cost(row["usd_range"][i]) for i in (0, 2))),
-    "time range": lambda row: "{} to {}".format(*(say_seconds(row["hours_range"][i] * 3600) for i in (0, 2))),
+    "time range": lambda row: "{} to {}".format(
+        *(say_seconds(row["hours_range"][i] * 3600) for i in (0, 2))
+    ),
     "at a time": lambda row: f"{row['recipe']['micro_batch_tokens']:,} tokens",
     "checkpointing": lambda row: row["recipe"]["checkpointing"],
     "precision": lambda row: row["recipe"]["precision"],
     "sharding": lambda row: row["recipe"]["sharding"],
-    "interruptions": lambda row: "none" if row["spot"] is None else f"{row['spot']['n_interruptions']:.2g}",
+    "interruptions": lambda row: (
+        "none" if row["spot"] is None else f"{row['spot']['n_interruptions']:.2g}"
+    ),
     "price of": lambda row: row["price_date"],
     "you get": lambda row: row.get("you_get", "the weights"),
 }
@@ -170,7 +188,11 @@ def _pair(a: float | None, b: float | None) -> dict[str, float | None]:
 
 
 def _line(words: str, a: float | None, b: float | None, say: Callable[[Any], str]) -> list[str]:
-    return [words, *("-" if x is None else say(x) for x in (a, b)), f"{b / a:.2f}" if a and b else ""]
+    return [
+        words,
+        *("-" if x is None else say(x) for x in (a, b)),
+        f"{b / a:.2f}" if a and b else "",
+    ]
 
 
 def _sum_of(row: Row) -> str:
@@ -178,6 +200,11 @@ def _sum_of(row: Row) -> str:
     if row["kind"] == SERVICE:
         return f"{row['name']} = {say_cost(row['total_usd'])}"
     each = " each" if row["n_gpus"] > 1 else ""
-    price = "" if row["usd_per_gpu_hour"] is None else f" at {say_usd(row['usd_per_gpu_hour'])}{each}"
+    price = (
+        "" if row["usd_per_gpu_hour"] is None else f" at {say_usd(row['usd_per_gpu_hour'])}{each}"
+    )
     kind = " spot" if row["kind"] == "spot" else ""
-    return f"{row['n_gpus']}x {row['gpu']}{kind}{price} for {say_seconds(row['wall_s'])} = {say_cost(row['total_usd'])}"
+    return (
+        f"{row['n_gpus']}x {row['gpu']}{kind}{price} for {say_seconds(row['wall_s'])} ="
+        f" {say_cost(row['total_usd'])}"
+    )

@@ -1,4 +1,4 @@
-"""Beside renting: machines of one's own, when they pay back, and what a project comes to in a year."""
+"""Beside renting: machines of one's own, when they pay back, and what a project comes to in a year."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -25,21 +25,40 @@ if TYPE_CHECKING:
     from farthing.planner.inputs import Study
 
 Row = Mapping[str, Any]
-_SAID = ("price_usd", "power_kw", "usd_per_kwh", "running_usd_per_h", "wear_usd_per_h", "hours_per_month")
+_SAID = (
+    "price_usd",
+    "power_kw",
+    "usd_per_kwh",
+    "running_usd_per_h",
+    "wear_usd_per_h",
+    "hours_per_month",
+)
 """What is told of an owned machine as `Owned` has it."""
 
 
-def own_machine(owned: Owned, rows: Sequence[Row], study: Study, runs_per_month: float | None) -> Json:
+def own_machine(
+    owned: Owned, rows: Sequence[Row], study: Study, runs_per_month: float | None
+) -> Json:
     """A machine of one's own: what this run costs on it, and when buying it pays back."""
     which = (owned.gpu, owned.n_gpus)
     alike = [row for row in rows if (row["gpu"], row["n_gpus"]) == which]
     row = next((row for row in alike if row["kind"] == "own"), None)
-    found: Json = {"name": f"{owned.n_gpus}x {owned.gpu}", **{name: getattr(owned, name) for name in _SAID}}
+    found: Json = {
+        "name": f"{owned.n_gpus}x {owned.gpu}",
+        **{name: getattr(owned, name) for name in _SAID},
+    }
     if row is None:
         offered = [one for one in study.answer.rejected if one.offer.provider == OWN]
         why = next((one for one in offered if (one.offer.gpu, one.offer.n_gpus) == which), None)
         words = f"{why.reason}; {why.change}" if why else "not among the offers"
-        return found | {"rank": None, "hours": None, "usd": None, "total_usd": None, "against": [], "words": words}
+        return found | {
+            "rank": None,
+            "hours": None,
+            "usd": None,
+            "total_usd": None,
+            "against": [],
+            "words": words,
+        }
     usd = {name: value for name, value in run_on_own(owned, row["hours"]).items() if value}
     against: list[Json] = []
     hours_per_month = runs_per_month * row["hours"] if runs_per_month else owned.hours_per_month
@@ -52,7 +71,14 @@ def own_machine(owned: Owned, rows: Sequence[Row], study: Study, runs_per_month:
         # against other GPUs: what the rent for the work of an own hour comes to
         per_hour = float(other["usd_per_hour"] if is_equal else other["total_usd"] / row["hours"])
         against.append(
-            _against(owned, other["name"], per_hour, min(hours_per_month, HOURS_PER_MONTH), other["rank"], is_equal)
+            _against(
+                owned,
+                other["name"],
+                per_hour,
+                min(hours_per_month, HOURS_PER_MONTH),
+                other["rank"],
+                is_equal,
+            )
         )
     for name, fee_usd in fees(services(study)).items() if runs_per_month else ():
         against.append(_against(owned, name, fee_usd / row["hours"], hours_per_month))
@@ -70,14 +96,18 @@ def _against(
     rank: int | None = None,
     is_equal: bool = False,
 ) -> Json:
-    """When an owned machine pays back against what `usd_per_hour` buys elsewhere of the work of its hour."""
+    """When an owned machine pays back against what `usd_per_hour` buys elsewhere of the work of its
+    hour.
+    """
     return {
         "rank": rank,
         "name": name,
         "is_equal": is_equal,
         "usd_per_own_hour": usd_per_hour,
         "break_even_hours": break_even_hours(owned, usd_per_hour),
-        "break_even_months": break_even_months(owned, rent_usd_per_h=usd_per_hour, hours_per_month=hours_per_month),
+        "break_even_months": break_even_months(
+            owned, rent_usd_per_h=usd_per_hour, hours_per_month=hours_per_month
+        ),
         "hours_per_month": hours_per_month,
     }
 

@@ -1,7 +1,8 @@
-"""A plan as one HTML page that needs nothing else: styles and drawings are in it, no script, nothing is loaded.
+"""A plan as one HTML page that needs nothing else: styles and drawings are in it, no script,
+nothing is loaded.
 
-Gets the view of `plan_view` and draws it; every word of it is escaped. Refuses to compute figures of its own, to write
-files, and to name an address that a browser would open by itself.
+Gets the view of `plan_view` and draws it; every word of it is escaped. Refuses to compute figures
+of its own, to write files, and to name an address that a browser would open by itself.
 """
 
 from __future__ import annotations
@@ -43,19 +44,31 @@ def plan_page(view: Row) -> str:
         "<h1>farthing plan</h1>",
         page.paragraph(view["answer"], "answer"),
         page.paragraph(summary(view)),
-        page.paragraph(f"Lengths: {view['job']['lengths_source']}." + (f" Limits: {limits}." if limits else "")),
+        page.paragraph(
+            f"Lengths: {view['job']['lengths_source']}." + (f" Limits: {limits}." if limits else "")
+        ),
         _compared(view),
     ]
     if best is not None:
-        parts += [_facts(best), cost_against_time(rows, best), _memory(rows), _components(best), _plans(rows)]
+        parts += [
+            _facts(best),
+            cost_against_time(rows, best),
+            _memory(rows),
+            _components(best),
+            _plans(rows),
+        ]
     if view["best"] is None:
         parts.append(page.listed("The nearest ways", ways_out(view), "ol"))
     lines = service_lines(view)
-    parts.append(page.listed("Other ways", [f"{name}: {words}" for name, words in other_ways(view).items()]))
+    parts.append(
+        page.listed("Other ways", [f"{name}: {words}" for name, words in other_ways(view).items()])
+    )
     parts.append(page.listed(lines[0], lines[1:]) if lines else "")
     parts += [_savings(view), _own(view), _serving(view), _why_not(view), _sources(view, best)]
     title = f"farthing plan: {view['job']['model']}"
-    return page.document(title, parts, f"farthing {view['version']}, {view['date']}", "plan_page.css")
+    return page.document(
+        title, parts, f"farthing {view['version']}, {view['date']}", "plan_page.css"
+    )
 
 
 # ---- the best in figures ----
@@ -65,12 +78,24 @@ def _facts(best: Row) -> str:
     low, usd, high = best["usd_range"]
     from_h, _, to_h = best["hours_range"]
     memory, spot = best["memory"], best["spot"]
-    cost = (say_cost(usd), f"{say_cost(low)} to {say_cost(high)}") if has_price(best) else ("?", "no price is given")
+    cost = (
+        (say_cost(usd), f"{say_cost(low)} to {say_cost(high)}")
+        if has_price(best)
+        else ("?", "no price is given")
+    )
     facts = [
         ("Cost", *cost),
-        ("Time", say_seconds(best["wall_s"]), f"{say_seconds(from_h * 3600)} to {say_seconds(to_h * 3600)}"),
+        (
+            "Time",
+            say_seconds(best["wall_s"]),
+            f"{say_seconds(from_h * 3600)} to {say_seconds(to_h * 3600)}",
+        ),
         ("Memory", say_bytes(memory["needed_bytes"]), f"of {say_bytes(memory['capacity_bytes'])}"),
-        ("Speed", f"{say_count(best['step']['tokens_per_s'])} tokens/s", "of the data, without padding"),
+        (
+            "Speed",
+            f"{say_count(best['step']['tokens_per_s'])} tokens/s",
+            "of the data, without padding",
+        ),
     ]
     if spot:
         saved = f"saved every {say_seconds(spot['save_every_s'])}"
@@ -95,9 +120,14 @@ def _memory(rows: Sequence[Row]) -> str:
         capacity, (low, needed, high) = memory["capacity_bytes"], memory["range_bytes"]
         figures = (say_bytes(needed), f"{say_bytes(low)} to {say_bytes(high)}", say_bytes(capacity))
         computed = f"{recipe['micro_batch_tokens']:,} tokens, {recipe['checkpointing']}"
-        cells.append((machine_of(row["n_gpus"], row["gpu"]), (memory["parts"], capacity), *figures, computed))
+        cells.append(
+            (machine_of(row["n_gpus"], row["gpu"]), (memory["parts"], capacity), *figures, computed)
+        )
     heads = ("=GPU", "|", "#needed", "#range", "#there", "=micro-batch, checkpointing")
-    words = "Each bar is the whole memory of its GPU, grey where free. Of the recipes that fit, the quickest is taken."
+    words = (
+        "Each bar is the whole memory of its GPU, grey where free. Of the recipes that fit, the"
+        " quickest is taken."
+    )
     names = page.colours({name for row in best_of for name in row["memory"]["parts"]})
     table = page.table("Memory", heads, cells, words)
     return page.heading("Memory of one GPU") + table + page.key(names | {"free": "free"})
@@ -116,14 +146,22 @@ def _components(best: Row) -> str:
     drawn = []
     for title, parts, say, whole in tables:
         rows = [
-            (name, ({name: value}, whole), say(value), page.percent(value / whole if whole else 0.0))
+            (
+                name,
+                ({name: value}, whole),
+                say(value),
+                page.percent(value / whole if whole else 0.0),
+            )
             for name, value in sorted(parts.items(), key=lambda item: -item[1])
         ]
-        drawn.append(page.table(title, ("part", "|", "#amount", "#share"), rows, f"{title}: {say(whole)}"))
+        drawn.append(
+            page.table(title, ("part", "|", "#amount", "#share"), rows, f"{title}: {say(whole)}")
+        )
     recipe = best["recipe"]
     words = (
-        f"{recipe['words']}; {recipe['optimizer']}; a step is {micro_batches_in_words(recipe)}; a checkpoint "
-        f"every {say_seconds(best['save_every_s'])}. {best['confidence'][:1].upper()}{best['confidence'][1:]}."
+        f"{recipe['words']}; {recipe['optimizer']}; a step is {micro_batches_in_words(recipe)}; a"
+        f" checkpoint every {say_seconds(best['save_every_s'])}."
+        f" {best['confidence'][:1].upper()}{best['confidence'][1:]}."
     )
     where = page.heading(f"Where it goes: {best['name']}") + page.paragraph(words)
     return f'{where}<div class="two">{"".join(drawn)}</div>'
@@ -141,20 +179,39 @@ def _plans(rows: Sequence[Row]) -> str:
         page.table(name, heads, map(_plan_cells, some))
         for name, some in (("Choices", rows[:_N_SHOWN]), ("More choices", rows[_N_SHOWN:]))
     )
-    more = f"<details><summary>{plural(len(rows) - _N_SHOWN, 'more choice')}</summary>{rest}</details>"
+    more = (
+        f"<details><summary>{plural(len(rows) - _N_SHOWN, 'more choice')}</summary>{rest}</details>"
+    )
     note = "* no other choice is both cheaper and sooner. (+n): n more offers elsewhere."
-    return page.heading("Choices") + page.paragraph(note) + first + (more if len(rows) > _N_SHOWN else "")
+    return (
+        page.heading("Choices")
+        + page.paragraph(note)
+        + first
+        + (more if len(rows) > _N_SHOWN else "")
+    )
 
 
 def _plan_cells(row: Row) -> tuple[str, ...]:
     low, usd, high = row["usd_range"]
     memory = row["memory"]
     kind = row["kind"] if not row["spot"] else f"spot, {row['spot']['n_interruptions']:.1f} stops"
-    dollars, between = (say_cost(usd), f"{say_cost(low)[1:]} to {say_cost(high)[1:]}") if has_price(row) else ("?", "")
+    dollars, between = (
+        (say_cost(usd), f"{say_cost(low)[1:]} to {say_cost(high)[1:]}")
+        if has_price(row)
+        else ("?", "")
+    )
     also = f" (+{len(row['also_at'])})" if row["also_at"] else ""
-    place = ", ".join(dict.fromkeys(word for word in (row["provider"], row["zone"] or row["region"]) if word)) + also
+    place = (
+        ", ".join(
+            dict.fromkeys(word for word in (row["provider"], row["zone"] or row["region"]) if word)
+        )
+        + also
+    )
     gib = f"{memory['needed_bytes'] / 2**30:.1f} of {memory['capacity_bytes'] / 2**30:.0f}"
-    rank, speed = f"{row['rank']}{'*' if row['on_front'] else ''}", say_count(row["step"]["tokens_per_s"])
+    rank, speed = (
+        f"{row['rank']}{'*' if row['on_front'] else ''}",
+        say_count(row["step"]["tokens_per_s"]),
+    )
     machine, time = machine_of(row["n_gpus"], row["gpu"]), say_seconds(row["wall_s"])
     return rank, place, machine, kind, dollars, between, time, gib, speed, row["why"]
 
@@ -172,7 +229,9 @@ def _why_not(view: Row) -> str:
     ]
     heads = ("GPU", "why not", "what would let it in", "=kind", "#offers", "#from, an hour")
     n = sum(one["n_offers"] for one in view["rejected"])
-    return page.heading(f"Why not the other {plural(n, 'offer')}") + page.table("Why not", heads, rows)
+    return page.heading(f"Why not the other {plural(n, 'offer')}") + page.table(
+        "Why not", heads, rows
+    )
 
 
 def _compared(view: Row) -> str:
@@ -193,14 +252,18 @@ def _own(view: Row) -> str:
     text, years = page.listed("Own or buy", words), view["years"]
     if years:
         caption = f"{years['runs_per_month']:g} runs a month"
-        text += page.heading("A project") + page.table("A project", YEARS, year_rows(years), caption)
+        text += page.heading("A project") + page.table(
+            "A project", YEARS, year_rows(years), caption
+        )
         text += "".join(map(page.paragraph, years["notes"]))
     return text
 
 
 def _savings(view: Row) -> str:
     savings = view["savings"]
-    words = [] if savings is None else [savings["words"], *(one["words"] for one in savings["rungs"])]
+    words = (
+        [] if savings is None else [savings["words"], *(one["words"] for one in savings["rungs"])]
+    )
     if view["methods"]:
         words.append(f"by method: {methods_in_words(view['methods'])}")
     if view["runs"] is not None:

@@ -1,4 +1,6 @@
-"""What each choice of a plan saves, the other methods, and what so many runs come to: views with their words."""
+"""What each choice of a plan saves, the other methods, and what so many runs come to: views with
+their words.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,28 @@ Row = Mapping[str, Any]
 
 
 def savings_view(study: Study) -> Json | None:
-    """From the plain way to the first rented choice, one choice after the other; None where nothing is rented."""
+    """From the plain way to the first rented choice, one choice after the other; None where nothing
+    is rented.
+    """
     if not study.rungs:
         return None
     rungs: list[Json] = []
     before: float | None = None
     for rung in study.rungs:
         plan, words = rung.plan, "no machine with A100s holds it"
-        one: Json = {"choice": rung.choice, "what": rung.what, "usd": None, "hours": None, "saved_share": None}
+        one: Json = {
+            "choice": rung.choice,
+            "what": rung.what,
+            "usd": None,
+            "hours": None,
+            "saved_share": None,
+        }
         if plan is not None:
-            one |= {"usd": plan.total_usd, "hours": plan.wall_s / 3600, "n_gpus": plan.recipe.n_gpus}
+            one |= {
+                "usd": plan.total_usd,
+                "hours": plan.wall_s / 3600,
+                "n_gpus": plan.recipe.n_gpus,
+            }
             words = f"{say_cost(plan.total_usd)} in {say_seconds(plan.wall_s)}"
             if before is not None:
                 saved = saving(plan.total_usd, before)
@@ -72,15 +86,17 @@ def _where(plan: Plan) -> str:
 def methods_in_words(methods: list[Row]) -> str:
     """`lora $0.39 (RTX 4090 at Verda), full $0.64 (L40S at RunPod), qlora on no machine`."""
     return ", ".join(
-        f"{one['method']} on no machine that farthing can train on"
-        if one["usd"] is None
-        else f"{one['method']} {say_cost(one['usd'])} ({one['where']})"
+        (
+            f"{one['method']} on no machine that farthing can train on"
+            if one["usd"] is None
+            else f"{one['method']} {say_cost(one['usd'])} ({one['where']})"
+        )
         for one in methods
     )
 
 
 def runs_view(view: Row, n_runs: int) -> Json:
-    """What so many runs come to: the first choice, the plain way, a service that takes the model."""
+    """What so many runs come to: the first choice, the plain way, a service that takes the model."""  # noqa: E501
     ways: dict[str, float] = {}
     best = view["best"]
     if best is not None:
@@ -91,5 +107,8 @@ def runs_view(view: Row, n_runs: int) -> Json:
     words = [f"{name}: {say_cost(usd)}" for name, usd in ways.items()]
     if best is not None and len(ways) > 1:
         mine, dearest = ways[best["name"]], max(ways.values())
-        words.append(f"against the dearest {say_cost(dearest - mine)} saved, {say_saving(saving(mine, dearest))}")
+        words.append(
+            f"against the dearest {say_cost(dearest - mine)} saved,"
+            f" {say_saving(saving(mine, dearest))}"
+        )
     return {"n_runs": n_runs, "usd": ways, "words": words}

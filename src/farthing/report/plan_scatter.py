@@ -1,4 +1,6 @@
-"""Dollars against hours of every choice, drawn: the choices as dots, the front as a line, ranges as crosses."""
+"""Dollars against hours of every choice, drawn: the choices as dots, the front as a line, ranges as
+crosses.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,25 @@ _HEIGHT = 470
 _LETTER, _LINE = 6.7, 15.0  # of a label, in the drawing's units
 
 _TIMES: dict[str, int] = {
-    **{"1 s": 1, "3 s": 3, "10 s": 10, "30 s": 30, "1 min": 60, "3 min": 180, "10 min": 600, "30 min": 1800},
-    **{"1 h": 3600, "2 h": 7200, "5 h": 18000, "10 h": 36000, "1 day": 86400, "2 days": 172_800, "5 days": 432_000},
+    **{
+        "1 s": 1,
+        "3 s": 3,
+        "10 s": 10,
+        "30 s": 30,
+        "1 min": 60,
+        "3 min": 180,
+        "10 min": 600,
+        "30 min": 1800,
+    },
+    **{
+        "1 h": 3600,
+        "2 h": 7200,
+        "5 h": 18000,
+        "10 h": 36000,
+        "1 day": 86400,
+        "2 days": 172_800,
+        "5 days": 432_000,
+    },
     **{"2 weeks": 1_209_600, "5 weeks": 3_024_000, "3 months": 7_884_000, "1 year": 31_536_000},
     **{"3 years": 94_608_000, "10 years": 315_360_000},
 }
@@ -44,10 +63,11 @@ def place_labels(
     dots: Sequence[tuple[float, float]],
     edges: tuple[float, float, float, float],
 ) -> list[Label]:
-    """A place for the words of each point such that none overlap, and none hides another of the points.
+    """A place for the words of each point such that none overlap, and none hides another of the
+    points.
 
-    Tries the sides of the point, then farther away; of the places that are free it takes the one that hides fewest dots.
-    Where none is free, the point has no label.
+    Tries the sides of the point, then farther away; of the places that are free it takes the one
+    that hides fewest dots. Where none is free, the point has no label.
     """
     placed: list[Label] = []
     for text, x, y in points:
@@ -87,7 +107,10 @@ def _is_free(
     if any(_is_in(label.box, (x, y)) for _, x, y in points):
         return False
     return all(
-        right < other.box[0] - 4 or left > other.box[2] + 4 or bottom < other.box[1] or top > other.box[3]
+        right < other.box[0] - 4
+        or left > other.box[2] + 4
+        or bottom < other.box[1]
+        or top > other.box[3]
         for other in placed
     )
 
@@ -103,8 +126,12 @@ def cost_against_time(rows: Sequence[Row], best: Row) -> str:
         return ""
     front = sorted((row for row in shown if row["on_front"]), key=lambda row: row["hours"])
     marked = list({row["rank"]: row for row in [best, *front] if row in shown}.values())
-    hours = [row["hours"] for row in shown] + [h for row in marked for h in row["hours_range"] if h > 0]
-    usd = [row["total_usd"] for row in shown] + [u for row in marked for u in row["usd_range"] if u > 0]
+    hours = [row["hours"] for row in shown] + [
+        h for row in marked for h in row["hours_range"] if h > 0
+    ]
+    usd = [row["total_usd"] for row in shown] + [
+        u for row in marked for u in row["usd_range"] if u > 0
+    ]
     axes = _axes(hours, usd)
 
     def at(row: Row) -> tuple[float, float]:
@@ -131,30 +158,50 @@ def cost_against_time(rows: Sequence[Row], best: Row) -> str:
     are = "is" if n_hidden == 1 else "are"
     hidden = f" {plural(n_hidden, 'choice')} without a price {are} not drawn." if n_hidden else ""
     caption = (
-        "Both axes are logarithmic. The line joins the choices that no other choice beats on both cost and time; crosses "
-        f"are their ranges, which hold for 4 of 5 runs.{hidden}"
+        "Both axes are logarithmic. The line joins the choices that no other choice beats on both"
+        f" cost and time; crosses are their ranges, which hold for 4 of 5 runs.{hidden}"
     )
     kinds = {"on-demand": ("on demand", "round c1"), "spot": ("spot", "round c2")}
     own = ("your own", "round c3")
-    key = page.key(dict(sorted({kinds.get(row["kind"], own) for row in shown}, key=lambda one: one[1])))
-    drawing = chart.figure("Dollars against hours of every choice", caption, svg, axes, key, _front_words(front))
+    key = page.key(
+        dict(sorted({kinds.get(row["kind"], own) for row in shown}, key=lambda one: one[1]))
+    )
+    drawing = chart.figure(
+        "Dollars against hours of every choice", caption, svg, axes, key, _front_words(front)
+    )
     return page.heading("Cost against time") + drawing
 
 
 def _axes(hours: Sequence[float], usd: Sequence[float]) -> chart.Axes:
     """Both by powers of ten, with times and amounts that people name."""
     x, y = _edges(hours), _edges(usd)
-    times = {seconds / 3600: words for words, seconds in _TIMES.items() if x[0] <= seconds / 3600 <= x[1]}
+    times = {
+        seconds / 3600: words for words, seconds in _TIMES.items() if x[0] <= seconds / 3600 <= x[1]
+    }
     steps = (1, 2, 5) if math.log10(y[1] / y[0]) < 3.2 else (1,)
     powers = range(math.floor(math.log10(y[0])), math.ceil(math.log10(y[1])) + 1)
-    amounts = [amount for power in powers for step in steps if y[0] <= (amount := step * 10.0**power) <= y[1]]
+    amounts = [
+        amount
+        for power in powers
+        for step in steps
+        if y[0] <= (amount := step * 10.0**power) <= y[1]
+    ]
     return chart.Axes(
-        x, y, times.__getitem__, lambda amount: f"${amount:g}", list(times), amounts, _HEIGHT, is_log=True
+        x,
+        y,
+        times.__getitem__,
+        lambda amount: f"${amount:g}",
+        list(times),
+        amounts,
+        _HEIGHT,
+        is_log=True,
     )
 
 
 def _edges(values: Sequence[float]) -> tuple[float, float]:
-    """From a little below the least to a little above the largest, and far enough apart for a scale."""
+    """From a little below the least to a little above the largest, and far enough apart for a
+    scale.
+    """
     low, high = math.log10(min(values)) - 0.06, math.log10(max(values)) + 0.06
     apart = 0.2 if high - low < 0.4 else 0.0
     return 10 ** (low - apart), 10 ** (high + apart)
@@ -163,13 +210,22 @@ def _edges(values: Sequence[float]) -> tuple[float, float]:
 def _along(points: Sequence[tuple[float, float]], n: int = 12) -> list[tuple[float, float]]:
     """Points on the line that joins these."""
     pairs = itertools.pairwise(points)
-    return [(a[0] + (b[0] - a[0]) * i / n, a[1] + (b[1] - a[1]) * i / n) for a, b in pairs for i in range(n)]
+    return [
+        (a[0] + (b[0] - a[0]) * i / n, a[1] + (b[1] - a[1]) * i / n)
+        for a, b in pairs
+        for i in range(n)
+    ]
 
 
 def _dot(row: Row, at: tuple[float, float], *, is_marked: bool, is_best: bool) -> str:
-    names = [{"spot": "spot", "on-demand": "demand"}.get(row["kind"], "own"), "marked" if is_marked else "dot"]
+    names = [
+        {"spot": "spot", "on-demand": "demand"}.get(row["kind"], "own"),
+        "marked" if is_marked else "dot",
+    ]
     radius = 6.5 if is_best else 4.5 if is_marked else 3
-    words = f"{row['rank']}. {row['name']}: {say_cost(row['total_usd'])}, {say_seconds(row['wall_s'])}"
+    words = (
+        f"{row['rank']}. {row['name']}: {say_cost(row['total_usd'])}, {say_seconds(row['wall_s'])}"
+    )
     low, _, high = row["usd_range"]
     words += f" ({say_cost(low)} to {say_cost(high)})"
     return chart.dot(" ".join(names), at, radius, words)
@@ -191,5 +247,8 @@ def _label_words(label: Label) -> list[str]:
 
 
 def _front_words(front: Sequence[Row]) -> str:
-    words = "; ".join(f"{row['name']} {say_cost(row['total_usd'])} in {say_seconds(row['wall_s'])}" for row in front)
+    words = "; ".join(
+        f"{row['name']} {say_cost(row['total_usd'])} in {say_seconds(row['wall_s'])}"
+        for row in front
+    )
     return f"From the soonest to the cheapest: {words}."

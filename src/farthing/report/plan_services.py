@@ -1,4 +1,6 @@
-"""Services that fine-tune for you, beside renting and owning; and what somebody paid, beside what it costs here."""
+"""Services that fine-tune for you, beside renting and owning; and what somebody paid, beside what
+it costs here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def services(study: Study) -> list[Json]:
-    """Services that train for a fee, and whether they take this model: those that are known, then those of a price file."""
+    """Services that train for a fee, and whether they take this model: those that are known, then
+    those of a price file.
+    """
     job, wanted = study.job, study.wanted
     known = bills(wanted, job.task, job.model.model_name_or_path, job.max_length, study.today)
     return [
@@ -53,9 +57,13 @@ def services(study: Study) -> list[Json]:
 
 
 def fees(managed: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Dollars of a run at services that take the model: all of a price file's, and the cheapest of those that are known."""
+    """Dollars of a run at services that take the model: all of a price file's, and the cheapest of
+    those that are known.
+    """
     taking = [one for one in managed if one["takes_the_model"]]
-    known = sorted((one for one in taking if "you_get" in one), key=lambda one: float(one["usd"]))[:1]
+    known = sorted((one for one in taking if "you_get" in one), key=lambda one: float(one["usd"]))[
+        :1
+    ]
     of_file = [one for one in taking if "you_get" not in one]
     return {f"{one['provider']}, {one['what']}": float(one["usd"]) for one in (*of_file, *known)}
 
@@ -87,11 +95,24 @@ def service_lines(view: Mapping[str, Any]) -> list[str]:
     paid = view.get("paid")
     if paid:
         if paid["here_usd"] is None:
-            rows.append(f"you paid {say_usd(paid['usd'])}: no plan here has a price to compare it with")
+            rows.append(
+                f"you paid {say_usd(paid['usd'])}: no plan here has a price to compare it with"
+            )
         else:
-            more = f"{paid['ratio']:.1f} times as much" if paid["ratio"] and paid["ratio"] >= 1.05 else "no more"
-            rows.append(f"you paid {say_usd(paid['usd'])}: here it is {say_usd(paid['here_usd'])}; that was {more}")
-    return ["Services that fine-tune for you, by the trained token; hosting comes on top", *rows] if rows else []
+            more = (
+                f"{paid['ratio']:.1f} times as much"
+                if paid["ratio"] and paid["ratio"] >= 1.05
+                else "no more"
+            )
+            rows.append(
+                f"you paid {say_usd(paid['usd'])}: here it is {say_usd(paid['here_usd'])}; that was"
+                f" {more}"
+            )
+    return (
+        ["Services that fine-tune for you, by the trained token; hosting comes on top", *rows]
+        if rows
+        else []
+    )
 
 
 def _line(each: Mapping[str, Any]) -> str:

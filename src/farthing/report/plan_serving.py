@@ -1,4 +1,6 @@
-"""What answering with the trained model costs, as plain values and as the cells of a table. Refuses to draw."""
+"""What answering with the trained model costs, as plain values and as the cells of a table. Refuses
+to draw.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,31 @@ if TYPE_CHECKING:
     from farthing.planner.inputs import Study
 
 LOADS = (1.0, 0.3, 0.05)
-COLUMNS = ("=machine", "=weights", "#GB", "#streams", "#tok/s", "#first token", "#answer", "#$/month on", "#$/month to zero",
-           "#$/M in", "#$/M out")  # fmt: skip
+COLUMNS = (
+    "=machine",
+    "=weights",
+    "#GB",
+    "#streams",
+    "#tok/s",
+    "#first token",
+    "#answer",
+    "#$/month on",
+    "#$/month to zero",
+    "#$/M in",
+    "#$/M out",
+)
 _N_SHOWN = 8
 _ASKED = ("requests_per_day", "input_tokens", "output_tokens", "latency_s")
 Row = Mapping[str, Any]
 
 
 def serving_view(study: Study, traffic: Traffic) -> Json:
-    """The traffic on every kind of machine that was asked for. Raises `UserMistake` where serving is not known."""
-    offers = [plan.offer for plan in study.answer.plans] + [one.offer for one in study.answer.rejected]
+    """The traffic on every kind of machine that was asked for. Raises `InputError` where serving is
+    not known.
+    """
+    offers = [plan.offer for plan in study.answer.plans] + [
+        one.offer for one in study.answer.rejected
+    ]
     found, refused = serve(study.wanted.shape, traffic, offers)
     rows = [_row(one) for one in found]
     return {
@@ -41,11 +58,18 @@ def serving_view(study: Study, traffic: Traffic) -> Json:
         "rows": rows,
         "refused": [one._asdict() for one in refused],
         "assumptions": [
-            f"engines on NVIDIA GPUs as they were published from 2023 to 2026: tokens/s within {ERROR:.0%}, "
-            f"{ERROR_UNSEEN:.0%} on GPUs without a row",
-            f"going to zero costs {SERVERLESS_TIMES:g} times the hourly price while it is on, which it stays for "
-            f"{WARM_S:.0f} s after each answer",
-            "`farthing export` writes bf16; the others take a tool that quantizes, and what that loses is not judged here",
+            (
+                "engines on NVIDIA GPUs as they were published from 2023 to 2026: tokens/s within"
+                f" {ERROR:.0%}, {ERROR_UNSEEN:.0%} on GPUs without a row"
+            ),
+            (
+                f"going to zero costs {SERVERLESS_TIMES:g} times the hourly price while it is on,"
+                f" which it stays for {WARM_S:.0f} s after each answer"
+            ),
+            (
+                "`farthing export` writes bf16; the others take a tool that quantizes, and what"
+                " that loses is not judged here"
+            ),
             "many adapters of one base model can share a machine: k of them cost a k-th each",
         ],
     }
@@ -81,28 +105,35 @@ def _row(one: Served) -> Json:
         "to_zero_first_token_s": one.cold_start_s + server.prefill_s(traffic),
         "break_even_requests_per_hour": one.break_even_requests_per_hour,
         "usd_per_million_at_load": {
-            f"{load:.0%}": dict(zip(("input", "output"), one.usd_per_million(load), strict=True)) for load in LOADS
+            f"{load:.0%}": dict(zip(("input", "output"), one.usd_per_million(load), strict=True))
+            for load in LOADS
         },
         "usd_per_million": dict(zip(("input", "output"), one.usd_per_million(busy), strict=True)),
     }
 
 
 def _answer(rows: list[Json], traffic: Traffic) -> str:
-    what = f"{traffic.requests_per_day:,.0f} requests a day of {traffic.input_tokens:,.0f} tokens in and "
+    what = (
+        f"{traffic.requests_per_day:,.0f} requests a day of {traffic.input_tokens:,.0f} tokens in"
+        " and "
+    )
     what += f"{traffic.output_tokens:,.0f} out"
     if not rows:
         return f"No machine of these can answer {what} as asked."
     best = rows[0]
     on, zero = best["always_on_usd_per_month"], best["to_zero_usd_per_month"]
     machines = f"{best['n_machines']} machines of " if best["n_machines"] > 1 else ""
-    at = {OWN: " of your own", LOCAL: f" of {LOCAL}"}.get(best["provider"], f" at {best['provider']}")
+    at = {OWN: " of your own", LOCAL: f" of {LOCAL}"}.get(
+        best["provider"], f" at {best['provider']}"
+    )
     where = f"{machines}{best['machine']}{at} in {best['precision']}"
     way = "always on" if on <= zero else "going to zero between answers"
     other = f"going to zero {say_cost(zero)}" if on <= zero else f"always on {say_cost(on)}"
     return (
-        f"Serving {what}: {where}, {say_cost(min(on, zero))} a month {way} ({other}); always on is cheaper above "
-        f"{best['break_even_requests_per_hour']:,.0f} requests an hour. After a silence the first token takes "
-        f"{say_seconds(best['to_zero_first_token_s'])} from zero, else {_short(best['first_token_s'])}."
+        f"Serving {what}: {where}, {say_cost(min(on, zero))} a month {way} ({other}); always on is"
+        f" cheaper above {best['break_even_requests_per_hour']:,.0f} requests an hour. After a"
+        f" silence the first token takes {say_seconds(best['to_zero_first_token_s'])} from zero,"
+        f" else {_short(best['first_token_s'])}."
     )
 
 
@@ -126,7 +157,9 @@ def serving_cells(row: Row) -> tuple[str, ...]:
 
 
 def shown(serving: Row) -> list[Row]:
-    """The cheapest machine in every precision that it has, then the others in their cheapest, `_N_SHOWN` at most."""
+    """The cheapest machine in every precision that it has, then the others in their cheapest,
+    `_N_SHOWN` at most.
+    """
     rows = serving["rows"]
     of_best = [row for row in rows if row["machine"] == rows[0]["machine"]] if rows else []
     others = {row["machine"]: row for row in reversed(rows) if row not in of_best}
@@ -135,4 +168,10 @@ def shown(serving: Row) -> list[Row]:
 
 
 def _short(seconds: float) -> str:
-    return say_seconds(seconds) if seconds >= 10 else f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+    return (
+        say_seconds(seconds)
+        if seconds >= 10
+        else f"{seconds:.1f} s"
+        if seconds >= 1
+        else f"{seconds * 1000:.0f} ms"
+    )

@@ -1,4 +1,6 @@
-"""A plan in the terminal, at 80 columns: the answer, the choices, why not elsewhere. Draws; computes nothing."""
+"""A plan in the terminal, at 80 columns: the answer, the choices, why not elsewhere. Draws;
+computes nothing.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,10 @@ _WIDE, _N_NAMED = 100, 5
 _LEFT_OUT = ("#GB", "#streams", "#answer")
 """Columns of serving that a narrower terminal has no room for."""
 _LEGEND = (
-    "By dollars, within 5 % or a cent the sooner first; the first can be had at its price. * no other choice is both cheaper "
-    "and sooner. Ranges hold for 4 of 5 runs. wait: for spot capacity, not paid for. price: `from` is the lowest of a "
-    "marketplace, `buy` what has to be bought"
+    "By dollars, within 5 % or a cent the sooner first; the first can be had at its price. * no"
+    " other choice is both cheaper and sooner. Ranges hold for 4 of 5 runs. wait: for spot"
+    " capacity, not paid for. price: `from` is the lowest of a marketplace, `buy` what has to be"
+    " bought"
 )
 _BAR, _BAR_WIDTH = "█", 24
 Row = Mapping[str, Any]
@@ -81,7 +84,9 @@ def draw_header(console: Console, view: Row) -> None:
     words = limits_in_words(view)
     if words:
         best = view["best"]
-        chance = f"; in time with {best['chance']:.0%}" if best and best["chance"] is not None else ""
+        chance = (
+            f"; in time with {best['chance']:.0%}" if best and best["chance"] is not None else ""
+        )
         console.print(f"[dim]limits: {escape(words)}{chance}[/]")
 
 
@@ -93,24 +98,33 @@ def draw_components(console: Console, row: Row) -> None:
     facts = {
         "recipe": f"{recipe['method']}, {recipe['precision']}, {recipe['optimizer']}",
         "step": f"{recipe['global_batch']} examples: {micro_batches_in_words(recipe)}{each}",
-        "checkpointing": f"activations of {recipe['checkpointing']} recomputed"
-        if recipe["checkpoint_every"]
-        else "none",
+        "checkpointing": (
+            f"activations of {recipe['checkpointing']} recomputed"
+            if recipe["checkpoint_every"]
+            else "none"
+        ),
         "sharding": recipe["sharding"],
-        "speed": f"{say_count(step['tokens_per_s'])} useful tokens/s, {step['useful_share']:.0%} of the computed tokens; "
-        f"{step['flops_per_s'] / 1e12:,.3g} TFLOP/s",
+        "speed": (
+            f"{say_count(step['tokens_per_s'])} useful tokens/s, {step['useful_share']:.0%} of the"
+            f" computed tokens; {step['flops_per_s'] / 1e12:,.3g} TFLOP/s"
+        ),
         "price": _price_words(row),
         "confidence": row["confidence"],
     }
     if row["cache_bytes"]:
         facts["disk"] = f"{say_bytes(row['cache_bytes'])} for the output of the frozen layers"
     if memory["host_bytes"]:
-        facts["main memory"] = f"{say_bytes(memory['host_bytes'])} for weights or an optimizer's state that stay there"
+        facts["main memory"] = (
+            f"{say_bytes(memory['host_bytes'])} for weights or an optimizer's state that stay there"
+        )
     if row["recipe"]["to_set"]:
         facts["to set"] = ", ".join(row["recipe"]["to_set"])
     _draw_pairs(console, facts)
     low, needed, high = memory["range_bytes"]
-    words = f"{say_bytes(needed)} ({_gib(low)} to {_gib(high)}) of {say_bytes(memory['capacity_bytes'])}"
+    words = (
+        f"{say_bytes(needed)} ({_gib(low)} to {_gib(high)}) of"
+        f" {say_bytes(memory['capacity_bytes'])}"
+    )
     of_one = "" if row["is_cpu"] else " of one GPU"
     console.print(f"\n[bold]Memory[/]{of_one}: {words}, at its peak in the {memory['moment']}")
     free = {"free": max(0.0, memory["spare_bytes"])}
@@ -128,13 +142,17 @@ def draw_components(console: Console, row: Row) -> None:
     spot = row["spot"]
     if spot:
         console.print(
-            f"\n[bold]Spot[/]: {spot['n_interruptions']:.2g} expected interruptions, by {escape(spot['law'])}"
+            f"\n[bold]Spot[/]: {spot['n_interruptions']:.2g} expected interruptions, by"
+            f" {escape(spot['law'])}"
         )
         facts = {
             "lost work": say_seconds(spot["lost_s"]),
             "restarts": say_seconds(spot["restart_s"]),
             "waiting": f"{say_seconds(spot['waiting_s'])} for capacity, not paid for",
-            "checkpoints": f"every {say_seconds(spot['save_every_s'])}, {say_seconds(spot['checkpoint_s'])} in all",
+            "checkpoints": (
+                f"every {say_seconds(spot['save_every_s'])}, {say_seconds(spot['checkpoint_s'])}"
+                " in all"
+            ),
         }
         _draw_pairs(console, facts)
     if row["chance"] is not None:
@@ -145,11 +163,15 @@ def draw_compared(console: Console, comparison: Row) -> None:
     """Two choices side by side, with ratios."""
     console.print(f"[bold]{escape(comparison['words'])}[/]\n")
     heads = ("", *(f"#{escape(name)}" for name in comparison_names(comparison)), "#ratio")
-    console.print(table_of(*heads, rows=(map(escape, cells) for cells in comparison["table"]), flush_gap=2))
+    console.print(
+        table_of(*heads, rows=(map(escape, cells) for cells in comparison["table"]), flush_gap=2)
+    )
 
 
 def draw_beside(console: Console, view: Row) -> None:
-    """What was asked for beside the choices: figures of one's own, so many runs, own machines, serving."""
+    """What was asked for beside the choices: figures of one's own, so many runs, own machines,
+    serving.
+    """
     if view["runs"] is not None:
         _draw_savings(console, view)
     _draw_by_hand(console, view)
@@ -167,7 +189,9 @@ def _draw_rest(console: Console, n_rest: int, shown: Sequence[Row]) -> None:
     if n_rest > 0:
         words.append(f"{plural(n_rest, 'more choice')} (--limit N)")
     if n_also:
-        words.append(f"{plural(n_also, 'offer')} like these in other places, at the same price or more")
+        words.append(
+            f"{plural(n_also, 'offer')} like these in other places, at the same price or more"
+        )
     if words:
         console.print(f"[dim]and {'; '.join(words)}[/]")
 
@@ -176,11 +200,16 @@ def _draw_rest(console: Console, n_rest: int, shown: Sequence[Row]) -> None:
 
 
 def _draw_why_not(console: Console, view: Row) -> None:
-    """Refusals for one reason, of whatever GPUs, in two lines; the commonest first, or the nearest where nothing can."""
+    """Refusals for one reason, of whatever GPUs, in two lines; the commonest first, or the nearest
+    where nothing can.
+    """
     groups: dict[tuple[str, str], list[Row]] = {}
     rejected = [one for one in view["rejected"] if one["kind"] not in ("here", "own")]
     for one in rejected:
-        alike = re.sub(r"\d[\d.,]*", "#", cause_of(one["reason"])), re.sub(r"\d[\d.,]*", "#", one["change"])
+        alike = (
+            re.sub(r"\d[\d.,]*", "#", cause_of(one["reason"])),
+            re.sub(r"\d[\d.,]*", "#", one["change"]),
+        )
         groups.setdefault(alike, []).append(one)
     if not groups:
         return
@@ -190,15 +219,23 @@ def _draw_why_not(console: Console, view: Row) -> None:
     if view["plans"]:
         ordered.sort(key=lambda ones: -sum(one["n_offers"] for one in ones))
     for ones in ordered[:_N_WHY_NOT]:
-        names = list(dict.fromkeys(f"{one['n_gpus']}x {one['gpu']}".removeprefix("1x ") for one in ones))
+        names = list(
+            dict.fromkeys(f"{one['n_gpus']}x {one['gpu']}".removeprefix("1x ") for one in ones)
+        )
         more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""
         n = sum(one["n_offers"] for one in ones)
-        console.print(Padding(escape(f"{plural(n, 'offer')}: {', '.join(names[:_N_NAMED])}{more}"), (0, 0, 0, 2)))
+        console.print(
+            Padding(
+                escape(f"{plural(n, 'offer')}: {', '.join(names[:_N_NAMED])}{more}"), (0, 0, 0, 2)
+            )
+        )
         such = "" if len(names) == 1 else f"{names[0]}: "
         words = escape(f"{such}{cause_of(ones[0]['reason'])}; try {ones[0]['change']}")
         console.print(Padding(f"[dim]{words}[/]", (0, 0, 0, 4)))
     if len(groups) > _N_WHY_NOT:
-        console.print(f"[dim]and {plural(len(groups) - _N_WHY_NOT, 'more reason')}: --json has all[/]")
+        console.print(
+            f"[dim]and {plural(len(groups) - _N_WHY_NOT, 'more reason')}: --json has all[/]"
+        )
 
 
 def _draw_by_hand(console: Console, view: Row) -> None:
@@ -217,7 +254,10 @@ def _draw_savings(console: Console, view: Row) -> None:
     if view["methods"]:
         console.print(f"[bold]By method[/]: {escape(methods_in_words(view['methods']))}")
     if view["runs"] is not None:
-        console.print(f"[bold]{plural(view['runs']['n_runs'], 'run')}[/]: {escape('; '.join(view['runs']['words']))}")
+        console.print(
+            f"[bold]{plural(view['runs']['n_runs'], 'run')}[/]:"
+            f" {escape('; '.join(view['runs']['words']))}"
+        )
 
 
 def _draw_own(console: Console, view: Row) -> None:
@@ -226,7 +266,11 @@ def _draw_own(console: Console, view: Row) -> None:
         if own["total_usd"] is None:
             continue
         parts = " + ".join(f"{name} {say_usd(usd)}" for name, usd in own["usd"].items())
-        shared = f" (wear shared by {own['hours_per_month']:,.0f} h of use a month)" if own["price_usd"] else ""
+        shared = (
+            f" (wear shared by {own['hours_per_month']:,.0f} h of use a month)"
+            if own["price_usd"]
+            else ""
+        )
         console.print(Padding(f"[dim]{parts}{shared}[/]", (0, 0, 0, 2)))
         for one in own["against"]:
             if own["price_usd"]:
@@ -245,15 +289,27 @@ def _draw_serving(console: Console, serving: Row) -> None:
     console.print(f"\n[bold]{escape(serving['answer'])}[/]")
     if not serving["rows"]:
         for one in serving["refused"][:_N_WHY_NOT]:
-            console.print(f"  {one['n_gpus']}x {escape(one['gpu'])} in {one['precision']}: {escape(one['why'])}")
+            console.print(
+                f"  {one['n_gpus']}x {escape(one['gpu'])} in {one['precision']}:"
+                f" {escape(one['why'])}"
+            )
         return
     names = [name for name in SERVING_COLUMNS if console.width >= _WIDE or name not in _LEFT_OUT]
     cells = [dict(zip(SERVING_COLUMNS, serving_cells(row), strict=True)) for row in shown(serving)]
-    console.print(table_of(*names, rows=((escape(row[name]) for name in names) for row in cells), flush_gap=1))
+    console.print(
+        table_of(*names, rows=((escape(row[name]) for name in names) for row in cells), flush_gap=1)
+    )
     rest = len(serving["rows"]) - len(shown(serving))
     more = f"and {rest} more (--json has all); " if rest > 0 else ""
-    left_out = "" if len(names) == len(SERVING_COLUMNS) else f"; {_WIDE} columns or more show memory and streams too"
-    console.print(f"[dim]{more}$/M: a million tokens at this traffic, always on; GB: weights alone{left_out}[/]")
+    left_out = (
+        ""
+        if len(names) == len(SERVING_COLUMNS)
+        else f"; {_WIDE} columns or more show memory and streams too"
+    )
+    console.print(
+        f"[dim]{more}$/M: a million tokens at this traffic, always on; GB: weights"
+        f" alone{left_out}[/]"
+    )
     for words in serving["assumptions"]:
         console.print(f"[dim]{escape(words)}[/]")
 
@@ -278,7 +334,9 @@ def _price_words(row: Row) -> str:
     price = "" if row["usd_per_hour"] is None else f"{say_usd(row['usd_per_hour'])} an hour, "
     if row["kind"] in ("here", "own"):
         return f"{price}{row['price_source']}"
-    where = " ".join(dict.fromkeys(word for word in (row["zone"] or row["region"], row["instance"]) if word))
+    where = " ".join(
+        dict.fromkeys(word for word in (row["zone"] or row["region"], row["instance"]) if word)
+    )
     return f"{price}{where}, read {row['price_date']} from {row['price_source']}"
 
 
@@ -294,7 +352,9 @@ def _draw_pairs(console: Console, facts: Mapping[str, str]) -> None:
     console.print(table)
 
 
-def _draw_bars(console: Console, parts: Mapping[str, float], say: Callable[[float], str], whole: float) -> None:
+def _draw_bars(
+    console: Console, parts: Mapping[str, float], say: Callable[[float], str], whole: float
+) -> None:
     """A bar for each part, as long as its share."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, min_width=16)

@@ -1,7 +1,8 @@
 """A plan as plain values: what `farthing plan --json` prints, and all that its drawings know.
 
-The same study gives the same bytes. Offers that differ only in where they stand are one choice, told by the cheapest.
-Refuses to decide (`plan` has), to draw, and to look at a clock, a file or the network.
+The same study gives the same bytes. Offers that differ only in where they stand are one choice,
+told by the cheapest. Refuses to decide (`plan` has), to draw, and to look at a clock, a file or the
+network.
 """
 
 from __future__ import annotations
@@ -54,14 +55,19 @@ def plan_view(
     n_runs: int | None = None,
     paid_usd: float | None = None,
 ) -> Json:
-    """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year, `figures` what somebody
-    knows of the run from elsewhere, `traffic` what answering with the model costs, `n_runs` what so many runs come to,
+    """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year,
+    `figures` what somebody knows of the run from elsewhere, `traffic` what answering with the model
+    costs, `n_runs` what so many runs come to,
     `paid_usd` what somebody paid for it.
 
-    Ranges are [low, likely, high]: 4 of 5 runs are in between. What a sum consists of is a mapping by name.
+    Ranges are [low, likely, high]: 4 of 5 runs are in between. What a sum consists of is a mapping
+    by name.
     """
     choices = _choices(study.answer.plans)
-    rows = [plain(_plan(i, group, study.law, study.wanted.shape.model_type)) for i, group in enumerate(choices, 1)]
+    rows = [
+        plain(_plan(i, group, study.law, study.wanted.shape.model_type))
+        for i, group in enumerate(choices, 1)
+    ]
     best = rows[0] if rows else None
     view = {
         "kind": KIND,
@@ -71,7 +77,9 @@ def plan_view(
         "prices": _prices(study),
         "assumptions": list(study.assumptions.in_words()),
         "notes": list(study.notes),
-        "data_notes": list(dict.fromkeys(note for each in _lengths_of(study) for note in each.notes)),
+        "data_notes": list(
+            dict.fromkeys(note for each in _lengths_of(study) for note in each.notes)
+        ),
         "answer": "",
         "best": best,
         "n_offers": _n_offers(study),
@@ -112,7 +120,7 @@ def plain(value: Any) -> Any:
 
 
 def _by_hand(study: Study, figures: OwnFigures, best: Any) -> ByHand | None:
-    """What somebody's own figures come to; the throughput that the job's cap on GPU-hours asks for."""
+    """What somebody's own figures come to; the throughput that the job's cap on GPU-hours asks for."""  # noqa: E501
     wanted, plan = study.wanted, study.answer.best
     if not figures.is_any and wanted.max_gpu_hours is None:
         return None
@@ -183,16 +191,25 @@ def _job(study: Study) -> Json:
 def _prices(study: Study) -> Json:
     found = study.catalog
     ages = dict(zip(("newest", "median", "oldest"), found.ages_days, strict=True))
-    return {"words": found.words, "where": found.where, "is_stale": found.is_stale, "age_days": ages}
+    return {
+        "words": found.words,
+        "where": found.where,
+        "is_stale": found.is_stale,
+        "age_days": ages,
+    }
 
 
 def _choices(plans: Iterable[Plan]) -> list[list[Plan]]:
-    """Plans that differ only in region, zone and instance together, in the order of the first of each."""
+    """Plans that differ only in region, zone and instance together, in the order of the first of
+    each.
+    """
     groups: dict[Any, list[Plan]] = {}
     for plan in plans:
         offer = plan.offer
         which = offer.instance if offer.provider in (LOCAL, OWN) else ""
-        groups.setdefault((offer.provider, offer.gpu, offer.n_gpus, offer.is_spot, which), []).append(plan)
+        groups.setdefault(
+            (offer.provider, offer.gpu, offer.n_gpus, offer.is_spot, which), []
+        ).append(plan)
     return list(groups.values())
 
 
@@ -210,7 +227,9 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> Json:
         "zone": offer.zone,
         "kind": _kind(offer),
         "usd_per_hour": offer.usd_per_hour,
-        "usd_per_gpu_hour": None if offer.usd_per_hour is None else offer.usd_per_hour / max(1, offer.n_gpus),
+        "usd_per_gpu_hour": (
+            None if offer.usd_per_hour is None else offer.usd_per_hour / max(1, offer.n_gpus)
+        ),
         "paid_gb": offer.n_gpus * gpus()[offer.gpu].memory_gib if offer.unit == "gb_hour" else None,
         "price_source": offer.source,
         "price_date": offer.date.isoformat(),
@@ -239,11 +258,16 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> Json:
         "spot": _spot(plan, law),
         "chance": plan.chance,
         "confidence": how_sure(plan.place, family),
-        "why": "; ".join(words for words in (plan.why, plan.mixture, plan.place.precision_note) if words),
+        "why": "; ".join(
+            words for words in (plan.why, plan.mixture, plan.place.precision_note) if words
+        ),
         "on_front": any(one.on_front for one in group),
         "also_at": [
             {
-                **{name: getattr(other.offer, name) for name in ("instance", "region", "zone", "usd_per_hour")},
+                **{
+                    name: getattr(other.offer, name)
+                    for name in ("instance", "region", "zone", "usd_per_hour")
+                },
                 "total_usd": other.total_usd,
                 "hours": other.wall_s / 3600,
             }
@@ -304,13 +328,21 @@ def _name(plan: Plan) -> str:
     n_gpus, gpu, kind = max(1, plan.offer.n_gpus), plan.place.device.name, _kind(plan.offer)
     if kind in RENTED:
         return f"{n_gpus}x {gpu} {kind.replace('-', ' ')} at {plan.offer.provider}"
-    return f"{LOCAL} ({machine_of(n_gpus, gpu)})" if kind == "here" else f"own {machine_of(n_gpus, gpu)}"
+    return (
+        f"{LOCAL} ({machine_of(n_gpus, gpu)})"
+        if kind == "here"
+        else f"own {machine_of(n_gpus, gpu)}"
+    )
 
 
 def _memory_parts(plan: Plan) -> dict[str, float]:
-    """The components; what a calibration or a processor adds to the formula is one of them, so that they add up."""
+    """The components; what a calibration or a processor adds to the formula is one of them, so that
+    they add up.
+    """
     known = plan.place.calibration.extra_bytes
-    parts: dict[str, float] = dict(plan.memory.parts if known is not None else plan.memory.as_dict())
+    parts: dict[str, float] = dict(
+        plan.memory.parts if known is not None else plan.memory.as_dict()
+    )
     rest = plan.memory_range.likely - sum(parts.values())
     if abs(rest) >= 1:
         parts["measured beside the formula" if known is not None else "the process itself"] = rest
@@ -322,7 +354,12 @@ def _spot(plan: Plan, law: str) -> Json | None:
     if plan.spot is None:
         return None
     found = {name: value for name, value in asdict(plan.spot).items() if name != "work_s"}
-    more = {"save_every_s": plan.interval_s, "cache_bytes": plan.cache_bytes, "law": law, "mixture": plan.mixture}
+    more = {
+        "save_every_s": plan.interval_s,
+        "cache_bytes": plan.cache_bytes,
+        "law": law,
+        "mixture": plan.mixture,
+    }
     return found | more
 
 
@@ -331,13 +368,22 @@ def _answer(best: Any, rows: Sequence[Mapping[str, Any]], study: Study) -> str:
         return f"Nothing can do this job as it is: none of {plural(_n_offers(study), 'offer')}."
     text = f"{what_to_do(best)}: {_figures(best)}."
     if best["recipe"]["to_set"]:
-        text += f" Set {' and '.join(best['recipe']['to_set'])}; {UNTRIED if best['n_gpus'] > 1 else UNTRIED_ALONE}."
+        text += (
+            f" Set {' and '.join(best['recipe']['to_set'])};"
+            f" {UNTRIED if best['n_gpus'] > 1 else UNTRIED_ALONE}."
+        )
     cap = study.wanted.max_usd
     if cap is not None and best["usd_range"][2] > cap:
-        text += f" It may come to {say_cost(best['usd_range'][2])}: at {say_cost(cap)} the run saves and stops."
+        text += (
+            f" It may come to {say_cost(best['usd_range'][2])}: at {say_cost(cap)} the run saves"
+            " and stops."
+        )
     rented = next((row for row in rows if row["kind"] in RENTED), None)
     if best["kind"] not in RENTED and rented is not None:
-        text += f" Rented: {rented['name']}, {say_cost(rented['total_usd'])}, {say_seconds(rented['wall_s'])}."
+        text += (
+            f" Rented: {rented['name']}, {say_cost(rented['total_usd'])},"
+            f" {say_seconds(rented['wall_s'])}."
+        )
     here = next((row for row in rows if row["kind"] == "here" and not has_price(row)), None)
     if here is not None and here is not best:
         text += f" This machine: {hours_in_words(here)}, no price is given."
@@ -357,27 +403,41 @@ def price_notes(plan: Plan) -> list[str]:
     if place.price_age_days > OLD_PRICE_DAYS:
         found.append(f"the price is {place.price_age_days} days old")
     if terms.pack_usd:
-        found.append(f"{say_cost(up_front(plan))} is paid before, in packs of {say_cost(terms.pack_usd)}")
+        found.append(
+            f"{say_cost(up_front(plan))} is paid before, in packs of {say_cost(terms.pack_usd)}"
+        )
     elif terms.deposit_usd > plan.total_usd:
         found.append(f"a deposit of {say_cost(terms.deposit_usd)} is paid before")
     moved = {name: plan.usd.get(name, 0.0) for name in ("storage", "egress")}
     unknown = {"storage": terms.storage_usd_per_gb_month, "egress": terms.egress_usd_per_gb}
-    assumed = [name for name, usd in moved.items() if unknown[name] is None and usd > 0.02 * plan.total_usd]
+    assumed = [
+        name for name, usd in moved.items() if unknown[name] is None and usd > 0.02 * plan.total_usd
+    ]
     if assumed:
-        found.append(f"{say_cost(sum(moved[name] for name in assumed))} of it is {' and '.join(assumed)} by assumption")
+        found.append(
+            f"{say_cost(sum(moved[name] for name in assumed))} of it is {' and '.join(assumed)} by"
+            " assumption"
+        )
     if plan.hours_range.high > terms.most_hours:
-        found.append(f"a machine is taken back after {terms.most_hours:g} h: begin it again, it goes on")
+        found.append(
+            f"a machine is taken back after {terms.most_hours:g} h: begin it again, it goes on"
+        )
     if place.host_note:
         found.append(place.host_note)
     if plan.usd.get("rounding", 0.0) > 0.02 * plan.total_usd:
-        found.append(f"{say_cost(plan.usd['rounding'])} of it is the provider's minimum or rounding up")
+        found.append(
+            f"{say_cost(plan.usd['rounding'])} of it is the provider's minimum or rounding up"
+        )
     return found
 
 
 def _figures(row: Mapping[str, Any]) -> str:
     notes = "".join(f"; {words}" for words in row["price_notes"])
     fits = "fits, but tightly," if row["memory"]["is_tight"] else "fits"
-    return f"{usd_in_words(row)}, {hours_in_words(row)}, {fits} with {say_bytes(row['memory']['spare_bytes'])} to spare{notes}"
+    return (
+        f"{usd_in_words(row)}, {hours_in_words(row)}, {fits} with"
+        f" {say_bytes(row['memory']['spare_bytes'])} to spare{notes}"
+    )
 
 
 def _here(rows: Sequence[Mapping[str, Any]], study: Study) -> Json | None:
@@ -385,9 +445,17 @@ def _here(rows: Sequence[Mapping[str, Any]], study: Study) -> Json | None:
     row = next((row for row in rows if row["kind"] == "here"), None)
     if row is not None:
         words = f"{hours_in_words(row)}, "
-        words += say_cost(row["total_usd"]) if has_price(row) else "no price given (where.usd_per_hour)"
+        words += (
+            say_cost(row["total_usd"]) if has_price(row) else "no price given (where.usd_per_hour)"
+        )
         words += f", fits with {say_bytes(row['memory']['spare_bytes'])} to spare"
-        return {"name": row["name"], "rank": row["rank"], "words": words, "reason": "", "change": ""}
+        return {
+            "name": row["name"],
+            "rank": row["rank"],
+            "words": words,
+            "reason": "",
+            "change": "",
+        }
     one = next((one for one in study.answer.rejected if one.offer.provider == LOCAL), None)
     if one is None:
         return None
@@ -403,9 +471,14 @@ def _grouped(rejected: Iterable[Rejected]) -> list[Json]:
     groups: dict[Any, list[Rejected]] = {}
     for one in rejected:
         offer = one.offer
-        groups.setdefault((offer.gpu, offer.n_gpus, offer.is_spot, one.reason, one.change), []).append(one)
+        groups.setdefault(
+            (offer.gpu, offer.n_gpus, offer.is_spot, one.reason, one.change), []
+        ).append(one)
     rows = [_rejected(group) for group in groups.values()]
-    return sorted(rows, key=lambda row: [row[name] for name in ("distance", "gpu", "n_gpus", "kind", "reason")])
+    return sorted(
+        rows,
+        key=lambda row: [row[name] for name in ("distance", "gpu", "n_gpus", "kind", "reason")],
+    )
 
 
 def _rejected(group: Sequence[Rejected]) -> Json:
@@ -425,14 +498,21 @@ def _rejected(group: Sequence[Rejected]) -> Json:
 
 
 def _usd_key(offer: Offer) -> tuple[float, str, str, str]:
-    return offer.usd_per_hour if offer.usd_per_hour is not None else math.inf, offer.provider, offer.region, offer.zone
+    return (
+        offer.usd_per_hour if offer.usd_per_hour is not None else math.inf,
+        offer.provider,
+        offer.region,
+        offer.zone,
+    )
 
 
 def _nearest(rejected: Sequence[Rejected], n: int = 3) -> list[Rejected]:
-    """The ways that are nearest to being possible: different kinds of change first, then other GPUs.
+    """The ways that are nearest to being possible: different kinds of change first, then other
+    GPUs.
 
-    First what fits a GPU that the trainer can use and only passes a limit, which one change mends for certain; last what
-    torch has no code for, of which it is not known whether it would fit, and none of it that nothing mends.
+    First what fits a GPU that the trainer can use and only passes a limit, which one change mends
+    for certain; last what torch has no code for, of which it is not known whether it would fit, and
+    none of it that nothing mends.
     """
 
     def key(one: Rejected) -> Any:

@@ -1,4 +1,6 @@
-"""What is said of a plan in words, for all who draw it: dollars, the job in one line, limits, when buying pays back."""
+"""What is said of a plan in words, for all who draw it: dollars, the job in one line, limits, when
+buying pays back.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,22 @@ def machine_of(n_gpus: int, gpu: str) -> str:
 def what_to_do(best: Mapping[str, Any]) -> str:
     """`Rent 1x L4 spot at GCP, on demand when it falls behind the deadline`."""
     verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
-    with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
+    with_own = (
+        ", on demand when it falls behind the deadline"
+        if best["spot"] and best["spot"]["mixture"]
+        else ""
+    )
     return f"{verb}{best['name']}{with_own}"
 
 
 def usd_in_words(row: Mapping[str, Any]) -> str:
     """`$0.40 (0.31 to 0.52)`."""
     low, likely, high = (say_cost(usd) for usd in row["usd_range"])
-    return f"{likely} ({low.removeprefix('$')} to {high.removeprefix('$')})" if has_price(row) else "no price is given"
+    return (
+        f"{likely} ({low.removeprefix('$')} to {high.removeprefix('$')})"
+        if has_price(row)
+        else "no price is given"
+    )
 
 
 def must_buy_more(row: Mapping[str, Any]) -> bool:
@@ -78,7 +88,9 @@ def say_saving(saved: Saving) -> str:
 
 def ways_out(view: Mapping[str, Any]) -> list[str]:
     """The nearest ways to make the job possible, in words."""
-    return [f"{_where(way)}: {cause_of(way['reason'])}; try {way['change']}" for way in view["nearest"]]
+    return [
+        f"{_where(way)}: {cause_of(way['reason'])}; try {way['change']}" for way in view["nearest"]
+    ]
 
 
 def _where(way: Mapping[str, Any]) -> str:
@@ -95,9 +107,15 @@ def cause_of(reason: str) -> str:
 
 
 def other_ways(view: Mapping[str, Any]) -> dict[str, str]:
-    """This machine, what is sooner, spot or not, two GPUs or one: what there is to say of each, by name."""
+    """This machine, what is sooner, spot or not, two GPUs or one: what there is to say of each, by
+    name.
+    """
     here = {} if view["here"] is None else {view["here"]["name"]: view["here"]["words"]}
-    names = {"sooner": "sooner", "spot_or_not": "spot or not", "two_or_one": "two cheap or one dear"}
+    names = {
+        "sooner": "sooner",
+        "spot_or_not": "spot or not",
+        "two_or_one": "two cheap or one dear",
+    }
     return here | {name: view[key]["words"] for key, name in names.items() if view[key]}
 
 
@@ -106,14 +124,17 @@ def summary(view: Mapping[str, Any]) -> str:
     job = view["job"]
     share = job["n_trainable"] / max(1, job["n_parameters"])
     trained = (
-        "" if job["n_trainable"] == job["n_parameters"] else f", {say_count(job['n_trainable'])} ({share:.1%}) trained"
+        ""
+        if job["n_trainable"] == job["n_parameters"]
+        else f", {say_count(job['n_trainable'])} ({share:.1%}) trained"
     )
     epochs = f" x {plural_of(job['n_epochs'], 'epoch')}" if job["n_epochs"] is not None else ""
     return (
-        f"{job['model']} ({say_count(job['n_parameters'])} parameters{trained}), {job['method']}, {job['task']}: "
-        f"{plural(job['n_examples'], 'example')}{epochs}, {plural(job['n_steps'], 'step')} of {job['global_batch']}, "
-        f"{say_count(job['n_tokens'])} tokens "
-        f"({job['mean_tokens']:,.0f} an example on average, {job['longest_tokens']:,} at most)"
+        f"{job['model']} ({say_count(job['n_parameters'])} parameters{trained}), {job['method']},"
+        f" {job['task']}: {plural(job['n_examples'], 'example')}{epochs},"
+        f" {plural(job['n_steps'], 'step')} of {job['global_batch']}, {say_count(job['n_tokens'])}"
+        f" tokens ({job['mean_tokens']:,.0f} an example on average, {job['longest_tokens']:,} at"
+        " most)"
     )
 
 
@@ -129,7 +150,8 @@ def limits_in_words(view: Mapping[str, Any]) -> str:
         words.append(f"at most {limits['max_gpu_hours']:g} GPU-hours")
     if limits["deadline_s"] is not None:
         words.append(
-            f"done in {say_seconds(limits['deadline_s'])} from now, on spot with {limits['confidence']:.0%} at least"
+            f"done in {say_seconds(limits['deadline_s'])} from now, on spot with"
+            f" {limits['confidence']:.0%} at least"
         )
     return ", ".join(words)
 
@@ -146,8 +168,9 @@ def break_even_words(own: Mapping[str, Any], one: Mapping[str, Any]) -> str:
     months = one["break_even_months"]
     long = f"{months:,.1f} months" if months < 36 else f"{months / 12:,.0f} years"
     return (
-        f"bought for {say_cost(own['price_usd'])} it pays for itself after {one['break_even_hours']:,.0f} h of use, "
-        f"{long} with {one['hours_per_month']:.3g} h a month, against {rent}"
+        f"bought for {say_cost(own['price_usd'])} it pays for itself after"
+        f" {one['break_even_hours']:,.0f} h of use, {long} with {one['hours_per_month']:.3g} h a"
+        f" month, against {rent}"
     )
 
 
@@ -161,10 +184,16 @@ YEARS = ("way", "#a year", "#three years", "#saved in a year")
 
 
 def year_rows(years: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """What each way comes to, and what it saves in a year against the dearest: `$1,620 (94%)`; nothing for that one."""
+    """What each way comes to, and what it saves in a year against the dearest: `$1,620 (94%)`;
+    nothing for that one.
+    """
     for name, usd in years["one_year_usd"].items():
         saved = years["saved_in_a_year"].get(name)
-        words = f"{say_cost(saved['usd'])} ({saved['share']:.0%})" if saved and saved["usd"] and saved["share"] else ""
+        words = (
+            f"{say_cost(saved['usd'])} ({saved['share']:.0%})"
+            if saved and saved["usd"] and saved["share"]
+            else ""
+        )
         yield name, say_cost(usd), say_cost(years["three_years_usd"][name]), words
 
 

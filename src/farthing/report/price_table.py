@@ -19,20 +19,36 @@ if TYPE_CHECKING:
 _UNITS = {"gb_hour": "a GB-hour", "run": "a run", "million_tokens": "/M tokens"}
 _COLUMNS = ("GPUs", "provider", "machine", "where", "kind", "an hour", "per GPU", "age")
 _OF_OFFER = (
-    *("provider", "instance", "gpu", "n_gpus", "region", "zone", "kind", "unit", "usd", "usd_per_hour"),
+    *(
+        "provider",
+        "instance",
+        "gpu",
+        "n_gpus",
+        "region",
+        "zone",
+        "kind",
+        "unit",
+        "usd",
+        "usd_per_hour",
+    ),
     *("usd_per_gpu_hour", "vcpus", "ram_gib", "source"),
 )
 _CUTS = {"machine": 30, "provider": 10, "where": 5, "GPUs": 20}
 
 
 def draw_prices(console: Console, catalog: Catalog, offers: Sequence[Offer], n_found: int) -> None:
-    """A table of offers, how old they are, and where they were read. Fits 80 columns; wider ones show the machine."""
+    """A table of offers, how old they are, and where they were read. Fits 80 columns; wider ones
+    show the machine.
+    """
     names = [name for name in _COLUMNS if name != "machine" or console.width >= 110]
     rows = [_cells(offer, catalog.today) for offer in offers]
     console.print(fitted_table(console.width, names, rows, ("an hour", "per GPU", "age"), _CUTS))
     rest = n_found - len(offers)
     if rest > 0:
-        console.print(f"[dim]and {plural(rest, 'more offer')}: --limit 0 shows all, --gpu and --provider narrow it[/]")
+        console.print(
+            f"[dim]and {plural(rest, 'more offer')}: --limit 0 shows all, --gpu and --provider"
+            " narrow it[/]"
+        )
     console.print(f"[dim]{escape(catalog.words)}[/]", soft_wrap=True)
     console.print(f"[dim]read from: {escape('; '.join(_sources(offers)))}[/]", soft_wrap=True)
 
@@ -45,13 +61,19 @@ def draw_update(console: Console, update: Update) -> None:
     absent = sorted({outcome.feed.provider for outcome in update.outcomes if outcome.is_absent})
     if absent:
         console.print(
-            f"[dim]not asked, because gpuhunt or a key is missing: {escape(', '.join(absent))}[/]", soft_wrap=True
+            f"[dim]not asked, because gpuhunt or a key is missing: {escape(', '.join(absent))}[/]",
+            soft_wrap=True,
         )
     names = ", ".join(update.refreshed)
-    console.print(f"[green]refreshed[/] {plural(len(update.refreshed), 'provider')}: {escape(names)}", soft_wrap=True)
+    console.print(
+        f"[green]refreshed[/] {plural(len(update.refreshed), 'provider')}: {escape(names)}",
+        soft_wrap=True,
+    )
     if update.kept:
         console.print(f"kept as they were: {escape(', '.join(update.kept))}", soft_wrap=True)
-    console.print(f"{plural(update.n_offers, 'price')} in {escape(str(update.path))}", soft_wrap=True)
+    console.print(
+        f"{plural(update.n_offers, 'price')} in {escape(str(update.path))}", soft_wrap=True
+    )
 
 
 def prices_as_json(catalog: Catalog, offers: Sequence[Offer], n_found: int) -> dict[str, object]:
@@ -96,7 +118,9 @@ def _row(offer: Offer, today: date) -> dict[str, object]:
 
 
 def _cells(offer: Offer, today: date) -> dict[str, str]:
-    """One row of the table. What is not paid by the hour has its price under the hour and its unit beside."""
+    """One row of the table. What is not paid by the hour has its price under the hour and its unit
+    beside.
+    """
     usd, usd_per_gpu = offer.usd_per_hour, offer.usd_per_gpu_hour
     return {
         "GPUs": f"{offer.n_gpus}x {offer.gpu}" if offer.gpu else offer.instance[:20],

@@ -1,7 +1,7 @@
 """The receipt: what happened, what it cost, where each dollar went, and how true the estimate was.
 
-Built from the files of the run folder only, so a killed run has one too. Spans add up to the wall time of the attempts
-and dollars to the bill: each attempt's seconds at that attempt's price.
+Built from the files of the run folder only, so a killed run has one too. Spans add up to the wall
+time of the attempts and dollars to the bill: each attempt's seconds at that attempt's price.
 """
 
 from __future__ import annotations
@@ -32,11 +32,20 @@ from farthing.durability.run_folder import (
     evaluation_of,
     witnesses_of,
 )
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.estimate import Estimate
 from farthing.report.diagnosis import diagnose
 from farthing.report.receipt_serving import serving_of
-from farthing.report.receipt_types import Curves, Forecast, Pair, Promised, Receipt, Saves, Span, Trust
+from farthing.report.receipt_types import (
+    Curves,
+    Forecast,
+    Pair,
+    Promised,
+    Receipt,
+    Saves,
+    Span,
+    Trust,
+)
 from farthing.report.timeline import OF_SPAN, seconds_of, timeline_of
 from farthing.report.training_log import TrainingLog, read_log
 from farthing.settings import renamed
@@ -57,12 +66,22 @@ FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "work")
 
 
 def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
-    """The receipt of the run in `folder`; `log` where it was read already. Raises `UserMistake` when there is none."""
+    """The receipt of the run in `folder`; `log` where it was read already. Raises `InputError` when
+    there is none.
+    """
     found = read_ledger(folder / LEDGER, witnesses_of(folder))
     if not found.accounts and not (folder / LEDGER).exists():
-        raise UserMistake("not a run folder", where=str(folder), to_do="name the output_dir of a job that has started")
+        raise InputError(
+            "not a run folder",
+            where=str(folder),
+            to_do="name the output_dir of a job that has started",
+        )
     accounts, log = with_redone(found.ordered), log or read_log(folder / LOG)
-    job, estimate, facts = _read_json(folder / JOB), _estimate_in(folder / PLAN), _read_json(folder / RUN) or {}
+    job, estimate, facts = (
+        _read_json(folder / JOB),
+        _estimate_in(folder / PLAN),
+        _read_json(folder / RUN) or {},
+    )
     bill = _bill_of(accounts)
     exported_step = _newest(accounts, lambda a: a.exported)
     best, of_model = _evaluations_of_note(log.evaluations, exported_step)
@@ -132,14 +151,19 @@ def _bill_of(accounts: list[Account]) -> Bill:
     return Bill(
         accounts[-1].ended if accounts else "killed",
         {name: sum(a.spans.get(name, 0.0) for a in accounts) for name in SPANS},
-        {name: sum(a.spans.get(name, 0.0) / 3600 * a.usd_per_hour for a in accounts) for name in SPANS},
+        {
+            name: sum(a.spans.get(name, 0.0) / 3600 * a.usd_per_hour for a in accounts)
+            for name in SPANS
+        },
         sum(a.wall_s for a in accounts),
         sum(a.usd for a in accounts),
         max((a.peak_bytes for a in accounts if a.peak_bytes), default=None),
     )
 
 
-def _of_afterwards(folder: Path, exported_step: int | None, job: Json | None, log: TrainingLog) -> Json:
+def _of_afterwards(
+    folder: Path, exported_step: int | None, job: Json | None, log: TrainingLog
+) -> Json:
     """The fields on what becomes of the model."""
     published = _read_json(folder / PUBLISHED)
     sent = published.get("publications", []) if isinstance(published, dict) else []
@@ -165,12 +189,16 @@ def _curves(log: TrainingLog, accounts: list[Account]) -> Curves:
     ]
     ends = [point for point in (log.losses.first, log.losses.last) if point is not None]
     bands = log.losses.bands(N_BANDS)
-    return Curves(log.losses.means(N_CURVE_POINTS), bands, ends, _utilisation(accounts), evaluations)
+    return Curves(
+        log.losses.means(N_CURVE_POINTS), bands, ends, _utilisation(accounts), evaluations
+    )
 
 
 def _newest(accounts: list[Account], value: Callable[[Account], Any]) -> Any:
     """What the last attempt that knows it says."""
-    return next((found for account in reversed(accounts) if (found := value(account)) is not None), None)
+    return next(
+        (found for account in reversed(accounts) if (found := value(account)) is not None), None
+    )
 
 
 def _evaluations_of_note(rows: list[Json], exported_step: int | None) -> tuple[Any, Any]:
@@ -206,7 +234,9 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two receipts side by side; what is saved is below 0 where the run took more than the baseline."""
+    """Two receipts side by side; what is saved is below 0 where the run took more than the
+    baseline.
+    """
 
     run: str
     baseline: str
@@ -216,18 +246,24 @@ class Comparison:
     saved_share: float | None
     saved_s: float
     is_same_work: bool
-    """Whether both have taken the same steps with the same tokens: else only what a token takes can be compared."""
+    """Whether both have taken the same steps with the same tokens: else only what a token takes can
+    be compared.
+    """
     saved_share_per_token: float | None
     """Of the dollars of a token, or of its seconds where there is no price."""
 
     def in_words(self, run: str = "the run", baseline: str = "the baseline") -> str:
-        """What the run saves; where both did not do the same work, by the token; empty where nothing is known of that."""
+        """What the run saves; where both did not do the same work, by the token; empty where
+        nothing is known of that.
+        """
         if not self.is_same_work:
             share = self.saved_share_per_token
             what = "costs" if self.saved_usd is not None else "takes"
             less = "" if share is None else f"{abs(share):.0%} {'less' if share >= 0 else 'more'}"
             return f"by the token {run} {what} {less} than {baseline}" if less else ""
-        words = [f"takes {say_seconds(abs(self.saved_s))} {'less' if self.saved_s >= 0 else 'more'}"]
+        words = [
+            f"takes {say_seconds(abs(self.saved_s))} {'less' if self.saved_s >= 0 else 'more'}"
+        ]
         if self.saved_usd is not None:
             share_words = "" if self.saved_share is None else f" ({abs(self.saved_share):.0%})"
             more = "less" if self.saved_usd >= 0 else "more"
@@ -242,12 +278,13 @@ class Comparison:
 def compare(run: Receipt, baseline: Receipt) -> Comparison:
     """What the first saves against the second, and what of it can't be compared.
 
-    Raises `UserMistake` for runs of different tasks: nothing that they learned can be compared.
+    Raises `InputError` for runs of different tasks: nothing that they learned can be compared.
     """
     tasks = [(receipt.job or {}).get("task") for receipt in (run, baseline)]
     if None not in tasks and tasks[0] != tasks[1]:
-        raise UserMistake(
-            f"one run is {tasks[0]}, the other {tasks[1]}: their losses and metrics can't be compared",
+        raise InputError(
+            f"one run is {tasks[0]}, the other {tasks[1]}: their losses and metrics can't be"
+            " compared",
             where=f"{run.run}, {baseline.run}",
             to_do="compare runs of one task",
         )
@@ -278,7 +315,10 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
         if isinstance(value, float) and name in theirs:
             rows[name] = both(value, theirs[name], is_like="eval" not in unlike)
     saved_usd = baseline.usd - run.usd if has_prices else None
-    spent = [(receipt.usd if has_prices else receipt.wall_s, receipt.tokens) for receipt in (run, baseline)]
+    spent = [
+        (receipt.usd if has_prices else receipt.wall_s, receipt.tokens)
+        for receipt in (run, baseline)
+    ]
     per_token = [amount / n for amount, n in spent if n and amount]
     return Comparison(
         run=run.run,
@@ -294,35 +334,50 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
 
 
 def _unlike(run: Receipt, baseline: Receipt) -> dict[str, str]:
-    """In what two runs are not alike, so that some of their figures say nothing about each other: key -> words."""
+    """In what two runs are not alike, so that some of their figures say nothing about each other:
+    key -> words.
+    """
     found = {}
     ours, theirs = run.identity or {}, baseline.identity or {}
 
     def differ(*keys: str) -> bool:
         return any(ours.get(key) != theirs.get(key) for key in keys)
 
-    of_words = [key for key in {**ours, **theirs} if key.startswith(("tokenization.", "tokenizer "))]
+    of_words = [
+        key for key in {**ours, **theirs} if key.startswith(("tokenization.", "tokenizer "))
+    ]
     if differ("data.train (content)", "data.eval_fraction", "data.max_train_samples", *of_words):
-        found["train"] = "they trained on other data, or other tokens of it: the last training loss can't be compared"
+        found["train"] = (
+            "they trained on other data, or other tokens of it: the last training loss can't be"
+            " compared"
+        )
     held_out = ["data.eval (content)", "data.max_eval_samples"]
     if not ours.get("data.eval (content)") or not theirs.get("data.eval (content)"):
         held_out += ["data.train (content)", "data.eval_fraction", "train.seed"]
     if run.metrics and baseline.metrics and differ(*held_out, *of_words):
-        found["eval"] = "they were evaluated on other examples, or other tokens of them: the metrics can't be compared"
+        found["eval"] = (
+            "they were evaluated on other examples, or other tokens of them: the metrics can't be"
+            " compared"
+        )
     known = [receipt.usd_is_known for receipt in (run, baseline)]
     if known[0] != known[1]:
-        found["price"] = f"{'the baseline' if known[0] else 'the run'} has no price: dollars can't be compared"
+        found["price"] = (
+            f"{'the baseline' if known[0] else 'the run'} has no price: dollars can't be compared"
+        )
     if run.steps != baseline.steps or run.tokens != baseline.tokens:
         found["work"] = (
-            f"they did not do the same work ({plural(run.steps, 'step')} and {plural(baseline.steps, 'step')}): "
-            "their totals can't be compared, what a token takes can"
+            f"they did not do the same work ({plural(run.steps, 'step')} and"
+            f" {plural(baseline.steps, 'step')}): their totals can't be compared, what a token"
+            " takes can"
         )
     models = [
-        str(((receipt.job or {}).get("model") or {}).get("model_name_or_path", "?")) for receipt in (run, baseline)
+        str(((receipt.job or {}).get("model") or {}).get("model_name_or_path", "?"))
+        for receipt in (run, baseline)
     ]
     if models[0] != models[1] and differ("model (content)"):
         found["model"] = (
-            f"they trained other models ({models[0]} and {models[1]}): a token is not the same work for both"
+            f"they trained other models ({models[0]} and {models[1]}): a token is not the same work"
+            " for both"
         )
     states = {receipt.state for receipt in (run, baseline)}
     if states != {"finished"}:
@@ -331,7 +386,18 @@ def _unlike(run: Receipt, baseline: Receipt) -> dict[str, str]:
 
 
 def _attempt(account: Account) -> Json:
-    same = ("number", "spans", "usd_per_hour", "first_step", "began", "ended", "redone_s", "n_saves", "wall_s", "usd")
+    same = (
+        "number",
+        "spans",
+        "usd_per_hour",
+        "first_step",
+        "began",
+        "ended",
+        "redone_s",
+        "n_saves",
+        "wall_s",
+        "usd",
+    )
     return {name: getattr(account, name) for name in same} | {
         "started_at": datetime.fromtimestamp(account.started_at, UTC).isoformat(timespec="seconds"),
         "last_step": account.step,
@@ -339,7 +405,9 @@ def _attempt(account: Account) -> Json:
     }
 
 
-def _checkpoints(job: Any, estimate: Estimate | None, attempts: list[Account], wall_s: float) -> Saves:
+def _checkpoints(
+    job: Any, estimate: Estimate | None, attempts: list[Account], wall_s: float
+) -> Saves:
     train = job["train"] if isinstance(job, dict) else {}
     interval_s = 60 * train["save_minutes"] if train.get("save_minutes") else None
     if interval_s is None and not train.get("save_steps") and estimate is not None:
@@ -352,20 +420,28 @@ def _checkpoints(job: Any, estimate: Estimate | None, attempts: list[Account], w
 def _notice(said: Json, account: Account) -> Json:
     """What was heard, in which attempt, and how long after it the process had left."""
     notice = said["notice"]
-    left_after_s = max(0.0, account.at - notice["at"]) if notice.get("is_certain") and "at" in notice else None
+    left_after_s = (
+        max(0.0, account.at - notice["at"]) if notice.get("is_certain") and "at" in notice else None
+    )
     return {"attempt": account.number, "step": said["step"], **notice, "left_after_s": left_after_s}
 
 
 def _start_up_s(attempt: Account) -> float:
     """What it took an attempt to get going."""
-    return sum(attempt.spans.get(name, 0.0) for name in ("start_up", "tokenize", "load_model", "restore"))
+    return sum(
+        attempt.spans.get(name, 0.0) for name in ("start_up", "tokenize", "load_model", "restore")
+    )
 
 
 APART = "restarts and waiting, left out of the ratio"
 
 
 def _pair(promised: float, happened: float | None, bill: Bill) -> Pair:
-    ratio = happened / promised if bill.state == "finished" and happened is not None and promised else None
+    ratio = (
+        happened / promised
+        if bill.state == "finished" and happened is not None and promised
+        else None
+    )
     return Pair(promised, happened, ratio)
 
 
@@ -376,8 +452,11 @@ def _estimate_in(path: Path) -> Estimate | None:
     return None
 
 
-def against_estimate(estimate: Estimate | None, bill: Bill, attempts: Sequence[Account]) -> Promised | None:
-    """What the plan had said before the first attempt against what happened, whole and by component.
+def against_estimate(
+    estimate: Estimate | None, bill: Bill, attempts: Sequence[Account]
+) -> Promised | None:
+    """What the plan had said before the first attempt against what happened, whole and by
+    component.
 
     Restarts, work that was done again and waiting say nothing of the estimate, and are apart.
     """
@@ -388,9 +467,13 @@ def against_estimate(estimate: Estimate | None, bill: Bill, attempts: Sequence[A
         for part in dict.fromkeys(part for _, part in OF_SPAN.values() if part)
     }
     again_s = (
-        sum(_start_up_s(a) for a in attempts[1:]) + sum(a.redone_s for a in attempts) + bill.spans.get("ranks", 0.0)
+        sum(_start_up_s(a) for a in attempts[1:])
+        + sum(a.redone_s for a in attempts)
+        + bill.spans.get("ranks", 0.0)
     )
-    promised_s = sum(estimate.seconds.get(name, 0.0) for name in ("lost work", "restarts", "waiting"))
+    promised_s = sum(
+        estimate.seconds.get(name, 0.0) for name in ("lost work", "restarts", "waiting")
+    )
     sums = _sums(asdict(estimate), bill)
     if again_s or promised_s:
         alone = _pair(estimate.wall_s - promised_s, bill.wall_s - again_s, bill)
@@ -405,19 +488,30 @@ def _forecast(forecast: Json | None, bill: Bill) -> Forecast | None:
 
 def _sums(said: Json, bill: Bill) -> dict[str, Pair]:
     """What was said of time, dollars and memory, each with what came of it."""
-    return {name: _pair(said[name], getattr(bill, name), bill) for name in ("wall_s", "usd", "peak_bytes")}
+    return {
+        name: _pair(said[name], getattr(bill, name), bill)
+        for name in ("wall_s", "usd", "peak_bytes")
+    }
 
 
 def _utilisation(accounts: list[Account]) -> list[list[float]]:
-    """How busy the GPU was over all attempts: at most `N_CURVE_POINTS` points [step, mean of its stretch]."""
+    """How busy the GPU was over all attempts: at most `N_CURVE_POINTS` points [step, mean of its
+    stretch].
+    """
     points = [(int(step), mean) for account in accounts for step, mean, _ in account.utilisation]
     size = -(-len(points) // N_CURVE_POINTS) or 1
     stretches = [points[start : start + size] for start in range(0, len(points), size)]
-    return [[stretch[-1][0], sum(mean for _, mean in stretch) / len(stretch)] for stretch in stretches]
+    return [
+        [stretch[-1][0], sum(mean for _, mean in stretch) / len(stretch)] for stretch in stretches
+    ]
 
 
 def _read_json(path: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
         value = read_json(path)
-        return {key: item for key, item in value.items() if key != "sha256"} if isinstance(value, dict) else value
+        return (
+            {key: item for key, item in value.items() if key != "sha256"}
+            if isinstance(value, dict)
+            else value
+        )
     return None

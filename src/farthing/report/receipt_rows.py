@@ -1,4 +1,6 @@
-"""What a receipt says in rows of words, for all who draw it: the terminal, the page and the model card. Draws nothing."""
+"""What a receipt says in rows of words, for all who draw it: the terminal, the page and the model
+card. Draws nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,14 @@ CLASSES = ("class", "#precision", "#recall", "#F1", "#examples")
 
 def time_and_price(receipt: Receipt, seconds: float, usd: float) -> str:
     """`20 s ($0.012)`, in the digits of the run's bill; without dollars where there is no price."""
-    return say_seconds(seconds) + (f" ({digits_of(receipt.usd)(usd)})" if receipt.usd_is_known else "")
+    return say_seconds(seconds) + (
+        f" ({digits_of(receipt.usd)(usd)})" if receipt.usd_is_known else ""
+    )
 
 
 def estimate_rows(receipt: Receipt, least_s: float = 0.0) -> Rows:
-    """What the plan said before the start, part by part, what the first steps said, and what came of it.
+    """What the plan said before the start, part by part, what the first steps said, and what came
+    of it.
 
     Of the parts those that were to take, or took, `least_s`.
     """
@@ -52,13 +57,26 @@ def class_rows(metrics: Mapping[str, Any]) -> Rows:
 
 
 def compared_rows(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, ...]]:
-    """A figure of the first run, of each that it is compared with, and the ratio to the first of these."""
+    """A figure of the first run, of each that it is compared with, and the ratio to the first of
+    these.
+    """
     for name, row in comparisons[0].rows.items():
-        say = say_usd if "usd" in name else {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number)
-        values = [row.run, *(each.rows[name].baseline if name in each.rows else None for each in comparisons)]
+        say = (
+            say_usd
+            if "usd" in name
+            else {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number)
+        )
+        values = [
+            row.run,
+            *(each.rows[name].baseline if name in each.rows else None for each in comparisons),
+        ]
         unknown = "no price" if "usd" in name else "-"
         texts = [unknown if value is None else say(value) for value in values]
-        yield ROW_NAMES.get(name, name.replace("_", " ")), *texts, "" if row.ratio is None else f"{row.ratio:.3f}"
+        yield (
+            ROW_NAMES.get(name, name.replace("_", " ")),
+            *texts,
+            "" if row.ratio is None else f"{row.ratio:.3f}",
+        )
 
 
 def _number(value: float) -> str:

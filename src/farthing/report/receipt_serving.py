@@ -1,7 +1,8 @@
-"""What answering with the trained model would cost, for the last line of a receipt: 1,000 requests a day, the cheapest way.
+"""What answering with the trained model would cost, for the last line of a receipt: 1,000 requests
+a day, the cheapest way.
 
-Requests are taken to be as long as the run's examples: what was learned is written, the rest is read. Refuses to guess for
-models that do not write token by token.
+Requests are taken to be as long as the run's examples: what was learned is written, the rest is
+read. Refuses to guess for models that do not write token by token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from farthing.clock import today
 from farthing.config.job import Job
 from farthing.durability.files import Json, read_json
 from farthing.durability.run_folder import MODEL
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.planner.serving import Served, Traffic, serve
 from farthing.planner.shapes import Shape, read_shape
 from farthing.prices.catalog import Catalog, read_catalog
@@ -46,15 +47,16 @@ class Serving:
         """One line."""
         way = "always on" if self.is_always_on else "going to zero between answers"
         return (
-            f"{self.requests_per_day:,.0f} requests a day of {self.input_tokens:,.0f} tokens in and "
-            f"{self.output_tokens:,.0f} out: {say_cost(self.usd_per_month)} a month, {way}, on {self.machine} at "
-            f"{self.provider} in {self.precision} (price of {self.price_date}; `farthing plan JOB --serve` has the others)"
+            f"{self.requests_per_day:,.0f} requests a day of {self.input_tokens:,.0f} tokens in and"
+            f" {self.output_tokens:,.0f} out: {say_cost(self.usd_per_month)} a month, {way}, on"
+            f" {self.machine} at {self.provider} in {self.precision} (price of {self.price_date};"
+            " `farthing plan JOB --serve` has the others)"
         )
 
 
 def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving | None:
     """The cheapest way for the model of a finished run, by its job; None where it is not known."""
-    with contextlib.suppress(OSError, ValueError, UserMistake, StopIteration):
+    with contextlib.suppress(OSError, ValueError, InputError, StopIteration):
         job = Job.model_validate(values)  # ValueError: of another version of farthing
         n_examples = log.step * job.global_batch_size
         if not n_examples or not log.n_targets:
@@ -67,9 +69,16 @@ def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving |
             on, zero = best.always_on_usd, best.to_zero_usd()
             several = f"{best.server.n_gpus}x " if best.server.n_gpus > 1 else ""
             return Serving(
-                min(on, zero), several + best.server.gpu.name, best.offer.provider, best.server.precision, on <= zero,
-                REQUESTS_PER_DAY, traffic.input_tokens, traffic.output_tokens, best.offer.date.isoformat(),
-            )  # fmt: skip
+                min(on, zero),
+                several + best.server.gpu.name,
+                best.offer.provider,
+                best.server.precision,
+                on <= zero,
+                REQUESTS_PER_DAY,
+                traffic.input_tokens,
+                traffic.output_tokens,
+                best.offer.date.isoformat(),
+            )
     return None
 
 

@@ -1,4 +1,6 @@
-"""What a receipt consists of: frozen values with their units, as `receipt.json` holds them. Refuses to compute any."""
+"""What a receipt consists of: frozen values with their units, as `receipt.json` holds them. Refuses
+to compute any.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Advice:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What holds a run back, in the order data, memory, compute, and the rest; `largest` is where most is to be saved."""
+    """What holds a run back, in the order data, memory, compute, and the rest; `largest` is where
+    most is to be saved.
+    """
 
     findings: list[Finding]
     largest: str
@@ -70,7 +74,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Promised:
-    """What the plan had said before the first attempt, whole and by component, against what happened."""
+    """What the plan had said before the first attempt, whole and by component, against what
+    happened.
+    """
 
     calibration: str
     wall_range_s: list[float]
@@ -92,7 +98,9 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Saves:
-    """How many checkpoints, how often, and for how long training waited for them; `share` is of all the time."""
+    """How many checkpoints, how often, and for how long training waited for them; `share` is of all
+    the time.
+    """
 
     n: int
     interval_s: float | None
@@ -125,7 +133,9 @@ class Curves:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Everything that a run folder says of its run. Dictionaries are as the files of the folder have them."""
+    """Everything that a run folder says of its run. Dictionaries are as the files of the folder
+    have them.
+    """
 
     run: str
     state: str
@@ -152,7 +162,9 @@ class Receipt:
     metrics: Json | None
     evaluation: Json | None
     standard_tasks: Json | None
-    """What `farthing eval` has measured of the model, beside what the run began with: on examples, and by lm-eval's tasks."""
+    """What `farthing eval` has measured of the model, beside what the run began with: on examples,
+    and by lm-eval's tasks.
+    """
     wall_s: float
     usd: float
     ancestor: Json | None
@@ -173,7 +185,9 @@ class Receipt:
     promised: Promised | None
     forecast: Forecast | None
     peak_bytes: int | None
-    machines: list[Json]  # that were rented: what each has cost, see `bill_by_machine`; training is a part of it
+    machines: list[
+        Json
+    ]  # that were rented: what each has cost, see `bill_by_machine`; training is a part of it
     tokens_per_s: float | None
     padded_tokens_per_s: float | None
     mfu: float | None
@@ -190,7 +204,9 @@ class Receipt:
 
     @property
     def against_estimate(self) -> Pair | None:
-        """The dollars, or the seconds where there is no price, that were estimated; None where nothing was."""
+        """The dollars, or the seconds where there is no price, that were estimated; None where
+        nothing was.
+        """
         if self.promised is None:
             return None
         return self.promised.usd if self.usd_is_known else self.promised.wall_s

@@ -1,7 +1,9 @@
-"""A run as one HTML page that needs nothing else, and several runs compared on one: what they cost, and where it went.
+"""A run as one HTML page that needs nothing else, and several runs compared on one: what they cost,
+and where it went.
 
-Gets receipts and draws them; every word of others is escaped. A month-long run gives a page no larger than a short one: curves
-are means of stretches with their range, exact at both ends. Refuses to read files, and to compute what a receipt does not say.
+Gets receipts and draws them; every word of others is escaped. A month-long run gives a page no
+larger than a short one: curves are means of stretches with their range, exact at both ends. Refuses
+to read files, and to compute what a receipt does not say.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from farthing.report.receipt_types import Diagnosis, Receipt
 from farthing.report.timeline import Column, group_of, grouped
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
-_STATES = {"finished": "Finished", "limit": "Stopped at a limit", "interrupted": "Interrupted", "failed": "Failed"}
+_STATES = {
+    "finished": "Finished",
+    "limit": "Stopped at a limit",
+    "interrupted": "Interrupted",
+    "failed": "Failed",
+}
 _N_ATTEMPTS, _N_POINTS = 20, 400
 
 
@@ -66,7 +73,8 @@ def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]
     parts = [
         "<h1>farthing runs compared</h1>",
         page.paragraph(words[:1].upper() + words[1:], "answer"),
-        page.heading("Side by side") + page.table("Side by side", heads, compared_rows(comparisons)),
+        page.heading("Side by side")
+        + page.table("Side by side", heads, compared_rows(comparisons)),
         page.listed("What can't be compared", notes),
         _losses(receipts, names),
         _groups(receipts, names),
@@ -97,7 +105,9 @@ def _headline(receipt: Receipt) -> str:
     if pair is not None and pair.ratio is not None:
         off = abs(pair.ratio - 1)
         words += (
-            ", as estimated" if off < 0.005 else f", {off:.0%} {'more' if pair.ratio > 1 else 'less'} than estimated"
+            ", as estimated"
+            if off < 0.005
+            else f", {off:.0%} {'more' if pair.ratio > 1 else 'less'} than estimated"
         )
     return f"{_STATES.get(receipt.state, 'Not finished')}: {words}"
 
@@ -107,9 +117,15 @@ def _what(receipt: Receipt) -> str:
     model = (job.get("model") or {}).get("model_name_or_path", "a model")
     data = ", ".join(Path(name).name for name in (job.get("data") or {}).get("train", []))
     method = (job.get("method") or {}).get("name", "")
-    words = [f"{Path(model).name if Path(model).is_absolute() else model}, {method}", str(job.get("task", "")), data]
+    words = [
+        f"{Path(model).name if Path(model).is_absolute() else model}, {method}",
+        str(job.get("task", "")),
+        data,
+    ]
     words.append(f"{plural(receipt.steps, 'step')}, {say_count(receipt.tokens)} tokens")
-    words.append(", ".join(str(machine[name]) for name in ("device", "precision") if name in machine))
+    words.append(
+        ", ".join(str(machine[name]) for name in ("device", "precision") if name in machine)
+    )
     return "; ".join(word for word in words if word)
 
 
@@ -117,7 +133,9 @@ def _facts(receipt: Receipt) -> str:
     promised, rows = receipt.promised, []
     low_high = ""
     if receipt.usd_is_known:
-        estimate = f"estimated {say_usd(promised.usd.promised)}" if promised else "nothing was estimated"
+        estimate = (
+            f"estimated {say_usd(promised.usd.promised)}" if promised else "nothing was estimated"
+        )
         rows.append(("Cost", say_usd(receipt.usd), estimate))
     if promised:
         low, _, high = promised.wall_range_s
@@ -127,11 +145,19 @@ def _facts(receipt: Receipt) -> str:
     if losses and receipt.final_loss is not None:
         rows.append(("Training loss", f"{receipt.final_loss:.4g}", f"from {losses[0][1]:.4g}"))
     if receipt.metrics and isinstance(receipt.metrics.get("loss"), float):
-        where = f"best, after step {receipt.best_step:,}" if receipt.best_step is not None else "the last one"
+        where = (
+            f"best, after step {receipt.best_step:,}"
+            if receipt.best_step is not None
+            else "the last one"
+        )
         rows.append(("Evaluation loss", f"{receipt.metrics['loss']:.4g}", where))
     if receipt.tokens_per_s:
         usd = receipt.usd_per_million_tokens
-        price = f"{say_usd(usd)} a million" if usd is not None and receipt.usd_is_known else "without padding"
+        price = (
+            f"{say_usd(usd)} a million"
+            if usd is not None and receipt.usd_is_known
+            else "without padding"
+        )
         rows.append(("Useful tokens", f"{say_count(receipt.tokens_per_s)}/s", price))
     if receipt.mfu:
         rows.append(("Utilisation", f"{receipt.mfu:.0%}", "of the device's peak FLOPs"))
@@ -141,7 +167,11 @@ def _facts(receipt: Receipt) -> str:
     if receipt.interruptions:
         lost = receipt.redone_s + receipt.restart_s
         rows.append(
-            ("Interruptions", str(receipt.interruptions), f"{say_seconds(lost)} for restarts and work done twice")
+            (
+                "Interruptions",
+                str(receipt.interruptions),
+                f"{say_seconds(lost)} for restarts and work done twice",
+            )
         )
     return page.facts(rows)
 
@@ -153,14 +183,19 @@ def _diagnosis(receipt: Receipt, level: int = 2) -> str:
         first = " first" if finding.cause == found.largest else ""
         fix = f"<code>--set {escape(finding.fix)}</code> " if "=" in finding.fix else ""
         fix = fix or (f"<code>{escape(finding.fix)}</code>: " if finding.fix else "")
-        saves = time_and_price(receipt, finding.saves_s, finding.saves_usd) + " in a run like this one"
+        saves = (
+            time_and_price(receipt, finding.saves_s, finding.saves_usd) + " in a run like this one"
+        )
         if finding.rest_s:
-            saves += f", {time_and_price(receipt, finding.rest_s, finding.rest_usd)} in what is left of this one"
+            saves += (
+                f", {time_and_price(receipt, finding.rest_s, finding.rest_usd)} in what is left of"
+                " this one"
+            )
         name = finding.area if finding.cause == finding.area else f"{finding.area}: {finding.cause}"
         to_do = re.sub("`([^`]+)`", r"<code>\1</code>", escape(finding.to_do))
         parts.append(
-            f'<div class="finding{first}"><p><strong>{escape(name)}</strong>, worth {escape(saves)}</p>'
-            f"<p>{escape(finding.evidence)}.</p><p>{fix}{to_do}</p></div>"
+            f'<div class="finding{first}"><p><strong>{escape(name)}</strong>, worth'
+            f" {escape(saves)}</p><p>{escape(finding.evidence)}.</p><p>{fix}{to_do}</p></div>"
         )
     for advice in found.advice:
         command = f"<p><code>{escape(advice.command)}</code></p>" if advice.command else ""
@@ -180,15 +215,29 @@ def _over_time(receipt: Receipt) -> str:
     end_s, usd_at = columns[-1].end_s, _usd_at(columns)
 
     def say_x(seconds: float) -> str:
-        return say_short(seconds) + (f" · {say_usd(usd_at(seconds))}" if receipt.usd_is_known and seconds else "")
+        return say_short(seconds) + (
+            f" · {say_usd(usd_at(seconds))}" if receipt.usd_is_known and seconds else ""
+        )
 
     bars = [(c.begin_s, c.end_s, c.seconds, _said(receipt, c)) for c in columns]
-    marks = [(m.at_s, m.kind, f"{m.kind}, step {m.step:,}, {say_seconds(m.at_s)}") for m in receipt.timeline.marks]
-    axes = Axes((0, end_s), (0, 100), say_x, lambda y: f"{y:.0f} %", time_ticks(end_s, 6), [0, 25, 50, 75, 100])
+    marks = [
+        (m.at_s, m.kind, f"{m.kind}, step {m.step:,}, {say_seconds(m.at_s)}")
+        for m in receipt.timeline.marks
+    ]
+    axes = Axes(
+        (0, end_s),
+        (0, 100),
+        say_x,
+        lambda y: f"{y:.0f} %",
+        time_ticks(end_s, 6),
+        [0, 25, 50, 75, 100],
+    )
     words = "What each stretch of the paid time was spent on" + (
         ", with the dollars so far below." if receipt.usd_is_known else "."
     )
-    return page.heading("Where the time went") + stacked("Time over the run", words, Bars(bars, marks), axes)
+    return page.heading("Where the time went") + stacked(
+        "Time over the run", words, Bars(bars, marks), axes
+    )
 
 
 def say_short(seconds: float) -> str:
@@ -204,7 +253,10 @@ def _said(receipt: Receipt, column: Column) -> str:
     total = sum(column.seconds.values()) or 1.0
     shares = ", ".join(f"{name} {page.percent(seconds / total)}" for name, seconds in parts[:4])
     usd = f", {_cost(receipt, column.usd)}" if receipt.usd_is_known else ""
-    return f"{say_seconds(column.begin_s)} to {say_seconds(column.end_s)}, up to step {column.step:,}{usd}: {shares}"
+    return (
+        f"{say_seconds(column.begin_s)} to {say_seconds(column.end_s)}, up to step"
+        f" {column.step:,}{usd}: {shares}"
+    )
 
 
 def _usd_at(columns: Sequence[Column]) -> Callable[[float], float]:
@@ -214,7 +266,9 @@ def _usd_at(columns: Sequence[Column]) -> Callable[[float], float]:
         spent = 0.0
         for column in columns:
             length = column.end_s - column.begin_s
-            spent += column.usd * (min(1.0, max(0.0, (seconds - column.begin_s) / length)) if length else 1.0)
+            spent += column.usd * (
+                min(1.0, max(0.0, (seconds - column.begin_s) / length)) if length else 1.0
+            )
         return spent
 
     return usd_at
@@ -229,7 +283,16 @@ def _loss(receipt: Receipt) -> str:
     points = [(first[0], first[1]), *steps[1 if bands[0][1] == 1 else 0 : -1], (last[0], last[1])]
     band = [(step, low, high) for step, _, _, low, high in bands] if len(bands) > 1 else []
     lines = [
-        Line("training loss, mean of a stretch and its range" if bands[0][1] > 1 else "training loss", points, 1, band)
+        Line(
+            (
+                "training loss, mean of a stretch and its range"
+                if bands[0][1] > 1
+                else "training loss"
+            ),
+            points,
+            1,
+            band,
+        )
     ]
     rows = _evaluations(receipt, "loss")
     if rows:
@@ -238,14 +301,23 @@ def _loss(receipt: Receipt) -> str:
     marked = (*best, f"best: {best[1]:.4g}, step {best[0]:,.0f}") if best else None
     top = sorted(y for _, y in points)[-1 - len(points) // 50]
     top = top if 0 < 3 * top < max(high for *_, high in bands) else max(high for *_, high in bands)
-    ys = [y for _, y in [*points, *rows]] + [low for _, low, _ in band] + [min(high, top * 1.15) for *_, high in band]
-    words = f"Training loss from {first[1]:.4g} after step {first[0]:,} to {last[1]:.4g} after step {last[0]:,}."
+    ys = (
+        [y for _, y in [*points, *rows]]
+        + [low for _, low, _ in band]
+        + [min(high, top * 1.15) for *_, high in band]
+    )
+    words = (
+        f"Training loss from {first[1]:.4g} after step {first[0]:,} to {last[1]:.4g} after step"
+        f" {last[0]:,}."
+    )
     # a few wild values would flatten all others
     axes = _step_axes([x for x, _ in points], [min(y, top * 1.3) if top > 0 else y for y in ys])
     return page.heading("Loss") + curves("Loss", words, lines, axes, marked)
 
 
-def _step_axes(xs: Sequence[float], ys: Sequence[float], say_y: Callable[[float], str] = lambda y: f"{y:.4g}") -> Axes:
+def _step_axes(
+    xs: Sequence[float], ys: Sequence[float], say_y: Callable[[float], str] = lambda y: f"{y:.4g}"
+) -> Axes:
     low, high = min(ys), max(ys)
     room = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
     edges = (max(0.0, low - room) if low >= 0 else low - room, high + room)
@@ -278,7 +350,9 @@ def _metrics(receipt: Receipt) -> str:
     points = [point for line in lines for point in line.points]
     said = ", ".join(f"{name} {last[name]:.4g}" for name in names)
     axes = _step_axes([x for x, _ in points], [y for _, y in points])
-    return page.heading("Metrics") + curves("Metrics", f"At the last evaluation: {said}.", lines, axes)
+    return page.heading("Metrics") + curves(
+        "Metrics", f"At the last evaluation: {said}.", lines, axes
+    )
 
 
 def _speed(receipt: Receipt) -> str:
@@ -294,7 +368,10 @@ def _speed(receipt: Receipt) -> str:
     mean = before / columns[-1].end_s
     end_s, ys = columns[-1].end_s, [y for _, y in points]
     axes = Axes((0, end_s), (0, max(ys) * 1.08), say_short, say_count, time_ticks(end_s, 7))
-    words = f"Useful tokens for each paid second, start, saves and evaluations counted: {say_count(mean)} on average."
+    words = (
+        "Useful tokens for each paid second, start, saves and evaluations counted:"
+        f" {say_count(mean)} on average."
+    )
     line = Line("useful tokens a second", points, 1)
     text = page.heading("Speed") + curves("Useful tokens a second", words, [line], axes)
     busy = receipt.curves.utilisation_percent
@@ -349,19 +426,23 @@ def _attempts(receipt: Receipt) -> str:
     heads = ["attempt", "=began (UTC)", "=ended", "#steps", "#time", "#redone"]
     heads += ["#dollars"] if receipt.usd_is_known else []
     n_more = len(receipt.attempts) - len(rows)
-    more = page.paragraph(f"The newest; {n_more:,} earlier ones are in receipt.json." if n_more else "")
+    more = page.paragraph(
+        f"The newest; {n_more:,} earlier ones are in receipt.json." if n_more else ""
+    )
     return page.heading("Attempts") + page.table("Attempts", heads, rows) + more
 
 
 def _settings(receipt: Receipt) -> str:
-    command = f"farthing train {shlex.quote(receipt.run + '/job.json')} --set output_dir={shlex.quote(receipt.run + '-again')}"
+    command = (
+        f"farthing train {shlex.quote(receipt.run + '/job.json')} --set"
+        f" output_dir={shlex.quote(receipt.run + '-again')}"
+    )
     machine = [(str(name), str(value)) for name, value in (receipt.machine or {}).items()]
     settings = [*_flat(receipt.settings or {}), *machine, ("farthing", farthing.__version__)]
     job, heads = _flat(receipt.job or {}), ("setting", "value")
     return (
-        f"{page.heading('The same again')}{page.wide('Command', f'<pre>{escape(command)}</pre>')}"
-        f"{page.heading('How it was computed')}{page.table('Settings', heads, settings)}"
-        f"<details><summary>The whole job, {plural(len(job), 'key')}</summary>{page.table('Job', heads, job)}</details>"
+        f"{page.heading('The same again')}{page.wide('Command', f'<pre>{escape(command)}</pre>')}{page.heading('How it was computed')}{page.table('Settings', heads, settings)}<details><summary>The"  # noqa: E501
+        f" whole job, {plural(len(job), 'key')}</summary>{page.table('Job', heads, job)}</details>"
     )
 
 
@@ -372,7 +453,9 @@ def _flat(values: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
         if isinstance(value, dict) and value:
             found += _flat(value, f"{before}{name}.")
         elif value is not None and name != "sha256":
-            found.append((f"{before}{name}", value if isinstance(value, str) else json.dumps(value)[:400]))
+            found.append(
+                (f"{before}{name}", value if isinstance(value, str) else json.dumps(value)[:400])
+            )
     return found
 
 
@@ -382,7 +465,10 @@ def _flat(values: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
 def _distinct(receipts: Sequence[Receipt]) -> list[str]:
     """Names of runs that tell them apart."""
     names = [_name(receipt) for receipt in receipts]
-    return [name if names.count(name) == 1 else receipt.run for name, receipt in zip(names, receipts, strict=True)]
+    return [
+        name if names.count(name) == 1 else receipt.run
+        for name, receipt in zip(names, receipts, strict=True)
+    ]
 
 
 def _losses(receipts: Sequence[Receipt], names: Sequence[str]) -> str:
@@ -395,7 +481,9 @@ def _losses(receipts: Sequence[Receipt], names: Sequence[str]) -> str:
     if not points:
         return ""
     axes = _step_axes([x for x, _ in points], [y for _, y in points])
-    return page.heading("Training loss") + curves("Training loss", "Mean of each stretch, by step.", lines, axes)
+    return page.heading("Training loss") + curves(
+        "Training loss", "Mean of each stretch, by step.", lines, axes
+    )
 
 
 def _groups(receipts: Sequence[Receipt], names: Sequence[str]) -> str:

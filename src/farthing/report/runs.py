@@ -1,7 +1,8 @@
-"""All runs in a folder: their state, dollars, best metric and how true the estimate was, and what a month has cost in all.
+"""All runs in a folder: their state, dollars, best metric and how true the estimate was, and what a
+month has cost in all.
 
-Every folder with a ledger is a run, wherever it lies below. What can't be read is named, not left out. Refuses to follow links
-out of the folder, and to write.
+Every folder with a ledger is a run, wherever it lies below. What can't be read is named, not left
+out. Refuses to follow links out of the folder, and to write.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Row:
 
     run: str
     state: str
-    """running, silent, finished, limit, interrupted, failed; unreadable where its files can't be understood"""
+    """running, silent, finished, limit, interrupted, failed; unreadable where its files can't be
+    understood
+    """
     began: str | None
     """UTC, ISO."""
     model: str | None
@@ -66,7 +69,9 @@ def row_of(folder: Path, now: float, *, name: str) -> Row:
     try:
         receipt = build_receipt(folder)
     except (FarthingError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Row(name, "unreadable", None, None, None, 0, 0.0, None, None, None, None, {}, f"{error}")
+        return Row(
+            name, "unreadable", None, None, None, 0, 0.0, None, None, None, None, {}, f"{error}"
+        )
     job, months = receipt.job or {}, dict[str, float]()
     for attempt in receipt.attempts:
         month = str(attempt["started_at"])[:7]
@@ -93,7 +98,14 @@ def _best(receipt: Receipt) -> tuple[str | None, float | None]:
     """The metric that says which step is best, and its best value."""
     name = ((receipt.job or {}).get("train") or {}).get("metric_for_best_model") or "loss"
     name = str(name).removeprefix("eval_")
-    row = next((row for row in receipt.curves.evaluation if row["step"] == receipt.best_step and name in row), None)
+    row = next(
+        (
+            row
+            for row in receipt.curves.evaluation
+            if row["step"] == receipt.best_step and name in row
+        ),
+        None,
+    )
     return (name, row[name]) if row else (None, None)
 
 
@@ -121,10 +133,16 @@ def as_csv(rows: Sequence[Row]) -> str:
     writer = csv.DictWriter(out, names, lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({name: _inert(value) for name, value in asdict(row).items() if name in names})
+        writer.writerow(
+            {name: _inert(value) for name, value in asdict(row).items() if name in names}
+        )
     return out.getvalue()
 
 
 def _inert(value: Any) -> Any:
     """A text that a spreadsheet would compute gets a quote before it."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t")) else value
+    return (
+        f"'{value}"
+        if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t"))
+        else value
+    )

@@ -1,4 +1,6 @@
-"""The printing edge of what rich draws: markup and control characters in texts of others are shown, never obeyed."""
+"""The printing edge of what rich draws: markup and control characters in texts of others are shown,
+never obeyed.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,25 @@ def escape_lines(text: object) -> str:
 
 
 def table_of(
-    *heads: str, rows: Iterable[Iterable[str]] = (), title: str | None = None, flush_gap: int | None = None
+    *heads: str,
+    rows: Iterable[Iterable[str]] = (),
+    title: str | None = None,
+    flush_gap: int | None = None,
 ) -> Table:
-    """A table without lines, of rich markup. Heads that begin with # are of numbers, with = of what is not broken.
+    """A table without lines, of rich markup. Heads that begin with # are of numbers, with = of what
+    is not broken.
 
     Set in by two columns; with `flush_gap` not, and that is the space between two columns.
     """
     padding, is_flush = (0, 2) if flush_gap is None else (0, flush_gap, 0, 0), flush_gap is not None
-    table = Table(box=None, padding=padding, show_edge=False, pad_edge=not is_flush, title=title, title_justify="left")
+    table = Table(
+        box=None,
+        padding=padding,
+        show_edge=False,
+        pad_edge=not is_flush,
+        title=title,
+        title_justify="left",
+    )
     for name in heads:
         justify: JustifyMethod = "right" if name.startswith("#") else "left"
         table.add_column(name.lstrip("#="), justify=justify, no_wrap=name.startswith("="))
@@ -41,12 +54,16 @@ def table_of(
 
 
 def fitted_table(
-    width: int, names: Sequence[str], rows: Sequence[Mapping[str, str]], numbers: Sequence[str], cuts: Mapping[str, int]
+    width: int,
+    names: Sequence[str],
+    rows: Sequence[Mapping[str, str]],
+    numbers: Sequence[str],
+    cuts: Mapping[str, int],
 ) -> Table:
     """A table of plain texts, no line of which is broken. Columns of `numbers` stand right.
 
-    `cuts`: how narrow columns may become. Where the terminal is too narrow the first is cut, then columns move together,
-    then the others are cut in their order.
+    `cuts`: how narrow columns may become. Where the terminal is too narrow the first is cut, then
+    columns move together, then the others are cut in their order.
     """
     widths, gap = {name: widest(name, rows) for name in names}, 2
     for name, least in cuts.items():
@@ -70,7 +87,9 @@ def widest(name: str, rows: Sequence[Mapping[str, str]]) -> int:
 
 
 class SafeConsole(Console):
-    """A console that spells out control characters in whatever it is given to print; its own colours stay."""
+    """A console that spells out control characters in whatever it is given to print; its own
+    colours stay.
+    """
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """The segments of something to print, without what would steer the terminal."""

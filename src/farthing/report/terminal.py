@@ -1,4 +1,6 @@
-"""What a person sees of a run as it goes, drawn from its events. Computes nothing; tables are in `receipt_table.py`."""
+"""What a person sees of a run as it goes, drawn from its events. Computes nothing; tables are in
+`receipt_table.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,18 @@ _PLAIN_EVERY_S = 5.0
 
 
 class Terminal:
-    """Renders the events of a run. On a terminal the last line is alive; in a log, a line every few seconds."""
+    """Renders the events of a run. On a terminal the last line is alive; in a log, a line every few
+    seconds.
+    """
 
-    def __init__(self, console: Console, logging_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, logging_steps: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.console = console
         self._clock = clock
-        self._work = ""  # what is being read or tokenized, since when, and when a log is told of it next
+        self._work = (  # what is being read or tokenized, since when, and when a log is told of it next  # noqa: E501
+            ""
+        )
         self._work_began = self._work_due = 0.0
         self._logging_steps = logging_steps
         self._live: Live | None = None
@@ -62,8 +70,12 @@ class Terminal:
 
     @_show.register
     def _(self, event: events.ReadingData) -> None:
-        words = say_bytes(event.done_bytes) + (f" of {say_bytes(event.total_bytes)}" if event.total_bytes else "")
-        self._on_the_way(event.what, event.done_bytes / event.total_bytes if event.total_bytes else None, words)
+        words = say_bytes(event.done_bytes) + (
+            f" of {say_bytes(event.total_bytes)}" if event.total_bytes else ""
+        )
+        self._on_the_way(
+            event.what, event.done_bytes / event.total_bytes if event.total_bytes else None, words
+        )
 
     @_show.register
     def _(self, event: events.Tokenizing) -> None:
@@ -80,16 +92,25 @@ class Terminal:
         if n_repeated := event.n_examples - event.n_distinct_inputs:
             words.append(f"{n_repeated:,} repeat the input of another example")
         if event.n_too_long:
-            words.append(f"{event.n_too_long:,} too long, {'skipped' if event.n_skipped_long else 'truncated'}")
+            words.append(
+                f"{event.n_too_long:,} too long,"
+                f" {'skipped' if event.n_skipped_long else 'truncated'}"
+            )
         if event.n_without_target:
             words.append(f"{event.n_without_target:,} left out: no target token")
         formats = ", ".join(sorted(set(event.formats)))
-        self._say(f"[bold]{event.role}[/] {escape(', '.join(event.names))} ({formats}): {', '.join(words)}")
+        self._say(
+            f"[bold]{event.role}[/] {escape(', '.join(event.names))} ({formats}):"
+            f" {', '.join(words)}"
+        )
         for text in event.notes:
             self._show(events.Warned(text))
         if event.n_bad:
             self._show(
-                events.Warned(f"{event.n_bad:,} of {plural(event.n_rows, 'row')} can't be used and are left out:")
+                events.Warned(
+                    f"{event.n_bad:,} of {plural(event.n_rows, 'row')} can't be used and are left"
+                    " out:"
+                )
             )
             for place, reason in event.bad_rows[:5]:
                 self._say(f"  {escape(place)}: {escape(reason)}")
@@ -97,12 +118,24 @@ class Terminal:
     @_show.register
     def _(self, event: events.Decided) -> None:
         share = event.n_trainable / max(1, event.n_parameters)
-        held_out = f"{event.n_eval_examples:,} for evaluation" if event.n_eval_examples else "none for evaluation"
+        held_out = (
+            f"{event.n_eval_examples:,} for evaluation"
+            if event.n_eval_examples
+            else "none for evaluation"
+        )
         rows = {
             "model": event.model,
-            "parameters": f"{event.n_parameters:,}, of them trained {event.n_trainable:,} ({share:.2%})",
-            "data": f"{plural(event.n_examples, 'example')}, {held_out}, up to {event.max_length} tokens",
-            "steps": f"{event.n_steps:,} of {event.batch}" + (f"; {event.fitted}" if event.fitted else ""),
+            "parameters": (
+                f"{event.n_parameters:,}, of them trained {event.n_trainable:,} ({share:.2%})"
+            ),
+            "data": (
+                f"{plural(event.n_examples, 'example')}, {held_out}, up to {event.max_length}"
+                " tokens"
+            ),
+            "steps": (
+                f"{event.n_steps:,} of {event.batch}"
+                + (f"; {event.fitted}" if event.fitted else "")
+            ),
             "learning rate": event.learning_rate,
             "computes on": f"{event.device} in {event.precision}",
             "batches": event.computed,
@@ -152,7 +185,11 @@ class Terminal:
 
     @_show.register
     def _(self, event: events.Evaluated) -> None:
-        numbers = [f"{name} {value:.4g}" for name, value in event.metrics.items() if isinstance(value, float)]
+        numbers = [
+            f"{name} {value:.4g}"
+            for name, value in event.metrics.items()
+            if isinstance(value, float)
+        ]
         mark = " [green](best)[/]" if event.is_best else ""
         self._say(f"[bold]evaluation[/] at step {event.step:,}: {', '.join(numbers)}{mark}")
 
@@ -168,7 +205,9 @@ class Terminal:
         self.console.print(markup, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def _on_the_way(self, what: str, share: float | None, words: str) -> None:
-        """How far something has got: a bar on a terminal; in a log a line after 5 s, and then ever more seldom."""
+        """How far something has got: a bar on a terminal; in a log a line after 5 s, and then ever
+        more seldom.
+        """
         now = self._clock()
         if what != self._work:
             self._work, self._work_began, self._work_due = what, now, now + _PLAIN_EVERY_S
@@ -200,10 +239,17 @@ def _step_line(event: events.StepTaken) -> str:
     if event.usd > 0:
         parts.append(f"{say_usd(event.usd)} so far")
     if event.s_to_go is not None and event.step < event.n_steps:
-        cost = f"{say_usd(event.usd_to_go)} and " if event.usd > 0 and event.usd_to_go is not None else ""
+        cost = (
+            f"{say_usd(event.usd_to_go)} and "
+            if event.usd > 0 and event.usd_to_go is not None
+            else ""
+        )
         parts.append(f"{cost}{say_seconds(event.s_to_go)} to go")
     if event.tokens_per_s and event.padded_tokens_per_s:
-        parts.append(f"{say_count(event.tokens_per_s)} useful tok/s ({say_count(event.padded_tokens_per_s)} computed)")
+        parts.append(
+            f"{say_count(event.tokens_per_s)} useful tok/s ({say_count(event.padded_tokens_per_s)}"
+            " computed)"
+        )
     if event.mfu:
         parts.append(f"MFU {event.mfu:.0%}")
     if event.utilisation_percent is not None:

@@ -1,7 +1,8 @@
 """A run over its paid time: what each stretch of it was spent on, and what happened when.
 
-Attempts are laid end to end, as the bill has them: the pauses between, in which nothing ran and nothing was paid for, are left
-out. Refuses to show more than a page can: stretches are joined, and of many events of a kind a share is kept.
+Attempts are laid end to end, as the bill has them: the pauses between, in which nothing ran and
+nothing was paid for, are left out. Refuses to show more than a page can: stretches are joined, and
+of many events of a kind a share is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ OF_SPAN = {
     "idle": (REST, "training"),
     "lost": (REST, ""),
 }
-"""Of each span of the ledger the group that a page tells apart, and the part of a plan's estimate that foretells it."""
+"""Of each span of the ledger the group that a page tells apart, and the part of a plan's estimate
+that foretells it.
+"""
 _OTHER = (REST, "")  # a span of another version of farthing
 
 
@@ -98,9 +101,15 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
         if account.began and began:
             marks.append(Mark(begin_s, "interruption", account.first_step))
         began |= account.began
-        steps_at = [point for point in steps_at if point[0] <= account.first_step] if account.began else steps_at
+        steps_at = (
+            [point for point in steps_at if point[0] <= account.first_step]
+            if account.began
+            else steps_at
+        )
         steps_at.append((account.first_step, begin_s + _start_s(account)))
-        own = account.stretches or [[account.step, account.facts.get("tokens", 0), account.n_saves, account.spans]]
+        own = account.stretches or [
+            [account.step, account.facts.get("tokens", 0), account.n_saves, account.spans]
+        ]
         for step, at_end, n_saves, spans in own:
             seconds = grouped(spans)
             end_s, tokens = begin_s + sum(seconds.values()), max(tokens, int(at_end))
@@ -111,7 +120,9 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
                 marks.append(Mark(end_s, "checkpoint", int(step)))
             begin_s = end_s
         marks += [
-            Mark(_when(steps_at, e["step"]), "out of memory", e["step"]) for e in account.out_of_memory if "step" in e
+            Mark(_when(steps_at, e["step"]), "out of memory", e["step"])
+            for e in account.out_of_memory
+            if "step" in e
         ]
     marks += [Mark(_when(steps_at, step), "evaluation", step) for step in _some(list(evaluated))]
     kinds = sorted({mark.kind for mark in marks})
@@ -121,13 +132,23 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
 
 def _start_s(account: Account) -> float:
     """Seconds of an attempt before its first step."""
-    return sum(s for span, s in account.spans.items() if span != "compile" and group_of(span) == "start-up")
+    return sum(
+        s for span, s in account.spans.items() if span != "compile" and group_of(span) == "start-up"
+    )
 
 
 def _when(steps_at: list[tuple[int, float]], step: int) -> float:
     """When a step was done, on the straight line between the nearest moments that are known."""
-    before = max((point for point in steps_at if point[0] <= step), default=(0, 0.0), key=lambda point: point[1])
-    after = min((point for point in steps_at if point[0] >= step), default=before, key=lambda point: point[1])
+    before = max(
+        (point for point in steps_at if point[0] <= step),
+        default=(0, 0.0),
+        key=lambda point: point[1],
+    )
+    after = min(
+        (point for point in steps_at if point[0] >= step),
+        default=before,
+        key=lambda point: point[1],
+    )
     share = (step - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
     return before[1] + share * (after[1] - before[1])
 
@@ -145,7 +166,10 @@ def _thinned(columns: list[Column]) -> list[Column]:
         return columns
     least_s, found = columns[-1].end_s / N_COLUMNS * 1.02, list[Column]()
     for column in columns:
-        if found and (column.end_s - found[-1].begin_s <= least_s or found[-1].end_s - found[-1].begin_s < least_s / 2):
+        if found and (
+            column.end_s - found[-1].begin_s <= least_s
+            or found[-1].end_s - found[-1].begin_s < least_s / 2
+        ):
             found[-1] = _joined(found[-1], column)
         else:
             found.append(column)
@@ -156,4 +180,11 @@ def _joined(one: Column, other: Column) -> Column:
     seconds = dict(one.seconds)
     for name, more in other.seconds.items():
         seconds[name] = seconds.get(name, 0.0) + more
-    return Column(one.begin_s, other.end_s, other.step, max(one.tokens, other.tokens), one.usd + other.usd, seconds)
+    return Column(
+        one.begin_s,
+        other.end_s,
+        other.step,
+        max(one.tokens, other.tokens),
+        one.usd + other.usd,
+        seconds,
+    )

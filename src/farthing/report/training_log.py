@@ -1,9 +1,11 @@
-"""What the receipt says of `log.jsonl`: sums, the newest step, evaluations and a loss curve, a line in memory at a time.
+"""What the receipt says of `log.jsonl`: sums, the newest step, evaluations and a loss curve, a line
+in memory at a time.
 
-A run of a month has a million lines: those that the loop writes for a step are taken apart without reading their list of
-examples, all others as JSON. What was read once is kept in a digest beside the log, with the place in the log up to which it
-holds, so that a reader goes on from there. Refuses nothing: a line that is torn by a kill or damaged is passed over, and a
-digest that is damaged, or of another log, is ignored.
+A run of a month has a million lines: those that the loop writes for a step are taken apart without
+reading their list of examples, all others as JSON. What was read once is kept in a digest beside
+the log, with the place in the log up to which it holds, so that a reader goes on from there.
+Refuses nothing: a line that is torn by a kill or damaged is passed over, and a digest that is
+damaged, or of another log, is ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _WORTH_BYTES = 1 << 20
 
 @dataclass
 class Curve:
-    """Values by step, as at most `MOST` stretches of 2^k values; what it holds depends on the values alone."""
+    """Values by step, as at most `MOST` stretches of 2^k values; what it holds depends on the
+    values alone.
+    """
 
     size: int = 1
     """Values of a stretch; the last one may have fewer."""
@@ -62,7 +66,9 @@ class Curve:
 
     def _halve(self) -> None:
         self.size *= 2
-        self.stretches = [_joined(self.stretches[i : i + 2]) for i in range(0, len(self.stretches), 2)]
+        self.stretches = [
+            _joined(self.stretches[i : i + 2]) for i in range(0, len(self.stretches), 2)
+        ]
 
     def means(self, most: int) -> list[list[float]]:
         """At most so many points [last step, mean of a stretch]."""
@@ -111,7 +117,12 @@ class TrainingLog:
         if match is not None and line.endswith(b"]}"):
             step, loss, n_targets, n_tokens = match.groups()
             with contextlib.suppress(ValueError):
-                self.add_step(int(step), None if loss == b"null" else float(loss), int(n_targets), int(n_tokens))
+                self.add_step(
+                    int(step),
+                    None if loss == b"null" else float(loss),
+                    int(n_targets),
+                    int(n_tokens),
+                )
                 return
         self._add_other(line)
 
@@ -142,7 +153,8 @@ def read_log(path: Path) -> TrainingLog:
 
 
 def keep_digest(path: Path, kept_bytes: int = 0, *, worth_bytes: int = _WORTH_BYTES) -> int:
-    """Write down what the log says up to its last whole line, where so much was added to it since `kept_bytes`.
+    """Write down what the log says up to its last whole line, where so much was added to it since
+    `kept_bytes`.
 
     Returns up to which byte it is kept now. Raises `OSError`.
     """
@@ -168,13 +180,17 @@ def _from_digest(path: Path, file: BinaryIO) -> tuple[TrainingLog, int] | None:
         facts = parse_json(text.decode()) if text is not None and has_sum else {}
         if facts["version"] != _VERSION or facts["ends"] != _ends(file, facts["end"]):
             return None
-        return TrainingLog(**{**facts["log"], "losses": Curve(**facts["log"]["losses"])}), facts["end"]
+        return TrainingLog(**{**facts["log"], "losses": Curve(**facts["log"]["losses"])}), facts[
+            "end"
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _ends(file: BinaryIO, end: int) -> list[int]:
-    """Checksums of the first and the last bytes of the log up to `end`; its own length is a part of them."""
+    """Checksums of the first and the last bytes of the log up to `end`; its own length is a part of
+    them.
+    """
     found = []
     for begin in (0, max(0, end - _END_BYTES)):
         file.seek(begin)

@@ -1,4 +1,6 @@
-"""What `farthing watch` shows: on a terminal a picture that changes in place, in a log a line now and then."""
+"""What `farthing watch` shows: on a terminal a picture that changes in place, in a log a line now
+and then.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ class Watcher:
         self._next_at, self._wait_s, self._said = clock(), FIRST_LINE_S, ""
 
     def show(self, receipt: Receipt, progress: Progress, *, is_last: bool = False) -> None:
-        """One look. In a log it is shown where a line is due, the state has changed, or it `is_last`."""
+        """One look. In a log it is shown where a line is due, the state has changed, or it
+        `is_last`.
+        """
         if self._console.is_terminal:
             if self._live is None:
                 self._live = Live(console=self._console, auto_refresh=False)
                 self._live.start()
-            picture = Group(*(Text(printable(line), overflow="fold") for line in lines_of(receipt, progress)))
+            picture = Group(
+                *(Text(printable(line), overflow="fold") for line in lines_of(receipt, progress))
+            )
             self._live.update(picture, refresh=True)
             return
         if is_last or progress.state != self._said or self._clock() >= self._next_at:
@@ -67,13 +73,19 @@ def lines_of(receipt: Receipt, progress: Progress) -> list[str]:
     found = [f"{receipt.run}: {_state(progress)}", _bar(progress), _forecast(progress)]
     losses = [y for _, y in receipt.curves.loss]
     if len(losses) > 1:
-        found.append(f"loss     {sparkline(losses)}  {losses[0]:.4f} to {receipt.final_loss or losses[-1]:.4f}")
+        found.append(
+            f"loss     {sparkline(losses)}  {losses[0]:.4f} to"
+            f" {receipt.final_loss or losses[-1]:.4f}"
+        )
     if receipt.curves.evaluation and "loss" in receipt.curves.evaluation[-1]:
         values = [row["loss"] for row in receipt.curves.evaluation if "loss" in row][-60:]
         best = f", best after step {receipt.best_step:,}" if receipt.best_step is not None else ""
         found.append(f"eval     {sparkline(values)}  {values[-1]:.4f}{best}")
     price = f"{say_usd(receipt.usd)} so far, " if receipt.usd_is_known else ""
-    found.append(f"bill     {price}{say_seconds(receipt.wall_s)}, {plural(receipt.interruptions, 'interruption')}")
+    found.append(
+        f"bill     {price}{say_seconds(receipt.wall_s)},"
+        f" {plural(receipt.interruptions, 'interruption')}"
+    )
     speed = []
     if receipt.tokens_per_s:
         speed.append(f"{say_count(receipt.tokens_per_s)} useful tokens/s")
@@ -86,7 +98,11 @@ def lines_of(receipt: Receipt, progress: Progress) -> list[str]:
     found.append(f"device   {', '.join(speed)}" if speed else "")
     found += [f"notice   {notice['what']}" for notice in receipt.notices[-3:]]
     for finding in receipt.diagnosis.findings if receipt.diagnosis else ():
-        rest = f"; {say_usd(finding.rest_usd)} of the rest" if finding.rest_usd and receipt.usd_is_known else ""
+        rest = (
+            f"; {say_usd(finding.rest_usd)} of the rest"
+            if finding.rest_usd and receipt.usd_is_known
+            else ""
+        )
         found.append(f"{finding.area:<8} {finding.cause}: {finding.evidence}{rest}")
     return [line for line in found if line]
 
@@ -104,7 +120,9 @@ def _steps(progress: Progress) -> str:
 def _bar(progress: Progress) -> str:
     share = progress.step / progress.n_steps if progress.n_steps else 0.0
     n = round(30 * min(1.0, share))
-    return f"{'█' * n}{'░' * (30 - n)} {_steps(progress)}" + (f" ({share:.0%})" if progress.n_steps else "")
+    return f"{'█' * n}{'░' * (30 - n)} {_steps(progress)}" + (
+        f" ({share:.0%})" if progress.n_steps else ""
+    )
 
 
 def _forecast(progress: Progress) -> str:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
-    """input_ids, attention_mask and labels [N, longest]; labels are aligned with input_ids, not shifted."""
+    """input_ids, attention_mask and labels [N, longest]; labels are aligned with input_ids, not
+    shifted.
+    """
     import numpy as np
 
     batch = rows.padded(pad_id)
@@ -24,7 +26,9 @@ def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
 
 
 def _packed_labels(rows: Rows) -> NDArray[np.int64]:
-    """[1, T], aligned with input_ids; the first of each document is ignored: nothing is predicted across a boundary."""
+    """[1, T], aligned with input_ids; the first of each document is ignored: nothing is predicted
+    across a boundary.
+    """
     import numpy as np
 
     labels = np.where(rows.is_target, rows.ids.astype(np.int64), IGNORED)
@@ -41,7 +45,11 @@ def _judge(seen: Evaluated) -> Metrics:
 CAUSAL_LM = Task(
     name="causal-lm",
     formats=(
-        columns.MESSAGES, columns.CONVERSATIONS, columns.INSTRUCTION, columns.PROMPT_COMPLETION, columns.INPUT_TARGET,
+        columns.MESSAGES,
+        columns.CONVERSATIONS,
+        columns.INSTRUCTION,
+        columns.PROMPT_COMPLETION,
+        columns.INPUT_TARGET,
         columns.TEXT,
     ),
     example_columns="prompt: question, completion: answer",
@@ -59,4 +67,4 @@ CAUSAL_LM = Task(
         "loss",
         "messages | conversations | instruction, input, output | prompt, completion | text",
     ),
-)  # fmt: skip
+)

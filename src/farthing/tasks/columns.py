@@ -1,4 +1,6 @@
-"""The forms of rows that tasks read, and how a column of a row is read. Refuses to read files and to render chats."""
+"""The forms of rows that tasks read, and how a column of a row is read. Refuses to read files and
+to render chats.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,17 @@ from typing import Any, NamedTuple
 class Unusable(Exception):
     """A row that can't become an example. The message is the reason, in words for its owner.
 
-    `given` is what its owner wrote as input, where the row could be read and only the template stands in the way.
+    `given` is what its owner wrote as input, where the row could be read and only the template
+    stands in the way.
     """
 
     given: tuple[str, ...] = ()
 
 
 class Format(NamedTuple):
-    """A form of rows: its name, the columns that it needs, and those that it also reads where they are."""
+    """A form of rows: its name, the columns that it needs, and those that it also reads where they
+    are.
+    """
 
     name: str
     needs: tuple[str, ...]
@@ -32,10 +37,20 @@ TEXT_LABEL = Format("text/label", ("text", "label"))
 TEXT = Format("text", ("text",))
 
 _KINDS = {
-    "dict": "an object", "list": "a list", "int": "a number", "float": "a number", "bool": "true/false",
-    "Decimal": "a decimal number", "date": "a date", "datetime": "a date with time", "time": "a time of day",
-    "timedelta": "a duration", "bytes": "bytes", "NoneType": "nothing", "Timestamp": "a date with time",
-}  # fmt: skip
+    "dict": "an object",
+    "list": "a list",
+    "int": "a number",
+    "float": "a number",
+    "bool": "true/false",
+    "Decimal": "a decimal number",
+    "date": "a date",
+    "datetime": "a date with time",
+    "time": "a time of day",
+    "timedelta": "a duration",
+    "bytes": "bytes",
+    "NoneType": "nothing",
+    "Timestamp": "a date with time",
+}
 
 
 def kind_of(value: Any) -> str:

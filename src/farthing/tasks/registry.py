@@ -1,12 +1,13 @@
 """The tasks that there are, by name: those of this folder, and those of installed packages.
 
-A package brings a task by an entry point of the group `farthing.tasks`, whose name is the task's and whose object is a `Task`;
-a program by `register`. Only the package of a task that is asked for is imported.
+A package brings a task by an entry point of the group `farthing.tasks`, whose name is the task's
+and whose object is a `Task`; a program by `register`. Only the package of a task that is asked for
+is imported.
 """
 
 from __future__ import annotations
 
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.classification import CLASSIFICATION
 from farthing.tasks.columns import Format
@@ -33,7 +34,9 @@ def task_names() -> tuple[str, ...]:
 
 
 def find_task(name: str) -> Task | None:
-    """The task of this name; None where there is none. Raises `UserMistake` for a package whose task can't be taken."""
+    """The task of this name; None where there is none. Raises `InputError` for a package whose task
+    can't be taken.
+    """
     if name not in _TASKS:
         from importlib.metadata import entry_points
 
@@ -41,7 +44,9 @@ def find_task(name: str) -> Task | None:
             try:
                 task = point.load()
             except Exception as error:
-                raise _broken(name, point.value, f"{type(error).__name__}: {str(error)[:200]}") from error
+                raise _broken(
+                    name, point.value, f"{type(error).__name__}: {str(error)[:200]}"
+                ) from error
             if not isinstance(task, Task) or task.name != name:
                 raise _broken(name, point.value, "it is no farthing Task of that name")
             register(task)
@@ -49,15 +54,21 @@ def find_task(name: str) -> Task | None:
     return _TASKS.get(name)
 
 
-def _broken(name: str, place: str, why: str) -> UserMistake:
-    return UserMistake(f"the task `{name}` of an installed package can't be used: {why}", where=place, to_do="mend it")
+def _broken(name: str, place: str, why: str) -> InputError:
+    return InputError(
+        f"the task `{name}` of an installed package can't be used: {why}",
+        where=place,
+        to_do="mend it",
+    )
 
 
 def task_of(name: str) -> Task:
-    """The task of this name. Raises `UserMistake` for one that is not known."""
+    """The task of this name. Raises `InputError` for one that is not known."""
     task = find_task(name)
     if task is None:
-        raise UserMistake(f"there is no task `{name}`", where="task", to_do=f"use one of {', '.join(_TASKS)}")
+        raise InputError(
+            f"there is no task `{name}`", where="task", to_do=f"use one of {', '.join(_TASKS)}"
+        )
     return task
 
 
@@ -68,4 +79,9 @@ def format_of(name: str) -> Format:
 
 def standard_columns() -> set[str]:
     """The names of columns that any task reads."""
-    return {name for task in _TASKS.values() for each in task.formats for name in (*each.needs, *each.may_have)}
+    return {
+        name
+        for task in _TASKS.values()
+        for each in task.formats
+        for name in (*each.needs, *each.may_have)
+    }

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
-    """input_ids and attention_mask [N, longest input], labels [N, longest target]; an example is its input, then its target."""
+    """input_ids and attention_mask [N, longest input], labels [N, longest target]; an example is
+    its input, then its target.
+    """
     import numpy as np
 
     upto = np.concatenate([[0], np.cumsum(rows.is_target, dtype=np.int64)])

@@ -1,8 +1,9 @@
-"""What a task is: plain values and plain functions, from which data, plan, model and evaluation take what differs.
+"""What a task is: plain values and plain functions, from which data, plan, model and evaluation
+take what differs.
 
-Everything here is known without torch and numpy, which a plan of a model alone does without: functions import them when they
-are called. One that is given tensors says so.
-Shapes: n examples of T tokens in all, N examples of a micro-batch, C scores of each.
+Everything here is known without torch and numpy, which a plan of a model alone does without:
+functions import them when they are called. One that is given tensors says so. Shapes: n examples of
+T tokens in all, N examples of a micro-batch, C scores of each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ IGNORED = -100  # label of a position the loss does not count, as in transformer
 
 
 class Rows(NamedTuple):
-    """The examples of a micro-batch end to end: ids and is_target [T], lengths [N], and the label of each [N], if any."""
+    """The examples of a micro-batch end to end: ids and is_target [T], lengths [N], and the label
+    of each [N], if any.
+    """
 
     ids: NDArray[np.int32]
     is_target: NDArray[np.bool_]
@@ -32,7 +35,10 @@ class Rows(NamedTuple):
     def padded(self, pad_id: int) -> dict[str, NDArray[np.int64]]:
         """input_ids and attention_mask [N, longest], padded on the right."""
         where = is_within(self.lengths)
-        return {"input_ids": filled(self.ids, where, pad_id), "attention_mask": where.astype("int64")}
+        return {
+            "input_ids": filled(self.ids, where, pad_id),
+            "attention_mask": where.astype("int64"),
+        }
 
 
 def is_within(lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -57,7 +63,9 @@ class Evaluated(NamedTuple):
     loss: float
     """Mean over all targets."""
     document_loss: float
-    """Where tokens are scored: mean over the examples of the mean over the targets of each, without label smoothing."""
+    """Where tokens are scored: mean over the examples of the mean over the targets of each, without
+    label smoothing.
+    """
     labels: NDArray[Any]
     """Of each example [n], where the task has labels."""
     answers: NDArray[Any]
@@ -72,15 +80,25 @@ class Labels(NamedTuple):
     """How a task reads, learns and judges what each example is scored for as a whole."""
 
     read: Callable[[Mapping[str, Any], Mapping[str, str]], tuple[str, Any]]
-    """(input text, label) of a row with standard columns, under the job's `label_map`. Raises `Unusable`."""
+    """(input text, label) of a row with standard columns, under the job's `label_map`. Raises
+    `Unusable`.
+    """
     names: Callable[[set[Any]], list[str]]
-    """The names of the classes, in order, from the labels that are there; none where labels are numbers."""
+    """The names of the classes, in order, from the labels that are there; none where labels are
+    numbers.
+    """
     number: Callable[[Any, Mapping[str, int]], float]
-    """A label as what is stored and learned, by the number of each name. Raises `KeyError` for a class without one."""
+    """A label as what is stored and learned, by the number of each name. Raises `KeyError` for a
+    class without one.
+    """
     set_head: Callable[[Any, Sequence[str]], None]
-    """Say in the model's configuration, which is changed, how many scores an example gets and what they mean."""
+    """Say in the model's configuration, which is changed, how many scores an example gets and what
+    they mean.
+    """
     loss: Callable[[Any, Any, float], Any]
-    """Sum of the losses of scores [N, C] against labels [N] with so much label smoothing: tensors, a scalar in fp32."""
+    """Sum of the losses of scores [N, C] against labels [N] with so much label smoothing: tensors,
+    a scalar in fp32.
+    """
     answers: Callable[[Any], Any]
     """What is kept of scores [N, C] for `Task.judge`: tensors, [N, ...]."""
     dtype: str = "int32"
@@ -98,10 +116,11 @@ class Starter(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A task: what its rows hold, how they are laid out, what of it is scored and judged, and what that costs.
+    """A task: what its rows hold, how they are laid out, what of it is scored and judged, and what
+    that costs.
 
-    What is scored are tokens (`labels` is None) or whole examples; what is read is one text or, with `is_pair`, an input and a
-    target apart, for models with an encoder and a decoder.
+    What is scored are tokens (`labels` is None) or whole examples; what is read is one text or,
+    with `is_pair`, an input and a target apart, for models with an encoder and a decoder.
     """
 
     name: str
@@ -146,5 +165,5 @@ class Task(NamedTuple):
         return self.labels is None and not self.is_pair
 
     def n_tokens(self, n_input: float, n_target: float) -> float:
-        """All tokens, from those of the input (which of one text are all) and those of the target."""
+        """All tokens, from those of the input (which of one text are all) and those of the target."""  # noqa: E501
         return n_input + (n_target if self.is_pair else 0.0)

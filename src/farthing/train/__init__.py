@@ -1,7 +1,8 @@
-"""One attempt at a job, from the examples to the receipt. `farthing.train(job)` calls `farthing.api.train`.
+"""One attempt at a job, from the examples to the receipt. `farthing.train(job)` calls
+`farthing.api.train`.
 
-The package is called as a function, because both are what the word means: the function for who uses farthing, the modules for
-who reads it.
+The package is called as a function, because both are what the word means: the function for who uses
+farthing, the modules for who reads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What comes before the next step, and whether there is one: alike on all ranks that share a run.
 
-What hangs on a clock, a disk or money is the first rank's to say; whoever was asked to leave says so for all. Refuses to do
-what is due: the loop does.
+What hangs on a clock, a disk or money is the first rank's to say; whoever was asked to leave says
+so for all. Refuses to do what is due: the loop does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class Due(NamedTuple):
 
 
 def agreed(attempt: Attempt, ended: tuple[str, str] | None) -> tuple[tuple[str, str] | None, Due]:
-    """(why the run ends here or None, what is due before the next step) for all ranks; `ended` is this one's answer."""
+    """(why the run ends here or None, what is due before the next step) for all ranks; `ended` is
+    this one's answer.
+    """
     ranks = attempt.context.ranks
     due = what_is_due(attempt) if ranks.is_first and ended is None else Due(0, 0, 0)
     word, marks = ranks.agree(int(ended is not None), due)
@@ -34,8 +36,13 @@ def agreed(attempt: Attempt, ended: tuple[str, str] | None) -> tuple[tuple[str, 
 
 
 def what_is_due(attempt: Attempt) -> Due:
-    """Whether to settle the schedule, to write the model while the limits still pay for a start, and to save."""
+    """Whether to settle the schedule, to write the model while the limits still pay for a start,
+    and to save.
+    """
     fit, saving, ledger = attempt.schedule.fit, attempt.saving, attempt.context.ledger
     settles = bool(fit and not fit.settled and attempt.progress.step >= fit.settles_at)
-    early = not saving.wrote_model_early and over_limit(attempt.job, ledger, reserve_with_start_s(attempt)) is not None
+    early = (
+        not saving.wrote_model_early
+        and over_limit(attempt.job, ledger, reserve_with_start_s(attempt)) is not None
+    )
     return Due(settles, early, save_is_due(attempt))

@@ -1,7 +1,7 @@
 """A run that begins from a checkpoint of another: its weights, and what it has cost.
 
-The optimizer, the schedule and the order of the data begin anew. Refuses checkpoints that are damaged or of another model, and
-to write anything into the ancestor's folder.
+The optimizer, the schedule and the order of the data begin anew. Refuses checkpoints that are
+damaged or of another model, and to write anything into the ancestor's folder.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from farthing.config.job import Job
 from farthing.durability.checkpoint import Part
-from farthing.durability.files import Damaged, read_manifest, verify_folder
+from farthing.durability.files import DamagedFileError, read_manifest, verify_folder
 from farthing.durability.parts import RowsOf, contents_of, read_part
 from farthing.durability.run_folder import CHECKPOINTS, RUN, kept
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.report.receipt import build_receipt
 
 KEY = "model.from_run (content)"
@@ -39,28 +39,38 @@ def split_step(text: str) -> tuple[str, int | None]:
 
 
 def find_ancestor(job: Job) -> Ancestor | None:
-    """The checkpoint that the job begins from; None where it names none. Raises `UserMistake`."""
+    """The checkpoint that the job begins from; None where it names none. Raises `InputError`."""
     if job.model.from_run is None:
         return None
     name, step = split_step(job.model.from_run)
     run = Path(name)
     saves: dict[int, Path] = {}
-    for folder in sorted((run / CHECKPOINTS).glob("step-*")):  # of two saves of a step the later one
+    for folder in sorted(
+        (run / CHECKPOINTS).glob("step-*")
+    ):  # of two saves of a step the later one
         match = re.fullmatch(r"step-(\d+)-(\d+)", folder.name)
         if match:
             saves[int(match[1])] = folder
     if not saves:
         what = "has no checkpoint" if run.is_dir() else "no such run folder"
-        raise UserMistake(what, where=f"{_WHERE}: {name}", to_do="name the output_dir of a run that has saved")
+        raise InputError(
+            what, where=f"{_WHERE}: {name}", to_do="name the output_dir of a run that has saved"
+        )
     wanted = max(saves) if step is None else step
     if wanted not in saves:
         there = ", ".join(str(each) for each in sorted(saves))
-        raise UserMistake(f"has no checkpoint of step {wanted}", where=f"{_WHERE}: {name}", to_do=f"there are: {there}")
+        raise InputError(
+            f"has no checkpoint of step {wanted}",
+            where=f"{_WHERE}: {name}",
+            to_do=f"there are: {there}",
+        )
     return Ancestor(run, wanted, saves[wanted])
 
 
 def ancestor_identity(job: Job) -> dict[str, str]:
-    """What the beginning follows from, for the identity of a run; as it was noted, where the ancestor is gone meanwhile."""
+    """What the beginning follows from, for the identity of a run; as it was noted, where the
+    ancestor is gone meanwhile.
+    """
     if job.model.from_run is None:
         return {}
     noted = (kept(Path(job.output_dir) / RUN) or {}).get("identity", {}).get(KEY)
@@ -68,7 +78,7 @@ def ancestor_identity(job: Job) -> dict[str, str]:
         found = find_ancestor(job)
         assert found is not None
         return {KEY: _content(found)}
-    except (UserMistake, Damaged):
+    except (InputError, DamagedFileError):
         if noted is None:
             raise
         return {KEY: noted}
@@ -79,20 +89,21 @@ def _content(found: Ancestor) -> str:
         files = {entry["name"]: entry["sha256"] for entry in read_manifest(found.folder)["files"]}
         model = contents_of(files, "model")
     except (KeyError, TypeError, OSError) as error:
-        raise Damaged("its manifest can't be read") from error
+        raise DamagedFileError("its manifest can't be read") from error
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
 
 def begin_from(found: Ancestor, model: Part, rows_of: RowsOf) -> dict[str, Any]:
-    """Put the ancestor's trained weights, or rows of them, into `model`; returns what the receipt says of it.
+    """Put the ancestor's trained weights, or rows of them, into `model`; returns what the receipt
+    says of it.
 
-    Raises `UserMistake`, `ModelError`.
+    Raises `InputError`, `ModelError`.
     """
     try:
         verify_folder(found.folder)
         tensors = read_part(found.folder, "model", rows_of)
-    except (Damaged, OSError) as error:
-        raise UserMistake(
+    except (DamagedFileError, OSError) as error:
+        raise InputError(
             f"the checkpoint of step {found.step} is damaged ({error})",
             where=f"{_WHERE}: {found.run}",
             to_do="choose another step: RUN:STEP",

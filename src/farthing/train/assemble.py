@@ -1,4 +1,5 @@
-"""An attempt put together from its examples and its model: optimizer, schedule, kernels, memory, steps, checkpoints.
+"""An attempt put together from its examples and its model: optimizer, schedule, kernels, memory,
+steps, checkpoints.
 
 Refuses to train, and to read a checkpoint: `saver.restore` does.
 """
@@ -59,19 +60,36 @@ def assemble(
 ) -> Attempt:
     """The attempt at step 0. `examples` are those for training and for evaluation."""
     ranks, (train_examples, eval_examples) = context.ranks, examples
-    batches = Batches(train_examples.indices, job.global_batch_size, job.train.seed, train_examples.weights)
-    schedule = first_schedule(job, context.folder, context.ledger, estimate, batches.steps_per_epoch)
+    batches = Batches(
+        train_examples.indices, job.global_batch_size, job.train.seed, train_examples.weights
+    )
+    schedule = first_schedule(
+        job, context.folder, context.ledger, estimate, batches.steps_per_epoch
+    )
     weights, parameters, progress = ranks.trained_of(model), count_parameters(model), Progress()
-    trained_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
+    trained_bytes = sum(
+        weight.numel() * weight.element_size()
+        for weight in model.parameters()
+        if weight.requires_grad
+    )
     optimizer = build_optimizer(job, model, rules_of(context.folder), weights)
     scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
     forward, kernels = _computed(job, context, inputs, numerics, model, settings)
     before_bytes, free = taken_bytes(numerics.device), ranks.least(free_bytes(numerics.device))
     with out_of_memory_said("train.optim", OPTIMIZER_TO_DO):
         allocate_state(optimizer)
-    ahead = micro_batches_of(forward, train_examples, batches, schedule.n_steps, settings.micro_batch_tokens)
+    ahead = micro_batches_of(
+        forward, train_examples, batches, schedule.n_steps, settings.micro_batch_tokens
+    )
     memory = settle_checkpointing(
-        job, forward, train_examples, settings, optimizer=optimizer, free_bytes=free, ahead=ahead, ranks=ranks
+        job,
+        forward,
+        train_examples,
+        settings,
+        optimizer=optimizer,
+        free_bytes=free,
+        ahead=ahead,
+        ranks=ranks,
     )
     if not ranks.is_spread:
         kernels.compiled = _compile(job, model, kernels.liger, settings, estimate, schedule.n_steps)
@@ -99,7 +117,12 @@ def assemble(
         log=SummedLines(context.folder / LOG),
         pace=_pace_of(context, numerics, forward, train_examples, memory, free),
         record=Record(loaded_bytes=before_bytes),
-        saving=Saving(_save_every_s(job, estimate), context.meter.wall_s, (0, 0, False), trained_bytes=trained_bytes),
+        saving=Saving(
+            _save_every_s(job, estimate),
+            context.meter.wall_s,
+            (0, 0, False),
+            trained_bytes=trained_bytes,
+        ),
         clocks=Clocks(n_graphs=n_graphs()),
     )
     attempt.steps = _steps_of(attempt, settings)
@@ -109,10 +132,14 @@ def assemble(
 def _computed(
     job: Job, context: Context, inputs: Inputs, numerics: Numerics, model: Any, settings: Settings
 ) -> tuple[Forward, Kernels]:
-    """The forward pass, and what it has of our own in place of the model's code; no layer is compiled yet."""
+    """The forward pass, and what it has of our own in place of the model's code; no layer is
+    compiled yet.
+    """
     lora = None
     if job.method.name != "full":
-        from farthing.model.lora_kernels import use_low_rank  # takes peft along, which a full run has no use for
+        from farthing.model.lora_kernels import (
+            use_low_rank,  # takes peft along, which a full run has no use for
+        )
 
         lora = use_low_rank(model)
     liger = use_liger(model) if _wants_liger(job, numerics, settings) else None
@@ -130,7 +157,11 @@ def _computed(
     forward.within = context.ranks.within
     if forward.own_kernels and not context.ranks.is_spread:
         add_by_rows(model)
-    if numerics.device.type == "cuda" and numerics.autocast is not None and not context.ranks.is_spread:
+    if (
+        numerics.device.type == "cuda"
+        and numerics.autocast is not None
+        and not context.ranks.is_spread
+    ):
         forward.casts = Casts(model, numerics.autocast)
     if job.train.neftune_noise_alpha:
         forward.noise = EmbeddingNoise(model, job.train.neftune_noise_alpha)
@@ -139,7 +170,12 @@ def _computed(
 
 def _steps_of(attempt: Attempt, settings: Settings) -> Steps:
     """What takes the attempt's steps, by `settings` with what was decided since."""
-    job, context, forward, liger = attempt.job, attempt.context, attempt.forward, attempt.kernels.liger
+    job, context, forward, liger = (
+        attempt.job,
+        attempt.context,
+        attempt.forward,
+        attempt.kernels.liger,
+    )
     settings = replace(
         settings,
         checkpoint_every=attempt.memory.checkpoint_every,
@@ -179,9 +215,16 @@ def _wants_liger(job: Job, numerics: Numerics, settings: Settings) -> bool:
 
 
 def _compile(
-    job: Job, model: Any, liger: str | None, settings: Settings, estimate: Estimate | None, n_steps: int
+    job: Job,
+    model: Any,
+    liger: str | None,
+    settings: Settings,
+    estimate: Estimate | None,
+    n_steps: int,
 ) -> int | str:
-    """Compile the layers where the job says so, earlier attempts did or it pays; returns how many, or why none."""
+    """Compile the layers where the job says so, earlier attempts did or it pays; returns how many,
+    or why none.
+    """
     wanted = job.train.torch_compile
     if wanted == "auto" and settings.compiled is not None:
         wanted = settings.compiled
@@ -199,10 +242,15 @@ def _compile(
 
 
 def _pace_of(
-    context: Context, numerics: Numerics, forward: Forward, examples: Examples, memory: MemoryNeed, free_bytes: int
+    context: Context,
+    numerics: Numerics,
+    forward: Forward,
+    examples: Examples,
+    memory: MemoryNeed,
+    free_bytes: int,
 ) -> Pace:
-    """What the steps are summed up in, with what is known of one before any: how long examples are, what activation
-    checkpointing adds, and what of memory it would take to do without."""
+    """What the steps are summed up in, with what is known of one before any: how long examples are,
+    what activation checkpointing adds, and what of memory it would take to do without."""
     model, lengths = forward.model, examples.tokens.lengths[examples.indices]
     # less where the last layer is computed of the tokens that are read
     flops = flops_per_token(model, *forward.last_layer_read(examples.tokens, examples.indices))
@@ -210,9 +258,13 @@ def _pace_of(
     kept_bytes = memory.layer.at(memory.n_tokens) * len(layers)
     known = {
         "recomputed_share": round(recomputed_share(model, layers, memory.checkpoint_every), 4),
-        "recomputed_of_forward": round(recomputed_of_forward(model, layers, memory.checkpoint_every), 4),
+        "recomputed_of_forward": round(
+            recomputed_of_forward(model, layers, memory.checkpoint_every), 4
+        ),
         "need_bytes": memory.total_bytes,
-        "need_without_checkpointing_bytes": int(memory.total_bytes + kept_bytes) if memory.checkpoint_every else None,
+        "need_without_checkpointing_bytes": int(memory.total_bytes + kept_bytes)
+        if memory.checkpoint_every
+        else None,
         "free_bytes": free_bytes,
     }
     return Pace(numerics, flops, context.meter, known | facts_of_lengths(lengths))
@@ -232,7 +284,9 @@ def _checkpoints(job: Job, context: Context) -> Checkpoints:
 
 
 def manifest_facts(context: Context, copies: Json) -> Json:
-    """What a checkpoint's manifest says of the run, the files that decide its result among it. Brings `copies` up to date."""
+    """What a checkpoint's manifest says of the run, the files that decide its result among it.
+    Brings `copies` up to date.
+    """
     copies.update(copies_of(context.folder, copies))
     return {"farthing": farthing.__version__, **context.ledger.witness(), COPIES: dict(copies)}
 

@@ -1,7 +1,8 @@
-"""The plain state of one attempt at a job. Refuses to do anything with it: the files beside this one do.
+"""The plain state of one attempt at a job. Refuses to do anything with it: the files beside this
+one do.
 
-Everything that has to be saved to go on exactly is in `state`; what is not there follows from (seed, step), or is about
-this attempt alone.
+Everything that has to be saved to go on exactly is in `state`; what is not there follows from
+(seed, step), or is about this attempt alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from farthing.train.throughput import Pace
 
 @dataclass
 class Context:
-    """What an attempt runs in: where it writes, who pays, who may ask it to leave, and who is told."""
+    """What an attempt runs in: where it writes, who pays, who may ask it to leave, and who is told."""  # noqa: E501
 
     folder: Path
     run_id: str
@@ -80,7 +81,9 @@ class Saving:
     digest_bytes: int = 0
     """Of the log, up to where its digest holds."""
     trained_bytes: int = 0
-    """Of the trained weights, on all ranks together: to walk through a model's modules takes milliseconds."""
+    """Of the trained weights, on all ranks together: to walk through a model's modules takes
+    milliseconds.
+    """
 
 
 @dataclass
@@ -150,7 +153,9 @@ class Attempt:
     @property
     def metric(self) -> str:
         """The metric that says which step is best."""
-        return (self.job.train.metric_for_best_model or "loss").removeprefix("eval_")  # known: the job was checked
+        return (self.job.train.metric_for_best_model or "loss").removeprefix(
+            "eval_"
+        )  # known: the job was checked
 
     def warn(self, text: str) -> None:
         """Say what the person should know; the run goes on."""

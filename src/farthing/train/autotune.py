@@ -1,8 +1,10 @@
-"""A minute of real micro-batches over the few settings that matter, and the one that costs least for a useful token.
+"""A minute of real micro-batches over the few settings that matter, and the one that costs least
+for a useful token.
 
-Every trial computes losses and gradients of the same examples as the first steps of the run, and throws the gradients
-away: no weight moves. Tried are the tokens of a micro-batch, activation checkpointing where there is any, and the tile of
-the head, one after the other, uphill from where the plan stands.
+Every trial computes losses and gradients of the same examples as the first steps of the run, and
+throws the gradients away: no weight moves. Tried are the tokens of a micro-batch, activation
+checkpointing where there is any, and the tile of the head, one after the other, uphill from where
+the plan stands.
 
 Refuses settings that change the result, and to go on past its time.
 """
@@ -21,10 +23,16 @@ from numpy.typing import NDArray
 from farthing.config.job import Job
 from farthing.data.loader import MicroBatch, micro_batches
 from farthing.device_memory import is_out_of_memory
-from farthing.errors import Interrupted
+from farthing.errors import RunInterruptedError
 from farthing.events import Probed
 from farthing.model.activation_checkpointing import SHARE_OF_FREE
-from farthing.model.hardware import free_bytes, reset_peak_bytes, taken_bytes, wait_for, window_peak_bytes
+from farthing.model.hardware import (
+    free_bytes,
+    reset_peak_bytes,
+    taken_bytes,
+    wait_for,
+    window_peak_bytes,
+)
 from farthing.planner.estimate import Estimate
 from farthing.planner.tiles import default_tile_tokens
 from farthing.settings import Settings
@@ -35,7 +43,9 @@ from farthing.train.update_guard import update_bytes
 PROBE_S = 60.0
 TRIALS = 16  # that should fit into that time
 BETTER = 0.02  # less than this is noise
-EXPECTED_SAVING = 0.08  # of a run's training time, by assumption: what makes a probe worth its own time
+EXPECTED_SAVING = (
+    0.08  # of a run's training time, by assumption: what makes a probe worth its own time
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,9 @@ class Trial:
 class Prober:
     """Tries settings on a run that has not begun."""
 
-    def __init__(self, attempt: Attempt, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, attempt: Attempt, budget_s: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.attempt, self.steps, self.forward = attempt, attempt.steps, attempt.forward
         self.device = attempt.numerics.device
         self.trials: list[Trial] = []
@@ -69,7 +81,7 @@ class Prober:
         self._sample: list[NDArray[np.int64]] = [self.steps.batches.examples_of(0)[:1]]
 
     def find(self) -> Trial:
-        """The best settings in reach, which the run is left with. Raises `Interrupted`."""
+        """The best settings in reach, which the run is left with. Raises `RunInterruptedError`."""
         start = self.steps.settings
         try:
             self._choose_sample(start)
@@ -84,7 +96,9 @@ class Prober:
 
     # ---- the search ----
 
-    def _climb(self, best: Trial, neighbours: Callable[[Settings], Iterator[Iterator[Settings]]]) -> Trial:
+    def _climb(
+        self, best: Trial, neighbours: Callable[[Settings], Iterator[Iterator[Settings]]]
+    ) -> Trial:
         """Along each way that `neighbours` leads, as long as it gets better."""
         for way in neighbours(best.settings):
             for settings in way:
@@ -93,7 +107,8 @@ class Prober:
                 trial = self._try(settings)
                 if trial.seconds_per_token > best.seconds_per_token * (1 - BETTER):
                     break
-                # what is better once may have been lucky: both again, and the quicker time of each counts
+                # what is better once may have been lucky: both again, and the quicker time of each
+                # counts
                 best, trial = self._again(best), self._again(trial)
                 if trial.seconds_per_token > best.seconds_per_token * (1 - BETTER):
                     break
@@ -103,8 +118,12 @@ class Prober:
     def _other_budgets(self, start: Settings) -> Iterator[Iterator[Settings]]:
         most = sum(int(self.steps.tokens.lengths[examples].sum()) for examples in self._sample)
         longest = int(max(self.steps.tokens.lengths[examples].max() for examples in self._sample))
-        up = (replace(start, micro_batch_tokens=start.micro_batch_tokens * 2**k) for k in range(1, 8))
-        down = (replace(start, micro_batch_tokens=start.micro_batch_tokens // 2**k) for k in range(1, 8))
+        up = (
+            replace(start, micro_batch_tokens=start.micro_batch_tokens * 2**k) for k in range(1, 8)
+        )
+        down = (
+            replace(start, micro_batch_tokens=start.micro_batch_tokens // 2**k) for k in range(1, 8)
+        )
         yield (s for s in up if s.micro_batch_tokens < 2 * most)
         yield (s for s in down if s.micro_batch_tokens >= longest)
 
@@ -113,12 +132,16 @@ class Prober:
             return
         weight = self.forward.head.linear.weight
         trained_width = weight.shape[1] if weight.requires_grad else 0
-        tile = start.tile_tokens or default_tile_tokens(weight.shape[0], self.device.type, trained_width)
+        tile = start.tile_tokens or default_tile_tokens(
+            weight.shape[0], self.device.type, trained_width
+        )
         yield (replace(start, tile_tokens=tile * 2**k) for k in range(1, 4))
         yield (replace(start, tile_tokens=tile // 2**k) for k in range(1, 4) if tile >= 64 * 2**k)
 
     def _has_room(self, best: Trial, settings: Settings) -> bool:
-        """Whether it may fit: what was taken beyond the resting state grows with the tokens of a micro-batch."""
+        """Whether it may fit: what was taken beyond the resting state grows with the tokens of a
+        micro-batch.
+        """
         if not best.peak_bytes or settings.checkpoint_every != best.settings.checkpoint_every:
             return True  # tried; memory that runs out is an answer too
         growth = max(1.0, settings.micro_batch_tokens / best.settings.micro_batch_tokens)
@@ -131,9 +154,15 @@ class Prober:
         """As many steps as one trial may take, or a part of one step; the first ones warm up."""
         self._measure(start)
         spent_s, examples = 0.0, 1
-        all_examples = [self.steps.batches.examples_of(step) for step in range(min(self.attempt.n_steps, 64))]
+        all_examples = [
+            self.steps.batches.examples_of(step) for step in range(min(self.attempt.n_steps, 64))
+        ]
         flat = np.concatenate(all_examples)
-        while spent_s < self._budget_s / TRIALS / 2 and examples < len(flat) and self._clock() < self._deadline:
+        while (
+            spent_s < self._budget_s / TRIALS / 2
+            and examples < len(flat)
+            and self._clock() < self._deadline
+        ):
             examples = min(len(flat), 2 * examples)
             self._sample = _in_steps(flat[:examples], len(all_examples[0]))
             started = self._clock()
@@ -153,7 +182,7 @@ class Prober:
         return second if second.seconds_per_token < trial.seconds_per_token else trial
 
     def _measure(self, settings: Settings) -> Trial:
-        """Losses and gradients of the sample under a settings. Raises `Interrupted`."""
+        """Losses and gradients of the sample under a settings. Raises `RunInterruptedError`."""
         self.steps.use(settings)
         ready = list(self._micro_batches(settings))
         n_tokens = sum(int(self.steps.tokens.lengths[examples].sum()) for examples in self._sample)
@@ -167,7 +196,7 @@ class Prober:
                 wait_for(self.device)
                 self.steps.optimizer.zero_grad(set_to_none=True)
         except Exception as error:
-            if isinstance(error, Interrupted) or not is_out_of_memory(error):
+            if isinstance(error, RunInterruptedError) or not is_out_of_memory(error):
                 raise
             failed = True
         finally:
@@ -175,10 +204,14 @@ class Prober:
         seconds = self._clock() - started
         peak = max(window_peak_bytes(self.device), self._update_peak_bytes())
         failed = failed or peak > self._cap_bytes
-        return Trial(settings, float("inf") if failed else seconds / n_tokens, n_tokens / n_computed, peak)
+        return Trial(
+            settings, float("inf") if failed else seconds / n_tokens, n_tokens / n_computed, peak
+        )
 
     def _update_peak_bytes(self) -> int:
-        """What the update of a step takes, which no trial makes: gradients and more beside weights and state. 0 on a CPU."""
+        """What the update of a step takes, which no trial makes: gradients and more beside weights
+        and state. 0 on a CPU.
+        """
         if self.device.type != "cuda":
             return 0
         gradients = sum(weight.nbytes for weight in self.steps.trained)
@@ -221,11 +254,18 @@ def in_words(trial: Trial) -> dict[str, float | None]:
 
 
 def is_worth_it(
-    job: Job, estimate: Estimate | None, settings: Settings, *, is_deterministic: bool, left_s: float = float("inf")
+    job: Job,
+    estimate: Estimate | None,
+    settings: Settings,
+    *,
+    is_deterministic: bool,
+    left_s: float = float("inf"),
 ) -> bool:
-    """Whether a probe at the beginning of a run is expected to save more than it takes; `left_s` until a limit.
+    """Whether a probe at the beginning of a run is expected to save more than it takes; `left_s`
+    until a limit.
 
-    Only where the job leaves the micro-batch open, and a run with the same settings need not be the same to the bit.
+    Only where the job leaves the micro-batch open, and a run with the same settings need not be the
+    same to the bit.
     """
     if estimate is None or settings.probed or job.says_micro_batch or is_deterministic:
         return False
@@ -235,12 +275,16 @@ def is_worth_it(
 
 
 def probe_run(attempt: Attempt, budget_s: float = PROBE_S) -> list[Trial]:
-    """Find the best settings for a run at its first step, and leave it on and written down. Returns all trials, best first."""
+    """Find the best settings for a run at its first step, and leave it on and written down. Returns
+    all trials, best first.
+    """
     prober = Prober(attempt, budget_s)
     best = prober.find()
     trials = [best, *(trial for trial in prober.trials if trial.settings != best.settings)]
     when = datetime.now(UTC).isoformat(timespec="seconds")
     finite = [in_words(trial) for trial in trials if trial.seconds_per_token < float("inf")]
-    subject = subject_of(attempt.job, attempt.inputs.config, attempt.train_examples, attempt.numerics)
+    subject = subject_of(
+        attempt.job, attempt.inputs.config, attempt.train_examples, attempt.numerics
+    )
     leave_probe(Path(attempt.job.cache_dir or ".") / PROBES, subject, best.settings, when, finite)
     return trials

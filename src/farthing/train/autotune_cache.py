@@ -45,7 +45,9 @@ class Subject:
     longest: int
 
     def is_like(self, other: Subject) -> bool:
-        """Whether what was found for one holds for the other: the same but for lengths that differ a little."""
+        """Whether what was found for one holds for the other: the same but for lengths that differ
+        a little.
+        """
         mine, its = dataclasses.asdict(self), dataclasses.asdict(other)
         for name in ("mean_tokens", "longest"):
             a, b = mine.pop(name), its.pop(name)
@@ -81,20 +83,33 @@ def tried(settings: Settings) -> dict[str, int | None]:
 
 
 def leave_probe(
-    path: Path, subject: Subject, settings: Settings, when: str, trials: Sequence[Mapping[str, object]]
+    path: Path,
+    subject: Subject,
+    settings: Settings,
+    when: str,
+    trials: Sequence[Mapping[str, object]],
 ) -> None:
     """Add what a probe has found. Raises `OSError`."""
-    row = {"when": when, "subject": dataclasses.asdict(subject), "settings": tried(settings), "trials": trials}
+    row = {
+        "when": when,
+        "subject": dataclasses.asdict(subject),
+        "settings": tried(settings),
+        "trials": trials,
+    }
     append_line(path, row)
 
 
 def known_settings(path: Path, subject: Subject) -> Settings | None:
-    """The newest settings that were found for the like of `subject`; lines that are torn or foreign are passed over."""
+    """The newest settings that were found for the like of `subject`; lines that are torn or foreign
+    are passed over.
+    """
     for line in reversed(newest_lines(path, _MOST_BYTES)):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             row = read_line(line)[0] or {}
             if Subject(**row["subject"]).is_like(subject):
-                return _checked(Settings.from_json(row["settings"] if "settings" in row else row["setting"]))
+                return _checked(
+                    Settings.from_json(row["settings"] if "settings" in row else row["setting"])
+                )
     return None
 
 

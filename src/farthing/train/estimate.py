@@ -1,9 +1,11 @@
 """What the plan says of a run before it begins.
 
-The estimate is made once, before the first attempt, and kept in the run folder, also that there is none: plan.json is never
-written again, and the receipt holds what happened against it. What the run is then computed by is in settings.json.
+The estimate is made once, before the first attempt, and kept in the run folder, also that there is
+none: plan.json is never written again, and the receipt holds what happened against it. What the run
+is then computed by is in settings.json.
 
-Refuses to decide: `plan` does. A model or device that the planner does not know has no estimate, and trains all the same.
+Refuses to decide: `plan` does. A model or device that the planner does not know has no estimate,
+and trains all the same.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def estimated(
     emit: Emit,
     n_ranks: int = 1,
 ) -> Estimate | None:
-    """The estimate of this run: the first attempt's, or a new one; None where the planner can say nothing.
+    """The estimate of this run: the first attempt's, or a new one; None where the planner can say
+    nothing.
 
     `n_ranks` processes share it, each of which sees one GPU alone.
     """
@@ -50,7 +53,10 @@ def estimated(
     if before is not None:
         return before[0]
     if has_committed(folder) and not (folder / SETTINGS).exists():
-        warn(f"{PLAN} is gone: it is made again, and the run goes on equal to rounding, not to the bit")
+        warn(
+            f"{PLAN} is gone: it is made again, and the run goes on equal to rounding, not to"
+            " the bit"
+        )
     made: Estimate | Rejected | None = None
     try:
         made = _make(job, inputs, numerics, train, held_out, n_ranks)
@@ -65,7 +71,12 @@ def estimated(
 
 
 def _make(
-    job: Job, inputs: Inputs, numerics: Numerics, train: Examples, held_out: Examples | None, n_ranks: int
+    job: Job,
+    inputs: Inputs,
+    numerics: Numerics,
+    train: Examples,
+    held_out: Examples | None,
+    n_ranks: int,
 ) -> Estimate | Rejected | None:
     def lengths_of(examples: Examples) -> Lengths:
         words = f"{len(examples):,} tokenized examples"
@@ -81,7 +92,9 @@ def _make(
         memory_bytes = int(torch.cuda.mem_get_info(numerics.device)[1])
         name = torch.cuda.get_device_name(numerics.device)
         n_gpus = torch.cuda.device_count()  # a container may be without nvidia-smi
-        machine = replace(machine, kind="cuda", device_name=name, n_gpus=n_gpus, memory_bytes=memory_bytes)
+        machine = replace(
+            machine, kind="cuda", device_name=name, n_gpus=n_gpus, memory_bytes=memory_bytes
+        )
     else:
         machine = replace(machine, device_name=machine.cpu.name)
     measurements = read_measurements(Path(job.cache_dir or ".") / MEASUREMENTS)

@@ -1,4 +1,6 @@
-"""Evaluation: loss and the task's metrics over a set of examples. Changes nothing of the model or of the run."""
+"""Evaluation: loss and the task's metrics over a set of examples. Changes nothing of the model or
+of the run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from farthing.data.batches import collate
 from farthing.data.packing import target_lengths_of
 from farthing.data.token_set import TokenSet
 from farthing.device_memory import is_out_of_memory
-from farthing.errors import Interrupted
+from farthing.errors import RunInterruptedError
 from farthing.metrics import Metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
@@ -51,8 +53,8 @@ def with_room(
     device: torch.device,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Metrics:
-    """What `measure(micro_batch_tokens=...)` finds. Where memory runs out it is tried once as before, then with half as much at
-    once, down to the `longest` example, in tokens."""
+    """What `measure(micro_batch_tokens=...)` finds. Where memory runs out it is tried once as
+    before, then with half as much at once, down to the `longest` example, in tokens."""
     has_freed = False
     while True:
         try:
@@ -62,7 +64,10 @@ def with_room(
                 raise
         if has_freed:
             micro_batch_tokens = max(longest, micro_batch_tokens // 2)
-            warn(f"out of memory in the evaluation; it begins again with {micro_batch_tokens:,} tokens at a time")
+            warn(
+                f"out of memory in the evaluation; it begins again with {micro_batch_tokens:,}"
+                " tokens at a time"
+            )
         free_cached(device)
         has_freed = True
 
@@ -79,22 +84,26 @@ def evaluate(
     progress: Callable[[int, int], None] = lambda done, total: None,
     ranks: Ranks | None = None,
 ) -> Metrics:
-    """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is not a number.
+    """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is
+    not a number.
 
-    A batch has at most `micro_batch_tokens` computed tokens, or one example. Where input and target are apart, a
-    text is written for each with `writing`. `ranks` share the batches, and all know all metrics. Raises
-    `Interrupted` when asked to stop in between.
+    A batch has at most `micro_batch_tokens` computed tokens, or one example. Where input and target
+    are apart, a text is written for each with `writing`. `ranks` share the batches, and all know
+    all metrics. Raises
+    `RunInterruptedError` when asked to stop in between.
     """
     model, ranks = forward.model, ranks or Ranks()
     was_training = model.training
     model.eval()
 
-    def go_through(micro_batches: list[NDArray[np.int64]], look: Callable[..., Found]) -> list[Found]:
+    def go_through(
+        micro_batches: list[NDArray[np.int64]], look: Callable[..., Found]
+    ) -> list[Found]:
         found: list[Found] = []
         done = 0
         for number, micro_batch in list(enumerate(micro_batches))[ranks.index :: ranks.n]:
             if should_stop() and not ranks.is_spread:
-                raise Interrupted("stopped while evaluating")
+                raise RunInterruptedError("stopped while evaluating")
             found.append(look(forward, tokens, micro_batch, number))
             done += len(micro_batch)
             progress(done, len(examples))
@@ -102,15 +111,19 @@ def evaluate(
             if len(found) < -(-len(micro_batches) // ranks.n):
                 look(forward, tokens, micro_batches[-1], len(micro_batches))
             if should_stop():
-                raise Interrupted("stopped while evaluating")
+                raise RunInterruptedError("stopped while evaluating")
         return found
 
     try:
         with ranks.all_or_none():
             found = go_through(forward.split(tokens, examples, micro_batch_tokens), _measure)
             if writing is not None and forward.of.is_pair:
-                like_lengths = forward.split_to_write(tokens, examples, micro_batch_tokens, writing.max_new_tokens)
-                write = functools.partial(write_texts, writing=writing, micro_batch_tokens=micro_batch_tokens)
+                like_lengths = forward.split_to_write(
+                    tokens, examples, micro_batch_tokens, writing.max_new_tokens
+                )
+                write = functools.partial(
+                    write_texts, writing=writing, micro_batch_tokens=micro_batch_tokens
+                )
                 found += go_through(like_lengths, write)
     finally:
         model.train(was_training)
@@ -122,22 +135,33 @@ def evaluate(
     if not np.isfinite(mean):  # what such scores choose means nothing
         return {"loss": None, "n_examples": len(examples)}
     metrics: Metrics = {"loss": mean, "n_examples": len(examples)}
-    labels, answers = _fetched([each.labels for each in found]), _fetched([each.answers for each in found])
+    labels, answers = (
+        _fetched([each.labels for each in found]),
+        _fetched([each.answers for each in found]),
+    )
     predictions = [text for each in found for text in each.predictions or ()]
     references = [text for each in found for text in each.references or ()]
-    of_task = Evaluated(mean, document_loss, labels, answers, tokens.label_names, predictions, references)
+    of_task = Evaluated(
+        mean, document_loss, labels, answers, tokens.label_names, predictions, references
+    )
     return metrics | forward.of.judge(of_task)
 
 
-def _measure(forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], number: int) -> Found:
+def _measure(
+    forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], number: int
+) -> Found:
     """One batch through the model."""
     task = forward.of
     batch = forward.to_device(forward.collate(tokens, micro_batch))
     if task.labels is not None:
         loss, scores = forward.loss_and_scores(batch)
-        return Found(number, loss.double(), labels=batch["labels"], answers=task.labels.answers(scores))
+        return Found(
+            number, loss.double(), labels=batch["labels"], answers=task.labels.answers(scores)
+        )
     loss, log_probs = forward.loss_and_log_probs(batch)
-    n_each = torch.from_numpy(target_lengths_of(tokens, micro_batch)).to(log_probs.device, non_blocking=True)
+    n_each = torch.from_numpy(target_lengths_of(tokens, micro_batch)).to(
+        log_probs.device, non_blocking=True
+    )
     return Found(number, loss.double(), -(log_probs / n_each).double().sum())
 
 
@@ -150,8 +174,13 @@ def write_texts(
     micro_batch_tokens: int,
 ) -> Found:
     """What the model writes for one batch, and what it should write."""
-    arrays, device = collate(tokens, micro_batch, forward.task, forward.pad_id), forward.numerics.device
-    batch = {name: torch.from_numpy(arrays[name]).to(device) for name in ("input_ids", "attention_mask")}
+    arrays, device = (
+        collate(tokens, micro_batch, forward.task, forward.pad_id),
+        forward.numerics.device,
+    )
+    batch = {
+        name: torch.from_numpy(arrays[name]).to(device) for name in ("input_ids", "attention_mask")
+    }
     if forward.is_packed and forward.frozen_layers is None:
         is_source = batch["attention_mask"].bool()
         if bool(is_source.any(1).all()):
@@ -164,16 +193,23 @@ def write_texts(
             )
     with forward.numerics.autocasting():
         written = forward.model.generate(
-            **batch, max_new_tokens=writing.max_new_tokens, do_sample=False, num_beams=1, use_cache=True
+            **batch,
+            max_new_tokens=writing.max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
         )
     targets = np.where(arrays["labels"] >= 0, arrays["labels"], forward.pad_id)
     predictions, references = (
-        writing.tokenizer.batch_decode(each, skip_special_tokens=True) for each in (written, targets)
+        writing.tokenizer.batch_decode(each, skip_special_tokens=True)
+        for each in (written, targets)
     )
     return Found(number, predictions=predictions, references=references)
 
 
-def _read(forward: Forward, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int) -> Tensor:
+def _read(
+    forward: Forward, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int
+) -> Tensor:
     """Hidden states [S, h] of the sources of `examples`, one after another, without padding."""
     ends = np.cumsum(tokens.lengths[examples]) // max(1, micro_batch_tokens)
     parts = np.split(examples, np.flatnonzero(np.diff(ends)) + 1)
@@ -183,14 +219,19 @@ def _read(forward: Forward, tokens: TokenSet, examples: NDArray[np.int64], micro
 def _of_all(ranks: Ranks, found: list[Found], device: torch.device) -> list[Found]:
     """What all ranks have found, in the order that one alone has."""
     own = [[each.tolist() if isinstance(each, Tensor) else each for each in one] for one in found]
-    of_all = sorted((row for of_rank in ranks.gather(own) for row in of_rank), key=lambda row: row[0])
+    of_all = sorted(
+        (row for of_rank in ranks.gather(own) for row in of_rank), key=lambda row: row[0]
+    )
     dtypes = {"loss": torch.float64, "of_documents": torch.float64, "labels": None, "answers": None}
 
     def tensor(name: str, value: Any) -> Any:
         as_it_is = name not in dtypes or value is None
         return value if as_it_is else torch.tensor(value, dtype=dtypes[name], device=device)
 
-    return [Found(*(tensor(name, value) for name, value in zip(Found._fields, row, strict=True))) for row in of_all]
+    return [
+        Found(*(tensor(name, value) for name, value in zip(Found._fields, row, strict=True)))
+        for row in of_all
+    ]
 
 
 def _total(parts: list[Tensor | None]) -> float:

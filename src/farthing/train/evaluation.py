@@ -1,4 +1,6 @@
-"""Evaluations of a run: measured where it stands, and judged against the best so far. Refuses to say when one is due."""
+"""Evaluations of a run: measured where it stands, and judged against the best so far. Refuses to
+say when one is due.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from farthing.train.step_log import settle
 
 
 def evaluate_run(attempt: Attempt) -> None:
-    """Measure, and judge whether this is the best so far. Raises `Interrupted`."""
+    """Measure, and judge whether this is the best so far. Raises `RunInterruptedError`."""
     settle(attempt)
     meter, at = attempt.context.meter, attempt.progress
     started_s, n_before = meter.wall_s, attempt.forward.n_sent_tokens
@@ -32,13 +34,18 @@ def evaluate_run(attempt: Attempt) -> None:
 def _judge(attempt: Attempt, value: float | None) -> bool:
     """Whether the step is the best so far; counts the patience of early stopping.
 
-    Best is best, by however little; the threshold only says how much better than the best so far counts for the
-    patience (as `EarlyStoppingCallback` of transformers has it). Of equal ones the first is the best.
+    Best is best, by however little; the threshold only says how much better than the best so far
+    counts for the patience (as `EarlyStoppingCallback` of transformers has it). Of equal ones the
+    first is the best.
     """
     at, train = attempt.progress, attempt.job.train
     greater = train.greater_is_better
     better = attempt.forward.of.metrics[attempt.metric] if greater is None else greater
-    gain = None if value is None or at.best_metric is None else (value - at.best_metric) * (1 if better else -1)
+    gain = (
+        None
+        if value is None or at.best_metric is None
+        else (value - at.best_metric) * (1 if better else -1)
+    )
     is_best = value is not None and (gain is None or gain > 0)
     counts = is_best and (gain is None or gain > train.early_stopping_threshold)
     at.n_evaluations_without_gain = 0 if counts else at.n_evaluations_without_gain + 1
@@ -51,13 +58,15 @@ def _judge(attempt: Attempt, value: float | None) -> bool:
 
 
 def _measured(attempt: Attempt) -> Metrics:
-    """Metrics of the model as it is. Raises `Interrupted`."""
+    """Metrics of the model as it is. Raises `RunInterruptedError`."""
     held_out, train, ranks = attempt.eval_examples, attempt.job.train, attempt.context.ranks
     assert held_out is not None
     writing = Writing(attempt.inputs.tokenizer, attempt.job.data.max_target_length)
     longest = int(held_out.tokens.lengths[held_out.indices].max())
     # as much at once as training was seen to have room for
-    most_tokens = min(attempt.settings.micro_batch_tokens, train.per_device_eval_batch_size * longest)
+    most_tokens = min(
+        attempt.settings.micro_batch_tokens, train.per_device_eval_batch_size * longest
+    )
     measure = partial(
         evaluate,
         attempt.forward,

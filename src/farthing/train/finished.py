@@ -1,8 +1,10 @@
-"""A run that has come to its end, recognized without torch: the same command answers at once, and adds nothing to the bill.
+"""A run that has come to its end, recognized without torch: the same command answers at once, and
+adds nothing to the bill.
 
-What identifies a run is hashed when it is trained. Here the job's settings are compared in full, and of its local files the
-sizes and times that they had then; where anything differs, or was never noted, the whole check is left to `train`. Refuses
-to guess: it says "finished" only of what it knows to be the same, and of a run whose model is what was written.
+What identifies a run is hashed when it is trained. Here the job's settings are compared in full,
+and of its local files the sizes and times that they had then; where anything differs, or was never
+noted, the whole check is left to `train`. Refuses to guess: it says "finished" only of what it
+knows to be the same, and of a run whose model is what was written.
 """
 
 from __future__ import annotations
@@ -11,8 +13,16 @@ from pathlib import Path
 
 from farthing.config.job import Job
 from farthing.durability.exported import CARD, damage_of
-from farthing.durability.files import Damaged
-from farthing.durability.run_folder import MODEL, RECEIPT, RUN, is_damaged, is_finished, kept, kept_job
+from farthing.durability.files import DamagedFileError
+from farthing.durability.run_folder import (
+    MODEL,
+    RECEIPT,
+    RUN,
+    is_damaged,
+    is_finished,
+    kept,
+    kept_job,
+)
 from farthing.errors import FarthingError
 from farthing.report.receipt import Receipt, build_receipt, leave_receipt
 from farthing.train.published import is_to_publish
@@ -23,7 +33,9 @@ Stamps = dict[str, list[int]]
 
 
 def stamps_of(job: Job) -> Stamps | None:
-    """Size and times of every local file that the job names, itself or by its folder; None where they are too many."""
+    """Size and times of every local file that the job names, itself or by its folder; None where
+    they are too many.
+    """
     named = [*job.data.train, *(job.data.eval or ()), job.model.model_name_or_path]
     named += [text for text in (job.model.tokenizer_name_or_path, job.data.chat_template) if text]
     stamps: Stamps = {}
@@ -42,7 +54,9 @@ def stamps_of(job: Job) -> Stamps | None:
 
 
 def receipt_of_finished(job: Job) -> Receipt | None:
-    """The receipt of the job's run if it is finished, and nothing that it follows from has changed since; else None."""
+    """The receipt of the job's run if it is finished, and nothing that it follows from has changed
+    since; else None.
+    """
     folder = Path(job.output_dir)
     if not is_finished(folder) or is_to_publish(job):
         return None
@@ -52,16 +66,21 @@ def receipt_of_finished(job: Job) -> Receipt | None:
         facts, before = kept(folder / RUN) or {}, kept_job(folder)
         now, settings = job.model_dump(mode="json"), job.identity()
         of_settings = {
-            key for key in facts["identity"] if "(content)" not in key and not key.startswith("tokenization.")
+            key
+            for key in facts["identity"]
+            if "(content)" not in key and not key.startswith("tokenization.")
         }
         is_same = (
             {key: facts["identity"][key] for key in of_settings} == settings
-            and all(before[section] == now[section] for section in ("task", "data", "model", "method", "train"))
+            and all(
+                before[section] == now[section]
+                for section in ("task", "data", "model", "method", "train")
+            )
             and facts.get(STAMPS) is not None
             and facts[STAMPS] == stamps_of(job)
         )
         if not is_same or damage_of(folder) is not None or not (folder / MODEL / CARD).is_file():
             return None
         return build_receipt(folder) if (folder / RECEIPT).exists() else leave_receipt(folder)
-    except (Damaged, OSError, ValueError, KeyError, TypeError, FarthingError):
+    except (DamagedFileError, OSError, ValueError, KeyError, TypeError, FarthingError):
         return None

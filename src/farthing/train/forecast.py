@@ -1,4 +1,6 @@
-"""What comes next in a run, and how many seconds it may take: questions about an attempt that change nothing."""
+"""What comes next in a run, and how many seconds it may take: questions about an attempt that
+change nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,18 @@ EXPORT_S, WRITE_BYTES_PER_S = 0.5, 100e6
 
 
 def evaluation_is_at(attempt: Attempt, step: int) -> bool:
-    """Whether `step` is one after which to evaluate: at the end of epochs or every `eval_steps`, and at the very end."""
+    """Whether `step` is one after which to evaluate: at the end of epochs or every `eval_steps`,
+    and at the very end.
+    """
     train = attempt.job.train
     if attempt.eval_examples is None or step == 0:
         return False
     if step >= attempt.n_steps:
         return True
-    return train.eval_strategy != "no" and step % (train.eval_steps or attempt.batches.steps_per_epoch) == 0
+    return (
+        train.eval_strategy != "no"
+        and step % (train.eval_steps or attempt.batches.steps_per_epoch) == 0
+    )
 
 
 def evaluation_is_due(attempt: Attempt) -> bool:
@@ -38,15 +45,24 @@ def evaluation_s(attempt: Attempt) -> float:
         return attempt.clocks.evaluation_s
     if before_s := attempt.context.ledger.takes.get("evaluation_s"):
         return before_s
-    return (attempt.pace.step_s or 0.0) * len(attempt.eval_examples) / attempt.job.global_batch_size / 3
+    return (
+        (attempt.pace.step_s or 0.0)
+        * len(attempt.eval_examples)
+        / attempt.job.global_batch_size
+        / 3
+    )
 
 
 def next_s(attempt: Attempt) -> float:
-    """Seconds of an evaluation that is due; else of a step and the evaluation after it, at first as in earlier attempts."""
+    """Seconds of an evaluation that is due; else of a step and the evaluation after it, at first as
+    in earlier attempts.
+    """
     if evaluation_is_due(attempt):
         return evaluation_s(attempt)
     step_s = attempt.pace.longest_step_s or attempt.context.ledger.takes.get("step_s", 0.0)
-    return step_s + (evaluation_s(attempt) if evaluation_is_at(attempt, attempt.progress.step + 1) else 0.0)
+    return step_s + (
+        evaluation_s(attempt) if evaluation_is_at(attempt, attempt.progress.step + 1) else 0.0
+    )
 
 
 def leaving_s(attempt: Attempt) -> float:
@@ -61,7 +77,9 @@ def reserve_s(attempt: Attempt) -> float:
 
 
 def reserve_with_start_s(attempt: Attempt) -> float:
-    """As long as so much is left, a run that is killed now, and again while it starts, can still leave its model."""
+    """As long as so much is left, a run that is killed now, and again while it starts, can still
+    leave its model.
+    """
     return reserve_s(attempt) + leaving_s(attempt) + 2 * attempt.clocks.start_s
 
 

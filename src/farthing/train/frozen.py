@@ -1,8 +1,10 @@
 """Whether a run keeps what its frozen lower layers give, and beginning behind them where it does.
 
-Data flows from a run that stands at its first step to its `forward`, which from then on begins above those layers.
-`model/frozen_layers.py` finds them, `model/frozen_cache.py` keeps their output, `planner/frozen_cache_cost.py` has the
-arithmetic. Refuses to train: the caller's loop does not change.
+Data flows from a run that stands at its first step to its `forward`, which from then on begins
+above those layers.
+`model/frozen_layers.py` finds them, `model/frozen_cache.py` keeps their output,
+`planner/frozen_cache_cost.py` has the arithmetic. Refuses to train: the caller's loop does not
+change.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ from farthing.planner.frozen_cache_cost import FrozenCacheCost
 from farthing.train.attempt import Attempt
 from farthing.units import plural
 
-FROZEN_TOKENS = 4096  # computed at once for what frozen layers give: part of what makes it the same to the bit
+FROZEN_TOKENS = (
+    4096  # computed at once for what frozen layers give: part of what makes it the same to the bit
+)
 DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 1e9, 0.4e9  # assumed of a cloud's disk
 
 
 def begin_behind_frozen_layers(attempt: Attempt) -> bool:
-    """Compute what frozen layers below the trained ones give once, where that pays; returns whether it is so.
+    """Compute what frozen layers below the trained ones give once, where that pays; returns whether
+    it is so.
 
-    Decided by the first attempt, as it changes rounding. Raises `Interrupted`.
+    Decided by the first attempt, as it changes rounding. Raises `RunInterruptedError`.
     """
     decided = attempt.settings.caches_frozen
     frozen = (
@@ -46,11 +51,15 @@ def begin_behind_frozen_layers(attempt: Attempt) -> bool:
     if any(attempt.forward.mixes(tokens, indices) for tokens, indices in sets):
         return False
     if decided is None and (reason := _why_not_keep(attempt, frozen, sets)):
-        attempt.context.emit(Note(f"the output of {plural(frozen.n_layers, 'frozen layer')} is not kept: {reason}"))
+        attempt.context.emit(
+            Note(f"the output of {plural(frozen.n_layers, 'frozen layer')} is not kept: {reason}")
+        )
         return False
     caches = []
     for tokens, indices in sets:
-        attempt.context.emit(Working(f"computing {plural(frozen.n_layers, 'frozen layer')} once for all epochs"))
+        attempt.context.emit(
+            Working(f"computing {plural(frozen.n_layers, 'frozen layer')} once for all epochs")
+        )
         cache = open_frozen_cache(
             frozen,
             tokens,
@@ -64,15 +73,21 @@ def begin_behind_frozen_layers(attempt: Attempt) -> bool:
         if isinstance(cache, str):
             attempt.warn(f"the output of frozen layers is not kept: {cache}")
             if decided:
-                attempt.warn("earlier attempts used it: the result is equal to rounding, not to the bit")
+                attempt.warn(
+                    "earlier attempts used it: the result is equal to rounding, not to the bit"
+                )
             return bool(decided)
         caches.append((tokens, cache))
     attempt.forward.begin_at(frozen, caches)
     return True
 
 
-def _why_not_keep(attempt: Attempt, frozen: FrozenLayers, sets: list[tuple[TokenSet, NDArray[np.int64]]]) -> str | None:
-    """Why the output of frozen layers had better be computed every time; None where keeping it pays."""
+def _why_not_keep(
+    attempt: Attempt, frozen: FrozenLayers, sets: list[tuple[TokenSet, NDArray[np.int64]]]
+) -> str | None:
+    """Why the output of frozen layers had better be computed every time; None where keeping it
+    pays.
+    """
     n_layers, k = attempt.inputs.config.get_text_config().num_hidden_layers, frozen.n_layers
     n_tokens = sum(int(tokens.lengths[indices].sum()) for tokens, indices in sets)
     n_trained = int(attempt.train_examples.tokens.lengths[attempt.train_examples.indices].sum())
@@ -83,7 +98,7 @@ def _why_not_keep(attempt: Attempt, frozen: FrozenLayers, sets: list[tuple[Token
     once_s = 0.0 if estimate is None else estimate.seconds.get("frozen layers", 0.0)
     if once_s:
         layers_s = once_s / n_tokens * n_layers / k
-    else:  # a forward pass of all layers, and a backward pass of the upper ones that takes twice as long
+    else:  # a forward pass of all layers, and a backward pass of the upper ones that takes twice as long  # noqa: E501
         layers_s = rest_s * n_layers / (n_layers + 2 * (n_layers - k))
         rest_s -= layers_s * k / n_layers
     return FrozenCacheCost(

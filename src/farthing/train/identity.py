@@ -1,7 +1,9 @@
-"""What a run is: the settings that can change its result, and the content of its data, tokenizer and model.
+"""What a run is: the settings that can change its result, and the content of its data, tokenizer
+and model.
 
-Content identifies; where it lies, on which machine, under which user and by which version of a library it is read does not.
-Refuses to decide whether a run may go on: `durability.run_folder.claim` does.
+Content identifies; where it lies, on which machine, under which user and by which version of a
+library it is read does not. Refuses to decide whether a run may go on:
+`durability.run_folder.claim` does.
 """
 
 from __future__ import annotations
@@ -41,17 +43,23 @@ def identity_of(
         "tokenizer (content)": tokenizer_sha256(tokenizer),
         **({"data.train (weights)": weights} if any(weight != 1 for weight in weights) else {}),
         MODEL_CONTENT: model_sha256(choice, config, Path(job.cache_dir) if job.cache_dir else None),
-        **{f"tokenization.{key}": value for key, value in tokenization.items() if key != "label_names"},
+        **{
+            f"tokenization.{key}": value
+            for key, value in tokenization.items()
+            if key != "label_names"
+        },
     }
 
 
 def former_names(
     job: Job, choice: ModelChoice, config: Any, identity: dict[str, object]
 ) -> Callable[[Json, Any], Json]:
-    """A function of a run's facts and its kept job: what earlier versions of farthing wrote for this same `identity`.
+    """A function of a run's facts and its kept job: what earlier versions of farthing wrote for
+    this same `identity`.
 
-    They hashed the model's configuration together with its path and the library's version, or only the ends of its weight
-    files, and did not know every key: one that is missing stands for its default.
+    They hashed the model's configuration together with its path and the library's version, or only
+    the ends of its weight files, and did not know every key: one that is missing stands for its
+    default.
     """
 
     def names(facts: Json, kept_job: Any) -> Json:

@@ -1,8 +1,10 @@
-"""How the processes that share a run come together: what the first decides, and what the others take over from it.
+"""How the processes that share a run come together: what the first decides, and what the others
+take over from it.
 
-The first rank alone has the run folder, the ledger that counts, the limits, the store and the terminal. The others run the
-same code in a folder of their own that is thrown away, for a job without limits and copies, with the files that decide the
-result as the first has them. Refuses to know how they talk: `ranks.py` does.
+The first rank alone has the run folder, the ledger that counts, the limits, the store and the
+terminal. The others run the same code in a folder of their own that is thrown away, for a job
+without limits and copies, with the files that decide the result as the first has them. Refuses to
+know how they talk: `ranks.py` does.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from farthing.config.job import Job, LimitsSection
 from farthing.data.packing import MicroBatchCost
 from farthing.durability.group import STORE, not_followed, seat_in
 from farthing.durability.run_folder import DECIDING, EXAMPLES, RUN, SCHEDULE, keep, kept
-from farthing.errors import EXIT_CRASH, FarthingError, ModelError, NoSpace, RunChanged, UserMistake
+from farthing.errors import (
+    EXIT_CRASH,
+    DiskFullError,
+    FarthingError,
+    InputError,
+    ModelError,
+    RunChangedError,
+)
 from farthing.events import Emit, Note, Warned
 from farthing.model.hardware import hardware_key
 from farthing.planner.measurements import MEASUREMENTS, link_of, read_measurements
@@ -38,12 +47,15 @@ from farthing.train.schedule import Fit, keep_fit
 
 @contextlib.contextmanager
 def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
-    """The ranks of the run, and the job as this one has it. Parts from them in order, and tells them where this one fails.
+    """The ranks of the run, and the job as this one has it. Parts from them in order, and tells
+    them where this one fails.
 
     An error that the first rank speaks of is marked `is_told`.
     """
     seat = seat_in(os.environ)
-    device = torch.device("cuda" if torch.cuda.is_available() and job.where.device != "cpu" else "cpu")
+    device = torch.device(
+        "cuda" if torch.cuda.is_available() and job.where.device != "cpu" else "cpu"
+    )
     if not seat.by:
         with contextlib.closing(Ranks(device=device)) as alone:
             yield alone, job
@@ -65,13 +77,15 @@ def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
 
 
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """Of a rank that is not the first, thrown away as it parts; where `farthing` has started it and it is killed, with what the
-    ranks have met in. Raises `NoSpace`."""
+    """Of a rank that is not the first, thrown away as it parts; where `farthing` has started it and
+    it is killed, with what the ranks have met in. Raises `DiskFullError`."""
     meeting = os.environ.get(STORE)
     try:
-        return tempfile.TemporaryDirectory(prefix="farthing-rank-", dir=meeting and os.path.dirname(meeting))
+        return tempfile.TemporaryDirectory(
+            prefix="farthing-rank-", dir=meeting and os.path.dirname(meeting)
+        )
     except OSError as error:
-        raise NoSpace(
+        raise DiskFullError(
             f"a rank has no place for files of its own: {error.strerror or error}",
             where=str(error.filename or "TMPDIR"),
             to_do="make room there, or set TMPDIR to a folder on another disk",
@@ -92,7 +106,9 @@ def _shadow(job: Job, folder: str, *, asks_cloud: bool) -> Job:
 
 
 def lead(context: Context, ended: tuple[str, str] | None = None) -> None:
-    """The first rank lets the others in: with the files that decide the result, or with how the run has ended already."""
+    """The first rank lets the others in: with the files that decide the result, or with how the run
+    has ended already.
+    """
     ranks, folder = context.ranks, context.folder
     if ranks.n > 1:
         files = {name: kept(folder / name) for name in DECIDING} if ended is None else {}
@@ -118,24 +134,36 @@ def follow(context: Context) -> LetIn:
             keep(context.folder / name, value)
     context.run_id = told["run_id"]
     facts, ended = told["files"].get(RUN) or {}, told["ended"]
-    return LetIn(None if ended is None else (ended[0], ended[1]), facts.get("identity", {}), EXAMPLES in facts)
+    return LetIn(
+        None if ended is None else (ended[0], ended[1]),
+        facts.get("identity", {}),
+        EXAMPLES in facts,
+    )
 
 
-def must_be_the_same(context: Context, identity: Mapping[str, object], of_first: Mapping[str, object]) -> None:
-    """Refuse a rank that reads other data, or another model, than the first. Raises `RunChanged`."""
+def must_be_the_same(
+    context: Context, identity: Mapping[str, object], of_first: Mapping[str, object]
+) -> None:
+    """Refuse a rank that reads other data, or another model, than the first. Raises
+    `RunChangedError`.
+    """
     odd = [key for key, value in of_first.items() if identity.get(key) != value]
     if odd:
-        raise RunChanged(
+        raise RunChangedError(
             f"rank {context.ranks.index} has another {', '.join(odd[:3])} than the first rank",
-            to_do="give every machine the same job, data and model, or put them on a disk that all share",
+            to_do=(
+                "give every machine the same job, data and model, or put them on a disk that all"
+                " share"
+            ),
         )
 
 
 def with_lanes(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit: Emit) -> Settings:
-    """The settings with how many lanes the run's steps have: as before, more where there are more ranks than that.
+    """The settings with how many lanes the run's steps have: as before, more where there are more
+    ranks than that.
 
-    A run of one process whose job names no GPUs has one lane, and is computed as if there were no others. `has_begun`: earlier
-    attempts knew the examples, and have cut steps as `settings` say.
+    A run of one process whose job names no GPUs has one lane, and is computed as if there were no
+    others. `has_begun`: earlier attempts knew the examples, and have cut steps as `settings` say.
     """
     wanted, seat = job.where.gpus, ranks.seat
     if isinstance(wanted, int) and seat.by != "farthing" and wanted not in (seat.n, seat.n_local):
@@ -143,7 +171,10 @@ def with_lanes(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit
         alone = "this is one process: `farthing train` or torchrun starts as many"
         emit(Warned(f"where.gpus is {wanted}, and {started if seat.by else alone}"))
     if ranks.n > 1 and ranks.device.type == "cpu" and job.where.device == "auto":
-        text = f"no GPU is here: {ranks.n} processes share the processor; where.device: cpu says that this is meant"
+        text = (
+            f"no GPU is here: {ranks.n} processes share the processor; where.device: cpu says that"
+            " this is meant"
+        )
         emit(Warned(text))
     if not settings.lanes:
         settings = replace(settings, lane_by_lane=True, lanes_even=True)
@@ -155,19 +186,28 @@ def with_lanes(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit
     is_shared = job.where.gpus is not None or bool(ranks.seat.by) or job.where.same_bits is True
     n_lanes = n_lanes_for(ranks.n, is_shared)
     if before is not None:
-        text = f"the run's steps were shared out among {before}, now among {n_lanes}: equal to rounding, not to the bit"
+        text = (
+            f"the run's steps were shared out among {before}, now among {n_lanes}: equal to"
+            " rounding, not to the bit"
+        )
         emit(Warned(text))
     return replace(settings, lanes=n_lanes)
 
 
 def keeps_statistics(model: nn.Module) -> str:
     """The kind of module by which a forward pass changes the model; empty where there is none."""
-    kinds = (type(each).__name__ for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm))
+    kinds = (
+        type(each).__name__
+        for each in model.modules()
+        if isinstance(each, nn.modules.batchnorm._BatchNorm)
+    )
     return next(kinds, "")
 
 
 def refuse_running_statistics(model: nn.Module, n_lanes: int) -> None:
-    """Refuse a model whose forward pass changes it, as ranks see different examples. Raises `ModelError`."""
+    """Refuse a model whose forward pass changes it, as ranks see different examples. Raises
+    `ModelError`.
+    """
     kind = keeps_statistics(model)
     if kind and n_lanes > 1:
         raise ModelError(
@@ -182,18 +222,26 @@ def take_over(attempt: Attempt) -> None:
     ranks, steps, forward = attempt.context.ranks, attempt.steps, attempt.forward
     if ranks.n == 1:
         return
-    measured = read_measurements(Path(attempt.job.cache_dir or ".") / MEASUREMENTS) if ranks.is_first else []
+    measured = (
+        read_measurements(Path(attempt.job.cache_dir or ".") / MEASUREMENTS)
+        if ranks.is_first
+        else []
+    )
     known = ranks.tell_all(link_of(measured, hardware_key(attempt.numerics.device), ranks.n))
     attempt.record.link_bytes_per_s = known or ranks.link_bytes_per_s()
     fit = attempt.schedule.fit
-    settings, fit_values = ranks.tell_all([steps.settings.to_json(), None if fit is None else asdict(fit)])
+    settings, fit_values = ranks.tell_all(
+        [steps.settings.to_json(), None if fit is None else asdict(fit)]
+    )
     if not ranks.is_first:
         told = Settings.from_json(settings)
         steps.use(told)
         forward.shares = bool(told.shares_prefix)
         forward.micro_batch_cost = MicroBatchCost(told.least_tokens, told.more_tokens)
         if fit_values is not None:
-            attempt.schedule = as_fitted(attempt.job, keep_fit(attempt.context.folder / SCHEDULE, Fit(**fit_values)))
+            attempt.schedule = as_fitted(
+                attempt.job, keep_fit(attempt.context.folder / SCHEDULE, Fit(**fit_values))
+            )
             steps.n_steps = attempt.n_steps
     if ranks.trains_rows:
         _take_rows(attempt)
@@ -201,19 +249,25 @@ def take_over(attempt: Attempt) -> None:
 
 
 def _take_rows(attempt: Attempt) -> None:
-    """Restore this rank's rows of what the first rank has restored: of its checkpoint, or of the run's ancestor."""
+    """Restore this rank's rows of what the first rank has restored: of its checkpoint, or of the
+    run's ancestor.
+    """
     ranks, checkpoints, step = attempt.context.ranks, attempt.checkpoints, attempt.progress.step
     saves = checkpoints.steps() if ranks.is_first else []
-    told = ranks.tell_all([
-        str(attempt.context.folder.resolve()), str(checkpoints.folder_of(step).resolve()) if step in saves else None,
-        attempt.saving.mark,
-    ])  # fmt: skip
+    told = ranks.tell_all(
+        [
+            str(attempt.context.folder.resolve()),
+            str(checkpoints.folder_of(step).resolve()) if step in saves else None,
+            attempt.saving.mark,
+        ]
+    )
     if ranks.is_first:
         return
     run, folder, mark = Path(told[0]), told[1], told[2]
     if (kept(run / RUN) or {}).get("run_id") != attempt.context.run_id:
-        raise UserMistake(
-            f"rank {ranks.index} does not see the run folder of the first rank, {run}, where each saves its rows",
+        raise InputError(
+            f"rank {ranks.index} does not see the run folder of the first rank, {run}, where each"
+            " saves its rows",
             where="output_dir, where.strategy",
             to_do="put output_dir on a disk that all machines share, or use ddp",
         )

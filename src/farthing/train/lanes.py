@@ -1,9 +1,11 @@
-"""Gradients of a step, added up in an order that does not depend on how many processes share the step.
+"""Gradients of a step, added up in an order that does not depend on how many processes share the
+step.
 
-A run that several GPUs share has a fixed number of lanes. A lane is a column of the step's table of micro-batches; its
-gradients are added one after the other. Lanes are added by a fixed tree of pairs, whoever computes them: lane 0 and 1, 2
-and 3, then those two. Floating-point sums depend on their order alone, so that the result is the same to the bit on any
-number of processes. Refuses to know other processes: `ranks.py` carries sums between them.
+A run that several GPUs share has a fixed number of lanes. A lane is a column of the step's table of
+micro-batches; its gradients are added one after the other. Lanes are added by a fixed tree of
+pairs, whoever computes them: lane 0 and 1, 2 and 3, then those two. Floating-point sums depend on
+their order alone, so that the result is the same to the bit on any number of processes. Refuses to
+know other processes: `ranks.py` carries sums between them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import torch
 from torch import Tensor
 
 LANES = 4
-"""Of a run that adds up in a fixed order: as many processes can share it, on fewer some compute several lanes."""
+"""Of a run that adds up in a fixed order: as many processes can share it, on fewer some compute
+several lanes.
+"""
 Node = tuple[int, int]
 """(first lane, end) of a subtree."""
 Gradients = list[Tensor | None]
@@ -40,7 +44,9 @@ def n_lanes_for(n_ranks: int, fixed_order: bool) -> int:
 
 
 def lanes_of(rank: int, n_ranks: int, n_lanes: int) -> range:
-    """The lanes that a process computes: neighbours, so that it can add up what the tree adds up anyway."""
+    """The lanes that a process computes: neighbours, so that it can add up what the tree adds up
+    anyway.
+    """
     return range(rank * n_lanes // n_ranks, (rank + 1) * n_lanes // n_ranks)
 
 
@@ -111,7 +117,9 @@ class LaneSums:
             gradient, self.weights[at].grad = self.weights[at].grad, None
             self.has_gradient[at] |= int(gradient is not None)
             self.nodes[at].append(gradient)
-        n_before, n_now = (len(nodes_of(range(self.lanes.start, end), self.n_lanes)) for end in (lane, lane + 1))
+        n_before, n_now = (
+            len(nodes_of(range(self.lanes.start, end), self.n_lanes)) for end in (lane, lane + 1)
+        )
         for _ in range(n_before + 1 - n_now):
             others = [self.nodes[at].pop() for at in places]
             totals = _added([self.nodes[at].pop() for at in places], others)
@@ -119,9 +127,17 @@ class LaneSums:
                 self.nodes[at].append(total)
 
     def room_for(self, at: int) -> Tensor:
-        """Where the sum of all lanes of a weight's gradients may be written: over one of them, else it is new."""
-        found = next((each for each in self.nodes[at] if each is not None and each.is_contiguous()), None)
-        return torch.empty_like(self.weights[at], memory_format=torch.contiguous_format) if found is None else found
+        """Where the sum of all lanes of a weight's gradients may be written: over one of them, else
+        it is new.
+        """
+        found = next(
+            (each for each in self.nodes[at] if each is not None and each.is_contiguous()), None
+        )
+        return (
+            torch.empty_like(self.weights[at], memory_format=torch.contiguous_format)
+            if found is None
+            else found
+        )
 
     def give_back(self) -> None:
         """Put the gradients of the one subtree that is left, all lanes, to the weights."""
@@ -134,7 +150,11 @@ def _added(mine: Gradients, other: Gradients) -> Gradients:
     both = [(a, b) for a, b in zip(mine, other, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    alone = [a if a is not None else b for a, b in zip(mine, other, strict=True) if (a is None) != (b is None)]
+    alone = [
+        a if a is not None else b
+        for a, b in zip(mine, other, strict=True)
+        if (a is None) != (b is None)
+    ]
     if alone:
         torch._foreach_add_(alone, 0.0)  # -0.0 becomes 0.0
     return [a if a is not None else b for a, b in zip(mine, other, strict=True)]

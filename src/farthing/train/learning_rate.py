@@ -1,4 +1,5 @@
-"""The schedule of a run: how many steps, and the learning rate at each, as the job says or as its limits buy.
+"""The schedule of a run: how many steps, and the learning rate at each, as the job says or as its
+limits buy.
 
 `schedule.py` has the arithmetic of a budget, `optim.py` the curves by their Hugging Face names.
 """
@@ -24,23 +25,35 @@ from farthing.train.step_log import settle
 from farthing.units import plural
 
 
-def first_schedule(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None, steps_per_epoch: int) -> Schedule:
+def first_schedule(
+    job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None, steps_per_epoch: int
+) -> Schedule:
     """The schedule of an attempt: by the job, or as fitted to what its limits buy."""
     train = job.train
-    n_steps = math.ceil(train.num_train_epochs * steps_per_epoch) if train.max_steps is None else train.max_steps
+    n_steps = (
+        math.ceil(train.num_train_epochs * steps_per_epoch)
+        if train.max_steps is None
+        else train.max_steps
+    )
     if not train.fit_schedule_to_budget:
         n_warmup = _warmup_of(job, steps_per_epoch)(n_steps)
         curve, rate = train.lr_scheduler_type, job.learning_rate
         return Schedule(
-            n_steps, n_warmup, schedule(curve, n_warmup_steps=n_warmup, n_steps=n_steps, learning_rate=rate)
+            n_steps,
+            n_warmup,
+            schedule(curve, n_warmup_steps=n_warmup, n_steps=n_steps, learning_rate=rate),
         )
     return as_fitted(
-        job, kept_fit(folder / SCHEDULE) or _first_fit(job, folder, ledger, estimate, (n_steps, steps_per_epoch))
+        job,
+        kept_fit(folder / SCHEDULE)
+        or _first_fit(job, folder, ledger, estimate, (n_steps, steps_per_epoch)),
     )
 
 
 def settle_schedule(attempt: Attempt) -> None:
-    """Settle for good how many steps the limits buy, by the measured pace, before the rate comes down."""
+    """Settle for good how many steps the limits buy, by the measured pace, before the rate comes
+    down.
+    """
     fit, job, train = attempt.schedule.fit, attempt.job, attempt.job.train
     assert fit is not None
     settle(attempt)
@@ -49,18 +62,25 @@ def settle_schedule(attempt: Attempt) -> None:
     if step_s is not None:
         if attempt.eval_examples is not None and train.eval_strategy != "no":
             step_s += evaluation_s(attempt) / (train.eval_steps or attempt.batches.steps_per_epoch)
-        step_s += attempt.saving.took_s / (train.save_steps or max(1.0, attempt.saving.every_s / step_s))
+        step_s += attempt.saving.took_s / (
+            train.save_steps or max(1.0, attempt.saving.every_s / step_s)
+        )
     fit = settled_fit(fit, seconds_left(job, ledger), step_s, leaving_s(attempt))
     fit = Fit(**ranks.tell_all(asdict(fit)))
     keep_fit(attempt.context.folder / SCHEDULE, fit)
     attempt.schedule = as_fitted(job, fit)
     attempt.steps.n_steps = attempt.n_steps
     attempt.steps.close()  # what was made ready knew the number
-    text = f"the schedule is fixed: {plural(attempt.n_steps, 'step')} of {fit.asked_steps:,} fit the limits"
+    text = (
+        f"the schedule is fixed: {plural(attempt.n_steps, 'step')} of {fit.asked_steps:,} fit the"
+        " limits"
+    )
     attempt.context.emit(Note(text))
 
 
-def _first_fit(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None, asked: tuple[int, int]) -> Fit:
+def _first_fit(
+    job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None, asked: tuple[int, int]
+) -> Fit:
     """The steps that the limits buy by what a step is estimated to take, kept for later attempts.
 
     `asked`: (steps, those of an epoch).
@@ -70,7 +90,10 @@ def _first_fit(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None
     if step_s is not None:
         step_s += (seconds.get("evaluation", 0.0) + seconds.get("checkpoints", 0.0)) / n_steps
     left_s, end_s = seconds_left(job, ledger), seconds.get("export", EXPORT_S)
-    return keep_fit(folder / SCHEDULE, first_fit(n_steps, _warmup_of(job, steps_per_epoch), left_s, step_s, end_s))
+    return keep_fit(
+        folder / SCHEDULE,
+        first_fit(n_steps, _warmup_of(job, steps_per_epoch), left_s, step_s, end_s),
+    )
 
 
 def as_fitted(job: Job, fit: Fit) -> Schedule:

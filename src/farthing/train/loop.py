@@ -1,7 +1,8 @@
 """The loop: the one place where everything meets.
 
-Evaluate and save when due, stop when asked, take a step. Everything that can change the result is in `Attempt.state` or
-follows from (seed, step): the data order, the dropout masks and the learning rate are functions, not state.
+Evaluate and save when due, stop when asked, take a step. Everything that can change the result is
+in `Attempt.state` or follows from (seed, step): the data order, the dropout masks and the learning
+rate are functions, not state.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 from farthing.durability.ledger import Ledger
 from farthing.durability.preemption import Heard, Notice
-from farthing.errors import Interrupted, NotFinite
+from farthing.errors import NotFiniteError, RunInterruptedError
 from farthing.train.agreement import Due, agreed
 from farthing.train.attempt import Attempt
 from farthing.train.budget import LONGEST_START_S, over_limit
@@ -21,7 +22,14 @@ from farthing.train.fixed_share import compare_micro_batches
 from farthing.train.forecast import evaluation_is_due, is_done, reserve_s
 from farthing.train.learning_rate import settle_schedule
 from farthing.train.rehearsal import rehearse
-from farthing.train.saver import export, mark_of, note_finished_save, save, save_last, write_model_early
+from farthing.train.saver import (
+    export,
+    mark_of,
+    note_finished_save,
+    save,
+    save_last,
+    write_model_early,
+)
 from farthing.train.step_log import note_rest, settle
 
 COLLECT_EVERY_STEPS = 200  # cycles of references, each of which may hold on to tensors
@@ -29,7 +37,9 @@ STARTING = ("start_up", "load_model", "restore")  # what a start takes when data
 
 
 def loop(attempt: Attempt) -> tuple[str, str]:
-    """Steps until done, stopped early, interrupted or over a limit; returns (state, reason). Raises `NotFinite`."""
+    """Steps until done, stopped early, interrupted or over a limit; returns (state, reason). Raises
+    `NotFiniteError`.
+    """
     spans = attempt.context.meter.spans
     attempt.clocks.start_s = min(LONGEST_START_S, sum(spans.get(name, 0.0) for name in STARTING))
     with contextlib.closing(attempt.steps), rare_collections():
@@ -45,10 +55,13 @@ def loop(attempt: Attempt) -> tuple[str, str]:
                     else:
                         before_step(attempt, due)
                         take_step(attempt)
-            except Interrupted:
-                ended = "interrupted", attempt.context.notice.reason or "another rank was asked to leave"
+            except RunInterruptedError:
+                ended = (
+                    "interrupted",
+                    attempt.context.notice.reason or "another rank was asked to leave",
+                )
             save_last(attempt)
-        except NotFinite:
+        except NotFiniteError:
             note_rest(attempt)
             save_last(attempt)
             raise
@@ -108,7 +121,10 @@ def take_step(attempt: Attempt) -> None:
     at, sums = attempt.progress, taken.sums
     at.step += 1
     at.n_tokens += int(attempt.train_examples.tokens.lengths[sums.examples].sum())
-    at.n_padded_tokens, at.n_targets = at.n_padded_tokens + sums.n_computed, at.n_targets + sums.n_targets
+    at.n_padded_tokens, at.n_targets = (
+        at.n_padded_tokens + sums.n_computed,
+        at.n_targets + sums.n_targets,
+    )
     attempt.record.micro_batch(*sums.largest)
     attempt.in_flight.append(taken)
     settle(attempt, attempt.steps.n_ahead)
@@ -121,10 +137,11 @@ def take_step(attempt: Attempt) -> None:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Look for reference cycles only when told to: what was there before is never looked through again.
+    """Look for reference cycles only when told to: what was there before is never looked through
+    again.
 
-    A caller who has frozen what it holds (`gc.freeze`) keeps it frozen. One who has the collector off is taken to have: the
-    command line, where it would take 0.04 s to count what is frozen.
+    A caller who has frozen what it holds (`gc.freeze`) keeps it frozen. One who has the collector
+    off is taken to have: the command line, where it would take 0.04 s to count what is frozen.
     """
     is_frozen = not gc.isenabled() or gc.get_freeze_count() > 0
     gc.collect()

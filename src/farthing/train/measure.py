@@ -1,6 +1,7 @@
 """What an attempt ran and what it took, as later plans read it.
 
-Data flows from a run that has ended to one `Measurement`, which `measurements.py` keeps. Refuses to judge it.
+Data flows from a run that has ended to one `Measurement`, which `measurements.py` keeps. Refuses to
+judge it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def leave_measured(attempt: Attempt) -> None:
     try:
         measurement = measurement_of(attempt)
         if measurement is not None:
-            leave_measurement(measurement, Path(attempt.job.cache_dir or "."), attempt.context.folder)
+            leave_measurement(
+                measurement, Path(attempt.job.cache_dir or "."), attempt.context.folder
+            )
     except Exception as error:  # the run is done and safe, whatever is wrong here
         attempt.warn(f"the measurement could not be written: {error}")
 
@@ -38,9 +41,13 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
     if measured is None:
         return None
     job, spans = attempt.job, attempt.context.meter.spans
-    subject = asdict(subject_of(job, attempt.inputs.config, attempt.train_examples, attempt.numerics))
+    subject = asdict(
+        subject_of(job, attempt.inputs.config, attempt.train_examples, attempt.numerics)
+    )
     del subject["mean_tokens"], subject["longest"]  # `lengths` say more
-    lengths = from_token_set(attempt.train_examples.tokens, attempt.train_examples.indices, job.task, source="")
+    lengths = from_token_set(
+        attempt.train_examples.tokens, attempt.train_examples.indices, job.task, source=""
+    )
     return Measurement(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         farthing=farthing.__version__,

@@ -1,7 +1,9 @@
-"""Where the processes that share a run find each other: a store at the first rank's address, or in a file.
+"""Where the processes that share a run find each other: a store at the first rank's address, or in
+a file.
 
-Each says who it is before anything else is sent. A port that another program has, a seat that is taken, one that stays
-empty, and ranks without a GPU of their own beside others that have one are told in words. Refuses to carry anything more:
+Each says who it is before anything else is sent. A port that another program has, a seat that is
+taken, one that stays empty, and ranks without a GPU of their own beside others that have one are
+told in words. Refuses to carry anything more:
 `ranks.py` does.
 """
 
@@ -21,24 +23,26 @@ import torch
 import torch.distributed as dist
 
 from farthing.durability.group import ATTEMPT, EXIT_RANK_LOST, STORE, Seat
-from farthing.errors import EXIT_INTERRUPTED, FarthingError, UserMistake
+from farthing.errors import EXIT_INTERRUPTED, FarthingError, InputError
 
 JOIN_S, JOIN_HERE_S = 120.0, 4.0
-"""Besides the patience: so much later may a rank come than another, which reads libraries from a slow disk; where `farthing`
-has started all of them at once, on one machine."""
+"""Besides the patience: so much later may a rank come than another, which reads libraries from a
+slow disk; where `farthing` has started all of them at once, on one machine."""
 SAY_AFTER_S = 10.0
 BEYOND_S = 2.0
 """After the end of torch's own wait for a store, which one that never answers outlasts."""
 
 
-class RankLost(FarthingError):
-    """Another process of this run does not answer; what was committed is safe and the same command carries on."""
+class RankLostError(FarthingError):
+    """Another process of this run does not answer; what was committed is safe and the same command
+    carries on.
+    """
 
     exit_code = EXIT_INTERRUPTED
 
 
 def meet(seat: Seat, device: torch.device, patience_s: float) -> Any:
-    """The store in which all ranks were seen. Raises `RankLost`, `UserMistake`."""
+    """The store in which all ranks were seen. Raises `RankLostError`, `InputError`."""
     most_s = patience_s + (JOIN_HERE_S if seat.by == "farthing" else JOIN_S)
     attempt = os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -48,8 +52,9 @@ def meet(seat: Seat, device: torch.device, patience_s: float) -> Any:
         # an agent's store still has the addresses of an attempt that died (pytorch/pytorch#135712)
         store = dist.PrefixStore(f"farthing-{attempt}", store)
         if store.add(f"taken-{seat.index}", 1) > 1 and not is_kept:
-            raise UserMistake(
-                f"another process is rank {seat.index} already: this address is that of another run",
+            raise InputError(
+                f"another process is rank {seat.index} already: this address is that of"
+                " another run",
                 where="MASTER_ADDR, MASTER_PORT",
                 to_do="choose a port that no other run uses",
             )
@@ -64,7 +69,9 @@ def meet(seat: Seat, device: torch.device, patience_s: float) -> Any:
 
 @contextlib.contextmanager
 def bounded(seat: Seat, most_s: float, why: str) -> Iterator[None]:
-    """End this process in words where the block takes longer: torch waits in it without an end of its own."""
+    """End this process in words where the block takes longer: torch waits in it without an end of
+    its own.
+    """
 
     def end() -> None:
         error = lost(seat, why)
@@ -80,10 +87,10 @@ def bounded(seat: Seat, most_s: float, why: str) -> Iterator[None]:
         timer.cancel()
 
 
-def lost(seat: Seat, why: str) -> RankLost:
+def lost(seat: Seat, why: str) -> RankLostError:
     """What to raise where the others do not come."""
     is_ours = seat.by == "farthing"
-    error = RankLost(
+    error = RankLostError(
         f"rank {seat.index} of {seat.n} could not meet the others: {why}",
         where="" if is_ours else "MASTER_ADDR, MASTER_PORT",
         to_do="see whether all processes were started, then run the same command again",
@@ -103,7 +110,7 @@ def _opened(seat: Seat, come_by: timedelta, *, is_host: bool) -> Any:
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise UserMistake(
+        raise InputError(
             f"port {port} of this machine is in use by another program",
             where="MASTER_PORT",
             to_do="choose a free port",
@@ -111,27 +118,40 @@ def _opened(seat: Seat, come_by: timedelta, *, is_host: bool) -> Any:
 
 
 def _wait(store: Any, seat: Seat, most_s: float) -> None:
-    """Until all have said who they are; signals are heard meanwhile. Says once who is missing, where that takes long."""
+    """Until all have said who they are; signals are heard meanwhile. Says once who is missing,
+    where that takes long.
+    """
     began_s, is_said, missing = time.monotonic(), False, list(range(seat.n))
     while missing := [index for index in missing if not store.check([f"seat-{index}"])]:
-        names = ", ".join(str(index) for index in missing[:8]) + (", ..." if len(missing) > 8 else "")
+        names = ", ".join(str(index) for index in missing[:8]) + (
+            ", ..." if len(missing) > 8 else ""
+        )
         if time.monotonic() - began_s > most_s:
             raise lost(seat, f"{len(missing)} did not come within {most_s:.0f} s (rank {names})")
         if not is_said and time.monotonic() - began_s > SAY_AFTER_S:
             is_said = True
-            text = f"farthing: rank {seat.index} of {seat.n}, started by {seat.by}, waits for rank {names}\n"
+            text = (
+                f"farthing: rank {seat.index} of {seat.n}, started by {seat.by}, waits for rank"
+                f" {names}\n"
+            )
             os.write(2, text.encode())
         time.sleep(0.02)
 
 
 def _who(device: torch.device) -> tuple[str, str]:
     """(kind of device, which one it is of all machines; "" where that is not known)."""
-    number = str(getattr(torch.cuda.get_device_properties(device), "uuid", "")) if device.type == "cuda" else ""
+    number = (
+        str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+        if device.type == "cuda"
+        else ""
+    )
     return device.type, f"{socket.gethostname()} {number}" if number.strip("0-") else ""
 
 
 def _refuse_odd(seat: Seat, seen: list[list[str]]) -> None:
-    """Refuse ranks of which some have no GPU of their own; the first alone tells of it. Raises `UserMistake`."""
+    """Refuse ranks of which some have no GPU of their own; the first alone tells of it. Raises
+    `InputError`.
+    """
     kinds, places = [kind for kind, _ in seen], [place for _, place in seen if place]
     twice = next((at for at, place in enumerate(places) if place in places[:at]), None)
     if len(set(kinds)) > 1:
@@ -140,10 +160,12 @@ def _refuse_odd(seat: Seat, seen: list[list[str]]) -> None:
         what = f"ranks {places.index(places[twice])} and {twice} of {seat.n} have the same GPU"
     else:
         return
-    error = UserMistake(
+    error = InputError(
         what,
         where="CUDA_VISIBLE_DEVICES, number of processes",
-        to_do="start one process for each GPU, or set where.gpus and start `farthing train` by itself",
+        to_do=(
+            "start one process for each GPU, or set where.gpus and start `farthing train` by itself"
+        ),
     )
     error.is_told = not seat.is_first  # type: ignore[attr-defined]
     raise error

@@ -1,12 +1,14 @@
-"""AdamW whose state is kept by the host: the device has weights and gradients only, 8 bytes less for each trained weight.
+"""AdamW whose state is kept by the host: the device has weights and gradients only, 8 bytes less
+for each trained weight.
 
-A step brings the gradients to the host bucket by bucket, updates copies of the weights there with torch's fused AdamW for
-CPUs, and sends them back. On CUDA the three overlap: gradients still come and weights already leave, on a stream for each
-direction, while the host computes. What it computes is `adamw_torch_fused` of a CPU, bit for bit; a GPU's own kernel rounds
-otherwise in the last digit.
+A step brings the gradients to the host bucket by bucket, updates copies of the weights there with
+torch's fused AdamW for CPUs, and sends them back. On CUDA the three overlap: gradients still come
+and weights already leave, on a stream for each direction, while the host computes. What it computes
+is `adamw_torch_fused` of a CPU, bit for bit; a GPU's own kernel rounds otherwise in the last digit.
 
-The host needs 16 bytes for each trained weight (weight, gradient, two moments), of which 8 are pinned. Refuses weights that
-are not fp32, sparse gradients and AMSGrad. The streams were never run on a GPU.
+The host needs 16 bytes for each trained weight (weight, gradient, two moments), of which 8 are
+pinned. Refuses weights that are not fp32, sparse gradients and AMSGrad. The streams were never run
+on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ ALIGNED_BYTES = 512
 
 @dataclass
 class _Copy:
-    """A weight and its gradient on the host, and which version of the device's weight it is a copy of."""
+    """A weight and its gradient on the host, and which version of the device's weight it is a copy
+    of.
+    """
 
     weight: Tensor
     gradient: Tensor
@@ -37,10 +41,12 @@ class _Copy:
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) over fp32 weights on any device, state and arithmetic on the host.
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) over fp32 weights on any device, state
+    and arithmetic on the host.
 
-    State is what `torch.optim.AdamW` has: step, exp_avg, exp_avg_sq, here on the CPU. A weight that someone else has
-    written since the last step (a restored checkpoint) is read again. Raises `ModelError` for weights of another dtype.
+    State is what `torch.optim.AdamW` has: step, exp_avg, exp_avg_sq, here on the CPU. A weight that
+    someone else has written since the last step (a restored checkpoint) is read again. Raises
+    `ModelError` for weights of another dtype.
     """
 
     keeps_state_on_host = True
@@ -53,35 +59,53 @@ class OffloadedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         weights = [weight for group in self.param_groups for weight in group["params"]]
         odd = {str(weight.dtype).removeprefix("torch.") for weight in weights} - {"float32"}
         if odd:
             raise ModelError(
-                f"an off-loaded optimizer trains fp32 weights, and some are {', '.join(sorted(odd))}",
+                "an off-loaded optimizer trains fp32 weights, and some are"
+                f" {', '.join(sorted(odd))}",
                 where="train.optim",
                 to_do="use adamw_torch_fused",
             )
         device = weights[0].device
         self._copies: dict[Tensor, _Copy] = {}
-        self._down, self._up = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+        self._down, self._up = (
+            torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
+        )
 
     def allocate(self) -> None:
-        """Make copies and state of every weight now, the state all zeros: on the host, whatever the weights' device."""
-        new = [weight for group in self.param_groups for weight in group["params"] if weight not in self._copies]
-        for weight, room in zip(new, _pairs(_host_tensors([w for w in new for _ in range(2)])), strict=True):
+        """Make copies and state of every weight now, the state all zeros: on the host, whatever the
+        weights' device.
+        """
+        new = [
+            weight
+            for group in self.param_groups
+            for weight in group["params"]
+            if weight not in self._copies
+        ]
+        for weight, room in zip(
+            new, _pairs(_host_tensors([w for w in new for _ in range(2)])), strict=True
+        ):
             self._copies[weight] = _Copy(*room)
         for weight, copy in self._copies.items():
             if not self.state[weight]:
                 self.state[weight] = {
                     "step": torch.zeros((), dtype=torch.float32),
                     "exp_avg": torch.zeros_like(copy.weight, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(copy.weight, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(
+                        copy.weight, memory_format=torch.preserve_format
+                    ),
                 }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every weight that has a gradient. The device goes on only when its weights are there."""
+        """Update every weight that has a gradient. The device goes on only when its weights are
+        there.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -122,7 +146,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         with torch.cuda.stream(self._down):
             for weight in weights:
                 assert weight.grad is not None
-                self._copy_of(weight).gradient.copy_(weight.grad, non_blocking=self._down is not None)
+                self._copy_of(weight).gradient.copy_(
+                    weight.grad, non_blocking=self._down is not None
+                )
             return None if self._down is None else self._down.record_event()
 
     def _copy_of(self, weight: Tensor) -> _Copy:
@@ -135,7 +161,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         copies = [self._copies[weight] for weight in weights]
         step, exp_avg, exp_avg_sq = (
-            [self.state[weight][key] for weight in weights] for key in ("step", "exp_avg", "exp_avg_sq")
+            [self.state[weight][key] for weight in weights]
+            for key in ("step", "exp_avg", "exp_avg_sq")
         )
         adamw(
             [copy.weight for copy in copies],
@@ -171,7 +198,9 @@ def _pairs(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _host_tensors(weights: list[Tensor]) -> list[Tensor]:
-    """A tensor like each weight on the host; pinned, in common blocks, where the weights are on a GPU."""
+    """A tensor like each weight on the host; pinned, in common blocks, where the weights are on a
+    GPU.
+    """
     if not weights or weights[0].device.type != "cuda":
         return [torch.empty_like(weight, device="cpu") for weight in weights]
     places, sizes = pack([weight.nbytes for weight in weights])
@@ -179,7 +208,9 @@ def _host_tensors(weights: list[Tensor]) -> list[Tensor]:
     with out_of_memory_said("train.optim", PINNED_TO_DO, what):
         blocks = [torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True) for n_bytes in sizes]
     return [
-        blocks[place.block][place.start : place.start + weight.nbytes].view(weight.dtype).view(weight.shape)
+        blocks[place.block][place.start : place.start + weight.nbytes]
+        .view(weight.dtype)
+        .view(weight.shape)
         for weight, place in zip(weights, places, strict=True)
     ]
 
@@ -192,10 +223,12 @@ class Place(NamedTuple):
 
 
 def pack(sizes: list[int]) -> tuple[list[Place], list[int]]:
-    """(place of each of the tensors of so many bytes, bytes of each block): all of them in few blocks.
+    """(place of each of the tensors of so many bytes, bytes of each block): all of them in few
+    blocks.
 
-    torch rounds a pinned allocation up to a power of two (`CachingHostAllocator`): with one for each matrix up to half of
-    the memory is wasted. Here each block is the largest power of two that what is left can fill.
+    torch rounds a pinned allocation up to a power of two (`CachingHostAllocator`): with one for
+    each matrix up to half of the memory is wasted. Here each block is the largest power of two that
+    what is left can fill.
     """
     left = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     needs = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
@@ -203,7 +236,9 @@ def pack(sizes: list[int]) -> tuple[list[Place], list[int]]:
     blocks: list[int] = []
     while left:
         largest, total = needs[left[0]], sum(needs[index] for index in left)
-        room = max(1 << max(0, largest - 1).bit_length(), 1 << total.bit_length() - 1 if total else 1)
+        room = max(
+            1 << max(0, largest - 1).bit_length(), 1 << total.bit_length() - 1 if total else 1
+        )
         used, later = 0, []
         for index in left:
             if used + needs[index] <= room:

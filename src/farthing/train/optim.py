@@ -1,4 +1,6 @@
-"""Optimizers by their Hugging Face names, schedules as pure functions of the step, optimizer state by weight name."""
+"""Optimizers by their Hugging Face names, schedules as pure functions of the step, optimizer state
+by weight name.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from farthing.durability.checkpoint import State
 from farthing.durability.files import Json
 from farthing.durability.run_folder import RULES
-from farthing.errors import ModelError, UserMistake
+from farthing.errors import InputError, ModelError
 from farthing.model.load import need_bitsandbytes
 from farthing.train.offload import OffloadedAdamW
 
@@ -23,12 +25,17 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|
 
 def decayed_names(model: nn.Module) -> set[str]:
     """Names of the parameters that weight decay is for, by the rule of transformers' `Trainer`
-    (`get_decay_parameter_names` of version 5): all but those of a `LayerNorm` and those that are called bias or norm.
+    (`get_decay_parameter_names` of version 5): all but those of a `LayerNorm` and those that are
+    called bias or norm.
 
-    By name and not by shape: the magnitudes of DoRA and the `D` of Mamba are decayed, the biases of experts and T5's
-    biases of distances are not, though some of these are matrices.
+    By name and not by shape: the magnitudes of DoRA and the `D` of Mamba are decayed, the biases of
+    experts and T5's biases of distances are not, though some of these are matrices.
     """
-    norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm) and name)
+    norms = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm) and name
+    )
     return {
         name
         for name, _ in model.named_parameters()
@@ -49,16 +56,27 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the trainable weights, those that are decayed in a group of their own.
 
-    `rules` are those that the run began under: an old one goes on to decay whatever has two dimensions. With `loraplus` the
-    rate of LoRA's B matrices and of all vectors is so many times that of the others, as in peft's `create_loraplus_optimizer`.
-    Raises `HardwareError` for an 8-bit or paged one where bitsandbytes does not work.
+    `rules` are those that the run began under: an old one goes on to decay whatever has two
+    dimensions. With `loraplus` the rate of LoRA's B matrices and of all vectors is so many times
+    that of the others, as in peft's `create_loraplus_optimizer`. Raises `HardwareError` for an
+    8-bit or paged one where bitsandbytes does not work.
     """
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    decayed = {n for n, p in trainable.items() if p.ndim >= 2} if rules < 2 else decayed_names(model)
-    fast = {n for n, p in trainable.items() if "lora_B" in n or p.ndim == 1} if loraplus is not None else set()
+    decayed = (
+        {n for n, p in trainable.items() if p.ndim >= 2} if rules < 2 else decayed_names(model)
+    )
+    fast = (
+        {n for n, p in trainable.items() if "lora_B" in n or p.ndim == 1}
+        if loraplus is not None
+        else set()
+    )
     groups: list[dict[str, object]] = [
         {
-            "params": [p for n, p in trainable.items() if (n in decayed) == is_decayed and (n in fast) == is_fast],
+            "params": [
+                p
+                for n, p in trainable.items()
+                if (n in decayed) == is_decayed and (n in fast) == is_fast
+            ],
             "weight_decay": weight_decay if is_decayed else 0.0,
             "lr_ratio": loraplus if is_fast else 1.0,
         }
@@ -68,7 +86,9 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     plain = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
     if name in plain:
-        return plain[name](groups, lr=learning_rate, foreach=False)  # decay copies a weight at a time, not all
+        return plain[name](
+            groups, lr=learning_rate, foreach=False
+        )  # decay copies a weight at a time, not all
     adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": epsilon}
     if name == "adamw_torch_fused":
         return torch.optim.AdamW(groups, fused=True, **adam)
@@ -88,8 +108,9 @@ def make_optimizer(
 
 
 def waiting_once(optimizer: Any, module: Any) -> torch.optim.Optimizer:
-    """An optimizer of bitsandbytes that waits for the GPU once a step where its state is paged, which the host reads; else not
-    at all. By itself it would after each weight (`sync_gpu` in its `step`, 0.50.2)."""
+    """An optimizer of bitsandbytes that waits for the GPU once a step where its state is paged,
+    which the host reads; else not at all. By itself it would after each weight (`sync_gpu` in its
+    `step`, 0.50.2)."""
     step, wait = optimizer.step, module.sync_gpu
 
     def step_and_wait(*args: Any, **kwargs: Any) -> Any:
@@ -107,20 +128,28 @@ def waiting_once(optimizer: Any, module: Any) -> torch.optim.Optimizer:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """State that is on a device, in bytes. Off-loaded and paged state is the host's, and does not count on a GPU."""
+    """State that is on a device, in bytes. Off-loaded and paged state is the host's, and does not
+    count on a GPU.
+    """
     values = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.device.type == device.type)
+    return sum(
+        value.nbytes
+        for value in values
+        if isinstance(value, Tensor) and value.device.type == device.type
+    )
 
 
-def schedule(name: str, *, n_warmup_steps: int, n_steps: int, learning_rate: float = 1.0) -> Callable[[int], float]:
-    """The factor on `learning_rate` at a step (from 0): to the bit that of `transformers.get_scheduler`, which would take
-    half a second to import.
+def schedule(
+    name: str, *, n_warmup_steps: int, n_steps: int, learning_rate: float = 1.0
+) -> Callable[[int], float]:
+    """The factor on `learning_rate` at a step (from 0): to the bit that of
+    `transformers.get_scheduler`, which would take half a second to import.
 
-    Only polynomial depends on the rate itself: it ends at 1e-7, not at a share of where it began. Raises `UserMistake`
-    when it begins lower than that.
+    Only polynomial depends on the rate itself: it ends at 1e-7, not at a share of where it began.
+    Raises `InputError` when it begins lower than that.
     """
     if name == "polynomial" and learning_rate <= LAST_RATE:
-        raise UserMistake(
+        raise InputError(
             f"polynomial decays to 1e-07, and the learning rate is {learning_rate:g}",
             where="train.lr_scheduler_type",
             to_do="use linear, which decays to 0, or a higher learning_rate",
@@ -136,11 +165,15 @@ def schedule(name: str, *, n_warmup_steps: int, n_steps: int, learning_rate: flo
         "constant_with_warmup": lambda step: 1.0,
         "linear": lambda step: max(0.0, (n_steps - step) / max(1, n_steps - n_warmup_steps)),
         "cosine": lambda step: max(0.0, 0.5 * (1.0 + math.cos(math.pi * share(step)))),
-        "cosine_with_restarts": lambda step: 0.5 * (1.0 + math.cos(math.pi * share(step))) if share(step) < 1 else 0.0,
+        "cosine_with_restarts": lambda step: (
+            0.5 * (1.0 + math.cos(math.pi * share(step))) if share(step) < 1 else 0.0
+        ),
         "polynomial": lambda step: (
             ((learning_rate - LAST_RATE) * (1 - min(1, share(step))) + LAST_RATE) / learning_rate
         ),
-        "inverse_sqrt": lambda step: 1.0 / math.sqrt((step - n_warmup_steps + timescale) / timescale),
+        "inverse_sqrt": lambda step: (
+            1.0 / math.sqrt((step - n_warmup_steps + timescale) / timescale)
+        ),
     }
     fall = falls[name]
     if name == "constant":
@@ -151,19 +184,26 @@ def schedule(name: str, *, n_warmup_steps: int, n_steps: int, learning_rate: flo
 def fitted_schedule(
     name: str, *, n_warmup_steps: int, holds_until: int, n_steps: int, learning_rate: float = 1.0
 ) -> Callable[[int], float]:
-    """Like `schedule`, but the rate stays up after the warm-up until step `holds_until`, and comes down from there.
+    """Like `schedule`, but the rate stays up after the warm-up until step `holds_until`, and comes
+    down from there.
 
-    What it is before `holds_until` does not depend on `n_steps`, so that the number can be settled there.
+    What it is before `holds_until` does not depend on `n_steps`, so that the number can be settled
+    there.
     """
     rise = schedule(
-        name, n_warmup_steps=n_warmup_steps, n_steps=max(n_steps, n_warmup_steps + 1), learning_rate=learning_rate
+        name,
+        n_warmup_steps=n_warmup_steps,
+        n_steps=max(n_steps, n_warmup_steps + 1),
+        learning_rate=learning_rate,
     )
     fall = schedule(name, n_warmup_steps=holds_until, n_steps=n_steps, learning_rate=learning_rate)
     return lambda step: rise(min(step, n_warmup_steps)) if step < holds_until else fall(step)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> State:
-    """(tensors, plain values) of the optimizer's state as flat `weight|key` dicts. `names` is by id() of the weight."""
+    """(tensors, plain values) of the optimizer's state as flat `weight|key` dicts. `names` is by
+    id() of the weight.
+    """
     tensors: dict[str, Tensor] = {}
     values: Json = {}
     for parameter, state in optimizer.state.items():
@@ -174,12 +214,16 @@ def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> St
             elif isinstance(value, int | float | str | bool) or value is None:
                 values[place] = value
             else:
-                raise ModelError(f"optimizer state {place} is a {type(value).__name__}, which can't be saved safely")
+                raise ModelError(
+                    f"optimizer state {place} is a {type(value).__name__}, which can't be saved"
+                    " safely"
+                )
     return tensors, values
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state of every weight now, as the first step would: memory that is not there is missed before any step.
+    """Make the state of every weight now, as the first step would: memory that is not there is
+    missed before any step.
 
     What is there stays as it is. Plain SGD has none.
     """
@@ -214,8 +258,8 @@ def load_state(
 ) -> None:
     """Put saved state back, tensor for tensor, in the dtypes it was saved in.
 
-    It is copied into the state that is there: paged state stays in pages, off-loaded state never comes near the weight's
-    device, and nothing is in memory twice.
+    It is copied into the state that is there: paged state stays in pages, off-loaded state never
+    comes near the weight's device, and nothing is in memory twice.
     """
     by_name: dict[str, Json] = {}
     for place, value in [*tensors.items(), *values.items()]:
@@ -224,7 +268,10 @@ def load_state(
     known = {name: parameter for name, parameter in parameters if parameter.requires_grad}
     strange = set(by_name) - set(known)
     if strange:
-        raise ModelError(f"the checkpoint's optimizer knows weights that this model has not, e.g. {sorted(strange)[0]}")
+        raise ModelError(
+            "the checkpoint's optimizer knows weights that this model has not, e.g."
+            f" {sorted(strange)[0]}"
+        )
     for name in set(known) - set(by_name):  # saved before it had a gradient
         optimizer.state.pop(known[name], None)
     allocate_state(optimizer)
@@ -235,14 +282,21 @@ def load_state(
             there = own.get(key)
             if not isinstance(value, Tensor):
                 own[key] = value
-            elif isinstance(there, Tensor) and (there.shape, there.dtype) == (value.shape, value.dtype):
+            elif isinstance(there, Tensor) and (there.shape, there.dtype) == (
+                value.shape,
+                value.dtype,
+            ):
                 there.copy_(value)
             else:
                 own[key] = _beside(value, parameter, optimizer, key)
 
 
 def _beside(value: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer, key: str) -> Tensor:
-    """A copy where this optimizer keeps such state: the counter of steps on the CPU, but beside the weight when fused."""
+    """A copy where this optimizer keeps such state: the counter of steps on the CPU, but beside the
+    weight when fused.
+    """
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    stays_on_cpu = getattr(optimizer, "keeps_state_on_host", False) or (key == "step" and not is_fused)
+    stays_on_cpu = getattr(optimizer, "keeps_state_on_host", False) or (
+        key == "step" and not is_fused
+    )
     return value.clone() if stays_on_cpu else value.to(parameter.device, copy=True)

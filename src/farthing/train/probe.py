@@ -1,6 +1,7 @@
 """The verb `probe`: find the cheapest setting on this machine, and take a few real steps with it.
 
-The measurement that those steps leave is one that plans can stand on. The job's own run folder is not touched.
+The measurement that those steps leave is one that plans can stand on. The job's own run folder is
+not touched.
 """
 
 from __future__ import annotations
@@ -23,13 +24,21 @@ STEPS_AFTER = 8  # real steps with the chosen setting: a measurement needs six
 
 
 def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
-    """Probe a job on this machine and leave a setting and a measurement for plans and runs; its run folder is not touched.
+    """Probe a job on this machine and leave a setting and a measurement for plans and runs; its run
+    folder is not touched.
 
     Returns the trials, best first, and what the chosen setting made of a few real steps.
     """
-    long_enough = {"max_steps": STEPS_AFTER, "num_train_epochs": 1.0, "eval_strategy": "no", "report_to": ()}
+    long_enough = {
+        "max_steps": STEPS_AFTER,
+        "num_train_epochs": 1.0,
+        "eval_strategy": "no",
+        "report_to": (),
+    }
     with tempfile.TemporaryDirectory(prefix="farthing-probe-") as folder:
-        job = job.model_copy(update={"output_dir": folder, "train": job.train.model_copy(update=long_enough)})
+        job = job.model_copy(
+            update={"output_dir": folder, "train": job.train.model_copy(update=long_enough)}
+        )
         with opened_attempt(job, emit) as attempt:
             started = time.perf_counter()
             trials = probe_run(attempt, 0.7 * budget_s)
@@ -54,6 +63,8 @@ def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
                 "steps": attempt.progress.step,
                 "tokens_per_s": figures["tokens_per_s"],
                 "usd_per_million_tokens": (
-                    1e6 / figures["tokens_per_s"] / 3600 * job.usd_per_hour if figures["tokens_per_s"] else None
+                    1e6 / figures["tokens_per_s"] / 3600 * job.usd_per_hour
+                    if figures["tokens_per_s"]
+                    else None
                 ),
             }

@@ -1,7 +1,9 @@
-"""The verb `profile`: a few real steps under torch.profiler, by our own names, against the machine's measured peak.
+"""The verb `profile`: a few real steps under torch.profiler, by our own names, against the
+machine's measured peak.
 
-Operations are named after the part of the model that they belong to, forward and backward alike: what autograd computes for an
-operation has its sequence number. The job's own run folder is not touched. Refuses to profile steps that warm up.
+Operations are named after the part of the model that they belong to, forward and backward alike:
+what autograd computes for an operation has its sequence number. The job's own run folder is not
+touched. Refuses to profile steps that warm up.
 """
 
 from __future__ import annotations
@@ -33,10 +35,19 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 
 def profile_job(job: Job, emit: Emit, folder: Path, n_steps: int) -> dict[str, Any]:
-    """Profile `n_steps` steps of a job and write their trace into `folder`; returns the table and what goes with it."""
-    short = {"max_steps": WARM_UP_STEPS + n_steps, "eval_strategy": "no", "report_to": (), "probe": False}
+    """Profile `n_steps` steps of a job and write their trace into `folder`; returns the table and
+    what goes with it.
+    """
+    short = {
+        "max_steps": WARM_UP_STEPS + n_steps,
+        "eval_strategy": "no",
+        "report_to": (),
+        "probe": False,
+    }
     with tempfile.TemporaryDirectory(prefix="farthing-profile-") as scratch:
-        job = job.model_copy(update={"output_dir": scratch, "train": job.train.model_copy(update=short)})
+        job = job.model_copy(
+            update={"output_dir": scratch, "train": job.train.model_copy(update=short)}
+        )
         with opened_attempt(job, emit) as attempt:
             for _ in range(min(WARM_UP_STEPS, attempt.n_steps - 1)):
                 take_step(attempt)
@@ -61,7 +72,8 @@ def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
     rows = seconds_by_name(profiler.events(), device.type)
     if device.type == "cuda" and not rows.keys() - {"launches"}:
         raise HardwareError(
-            "torch.profiler sees no kernels of this GPU: its driver may show them to administrators alone",
+            "torch.profiler sees no kernels of this GPU: its driver may show them to administrators"
+            " alone",
             where="farthing profile",
             to_do="run it as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
         )
@@ -140,7 +152,11 @@ def _ranged(owner: Any, method: str, name: str) -> Iterator[None]:
 def named_modules(model: Any) -> list[tuple[Any, str]]:
     """The modules that have a name of ours; what lies within one belongs to the innermost."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    body = getattr(inner, inner.base_model_prefix, None) if hasattr(inner, "base_model_prefix") else None
+    body = (
+        getattr(inner, inner.base_model_prefix, None)
+        if hasattr(inner, "base_model_prefix")
+        else None
+    )
     found = [] if body is None or body is inner else [(body, "other layers")]
     for module in model.modules():
         kind = type(module).__name__
@@ -158,7 +174,9 @@ def named_modules(model: Any) -> list[tuple[Any, str]]:
 
 
 def seconds_by_name(events: Any, device: str) -> dict[str, float]:
-    """Seconds of the device by our names; on a GPU the launches of its kernels, which the host pays, besides."""
+    """Seconds of the device by our names; on a GPU the launches of its kernels, which the host
+    pays, besides.
+    """
     of_sequence: dict[int, str] = {}
     for event in events:
         name = _range_of(event)
@@ -216,7 +234,8 @@ def measured_peak(numerics: Numerics, seconds: float = 0.5) -> float:
 
 
 def memory_points(records: Any, device: str) -> list[list[float]]:
-    """[ms since the first, bytes beyond those at the beginning], at most `N_MEMORY_POINTS`, each the highest of its time.
+    """[ms since the first, bytes beyond those at the beginning], at most `N_MEMORY_POINTS`, each
+    the highest of its time.
 
     `records` are those of every allocation and release, as the profiler itself has them.
     """
@@ -229,13 +248,20 @@ def memory_points(records: Any, device: str) -> list[list[float]]:
     size = -(-len(points) // N_MEMORY_POINTS) or 1
     begin = points[0][0] if points else 0.0
     blocks = [points[i : i + size] for i in range(0, len(points), size)]
-    return [[round(block[-1][0] - begin, 3), max(n_bytes for _, n_bytes in block)] for block in blocks]
+    return [
+        [round(block[-1][0] - begin, 3), max(n_bytes for _, n_bytes in block)] for block in blocks
+    ]
 
 
 def _memory(attempt: Attempt, points: list[list[float]]) -> dict[str, Any]:
     """What a step takes by component, as it is and as it was expected."""
     model, need = attempt.model, attempt.memory
-    state = [t for values in attempt.optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
+    state = [
+        t
+        for values in attempt.optimizer.state.values()
+        for t in values.values()
+        if isinstance(t, torch.Tensor)
+    ]
     trained = [p for p in model.parameters() if p.requires_grad]
     low = min((n_bytes for _, n_bytes in points), default=0.0)
     return {

@@ -1,4 +1,6 @@
-"""`train.push_to_hub`: the exported model of a finished run goes to the Hub, once. Refuses to publish what is not finished."""
+"""`train.push_to_hub`: the exported model of a finished run goes to the Hub, once. Refuses to
+publish what is not finished.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ FORM = "trained"
 
 
 def published_as(job: Job) -> Publication | None:
-    """Where the job's model goes; None where it stays here. Raises `UserMistake` where there is no token."""
+    """Where the job's model goes; None where it stays here. Raises `InputError` where there is no
+    token.
+    """
     train = job.train
     if not train.push_to_hub:
         return None
     run = Path(job.output_dir)
     name = train.hub_model_id or run.resolve().name
-    return wanted_at(name, run / MODEL, FORM, is_private=train.hub_private_repo, where="train.push_to_hub")
+    return wanted_at(
+        name, run / MODEL, FORM, is_private=train.hub_private_repo, where="train.push_to_hub"
+    )
 
 
 def is_to_publish(job: Job) -> bool:
@@ -32,7 +38,9 @@ def is_to_publish(job: Job) -> bool:
 
 
 def publish_finished(job: Job, emit: Emit) -> None:
-    """Send the model of a finished run where the job asks for it and the Hub has it not. Raises `NotPublished`."""
+    """Send the model of a finished run where the job asks for it and the Hub has it not. Raises
+    `PublishError`.
+    """
     wanted = published_as(job)
     if wanted is not None and is_to_publish(job):
         emit(Working("publishing the model"))

@@ -1,13 +1,15 @@
-"""The processes that share a run, and all that they say to each other. Only this file, `meeting.py` and `spread.py` import
+"""The processes that share a run, and all that they say to each other. Only this file, `meeting.py`
+and `spread.py` import
 `torch.distributed`.
 
-Words (decisions, counts, plain values) go over gloo, gradients over NCCL where there are GPUs. What depends on a clock, a
-disk or a measurement is decided by the first rank and told to all; what depends on the examples is computed by all alike.
-A beat in a thread of its own tells within `patience_s` that a rank has stopped; then this process ends too, as its thread may
-be inside a kernel that never returns. Alone (n = 1) nothing is sent, and every answer is one's own.
+Words (decisions, counts, plain values) go over gloo, gradients over NCCL where there are GPUs. What
+depends on a clock, a disk or a measurement is decided by the first rank and told to all; what
+depends on the examples is computed by all alike. A beat in a thread of its own tells within
+`patience_s` that a rank has stopped; then this process ends too, as its thread may be inside a
+kernel that never returns. Alone (n = 1) nothing is sent, and every answer is one's own.
 
-Refuses to pickle what is sent, to average gradients, and to go on without a rank: who started the run begins it again.
-NCCL was not run on GPUs so far.
+Refuses to pickle what is sent, to average gradients, and to go on without a rank: who started the
+run begins it again. NCCL was not run on GPUs so far.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from farthing.device_memory import is_out_of_memory
 from farthing.durability.checkpoint import Part
 from farthing.durability.group import EXIT_RANK_LOST, Seat
 from farthing.durability.parts import Shared
-from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, Interrupted
+from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, RunInterruptedError
 from farthing.train.lanes import LaneSums, Piece, add_up, lanes_of, nodes_of
-from farthing.train.meeting import JOIN_HERE_S, RankLost, bounded, lost, meet
+from farthing.train.meeting import JOIN_HERE_S, RankLostError, bounded, lost, meet
 
 if TYPE_CHECKING:
     from farthing.train.spread import How, Spread
@@ -46,25 +48,35 @@ LONG = timedelta(days=30)
 _GONE = 1000
 EXIT_NO_ROOM = 77
 """What a rank without memory tells the others; no process ends with it."""
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+_all_gather = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # its name before torch 2.13
 
 
-class NoRoomLeft(RankLost):
+class NoRoomLeft(RankLostError):
     """Memory has run out on this rank while others wait for it within a layer."""
 
 
 class Ranks:
-    """This process among those that share the run. `waiting` is the context in which it waits for others."""
+    """This process among those that share the run. `waiting` is the context in which it waits for
+    others.
+    """
 
-    def __init__(self, seat: Seat | None = None, device: torch.device | None = None, patience_s: float = 60.0) -> None:
-        self.seat, self.device, self.patience_s = seat or Seat(), device or torch.device("cpu"), patience_s
+    def __init__(
+        self, seat: Seat | None = None, device: torch.device | None = None, patience_s: float = 60.0
+    ) -> None:
+        self.seat, self.device, self.patience_s = (
+            seat or Seat(),
+            device or torch.device("cpu"),
+            patience_s,
+        )
         self.index, self.n, self.is_first = self.seat.index, self.seat.n, self.seat.is_first
         self.waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.at_loss: Callable[[], None] = lambda: None
         """Called where another rank is lost, before this process ends."""
         self.leave_less: Callable[[], bool] = lambda: False
-        """Called where memory runs out over spread weights, and then on the first rank before all end: notes that the next
-        attempt takes less at once. Whether it can."""
+        """Called where memory runs out over spread weights, and then on the first rank before all
+        end: notes that the next attempt takes less at once. Whether it can."""
         self.n_sums = 0
         """Collectives on gradients so far, which must be as many on every rank."""
         self.spreads: Spread | None = None
@@ -81,7 +93,9 @@ class Ranks:
 
     @property
     def one_press_s(self) -> float:
-        """Signals within so many seconds are one: a launcher hands on the Ctrl-C that the terminal has sent to all."""
+        """Signals within so many seconds are one: a launcher hands on the Ctrl-C that the terminal
+        has sent to all.
+        """
         return 0.0 if self.seat.by in ("", "farthing") else 2.0
 
     def listen(
@@ -90,8 +104,8 @@ class Ranks:
         waiting: Callable[[], contextlib.AbstractContextManager[None]],
         at_loss: Callable[[], None],
     ) -> None:
-        """From now on tell the others when this one is asked to leave, wait in `waiting`, and call `at_loss` on the first
-        rank before it ends because another one is lost."""
+        """From now on tell the others when this one is asked to leave, wait in `waiting`, and call
+        `at_loss` on the first rank before it ends because another one is lost."""
         self.asks_to_leave, self.waiting = asks_to_leave, waiting
         if self.is_first:
             self.at_loss = at_loss
@@ -99,21 +113,29 @@ class Ranks:
     # ---- joining and leaving ----
 
     def _join(self) -> None:
-        """Meet the others. Raises `RankLost` where they do not come, `UserMistake`."""
+        """Meet the others. Raises `RankLostError` where they do not come, `InputError`."""
         store = meet(self.seat, self.device, self.patience_s)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         try:
-            with bounded(self.seat, self.patience_s + JOIN_HERE_S, "a rank was gone before all were joined"):
-                dist.init_process_group(backend, store=store, rank=self.index, world_size=self.n, timeout=LONG)
+            with bounded(
+                self.seat, self.patience_s + JOIN_HERE_S, "a rank was gone before all were joined"
+            ):
+                dist.init_process_group(
+                    backend, store=store, rank=self.index, world_size=self.n, timeout=LONG
+                )
                 self._to_all = dist.new_group(backend="gloo", timeout=LONG)
-                self._of_beats = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.patience_s))
+                self._of_beats = dist.new_group(
+                    backend="gloo", timeout=timedelta(seconds=self.patience_s)
+                )
         except (RuntimeError, ValueError, OSError) as error:
             raise lost(self.seat, str(error).splitlines()[0][:200]) from error
         self._beats = threading.Thread(target=self._beat, name="farthing-ranks", daemon=True)
         self._beats.start()
 
     def _beat(self) -> None:
-        """Exchange words with all others until every one of them leaves. A rank that is lost ends this process."""
+        """Exchange words with all others until every one of them leaves. A rank that is lost ends
+        this process.
+        """
         while True:
             words = torch.zeros(self.n + 1, dtype=torch.int32)
             words[self.index], words[-1] = self._word, int(self.asks_to_leave())
@@ -139,7 +161,9 @@ class Ranks:
             self._closed.wait(BEAT_S)
 
     def _leave_the_lost(self, why: str, code: int, hangs: bool = False) -> None:
-        if self._word and not hangs:  # this one has failed, or is done, and says so in its own words
+        if (
+            self._word and not hangs
+        ):  # this one has failed, or is done, and says so in its own words
             self._words = [_GONE] * self.n
             raise SystemExit
         last = threading.Thread(target=self.at_loss, daemon=True)
@@ -147,15 +171,18 @@ class Ranks:
         last.join(LAST_WORDS_S)
         if code != EXIT_MISTAKE:
             text = (
-                f"farthing: rank {self.index} of {self.n} ends, as another was lost ({why}); the last save is whole\n"
+                f"farthing: rank {self.index} of {self.n} ends, as another was lost ({why}); the"
+                " last save is whole\n"
             )
             os.write(2, text.encode())
-        begins_again = self.seat.by == "farthing" and code == EXIT_INTERRUPTED and not self._others_ask
+        begins_again = (
+            self.seat.by == "farthing" and code == EXIT_INTERRUPTED and not self._others_ask
+        )
         os._exit(EXIT_RANK_LOST if begins_again else code)
 
     def fail(self, exit_code: int, error: BaseException | None = None) -> bool:
-        """Tell the others that this one ends with an error, and that they should. Whether this rank should speak of it:
-        an error of all is told by the first alone."""
+        """Tell the others that this one ends with an error, and that they should. Whether this rank
+        should speak of it: an error of all is told by the first alone."""
         if self._beats is None:
             return True
         word = EXIT_NO_ROOM if isinstance(error, NoRoomLeft) else exit_code
@@ -164,7 +191,9 @@ class Ranks:
         return self.is_first or self._words[0] in (0, _GONE)
 
     def close(self) -> None:
-        """Wait until every rank is here, and part. A rank that is lost meanwhile ends this process as ever."""
+        """Wait until every rank is here, and part. A rank that is lost meanwhile ends this process
+        as ever.
+        """
         if self._beats is None:
             if self.spreads is not None and dist.is_initialized():
                 dist.destroy_process_group()
@@ -185,8 +214,8 @@ class Ranks:
     # ---- weights that are spread ----
 
     def spread(self, model: nn.Module, how: How) -> None:
-        """Leave each rank its rows of the weights, by FSDP2; those of a layer are gathered while it computes. All come to the
-        device. Raises `ModelError` where the model can't be spread."""
+        """Leave each rank its rows of the weights, by FSDP2; those of a layer are gathered while it
+        computes. All come to the device. Raises `ModelError` where the model can't be spread."""
         from farthing.train.spread import Spread
 
         self.bring(model.buffers())
@@ -196,7 +225,7 @@ class Ranks:
 
     @property
     def is_spread(self) -> bool:
-        """Whether ranks wait for each other in every layer: all must go through the model as often."""
+        """Whether ranks wait for each other in every layer: all must go through the model as often."""  # noqa: E501
         return self.spreads is not None
 
     @property
@@ -219,8 +248,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """What fails over spread weights may have failed because another rank is gone: then the beat ends this process in
-        order."""
+        """What fails over spread weights may have failed because another rank is gone: then the
+        beat ends this process in order."""
         try:
             yield
         except RuntimeError as error:
@@ -229,7 +258,9 @@ class Ranks:
             raise
 
     def rows_of(self, name: str) -> tuple[int, int] | None:
-        """(first, end) of the rows that this rank has of a trained weight, or of the state `weight|key`; None: all."""
+        """(first, end) of the rows that this rank has of a trained weight, or of the state
+        `weight|key`; None: all.
+        """
         return None if self.spreads is None else self.spreads.rows_of(name.partition("|")[0])
 
     def shared_checkpoints(self) -> Shared | None:
@@ -238,7 +269,12 @@ class Ranks:
             return None
         spreads = self.spreads
         return Shared(
-            self.is_first, spreads.shard, spreads.n_shards, spreads.is_copy, self.rows_of, self.gather_for_save
+            self.is_first,
+            spreads.shard,
+            spreads.n_shards,
+            spreads.is_copy,
+            self.rows_of,
+            self.gather_for_save,
         )
 
     def clip(self, weights: Sequence[Tensor], most: float) -> Tensor:
@@ -249,19 +285,25 @@ class Ranks:
         squares = torch.zeros(self.n, dtype=torch.float64, device=self.device)
         if not self.spreads.is_copy:
             found = [each.grad for each in weights if each.grad is not None]
-            squares[self.index] = sum(torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in found)
+            squares[self.index] = sum(
+                torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in found
+            )
         norm = self.sum_up(squares).sum().sqrt().float()
         torch.nn.utils.clip_grads_with_norm_(weights, most, norm)
         return norm
 
-    def share_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    def share_overflow(
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+    ) -> None:
         """Where a rank's gradients in fp16 have overflowed, those of all have."""
         if self.trains_rows and self.n > 1 and scaler.is_enabled():
-            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            for found in scaler._per_optimizer_states[id(optimizer)][
+                "found_inf_per_device"
+            ].values():
                 dist.all_reduce(found, dist.ReduceOp.MAX)
 
     def gather_for_save(self, value: Any) -> list[Any]:
-        """`gather` for the thread that writes checkpoints. Raises `OSError` where a rank is gone."""
+        """`gather` for the thread that writes checkpoints. Raises `OSError` where a rank is gone."""  # noqa: E501
         try:
             return self._gathered(value, self._of_saves) if self.n > 1 else [value]
         except RuntimeError as error:
@@ -271,24 +313,30 @@ class Ranks:
 
     @property
     def others_ask_to_leave(self) -> bool:
-        """Whether any rank was asked to leave, as of a moment ago: no two ranks need see it at the same time."""
+        """Whether any rank was asked to leave, as of a moment ago: no two ranks need see it at the
+        same time.
+        """
         return self._others_ask
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What fails in here fails because another rank is gone: wait for the beat, which ends this process in order."""
+        """What fails in here fails because another rank is gone: wait for the beat, which ends this
+        process in order.
+        """
         with self.waiting():
             try:
                 yield
             except RuntimeError as error:
                 self._wait_until(lambda: False, self.patience_s + 2 * BEAT_S)
-                raise RankLost(
+                raise RankLostError(
                     f"another rank of {self.n} does not answer: {str(error).splitlines()[0][:200]}",
                     to_do="run the same command again: it goes on from the last checkpoint",
                 ) from error
 
     def agree(self, word: int, marks: Sequence[int] = ()) -> tuple[int, list[int]]:
-        """(the worst of all ranks' words, the largest of all ranks' marks); marks are as many on every rank."""
+        """(the worst of all ranks' words, the largest of all ranks' marks); marks are as many on
+        every rank.
+        """
         if self.n == 1:
             return word, list(marks)
         words = torch.tensor([word, *marks], dtype=torch.int32)
@@ -303,8 +351,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Where a rank has no memory left in the block, or was asked to leave, the block has failed on every rank. Raises
-        `Interrupted`, `torch.OutOfMemoryError`."""
+        """Where a rank has no memory left in the block, or was asked to leave, the block has failed
+        on every rank. Raises
+        `RunInterruptedError`, `torch.OutOfMemoryError`."""
         word = GO_ON
         try:
             yield
@@ -313,25 +362,33 @@ class Ranks:
         refuse(self.agree(word)[0])
 
     def word_for(self, error: Exception) -> int:
-        """What to tell the others of an error; raises it where there are none, or they can do nothing about it."""
-        if self.n == 1 or not (isinstance(error, Interrupted) or is_out_of_memory(error)):
+        """What to tell the others of an error; raises it where there are none, or they can do
+        nothing about it.
+        """
+        if self.n == 1 or not (isinstance(error, RunInterruptedError) or is_out_of_memory(error)):
             raise error
-        if self.is_spread and is_out_of_memory(error):  # the others are in a layer, and wait for its weights
+        if self.is_spread and is_out_of_memory(
+            error
+        ):  # the others are in a layer, and wait for its weights
             if not self.leave_less():
                 raise HardwareError(
-                    f"rank {self.index} has no memory left for one example with every layer computed again",
+                    f"rank {self.index} has no memory left for one example with every layer"
+                    " computed again",
                     where="where.strategy",
                     to_do="lower data.max_length, use more or larger GPUs, or method: lora",
                 ) from error
             raise NoRoomLeft(
-                f"rank {self.index} has no memory left, and over spread weights a step can't be taken again by itself",
+                f"rank {self.index} has no memory left, and over spread weights a step can't be"
+                " taken again by itself",
                 where="where.strategy",
                 to_do="run the same command: it goes on from the last save with less at once",
             ) from error
-        return LEAVE if isinstance(error, Interrupted) else NO_ROOM
+        return LEAVE if isinstance(error, RunInterruptedError) else NO_ROOM
 
     def tell_all(self, value: Any) -> Any:
-        """The first rank's plain value, through JSON, on every rank. What others give is not looked at."""
+        """The first rank's plain value, through JSON, on every rank. What others give is not looked
+        at.
+        """
         return value if self.n == 1 else self.gather(value if self.is_first else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -350,19 +407,26 @@ class Ranks:
         mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         dist.all_gather(texts, mine, group=group)
-        return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes.tolist(), strict=True)]
+        return [
+            json.loads(bytes(text[:size].tolist()))
+            for text, size in zip(texts, sizes.tolist(), strict=True)
+        ]
 
     # ---- tensors ----
 
     def sum_up(self, figures: Tensor) -> Tensor:
-        """Elementwise sums over all ranks, on the device; each entry must be 0 on all ranks but one to be exact."""
+        """Elementwise sums over all ranks, on the device; each entry must be 0 on all ranks but one
+        to be exact.
+        """
         if self.n > 1:
             with self.together():
                 dist.all_reduce(figures)
         return figures
 
     def link_bytes_per_s(self) -> float:
-        """What each rank sends to others in a second, by one all-reduce of 64 MB behind a short one."""
+        """What each rank sends to others in a second, by one all-reduce of 64 MB behind a short
+        one.
+        """
         for n in (1 << 10, 1 << 24):
             numbers = torch.zeros(n, device=self.device)
             self.agree(GO_ON)  # all begin
@@ -373,9 +437,13 @@ class Ranks:
         return 2 * (self.n - 1) / self.n * numbers.nbytes / max(self.gather(took_s))
 
     def bring(self, tensors: Iterable[Tensor]) -> None:
-        """Bring whole tensors to the device with the values, and in the precision, that the first rank has."""
+        """Bring whole tensors to the device with the values, and in the precision, that the first
+        rank has.
+        """
         found = list(tensors)
-        for tensor, dtype in zip(found, self.tell_all([str(each.dtype) for each in found]), strict=True):
+        for tensor, dtype in zip(
+            found, self.tell_all([str(each.dtype) for each in found]), strict=True
+        ):
             if self.is_first:
                 tensor.data = tensor.data.to(self.device).contiguous()
             else:
@@ -395,8 +463,11 @@ class Ranks:
             tensors, values = parts[name].state()
             names, values = self.tell_all([sorted(tensors), values])
             if names != sorted(tensors):
-                raise RankLost(f"the {name} of rank {self.index} has other tensors than that of the first rank",
-                               to_do="use the same versions and the same job everywhere")  # fmt: skip
+                raise RankLostError(
+                    f"the {name} of rank {self.index} has other tensors than that of the first"
+                    " rank",
+                    to_do="use the same versions and the same job everywhere",
+                )
             told = {}
             for each in names:
                 own = tensors[each]
@@ -408,15 +479,19 @@ class Ranks:
                 parts[name].restore(told, values)
 
     def sum_bucket(self, bucket: Sequence[Piece], sums: LaneSums) -> None:
-        """Leave the gradients of all lanes, added up by the tree, with these pieces of the weights on every rank. Pieces of a
-        weight come in order, and are written over its gradients: what is taken besides is some times the bucket.
+        """Leave the gradients of all lanes, added up by the tree, with these pieces of the weights
+        on every rank. Pieces of a weight come in order, and are written over its gradients: what is
+        taken besides is some times the bucket.
 
-        Each rank adds up a slice, then the slices go to all. A rank that has one lane sends 2 (n - 1) / n of the gradient, as
-        in a ring. What a rank does not have counts as zeros. Called within `together`.
+        Each rank adds up a slice, then the slices go to all. A rank that has one lane sends 2 (n -
+        1) / n of the gradient, as in a ring. What a rank does not have counts as zeros. Called
+        within `together`.
         """
         like = sums.weights[bucket[0].at]
         size = -(-sum(piece.end - piece.start for piece in bucket) // self.n)  # of a slice
-        held = [nodes_of(lanes_of(rank, self.n, sums.n_lanes), sums.n_lanes) for rank in range(self.n)]
+        held = [
+            nodes_of(lanes_of(rank, self.n, sums.n_lanes), sums.n_lanes) for rank in range(self.n)
+        ]
         n_own = len(held[self.index])
         mine = like.new_zeros(n_own, size * self.n)
         place = 0
@@ -428,8 +503,12 @@ class Ranks:
         sent = mine.view(n_own, self.n, size).transpose(0, 1).reshape(-1)
         got = like.new_empty(sum(len(nodes) for nodes in held) * size)
         self.n_sums += 2
-        dist.all_to_all_single(got, sent, [len(nodes) * size for nodes in held], [n_own * size] * self.n)
-        slices = dict(zip([node for nodes in held for node in nodes], got.view(-1, size), strict=True))
+        dist.all_to_all_single(
+            got, sent, [len(nodes) * size for nodes in held], [n_own * size] * self.n
+        )
+        slices = dict(
+            zip([node for nodes in held for node in nodes], got.view(-1, size), strict=True)
+        )
         flat = like.new_empty(size * self.n)
         _all_gather(flat, add_up(slices, sums.n_lanes).contiguous())
         place = 0
@@ -445,8 +524,10 @@ class Ranks:
 
 
 def refuse(word: int) -> None:
-    """Raise what the worst of all ranks' words stands for. Raises `Interrupted`, `torch.OutOfMemoryError`."""
+    """Raise what the worst of all ranks' words stands for. Raises `RunInterruptedError`,
+    `torch.OutOfMemoryError`.
+    """
     if word == LEAVE:
-        raise Interrupted("a rank was asked to leave")
+        raise RunInterruptedError("a rank was asked to leave")
     if word == NO_ROOM:
         raise torch.OutOfMemoryError("a rank has no memory left")

@@ -1,9 +1,9 @@
-"""The dearest micro-batch of the run, taken forward and backward before the first step: memory that is not there is missed
-where nothing is lost yet, and not in the middle of a run.
+"""The dearest micro-batch of the run, taken forward and backward before the first step: memory that
+is not there is missed where nothing is lost yet, and not in the middle of a run.
 
-The largest of what is cut is known beforehand: a step's examples follow from the seed. Gradients are thrown away, random
-generators are set anew by each step. Refuses to look at every step of a long run: at those with the longest examples, and at
-the first ones.
+The largest of what is cut is known beforehand: a step's examples follow from the seed. Gradients
+are thrown away, random generators are set anew by each step. Refuses to look at every step of a
+long run: at those with the longest examples, and at the first ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ LOOKS_S = 2.0
 
 
 def rehearse(attempt: Attempt) -> None:
-    """On a GPU, or where ranks wait for each other in every layer: rehearse before the first step of an attempt.
+    """On a GPU, or where ranks wait for each other in every layer: rehearse before the first step
+    of an attempt.
 
     Where it does not fit the micro-batch is lowered, as in a step. Raises as a step does.
     """
@@ -36,20 +37,30 @@ def rehearse(attempt: Attempt) -> None:
         return
     with attempt.context.meter.span("probe"):
         n_examples, n_tokens = steps.rehearse(step, lambda: _adds_up(attempt))
-    text = f"the largest micro-batch was rehearsed: {plural(n_examples, 'example')} of step {step + 1}, {n_tokens:,} tokens"
+    text = (
+        f"the largest micro-batch was rehearsed: {plural(n_examples, 'example')} of step"
+        f" {step + 1}, {n_tokens:,} tokens"
+    )
     attempt.context.emit(Note(text))
 
 
 def _adds_up(attempt: Attempt) -> bool:
     """Whether a step has several micro-batches, by what is at once now."""
     budget = attempt.settings.micro_batch_tokens
-    return accumulates(attempt.forward, attempt.train_examples, attempt.batches, attempt.n_steps, budget)
+    return accumulates(
+        attempt.forward, attempt.train_examples, attempt.batches, attempt.n_steps, budget
+    )
 
 
 def dearest_step(attempt: Attempt) -> int | None:
-    """The step that has the largest micro-batch of what is left of the run, as far as was looked; None where none is taken."""
+    """The step that has the largest micro-batch of what is left of the run, as far as was looked;
+    None where none is taken.
+    """
     at, steps = attempt.progress, attempt.steps
-    ended = is_done(attempt) or over_limit(attempt.job, attempt.context.ledger, reserve_s=0.0) is not None
+    ended = (
+        is_done(attempt)
+        or over_limit(attempt.job, attempt.context.ledger, reserve_s=0.0) is not None
+    )
     if ended or at.step >= attempt.n_steps or keeps_statistics(attempt.model):
         return None
     until, longest = time.monotonic() + LOOKS_S, []

@@ -1,8 +1,9 @@
 """An attempt at a job, from the door to the receipt.
 
-`train(job, emit)` prepares data and model, restores what an earlier attempt saved, lets `loop.py` take the steps, and leaves
-ledger, receipt and copies in order however it ends. The same call starts a run, continues it, and finds a finished one
-finished. Refuses to print: it emits events, and returns an outcome.
+`train(job, emit)` prepares data and model, restores what an earlier attempt saved, lets `loop.py`
+take the steps, and leaves ledger, receipt and copies in order however it ends. The same call starts
+a run, continues it, and finds a finished one finished. Refuses to print: it emits events, and
+returns an outcome.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_LIMIT,
+    DiskFullError,
     FarthingError,
-    Interrupted,
-    NoSpace,
-    OutOfMemory,
-    UserMistake,
+    InputError,
+    OutOfMemoryError,
+    RunInterruptedError,
 )
 from farthing.events import Emit, Note, Warned, Working
 from farthing.export.folders import write_card
@@ -112,13 +113,18 @@ from farthing.units import say_seconds
 
 DISK_TROUBLE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES),
-    *(errno.ESTALE, errno.ENOTCONN),  # a file server has forgotten us, the program behind a mount has died
+    *(
+        errno.ESTALE,
+        errno.ENOTCONN,
+    ),  # a file server has forgotten us, the program behind a mount has died
 )
 
 
 @dataclass
 class Outcome:
-    """How an attempt ended: finished (0), limit (3) or interrupted (75). The receipt is brought up to date when it closes."""
+    """How an attempt ended: finished (0), limit (3) or interrupted (75). The receipt is brought up
+    to date when it closes.
+    """
 
     state: str
     reason: str
@@ -128,14 +134,19 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """What the process should tell its caller."""
-        return {"finished": EXIT_FINISHED, "limit": EXIT_LIMIT, "interrupted": EXIT_INTERRUPTED}[self.state]
+        return {"finished": EXIT_FINISHED, "limit": EXIT_LIMIT, "interrupted": EXIT_INTERRUPTED}[
+            self.state
+        ]
 
 
-def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | None = None) -> Outcome:
+def train(
+    job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | None = None
+) -> Outcome:
     """Start, continue or find finished the run of `job` in its `output_dir`.
 
-    `begun` where the attempt is on the bill already, before this module was imported; who has opened it closes it.
-    Raises `FarthingError`s in words; whatever was committed before stays valid.
+    `begun` where the attempt is on the bill already, before this module was imported; who has
+    opened it closes it. Raises `FarthingError`s in words; whatever was committed before stays
+    valid.
     """
     quiet_libraries()
     with contextlib.ExitStack() as stack:
@@ -145,7 +156,9 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
                 begun = stack.enter_context(opened(Path(job.output_dir), job.usd_per_hour))
         folder, meter, ledger = begun.folder, begun.meter, begun.ledger
         notice = stack.enter_context(Notice(ranks.one_press_s))
-        ranks.listen(lambda: bool(notice), lambda: meter.span("ranks"), lambda: ledger.end("interrupted"))
+        ranks.listen(
+            lambda: bool(notice), lambda: meter.span("ranks"), lambda: ledger.end("interrupted")
+        )
         stack.enter_context(watched(job, notice))
         emit = stack.enter_context(tracked(emit, job.train.report_to, folder))
         warn = partial(_warn, emit)
@@ -161,15 +174,17 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
         try:
             with errors_in_words(folder):
                 state, reason = _train(job, begun, context, allow_restart)
-        except Interrupted as error:
+        except RunInterruptedError as error:
             ranks.fail(EXIT_INTERRUPTED)  # before the loop: the others wait for what does not come
             state, reason = "interrupted", notice.reason or error.what
-        except UserMistake:
+        except InputError:
             with contextlib.suppress(OSError):
                 unclaim(folder)
             raise
         finally:
-            with contextlib.suppress(OSError):  # a full disk must not hide the error that is on its way
+            with contextlib.suppress(
+                OSError
+            ):  # a full disk must not hide the error that is on its way
                 note_news(notice, ledger)
                 ledger.end(state)
             if state == "failed":
@@ -182,8 +197,12 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
         return outcome
 
 
-def _told_at_the_end(context: Context, state: str, reason: str) -> tuple[Outcome, Callable[[], None]]:
-    """How an attempt ended, with its receipt and card; and what brings them, and the page, up to the last second."""
+def _told_at_the_end(
+    context: Context, state: str, reason: str
+) -> tuple[Outcome, Callable[[], None]]:
+    """How an attempt ended, with its receipt and card; and what brings them, and the page, up to
+    the last second.
+    """
     folder, replica = context.folder, context.replica
     with contextlib.suppress(OSError):
         keep_digest(folder / LOG)
@@ -222,18 +241,21 @@ def errors_in_words(folder: Path) -> Iterator[None]:
     """Within the block what disks, memory and kernels refuse is raised as a `FarthingError`."""
     try:
         yield
-    except (FarthingError, Interrupted):
+    except (FarthingError, RunInterruptedError):
         raise
     except OSError as error:
         if is_out_of_memory(error):
-            raise OutOfMemory(
+            raise OutOfMemoryError(
                 f"the machine has no memory left: {error.strerror}",
                 where=str(folder),
-                to_do="stop other programs here, or use a machine with more main memory; the same command goes on",
+                to_do=(
+                    "stop other programs here, or use a machine with more main memory; the same"
+                    " command goes on"
+                ),
             ) from error
         if error.errno not in DISK_TROUBLE:
             raise
-        raise NoSpace(
+        raise DiskFullError(
             f"the disk fails: {error.strerror}; what was saved is intact",
             where=str(error.filename or folder),
             to_do="make room or repair the disk, then run the same command again",
@@ -247,7 +269,13 @@ def errors_in_words(folder: Path) -> Iterator[None]:
 
 def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tuple[str, str]:
     """(state, reason) of an attempt that is let in."""
-    folder, meter, ledger, emit, ranks = context.folder, context.meter, context.ledger, context.emit, context.ranks
+    folder, meter, ledger, emit, ranks = (
+        context.folder,
+        context.meter,
+        context.ledger,
+        context.emit,
+        context.ranks,
+    )
     if not ranks.is_first:
         return _compute_along(job, context)
     begun.refuse_forgotten(allow_restart=allow_restart)
@@ -262,7 +290,9 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     if ended:
         return ended
     attempt = _open(job, context, inputs, numerics, EXAMPLES in run_facts)
-    run_facts = same_examples(folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples))
+    run_facts = same_examples(
+        folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples)
+    )
     meter.enter("restore")
     emit(Working("looking for a checkpoint"))
     run_facts = _begin(attempt, run_facts)
@@ -277,7 +307,9 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     take_over(attempt)
     state, reason = loop(attempt)
     _offer(attempt, with_model=True)
-    if _wait_for_replica(context, state) and state == "finished":  # else the same command brings the model to the store
+    if (
+        _wait_for_replica(context, state) and state == "finished"
+    ):  # else the same command brings the model to the store
         keep(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
     leave_measured(attempt)
     return state, reason
@@ -295,39 +327,60 @@ def _compute_along(job: Job, context: Context) -> tuple[str, str]:
     return loop(attempt)
 
 
-def _why_not_let_in(job: Job, context: Context, inputs: Inputs, was_finished: bool) -> tuple[str, str] | None:
-    """(state, reason) where nothing is to be trained: the run has ended, or its limits have no room for an attempt."""
+def _why_not_let_in(
+    job: Job, context: Context, inputs: Inputs, was_finished: bool
+) -> tuple[str, str] | None:
+    """(state, reason) where nothing is to be trained: the run has ended, or its limits have no room
+    for an attempt.
+    """
     folder, ledger, emit = context.folder, context.ledger, context.emit
     if not clear_damaged_model(folder, emit) and was_finished:
         ledger.withdraw()
         return "finished", "it was finished already; nothing was trained"
-    if (key := left_out_loss(inputs.config.to_dict(), job.task)) and not is_refused(key, rules_of(folder)):
-        _warn(emit, f"`{key}` in the model's config.json is left out of the loss, as it was when this run began;"
-                    " new runs refuse it")  # fmt: skip
+    if (key := left_out_loss(inputs.config.to_dict(), job.task)) and not is_refused(
+        key, rules_of(folder)
+    ):
+        _warn(
+            emit,
+            f"`{key}` in the model's config.json is left out of the loss, as it was when this run"
+            " began; new runs refuse it",
+        )
     if reason := why_not_start(job, folder, ledger):
         return "limit", reason
     if ledger.clock_back_s > 60 and job.limits.deadline is not None:
-        _warn(emit, f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
-                    " the deadline is judged by this clock")  # fmt: skip
+        _warn(
+            emit,
+            f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
+            " the deadline is judged by this clock",
+        )
     tell_of_launchers(emit)
     return None
 
 
 def _begin(attempt: Attempt, run_facts: Json) -> Json:
-    """Begin with the weights of the job's ancestor, where it has one and the run has no checkpoint of its own."""
+    """Begin with the weights of the job's ancestor, where it has one and the run has no checkpoint
+    of its own.
+    """
     if attempt.checkpoints.steps():
         return run_facts
     found = find_ancestor(attempt.job)
     if found is None:
         return run_facts
-    run_facts = {**run_facts, "ancestor": begin_from(found, attempt.state["model"], attempt.context.ranks.rows_of)}
+    run_facts = {
+        **run_facts,
+        "ancestor": begin_from(found, attempt.state["model"], attempt.context.ranks.rows_of),
+    }
     keep(attempt.context.folder / RUN, run_facts)
     attempt.context.emit(Note(f"begins with the weights of step {found.step} of {found.run}"))
     return run_facts
 
 
-def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool) -> Json:
-    """What the folder's run says of itself, which is this one. Raises `RunChanged`, `RunDamaged`."""
+def _claim(
+    job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool
+) -> Json:
+    """What the folder's run says of itself, which is this one. Raises `RunChangedError`,
+    `RunDamagedError`.
+    """
     machine = {
         "device": device_name(numerics.device),
         "precision": numerics.name,
@@ -346,19 +399,27 @@ def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow
 
 
 def _decide(attempt: Attempt, run_facts: Json) -> None:
-    """What the first attempt decides for all, as it changes rounding; and the settings, where a probe pays."""
+    """What the first attempt decides for all, as it changes rounding; and the settings, where a
+    probe pays.
+    """
     context, job = attempt.context, attempt.job
     if attempt.steps.n_lanes > 1 or context.ranks.is_spread:
         attempt.steps.use(replace(attempt.settings, caches_frozen=False))
     with context.meter.span("prefix"):
-        attempt.steps.use(replace(attempt.settings, caches_frozen=begin_behind_frozen_layers(attempt)))
+        attempt.steps.use(
+            replace(attempt.settings, caches_frozen=begin_behind_frozen_layers(attempt))
+        )
     share_prefix(attempt)
     if run_facts.get("steps_per_epoch") != attempt.batches.steps_per_epoch:
         run_facts["steps_per_epoch"] = attempt.batches.steps_per_epoch
         keep(context.folder / RUN, run_facts)
     left_s, exact = seconds_left(job, context.ledger), job.train.full_determinism
-    pays = is_worth_it(job, attempt.estimate, attempt.settings, is_deterministic=exact, left_s=left_s)
-    if attempt.progress.step == 0 and pays and not context.ranks.is_spread:  # the others would have to try the same
+    pays = is_worth_it(
+        job, attempt.estimate, attempt.settings, is_deterministic=exact, left_s=left_s
+    )
+    if (
+        attempt.progress.step == 0 and pays and not context.ranks.is_spread
+    ):  # the others would have to try the same
         with context.meter.span("probe"):
             context.emit(Note("trying a few micro-batch sizes before the first step"))
             probe_run(attempt)
@@ -369,12 +430,14 @@ def _offer(attempt: Attempt, *, with_model: bool = False) -> None:
     """Offer the store what is needed to go on from where the run is."""
     at, replica = attempt.progress, attempt.context.replica
     if replica is not None:
-        replica.offer(at.step, attempt.checkpoints.to_go_on(at.step, at.best_step), with_model=with_model)
+        replica.offer(
+            at.step, attempt.checkpoints.to_go_on(at.step, at.best_step), with_model=with_model
+        )
 
 
 def _wait_for_replica(context: Context, state: str) -> bool:
-    """Until the copies are made, not longer than until the machine goes; whether they are, or there is no store. Raises what
-    has made the copying end."""
+    """Until the copies are made, not longer than until the machine goes; whether they are, or there
+    is no store. Raises what has made the copying end."""
     replica, notice = context.replica, context.notice
     if replica is None:
         return True
@@ -386,12 +449,15 @@ def _wait_for_replica(context: Context, state: str) -> bool:
 
 
 def clear_damaged_model(folder: Path, emit: Emit) -> bool:
-    """Set an exported model aside that is not what was written, with a warning; whether it was so."""
+    """Set an exported model aside that is not what was written, with a warning; whether it was so."""  # noqa: E501
     damage = damage_of(folder)
     if damage is None:
         return False
     aside = set_aside(folder / MODEL)
-    text = f"the exported model is damaged ({damage}): set aside as {aside.name}, and written again from the checkpoint"
+    text = (
+        f"the exported model is damaged ({damage}): set aside as {aside.name}, and written again"
+        " from the checkpoint"
+    )
     emit(Warned(text))
     return True
 
@@ -401,7 +467,9 @@ def _warn(emit: Emit, text: str) -> None:
 
 
 def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Notice) -> None:
-    """Wait for the last copies, not longer than until the machine goes, and give the lease back; the wait is on the bill."""
+    """Wait for the last copies, not longer than until the machine goes, and give the lease back;
+    the wait is on the bill.
+    """
     if mirror is not None:
         meter.enter("checkpoint")
         leaves_in_s = notice.patience_s(mirror.pace.leave_s, mirror.pace.finish_s)
@@ -415,7 +483,9 @@ def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Noti
 
 @contextlib.contextmanager
 def watched(job: Job, notice: Notice) -> Iterator[None]:
-    """Within the block the cloud's metadata service is asked for notices, where the job or the machine gives reason to."""
+    """Within the block the cloud's metadata service is asked for notices, where the job or the
+    machine gives reason to.
+    """
     watch = Watch(services_for(job.where.notices, is_spot=job.where.spot), notice)
     watch.start()
     try:
@@ -426,30 +496,46 @@ def watched(job: Job, notice: Notice) -> Iterator[None]:
 
 def _identify(job: Job, meter: Meter, emit: Emit) -> tuple[Numerics, Inputs]:
     """What a run computes in and starts from; cheap, and what is wrong is found here."""
-    asked = job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
+    asked = (
+        job.where.device,
+        job.train.bf16,
+        job.train.fp16,
+        job.train.tf32,
+        job.train.full_determinism,
+    )
     check_extras(job, choose_numerics(*asked).device.type)
     meter.enter("tokenize")
     inputs = open_inputs(job, emit)
     return choose_numerics(*asked, fp16_risk(inputs.config.to_dict())), inputs
 
 
-def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, has_begun: bool = False) -> Attempt:
+def _open(
+    job: Job, context: Context, inputs: Inputs, numerics: Numerics, has_begun: bool = False
+) -> Attempt:
     """The attempt at step 0: tokenized, planned, with its model on the device."""
     meter, ledger, notice, emit = context.meter, context.ledger, context.notice, context.emit
     before_bytes, ranks = taken_bytes(numerics.device), context.ranks
     on_host = may_be_spread(job, ranks)
-    build = partial(build_model, job, inputs, numerics, on_host=on_host, reads=ranks.is_first or not on_host)
+    build = partial(
+        build_model, job, inputs, numerics, on_host=on_host, reads=ranks.is_first or not on_host
+    )
     with contextlib.ExitStack() as stack:
         loading = None
-        if task_of(job.task).labels is None:  # else the head waits for them; the model is read meanwhile
+        if (
+            task_of(job.task).labels is None
+        ):  # else the head waits for them; the model is read meanwhile
             loading = stack.enter_context(meanwhile(lambda: build(())))
         if not ranks.is_first:  # it has tokenized, and estimated, for all
             follow(context)
-        examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice) or ranks.others_ask_to_leave)
+        examples, held_out = open_examples(
+            job, inputs, emit, lambda: bool(notice) or ranks.others_ask_to_leave
+        )
         sets = [each.tokens for each in (examples, held_out) if each is not None]
         notes = list(dict.fromkeys(note for each in sets for note in notes_of(each.facts)))
         write_json(context.folder / DATA_NOTES, notes)
-        estimate = estimated(job, context.folder, inputs, numerics, examples, held_out, emit, ranks.n)
+        estimate = estimated(
+            job, context.folder, inputs, numerics, examples, held_out, emit, ranks.n
+        )
         settings = first_settings(job, context, inputs, numerics, examples, estimate)
         settings = with_lanes(job, ranks, settings, has_begun, emit)
         if ranks.is_first:
@@ -459,10 +545,14 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, has_be
         meter.enter("load_model")
         emit(Working("loading the model"))
         model = loading.result() if loading else build(examples.tokens.label_names)
-        model = read_where_it_differs(job, ranks, model, lambda: build(examples.tokens.label_names, reads=True))
+        model = read_where_it_differs(
+            job, ranks, model, lambda: build(examples.tokens.label_names, reads=True)
+        )
     refuse_running_statistics(model, settings.lanes or 1)
     spread_weights(job, ranks, model, numerics.autocast, emit)
-    attempt = assemble(job, context, inputs, numerics, model, (examples, held_out), estimate, settings)
+    attempt = assemble(
+        job, context, inputs, numerics, model, (examples, held_out), estimate, settings
+    )
     attempt.record.before_model_bytes = before_bytes
     ledger.write("starting")
     return attempt
@@ -470,14 +560,18 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, has_be
 
 @contextlib.contextmanager
 def opened_attempt(job: Job, emit: Emit) -> Iterator[Attempt]:
-    """An attempt at step 0 in a folder of its own, to be measured and thrown away: of one process, which has all weights."""
+    """An attempt at step 0 in a folder of its own, to be measured and thrown away: of one process,
+    which has all weights.
+    """
     job = job.model_copy(update={"where": job.where.model_copy(update={"strategy": "ddp"})})
     meter, folder = Meter(already_s=seconds_since_process_start()), Path(job.output_dir)
     quiet_libraries()
     with only_writer(folder), Notice() as notice:
         ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
         numerics, inputs = _identify(job, meter, emit)
-        attempt = _open(job, Context(folder, "probe", meter, ledger, notice, emit), inputs, numerics)
+        attempt = _open(
+            job, Context(folder, "probe", meter, ledger, notice, emit), inputs, numerics
+        )
         restore(attempt, allow_restart=False)
         with contextlib.closing(attempt.steps):
             yield attempt

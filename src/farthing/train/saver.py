@@ -1,7 +1,8 @@
-"""When and how a run is saved, restored and exported: the trainer's side of `durability/checkpoint.py`.
+"""When and how a run is saved, restored and exported: the trainer's side of
+`durability/checkpoint.py`.
 
-A save takes a snapshot at once and writes it in the background; nothing is saved before the figures of its steps were read.
-Refuses to decide what is worth saving: that is `Attempt.state`.
+A save takes a snapshot at once and writes it in the background; nothing is saved before the figures
+of its steps were read. Refuses to decide what is worth saving: that is `Attempt.state`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from farthing.durability.checkpoint import SaveResult, n_bytes_of
-from farthing.durability.files import Damaged, Json
+from farthing.durability.files import DamagedFileError, Json
 from farthing.durability.parts import read_part
 from farthing.durability.run_folder import LOG, MODEL
-from farthing.errors import Interrupted, NoSpace, RunDamaged
+from farthing.errors import DiskFullError, RunDamagedError, RunInterruptedError
 from farthing.events import Exported, Note, Restored, Saved, Working
 from farthing.export.folders import export_model
 from farthing.model.adapters import put_back
@@ -28,8 +29,9 @@ from farthing.units import plural, say_bytes
 
 
 def restore(attempt: Attempt, allow_restart: bool) -> None:
-    """Go back to the newest whole checkpoint, or to the start when there never was one. Raises `RunDamaged`, and `Interrupted`
-    where all were damaged here and a store has the run: the next attempt takes its copy."""
+    """Go back to the newest whole checkpoint, or to the start when there never was one. Raises
+    `RunDamagedError`, and `RunInterruptedError` where all were damaged here and a store has the
+    run: the next attempt takes its copy."""
     checkpoints, ledger, at = attempt.checkpoints, attempt.context.ledger, attempt.progress
     if not attempt.context.ranks.is_first:
         return
@@ -37,15 +39,17 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
     try:
         step = checkpoints.newest_valid()
         if step is None and ledger.committed_step > 0:
-            raise RunDamaged(
+            raise RunDamagedError(
                 f"the checkpoint of step {ledger.committed_step} was written, and is gone",
                 where=str(checkpoints.folder),
                 to_do="bring it back from a copy, or start from step 0 with --allow-restart",
             )
-    except RunDamaged as error:
+    except RunDamagedError as error:
         if may_be_in_store and not allow_restart:
-            raise Interrupted(
-                f"{error.what}; the same command takes the copy in the store", where=error.where, to_do="run it again"
+            raise RunInterruptedError(
+                f"{error.what}; the same command takes the copy in the store",
+                where=error.where,
+                to_do="run it again",
             ) from error
         if not allow_restart:
             raise
@@ -63,7 +67,9 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
 
 
 def _keep_log(attempt: Attempt) -> None:
-    """Drop the log's lines of steps that are taken again; warn of damaged ones, and of steps that it does not have."""
+    """Drop the log's lines of steps that are taken again; warn of damaged ones, and of steps that
+    it does not have.
+    """
     at, steps = attempt.progress, set[int]()
 
     def is_kept(row: Json) -> bool:
@@ -74,20 +80,30 @@ def _keep_log(attempt: Attempt) -> None:
 
     attempt.log.keep(is_kept)
     if n_damaged := len(attempt.log.damaged):
-        attempt.warn(f"{plural(n_damaged, 'line')} of {LOG} {'is' if n_damaged == 1 else 'are'} damaged: left out")
+        attempt.warn(
+            f"{plural(n_damaged, 'line')} of {LOG} {'is' if n_damaged == 1 else 'are'} damaged:"
+            " left out"
+        )
     if n_lost := at.step - len(steps):
-        attempt.warn(f"{LOG} lacks {n_lost} of the {plural(at.step, 'step')} so far; this does not change the result")
+        attempt.warn(
+            f"{LOG} lacks {n_lost} of the {plural(at.step, 'step')} so far; this does not change"
+            " the result"
+        )
 
 
 def refuse_small_disk(attempt: Attempt) -> None:
-    """Raises `NoSpace` where checkpoints and model would not fit."""
+    """Raises `DiskFullError` where checkpoints and model would not fit."""
     spreads = attempt.context.ranks.spreads
-    state_bytes = n_bytes_of(attempt.state) * (spreads.n_shards if spreads and spreads.trains_rows else 1)
-    n_aside = 2 if attempt.context.replica is not None else 0  # one that is being sent, and the next
+    state_bytes = n_bytes_of(attempt.state) * (
+        spreads.n_shards if spreads and spreads.trains_rows else 1
+    )
+    n_aside = (
+        2 if attempt.context.replica is not None else 0
+    )  # one that is being sent, and the next
     need = state_bytes * (attempt.job.train.save_total_limit + 2 + n_aside)
     free = shutil.disk_usage(attempt.context.folder).free
     if free < need:
-        raise NoSpace(
+        raise DiskFullError(
             f"{say_bytes(free)} are free, checkpoints and the model may take {say_bytes(need)}",
             where=str(attempt.context.folder),
             to_do="make room, or set output_dir to a disk that has it",
@@ -95,12 +111,16 @@ def refuse_small_disk(attempt: Attempt) -> None:
 
 
 def save_is_due(attempt: Attempt) -> bool:
-    """Every `save_steps` or `save_minutes`, else at the planned interval; and when the best so far was just found."""
+    """Every `save_steps` or `save_minutes`, else at the planned interval; and when the best so far
+    was just found.
+    """
     train, at, saving = attempt.job.train, attempt.progress, attempt.saving
     if at.step == 0 or saving.mark == mark_of(attempt):
         return False
     by_steps = train.save_steps is not None and at.step % train.save_steps == 0
-    by_time = train.save_steps is None and attempt.context.meter.wall_s - saving.at_s >= saving.every_s
+    by_time = (
+        train.save_steps is None and attempt.context.meter.wall_s - saving.at_s >= saving.every_s
+    )
     return saving.is_due_now or by_steps or by_time
 
 
@@ -124,7 +144,9 @@ def save(attempt: Attempt) -> None:
 
 
 def wait_for_copies(attempt: Attempt) -> None:
-    """Until weights and state may change: what a checkpoint still copies from a GPU would be of two steps."""
+    """Until weights and state may change: what a checkpoint still copies from a GPU would be of two
+    steps.
+    """
     checkpoints, meter = attempt.checkpoints, attempt.context.meter
     if not checkpoints.is_copying:
         return
@@ -157,20 +179,34 @@ def note_finished_save(attempt: Attempt, result: SaveResult | None) -> None:
 
 
 def export(attempt: Attempt) -> None:
-    """Write the model for others: of the best checkpoint when there is evaluation data, else of the last step.
+    """Write the model for others: of the best checkpoint when there is evaluation data, else of the
+    last step.
 
-    Where ranks have rows of it, it is read from their checkpoint, one whole copy on this machine and nothing on the others.
+    Where ranks have rows of it, it is read from their checkpoint, one whole copy on this machine
+    and nothing on the others.
     """
     if not attempt.context.ranks.is_first:
         return
-    at, folder, context, checkpoints = attempt.progress, attempt.context.folder, attempt.context, attempt.checkpoints
+    at, folder, context, checkpoints = (
+        attempt.progress,
+        attempt.context.folder,
+        attempt.context,
+        attempt.checkpoints,
+    )
     step, whole = at.step, None
-    if attempt.job.train.load_best_model_at_end and at.best_step is not None and at.best_step != at.step:
+    if (
+        attempt.job.train.load_best_model_at_end
+        and at.best_step is not None
+        and at.best_step != at.step
+    ):
         try:
             checkpoints.verify(at.best_step)
             step = at.best_step
-        except Damaged as error:
-            attempt.warn(f"the best checkpoint (step {at.best_step}) is damaged ({error}): exporting the last step")
+        except DamagedFileError as error:
+            attempt.warn(
+                f"the best checkpoint (step {at.best_step}) is damaged ({error}): exporting the"
+                " last step"
+            )
     if context.ranks.trains_rows and step not in checkpoints.steps():
         attempt.warn("no model is written: no step was saved")
         return
@@ -181,7 +217,9 @@ def export(attempt: Attempt) -> None:
         put_back(_trained(attempt), whole)
         whole = None
     context.ledger.write("running", exported=step)
-    export_model(folder / MODEL, attempt.model, attempt.inputs.tokenizer, build_receipt(folder), step, whole)
+    export_model(
+        folder / MODEL, attempt.model, attempt.inputs.tokenizer, build_receipt(folder), step, whole
+    )
     context.emit(Exported(str(folder / MODEL), step))
 
 
@@ -190,7 +228,9 @@ def _trained(attempt: Attempt) -> dict[str, Tensor]:
 
 
 def write_model_early(attempt: Attempt) -> None:
-    """Export while what is left still pays for a start: killed from here on, the run needs none to leave its model."""
+    """Export while what is left still pays for a start: killed from here on, the run needs none to
+    leave its model.
+    """
     if attempt.progress.step == 0:
         return
     attempt.saving.wrote_model_early = True

@@ -1,7 +1,9 @@
-"""How a run is computed from its first step on: settings.json, which its later attempts follow so that they go on to the bit.
+"""How a run is computed from its first step on: settings.json, which its later attempts follow so
+that they go on to the bit.
 
-An attempt begins with what earlier ones settled on; the first one with what was planned, or what a probe of the like has
-found. Runs of earlier versions have theirs in plan.json and run.json. Refuses to try settings: `autotune` does.
+An attempt begins with what earlier ones settled on; the first one with what was planned, or what a
+probe of the like has found. Runs of earlier versions have theirs in plan.json and run.json. Refuses
+to try settings: `autotune` does.
 """
 
 from __future__ import annotations
@@ -26,11 +28,18 @@ SAID_LATER = ("reads_first", "reads_labelled", "own_kernels", "few_shapes", "lea
 
 
 def first_settings(
-    job: Job, context: Context, inputs: Inputs, numerics: Numerics, examples: Examples, estimate: Estimate | None
+    job: Job,
+    context: Context,
+    inputs: Inputs,
+    numerics: Numerics,
+    examples: Examples,
+    estimate: Estimate | None,
 ) -> Settings:
-    """How an attempt computes its first step: as earlier attempts did, as a probe has found, or as planned.
+    """How an attempt computes its first step: as earlier attempts did, as a probe has found, or as
+    planned.
 
-    What the job says of micro-batches comes before, and memory that ran out lowers it. Raises `RunDamaged`.
+    What the job says of micro-batches comes before, and memory that ran out lowers it. Raises
+    `RunDamagedError`.
     """
     planned = Settings() if estimate is None else replace(estimate.settings, caches_frozen=None)
     settings = _kept(context, planned)
@@ -40,7 +49,9 @@ def first_settings(
             subject = subject_of(job, inputs.config, examples, numerics)
             found = known_settings(Path(job.cache_dir or ".") / PROBES, subject)
             settings = settings if found is None else settings.with_probed(found)
-    elif not settings.probed:  # more of it was for the memory that was free then, and changes no bit
+    elif (
+        not settings.probed
+    ):  # more of it was for the memory that was free then, and changes no bit
         settings = replace(settings, checkpoint_every=planned.checkpoint_every)
     lengths = examples.tokens.lengths[examples.indices]
     longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
@@ -52,13 +63,18 @@ def first_settings(
         packed = False if settings.packed is None and task_of(job.task).is_pair else settings.packed
         said: dict[str, Any] = dict.fromkeys(unsaid, False)
         settings = replace(settings, packed=packed, **said)
-    # of attempts before the job was corrected nothing holds; earlier versions did not say whose they were
-    events = [event for event in context.ledger.out_of_memory if event.get("job") in (None, job.fingerprint)]
+    # of attempts before the job was corrected nothing holds; earlier versions did not say whose
+    # they were
+    events = [
+        event
+        for event in context.ledger.out_of_memory
+        if event.get("job") in (None, job.fingerprint)
+    ]
     return settings.lowered_by(events)
 
 
 def _kept(context: Context, planned: Settings) -> Settings | None:
-    """What earlier attempts settled on; None where none has. Raises `RunDamaged`."""
+    """What earlier attempts settled on; None where none has. Raises `RunDamagedError`."""
     folder = context.folder
     found = kept_as(folder / SETTINGS, Settings.from_json, lambda text: context.emit(Warned(text)))
     if found is not None:
@@ -66,20 +82,26 @@ def _kept(context: Context, planned: Settings) -> Settings | None:
     facts = kept(folder / RUN) or {}
     if "keeps_frozen_output" not in facts:
         return None
-    # as earlier versions kept it; tokens of the micro-batches that share a prefix, 0 where they share none
+    # as earlier versions kept it; tokens of the micro-batches that share a prefix, 0 where they
+    # share none
     n_tokens = facts.get("shares_beginnings") or 0
-    found = replace(planned, caches_frozen=bool(facts["keeps_frozen_output"]), shares_prefix=n_tokens > 0)
+    found = replace(
+        planned, caches_frozen=bool(facts["keeps_frozen_output"]), shares_prefix=n_tokens > 0
+    )
     return replace(found, micro_batch_tokens=n_tokens) if n_tokens and not found.probed else found
 
 
 def keep_settings(attempt: Attempt) -> None:
-    """Write down how the run is computed from here on, before a step is taken so. Raises `OSError`."""
+    """Write down how the run is computed from here on, before a step is taken so. Raises `OSError`."""  # noqa: E501
     path, now = attempt.context.folder / SETTINGS, attempt.settings
     values = kept(path)
     before = Settings() if values is None else Settings.from_json(values)
     for name in ("kernels", "compiled"):
         was, has = getattr(before, name), getattr(now, name)
         if was not in (None, has):
-            attempt.warn(f"{name}: earlier attempts had {was}, this one {has}: equal to rounding, not to the bit")
+            attempt.warn(
+                f"{name}: earlier attempts had {was}, this one {has}: equal to rounding, not to"
+                " the bit"
+            )
     if now != before:
         keep(path, now.to_json())

@@ -1,6 +1,8 @@
-"""From a job to what the loop needs: tokenized examples, a model with its optimizer, and the identity of it all.
+"""From a job to what the loop needs: tokenized examples, a model with its optimizer, and the
+identity of it all.
 
-Cheap checks come before dear ones: a wrong name or a changed file is found before anything is tokenized or loaded.
+Cheap checks come before dear ones: a wrong name or a changed file is found before anything is
+tokenized or loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from farthing.data.tokens import tokenize
 from farthing.durability.run_folder import RULES, began, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
-from farthing.model.activation_checkpointing import Beside, Gathered, Linear, MemoryNeed, Sample, choose_checkpointing
+from farthing.model.activation_checkpointing import (
+    Beside,
+    Gathered,
+    Linear,
+    MemoryNeed,
+    Sample,
+    choose_checkpointing,
+)
 from farthing.model.adapters import Adapter, add_adapter, refuse_unreached
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, why_not_deterministic
@@ -93,10 +102,15 @@ class Inputs:
     def pad_id(self) -> int:
         """The token that fills a batch; its positions are masked, so any will do.
 
-        But for classification, where some models look for the last token that is not what their own config calls padding.
+        But for classification, where some models look for the last token that is not what their own
+        config calls padding.
         """
         text_config = self.config.get_text_config()
-        own = getattr(text_config, "pad_token_id", None) if task_of(self.recipe.task).labels is not None else None
+        own = (
+            getattr(text_config, "pad_token_id", None)
+            if task_of(self.recipe.task).labels is not None
+            else None
+        )
         if own is not None and 0 <= own < text_config.vocab_size:
             return int(own)
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
@@ -130,7 +144,8 @@ class Examples:
 def check_extras(job: Job, device: str) -> None:
     """Refuse what can't work on this machine before anything else is done. Raises `HardwareError`.
 
-    That is what needs bitsandbytes where it does not work, and on CUDA what can't be deterministic where that is asked for.
+    That is what needs bitsandbytes where it does not work, and on CUDA what can't be deterministic
+    where that is asked for.
     """
     if job.train.full_determinism and device == "cuda":
         why_not = why_not_deterministic(job.model.attn_implementation, job.train.torch_compile)
@@ -148,7 +163,9 @@ def check_extras(job: Job, device: str) -> None:
 
 
 def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
-    """Find and identify model, tokenizer and data, telling how far it has read. Raises `ModelError`, `DataError`."""
+    """Find and identify model, tokenizer and data, telling how far it has read. Raises
+    `ModelError`, `DataError`.
+    """
     choice = model_choice(job)
     config = load_config(choice)
     refuse_left_out_loss(config.to_dict(), job.task, choice.name, rules_of(Path(job.output_dir)))
@@ -164,7 +181,9 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
     if task.is_pair:
         lengths["data.max_target_length"] = data.max_target_length
     check_fits(config, tokenizer, lengths, choice)
-    source_lang, target_lang = set_languages(tokenizer, job.task, data.source_lang, data.target_lang, text_version)
+    source_lang, target_lang = set_languages(
+        tokenizer, job.task, data.source_lang, data.target_lang, text_version
+    )
     recipe = Recipe(
         task=job.task,
         max_length=max_length,
@@ -180,22 +199,40 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
         version=text_version,
     )
     cache_dir = Path(job.cache_dir or ".")
-    opened = {
+    opened: dict[str, Any] = {
         "cache_dir": cache_dir,
         "config_name": data.dataset_config_name,
         "progress": lambda what, done, total: emit(ReadingData(what, done, total)),
         "warn": lambda text: emit(Warned(text)),
     }
-    train_sources = open_sources(data.train, split=data.train_split, own=data.of_train, **opened)  # type: ignore[arg-type]
-    eval_sources = open_sources(data.eval, split=data.eval_split, own=data.of_eval, **opened) if data.eval else []  # type: ignore[arg-type]
-    identity = identity_of(job, choice, config, tokenizer, train_sources, eval_sources, recipe) | ancestor_identity(job)
+    train_sources = open_sources(
+        data.train,
+        split=data.train_split,
+        own=data.of_train,
+        **opened,
+    )
+    eval_sources = (
+        open_sources(
+            data.eval,
+            split=data.eval_split,
+            own=data.of_eval,
+            **opened,
+        )
+        if data.eval
+        else []
+    )
+    identity = identity_of(
+        job, choice, config, tokenizer, train_sources, eval_sources, recipe
+    ) | ancestor_identity(job)
     return Inputs(choice, config, tokenizer, train_sources, eval_sources, recipe, identity)
 
 
 def open_examples(
     job: Job, inputs: Inputs, emit: Emit, should_stop: Callable[[], bool]
 ) -> tuple[Examples, Examples | None]:
-    """(train, eval) examples, tokenized or from the cache. Raises `DataError`, `Interrupted`."""
+    """(train, eval) examples, tokenized or from the cache. Raises `DataError`,
+    `RunInterruptedError`.
+    """
     cache_dir = Path(job.cache_dir or ".")
     n_chunks = 0
 
@@ -215,7 +252,14 @@ def open_examples(
             warn=lambda text: emit(Warned(text)),
         )
         with contextlib.suppress(OSError):  # a plan would have to do without
-            note_token_set(job, role, inputs.train_sources, inputs.eval_sources, tokens.folder, cache_dir=cache_dir)
+            note_token_set(
+                job,
+                role,
+                inputs.train_sources,
+                inputs.eval_sources,
+                tokens.folder,
+                cache_dir=cache_dir,
+            )
         return tokens
 
     train_tokens = tokens_of("train", inputs.train_sources, inputs.recipe)
@@ -229,7 +273,9 @@ def open_examples(
         held_out = Examples(eval_tokens, np.arange(len(eval_tokens)))
     elif job.data.eval_fraction > 0:
         groups, inputs_of_all = train_tokens.groups, train_tokens.inputs
-        train, chosen = split_by_input(groups, job.data.eval_fraction, job.train.seed, inputs_of_all)
+        train, chosen = split_by_input(
+            groups, job.data.eval_fraction, job.train.seed, inputs_of_all
+        )
         if len(chosen) == 0:
             raise DataError(
                 "too few distinct inputs to hold any out for evaluation",
@@ -238,7 +284,9 @@ def open_examples(
             )
         held_out = Examples(train_tokens, chosen)
     weights = tuple(source.weight for source in inputs.train_sources)
-    train_examples = Examples(train_tokens, train[: job.data.max_train_samples], n_chunks == 0, weights)
+    train_examples = Examples(
+        train_tokens, train[: job.data.max_train_samples], n_chunks == 0, weights
+    )
     _judge_labels(train_examples, inputs.recipe.label_map, emit)
     if held_out is not None:
         held_out = Examples(held_out.tokens, held_out.indices[: job.data.max_eval_samples])
@@ -250,7 +298,9 @@ def open_examples(
 
 def _say_data(role: str, tokens: TokenSet, emit: Emit) -> None:
     facts = tokens.facts
-    counts = {each.name: facts[each.name] for each in fields(DataRead) if each.name.startswith("n_")}
+    counts = {
+        each.name: facts[each.name] for each in fields(DataRead) if each.name.startswith("n_")
+    }
     emit(
         DataRead(
             role=role,
@@ -263,14 +313,17 @@ def _say_data(role: str, tokens: TokenSet, emit: Emit) -> None:
     )
     if n_turns := facts.get("n_unlearned_turns", 0):
         text = (
-            f"{plural(n_turns, 'assistant turn')} of the {role} data are context and not learned: the chat template never"
-            " shows them as the model would write them (a template with {% generation %} marks learns them)"
+            f"{plural(n_turns, 'assistant turn')} of the {role} data are context and not learned:"
+            " the chat template never shows them as the model would write them (a template with"
+            " {% generation %} marks learns them)"
         )
         emit(Warned(text))
 
 
 def examples_sha256(train: Examples, held_out: Examples | None) -> str:
-    """Identity of what a run reads: the tokens and targets of its examples, and which of them are held out."""
+    """Identity of what a run reads: the tokens and targets of its examples, and which of them are
+    held out.
+    """
     digest = hashlib.sha256()
     for examples in (train, held_out):
         if examples is not None:
@@ -280,48 +333,69 @@ def examples_sha256(train: Examples, held_out: Examples | None) -> str:
 
 
 def _judge_labels(train: Examples, label_map: dict[str, str], emit: Emit) -> None:
-    """Refuse data of one class, of which nothing can be learned; name classes that may be one, and labels to be mapped that
-    there are none of. Raises `DataError`."""
+    """Refuse data of one class, of which nothing can be learned; name classes that may be one, and
+    labels to be mapped that there are none of. Raises `DataError`."""
     names = train.tokens.label_names
     if train.tokens.labels is None or not names:
         return
     if len(seen := np.unique(train.tokens.labels[train.indices])) == 1:
         raise DataError(
-            f"every training example has the same label, {names[seen[0]]!r}: there is nothing to learn",
+            f"every training example has the same label, {names[seen[0]]!r}: there is nothing to"
+            " learn",
             where=", ".join(source["name"] for source in train.tokens.facts["sources"]),
-            to_do="check the label column, and data.max_train_samples where rows are sorted by label",
+            to_do=(
+                "check the label column, and data.max_train_samples where rows are sorted by label"
+            ),
         )
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(" ".join(name.lower().split()), []).append(name)
     if doubts := [" and ".join(map(repr, each)) for each in alike.values() if len(each) > 1]:
-        text = f"labels that differ in capitals or spaces alone are different classes: {', '.join(doubts[:5])}"
+        text = (
+            "labels that differ in capitals or spaces alone are different classes:"
+            f" {', '.join(doubts[:5])}"
+        )
         emit(Warned(f"{text}; make them one with data.label_map, or in the data"))
     if idle := [f"{key!r} ({name!r})" for key, name in label_map.items() if name not in names]:
         text = f"data.label_map names what no row has: {', '.join(idle[:5])}"
-        emit(Warned(f"{text}; the classes are {', '.join(map(repr, names[:8]))}{' ...' if len(names) > 8 else ''}"))
+        emit(
+            Warned(
+                f"{text}; the classes are"
+                f" {', '.join(map(repr, names[:8]))}{' ...' if len(names) > 8 else ''}"
+            )
+        )
 
 
 def _say_unseen_labels(train: Examples, held_out: Examples, emit: Emit) -> None:
-    if train.tokens.labels is None or held_out.tokens.labels is None or not train.tokens.label_names:
+    if (
+        train.tokens.labels is None
+        or held_out.tokens.labels is None
+        or not train.tokens.label_names
+    ):
         return
     seen = set(train.tokens.labels[train.indices].tolist())
     unseen = set(held_out.tokens.labels[held_out.indices].tolist()) - seen
     if unseen:
         names = ", ".join(repr(held_out.tokens.label_names[label]) for label in sorted(unseen)[:5])
-        text = f"{len(unseen)} labels are in the evaluation data and never seen in training ({names}): they count as errors"
+        text = (
+            f"{len(unseen)} labels are in the evaluation data and never seen in training ({names}):"
+            " they count as errors"
+        )
         emit(Warned(text))
 
 
 def _say_shared_inputs(train: Examples, held_out: Examples, emit: Emit) -> None:
-    """Inputs that are learned and evaluated on: what is measured on them says nothing of new ones."""
-    is_shared = np.isin(held_out.tokens.groups[held_out.indices], train.tokens.groups[train.indices])
+    """Inputs that are learned and evaluated on: what is measured on them says nothing of new ones."""  # noqa: E501
+    is_shared = np.isin(
+        held_out.tokens.groups[held_out.indices], train.tokens.groups[train.indices]
+    )
     if not is_shared.any():
         return
     first = held_out.tokens.place(int(held_out.indices[int(np.argmax(is_shared))]))
     text = (
-        f"{int(is_shared.sum()):,} of {len(held_out):,} evaluation examples have an input that is trained on too (the first:"
-        f" {first}): the evaluation is too good by that; leave them out of one of the files"
+        f"{int(is_shared.sum()):,} of {len(held_out):,} evaluation examples have an input that is"
+        f" trained on too (the first: {first}): the evaluation is too good by that; leave them out"
+        " of one of the files"
     )
     emit(Warned(text))
 
@@ -331,7 +405,9 @@ LEAVING_S = 5.0
 
 @contextlib.contextmanager
 def meanwhile(compute: Callable[[], T]) -> Iterator[Future[T]]:
-    """Something that another thread computes within the block. Who leaves it without the result waits a few seconds at most."""
+    """Something that another thread computes within the block. Who leaves it without the result
+    waits a few seconds at most.
+    """
     found: Future[T] = Future()
 
     def run() -> None:
@@ -358,8 +434,9 @@ def build_model(
     on_host: bool = False,
     reads: bool = True,
 ) -> Any:
-    """The model with what the method trains, in training mode, on its device unless it stays `on_host`; without weights, and
-    not looked at, where it does not read them. `label_names` are those of classification."""
+    """The model with what the method trains, in training mode, on its device unless it stays
+    `on_host`; without weights, and not looked at, where it does not read them. `label_names` are
+    those of classification."""
     method = job.method
     quantize = method.name == "qlora"
     model: Any = load_model(
@@ -390,7 +467,9 @@ def build_model(
     if not quantize and not on_host:
         model.to(numerics.device)
     if reads:
-        with replace(numerics, device=next(model.parameters()).device).autocasting():  # modules that are saved are fp32
+        with replace(
+            numerics, device=next(model.parameters()).device
+        ).autocasting():  # modules that are saved are fp32
             if task_of(job.task).predicts_next:
                 refuse_looking_ahead(model, inputs.choice.name)
             if method.name != "full":
@@ -402,8 +481,8 @@ def build_model(
 def build_optimizer(
     job: Job, model: Any, rules: int = RULES, weights: Mapping[str, nn.Parameter] | None = None
 ) -> torch.optim.Optimizer:
-    """The job's optimizer over the trained weights, or the rows of them in `weights`, by the `rules` that the run began
-    under."""
+    """The job's optimizer over the trained weights, or the rows of them in `weights`, by the
+    `rules` that the run began under."""
     train = job.train
     optimizer = make_optimizer(
         model,
@@ -433,16 +512,21 @@ def settle_checkpointing(
     ahead: tuple[int, bool],
     ranks: Ranks,
 ) -> MemoryNeed:
-    """Measure small forward passes and switch on as much activation checkpointing as the largest micro-batch needs.
+    """Measure small forward passes and switch on as much activation checkpointing as the largest
+    micro-batch needs.
 
     With `auto` no less is tried than `settings` have. `free_bytes` are those before the optimizer's
-    state was made; `ahead` has the tokens of the largest micro-batch, and whether a step has several.
+    state was made; `ahead` has the tokens of the largest micro-batch, and whether a step has
+    several.
     """
     lengths = train.tokens.lengths[train.indices].astype(np.int64)
-    # as many pairs for each token as all have together: where scores are kept, they grow with the squares of lengths
+    # as many pairs for each token as all have together: where scores are kept, they grow with the
+    # squares of lengths
     middle = int(train.indices[int(np.argmin(abs(lengths - (lengths**2).sum() / lengths.sum())))])
     some = train.indices[:: max(1, len(lengths) // 4096)]
-    scored = float(target_lengths_of(train.tokens, some).sum()) / max(1.0, float(train.tokens.lengths[some].sum()))
+    scored = float(target_lengths_of(train.tokens, some).sum()) / max(
+        1.0, float(train.tokens.lengths[some].sum())
+    )
     spread = ranks.spreads
 
     def sample_of(n_copies: int) -> Sample:
@@ -464,7 +548,9 @@ def settle_checkpointing(
             update_bytes=max(update_bytes(optimizer), sums_bytes(ranks, trained)) if is_cuda else 0,
             free_bytes=free_bytes,
             head=Linear(2 * head - twice, (twice - head) / max(1, n_tokens)),
-            autocast=None if spread is not None and spread.casts_rows else forward.numerics.autocast,
+            autocast=(
+                None if spread is not None and spread.casts_rows else forward.numerics.autocast
+            ),
             gathered=Gathered() if spread is None else spread.gathered,
         ),
         wanted=wanted if wanted == "auto" else int(wanted),

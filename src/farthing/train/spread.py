@@ -1,10 +1,13 @@
-"""A model whose weights are spread over ranks by FSDP2: each keeps its rows, and a layer is whole only while it computes.
+"""A model whose weights are spread over ranks by FSDP2: each keeps its rows, and a layer is whole
+only while it computes.
 
-With an adapter the frozen base is spread and what is trained stays whole on every rank; in full training everything that is
-trained is spread. Optimizer, clipping and checkpoints never see a `DTensor`: `local` has the rows of this rank as plain tensors
-over the same memory. Gradients are summed, not averaged.
+With an adapter the frozen base is spread and what is trained stays whole on every rank; in full
+training everything that is trained is spread. Optimizer, clipping and checkpoints never see a
+`DTensor`: `local` has the rows of this rank as plain tensors over the same memory. Gradients are
+summed, not averaged.
 
-Refuses to decide who spreads what, weights that two layers share, and weights without rows. NCCL was not run on GPUs so far.
+Refuses to decide who spreads what, weights that two layers share, and weights without rows. NCCL
+was not run on GPUs so far.
 """
 
 from __future__ import annotations
@@ -16,7 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,18 +38,23 @@ class How(NamedTuple):
     """How weights are spread."""
 
     reshard_after_forward: bool = True
-    """Gathered again for the backward pass (ZeRO-3); else kept from the forward pass on (ZeRO-2)."""
+    """Gathered again for the backward pass (ZeRO-3); else kept from the forward pass on (ZeRO-2).
+    """
     n_shards: int = 0
-    """Ranks that have all rows together, neighbours; 0: all ranks. As many others have copies of them (HSDP)."""
+    """Ranks that have all rows together, neighbours; 0: all ranks. As many others have copies of
+    them (HSDP).
+    """
     gathers_in: torch.dtype | None = None
     """Precision in which trained weights are sent; None: as they are."""
     offloads: bool = False
-    """Rows stay in main memory, where trained ones are updated; a layer comes to the device while it computes."""
+    """Rows stay in main memory, where trained ones are updated; a layer comes to the device while
+    it computes.
+    """
 
 
 class Root(nn.Module):
-    """Holds a model whose weights are spread over ranks, and are whole while it computes. The model keeps its class, by
-    which its head and its kernels are known."""
+    """Holds a model whose weights are spread over ranks, and are whole while it computes. The model
+    keeps its class, by which its head and its kernels are known."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -63,8 +77,8 @@ class Spread:
         how: How,
         bring: Callable[[Iterable[Tensor]], None] = lambda tensors: None,
     ) -> None:
-        """`bring` leaves whole tensors on the device as the first rank has them, who may be alone in having any: a layer is
-        spread before the next one comes."""
+        """`bring` leaves whole tensors on the device as the first rank has them, who may be alone
+        in having any: a layer is spread before the next one comes."""
         layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
         is_adapter = hasattr(model, "peft_config")
         whole = {weight for weight in model.parameters() if weight.requires_grad == is_adapter}
@@ -79,36 +93,63 @@ class Spread:
         policy = MixedPrecisionPolicy()
         if how.gathers_in is not None and self.trains_rows:
             policy = MixedPrecisionPolicy(how.gathers_in, torch.float32, cast_forward_inputs=False)
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if how.offloads else OffloadPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=device.type == "cuda") if how.offloads else OffloadPolicy()
+        )
         mesh, root = _mesh(device, n, self.n_shards), Root(model)
         for unit in (*reversed(layers), root):  # inner ones first
-            bring(each for each in unit.parameters() if each not in whole and not isinstance(each, DTensor))
+            bring(
+                each
+                for each in unit.parameters()
+                if each not in whole and not isinstance(each, DTensor)
+            )
             more = {} if unit is root else {"reshard_after_forward": how.reshard_after_forward}
-            fully_shard(unit, mesh=mesh, ignored_params=whole, mp_policy=policy, offload_policy=offload, **more)
+            fully_shard(
+                unit,
+                mesh=mesh,
+                ignored_params=whole,
+                mp_policy=policy,
+                offload_policy=offload,
+                **more,
+            )
         self._root = root
         for unit in self._units():
-            unit.set_gradient_divide_factor(1.0)  # it averages otherwise; and the call does not recurse
+            unit.set_gradient_divide_factor(
+                1.0
+            )  # it averages otherwise; and the call does not recurse
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        self._may_skip = any(name.rpartition(".")[2] == "experts" and isinstance(each, nn.ModuleList)
-                             for name, each in model.named_modules())  # fmt: skip
+        self._may_skip = any(
+            name.rpartition(".")[2] == "experts" and isinstance(each, nn.ModuleList)
+            for name, each in model.named_modules()
+        )
         if self._may_skip:
             if not hasattr(self._root, "set_reduce_scatter_unused_params"):
                 raise ModelError(
-                    f"the weights can't be spread: torch {torch.__version__} has no sums for experts that some ranks skip",
+                    f"the weights can't be spread: torch {torch.__version__} has no sums for"
+                    " experts that some ranks skip",
                     where="where.strategy",
                     to_do="install torch 2.13 or later, or use ddp",
                 )
             self._units()[-1].set_reduce_scatter_unused_params(True)
         self._is_within = self._has_begun = False
-        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._spread = {name: cast(DTensor, weight) for name, weight in trained.items() if weight not in whole}
-        rows = {name: nn.Parameter(weight.detach().to_local()) for name, weight in self._spread.items()}
+        trained = {
+            name: weight for name, weight in model.named_parameters() if weight.requires_grad
+        }
+        self._spread = {
+            name: cast(DTensor, weight) for name, weight in trained.items() if weight not in whole
+        }
+        rows = {
+            name: nn.Parameter(weight.detach().to_local()) for name, weight in self._spread.items()
+        }
         self.local = {name: rows.get(name, weight) for name, weight in trained.items()}
         """Trained weights by name: of those that are spread the rows of this rank."""
 
     def _units(self) -> list[Any]:
         """Modules whose weights are gathered together, the root last."""
-        return [*(each for each in self._root.model.modules() if isinstance(each, FSDPModule)), self._root]
+        return [
+            *(each for each in self._root.model.modules() if isinstance(each, FSDPModule)),
+            self._root,
+        ]
 
     def within(self, compute: Callable[[], Any]) -> Any:
         """What `compute` gives, with the root's weights whole."""
@@ -138,7 +179,9 @@ class Spread:
     # ---- rows ----
 
     def rows_of(self, name: str) -> tuple[int, int] | None:
-        """(first, end) of the rows that this rank has of a trained weight; None where it is not spread."""
+        """(first, end) of the rows that this rank has of a trained weight; None where it is not
+        spread.
+        """
         weight = self._spread.get(name)
         if weight is None:
             return None
@@ -156,9 +199,13 @@ class Spread:
             self._drop_unused()
 
     def _drop_unused(self) -> None:
-        """No gradient where nobody has used a weight, as for one process: FSDP2 has sent zeros for it."""
+        """No gradient where nobody has used a weight, as for one process: FSDP2 has sent zeros for
+        it.
+        """
         some = [weight for weight in self.local.values() if weight.grad is not None]
-        used = torch.stack([weight.grad.count_nonzero() for weight in some if weight.grad is not None])
+        used = torch.stack(
+            [weight.grad.count_nonzero() for weight in some if weight.grad is not None]
+        )
         dist.all_reduce(used)
         for weight, n_used in zip(some, used.tolist(), strict=True):
             if not n_used:
@@ -171,7 +218,9 @@ def _mesh(device: torch.device, n: int, n_shards: int) -> DeviceMesh:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if n_shards == n:
         return init_device_mesh(device.type, (n,))
-    return init_device_mesh(device.type, (n // n_shards, n_shards), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device.type, (n // n_shards, n_shards), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def _owners(model: nn.Module, layers: list[Any]) -> Iterator[tuple[str, nn.Parameter, int]]:
@@ -207,11 +256,14 @@ def _refuse_odd(model: nn.Module, layers: list[Any], whole: set[nn.Parameter]) -
             )
 
 
-def _gathered(model: nn.Module, layers: list[Any], whole: set[nn.Parameter], how: How, trains: bool) -> Gathered:
-    """What FSDP2 gathers: the root, from the forward to the end of the backward pass, and the layer at work; in the backward
-    pass the next one too (ZeRO-2 keeps all). Where rows are trained their gradients are whole, in the precision of the weights,
-    and once more in fp32 while they are summed: those of a layer until the next one's are there, of a head and the embeddings
-    to the end. `head_loss` sums a head's in fp32 and has no cast to make of one that was gathered in less.
+def _gathered(
+    model: nn.Module, layers: list[Any], whole: set[nn.Parameter], how: How, trains: bool
+) -> Gathered:
+    """What FSDP2 gathers: the root, from the forward to the end of the backward pass, and the layer
+    at work; in the backward pass the next one too (ZeRO-2 keeps all). Where rows are trained their
+    gradients are whole, in the precision of the weights, and once more in fp32 while they are
+    summed: those of a layer until the next one's are there, of a head and the embeddings to the
+    end. `head_loss` sums a head's in fp32 and has no cast to make of one that was gathered in less.
     """
     n_of: dict[int, int] = {}
     bytes_of: dict[int, int] = {}
@@ -219,18 +271,29 @@ def _gathered(model: nn.Module, layers: list[Any], whole: set[nn.Parameter], how
     for _, weight, owner in _owners(model, layers):
         if weight not in seen:
             seen.add(weight)
-            size = how.gathers_in.itemsize if trains and how.gathers_in is not None else weight.element_size()
+            size = (
+                how.gathers_in.itemsize
+                if trains and how.gathers_in is not None
+                else weight.element_size()
+            )
             n_of[owner] = n_of.get(owner, 0) + weight.numel()
             bytes_of[owner] = bytes_of.get(owner, 0) + weight.numel() * size
     root, of_layers = bytes_of.pop(-1, 0), list(bytes_of.values())
     layer, n_root = max(of_layers, default=0), n_of.pop(-1, 0)
     n_kept = 1 if how.reshard_after_forward else len(of_layers)
-    found = Gathered(root + n_kept * layer, root + max(n_kept, min(2, len(of_layers))) * layer, root + n_kept * layer)
+    found = Gathered(
+        root + n_kept * layer,
+        root + max(n_kept, min(2, len(of_layers))) * layer,
+        root + n_kept * layer,
+    )
     if not trains:
         return found
     ends = getattr(inner_of(model), "get_output_embeddings", lambda: None)()
     n_head = ends.weight.numel() if ends is not None else 0
-    size, sums = (how.gathers_in.itemsize if how.gathers_in is not None else 4), 4 * max(n_of.values(), default=0)
+    size, sums = (
+        (how.gathers_in.itemsize if how.gathers_in is not None else 4),
+        4 * max(n_of.values(), default=0),
+    )
     return Gathered(
         found.loss + (4 if size == 4 else 4 - size) * n_head,
         found.backward + size * n_head + layer + sums,

@@ -1,7 +1,7 @@
 """Everything that has to be saved to go on exactly: the parts of a checkpoint.
 
-What is not here follows from (seed, step): the data order, every random generator and the learning rate are functions
-of the step. Time and money are in the ledger, which outlives lost work.
+What is not here follows from (seed, step): the data order, every random generator and the learning
+rate are functions of the step. Time and money are in the ledger, which outlives lost work.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class OptimizerPart:
 
     def state(self) -> State:
         """Moments and counters."""
-        return state_tensors(self.optimizer, {id(weight): name for name, weight in self.weights.items()})
+        return state_tensors(
+            self.optimizer, {id(weight): name for name, weight in self.weights.items()}
+        )
 
     def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
         """Tensor for tensor."""
@@ -97,8 +99,15 @@ class ScalerPart:
 
 
 def parts_of(
-    model: Any, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+    model: Any,
+    weights: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
 ) -> dict[str, Part]:
     """What a checkpoint has besides the progress, by name."""
     optimized = OptimizerPart(weights, optimizer)
-    return {"model": ModelPart(model, weights), "optimizer": optimized, "scaler": ScalerPart(scaler)}
+    return {
+        "model": ModelPart(model, weights),
+        "optimizer": optimized,
+        "scaler": ScalerPart(scaler),
+    }

@@ -1,9 +1,10 @@
 """An optimizer step: the micro-batches of a global batch, their gradients, clipping and the update.
 
-The host never waits for a GPU here: losses and the gradient norm stay on the device until somebody reads them, and an
-update that is not finite is left out on the device. When memory runs out, what nobody needs is given back and the step is
-taken again; then the micro-batch is halved. What a step is made of stays the same. An update that has begun to change weights
-can't be taken again: memory that runs out in it ends the run in words.
+The host never waits for a GPU here: losses and the gradient norm stay on the device until somebody
+reads them, and an update that is not finite is left out on the device. When memory runs out, what
+nobody needs is given back and the step is taken again; then the micro-batch is halved. What a step
+is made of stays the same. An update that has begun to change weights can't be taken again: memory
+that runs out in it ends the run in words.
 
 Refuses to know what a run is: it saves, logs and judges nothing.
 """
@@ -29,7 +30,7 @@ from farthing.data.row_table import Table, rows_of
 from farthing.data.token_set import TokenSet
 from farthing.device_memory import first_line, is_out_of_memory
 from farthing.durability.ledger import Meter
-from farthing.errors import Interrupted
+from farthing.errors import RunInterruptedError
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.casts import add_up
 from farthing.model.forward import Forward, Host
@@ -38,10 +39,16 @@ from farthing.settings import Settings
 from farthing.train.lanes import LaneSums, lanes_of
 from farthing.train.ranks import GO_ON, Ranks, refuse
 from farthing.train.sending import Sending
-from farthing.train.update_guard import UpdateGuard, forget_unscaling, load_update_kernels, reserve_for_update
+from farthing.train.update_guard import (
+    UpdateGuard,
+    forget_unscaling,
+    load_update_kernels,
+    reserve_for_update,
+)
 
 T = TypeVar("T")
-MOST_FREED = 3  # steps of an attempt that are taken again as they were: a device that is full again is too small
+# steps of an attempt that are taken again as they were: a device that is full again is too small
+MOST_FREED = 3
 
 
 @dataclass
@@ -62,7 +69,9 @@ class Sums:
     """Computed tokens of each."""
     forward_s: float = 0.0
     compute_s: float = 0.0
-    """Of the forward passes, and of those and the backward passes, where the host waits for the device."""
+    """Of the forward passes, and of those and the backward passes, where the host waits for the
+    device.
+    """
     losses: list[Tensor] = field(default_factory=list)
     """Of each micro-batch: a sum, on the device."""
     hosts: list[Host] = field(default_factory=list)
@@ -90,12 +99,14 @@ class StepResult:
     started_s: float
     sums: Sums
     figures: Tensor
-    """float64 [micro-batches + 1]: what each adds to the mean loss of the step's targets; the gradient norm."""
+    """float64 [micro-batches + 1]: what each adds to the mean loss of the step's targets; the
+    gradient norm.
+    """
     _arrived: Any = None
     _update: Any = None
 
     def read(self) -> tuple[list[float], float]:
-        """(what each micro-batch adds to the mean loss, gradient norm before clipping); waited for."""
+        """(what each micro-batch adds to the mean loss, gradient norm before clipping); waited for."""  # noqa: E501
         if self._arrived is not None:
             self._arrived.synchronize()
         *losses, norm = self.figures.tolist()
@@ -103,7 +114,9 @@ class StepResult:
         return losses, norm
 
     def update_s(self) -> float:
-        """Seconds of a GPU for clipping and the update, once `read`; 0 where the host has done it in its own time."""
+        """Seconds of a GPU for clipping and the update, once `read`; 0 where the host has done it
+        in its own time.
+        """
         return 0.0 if self._update is None else self._update[0].elapsed_time(self._update[1]) / 1000
 
 
@@ -126,13 +139,19 @@ class Steps:
     ran_out: Callable[[int, str, bool], None]
     """Told (step, why, whether `settings` have changed) after room was made."""
     before_update: Callable[[], None] = lambda: None
-    """Called before weights and state change: what is still being copied from them has to be waited for."""
+    """Called before weights and state change: what is still being copied from them has to be waited
+    for.
+    """
     ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
         self.trained = list(self.ranks.trained_of(self.forward.model).values())
-        is_there = all(weight.device.type == self.forward.numerics.device.type for weight in self.trained)
-        self.guards_on_device = is_there and all(group.get("fused") for group in self.optimizer.param_groups)
+        is_there = all(
+            weight.device.type == self.forward.numerics.device.type for weight in self.trained
+        )
+        self.guards_on_device = is_there and all(
+            group.get("fused") for group in self.optimizer.param_groups
+        )
         self._feed: Feed | None = None
         self._fed_step = -1
         self._step = 0
@@ -162,13 +181,15 @@ class Steps:
         self._feed = None
 
     def take(self, step: int) -> StepResult:
-        """Step number `step`, from 0; nothing has changed when it raises. Raises `Interrupted`, `torch.OutOfMemoryError`,
+        """Step number `step`, from 0; nothing has changed when it raises. Raises
+        `RunInterruptedError`, `torch.OutOfMemoryError`,
         `NoRoomLeft`."""
         return self._with_room(step, self._take)
 
     def rehearse(self, step: int, adds_up: Callable[[], bool] = lambda: True) -> tuple[int, int]:
-        """Take the largest micro-batch of a step forward and backward for nothing, twice where `adds_up` says that gradients of
-        several add up; (examples, computed tokens) of it. Raises as `take`."""
+        """Take the largest micro-batch of a step forward and backward for nothing, twice where
+        `adds_up` says that gradients of several add up; (examples, computed tokens) of it. Raises
+        as `take`."""
         return self._with_room(step, lambda step: self._rehearse(step, adds_up))
 
     def _with_room(self, step: int, call: Callable[[int], T]) -> T:
@@ -223,7 +244,11 @@ class Steps:
         started_s, device = self.meter.wall_s, self.forward.numerics.device
         self._is_agreed = False
         seed_everything(self.seed, step)
-        sums = self._accumulate_together(step) if self.n_lanes > 1 else self.accumulate(self._micro_batches_of(step))
+        sums = (
+            self._accumulate_together(step)
+            if self.n_lanes > 1
+            else self.accumulate(self._micro_batches_of(step))
+        )
         if self.ranks.spreads is not None:
             self.ranks.spreads.take_gradients()
         rate = self.learning_rate_at(step)
@@ -243,20 +268,26 @@ class Steps:
         return taken
 
     def _accumulate_together(self, step: int) -> Sums:
-        """The gradients of a step over all lanes, on every rank; losses are 0 but for those of this rank.
+        """The gradients of a step over all lanes, on every rank; losses are 0 but for those of this
+        rank.
 
-        Where one rank has to stop or has no memory left, all take the step again. Raises `Interrupted`,
+        Where one rank has to stop or has no memory left, all take the step again. Raises
+        `RunInterruptedError`,
         `torch.OutOfMemoryError`.
         """
         gradients, sums, word = LaneSums(self.n_lanes, self.trained, self._lanes), Sums(), GO_ON
         sending = Sending(self.ranks, gradients)
         try:
-            sums = self.accumulate(self._micro_batches_of(step), gradients, sending.last_pass_begins)
+            sums = self.accumulate(
+                self._micro_batches_of(step), gradients, sending.last_pass_begins
+            )
             self._keep_up(step, sums, gradients)
             reserve_for_update(self.optimizer)
         except Exception as error:
             word = self.ranks.word_for(error)
-        of_ranks = [sums.n_computed if rank == self.ranks.index else 0 for rank in range(self.ranks.n)]
+        of_ranks = [
+            sums.n_computed if rank == self.ranks.index else 0 for rank in range(self.ranks.n)
+        ]
         has_gradient = sending.passes_end(word != GO_ON)
         word, marks = self.ranks.agree(word, [*of_ranks, *has_gradient])
         sending.wait()
@@ -273,13 +304,17 @@ class Steps:
         return sums
 
     def _keep_up(self, step: int, sums: Sums, gradients: LaneSums) -> None:
-        """Where weights are spread: go through the model as often as the busiest rank, for nothing. Raises `Interrupted`."""
+        """Where weights are spread: go through the model as often as the busiest rank, for nothing.
+        Raises `RunInterruptedError`.
+        """
         if not self.ranks.is_spread:
             return
         gradients.up_to(self._lanes.stop)  # what comes now is not counted
         table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
         n_lanes, ranks = self.n_lanes, self.ranks
-        n_most = max(len(table.of_lanes(lanes_of(rank, ranks.n, n_lanes))) for rank in range(ranks.n))
+        n_most = max(
+            len(table.of_lanes(lanes_of(rank, ranks.n, n_lanes))) for rank in range(ranks.n)
+        )
         small = MicroBatch(step, sums.examples, table.cells[-1].examples, {}, True)
         for _ in range(n_most - len(sums.losses)):
             again = replace(small, arrays=self.forward.collate(self.tokens, small.examples))
@@ -288,7 +323,7 @@ class Steps:
                 for weight in self.trained:
                     weight.grad = None
         if self.should_stop():
-            raise Interrupted("stopped within a step; it is taken again")
+            raise RunInterruptedError("stopped within a step; it is taken again")
 
     def accumulate(
         self,
@@ -297,10 +332,11 @@ class Steps:
         last_pass_begins: Callable[[], None] = lambda: None,
         counts: bool = True,
     ) -> Sums:
-        """Add up the gradients of a step's micro-batches, each divided by the targets of all, or zeros where they do not
-        count. Raises `Interrupted`.
+        """Add up the gradients of a step's micro-batches, each divided by the targets of all, or
+        zeros where they do not count. Raises `RunInterruptedError`.
 
-        With `gradients` those of each lane are kept apart there, and dropout follows from the place in the table;
+        With `gradients` those of each lane are kept apart there, and dropout follows from the place
+        in the table;
         `last_pass_begins` is called before the step's last backward pass.
         """
         first, casts = next(micro_batches, None), self.forward.casts
@@ -346,12 +382,14 @@ class Steps:
                 sums.forward_s += forward_s
                 sums.compute_s += self.meter.spans["compute"] - before_s
             sums.add(micro_batch, loss.detach(), self.forward.n_computed(micro_batch.arrays))
-            if self.should_stop() and not self.ranks.is_spread:  # others would wait for their weights
-                raise Interrupted("stopped within a step; it is taken again")
+            if (
+                self.should_stop() and not self.ranks.is_spread
+            ):  # others would wait for their weights
+                raise RunInterruptedError("stopped within a step; it is taken again")
         return sums
 
     def _update(self, rate: float, losses: Tensor) -> Tensor:
-        """Clip and update, unless something is not finite. Returns losses and norm in one tensor."""
+        """Clip and update, unless something is not finite. Returns losses and norm in one tensor."""  # noqa: E501
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_ratio", 1.0)
         self.scaler.unscale_(self.optimizer)
@@ -363,7 +401,9 @@ class Steps:
             self._update_guard.enter()
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        elif self.guards_on_device:  # the way GradScaler tells a fused kernel to leave everything as it is
+        elif (
+            self.guards_on_device
+        ):  # the way GradScaler tells a fused kernel to leave everything as it is
             self.optimizer.grad_scale = None
             self.optimizer.found_inf = (~figures.isfinite()).any().float()
             self._update_guard.enter()
@@ -428,10 +468,14 @@ class Steps:
 
     def _largest_cell(self, step: int) -> NDArray[np.int64]:
         """The examples of the step's largest micro-batch."""
-        cells = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens).cells
+        cells = self.table_of(
+            self.batches.examples_of(step), self.settings.micro_batch_tokens
+        ).cells
         if self.n_lanes == 1 and not self.ranks.is_spread:
             return cells[0].examples  # comes first
-        return max((cell.examples for cell in cells), key=lambda some: int(self.tokens.lengths[some].sum()))
+        return max(
+            (cell.examples for cell in cells), key=lambda some: int(self.tokens.lengths[some].sum())
+        )
 
     def largest_of(self, step: int) -> tuple[int, int]:
         """(examples, computed tokens) of the step's largest micro-batch."""
@@ -442,7 +486,9 @@ class Steps:
         return self.largest_of(step)[0] > 1 or self.settings.checkpoint_every != 1
 
     def _lowered(self, step: int) -> Settings:
-        """Half the micro-batch; when it is one example already, more layers are computed again instead of kept."""
+        """Half the micro-batch; when it is one example already, more layers are computed again
+        instead of kept.
+        """
         n_examples, n_tokens = self.largest_of(step)
         if n_examples > 1:
             halved = max(1, min(self.settings.micro_batch_tokens, n_tokens) // 2)
@@ -456,8 +502,8 @@ class Steps:
         self.ran_out(step, why, True)
 
     def _leave_less(self) -> bool:
-        """On the first rank, before all end as spread weights leave no step to take again: note what the next attempt begins
-        with. Whether it can be less."""
+        """On the first rank, before all end as spread weights leave no step to take again: note
+        what the next attempt begins with. Whether it can be less."""
         if not self._can_make_room(self._step):
             return False
         self.settings = self._lowered(self._step)
@@ -475,11 +521,14 @@ def _now_on(device: torch.device) -> Any:
 
 
 def seed_everything(seed: int, *place: int) -> None:
-    """Every generator as a function of (seed, step), in a step of several lanes of the micro-batch too: dropout after a
-    resume, and on another rank, is what it would have been."""
-    digest = hashlib.blake2b("/".join(str(each) for each in (seed, *place)).encode(), digest_size=8).digest()
+    """Every generator as a function of (seed, step), in a step of several lanes of the micro-batch
+    too: dropout after a resume, and on another rank, is what it would have been."""
+    digest = hashlib.blake2b(
+        "/".join(str(each) for each in (seed, *place)).encode(), digest_size=8
+    ).digest()
     number = int.from_bytes(digest, "little") >> 1
-    # as torch.manual_seed, which also notes a stack trace for each kind of device that is not in use
+    # as torch.manual_seed, which also notes a stack trace for each kind of device that is not in
+    # use
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)

@@ -1,7 +1,8 @@
-"""Steps that were taken, read and written down: the log, the meter, the ledger and what the person sees.
+"""Steps that were taken, read and written down: the log, the meter, the ledger and what the person
+sees.
 
-On a GPU the figures of a step arrive later than the step is taken; `settle` waits for them. A step whose loss or gradient
-is not finite is counted and named. Refuses to save or to train.
+On a GPU the figures of a step arrive later than the step is taken; `settle` waits for them. A step
+whose loss or gradient is not finite is counted and named. Refuses to save or to train.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 
 from farthing.durability.files import Json
-from farthing.errors import NotFinite
+from farthing.errors import NotFiniteError
 from farthing.events import StepSkipped, StepTaken
 from farthing.model.compiled import n_graphs
 from farthing.model.hardware import peak_bytes
@@ -23,7 +24,9 @@ FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "utilisation_percent")
 
 
 def settle(attempt: Attempt, most_in_flight: int = 0) -> None:
-    """Read the figures of steps that were taken, but for the last `most_in_flight`. Raises `NotFinite`."""
+    """Read the figures of steps that were taken, but for the last `most_in_flight`. Raises
+    `NotFiniteError`.
+    """
     while len(attempt.in_flight) > most_in_flight:
         taken = attempt.in_flight.popleft()
         losses, norm = note(attempt, taken)
@@ -37,7 +40,9 @@ def note_rest(attempt: Attempt) -> None:
 
 
 def note(attempt: Attempt, taken: StepResult) -> tuple[list[float], float]:
-    """Put a step in the log, on the meter and before the user. Returns its losses and gradient norm."""
+    """Put a step in the log, on the meter and before the user. Returns its losses and gradient
+    norm.
+    """
     meter, clocks = attempt.context.meter, attempt.clocks
     with meter.span("compute"):  # a GPU is waited for here
         losses, norm = taken.read()
@@ -45,12 +50,17 @@ def note(attempt: Attempt, taken: StepResult) -> tuple[list[float], float]:
     sums, loss = taken.sums, math.fsum(losses)
     n_tokens = int(attempt.train_examples.tokens.lengths[sums.examples].sum())
     _note_compiling(attempt)
-    seconds, peak = meter.wall_s - max(taken.started_s, clocks.settled_s), peak_bytes(attempt.numerics.device)
+    seconds, peak = (
+        meter.wall_s - max(taken.started_s, clocks.settled_s),
+        peak_bytes(attempt.numerics.device),
+    )
     clocks.settled_s = meter.wall_s
     pass_s = sums.forward_s, sums.compute_s
     attempt.pace.step_done(n_tokens, sums.n_computed, seconds, sums.computed, *pass_s)
     n_micro_batches = len(sums.micro_batches)
-    attempt.record.step_done(n_micro_batches, n_tokens, sums.n_computed, sums.n_targets, seconds, meter.spans, peak)
+    attempt.record.step_done(
+        n_micro_batches, n_tokens, sums.n_computed, sums.n_targets, seconds, meter.spans, peak
+    )
     event = _step_event(attempt, taken, loss, norm, n_tokens)
     attempt.log.append(event.log_row())
     _report_step(attempt, event)
@@ -58,7 +68,9 @@ def note(attempt: Attempt, taken: StepResult) -> tuple[list[float], float]:
 
 
 def _note_compiling(attempt: Attempt) -> None:
-    """A step in which torch has compiled is warm-up: its time goes under that name, and figures begin again."""
+    """A step in which torch has compiled is warm-up: its time goes under that name, and figures
+    begin again.
+    """
     meter, clocks = attempt.context.meter, attempt.clocks
     compute_s, n = meter.spans.get("compute", 0.0), n_graphs()
     if isinstance(attempt.kernels.compiled, int) and n > clocks.n_graphs:
@@ -69,7 +81,9 @@ def _note_compiling(attempt: Attempt) -> None:
 
 
 def judge_finite(attempt: Attempt, taken: StepResult, losses: list[float], norm: float) -> None:
-    """Count a skipped step and name its samples. Raises `NotFinite` when there were too many in a row."""
+    """Count a skipped step and name its samples. Raises `NotFiniteError` when there were too many
+    in a row.
+    """
     at, scaler = attempt.progress, attempt.scaler
     loss, step = math.fsum(losses), taken.step + 1
     if math.isfinite(loss) and math.isfinite(norm):
@@ -78,21 +92,31 @@ def judge_finite(attempt: Attempt, taken: StepResult, losses: list[float], norm:
     at.skipped_steps += 1
     if math.isfinite(loss) and scaler.is_enabled() and scaler.get_scale() >= 1:
         _skipped(attempt, StepSkipped(step, "the gradients overflowed fp16"))
-        attempt.warn(f"step {step}: gradients overflowed fp16, scale now {scaler.get_scale():g}; step skipped")
+        attempt.warn(
+            f"step {step}: gradients overflowed fp16, scale now {scaler.get_scale():g}; step"
+            " skipped"
+        )
         return
     at.skipped_in_a_row += 1
     micro_batches = taken.sums.micro_batches
     guilty = [
-        micro_batch for micro_batch, value in zip(micro_batches, losses, strict=True) if not math.isfinite(value)
+        micro_batch
+        for micro_batch, value in zip(micro_batches, losses, strict=True)
+        if not math.isfinite(value)
     ] or micro_batches
-    places = [attempt.train_examples.tokens.place(int(index)) for micro_batch in guilty for index in micro_batch]
+    places = [
+        attempt.train_examples.tokens.place(int(index))
+        for micro_batch in guilty
+        for index in micro_batch
+    ]
     named = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
     what = "the gradient is" if math.isfinite(loss) else "the loss is"
     _skipped(attempt, StepSkipped(step, what, tuple(places)))
     attempt.warn(f"step {step}: {what} not a number, step skipped; it may come from {named}")
     if at.skipped_in_a_row >= attempt.job.train.max_skipped_steps:
-        raise NotFinite(
-            f"{at.skipped_in_a_row} steps in a row had a loss or gradient that is not a number (last: {named})",
+        raise NotFiniteError(
+            f"{at.skipped_in_a_row} steps in a row had a loss or gradient that is not a number"
+            f" (last: {named})",
             where=str(attempt.context.folder),
             to_do="lower learning_rate, look at these rows, or use bf16/fp32 instead of fp16",
         )
@@ -105,15 +129,19 @@ def note_out_of_memory(attempt: Attempt, step: int, why: str, is_less: bool) -> 
         freed = "unused memory was freed, and the step is taken again"
         attempt.warn(f"step {step + 1}: out of memory ({why}); {freed}")
         return
-    now = {"micro_batch_tokens": settings.micro_batch_tokens, "checkpoint_every": settings.checkpoint_every}
+    now = {
+        "micro_batch_tokens": settings.micro_batch_tokens,
+        "checkpoint_every": settings.checkpoint_every,
+    }
     attempt.context.ledger.write(
-        "running", out_of_memory={"step": step + 1, **now, "why": why, "job": attempt.job.fingerprint}
+        "running",
+        out_of_memory={"step": step + 1, **now, "why": why, "job": attempt.job.fingerprint},
     )
     keep_settings(attempt)
     more = ", with more activation checkpointing" if settings.checkpoint_every else ""
     attempt.warn(
-        f"step {step + 1}: out of memory; it goes on with {settings.micro_batch_tokens:,} tokens at a time{more}: "
-        "the same examples a step, the same result"
+        f"step {step + 1}: out of memory; it goes on with {settings.micro_batch_tokens:,} tokens at"
+        f" a time{more}: the same examples a step, the same result"
     )
 
 
@@ -122,7 +150,9 @@ def _skipped(attempt: Attempt, event: StepSkipped) -> None:
     attempt.context.emit(event)
 
 
-def _step_event(attempt: Attempt, taken: StepResult, loss: float, norm: float, n_tokens: int) -> StepTaken:
+def _step_event(
+    attempt: Attempt, taken: StepResult, loss: float, norm: float, n_tokens: int
+) -> StepTaken:
     """What there is to say of a step, at the pace so far."""
     step, left_s = taken.step + 1, remaining_s(attempt)
     return StepTaken(
@@ -158,7 +188,12 @@ def _report_step(attempt: Attempt, event: StepTaken) -> None:
             "peak_bytes": attempt.expected_bytes,
         }
     figures = {name: getattr(event, name) for name in ("peak_bytes", *FIGURES)}
-    facts = {**figures, "tokens": event.run_tokens, "padded_tokens": event.run_padded_tokens, "takes": takes(attempt)}
+    facts = {
+        **figures,
+        "tokens": event.run_tokens,
+        "padded_tokens": event.run_padded_tokens,
+        "takes": takes(attempt),
+    }
     settings = attempt.settings
     facts["work"] = attempt.pace.facts(
         n_steps=attempt.n_steps,

@@ -1,8 +1,9 @@
 """Which way several GPUs share a run's weights: the job's word, or where that is `auto` what fits.
 
-ddp: each GPU has everything, and gradients are summed. fsdp: rows of the weights are spread over all GPUs; of an adapter's run
-the frozen base, in full training weights, gradients and optimizer state. hsdp: spread over the GPUs of a machine, with a copy
-on every machine. Refuses in words what can't be spread.
+ddp: each GPU has everything, and gradients are summed. fsdp: rows of the weights are spread over
+all GPUs; of an adapter's run the frozen base, in full training weights, gradients and optimizer
+state. hsdp: spread over the GPUs of a machine, with a copy on every machine. Refuses in words what
+can't be spread.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from farthing.config.job import Job
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.events import Emit, Note
 from farthing.planner.weights import begins_from_base
 from farthing.tasks.registry import task_of
@@ -21,33 +22,52 @@ from farthing.train.ranks import Ranks
 from farthing.units import plural, say_bytes
 
 SHARE = 0.8
-"""Of a GPU's memory that weights, gradients and optimizer state may take before they are spread: the rest is for a step."""
-_STATE_BYTES = {"adamw_8bit": 2, "adamw_bnb_8bit": 2, "paged_adamw_8bit": 0, "paged_adamw_32bit": 0,
-                "adamw_torch_offload": 0, "sgd": 0, "adagrad": 4, "rmsprop": 4}  # fmt: skip
+"""Of a GPU's memory that weights, gradients and optimizer state may take before they are spread:
+the rest is for a step.
+"""
+_STATE_BYTES = {
+    "adamw_8bit": 2,
+    "adamw_bnb_8bit": 2,
+    "paged_adamw_8bit": 0,
+    "paged_adamw_32bit": 0,
+    "adamw_torch_offload": 0,
+    "sgd": 0,
+    "adagrad": 4,
+    "rmsprop": 4,
+}
 _BY_BLOCKS = "8bit", "paged"
 
 
 def may_be_spread(job: Job, ranks: Ranks) -> bool:
-    """Whether the model should be read into main memory first, as its weights may not come whole to the GPU."""
+    """Whether the model should be read into main memory first, as its weights may not come whole to
+    the GPU.
+    """
     is_open = job.where.strategy == "auto" and ranks.n > 1 and ranks.device.type == "cuda"
     return job.method.name != "qlora" and (job.where.strategy in ("fsdp", "hsdp") or is_open)
 
 
 def read_where_it_differs(job: Job, ranks: Ranks, model: Any, read: Callable[[], Any]) -> Any:
-    """The model whose weights come from the first rank, alone in reading them; read here too where its configuration makes
-    another one than its files have."""
+    """The model whose weights come from the first rank, alone in reading them; read here too where
+    its configuration makes another one than its files have."""
     if ranks.n == 1 or not may_be_spread(job, ranks):
         return model
-    own = [[name, list(tensor.shape)] for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    own = [
+        [name, list(tensor.shape)]
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
     return model if ranks.tell_all(own) == own else read()
 
 
-def spread_weights(job: Job, ranks: Ranks, model: Any, autocast: torch.dtype | None, emit: Emit) -> None:
-    """Spread the weights over the ranks where the job says so, or they fit no other way. Raises `UserMistake`."""
+def spread_weights(
+    job: Job, ranks: Ranks, model: Any, autocast: torch.dtype | None, emit: Emit
+) -> None:
+    """Spread the weights over the ranks where the job says so, or they fit no other way. Raises
+    `InputError`.
+    """
     way, because = _way_of(job, ranks, model)
     if way == "ddp":
         if job.where.offload_weights:
-            raise UserMistake(
+            raise InputError(
                 "weights that every GPU has all of are not kept in main memory",
                 where="where.offload_weights",
                 to_do="set where.strategy: fsdp as well",
@@ -56,39 +76,67 @@ def spread_weights(job: Job, ranks: Ranks, model: Any, autocast: torch.dtype | N
             ranks.bring((*model.parameters(), *model.buffers()))
         return
     if why := why_not_spread(job, autocast):
-        raise UserMistake(f"the weights can't be spread: {why[0]}", where=f"where.strategy: {way}", to_do=why[1])
+        raise InputError(
+            f"the weights can't be spread: {why[0]}", where=f"where.strategy: {way}", to_do=why[1]
+        )
     from farthing.train.spread import How  # takes FSDP2 along, which other runs have no use for
 
     n_shards = _n_shards(ranks) if way == "hsdp" else ranks.n
     gathers_in = autocast if autocast == torch.bfloat16 else None
-    ranks.spread(model, How(job.where.reshard_after_forward, n_shards, gathers_in, job.where.offload_weights))
+    ranks.spread(
+        model, How(job.where.reshard_after_forward, n_shards, gathers_in, job.where.offload_weights)
+    )
     zero = "ZeRO-3" if job.where.reshard_after_forward else "ZeRO-2"
     what = "all weights are" if ranks.trains_rows else "the frozen weights are"
-    copies = f", with a copy on each of {ranks.n // n_shards} machines" if n_shards < ranks.n else ""
+    copies = (
+        f", with a copy on each of {ranks.n // n_shards} machines" if n_shards < ranks.n else ""
+    )
     kept = ", and kept in main memory" if job.where.offload_weights else ""
-    emit(Note(f"{way} ({zero}): {what} spread over {plural(n_shards, 'rank')}{copies}{kept}{because}"))
+    emit(
+        Note(
+            f"{way} ({zero}): {what} spread over {plural(n_shards, 'rank')}{copies}{kept}{because}"
+        )
+    )
 
 
 def why_not_spread(job: Job, autocast: torch.dtype | None = None) -> tuple[str, str] | None:
     """(why the weights of this job can't be spread, what to do about it); None where they can."""
     is_full = job.method.name == "full"
     if begins_from_base(job.method.init_lora_weights) and not is_full:
-        return "what the adapter began as has no rows of its own", "use ddp, or leave method.init_lora_weights out"
+        return (
+            "what the adapter began as has no rows of its own",
+            "use ddp, or leave method.init_lora_weights out",
+        )
     if job.method.name == "qlora":
-        return "4-bit weights lose their quantization when they are gathered", "use ddp, or method: lora"
+        return (
+            "4-bit weights lose their quantization when they are gathered",
+            "use ddp, or method: lora",
+        )
     if is_full and any(word in job.train.optim for word in _BY_BLOCKS):
-        return (f"the state of optim: {job.train.optim} is not by rows of the weights",
-                "use adamw_torch_fused, or adamw_torch_offload, which takes no memory of the GPUs")  # fmt: skip
+        return (
+            f"the state of optim: {job.train.optim} is not by rows of the weights",
+            "use adamw_torch_fused, or adamw_torch_offload, which takes no memory of the GPUs",
+        )
     if job.where.offload_weights and autocast == torch.float16:
-        return "gradients in fp16 are not scaled in main memory", "use bf16: true, or leave where.offload_weights out"
+        return (
+            "gradients in fp16 are not scaled in main memory",
+            "use bf16: true, or leave where.offload_weights out",
+        )
     if job.train.torch_compile is True:
-        return "layers are not compiled where their weights are gathered", "leave train.torch_compile out, or use ddp"
+        return (
+            "layers are not compiled where their weights are gathered",
+            "leave train.torch_compile out, or use ddp",
+        )
     if is_full and job.where.same_bits is True:
-        return ("sums over spread gradients are equal to rounding, and where.same_bits asks for more",
-                "leave where.same_bits out, or use ddp")  # fmt: skip
+        return (
+            "sums over spread gradients are equal to rounding, and where.same_bits asks for more",
+            "leave where.same_bits out, or use ddp",
+        )
     if task_of(job.task).is_pair and job.train.predict_with_generate:
-        return ("texts of different lengths are written by ranks that have to compute alike",
-                "set train.predict_with_generate: false, or use ddp")  # fmt: skip
+        return (
+            "texts of different lengths are written by ranks that have to compute alike",
+            "set train.predict_with_generate: false, or use ddp",
+        )
     return None
 
 
@@ -102,21 +150,28 @@ def _way_of(job: Job, ranks: Ranks, model: Any) -> tuple[str, str]:
     have_bytes = ranks.least(torch.cuda.get_device_properties(ranks.device).total_memory)
     if need_bytes <= SHARE * have_bytes:
         return "ddp", ""
-    return "fsdp", f", as {say_bytes(need_bytes)} of weights, gradients and state leave no room for a step on one GPU"
+    return (
+        "fsdp",
+        (
+            f", as {say_bytes(need_bytes)} of weights, gradients and state leave no room for a step"
+            " on one GPU"
+        ),
+    )
 
 
 def resident_bytes(model: Any, optim: str) -> int:
     """What weights, gradients (fp32) and optimizer state take where each GPU has all of them."""
     of_each = 4 + _STATE_BYTES.get(optim, 8)
     return sum(
-        weight.nbytes + (of_each * weight.numel() if weight.requires_grad else 0) for weight in model.parameters()
+        weight.nbytes + (of_each * weight.numel() if weight.requires_grad else 0)
+        for weight in model.parameters()
     )
 
 
 def _n_shards(ranks: Ranks) -> int:
-    """Ranks of a machine, over which its copy of the weights is spread. Raises `UserMistake`."""
+    """Ranks of a machine, over which its copy of the weights is spread. Raises `InputError`."""
     if ranks.n % ranks.seat.n_local:
-        raise UserMistake(
+        raise InputError(
             f"{ranks.n} ranks are not a multiple of the {ranks.seat.n_local} of this machine",
             where="where.strategy: hsdp",
             to_do="start as many processes on every machine, or use fsdp",

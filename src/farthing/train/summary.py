@@ -1,6 +1,7 @@
 """The table of everything a job left open and the run decided, in words, before its first step.
 
-Data flows from a run that stands at its first step to `emit`. Refuses to decide anything: it says what was decided.
+Data flows from a run that stands at its first step to `emit`. Refuses to decide anything: it says
+what was decided.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ def emit_summary(attempt: Attempt) -> None:
     counts = attempt.parameters
     attempt.context.emit(
         Decided(
-            model=f"{Path(attempt.inputs.choice.name).name} ({attempt.inputs.config.model_type}), {job.method.name}",
+            model=(
+                f"{Path(attempt.inputs.choice.name).name} ({attempt.inputs.config.model_type}),"
+                f" {job.method.name}"
+            ),
             n_parameters=counts["total"],
             n_trainable=counts["trainable"],
             n_examples=len(attempt.train_examples),
             n_eval_examples=len(attempt.eval_examples) if attempt.eval_examples else 0,
             max_length=attempt.inputs.recipe.max_length,
             n_steps=attempt.n_steps,
-            batch=f"{plural(batch, 'example')} a step, up to {attempt.settings.micro_batch_tokens:,} tokens at a time",
+            batch=(
+                f"{plural(batch, 'example')} a step, up to {attempt.settings.micro_batch_tokens:,}"
+                " tokens at a time"
+            ),
             fitted=_fit_in_words(attempt),
             learning_rate=f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, "
             + plural(attempt.schedule.n_warmup_steps, "warm-up step"),
@@ -46,21 +53,26 @@ def emit_summary(attempt: Attempt) -> None:
     )
     if not attempt.memory.fits:
         attempt.warn(
-            f"{say_bytes(attempt.memory.total_bytes)} may be needed and {say_bytes(attempt.memory.free_bytes)} are free: "
-            "lower train.per_device_train_batch_size (the result stays the same) or data.max_length"
+            f"{say_bytes(attempt.memory.total_bytes)} may be needed and"
+            f" {say_bytes(attempt.memory.free_bytes)} are free: lower"
+            " train.per_device_train_batch_size (the result stays the same) or data.max_length"
         )
     if job.limits.max_usd is not None and job.usd_per_hour == 0:
         attempt.warn("limits.max_usd has no effect at $0 an hour: set where.usd_per_hour")
 
 
 def _idle_in_words(attempt: Attempt) -> str:
-    """Of the GPUs that a process on its own sees, those that compute nothing; empty where there are none."""
+    """Of the GPUs that a process on its own sees, those that compute nothing; empty where there are
+    none.
+    """
     n_idle = n_devices(attempt.numerics.device) - 1 if attempt.context.ranks.n == 1 else 0
     return f"; {plural(n_idle, 'other GPU')} here not used (where.gpus)" if n_idle > 0 else ""
 
 
 def _memory_in_words(attempt: Attempt) -> str:
-    words = f"{say_bytes(attempt.expected_bytes)} expected, {say_bytes(attempt.memory.free_bytes)} free"
+    words = (
+        f"{say_bytes(attempt.expected_bytes)} expected, {say_bytes(attempt.memory.free_bytes)} free"
+    )
     is_cuda = attempt.numerics.device.type == "cuda"
     return f"{words}; allocator: {set_allocator(os.environ)}" if is_cuda else words
 
@@ -68,7 +80,13 @@ def _memory_in_words(attempt: Attempt) -> str:
 def _computed_in_words(attempt: Attempt) -> str:
     """What is computed of a batch, and why not less."""
     forward = attempt.forward
-    words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents packed end to end, no padding"]
+    words = [
+        (
+            f"padded ({forward.why_padded})"
+            if forward.why_padded
+            else "documents packed end to end, no padding"
+        )
+    ]
     if attempt.forward.of.scores_tokens:
         words.append(forward.why_all_scored or "output layer: only positions with a target")
     if forward.mixes(attempt.train_examples.tokens, attempt.train_examples.indices):
@@ -77,8 +95,12 @@ def _computed_in_words(attempt: Attempt) -> str:
     if forward.shares:
         words.append("shared beginnings computed once")
     if forward.frozen_layers is not None:
-        words.append(f"{plural(forward.frozen_layers.n_layers, 'frozen layer')} computed once for all epochs")
-    words += [str(what) for what in (attempt.kernels.lora, attempt.kernels.liger) if what is not None]
+        words.append(
+            f"{plural(forward.frozen_layers.n_layers, 'frozen layer')} computed once for all epochs"
+        )
+    words += [
+        str(what) for what in (attempt.kernels.lora, attempt.kernels.liger) if what is not None
+    ]
     if isinstance(attempt.kernels.compiled, int):
         words.append(f"{plural(attempt.kernels.compiled, 'layer')} compiled")
     elif attempt.job.train.torch_compile is True:
@@ -89,7 +111,11 @@ def _computed_in_words(attempt: Attempt) -> str:
 def _fit_in_words(attempt: Attempt) -> str:
     if attempt.schedule.fit is None:
         return ""
-    when = "fixed" if attempt.schedule.fit.settled else f"fixed after step {attempt.schedule.fit.settles_at}"
+    when = (
+        "fixed"
+        if attempt.schedule.fit.settled
+        else f"fixed after step {attempt.schedule.fit.settles_at}"
+    )
     return f"as many of {attempt.schedule.fit.asked_steps:,} as the limits allow, {when}"
 
 

@@ -1,5 +1,5 @@
-"""How fast a run goes, and what its steps consist of, for the person and for a diagnosis. Refuses to time anything itself, and
-to judge."""
+"""How fast a run goes, and what its steps consist of, for the person and for a diagnosis. Refuses
+to time anything itself, and to judge."""
 
 from __future__ import annotations
 
@@ -45,9 +45,17 @@ class Pace:
         return self._seconds / (self.n_steps - 1) if self.n_steps > 1 else None
 
     def step_done(
-        self, n_tokens: int, n_padded: int, seconds: float, computed: list[int], forward_s: float, compute_s: float
+        self,
+        n_tokens: int,
+        n_padded: int,
+        seconds: float,
+        computed: list[int],
+        forward_s: float,
+        compute_s: float,
     ) -> None:
-        """Count a step, whose micro-batches of this process had so many `computed` tokens; seconds as in `Sums`."""
+        """Count a step, whose micro-batches of this process had so many `computed` tokens; seconds
+        as in `Sums`.
+        """
         self.n_steps += 1
         self.longest_step_s = max(seconds, self.longest_step_s * 0.98)
         if self.n_steps > 1:
@@ -57,17 +65,24 @@ class Pace:
                 self._n_micro_batches + len(computed),
                 self._n_computed + sum(computed),
             )
-            self._forward_s, self._compute_s = self._forward_s + forward_s, self._compute_s + compute_s
+            self._forward_s, self._compute_s = (
+                self._forward_s + forward_s,
+                self._compute_s + compute_s,
+            )
 
     def figures(self) -> dict[str, float | None]:
-        """Useful and padded tokens/s, model FLOPs utilisation (None without a known peak), device utilisation."""
+        """Useful and padded tokens/s, model FLOPs utilisation (None without a known peak), device
+        utilisation.
+        """
         if self.meter.wall_s - self._sampled_at_s >= 1:
             self._percent, self._sampled_at_s = self._utilisation.percent(), self.meter.wall_s
         useful = self._tokens / self._seconds if self._seconds else None
         return {
             "tokens_per_s": useful,
             "padded_tokens_per_s": self._padded / self._seconds if self._seconds else None,
-            "mfu": useful * self.flops_per_token / self._peak_flops if useful and self._peak_flops else None,
+            "mfu": useful * self.flops_per_token / self._peak_flops
+            if useful and self._peak_flops
+            else None,
             "utilisation_percent": self._percent,
         }
 
@@ -85,7 +100,9 @@ class Pace:
 
 
 def facts_of_lengths(lengths: NDArray[np.int64]) -> dict[str, Any]:
-    """How long examples are, and what share of their tokens lies beyond the 95th percentile of their lengths."""
+    """How long examples are, and what share of their tokens lies beyond the 95th percentile of
+    their lengths.
+    """
     if not len(lengths):
         return {}
     long = int(np.quantile(lengths, LONG_QUANTILE))

@@ -1,8 +1,10 @@
-"""Figures of a run for other programs to draw: TensorBoard, Weights & Biases, MLflow and Trackio, by their own libraries.
+"""Figures of a run for other programs to draw: TensorBoard, Weights & Biases, MLflow and Trackio,
+by their own libraries.
 
-Each has a thread of its own. A tracker that fails is dropped with a warning, one that is slow is not waited for: training goes
-on. A run that goes on after a kill goes on in the same run of the tracker, and no step is in it twice. Where a tracker sends
-figures, and whether it does, is for its own environment variables to say (WANDB_MODE, MLFLOW_TRACKING_URI ...).
+Each has a thread of its own. A tracker that fails is dropped with a warning, one that is slow is
+not waited for: training goes on. A run that goes on after a kill goes on in the same run of the
+tracker, and no step is in it twice. Where a tracker sends figures, and whether it does, is for its
+own environment variables to say (WANDB_MODE, MLFLOW_TRACKING_URI ...).
 """
 
 from __future__ import annotations
@@ -18,17 +20,29 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.files import Damaged, make_private
+from farthing.durability.files import DamagedFileError, make_private
 from farthing.durability.run_folder import JOB, PLAN, kept, run_id_of
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.events import Emit, Evaluated, Event, StepTaken, Warned
 
 MOST_WAITING = 10_000  # events
 PATIENCE_S = 5.0
 PROJECT = "farthing"
 TRACKERS = "trackers"  # in the run folder: what each has been told
-STEP_FIGURES = ("loss", "lr", "grad_norm", "tokens_per_s", "padded_tokens_per_s", "mfu", "utilisation_percent", "usd",
-                "run_tokens", "usd_to_go", "s_to_go", "peak_bytes")  # fmt: skip
+STEP_FIGURES = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "padded_tokens_per_s",
+    "mfu",
+    "utilisation_percent",
+    "usd",
+    "run_tokens",
+    "usd_to_go",
+    "s_to_go",
+    "peak_bytes",
+)
 _EXTRAS = {"tensorboard": "track", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 Log = Callable[[int, dict[str, float]], None]
 """Tells a tracker figures by name, of one step."""
@@ -37,8 +51,9 @@ Log = Callable[[int, dict[str, float]], None]
 class _Tracker:
     """A tracker in a thread of its own, until it fails or falls behind.
 
-    It can't take anything back: of steps that are taken again, which have the same figures to the bit, it is told once. What it
-    was told is noted before it is told, in a few bytes that outlive a kill of the process.
+    It can't take anything back: of steps that are taken again, which have the same figures to the
+    bit, it is told once. What it was told is noted before it is told, in a few bytes that outlive a
+    kill of the process.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -72,7 +87,9 @@ class _Tracker:
         if step > self._told[prefix]:
             self._told[prefix] = step
             assert self._marks is not None
-            os.pwrite(self._marks, f"{self._told['train']:012d} {self._told['eval']:012d}\n".encode(), 0)
+            os.pwrite(
+                self._marks, f"{self._told['train']:012d} {self._told['eval']:012d}\n".encode(), 0
+            )
             self._log(step, {f"{prefix}/{key}": value for key, value in figures.items()})
 
     def _begin(self) -> None:
@@ -95,9 +112,11 @@ class _Tracker:
     @property
     def estimate(self) -> dict[str, float]:
         """What the plan said of the whole run: dollars, seconds and bytes."""
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(DamagedFileError):
             plan = kept(self.folder / PLAN) or {}
-            return _numbers({f"estimate/{name}": plan.get(name) for name in ("usd", "wall_s", "peak_bytes")})
+            return _numbers(
+                {f"estimate/{name}": plan.get(name) for name in ("usd", "wall_s", "peak_bytes")}
+            )
         return {}
 
     def tell(self, event: Event) -> None:
@@ -126,12 +145,13 @@ class _Tracker:
 def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
     """Within the block `emit`, and the trackers of `train.report_to` with it.
 
-    At its end they are waited for, `PATIENCE_S` at most for all. Raises `UserMistake` when one is not installed.
+    At its end they are waited for, `PATIENCE_S` at most for all. Raises `InputError` when one is
+    not installed.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
             to_do = f"pip install 'farthing[{_EXTRAS[name]}]'"
-            raise UserMistake(f"{name} is not installed", where="train.report_to", to_do=to_do)
+            raise InputError(f"{name} is not installed", where="train.report_to", to_do=to_do)
     trackers = [_Tracker(name, folder) for name in dict.fromkeys(names)]
 
     def emit_to_all(event: Event) -> None:
@@ -143,7 +163,12 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
     def say() -> None:
         for tracker in trackers:
             while tracker.trouble:
-                emit(Warned(f"report_to: {tracker.name} {tracker.trouble.pop(0)} and is off from here on"))
+                emit(
+                    Warned(
+                        f"report_to: {tracker.name} {tracker.trouble.pop(0)} and is off from"
+                        " here on"
+                    )
+                )
 
     try:
         yield emit_to_all if trackers else emit
@@ -168,7 +193,9 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def _open_tensorboard(run: _Tracker) -> tuple[Log, Callable[[], Any]]:
-    """Event files in the run's folder, whole after each step. What earlier versions have told of steps to come is purged."""
+    """Event files in the run's folder, whole after each step. What earlier versions have told of
+    steps to come is purged.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.n_told + 1)
@@ -205,22 +232,30 @@ def _open_mlflow(run: _Tracker) -> tuple[Log, Callable[[], Any]]:
     from mlflow.entities import Metric, Param
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / 'mlflow.db'}")
+    client = MlflowClient(
+        os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / 'mlflow.db'}"
+    )
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     found = client.get_experiment_by_name(name)
     experiment = found.experiment_id if found else client.create_experiment(name)
     same = client.search_runs([experiment], f"tags.farthing_run = '{run.run_id}'", max_results=1)
     tags = {"farthing_run": run.run_id}
-    its = (same[0] if same else client.create_run(experiment, run_name=run.folder.name, tags=tags)).info.run_id
+    its = (
+        same[0] if same else client.create_run(experiment, run_name=run.folder.name, tags=tags)
+    ).info.run_id
 
     def log(step: int, figures: dict[str, float]) -> None:
         now_ms = int(time.time() * 1000)
-        client.log_batch(its, metrics=[Metric(key, value, now_ms, step) for key, value in figures.items()])
+        client.log_batch(
+            its, metrics=[Metric(key, value, now_ms, step) for key, value in figures.items()]
+        )
 
     if same:
         client.update_run(its, status="RUNNING")
     else:
-        client.log_batch(its, params=[Param(key, str(value)[:500]) for key, value in _flat(run.job)][:100])
+        client.log_batch(
+            its, params=[Param(key, str(value)[:500]) for key, value in _flat(run.job)][:100]
+        )
         log(0, run.estimate)
     return log, lambda: client.set_terminated(its)
 

@@ -1,7 +1,9 @@
-"""A trial of a job before it costs much: a few examples through train, save, kill, resume and export, with its dollars.
+"""A trial of a job before it costs much: a few examples through train, save, kill, resume and
+export, with its dollars.
 
-The job's own files are used, in a folder of their own that is removed; attempts are processes, and the first one is killed as a
-machine that is taken away would end it. Refuses to say that something works which it has not done.
+The job's own files are used, in a folder of their own that is removed; attempts are processes, and
+the first one is killed as a machine that is taken away would end it. Refuses to say that something
+works which it has not done.
 """
 
 from __future__ import annotations
@@ -50,30 +52,56 @@ def try_out(path: Path, overrides: Sequence[str], job: Job, n_examples: int) -> 
             return
         receipt = build_receipt(folder)
         n = plural(receipt.interruptions, "interruption")
-        yield Stage("resume", True, f"{plural(receipt.steps, 'step')} done over {n}; the model is written")
+        yield Stage(
+            "resume", True, f"{plural(receipt.steps, 'step')} done over {n}; the model is written"
+        )
         if job.method.name != "full":
             yield _export(folder, job)
         price = say_usd(receipt.usd) if receipt.usd_is_known else "no price was given"
         yield Stage("bill of the trial", True, f"{price}, {say_seconds(receipt.wall_s)}")
 
 
-def _words(path: Path, overrides: Sequence[str], folder: Path, job: Job, n_examples: int) -> list[str]:
+def _words(
+    path: Path, overrides: Sequence[str], folder: Path, job: Job, n_examples: int
+) -> list[str]:
     """The command line of one attempt."""
     batch = max(1, min(job.global_batch_size, n_examples // 2))
     micro = job.train.per_device_train_batch_size
-    few = [f"output_dir={folder}", f"data.max_train_samples={n_examples}", f"data.max_eval_samples={n_examples}"]
-    few += [f"train.max_steps={N_STEPS}", "train.save_steps=1", "train.report_to=[]", "train.probe=false"]
-    few += [f"train.global_batch_size={batch}", "train.gradient_accumulation_steps=null", "output_store=null"]
+    few = [
+        f"output_dir={folder}",
+        f"data.max_train_samples={n_examples}",
+        f"data.max_eval_samples={n_examples}",
+    ]
+    few += [
+        f"train.max_steps={N_STEPS}",
+        "train.save_steps=1",
+        "train.report_to=[]",
+        "train.probe=false",
+    ]
+    few += [
+        f"train.global_batch_size={batch}",
+        "train.gradient_accumulation_steps=null",
+        "output_store=null",
+    ]
     few += [f"train.per_device_train_batch_size={min(micro, batch)}"] if micro else []
-    return ["train", str(path), *(word for value in [*overrides, *few] for word in ("--set", value)), "--json"]
+    return [
+        "train",
+        str(path),
+        *(word for value in [*overrides, *few] for word in ("--set", value)),
+        "--json",
+    ]
 
 
 def _train_and_kill(words: Sequence[str], folder: Path) -> Generator[Stage, None, bool]:
-    """Train until a checkpoint is safe, then kill the process. Returns whether that went as it should."""
+    """Train until a checkpoint is safe, then kill the process. Returns whether that went as it
+    should.
+    """
     with tempfile.TemporaryFile() as printed:
         child, until = begin(words, stdout=printed), time.monotonic() + PATIENCE_S
         try:
-            while child.poll() is None and standing(folder).committed < 1 and time.monotonic() < until:
+            while (
+                child.poll() is None and standing(folder).committed < 1 and time.monotonic() < until
+            ):
                 time.sleep(0.02)
         finally:
             child.send_signal(signal.SIGKILL)
@@ -112,7 +140,16 @@ def _why(printed: bytes) -> str:
 
 def _export(folder: Path, job: Job) -> Stage:
     try:
-        written = export_run(folder, folder.parent / "merged", "merged", trust_remote_code=job.model.trust_remote_code)
+        written = export_run(
+            folder,
+            folder.parent / "merged",
+            "merged",
+            trust_remote_code=job.model.trust_remote_code,
+        )
     except FarthingError as error:
         return Stage("export", False, error.what)
-    return Stage("export", True, f"merged, {say_bytes(written['bytes'])}; it answers as the trained model does")
+    return Stage(
+        "export",
+        True,
+        f"merged, {say_bytes(written['bytes'])}; it answers as the trained model does",
+    )

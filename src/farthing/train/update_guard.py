@@ -1,11 +1,11 @@
 """An update of the weights happens once, whole, or not at all.
 
-Memory for it is there before it begins: the optimizer's state is made before the first step, and what a step takes
-besides is asked for at once, where nothing has changed yet. Should memory run out all the same, `UpdateGuard` tells whether
-any weight or state was written.
+Memory for it is there before it begins: the optimizer's state is made before the first step, and
+what a step takes besides is asked for at once, where nothing has changed yet. Should memory run out
+all the same, `UpdateGuard` tells whether any weight or state was written.
 
-Refuses to undo: there is no second copy of weights and state on the device. A half-made update is never saved; the run goes
-on from its last checkpoint.
+Refuses to undo: there is no second copy of weights and state on the device. A half-made update is
+never saved; the run goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -18,32 +18,42 @@ import torch
 from torch import Tensor
 
 from farthing.device_memory import first_line, is_out_of_memory
-from farthing.errors import OutOfMemory
+from farthing.errors import OutOfMemoryError
 
-SMALL_BYTES = 1 << 20  # tensors up to this come from blocks of their own in torch's allocator for CUDA
+SMALL_BYTES = (
+    1 << 20
+)  # tensors up to this come from blocks of their own in torch's allocator for CUDA
 
 
-PINNED_TO_DO = "use adamw_8bit or method: lora, or more main memory (`ulimit -l` and a container may limit it)"
+PINNED_TO_DO = (
+    "use adamw_8bit or method: lora, or more main memory (`ulimit -l` and a container may limit it)"
+)
 MODEL_TO_DO = "the model's weights do not fit: use method: qlora, a smaller model, or a larger GPU"
 OPTIMIZER_TO_DO = (
-    "the optimizer's state does not fit beside the weights: use optim: adamw_8bit or adamw_torch_offload, method: lora or"
-    " qlora, or a larger GPU"
+    "the optimizer's state does not fit beside the weights: use optim: adamw_8bit or"
+    " adamw_torch_offload, method: lora or qlora, or a larger GPU"
 )
 
 
 @contextlib.contextmanager
-def out_of_memory_said(where: str, to_do: str, what: str = "the device has no memory left") -> Iterator[None]:
-    """Memory that runs out within the block is said with its place in the job and what to do. Raises `OutOfMemory`."""
+def out_of_memory_said(
+    where: str, to_do: str, what: str = "the device has no memory left"
+) -> Iterator[None]:
+    """Memory that runs out within the block is said with its place in the job and what to do.
+    Raises `OutOfMemoryError`.
+    """
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(f"{what}: {first_line(error)}", where=where, to_do=to_do) from error
+        raise OutOfMemoryError(f"{what}: {first_line(error)}", where=where, to_do=to_do) from error
 
 
 class UpdateGuard:
-    """Tells whether an update has begun to write, by the version counters that torch keeps for every tensor."""
+    """Tells whether an update has begun to write, by the version counters that torch keeps for
+    every tensor.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -62,27 +72,37 @@ class UpdateGuard:
         self._versions = self._now()
 
     def refuse_half_an_update(self, step: int, error: BaseException) -> None:
-        """Raise `OutOfMemory` where the update of `step` (from 0) can't be taken again."""
+        """Raise `OutOfMemoryError` where the update of `step` (from 0) can't be taken again."""
         if self._versions is None or (self._is_counted and self._now() == self._versions):
             return
-        raise OutOfMemory(
-            f"memory ran out in the update of step {step + 1}, after some weights had changed: it can't be taken again",
+        raise OutOfMemoryError(
+            f"memory ran out in the update of step {step + 1}, after some weights had changed: it"
+            " can't be taken again",
             where="train.optim",
-            to_do="run the same command again: it goes on from the last checkpoint; if it happens again, use"
-            " optim: adamw_torch_fused, which needs nothing besides its state, or adamw_torch_offload",
+            to_do=(
+                "run the same command again: it goes on from the last checkpoint; if it happens"
+                " again, use optim: adamw_torch_fused, which needs nothing besides its state, or"
+                " adamw_torch_offload"
+            ),
         ) from error
 
     def _now(self) -> list[int]:
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
-        state = [value for of in self._optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
+        state = [
+            value
+            for of in self._optimizer.state.values()
+            for value in of.values()
+            if isinstance(value, Tensor)
+        ]
         return [tensor._version for tensor in (*weights, *state)]
 
 
 def reserve_for_update(optimizer: torch.optim.Optimizer) -> None:
-    """Take what the update of torch's unfused optimizers needs besides, and give it back to the allocator's cache.
+    """Take what the update of torch's unfused optimizers needs besides, and give it back to the
+    allocator's cache.
 
-    Memory that is not there is missed here, where no weight has changed, and not in the middle of the update. Nothing on
-    a CPU, whose allocator keeps no cache.
+    Memory that is not there is missed here, where no weight has changed, and not in the middle of
+    the update. Nothing on a CPU, whose allocator keeps no cache.
     """
     for group in optimizer.param_groups:
         n_bytes = temporary_bytes(optimizer, group)
@@ -92,8 +112,9 @@ def reserve_for_update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_update_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Update a made-up weight in each group's way. CUDA loads a kernel into the GPU's memory when it is launched first: where
-    there is no room for that it is missed here, where no weight has changed. bitsandbytes would end the process."""
+    """Update a made-up weight in each group's way. CUDA loads a kernel into the GPU's memory when
+    it is launched first: where there is no room for that it is missed here, where no weight has
+    changed. bitsandbytes would end the process."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
     for group in optimizer.param_groups:
@@ -108,10 +129,11 @@ def update_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def temporary_bytes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
-    """Bytes that the update of a group takes besides weights, gradients and state; 0 where it is not known.
+    """Bytes that the update of a group takes besides weights, gradients and state; 0 where it is
+    not known.
 
-    AdamW has the roots of its second moments (`_multi_tensor_adam`: of all weights at once), SGD with decay a copy of a
-    gradient at a time (`_single_tensor_sgd`), fused kernels nothing.
+    AdamW has the roots of its second moments (`_multi_tensor_adam`: of all weights at once), SGD
+    with decay a copy of a gradient at a time (`_single_tensor_sgd`), fused kernels nothing.
     """
     if group.get("fused") or not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
         return 0
@@ -122,9 +144,11 @@ def temporary_bytes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
 
 
 def forget_unscaling(scaler: torch.amp.GradScaler) -> None:
-    """Let a step that failed be taken again: the scaler remembers that its gradients were unscaled, and they are gone.
+    """Let a step that failed be taken again: the scaler remembers that its gradients were unscaled,
+    and they are gone.
 
-    torch offers no other way that keeps the scale: `update` alone forgets, and it changes the scale.
+    torch offers no other way that keeps the scale: `update` alone forgets, and it changes the
+    scale.
     """
     if scaler.is_enabled():
         scaler._per_optimizer_states.clear()

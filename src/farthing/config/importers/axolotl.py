@@ -38,7 +38,10 @@ def _too_long(value: Any) -> str:
 def _targets(value: Any) -> list[str]:
     found = names(value)
     if any(sign in name for name in found for sign in "()|\\*"):
-        raise Odd("a pattern of layer names; farthing takes names: all-linear is used, which adapts more layers")
+        raise Odd(
+            "a pattern of layer names; farthing takes names: all-linear is used, which adapts more"
+            " layers"
+        )
     return found
 
 
@@ -49,7 +52,11 @@ TABLE: dict[str, To] = {
     **rows("model", truth, "trust_remote_code"),
     **rows("data", truth, "train_on_inputs=train_on_prompt"),
     **rows("method", truth, "peft_use_dora=use_dora peft_use_rslora=use_rslora"),
-    **rows("train", whole, "micro_batch_size=per_device_train_batch_size eval_batch_size=per_device_eval_batch_size"),
+    **rows(
+        "train",
+        whole,
+        "micro_batch_size=per_device_train_batch_size eval_batch_size=per_device_eval_batch_size",
+    ),
     **rows("train", positive, "num_epochs=num_train_epochs adam_eps=adam_epsilon"),
     "sequence_len": To("data.max_length", whole),
     "excess_length_strategy": To("data.too_long", _too_long),
@@ -60,13 +67,17 @@ TABLE: dict[str, To] = {
     "peft_init_lora_weights": To("method.init_lora_weights", hf.scratch),
 }
 _OTHER_TRAINING = {
-    "processor_type": "images or sound (a processor)", "rl": "preference or reinforcement learning",
+    "processor_type": "images or sound (a processor)",
+    "rl": "preference or reinforcement learning",
     "reward_model": "a reward model",
     "process_reward_model": "a reward model",
-    "diffusion": "a diffusion language model", "ebft": "energy-based training", "qat": "quantization-aware training",
-    "unfrozen_parameters": "some layers in full and the others frozen", "relora": "ReLoRA",
+    "diffusion": "a diffusion language model",
+    "ebft": "energy-based training",
+    "qat": "quantization-aware training",
+    "unfrozen_parameters": "some layers in full and the others frozen",
+    "relora": "ReLoRA",
     "llmcompressor": "pruning while training",
-}  # fmt: skip
+}
 
 
 def read(values: Mapping[str, Any], out: Imported) -> None:
@@ -95,7 +106,11 @@ def _evaluation(values: Mapping[str, Any], out: Imported) -> None:
     if every == 1:
         out.put("evals_per_epoch", every, "train.eval_strategy", "epoch")
     elif every:
-        out.name("evals_per_epoch", every, "farthing evaluates once an epoch, or every train.eval_steps steps")
+        out.name(
+            "evals_per_epoch",
+            every,
+            "farthing evaluates once an epoch, or every train.eval_steps steps",
+        )
     if values.get("early_stopping_patience") is False:
         out.name("early_stopping_patience", False, "off there, and off here")
 
@@ -106,25 +121,40 @@ def _method(values: Mapping[str, Any], out: Imported) -> None:
         out.name("load_in_4bit", True, "a 4-bit base without an adapter can't be trained", "blocks")
     is_4bit = hf.quantized(out, values)
     if adapter in ("lora", "qlora"):
-        out.put("adapter", adapter, "method.name", "qlora" if is_4bit or adapter == "qlora" else "lora")
+        out.put(
+            "adapter", adapter, "method.name", "qlora" if is_4bit or adapter == "qlora" else "lora"
+        )
     elif adapter:
-        out.name("adapter", adapter, f"an adapter of kind {adapter}, which farthing does not have", "blocks")
+        out.name(
+            "adapter",
+            adapter,
+            f"an adapter of kind {adapter}, which farthing does not have",
+            "blocks",
+        )
     else:
         if "adapter" in values:
-            out.put("adapter", adapter, "method.name", "full", "no adapter: the whole model is trained")
+            out.put(
+                "adapter", adapter, "method.name", "full", "no adapter: the whole model is trained"
+            )
         out.default("method.name", "full")
         hf.no_adapter(out, values, "lora_", "peft_", "loraplus_")
     linear = values.get("lora_target_linear")
     if linear is True and adapter:
         out.put("lora_target_linear", True, "method.target_modules", ["all-linear"])
         if values.get("lora_target_modules"):
-            out.name("lora_target_modules", values["lora_target_modules"], "lora_target_linear covers them")
+            out.name(
+                "lora_target_modules",
+                values["lora_target_modules"],
+                "lora_target_linear covers them",
+            )
     elif linear is not None:
         out.name("lora_target_linear", linear, "off there: lora_target_modules says which layers")
 
 
 def _defaults(values: Mapping[str, Any], out: Imported) -> None:
-    out.default_all("train", num_train_epochs=1.0, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    out.default_all(
+        "train", num_train_epochs=1.0, per_device_train_batch_size=1, gradient_accumulation_steps=1
+    )
     out.default_all("train", lr_scheduler_type="cosine", optim="adamw_torch_fused")
     if "train.warmup_steps" not in out.job and "train.warmup_ratio" not in out.job:
         out.default("train.warmup_ratio", 0.03)
@@ -137,14 +167,15 @@ def _defaults(values: Mapping[str, Any], out: Imported) -> None:
     out.notes.append(NO_COUNT_OF_GPUS)
     if out.job.get("train.gradient_accumulation_steps", 1) > 1:
         out.notes.append(
-            "Axolotl takes the mean of its micro-batches' losses; here every target of a step weighs the same, however many "
-            "its micro-batch has"
+            "Axolotl takes the mean of its micro-batches' losses; here every target of a step"
+            " weighs the same, however many its micro-batch has"
         )
     if values.get("sample_packing"):
         out.notes.append(
-            "sample_packing: a step there held micro_batch_size x gradient_accumulation_steps packed sequences of sequence_len"
-            " tokens; here it holds that many examples. Set train.global_batch_size to sequence_len / (mean tokens of an"
-            " example) times as many for as many steps an epoch (`farthing doctor --data FILE` says the mean)"
+            "sample_packing: a step there held micro_batch_size x gradient_accumulation_steps"
+            " packed sequences of sequence_len tokens; here it holds that many examples. Set"
+            " train.global_batch_size to sequence_len / (mean tokens of an example) times as many"
+            " for as many steps an epoch (`farthing doctor --data FILE` says the mean)"
         )
 
 
@@ -161,7 +192,9 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
             out.job.pop("data.train")
         for index, item in enumerate(given or []):
             if isinstance(item, Mapping):
-                sources.append(_one(f"{section}[{index}]", item, out, is_text=section == "pretraining_dataset"))
+                sources.append(
+                    _one(f"{section}[{index}]", item, out, is_text=section == "pretraining_dataset")
+                )
     if sources:
         out.job["data.train"] = sources
     held_out = [
@@ -178,16 +211,24 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
         out.put("chat_template", name, "data.chat_template", "chatml.jinja")
     elif name == "jinja" and isinstance(values.get("chat_template_jinja"), str):
         out.files["chat_template.jinja"] = values["chat_template_jinja"]
-        out.put("chat_template_jinja", values["chat_template_jinja"], "data.chat_template", "chat_template.jinja")
+        out.put(
+            "chat_template_jinja",
+            values["chat_template_jinja"],
+            "data.chat_template",
+            "chat_template.jinja",
+        )
         out.name("chat_template", name, "chat_template_jinja has it")
     elif name:
         uses_it = any(each.startswith("chat_template") for each in types)
         out.name(
             "chat_template",
             name,
-            "the tokenizer's own chat template is used; where the two differ, give a Jinja file in data.chat_template"
-            if uses_it
-            else "no data set asks for it",
+            (
+                "the tokenizer's own chat template is used; where the two differ, give a Jinja file"
+                " in data.chat_template"
+                if uses_it
+                else "no data set asks for it"
+            ),
             "none" if not uses_it or name == "tokenizer_default" else "differs",
         )
     for source in sources + held_out:
@@ -220,12 +261,25 @@ def _one(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> J
     for key, value in flat(item, f"{at}."):
         if key not in out.lines:
             name = key[len(at) + 1 :]
-            why = "settles preference data, which farthing does not train on" if name.startswith("field_") else ""
-            if name.startswith("roles.") or name in ("roles_to_train", "train_on_eos", "train_on_eot"):
+            why = (
+                "settles preference data, which farthing does not train on"
+                if name.startswith("field_")
+                else ""
+            )
+            if name.startswith("roles.") or name in (
+                "roles_to_train",
+                "train_on_eos",
+                "train_on_eot",
+            ):
                 why = "farthing knows the usual names of roles and learns the assistant's turns"
             elif name.startswith("message_field_training"):
                 why = "farthing reads `weight`, `train` and `loss` of a turn"
-            out.name(key, value, why or "farthing has no such setting for a data set", "none" if why else "differs")
+            out.name(
+                key,
+                value,
+                why or "farthing has no such setting for a data set",
+                "none" if why else "differs",
+            )
     return source
 
 
@@ -234,9 +288,16 @@ def _files(out: Imported, key: str, files: Any, source: Json) -> None:
     if len(found) == 1 and "path" in source:
         source["path"] = f"{source['path'].rstrip('/')}/{found[0]}"
         out.keep(key, files, "data.train")
-        out.notes.append(f"{source['path']}: a file within a data set; fetch it, and name the file here")
+        out.notes.append(
+            f"{source['path']}: a file within a data set; fetch it, and name the file here"
+        )
     else:
-        out.name(key, files, "several files of one data set: fetch them and name each in data.train", "differs")
+        out.name(
+            key,
+            files,
+            "several files of one data set: fetch them and name each in data.train",
+            "differs",
+        )
 
 
 _PREFERENCES = [
@@ -279,10 +340,20 @@ def _columns(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) 
         return dict(ALPACA_STYLES[key])
     if not name:
         if "type" in item:
-            out.name(f"{at}.type", kind, "tokenized already there; farthing tokenizes itself: name the text", "blocks")
+            out.name(
+                f"{at}.type",
+                kind,
+                "tokenized already there; farthing tokenizes itself: name the text",
+                "blocks",
+            )
         return {}
     if any(word in name for word in _PREFERENCES):
-        out.name(f"{at}.type", kind, "data for preferences or rewards, which farthing does not train on", "blocks")
+        out.name(
+            f"{at}.type",
+            kind,
+            "data for preferences or rewards, which farthing does not train on",
+            "blocks",
+        )
     else:
         out.name(
             f"{at}.type",
@@ -300,9 +371,14 @@ def _chat(at: str, item: Mapping[str, Any], out: Imported) -> Json:
     role = mapping.get("role") or item.get("message_field_role")
     content = mapping.get("content") or item.get("message_field_content")
     for key in (
-        "field_messages", "message_field_role", "message_field_content", "field_tools", "field_thinking", "field_system",
+        "field_messages",
+        "message_field_role",
+        "message_field_content",
+        "field_tools",
+        "field_thinking",
+        "field_system",
         "template_thinking_key",
-    ):  # fmt: skip
+    ):
         if key in item:
             out.keep(f"{at}.{key}", item[key], "data.columns")
     for key in mapping:

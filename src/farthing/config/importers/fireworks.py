@@ -1,4 +1,6 @@
-"""Fireworks' fine-tuning jobs: the JSON of its API (camelCase) or the arguments of `firectl sftj create`."""
+"""Fireworks' fine-tuning jobs: the JSON of its API (camelCase) or the arguments of `firectl sftj
+create`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from farthing.config.importers.record import Imported, Odd, To, flat, positive, read_keys, text, whole
+from farthing.config.importers.record import (
+    Imported,
+    Odd,
+    To,
+    flat,
+    positive,
+    read_keys,
+    text,
+    whole,
+)
 from farthing.config.importers.shared import reasons
 
 NAME = "fireworks"
@@ -21,7 +32,8 @@ def _model(value: Any) -> str:
     name = text(value)
     if name.startswith("accounts/"):
         raise Odd(
-            f"{name} is Fireworks' name of a model: put its Hugging Face name here, of which the last part stands now",
+            f"{name} is Fireworks' name of a model: put its Hugging Face name here, of which the"
+            " last part stands now",
             "differs",
         )
     return name
@@ -51,10 +63,17 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     if values.get("kind") not in (None, "sft", "SFT"):
         out.name("kind", values["kind"], f"{values['kind']}, which farthing does not do", "blocks")
     read_keys(
-        out, flat(values), TABLE, reasons(NAME), name_of=lambda key: ".".join(snake(part) for part in key.split("."))
+        out,
+        flat(values),
+        TABLE,
+        reasons(NAME),
+        name_of=lambda key: ".".join(snake(part) for part in key.split(".")),
     )
     model = values.get("baseModel") or values.get("base_model") or values.get("base-model")
-    out.job.setdefault("model.model_name_or_path", str(model or "").rpartition("/")[2] or "Qwen/Qwen2.5-7B-Instruct")
+    out.job.setdefault(
+        "model.model_name_or_path",
+        str(model or "").rpartition("/")[2] or "Qwen/Qwen2.5-7B-Instruct",
+    )
     out.job.setdefault("train.global_batch_size", 16)
     out.default("method.name", "lora")
     out.default_all("train", num_train_epochs=1, learning_rate=1e-4)

@@ -1,4 +1,6 @@
-"""Transformers' Trainer: JSON for `HfArgumentParser`, command lines of `run_*.py`. Scripts are read by `script_job`."""
+"""Transformers' Trainer: JSON for `HfArgumentParser`, command lines of `run_*.py`. Scripts are read
+by `script_job`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ from typing import Any
 
 from farthing.config.importers import hf_trainer as hf
 from farthing.config.importers import trl
-from farthing.config.importers.record import Imported, To, flat, names, read_keys, rows, scheduler, text, whole
+from farthing.config.importers.record import (
+    Imported,
+    To,
+    flat,
+    names,
+    read_keys,
+    rows,
+    scheduler,
+    text,
+    whole,
+)
 from farthing.config.importers.shared import reasons
 from farthing.durability.files import Json
 from farthing.tasks.causal_lm import CAUSAL_LM
@@ -29,17 +41,25 @@ TABLE: dict[str, To] = {
     ),
     **rows("data", text, "source_lang target_lang"),
     "block_size": To(
-        "data.max_length", whole, "documents stay apart here instead of being cut into blocks of this length"
+        "data.max_length",
+        whole,
+        "documents stay apart here instead of being cut into blocks of this length",
     ),
     "num_warmup_steps": To("train.warmup_steps", whole),
     "max_train_steps": To("train.max_steps", whole),
     "lr_scheduler": To("train.lr_scheduler_type", scheduler),
 }
 _TASKS = {
-    "run_glue": CLASSIFICATION.name, "run_classification": CLASSIFICATION.name, "run_xnli": CLASSIFICATION.name,
-    "run_summarization": SEQ2SEQ.name, "run_translation": SEQ2SEQ.name,
-    "run_clm": CAUSAL_LM.name, "run_sft": CAUSAL_LM.name, "run_pt": CAUSAL_LM.name, "finetune_trainer": SEQ2SEQ.name,
-}  # fmt: skip
+    "run_glue": CLASSIFICATION.name,
+    "run_classification": CLASSIFICATION.name,
+    "run_xnli": CLASSIFICATION.name,
+    "run_summarization": SEQ2SEQ.name,
+    "run_translation": SEQ2SEQ.name,
+    "run_clm": CAUSAL_LM.name,
+    "run_sft": CAUSAL_LM.name,
+    "run_pt": CAUSAL_LM.name,
+    "finetune_trainer": SEQ2SEQ.name,
+}
 
 
 def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
@@ -51,7 +71,12 @@ def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
     out.job["task"] = task or _guessed(values)
     if values.get("task_name") and out.job["task"] == CLASSIFICATION.name:
         task_name = str(values["task_name"])
-        out.put("task_name", task_name, "data.train", [{"path": "nyu-mll/glue", "name": task_name, **_glue(task_name)}])
+        out.put(
+            "task_name",
+            task_name,
+            "data.train",
+            [{"path": "nyu-mll/glue", "name": task_name, **_glue(task_name)}],
+        )
     trl.data(values, out)
     _columns(values, out)
     hf.warmups(out, values)
@@ -64,13 +89,29 @@ def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
 
 
 def _method(values: Mapping[str, Any], out: Imported, program: str) -> None:
-    """An adapter where the script is told of one: by a switch, by the adapter's settings or by its own name."""
-    switches = {key: values[key] for key in ("q_lora", "qlora", "use_lora", "use_peft", "use_qlora") if key in values}
+    """An adapter where the script is told of one: by a switch, by the adapter's settings or by its
+    own name.
+    """
+    switches = {
+        key: values[key]
+        for key in ("q_lora", "qlora", "use_lora", "use_peft", "use_qlora")
+        if key in values
+    }
     wanted = {key for key, value in switches.items() if str(value).lower() == "true"}
     has_settings = any(key in values for key in ("lora_r", "lora_rank", "lora_alpha"))
-    has_adapter = bool(wanted) or (has_settings and not {"use_lora", "use_peft"} & set(switches)) or "lora" in program
+    has_adapter = (
+        bool(wanted)
+        or (has_settings and not {"use_lora", "use_peft"} & set(switches))
+        or "lora" in program
+    )
     is_4bit = hf.quantized(out, values)
-    method = "full" if not has_adapter else "qlora" if is_4bit or any("q" in key for key in wanted) else "lora"
+    method = (
+        "full"
+        if not has_adapter
+        else "qlora"
+        if is_4bit or any("q" in key for key in wanted)
+        else "lora"
+    )
     for key, value in switches.items():
         out.put(key, value, "method.name", method)
     out.default("method.name", method, "the script" if has_adapter else "")
@@ -83,10 +124,16 @@ def _method(values: Mapping[str, Any], out: Imported, program: str) -> None:
 
 
 _GLUE = {
-    "cola": "{sentence}", "sst2": "{sentence}", "mrpc": "{sentence1}\n{sentence2}", "stsb": "{sentence1}\n{sentence2}",
-    "qqp": "{question1}\n{question2}", "mnli": "{premise}\n{hypothesis}", "qnli": "{question}\n{sentence}",
-    "rte": "{sentence1}\n{sentence2}", "wnli": "{sentence1}\n{sentence2}",
-}  # fmt: skip
+    "cola": "{sentence}",
+    "sst2": "{sentence}",
+    "mrpc": "{sentence1}\n{sentence2}",
+    "stsb": "{sentence1}\n{sentence2}",
+    "qqp": "{question1}\n{question2}",
+    "mnli": "{premise}\n{hypothesis}",
+    "qnli": "{question}\n{sentence}",
+    "rte": "{sentence1}\n{sentence2}",
+    "wnli": "{sentence1}\n{sentence2}",
+}
 
 
 def _glue(name: str) -> Json:
@@ -96,7 +143,11 @@ def _glue(name: str) -> Json:
 def _guessed(values: Mapping[str, Any]) -> str:
     if values.get("task_name") or "label_column_name" in values:
         return CLASSIFICATION.name
-    return SEQ2SEQ.name if "max_source_length" in values or "predict_with_generate" in values else CAUSAL_LM.name
+    return (
+        SEQ2SEQ.name
+        if "max_source_length" in values or "predict_with_generate" in values
+        else CAUSAL_LM.name
+    )
 
 
 def _columns(values: Mapping[str, Any], out: Imported) -> None:
@@ -119,7 +170,13 @@ def _columns(values: Mapping[str, Any], out: Imported) -> None:
             out.name(key, values[key], "is in data.columns" if columns else "found by its name")
     if prefix:
         known = bool(source)
-        out.name("source_prefix", prefix, "is in data.columns" if known else
-                 f'put it into data.columns: {{input: "{prefix}{{your column}}"}}', "none" if known else "differs")  # fmt: skip
+        out.name(
+            "source_prefix",
+            prefix,
+            "is in data.columns"
+            if known
+            else f'put it into data.columns: {{input: "{prefix}{{your column}}"}}',
+            "none" if known else "differs",
+        )
     if columns and out.job.get("data.train"):
         out.job["data.train"][0]["columns"] = columns

@@ -1,4 +1,5 @@
-"""The arguments of transformers' Trainer, of peft and of `from_pretrained`: what Trainer, TRL, Unsloth and LLaMA-Factory share.
+"""The arguments of transformers' Trainer, of peft and of `from_pretrained`: what Trainer, TRL,
+Unsloth and LLaMA-Factory share.
 
 Defaults are those of transformers 5 (`TrainingArguments`) and peft (`LoraConfig`).
 """
@@ -45,7 +46,10 @@ def reports(value: Any) -> list[str]:
     """The trackers that farthing has. Raises `Odd`."""
     wanted = [] if value in ("none", "None", False) else names(value)
     if "tensorboard" not in wanted:
-        raise Odd("farthing logs to its run folder, and to TensorBoard with report_to: tensorboard", "none")
+        raise Odd(
+            "farthing logs to its run folder, and to TensorBoard with report_to: tensorboard",
+            "none",
+        )
     return ["tensorboard"]
 
 
@@ -87,13 +91,27 @@ def no_bias(value: Any) -> str:
 
 
 ARGUMENTS: dict[str, To] = {
-    **rows("train", whole, "max_steps per_device_train_batch_size per_gpu_train_batch_size=per_device_train_batch_size "
-           "per_device_eval_batch_size per_gpu_eval_batch_size=per_device_eval_batch_size gradient_accumulation_steps "
-           "early_stopping_patience early_stopping_steps=early_stopping_patience"),
+    **rows(
+        "train",
+        whole,
+        "max_steps per_device_train_batch_size per_gpu_train_batch_size=per_device_train_batch_size"
+        " per_device_eval_batch_size per_gpu_eval_batch_size=per_device_eval_batch_size"
+        " gradient_accumulation_steps early_stopping_patience"
+        " early_stopping_steps=early_stopping_patience",
+    ),
     **rows("train", positive, "num_train_epochs learning_rate adam_epsilon neftune_noise_alpha"),
-    **rows("train", number, "weight_decay max_grad_norm adam_beta1 adam_beta2 label_smoothing_factor early_stopping_threshold"),
-    **rows("train", truth, "tf32 full_determinism greater_is_better load_best_model_at_end predict_with_generate push_to_hub "
-           "hub_private_repo"),
+    **rows(
+        "train",
+        number,
+        "weight_decay max_grad_norm adam_beta1 adam_beta2 label_smoothing_factor"
+        " early_stopping_threshold",
+    ),
+    **rows(
+        "train",
+        truth,
+        "tf32 full_determinism greater_is_better load_best_model_at_end predict_with_generate"
+        " push_to_hub hub_private_repo",
+    ),
     **rows("train", text, "metric_for_best_model hub_model_id push_to_hub_model_id=hub_model_id"),
     **rows("train", steps, "eval_steps save_steps logging_steps"),
     **rows("train", strategy, "eval_strategy evaluation_strategy=eval_strategy"),
@@ -106,7 +124,7 @@ ARGUMENTS: dict[str, To] = {
     "generation_max_length": To("data.max_target_length", whole),
     "report_to": To("train.report_to", reports),
     "output_dir": To("output_dir", text),
-}  # fmt: skip
+}
 """`TrainingArguments` and `Seq2SeqTrainingArguments`."""
 
 LORA: dict[str, To] = {
@@ -130,10 +148,15 @@ ADAPTER: dict[str, To] = {
 """The same as tools have it that write everything into one file."""
 
 MODEL: dict[str, To] = {
-    **rows("model", text, "model_name_or_path pretrained_model_name_or_path=model_name_or_path model_name=model_name_or_path "
-           "model_revision=revision revision tokenizer_name=tokenizer_name_or_path tokenizer_name_or_path"),
+    **rows(
+        "model",
+        text,
+        "model_name_or_path pretrained_model_name_or_path=model_name_or_path"
+        " model_name=model_name_or_path model_revision=revision revision"
+        " tokenizer_name=tokenizer_name_or_path tokenizer_name_or_path",
+    ),
     **rows("model", truth, "trust_remote_code"),
-}  # fmt: skip
+}
 """What says which model."""
 
 
@@ -144,7 +167,9 @@ def warmups(out: Imported, values: Mapping[str, Any]) -> None:
 
 
 def warmup(out: Imported, key: str, value: Any) -> None:
-    """`warmup_steps` and `warmup_ratio`; a number of steps below 1 is a share, as transformers 5 has it."""
+    """`warmup_steps` and `warmup_ratio`; a number of steps below 1 is a share, as transformers 5
+    has it.
+    """
     if value is None or key in out.lines:
         return
     try:
@@ -179,7 +204,11 @@ def quantized(out: Imported, values: Mapping[str, Any]) -> bool:
     elif eight is not None:
         out.name("load_in_8bit", eight, "off there, and farthing has none")
     if "load_in_4bit" in values:
-        out.name("load_in_4bit", values["load_in_4bit"], "method: qlora is the 4-bit base, lora and full are without")
+        out.name(
+            "load_in_4bit",
+            values["load_in_4bit"],
+            "method: qlora is the 4-bit base, lora and full are without",
+        )
     return values.get("load_in_4bit") is True
 
 
@@ -192,7 +221,9 @@ def no_adapter(out: Imported, values: Mapping[str, Any], *begins: str) -> None:
 
 def trainer_defaults(out: Imported) -> None:
     """What Trainer does where nothing is said."""
-    out.default_all("train", num_train_epochs=3.0, per_device_train_batch_size=8, learning_rate=5e-5)
+    out.default_all(
+        "train", num_train_epochs=3.0, per_device_train_batch_size=8, learning_rate=5e-5
+    )
     out.default("train.lr_scheduler_type", "linear")
     if "train.warmup_steps" not in out.job:
         out.default("train.warmup_ratio", 0.0)

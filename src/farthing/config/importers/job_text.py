@@ -1,4 +1,6 @@
-"""An imported job as YAML with comments: what each key was, and below it every key that has no counterpart, with the reason."""
+"""An imported job as YAML with comments: what each key was, and below it every key that has no
+counterpart, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,20 @@ def job_text(imported: Imported, name: str) -> str:
         origin.setdefault(line.became, []).append(line)
     output = job.pop("output_dir", None) or "runs/imported"
     rows = [
-        f"# From {printable(name)} ({imported.source}). Plan it: farthing plan FILE    Train it: farthing train FILE",
+        (
+            f"# From {printable(name)} ({imported.source}). Plan it: farthing plan FILE    Train"
+            " it: farthing train FILE"
+        ),
         "",
     ]
     rows += _key("task", job.pop("task"), origin, imported, "")
     data = _data(job)
     for section in _SECTIONS:
-        keys = {key.partition(".")[2]: value for key, value in {**job, **data}.items() if key.startswith(f"{section}.")}
+        keys = {
+            key.partition(".")[2]: value
+            for key, value in {**job, **data}.items()
+            if key.startswith(f"{section}.")
+        }
         if keys:
             rows += ["", f"{section}:"]
             for key, value in keys.items():
@@ -43,7 +52,11 @@ def job_text(imported: Imported, name: str) -> str:
             by_reason: dict[str, list[str]] = {}
             for line in lines:
                 by_reason.setdefault(line.why, []).append(f"{line.key}: {say(line.value)}")
-            rows += [text for why, keys in by_reason.items() for text in _comment(f"{', '.join(keys)} - {why}")]
+            rows += [
+                text
+                for why, keys in by_reason.items()
+                for text in _comment(f"{', '.join(keys)} - {why}")
+            ]
     if imported.notes:
         rows += ["", "# Good to know:"]
         rows += [text for note in imported.notes for text in _comment(note)]
@@ -75,7 +88,9 @@ def _data(job: Json) -> Json:
     return found
 
 
-def _key(key: str, value: Any, origin: dict[str, list[Line]], imported: Imported, indent: str) -> list[str]:
+def _key(
+    key: str, value: Any, origin: dict[str, list[Line]], imported: Imported, indent: str
+) -> list[str]:
     was = origin.get(key, [])
     words = ", ".join(
         f"{line.key}: {say(line.value)}" if say(line.value) != say(value) else line.key
@@ -96,7 +111,8 @@ def yaml_of(value: Any) -> str:
     """A value in one line of YAML: plain where that is safe, else as JSON, which is YAML too."""
     if isinstance(value, str):
         is_plain = (
-            value.replace("/", "").replace("-", "").replace("_", "").replace(".", "").isalnum() and value.isascii()
+            value.replace("/", "").replace("-", "").replace("_", "").replace(".", "").isalnum()
+            and value.isascii()
         )
         looks_like_other = (
             value.lower() in ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
@@ -107,11 +123,19 @@ def yaml_of(value: Any) -> str:
         text = repr(value)
         if "e" in text and "." not in text:
             text = text.replace("e", ".0e")
-        return text.replace("e", "e+") if "e" in text and "e-" not in text and "e+" not in text else text
+        return (
+            text.replace("e", "e+")
+            if "e" in text and "e-" not in text and "e+" not in text
+            else text
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(yaml_of(each) for each in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{yaml_of(str(key))}: {yaml_of(each)}" for key, each in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{yaml_of(str(key))}: {yaml_of(each)}" for key, each in value.items())
+            + "}"
+        )
     return json.dumps(value)
 
 

@@ -1,8 +1,10 @@
-"""A DeepSpeed JSON or a YAML of `accelerate config` beside a job: how its GPUs share the work, as keys of the job.
+"""A DeepSpeed JSON or a YAML of `accelerate config` beside a job: how its GPUs share the work, as
+keys of the job.
 
-Every line is mapped or named; what the job says itself comes before. Facts: DeepSpeed's "Configuration JSON" page and
-accelerate's `accelerate config` and `FullyShardedDataParallelPlugin`, as of mid 2026. Refuses what farthing can't do: weights
-that are off-loaded, NVMe, tensor and pipeline parallelism.
+Every line is mapped or named; what the job says itself comes before. Facts: DeepSpeed's
+"Configuration JSON" page and accelerate's `accelerate config` and `FullyShardedDataParallelPlugin`,
+as of mid 2026. Refuses what farthing can't do: weights that are off-loaded, NVMe, tensor and
+pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from farthing.config.importers.record import (
 from farthing.config.importers.shared import reasons
 from farthing.config.job import Job
 from farthing.durability.files import Json
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 
 AUTO = "auto there: the job says it"
 
@@ -51,7 +53,9 @@ def _offloaded(value: Any) -> str:
         raise Odd("nothing is off-loaded", "none")
     if value != "cpu":
         raise Odd(
-            f"optimizer state is off-loaded to {say(value)}; farthing off-loads it to main memory: say cpu", "blocks"
+            f"optimizer state is off-loaded to {say(value)}; farthing off-loads it to main memory:"
+            " say cpu",
+            "blocks",
         )
     return "adamw_torch_offload"
 
@@ -60,7 +64,10 @@ def _weights_offloaded(value: Any) -> bool:
     if value in ("none", None, False):
         raise Odd("weights stay on the GPUs", "none")
     if value not in ("cpu", True):
-        raise Odd(f"weights are off-loaded to {say(value)}; farthing keeps them in main memory: say cpu", "blocks")
+        raise Odd(
+            f"weights are off-loaded to {say(value)}; farthing keeps them in main memory: say cpu",
+            "blocks",
+        )
     return True
 
 
@@ -93,23 +100,44 @@ def read_deepspeed(values: Mapping[str, Any], out: Imported, method: str) -> Non
     zero = values.get("zero_optimization")
     if isinstance(zero, Mapping) and zero.get("stage") is not None:
         _stage(out, "zero_optimization.stage", zero["stage"], method)
-    kind = (values.get("optimizer") or {}).get("type") if isinstance(values.get("optimizer"), Mapping) else None
+    kind = (
+        (values.get("optimizer") or {}).get("type")
+        if isinstance(values.get("optimizer"), Mapping)
+        else None
+    )
     if kind is not None:
-        ours = {"adamw": "adamw_torch_fused", "adam": "adamw_torch_fused", "fusedadam": "adamw_torch_fused",
-                "cpuadam": "adamw_torch_offload", "deepspeedcpuadam": "adamw_torch_offload"}.get(str(kind).lower())  # fmt: skip
+        ours = {
+            "adamw": "adamw_torch_fused",
+            "adam": "adamw_torch_fused",
+            "fusedadam": "adamw_torch_fused",
+            "cpuadam": "adamw_torch_offload",
+            "deepspeedcpuadam": "adamw_torch_offload",
+        }.get(str(kind).lower())
         if ours is None:
             out.name("optimizer.type", kind, f"farthing has no {say(kind)}", "blocks")
         elif "zero_optimization.offload_optimizer.device" not in dict(flat(values)):
             out.put("optimizer.type", kind, "train.optim", ours)
         else:
-            out.name("optimizer.type", kind, "AdamW here too; where its state is follows from offload_optimizer")
+            out.name(
+                "optimizer.type",
+                kind,
+                "AdamW here too; where its state is follows from offload_optimizer",
+            )
     betas = dict(flat(values)).get("optimizer.params.betas")
-    if isinstance(betas, list) and len(betas) == 2 and all(isinstance(each, int | float) for each in betas):
+    if (
+        isinstance(betas, list)
+        and len(betas) == 2
+        and all(isinstance(each, int | float) for each in betas)
+    ):
         out.put("optimizer.params.betas", betas, "train.adam_beta1", betas[0])
         out.job.setdefault("train.adam_beta2", betas[1])
     elif betas not in (None, "auto"):
         out.name("optimizer.params.betas", betas, "not two numbers", "blocks")
-    schedules = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    schedules = {
+        "WarmupLR": "constant_with_warmup",
+        "WarmupDecayLR": "linear",
+        "WarmupCosineLR": "cosine",
+    }
     schedule = dict(flat(values)).get("scheduler.type")
     if schedule is not None:
         if schedule in schedules:
@@ -148,13 +176,19 @@ ACCELERATE: dict[str, To] = {
     "deepspeed_config.gradient_clipping": To("train.max_grad_norm", _given(number)),
     "deepspeed_config.offload_optimizer_device": To("train.optim", _offloaded),
     "deepspeed_config.offload_param_device": To("where.offload_weights", _weights_offloaded),
-    **{f"parallelism_config.parallelism_config_{kind}_size": To("where.strategy", _off) for kind in ("tp", "cp", "sp")},
+    **{
+        f"parallelism_config.parallelism_config_{kind}_size": To("where.strategy", _off)
+        for kind in ("tp", "cp", "sp")
+    },
 }
 
 
 def read_accelerate(values: Mapping[str, Any], out: Imported, method: str) -> None:
     """A file of `accelerate config`, for a job of `method`."""
-    kind, fsdp = str(values.get("distributed_type") or "NO").upper(), values.get("fsdp_config") or {}
+    kind, fsdp = (
+        str(values.get("distributed_type") or "NO").upper(),
+        values.get("fsdp_config") or {},
+    )
     if kind in ("FSDP", "DEEPSPEED"):
         out.keep("distributed_type", kind, "where.strategy")
     elif kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
@@ -167,15 +201,22 @@ def read_accelerate(values: Mapping[str, Any], out: Imported, method: str) -> No
     if isinstance(inner, Mapping) and inner.get("zero_stage") is not None:
         _stage(out, "deepspeed_config.zero_stage", inner["zero_stage"], method)
     if isinstance(inner, Mapping) and inner.get("deepspeed_config_file"):
-        out.name("deepspeed_config.deepspeed_config_file", inner["deepspeed_config_file"],
-                 "name this file with --deepspeed", "blocks")  # fmt: skip
+        out.name(
+            "deepspeed_config.deepspeed_config_file",
+            inner["deepspeed_config_file"],
+            "name this file with --deepspeed",
+            "blocks",
+        )
     if (precision := values.get("mixed_precision")) is not None:
         is_fp16 = precision == "fp16"
         rule = To("train.fp16", lambda _: True) if is_fp16 else To("train.bf16", _precision)
         by_rule(out, "mixed_precision", precision, rule)
     if str(values.get("num_machines") or 1) != "1":
         out.name(
-            "num_processes", values.get("num_processes"), "on several machines torchrun or srun starts them", "differs"
+            "num_processes",
+            values.get("num_processes"),
+            "on several machines torchrun or srun starts them",
+            "differs",
         )
     if values.get("use_cpu"):
         out.put("use_cpu", True, "where.device", "cpu")
@@ -185,19 +226,34 @@ def read_accelerate(values: Mapping[str, Any], out: Imported, method: str) -> No
 def _fsdp(values: Mapping[str, Any], out: Imported) -> None:
     """FSDP 1 has a strategy by name, FSDP 2 whether it reshards after forward."""
     name = str(values.get("fsdp_sharding_strategy") or "").upper()
-    name = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}.get(name, name)
-    strategy = {"": "fsdp", "FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "fsdp", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp",
-                "HYBRID_SHARD_ZERO2": "hsdp"}.get(name)  # fmt: skip
+    name = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}.get(
+        name, name
+    )
+    strategy = {
+        "": "fsdp",
+        "FULL_SHARD": "fsdp",
+        "SHARD_GRAD_OP": "fsdp",
+        "NO_SHARD": "ddp",
+        "HYBRID_SHARD": "hsdp",
+        "HYBRID_SHARD_ZERO2": "hsdp",
+    }.get(name)
     key = "fsdp_config.fsdp_sharding_strategy" if name else "fsdp_config"
     if strategy is None:
         out.name(key, name, "not a sharding strategy that is known", "blocks")
         return
     out.put(key, name or "FSDP", "where.strategy", strategy)
-    reshards = values.get("fsdp_reshard_after_forward", name not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"))
+    reshards = values.get(
+        "fsdp_reshard_after_forward", name not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+    )
     if isinstance(reshards, str) and reshards.upper() in ("FULL_SHARD", "SHARD_GRAD_OP"):
         reshards = reshards.upper() == "FULL_SHARD"
     try:
-        out.put("fsdp_config.fsdp_reshard_after_forward", reshards, "where.reshard_after_forward", truth(reshards))
+        out.put(
+            "fsdp_config.fsdp_reshard_after_forward",
+            reshards,
+            "where.reshard_after_forward",
+            truth(reshards),
+        )
     except Odd as odd:
         out.name("fsdp_config.fsdp_reshard_after_forward", reshards, str(odd), "blocks")
 
@@ -206,9 +262,11 @@ def _fsdp(values: Mapping[str, Any], out: Imported) -> None:
 
 
 def beside(job: Job, files: Iterable[tuple[str, str]]) -> tuple[list[str], list[str]]:
-    """(overrides for the job, what became of every line) of files: (kind, name), deepspeed or accelerate.
+    """(overrides for the job, what became of every line) of files: (kind, name), deepspeed or
+    accelerate.
 
-    What the job says itself stays. Raises `UserMistake` for a file that can't be read, or asks for what farthing can't do.
+    What the job says itself stays. Raises `InputError` for a file that can't be read, or asks for
+    what farthing can't do.
     """
     overrides: Json = {}
     said: list[str] = []
@@ -217,9 +275,14 @@ def beside(job: Job, files: Iterable[tuple[str, str]]) -> tuple[list[str], list[
         read = read_deepspeed if kind == "deepspeed" else read_accelerate
         read(settings_in(Path(name)), out, job.method.name)
         if out.blockers:
-            lines = "; ".join(f"{line.key}: {say(line.value)} - {line.why}" for line in out.blockers)
-            raise UserMistake(f"asks for what farthing does not do: {lines}", where=name,
-                              to_do="change these lines, or leave the file out and say it in the job")  # fmt: skip
+            lines = "; ".join(
+                f"{line.key}: {say(line.value)} - {line.why}" for line in out.blockers
+            )
+            raise InputError(
+                f"asks for what farthing does not do: {lines}",
+                where=name,
+                to_do="change these lines, or leave the file out and say it in the job",
+            )
         stays = {key for key in out.job if _says(job, key) or key in overrides}
         said += [f"{name}: {_in_words(line, out, stays)}" for line in out.lines.values()]
         overrides |= {key: value for key, value in out.job.items() if key not in stays}
@@ -239,5 +302,7 @@ def _in_words(line: Line, out: Imported, stays: set[str]) -> str:
     if line.became in stays:
         return f"{value} - left out: the job says {line.became} itself"
     return (
-        f"{value} -> {line.became}: {say(out.job[line.became])}{note}" if line.became in out.job else f"{value}{note}"
+        f"{value} -> {line.became}: {say(out.job[line.became])}{note}"
+        if line.became in out.job
+        else f"{value}{note}"
     )

@@ -1,4 +1,6 @@
-"""LLaMA-Factory's YAML or JSON, with the `dataset_info.json` that it names data by (github.com/hiyouga/LLaMA-Factory)."""
+"""LLaMA-Factory's YAML or JSON, with the `dataset_info.json` that it names data by
+(github.com/hiyouga/LLaMA-Factory).
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ TABLE: dict[str, To] = {
     "val_size": To("data.eval_fraction", share),
     "lora_target": To("method.target_modules", _targets),
     "additional_target": To("method.modules_to_save", names),
-    "train_from_scratch": To("model.init", lambda value: "random" if truth(value) else "pretrained"),
+    "train_from_scratch": To(
+        "model.init", lambda value: "random" if truth(value) else "pretrained"
+    ),
     "neftune_alpha": To("train.neftune_noise_alpha", positive),
 }
 V1_TABLE: dict[str, To] = {
@@ -59,13 +63,17 @@ V1_TABLE: dict[str, To] = {
     "peft_config.target_modules": To("method.target_modules", _targets),
 }
 _STAGES = {
-    "rm": "a reward model", "ppo": "reinforcement learning (PPO)", "dpo": "preference learning (DPO)",
+    "rm": "a reward model",
+    "ppo": "reinforcement learning (PPO)",
+    "dpo": "preference learning (DPO)",
     "kto": "learning from verdicts (KTO)",
-}  # fmt: skip
+}
 
 
 def read(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
-    """LLaMA-Factory's settings. `folder` is where the file lies: `dataset_dir` is looked for beside and above it."""
+    """LLaMA-Factory's settings. `folder` is where the file lies: `dataset_dir` is looked for beside
+    and above it.
+    """
     is_v1 = "train_dataset" in values or "peft_config" in values
     _kind(values, out)
     if is_v1:
@@ -85,14 +93,24 @@ def _kind(values: Mapping[str, Any], out: Imported) -> None:
     elif stage in ("sft", "pt"):
         out.put("stage", stage, "task", CAUSAL_LM.name)
     trains = (
-        "stage" in values or "train_dataset" in values or values.get("do_train") is True or "learning_rate" in values
+        "stage" in values
+        or "train_dataset" in values
+        or values.get("do_train") is True
+        or "learning_rate" in values
     )
     if not trains:
         what = "merges or exports" if "export_dir" in values else "chats with or serves"
         key = next(iter(values), "")
         out.name(key, values.get(key), f"no training: this file {what} a model", "blocks")
-    elif values.get("do_train") is False or (values.get("do_predict") and not values.get("do_train")):
-        out.name("do_predict", values.get("do_predict"), "no training: this file evaluates a model", "blocks")
+    elif values.get("do_train") is False or (
+        values.get("do_predict") and not values.get("do_train")
+    ):
+        out.name(
+            "do_predict",
+            values.get("do_predict"),
+            "no training: this file evaluates a model",
+            "blocks",
+        )
 
 
 def _v1_method(values: Mapping[str, Any], out: Imported) -> None:
@@ -127,10 +145,19 @@ def _method(values: Mapping[str, Any], out: Imported) -> None:
         out.name("finetuning_type", kind, f"{kind}, which farthing does not do", "blocks")
     if values.get("pissa_init") is True:
         n = values.get("pissa_iter", 16)
-        out.put("pissa_init", True, "method.init_lora_weights", "pissa" if n == -1 else f"pissa_niter_{n}")
+        out.put(
+            "pissa_init",
+            True,
+            "method.init_lora_weights",
+            "pissa" if n == -1 else f"pissa_niter_{n}",
+        )
         if "pissa_iter" in values:
             out.keep("pissa_iter", n, "method.init_lora_weights")
-        out.name("pissa_convert", values.get("pissa_convert"), "the exported adapter always fits the base as it was")
+        out.name(
+            "pissa_convert",
+            values.get("pissa_convert"),
+            "the exported adapter always fits the base as it was",
+        )
     elif "pissa_init" in values:
         out.name("pissa_init", values["pissa_init"], "off there, and off here")
 
@@ -154,9 +181,21 @@ def _data(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
     directory = values.get("dataset_dir") or "data"
     registry, at = _registry(str(directory), folder)
     if "dataset_dir" in values:
-        out.name("dataset_dir", values["dataset_dir"], "where dataset_info.json is" if registry else
-                 "dataset_info.json is not there: data sets keep their names", "none" if registry else "differs")  # fmt: skip
-    for key, to in (("dataset", "data.train"), ("eval_dataset", "data.eval"), ("train_dataset", "data.train")):
+        out.name(
+            "dataset_dir",
+            values["dataset_dir"],
+            (
+                "where dataset_info.json is"
+                if registry
+                else "dataset_info.json is not there: data sets keep their names"
+            ),
+            "none" if registry else "differs",
+        )
+    for key, to in (
+        ("dataset", "data.train"),
+        ("eval_dataset", "data.eval"),
+        ("train_dataset", "data.train"),
+    ):
         if not values.get(key):
             continue
         try:
@@ -172,7 +211,12 @@ def _data(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
     if values.get("max_samples"):
         is_one = len(out.job.get("data.train") or []) == 1
         if is_one:
-            out.put("max_samples", values["max_samples"], "data.max_train_samples", whole(values["max_samples"]))
+            out.put(
+                "max_samples",
+                values["max_samples"],
+                "data.max_train_samples",
+                whole(values["max_samples"]),
+            )
         else:
             out.name(
                 "max_samples",
@@ -182,7 +226,8 @@ def _data(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
             )
     if out.job.get("data.train") and registry is None:
         out.notes.append(
-            "no dataset_info.json was found: the names of data sets are LLaMA-Factory's own, put their files in their place"
+            "no dataset_info.json was found: the names of data sets are LLaMA-Factory's own, put"
+            " their files in their place"
         )
 
 
@@ -196,15 +241,27 @@ def _template(values: Mapping[str, Any], out: Imported) -> None:
         out.files[f"{name}.jinja"] = FRAMES[name]
         out.put("template", name, "data.chat_template", f"{name}.jinja")
     elif name in ("empty", "fewshot", "original"):
-        out.name("template", name, f"LLaMA-Factory's own `{name}` frame; farthing uses the tokenizer's chat template: the text "
-                 "differs", "differs")  # fmt: skip
+        out.name(
+            "template",
+            name,
+            f"LLaMA-Factory's own `{name}` frame; farthing uses the tokenizer's chat template: the"
+            " text differs",
+            "differs",
+        )
     else:
-        out.name("template", name, "the tokenizer's own chat template is used; for models of that family it writes the same "
-                 "turns. The line break behind a turn, which LLaMA-Factory learns too, is not learned")  # fmt: skip
+        out.name(
+            "template",
+            name,
+            "the tokenizer's own chat template is used; for models of that family it writes the"
+            " same turns. The line break behind a turn, which LLaMA-Factory learns too, is not"
+            " learned",
+        )
 
 
 def _registry(directory: str, folder: Path) -> tuple[Json | None, Path | None]:
-    """dataset_info.json in `directory`, which is relative to where LLaMA-Factory was started: the file's folder or above."""
+    """dataset_info.json in `directory`, which is relative to where LLaMA-Factory was started: the
+    file's folder or above.
+    """
     if ":" in directory:
         return None, None
     for base in (folder, *folder.resolve().parents):
@@ -225,7 +282,14 @@ def _source(name: str, registry: Json | None, at: Path | None, out: Imported) ->
             out.notes.append(f"dataset_info.json has no `{name}`")
         return {"path": name}
     source: Json = {}
-    for key in ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"):
+    for key in (
+        "file_name",
+        "hf_hub_url",
+        "ms_hub_url",
+        "om_hub_url",
+        "script_url",
+        "cloud_file_name",
+    ):
         if isinstance(entry.get(key), str):
             source["path"] = str(at / entry[key]) if key == "file_name" and at else entry[key]
             break
@@ -234,7 +298,12 @@ def _source(name: str, registry: Json | None, at: Path | None, out: Imported) ->
         if isinstance(entry.get(key), str):
             source[own] = entry[key]
     if entry.get("ranking"):
-        out.name(f"dataset_info.{name}.ranking", True, "preference data, which farthing does not train on", "blocks")
+        out.name(
+            f"dataset_info.{name}.ranking",
+            True,
+            "preference data, which farthing does not train on",
+            "blocks",
+        )
     raw = entry.get("columns")
     columns: Mapping[str, Any] = raw if isinstance(raw, Mapping) else {}
     if any(key in columns for key in ("images", "videos", "audios")):
@@ -254,10 +323,17 @@ def _columns(entry: Mapping[str, Any], columns: Mapping[str, Any]) -> Json:
     if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):
         is_openai = entry.get("formatting") == "openai" or tags.get("role_tag") == "role"
         role, content = (
-            ("role", "content") if is_openai else (tags.get("role_tag", "from"), tags.get("content_tag", "value"))
+            ("role", "content")
+            if is_openai
+            else (tags.get("role_tag", "from"), tags.get("content_tag", "value"))
         )
-        return chat_columns(columns.get("messages", "messages" if is_openai else "conversations"), role, content)
-    question, more = columns.get("prompt", "instruction"), columns.get("query", "input" if not columns else None)
+        return chat_columns(
+            columns.get("messages", "messages" if is_openai else "conversations"), role, content
+        )
+    question, more = (
+        columns.get("prompt", "instruction"),
+        columns.get("query", "input" if not columns else None),
+    )
     answer = columns.get("response", "output" if not columns else None)
     if not answer:
         return {"text": str(question)}

@@ -1,8 +1,10 @@
 """OpenAI's fine-tuning jobs: the JSON that makes one, or that describes one which was made.
 
-`n_epochs`, `batch_size` and `learning_rate_multiplier` are OpenAI's own words; what the multiplier multiplies was never
-published for GPT-4 models. For GPT-3 the pretraining rate times 0.02 to 0.2 by batch size was documented, with a batch of
-0.2 % of the examples, up to 256 (OpenAI's guide to the older fine-tunes). So a rate is only suggested here, and said to be.
+`n_epochs`, `batch_size` and `learning_rate_multiplier` are OpenAI's own words; what the multiplier
+multiplies was never published for GPT-4 models. For GPT-3 the pretraining rate times 0.02 to 0.2 by
+batch size was documented, with a batch of
+0.2 % of the examples, up to 256 (OpenAI's guide to the older fine-tunes). So a rate is only
+suggested here, and said to be.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     """A fine-tuning job of OpenAI."""
     given = values.get("method")
     method: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    kind = method.get("type") or next((k for k in ("dpo", "reinforcement", "supervised") if k in method), None)
+    kind = method.get("type") or next(
+        (k for k in ("dpo", "reinforcement", "supervised") if k in method), None
+    )
     if kind in ("dpo", "reinforcement"):
         what = "preference learning (DPO)" if kind == "dpo" else "reinforcement learning"
         key = next(key for key, _ in flat({"method": method}))
@@ -51,8 +55,13 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     elif "type" in method:
         out.name("method.type", kind, "supervised: what farthing does")
     model = values.get("model")
-    out.name("model", model, "weights that OpenAI keeps: another model is needed; Qwen/Qwen2.5-7B-Instruct stands in the job, "
-             "choose yours", "differs")  # fmt: skip
+    out.name(
+        "model",
+        model,
+        "weights that OpenAI keeps: another model is needed; Qwen/Qwen2.5-7B-Instruct stands in the"
+        " job, choose yours",
+        "differs",
+    )
     out.job["model.model_name_or_path"] = "Qwen/Qwen2.5-7B-Instruct"
     uploaded(values, out, "OpenAI (its files API)")
     read_keys(
@@ -66,6 +75,6 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     out.default("train.global_batch_size", 8, "a guess for auto")
     out.default("method.name", "lora", "what OpenAI trains is not published; an adapter")
     out.notes.append(
-        "OpenAI never published what it trains (all weights or an adapter), its rates and its batches for auto: the losses"
-        " will differ; data, epochs and seed are the same"
+        "OpenAI never published what it trains (all weights or an adapter), its rates and its"
+        " batches for auto: the losses will differ; data, epochs and seed are the same"
     )

@@ -1,7 +1,8 @@
-"""From a file of another tool to an `Imported`: whose it is by its content, and what its keys became.
+"""From a file of another tool to an `Imported`: whose it is by its content, and what its keys
+became.
 
-Files are read as YAML, JSON, Python syntax trees, notebooks or command lines; nothing of them is executed. Refuses what it
-can't recognise by name.
+Files are read as YAML, JSON, Python syntax trees, notebooks or command lines; nothing of them is
+executed. Refuses what it can't recognise by name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from farthing.config.importers import axolotl, fireworks, hf_scripts, llama_factory, openai, script_job, together, trl
+from farthing.config.importers import (
+    axolotl,
+    fireworks,
+    hf_scripts,
+    llama_factory,
+    openai,
+    script_job,
+    together,
+    trl,
+)
 from farthing.config.importers.record import Effect, Imported, Line, flat
 from farthing.config.importers.scripts import (
     MAX_SCRIPT_BYTES,
@@ -27,18 +37,31 @@ from farthing.config.importers.scripts import (
 )
 from farthing.config.job import DataSection, MethodSection, TrainSection
 from farthing.durability.files import Json
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.registry import task_of
 
 FILL_IN = "FILL-IN/the-model"
-SOURCES = ("openai", "together", "fireworks", "axolotl", "llama-factory", "trl", "unsloth", "hf-trainer")
+SOURCES = (
+    "openai",
+    "together",
+    "fireworks",
+    "axolotl",
+    "llama-factory",
+    "trl",
+    "unsloth",
+    "hf-trainer",
+)
 KIN = {trl.NAME, script_job.UNSLOTH, hf_scripts.NAME}
 """Tools whose settings have the same names."""
 _READERS = {
-    axolotl.NAME: axolotl.read, trl.NAME: trl.read, script_job.UNSLOTH: trl.read, openai.NAME: openai.read,
-    together.NAME: together.read, fireworks.NAME: fireworks.read,
-}  # fmt: skip
+    axolotl.NAME: axolotl.read,
+    trl.NAME: trl.read,
+    script_job.UNSLOTH: trl.read,
+    openai.NAME: openai.read,
+    together.NAME: together.read,
+    fireworks.NAME: fireworks.read,
+}
 MAX_DEPTH, MAX_SETTINGS_BYTES = 50, 1 << 20
 _MACHINES = (
     "compute_environment",
@@ -50,7 +73,7 @@ _MACHINES = (
 
 
 def import_file(path: Path, source: str | None = None) -> Imported:
-    """What became of each key of a file. Raises `UserMistake` for what can't be read or recognised."""
+    """What became of each key of a file. Raises `InputError` for what can't be read or recognised."""  # noqa: E501
     return finish(_import(path, source))
 
 
@@ -67,8 +90,9 @@ def _import(path: Path, source: str | None) -> Imported:
     seen = _whose(values)
     source = source or seen
     if source is None:
-        raise UserMistake(
-            f"whose settings these are is not seen from its keys ({', '.join(map(str, list(values)[:6]))})",
+        raise InputError(
+            "whose settings these are is not seen from its keys"
+            f" ({', '.join(map(str, list(values)[:6]))})",
             where=str(path),
             to_do=f"say it: --from {' | '.join(SOURCES)}",
         )
@@ -76,14 +100,19 @@ def _import(path: Path, source: str | None) -> Imported:
 
 
 def _refuse_strangers(out: Imported, seen: str | None, path: Path) -> Imported:
-    """Raises `UserMistake` for settings that are not those of the tool that was named."""
+    """Raises `InputError` for settings that are not those of the tool that was named."""
     is_other = seen is not None and seen != out.source and not {seen, out.source} <= KIN
     if not out.blockers and (not out.mapped or (is_other and 2 * len(out.mapped) < len(out.lines))):
         looks = f"; they look like those of {seen}" if is_other else ""
-        raise UserMistake(
-            f"these are no settings of {out.source}: of {len(out.lines)} keys it has {len(out.mapped)}{looks}",
+        raise InputError(
+            f"these are no settings of {out.source}: of {len(out.lines)} keys it has"
+            f" {len(out.mapped)}{looks}",
             where=str(path),
-            to_do=f"say --from {seen}, or leave it out" if is_other else "name the tool's own configuration file",
+            to_do=(
+                f"say --from {seen}, or leave it out"
+                if is_other
+                else "name the tool's own configuration file"
+            ),
         )
     return out
 
@@ -96,14 +125,20 @@ def _read(source: str, values: Mapping[str, Any], path: Path, program: str = "")
     elif source == hf_scripts.NAME:
         hf_scripts.read(values, out, program)
     else:
-        if source in (trl.NAME, script_job.UNSLOTH) and program and program not in ("sft", "sft.py"):
+        if (
+            source in (trl.NAME, script_job.UNSLOTH)
+            and program
+            and program not in ("sft", "sft.py")
+        ):
             _other_verb(out, program)
         _READERS[source](values, out)
     return out
 
 
 def _is_of_machines(values: Mapping[str, Any]) -> bool:
-    """Whether these are settings of Accelerate or DeepSpeed, which say where a training runs and not what it learns."""
+    """Whether these are settings of Accelerate or DeepSpeed, which say where a training runs and
+    not what it learns.
+    """
     return any(key in values for key in _MACHINES) and not any(
         key in values for key in ("model_name_or_path", "base_model", "model")
     )
@@ -111,7 +146,10 @@ def _is_of_machines(values: Mapping[str, Any]) -> bool:
 
 def _machines(values: Mapping[str, Any]) -> Imported:
     out = Imported("accelerate or deepspeed")
-    why = "says on which machines another configuration runs; farthing needs no such file, import the other one"
+    why = (
+        "says on which machines another configuration runs; farthing needs no such file, import the"
+        " other one"
+    )
     for index, (key, value) in enumerate(flat(values)):
         out.name(key, value, why, "blocks" if index == 0 else "none")
     return out
@@ -120,18 +158,28 @@ def _machines(values: Mapping[str, Any]) -> Imported:
 def finish(out: Imported) -> Imported:
     """What every import has to have: a task, a model, and no code of strangers unasked."""
     out.job.setdefault("task", CAUSAL_LM.name)
-    model, revision = out.job.get("model.model_name_or_path"), str(out.job.get("model.revision") or "")
+    model, revision = (
+        out.job.get("model.model_name_or_path"),
+        str(out.job.get("model.revision") or ""),
+    )
     if not model:
         out.job["model.model_name_or_path"] = FILL_IN
-        out.notes.append(f"which model is trained is not said here: put its name in the place of {FILL_IN}")
+        out.notes.append(
+            f"which model is trained is not said here: put its name in the place of {FILL_IN}"
+        )
     is_local = str(model).startswith(("/", ".", "~"))
-    if out.job.get("model.trust_remote_code") and not is_local and not re.fullmatch(r"[0-9a-f]{40}", revision):
+    if (
+        out.job.get("model.trust_remote_code")
+        and not is_local
+        and not re.fullmatch(r"[0-9a-f]{40}", revision)
+    ):
         del out.job["model.trust_remote_code"]
         for key, line in list(out.lines.items()):
             if line.became == "model.trust_remote_code":
                 del out.lines[key]
                 why = (
-                    "farthing runs the code of a Hub model only with a pinned `model.revision`; most families need none"
+                    "farthing runs the code of a Hub model only with a pinned `model.revision`;"
+                    " most families need none"
                 )
                 out.name(key, line.value, why, "none")
     _settle(out)
@@ -139,7 +187,9 @@ def finish(out: Imported) -> Imported:
 
 
 def _settle(out: Imported) -> None:
-    """Take out what a job would refuse, and name it: values out of range, keys that contradict each other."""
+    """Take out what a job would refuse, and name it: values out of range, keys that contradict each
+    other.
+    """
     job = out.job
     if job.get("train.eval_strategy") == "steps" and "train.eval_steps" not in job:
         job["train.eval_steps"] = job.get("train.logging_steps", 500)
@@ -159,21 +209,37 @@ def _settle(out: Imported) -> None:
             f"not measured for {job['task']} ({', '.join(known)} are): the loss is used",
         )
         _drop(out, "train.greater_is_better", "known from the metric")
-    for section, model in (("train", TrainSection), ("method", MethodSection), ("data", DataSection)):
+    for section, model in (
+        ("train", TrainSection),
+        ("method", MethodSection),
+        ("data", DataSection),
+    ):
         for _ in range(len(job)):
-            values = {key.partition(".")[2]: value for key, value in job.items() if key.startswith(f"{section}.")}
+            values = {
+                key.partition(".")[2]: value
+                for key, value in job.items()
+                if key.startswith(f"{section}.")
+            }
             if section == "data":
-                values = {key: value for key, value in values.items() if key not in ("train", "eval")} | {"train": "x"}
+                values = {
+                    key: value for key, value in values.items() if key not in ("train", "eval")
+                } | {"train": "x"}
             try:
                 model.model_validate(values)
                 break
             except ValidationError as error:
                 first = error.errors()[0]
                 message = first["msg"].removeprefix("Value error, ")
-                named = [str(first["loc"][0])] if first["loc"] else [key for key in values if key in message]
+                named = (
+                    [str(first["loc"][0])]
+                    if first["loc"]
+                    else [key for key in values if key in message]
+                )
                 if not named:
                     break
-                _drop(out, f"{section}.{named[-1]}", f"farthing can't take it: {message}", "differs")
+                _drop(
+                    out, f"{section}.{named[-1]}", f"farthing can't take it: {message}", "differs"
+                )
 
 
 def _drop(out: Imported, to: str, why: str, effect: Effect = "none") -> None:
@@ -187,8 +253,31 @@ def _drop(out: Imported, to: str, why: str, effect: Effect = "none") -> None:
 
 def _other_verb(out: Imported, program: str) -> None:
     """A program of TRL's other than supervised fine-tuning."""
-    other = ("dpo", "grpo", "kto", "ppo", "rloo", "reward", "orpo", "cpo", "xpo", "prm", "bco", "gkd", "nash", "online",
-             "gold", "gspo", "distill", "tpo", "sdft", "sdpo", "ssd", "mpo", "env")  # fmt: skip
+    other = (
+        "dpo",
+        "grpo",
+        "kto",
+        "ppo",
+        "rloo",
+        "reward",
+        "orpo",
+        "cpo",
+        "xpo",
+        "prm",
+        "bco",
+        "gkd",
+        "nash",
+        "online",
+        "gold",
+        "gspo",
+        "distill",
+        "tpo",
+        "sdft",
+        "sdpo",
+        "ssd",
+        "mpo",
+        "env",
+    )
     if "vlm" in program or "_vl" in program:
         out.name("(script)", program, "images, which farthing does not train on", "blocks")
     elif program.startswith(other) or program.startswith("async_"):
@@ -208,25 +297,41 @@ def _other_verb(out: Imported, program: str) -> None:
 def _text(path: Path) -> str:
     try:
         if not path.is_file():
-            what = "a folder" if path.is_dir() else "no such file" if not path.exists() else "no ordinary file"
-            raise UserMistake(what, where=str(path), to_do="name a file with settings" + " of it" * path.is_dir())
-        most = MAX_SCRIPT_BYTES if path.suffix.lower() in (".py", ".ipynb", ".md", ".sh") else MAX_SETTINGS_BYTES
+            what = (
+                "a folder"
+                if path.is_dir()
+                else "no such file"
+                if not path.exists()
+                else "no ordinary file"
+            )
+            raise InputError(
+                what, where=str(path), to_do="name a file with settings" + " of it" * path.is_dir()
+            )
+        most = (
+            MAX_SCRIPT_BYTES
+            if path.suffix.lower() in (".py", ".ipynb", ".md", ".sh")
+            else MAX_SETTINGS_BYTES
+        )
         if path.stat().st_size > most:
             what = f"larger than {most >> 20} MiB: these are no settings"
-            raise UserMistake(what, where=str(path), to_do="name the configuration, not the data")
+            raise InputError(what, where=str(path), to_do="name the configuration, not the data")
         text = path.read_text(encoding="utf-8-sig")
         if not text.strip():
-            raise UserMistake("the file is empty", where=str(path), to_do="check how it was written")
+            raise InputError("the file is empty", where=str(path), to_do="check how it was written")
         return text
     except UnicodeDecodeError as error:
         what = f"not UTF-8 text (byte {error.start})"
-        raise UserMistake(what, where=str(path), to_do="name a text: .yaml, .json, .py, .ipynb, .sh") from error
+        raise InputError(
+            what, where=str(path), to_do="name a text: .yaml, .json, .py, .ipynb, .sh"
+        ) from error
     except OSError as error:
-        raise UserMistake(f"can't be read: {error.strerror}", where=str(path), to_do="check its permissions") from error
+        raise InputError(
+            f"can't be read: {error.strerror}", where=str(path), to_do="check its permissions"
+        ) from error
 
 
 def settings_in(path: Path) -> Json:
-    """The keys of a YAML file, of which JSON is one. Raises `UserMistake`."""
+    """The keys of a YAML file, of which JSON is one. Raises `InputError`."""
     return _mapping(path, _text(path), is_json=False)
 
 
@@ -242,16 +347,22 @@ def _mapping(path: Path, text: str, *, is_json: bool) -> Json:
         line = f":{mark.line + 1}" if mark else ""
         what = str(getattr(error, "problem", None) or error).splitlines()[0][:200]
         what = "nested too deep" if isinstance(error, RecursionError) else what
-        raise UserMistake(f"not valid YAML or JSON: {what}", where=f"{path}{line}", to_do="mend the file") from error
+        raise InputError(
+            f"not valid YAML or JSON: {what}", where=f"{path}{line}", to_do="mend the file"
+        ) from error
     if not isinstance(values, dict) or not values:
-        raise UserMistake("not a mapping of settings", where=str(path), to_do="name a configuration or a script")
+        raise InputError(
+            "not a mapping of settings", where=str(path), to_do="name a configuration or a script"
+        )
     return {str(key): value for key, value in values.items()}
 
 
 def _refuse_depth(text: str) -> None:
     depth = n_aliases = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         n_aliases += isinstance(event, yaml.AliasEvent)
         if depth > MAX_DEPTH or n_aliases > 100:
             raise ValueError("nested too deep, or too many aliases")
@@ -261,28 +372,67 @@ _MARKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (
         axolotl.NAME,
         ("base_model",),
-        ("datasets", "sequence_len", "micro_batch_size", "adapter", "num_epochs", "optimizer", "pretraining_dataset",
-         "output_dir"),
+        (
+            "datasets",
+            "sequence_len",
+            "micro_batch_size",
+            "adapter",
+            "num_epochs",
+            "optimizer",
+            "pretraining_dataset",
+            "output_dir",
+        ),
     ),
     (openai.NAME, (), ("hyperparameters",)),
     (
         llama_factory.NAME,
         (),
-        ("finetuning_type", "stage", "cutoff_len", "lora_target", "peft_config", "train_dataset", "template", "infer_backend",
-         "adapter_name_or_path", "dist_config"),
+        (
+            "finetuning_type",
+            "stage",
+            "cutoff_len",
+            "lora_target",
+            "peft_config",
+            "train_dataset",
+            "template",
+            "infer_backend",
+            "adapter_name_or_path",
+            "dist_config",
+        ),
     ),
-    (hf_scripts.NAME, ("model_name_or_path",), ("task_name", "max_source_length", "do_train", "text_column")),
+    (
+        hf_scripts.NAME,
+        ("model_name_or_path",),
+        ("task_name", "max_source_length", "do_train", "text_column"),
+    ),
     (
         trl.NAME,
         ("model_name_or_path",),
-        ("dataset_name", "use_peft", "dataset_train_split", "lora_target_modules", "max_length", "assistant_only_loss",
-         "completion_only_loss"),
+        (
+            "dataset_name",
+            "use_peft",
+            "dataset_train_split",
+            "lora_target_modules",
+            "max_length",
+            "assistant_only_loss",
+            "completion_only_loss",
+        ),
     ),
     (hf_scripts.NAME, (), ("model_name_or_path", "per_device_train_batch_size")),
-)  # fmt: skip
+)
 """Whose settings have all of the first keys and one of the second; the first that fits."""
-_TOGETHER = ("lora", "n_checkpoints", "training_type", "lora_r", "wandb_api_key", "learning_rate", "warmup_ratio",
-             "training_method", "n_evals", "n_epochs")  # fmt: skip
+_TOGETHER = (
+    "lora",
+    "n_checkpoints",
+    "training_type",
+    "lora_r",
+    "wandb_api_key",
+    "learning_rate",
+    "warmup_ratio",
+    "training_method",
+    "n_evals",
+    "n_epochs",
+)
 
 
 def _whose(values: Mapping[str, Any]) -> str | None:
@@ -290,7 +440,11 @@ def _whose(values: Mapping[str, Any]) -> str | None:
     keys = set(values)
     snakes = {fireworks.snake(key) for key in keys}
     base = str(values.get("base_model", values.get("baseModel", "")))
-    if base.startswith("accounts/") or "baseModel" in keys or {"display_name", "dataset", "base_model"} <= snakes:
+    if (
+        base.startswith("accounts/")
+        or "baseModel" in keys
+        or {"display_name", "dataset", "base_model"} <= snakes
+    ):
         return fireworks.NAME
     if "training_file" in keys or values.get("object") == "fine_tuning.job":
         is_together = keys & set(_TOGETHER) and not keys & {"hyperparameters", "method"}
@@ -311,17 +465,24 @@ def _script(path: Path, text: str, source: str | None) -> Imported:
     commands = [command for doc in _docstrings(code) for command in commands_of(doc)]
     source = source or _whose_script(code)
     if script_job.no_settings(calls) and not commands:
-        raise UserMistake(
+        raise InputError(
             "a script that says nothing of a training by itself",
             where=str(path),
-            to_do="import the file or the command line that it takes its settings from (.yaml, .json, .sh)",
+            to_do=(
+                "import the file or the command line that it takes its settings from (.yaml, .json,"
+                " .sh)"
+            ),
         )
     if source is None:
-        raise UserMistake(
-            "whose script this is is not seen", where=str(path), to_do="say it: --from trl | unsloth | hf-trainer"
+        raise InputError(
+            "whose script this is is not seen",
+            where=str(path),
+            to_do="say it: --from trl | unsloth | hf-trainer",
         )
     if (commands and _is_parser_script(code)) or script_job.no_settings(calls):
-        return _commands(path, [command for command in commands if command.values], source, program=path.name)
+        return _commands(
+            path, [command for command in commands if command.values], source, program=path.name
+        )
     out = Imported(source)
     script_job.read(calls, out)
     return out
@@ -337,21 +498,31 @@ def _is_parser_script(code: str) -> bool:
 
 
 def _whose_script(code: str) -> str | None:
-    for name, word in ((script_job.UNSLOTH, "unsloth"), (trl.NAME, "trl"), (hf_scripts.NAME, "transformers")):
+    for name, word in (
+        (script_job.UNSLOTH, "unsloth"),
+        (trl.NAME, "trl"),
+        (hf_scripts.NAME, "transformers"),
+    ):
         if re.search(rf"^\s*(from|import)\s+{word}\b", code, re.MULTILINE):
             return name
     return None
 
 
-def _commands(path: Path, commands: list[Command], source: str | None, program: str = "") -> Imported:
+def _commands(
+    path: Path, commands: list[Command], source: str | None, program: str = ""
+) -> Imported:
     """The first of several command lines; what the others say differently is a note."""
     if not commands:
-        raise UserMistake(
-            "no command line that starts a training (python SCRIPT.py --key value, trl sft ..., llamafactory-cli train ...)",
+        raise InputError(
+            "no command line that starts a training (python SCRIPT.py --key value, trl sft ...,"
+            " llamafactory-cli train ...)",
             where=str(path),
             to_do="import the configuration file that it names",
         )
-    best = next((c for c in commands if any("lr" in k or "learning_rate" in k for k in c.values)), commands[0])
+    best = next(
+        (c for c in commands if any("lr" in k or "learning_rate" in k for k in c.values)),
+        commands[0],
+    )
     program = best.program
     if source is None:
         source = _whose(best.values) or hf_scripts.NAME
@@ -359,16 +530,28 @@ def _commands(path: Path, commands: list[Command], source: str | None, program: 
             source = hf_scripts.NAME
         elif "dataset_name" in best.values and not program.startswith("run_"):
             source = trl.NAME
-    open_ones = {key: each for key, each in best.values.items() if re.search(r"\$[\w({]", str(each))}
-    out = _read(source, {key: each for key, each in best.values.items() if key not in open_ones}, path, program)
+    open_ones = {
+        key: each for key, each in best.values.items() if re.search(r"\$[\w({]", str(each))
+    }
+    out = _read(
+        source,
+        {key: each for key, each in best.values.items() if key not in open_ones},
+        path,
+        program,
+    )
     for key, value in open_ones.items():
-        out.name(key, value, "a value that only running the script would tell: set it by hand", "differs")
+        out.name(
+            key, value, "a value that only running the script would tell: set it by hand", "differs"
+        )
     for key, value in flat(best.launcher):
         out.name(
             f"launcher.{key}",
             value,
-            "starts it on several GPUs or machines; say where.gpus, or `farthing train --accelerate FILE`",
+            "starts it on several GPUs or machines; say where.gpus, or `farthing train --accelerate"
+            " FILE`",
         )
     if len(commands) > 1:
-        out.notes.append(f"{len(commands)} command lines are there; the one with {program} was read")
+        out.notes.append(
+            f"{len(commands)} command lines are there; the one with {program} was read"
+        )
     return out

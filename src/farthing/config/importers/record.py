@@ -1,7 +1,9 @@
-"""What became of each key of another tool's settings: mapped to a key of the job, or named with the reason.
+"""What became of each key of another tool's settings: mapped to a key of the job, or named with the
+reason.
 
-A table says for each key `To(job key, conversion)`; groups of patterns say why a key has no counterpart and what that
-changes. What neither knows is named as unknown, so that no key is lost. Refuses to read files and to know any tool.
+A table says for each key `To(job key, conversion)`; groups of patterns say why a key has no
+counterpart and what that changes. What neither knows is named as unknown, so that no key is lost.
+Refuses to read files and to know any tool.
 """
 
 from __future__ import annotations
@@ -16,8 +18,12 @@ from farthing.config.job import KEYS, SECTIONS, TrainSection
 from farthing.durability.files import Json
 
 Effect = Literal["none", "differs", "blocks"]
-"""Of a key that is named: the result is the same, the result differs, or the job can't be expressed at all."""
-UNKNOWN = "not a key that this importer knows; look up what it does and set it by hand if it matters"
+"""Of a key that is named: the result is the same, the result differs, or the job can't be expressed
+at all.
+"""
+UNKNOWN = (
+    "not a key that this importer knows; look up what it does and set it by hand if it matters"
+)
 
 
 class Odd(Exception):
@@ -39,7 +45,9 @@ class To(NamedTuple):
 
 
 def rows(section: str, convert: Callable[[Any], Any], keys: str) -> dict[str, To]:
-    """Rows of a table: keys that a section of the job has by the same name, or `key=ours` by another one."""
+    """Rows of a table: keys that a section of the job has by the same name, or `key=ours` by
+    another one.
+    """
     pairs = (word.partition("=") for word in keys.split())
     return {name: To(f"{section}.{own or name}", convert) for name, _, own in pairs}
 
@@ -77,11 +85,15 @@ class Imported:
     """Files that belong beside the job: name to text."""
 
     def put(self, key: str, value: Any, to: str, converted: Any, note: str = "") -> None:
-        """Map a key of the source. A key of the job that an earlier one has set stays: the second is named."""
+        """Map a key of the source. A key of the job that an earlier one has set stays: the second
+        is named.
+        """
         if not exists(to):
             self.name(key, value, f"farthing has no `{to.rpartition('.')[2]}` yet", "differs")
         elif to in self.job and self.job[to] != converted:
-            self.name(key, value, f"`{to}` is {say(self.job[to])} by another key already", "differs")
+            self.name(
+                key, value, f"`{to}` is {say(self.job[to])} by another key already", "differs"
+            )
         else:
             self.job[to] = converted
             self.lines[key] = Line(key, value, to, note, "none")
@@ -92,7 +104,9 @@ class Imported:
             self.lines[key] = Line(key, value, "", why, effect)
 
     def keep(self, key: str, value: Any, to: str) -> None:
-        """A key that became part of a key of the job, such as the split of one of several data sets."""
+        """A key that became part of a key of the job, such as the split of one of several data
+        sets.
+        """
         self.lines[key] = Line(key, value, to, "", "none")
 
     def default(self, key: str, value: Any, of: str = "") -> None:
@@ -129,12 +143,18 @@ def exists(key: str) -> bool:
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; items of a list of mappings are `key[0].inner`. An empty mapping is a leaf."""
+    """(dotted key, value) of every leaf; items of a list of mappings are `key[0].inner`. An empty
+    mapping is a leaf.
+    """
     for name, value in values.items():
         key = f"{before}{name}"
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{key}.")
-        elif isinstance(value, list) and value and all(isinstance(item, Mapping) and item for item in value):
+        elif (
+            isinstance(value, list)
+            and value
+            and all(isinstance(item, Mapping) and item for item in value)
+        ):
             for index, item in enumerate(value):
                 yield from flat(item, f"{key}[{index}].")
         else:
@@ -149,7 +169,7 @@ def read_keys(
     *,
     name_of: Callable[[str], str] = lambda key: key,
 ) -> None:
-    """Map or name every key that nobody has dealt with. `name_of` is the key as the tables have it."""
+    """Map or name every key that nobody has dealt with. `name_of` is the key as the tables have it."""  # noqa: E501
     groups = tuple(groups)
     for key, value in values:
         if key in out.lines:
@@ -160,7 +180,9 @@ def read_keys(
         elif name in table:
             by_rule(out, key, value, table[name])
         else:
-            why = next((g for g in groups if any(fnmatchcase(name, p) for p in g.patterns.split())), None)
+            why = next(
+                (g for g in groups if any(fnmatchcase(name, p) for p in g.patterns.split())), None
+            )
             if why and (value is False or value == 0):
                 out.name(key, value, "off there, and farthing has none of it: " + why.reason)
             else:
@@ -177,7 +199,11 @@ def by_rule(out: Imported, key: str, value: Any, rule: To) -> None:
 
 def say(value: Any) -> str:
     """A value in a few characters, as YAML would show it."""
-    text = {True: "true", False: "false", None: "empty"}[value] if isinstance(value, bool | None) else str(value)
+    text = (
+        {True: "true", False: "false", None: "empty"}[value]
+        if isinstance(value, bool | None)
+        else str(value)
+    )
     text = " ".join(text.split())
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -197,7 +223,11 @@ def number(value: Any) -> float | int:
         raise Odd(f"not a number that can be read here ({say(value)}): set it by hand") from None
     if not math.isfinite(found):
         raise Odd("not a finite number")
-    return int(found) if found.is_integer() and "." not in str(value) and "e" not in str(value).lower() else found
+    return (
+        int(found)
+        if found.is_integer() and "." not in str(value) and "e" not in str(value).lower()
+        else found
+    )
 
 
 def positive(value: Any) -> float | int:
@@ -238,7 +268,9 @@ def share(value: Any) -> float:
     if found == 0:
         raise Odd("0: nothing is held out", "none")
     if found >= 1:
-        raise Odd(f"holds out {found:g} rows; farthing holds out a share: set data.eval_fraction", "none")
+        raise Odd(
+            f"holds out {found:g} rows; farthing holds out a share: set data.eval_fraction", "none"
+        )
     return found
 
 
@@ -246,7 +278,11 @@ def names(value: Any) -> list[str]:
     """A list of names, also of one that is written with commas. Raises `Odd`."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(item, str) for item in value):
+    if (
+        not isinstance(value, list | tuple)
+        or not value
+        or not all(isinstance(item, str) for item in value)
+    ):
         raise Odd(f"no list of names that can be read here ({say(value)})")
     return list(value)
 
@@ -256,10 +292,16 @@ def _choices(key: str) -> tuple[str, ...]:
 
 
 _SAME_OPTIMIZER = {
-    "adamw": "adamw_torch", "adamw_hf": "adamw_torch", "adamw_apex_fused": "adamw_torch_fused",
-    "adamw_torch_npu_fused": "adamw_torch_fused", "adamw_torch_xla": "adamw_torch", "adamw_anyprecision": "adamw_torch",
-    "paged_adamw": "paged_adamw_32bit", "adamw_bnb": "adamw_bnb_8bit", "adamw_torch_8bit": "adamw_8bit",
-}  # fmt: skip
+    "adamw": "adamw_torch",
+    "adamw_hf": "adamw_torch",
+    "adamw_apex_fused": "adamw_torch_fused",
+    "adamw_torch_npu_fused": "adamw_torch_fused",
+    "adamw_torch_xla": "adamw_torch",
+    "adamw_anyprecision": "adamw_torch",
+    "paged_adamw": "paged_adamw_32bit",
+    "adamw_bnb": "adamw_bnb_8bit",
+    "adamw_torch_8bit": "adamw_8bit",
+}
 
 
 def optimizer(value: Any) -> str:
@@ -267,7 +309,9 @@ def optimizer(value: Any) -> str:
     name = text(value).rpartition("OptimizerNames.")[2].lower()
     name = _SAME_OPTIMIZER.get(name, name)
     if name not in _choices("optim"):
-        raise Odd(f"farthing has no {name}: adamw_torch_fused is used instead, and the losses will differ")
+        raise Odd(
+            f"farthing has no {name}: adamw_torch_fused is used instead, and the losses will differ"
+        )
     return name
 
 
@@ -275,5 +319,8 @@ def scheduler(value: Any) -> str:
     """A schedule that farthing has. Raises `Odd`."""
     name = text(value).rpartition("SchedulerType.")[2].lower()
     if name not in _choices("lr_scheduler_type"):
-        raise Odd(f"farthing has no schedule {name}: the default is used instead, and the losses will differ")
+        raise Odd(
+            f"farthing has no schedule {name}: the default is used instead, and the losses will"
+            " differ"
+        )
     return name

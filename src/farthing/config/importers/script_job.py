@@ -1,4 +1,6 @@
-"""The calls of a training script as a job: what TRL, Unsloth and plain Trainer scripts say in their configuration calls."""
+"""The calls of a training script as a job: what TRL, Unsloth and plain Trainer scripts say in their
+configuration calls.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,50 @@ from farthing.tasks.classification import CLASSIFICATION
 from farthing.tasks.seq2seq import SEQ2SEQ
 
 UNSLOTH = "unsloth"
-ARGUMENTS = ("SFTConfig", "TrainingArguments", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
+ARGUMENTS = (
+    "SFTConfig",
+    "TrainingArguments",
+    "Seq2SeqTrainingArguments",
+    "UnslothTrainingArguments",
+)
 TRAINERS = ("SFTTrainer", "Trainer", "Seq2SeqTrainer", "UnslothTrainer")
 OTHER_TRAINERS = {
-    "DPO": "preference learning (DPO)", "GRPO": "reinforcement learning (GRPO)", "ORPO": "preference learning (ORPO)",
-    "KTO": "learning from verdicts (KTO)", "PPO": "reinforcement learning (PPO)", "Reward": "a reward model",
-    "RLOO": "reinforcement learning (RLOO)", "SentenceTransformer": "embeddings", "PRM": "a reward model",
-}  # fmt: skip
+    "DPO": "preference learning (DPO)",
+    "GRPO": "reinforcement learning (GRPO)",
+    "ORPO": "preference learning (ORPO)",
+    "KTO": "learning from verdicts (KTO)",
+    "PPO": "reinforcement learning (PPO)",
+    "Reward": "a reward model",
+    "RLOO": "reinforcement learning (RLOO)",
+    "SentenceTransformer": "embeddings",
+    "PRM": "a reward model",
+}
 _LOAD = {**hf.MODEL, "max_seq_length": trl.SFT["max_seq_length"]}
-_LORA = {**hf.LORA, "loraplus_lr_ratio": To("method.loraplus_lr_ratio"), "use_dora": To("method.use_dora", truth)}
-_VISION = ("Vision", "ImageText", "Vision2Seq", "VL", "Whisper", "Csm", "Audio", "Speech", "CTC",
-           "ImageClassification", "Segmentation", "ObjectDetection")  # fmt: skip
+_LORA = {
+    **hf.LORA,
+    "loraplus_lr_ratio": To("method.loraplus_lr_ratio"),
+    "use_dora": To("method.use_dora", truth),
+}
+_VISION = (
+    "Vision",
+    "ImageText",
+    "Vision2Seq",
+    "VL",
+    "Whisper",
+    "Csm",
+    "Audio",
+    "Speech",
+    "CTC",
+    "ImageClassification",
+    "Segmentation",
+    "ObjectDetection",
+)
 _TASKS = {
-    "SequenceClassification": CLASSIFICATION.name, "Seq2SeqLM": SEQ2SEQ.name, "T5ForConditionalGeneration": SEQ2SEQ.name,
+    "SequenceClassification": CLASSIFICATION.name,
+    "Seq2SeqLM": SEQ2SEQ.name,
+    "T5ForConditionalGeneration": SEQ2SEQ.name,
     "BartForConditionalGeneration": SEQ2SEQ.name,
-}  # fmt: skip
+}
 _NO_TASKS = (
     "TokenClassification",
     "QuestionAnswering",
@@ -52,8 +83,9 @@ def read(calls: Sequence[Call], out: Imported) -> None:
         trl.defaults(out)
         if not script.masks_prompts:
             out.notes.append(
-                "TRL learns every token of `messages` and `text` rows, and only completions of prompt/completion rows: set"
-                " data.train_on_prompt: true for messages to do the same"
+                "TRL learns every token of `messages` and `text` rows, and only completions of"
+                " prompt/completion rows: set data.train_on_prompt: true for messages to do the"
+                " same"
             )
     else:
         hf.trainer_defaults(out)
@@ -62,13 +94,20 @@ def read(calls: Sequence[Call], out: Imported) -> None:
 def _unsloth(script: Script, out: Imported) -> None:
     is_causal = out.job.get("task", CAUSAL_LM.name) == CAUSAL_LM.name
     if is_causal and not script.masks_prompts and "data.train_on_prompt" not in out.job:
-        out.default("data.train_on_prompt", True, "SFTTrainer without train_on_responses_only: every token is learned")
+        out.default(
+            "data.train_on_prompt",
+            True,
+            "SFTTrainer without train_on_responses_only: every token is learned",
+        )
     model = str(out.job.get("model.model_name_or_path", ""))
     if model.endswith("-bnb-4bit"):
         out.notes.append(
-            f"{model} is quantized already; farthing quantizes itself: take the name without -bnb-4bit (and -unsloth)"
+            f"{model} is quantized already; farthing quantizes itself: take the name without"
+            " -bnb-4bit (and -unsloth)"
         )
-        out.job["model.model_name_or_path"] = model.removesuffix("-bnb-4bit").removesuffix("-unsloth")
+        out.job["model.model_name_or_path"] = model.removesuffix("-bnb-4bit").removesuffix(
+            "-unsloth"
+        )
     out.default("data.max_length", 2048)
     trl.defaults(out)
 
@@ -108,19 +147,29 @@ class Script:
             self._quantized(call)
         elif last == "load_dataset":
             self._data(call)
-        elif last in ("train_on_responses_only", "get_chat_template", "standardize_sharegpt", "apply_chat_template"):
+        elif last in (
+            "train_on_responses_only",
+            "get_chat_template",
+            "standardize_sharegpt",
+            "apply_chat_template",
+        ):
             self._chat(call)
         elif last == "map" and not call.name.startswith("()") and len(call.positional) == 1:
             keys = self._keys(call, {"function": call.positional[0]})
             read_keys(self.out, keys, {}, reasons("calls"), name_of=lambda key: "formatting_func")
 
-    def _keys(self, call: Call, values: Mapping[str, Any], positions: Sequence[str] = ()) -> list[tuple[str, Any]]:
-        """(key, value) of a call's arguments: `SFTConfig.seed`; of a second such call `SFTConfig#2.seed`."""
+    def _keys(
+        self, call: Call, values: Mapping[str, Any], positions: Sequence[str] = ()
+    ) -> list[tuple[str, Any]]:
+        """(key, value) of a call's arguments: `SFTConfig.seed`; of a second such call
+        `SFTConfig#2.seed`.
+        """
         name = call.name if call.last == "from_pretrained" else call.last
         self.seen[name] = self.seen.get(name, 0) + 1
         label = name if self.seen[name] == 1 else f"{name}#{self.seen[name]}"
         given = {
-            (positions[i] if i < len(positions) else f"({i + 1})"): value for i, value in enumerate(call.positional)
+            (positions[i] if i < len(positions) else f"({i + 1})"): value
+            for i, value in enumerate(call.positional)
         }
         return [(f"{label}.{key}", value) for key, value in {**given, **values}.items()]
 
@@ -129,12 +178,18 @@ class Script:
         for key, value in self._keys(call, call.named, positions):
             self.out.name(key, _plain(value), why)
 
-    def _table(self, keys: list[tuple[str, Any]], table: Mapping[str, To], *, is_first: bool = True) -> None:
-        """By a table; computed values are named, and so is all of a call that is not the first of its kind."""
+    def _table(
+        self, keys: list[tuple[str, Any]], table: Mapping[str, To], *, is_first: bool = True
+    ) -> None:
+        """By a table; computed values are named, and so is all of a call that is not the first of
+        its kind.
+        """
         for key, value in keys:
             name = key.rpartition(".")[2]
             if not is_first:
-                self.out.name(key, _plain(value), "a later call of the same kind; the first one is read")
+                self.out.name(
+                    key, _plain(value), "a later call of the same kind; the first one is read"
+                )
             elif (
                 isinstance(value, Computed)
                 and (name in table or name in ("warmup_steps", "warmup_ratio"))
@@ -146,19 +201,34 @@ class Script:
             elif name in ("warmup_steps", "warmup_ratio") and not isinstance(value, Computed):
                 hf.warmup(self.out, key, value)
         left = [(key, _plain(value)) for key, value in keys if key not in self.out.lines]
-        read_keys(self.out, _spread(left), table, reasons("calls", "model", trl.NAME, "common"), name_of=_argument)
+        read_keys(
+            self.out,
+            _spread(left),
+            table,
+            reasons("calls", "model", trl.NAME, "common"),
+            name_of=_argument,
+        )
 
     def _computed(self, key: str, name: str, value: Computed) -> None:
         if name in ("bf16", "fp16") and ("support" in value or "is_available" in value):
             self.out.name(key, str(value), "farthing takes bf16 where the GPU has it natively")
         elif name == "output_dir":
-            self.out.name(key, str(value), "a computed value: output_dir in the job is a new folder")
+            self.out.name(
+                key, str(value), "a computed value: output_dir in the job is a new folder"
+            )
         else:
-            self.out.name(key, str(value), "a value that only running the script would tell: set it by hand", "differs")
+            self.out.name(
+                key,
+                str(value),
+                "a value that only running the script would tell: set it by hand",
+                "differs",
+            )
 
     def _load(self, call: Call, owner: str) -> None:
         if (
-            owner.startswith(("AutoTokenizer", "AutoProcessor", "AutoConfig", "AutoFeature", "AutoImage"))
+            owner.startswith(
+                ("AutoTokenizer", "AutoProcessor", "AutoConfig", "AutoFeature", "AutoImage")
+            )
             or "Tokenizer" in owner
             or "Processor" in owner
         ):
@@ -173,7 +243,11 @@ class Script:
         if is_first:
             self._task(owner, keys)
             values = {key.rpartition(".")[2]: value for key, value in keys}
-            others = owner.startswith("Fast") and not values.get("load_in_8bit") and not values.get("load_in_16bit")
+            others = (
+                owner.startswith("Fast")
+                and not values.get("load_in_8bit")
+                and not values.get("load_in_16bit")
+            )
             self.is_4bit = self.is_4bit or values.get("load_in_4bit", others) is True
             if values.get("full_finetuning") is True:
                 key = next(key for key, _ in keys if key.endswith(".full_finetuning"))
@@ -194,15 +268,21 @@ class Script:
                 self.out.job.setdefault("task", task)
         if any(name in kinds for name in _VISION):
             self.out.lines.pop(key, None)
-            self.out.name(f"{owner}", None, "images or sound, which farthing does not train on", "blocks")
+            self.out.name(
+                f"{owner}", None, "images or sound, which farthing does not train on", "blocks"
+            )
         elif any(name in kinds for name in _NO_TASKS):
             self.out.name(f"{owner}", None, "a task that farthing does not have", "blocks")
 
     def _name_bits(self, key: str, name: str, value: Any) -> None:
         if name == "load_in_8bit" and value is True:
-            self.out.name(key, True, "farthing has no 8-bit base: the base stays in 16 bits", "differs")
+            self.out.name(
+                key, True, "farthing has no 8-bit base: the base stays in 16 bits", "differs"
+            )
         else:
-            self.out.name(key, _plain(value), "method: qlora is the 4-bit base, lora and full are without")
+            self.out.name(
+                key, _plain(value), "method: qlora is the 4-bit base, lora and full are without"
+            )
 
     def _quantized(self, call: Call) -> None:
         self.is_4bit = self.is_4bit or call.named.get("load_in_4bit") is True
@@ -211,7 +291,11 @@ class Script:
             if name in ("load_in_4bit", "load_in_8bit"):
                 self._name_bits(key, name, value)
             else:
-                self.out.name(key, _plain(value), "farthing's 4-bit base is always nf4 with double quantization")
+                self.out.name(
+                    key,
+                    _plain(value),
+                    "farthing's 4-bit base is always nf4 with double quantization",
+                )
 
     def _trainer(self, call: Call) -> None:
         keys = self._keys(call, call.named, ("model", "args"))
@@ -227,14 +311,19 @@ class Script:
 
     def _other_training(self, call: Call) -> None:
         what = next(
-            (words for name, words in OTHER_TRAINERS.items() if call.last.startswith(name)), "a trainer of its own"
+            (words for name, words in OTHER_TRAINERS.items() if call.last.startswith(name)),
+            "a trainer of its own",
         )
         if call.last.endswith("Trainer"):
             self.out.name(f"{call.last}", None, f"{what}, which farthing does not do", "blocks")
         self._name_all(call, f"settles {what}")
 
     def _adapter(self, call: Call) -> None:
-        if call.last == "get_peft_model" and "r" not in call.named and "lora_alpha" not in call.named:
+        if (
+            call.last == "get_peft_model"
+            and "r" not in call.named
+            and "lora_alpha" not in call.named
+        ):
             return self._name_all(call, "puts the adapter on; its settings are in LoraConfig")
         is_first, self.has_adapter = not self.has_adapter, True
         self._table(self._keys(call, call.named), _LORA, is_first=is_first)
@@ -257,14 +346,27 @@ class Script:
         if path in ("json", "csv", "parquet", "text") and files:
             train = files.get("train") if isinstance(files, Mapping) else files
             path = train[0] if isinstance(train, list) and train else train
-        is_train = "test" not in str(values.get("split", "")) and "valid" not in str(values.get("split", ""))
-        if sources is None and isinstance(path, str) and not isinstance(path, Computed) and is_train:
-            source: Json = {"path": str(path), **{k: known[k] for k in ("name", "split") if k in known}}
+        is_train = "test" not in str(values.get("split", "")) and "valid" not in str(
+            values.get("split", "")
+        )
+        if (
+            sources is None
+            and isinstance(path, str)
+            and not isinstance(path, Computed)
+            and is_train
+        ):
+            source: Json = {
+                "path": str(path),
+                **{k: known[k] for k in ("name", "split") if k in known},
+            }
             self.out.job["data.train"] = [source]
             for key, value in keys:
                 self.out.keep(key, _plain(value), "data.train")
         else:
-            why = "another data set of the script; data.train and data.eval take it where it is learned or evaluated"
+            why = (
+                "another data set of the script; data.train and data.eval take it where it is"
+                " learned or evaluated"
+            )
             for key, value in keys:
                 self.out.name(key, _plain(value), why, "differs" if sources is None else "none")
 
@@ -282,36 +384,48 @@ class Script:
                 self.out.name(
                     key,
                     _plain(value),
-                    "the tokenizer's own chat template is used; give a Jinja file in data.chat_template for another",
+                    "the tokenizer's own chat template is used; give a Jinja file in"
+                    " data.chat_template for another",
                     "differs",
                 )
             else:
                 self.out.name(
                     key,
                     _plain(value),
-                    "farthing reads ShareGPT and OpenAI chats as they are, and renders them by the tokenizer's template",
+                    "farthing reads ShareGPT and OpenAI chats as they are, and renders them by the"
+                    " tokenizer's template",
                 )
 
     def _method(self) -> None:
         if self.has_adapter and self.out.job.get("method.name") != "full":
-            self.out.default("method.name", "qlora" if self.is_4bit else "lora", "the script's calls")
+            self.out.default(
+                "method.name", "qlora" if self.is_4bit else "lora", "the script's calls"
+            )
             hf.peft_targets(self.out)
         else:
             self.out.default("method.name", "full", "the script, which makes no adapter")
             if self.out.job.get("method.name") == "full":
-                for key in [key for key in self.out.job if key.startswith("method.") and key != "method.name"]:
+                for key in [
+                    key
+                    for key in self.out.job
+                    if key.startswith("method.") and key != "method.name"
+                ]:
                     del self.out.job[key]
 
 
 def _spread(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Mappings as the keys within them."""
     return [
-        pair for key, value in pairs for pair in (flat({key: value}) if isinstance(value, Mapping) else [(key, value)])
+        pair
+        for key, value in pairs
+        for pair in (flat({key: value}) if isinstance(value, Mapping) else [(key, value)])
     ]
 
 
 def _argument(key: str) -> str:
-    """`SFTConfig#2.dataset_kwargs.skip` as `dataset_kwargs.skip`; `FastModel.from_pretrained.dtype` as `dtype`."""
+    """`SFTConfig#2.dataset_kwargs.skip` as `dataset_kwargs.skip`; `FastModel.from_pretrained.dtype`
+    as `dtype`.
+    """
     return key.partition(".from_pretrained.")[2] or key.partition(".")[2]
 
 
@@ -326,5 +440,6 @@ def _plain(value: Any) -> Any:
 def no_settings(calls: Sequence[Call]) -> bool:
     """Whether a script configures nothing by itself: it takes all from its command line."""
     return not any(
-        call.last in (*ARGUMENTS, *TRAINERS, "LoraConfig") or call.last.endswith("Trainer") for call in calls
+        call.last in (*ARGUMENTS, *TRAINERS, "LoraConfig") or call.last.endswith("Trainer")
+        for call in calls
     )

@@ -1,7 +1,9 @@
-"""Python scripts, notebooks and command lines as calls with their values, read from the syntax tree and never executed.
+"""Python scripts, notebooks and command lines as calls with their values, read from the syntax tree
+and never executed.
 
-A value is known where it is written down: literals, names and attributes that were given one, defaults of `argparse` and of
-dataclass fields, arithmetic on these. Everything else is `Computed` and keeps its source text.
+A value is known where it is written down: literals, names and attributes that were given one,
+defaults of `argparse` and of dataclass fields, arithmetic on these. Everything else is `Computed`
+and keeps its source text.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from farthing.durability.files import Json
-from farthing.errors import UserMistake
+from farthing.errors import InputError
 
 MAX_SCRIPT_BYTES = 16 << 20
 MAX_DEPTH = 200
@@ -26,7 +28,9 @@ class Computed(str):
 
 
 class Call(NamedTuple):
-    """A call: what is called (`FastModel.from_pretrained`), its line, its values by position and by name."""
+    """A call: what is called (`FastModel.from_pretrained`), its line, its values by position and by
+    name.
+    """
 
     name: str
     line: int
@@ -49,23 +53,24 @@ class Command(NamedTuple):
 
 
 def code_of_notebook(text: str, where: str) -> str:
-    """The Python of a notebook's cells, without lines for the shell. Raises `UserMistake`."""
+    """The Python of a notebook's cells, without lines for the shell. Raises `InputError`."""
     try:
         cells = json.loads(text)["cells"]
         codes = ["".join(cell["source"]) for cell in cells if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserMistake("not a notebook (JSON with cells)", where=where) from error
+        raise InputError("not a notebook (JSON with cells)", where=where) from error
     kept = [code for code in codes if not code.lstrip().startswith("%%")]
     return "\n\n".join(
-        "\n".join("pass" if re.match(r"\s*[%!]", line) else line for line in code.split("\n")) for code in kept
+        "\n".join("pass" if re.match(r"\s*[%!]", line) else line for line in code.split("\n"))
+        for code in kept
     )
 
 
 def tree_of(source: str, where: str) -> ast.Module:
-    """The syntax tree. Code that only newer Pythons parse (quotes within f-strings) is read statement by
-    statement.
+    """The syntax tree. Code that only newer Pythons parse (quotes within f-strings) is read
+    statement by statement.
 
-    Raises `UserMistake`.
+    Raises `InputError`.
     """
     try:
         return ast.parse(source)
@@ -73,7 +78,7 @@ def tree_of(source: str, where: str) -> ast.Module:
         parts = _parts_that_parse(source)
         if parts is None:
             line = getattr(error, "lineno", None)
-            raise UserMistake(
+            raise InputError(
                 f"not Python that can be read: {getattr(error, 'msg', error)}",
                 where=f"{where}:{line}" if line else where,
             ) from error
@@ -81,11 +86,15 @@ def tree_of(source: str, where: str) -> ast.Module:
 
 
 def _parts_that_parse(source: str) -> ast.Module | None:
-    """The statements at the margin that parse by themselves, in their places; None where there are none."""
+    """The statements at the margin that parse by themselves, in their places; None where there are
+    none.
+    """
     lines, body = source.split("\n"), []
     inner = ("else", "elif", "except", "finally")
     starts = [
-        i for i, line in enumerate(lines) if line[:1].strip() and line[0] not in "#)]}" and not line.startswith(inner)
+        i
+        for i, line in enumerate(lines)
+        if line[:1].strip() and line[0] not in "#)]}" and not line.startswith(inner)
     ]
     for start, stop in zip(starts, [*starts[1:], len(lines)], strict=True):
         try:
@@ -106,7 +115,11 @@ def calls_of(tree: ast.Module) -> list[Call]:
             for target in node.targets:
                 if isinstance(target, ast.Name | ast.Attribute):
                     assigned.setdefault(ast.unparse(target), []).append((node.lineno, node.value))
-        elif isinstance(node, ast.AnnAssign) and node.value is not None and isinstance(node.target, ast.Name):
+        elif (
+            isinstance(node, ast.AnnAssign)
+            and node.value is not None
+            and isinstance(node.target, ast.Name)
+        ):
             assigned.setdefault(node.target.id, []).append((node.lineno, node.value))
     known = _Values(assigned, defaults)
     found = []
@@ -114,7 +127,11 @@ def calls_of(tree: ast.Module) -> list[Call]:
         if isinstance(node, ast.Call):
             name = _dotted(node.func)
             if name:
-                positional = [known.of(arg, node.lineno) for arg in node.args if not isinstance(arg, ast.Starred)]
+                positional = [
+                    known.of(arg, node.lineno)
+                    for arg in node.args
+                    if not isinstance(arg, ast.Starred)
+                ]
                 named: Json = {}
                 for keyword in node.keywords:
                     value = known.of(keyword.value, node.lineno)
@@ -123,7 +140,9 @@ def calls_of(tree: ast.Module) -> list[Call]:
                     elif isinstance(value, dict):
                         named |= {str(key): each for key, each in value.items()}
                     else:
-                        named[f"**{ast.unparse(keyword.value)}"] = Computed(ast.unparse(keyword.value))
+                        named[f"**{ast.unparse(keyword.value)}"] = Computed(
+                            ast.unparse(keyword.value)
+                        )
                 found.append(Call(name, node.lineno, positional, named))
     return sorted(found, key=lambda call: call.line)
 
@@ -143,14 +162,22 @@ def _defaults(tree: ast.Module) -> dict[str, ast.expr]:
     found: dict[str, ast.expr] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _dotted(node.func).endswith("add_argument"):
-            flags = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            flags = [
+                a.value
+                for a in node.args
+                if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            ]
             default = next((k.value for k in node.keywords if k.arg == "default"), None)
             for flag in flags:
                 if flag.startswith("--") and default is not None:
                     found[flag.lstrip("-").replace("-", "_")] = default
         elif isinstance(node, ast.ClassDef):
             for item in node.body:
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value is not None:
+                if (
+                    isinstance(item, ast.AnnAssign)
+                    and isinstance(item.target, ast.Name)
+                    and item.value is not None
+                ):
                     value: ast.expr | None = item.value
                     if isinstance(value, ast.Call):
                         value = next((k.value for k in value.keywords if k.arg == "default"), None)
@@ -160,20 +187,27 @@ def _defaults(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 _ARITHMETIC: dict[type, Any] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
-}  # fmt: skip
+}
 
 
 class _Values:
     """What expressions are worth, where that can be seen."""
 
-    def __init__(self, assigned: dict[str, list[tuple[int, ast.expr]]], defaults: dict[str, ast.expr]) -> None:
+    def __init__(
+        self, assigned: dict[str, list[tuple[int, ast.expr]]], defaults: dict[str, ast.expr]
+    ) -> None:
         self.assigned, self.defaults = assigned, defaults
         self._known: dict[tuple[ast.expr, int], Any] = {}
 
     def of(self, node: ast.expr, line: int, depth: int = 0) -> Any:
-        """The value of an expression on a line, or `Computed`. Each is worked out once: names grow out of one another."""
+        """The value of an expression on a line, or `Computed`. Each is worked out once: names grow
+        out of one another.
+        """
         if depth > MAX_DEPTH:
             return Computed("...")
         if (node, line) not in self._known:
@@ -216,16 +250,27 @@ class _Values:
         before = [(at, value) for at, value in self.assigned.get(name, ()) if at < line]
         if before:
             value = self.of(before[-1][1], before[-1][0], depth + 1)
-            return value if not isinstance(value, Computed) else Computed(value if _is_constant_name(value) else name)
+            return (
+                value
+                if not isinstance(value, Computed)
+                else Computed(value if _is_constant_name(value) else name)
+            )
         last = name.rpartition(".")[2]
-        if isinstance(node, ast.Attribute) and last in self.defaults and not _is_constant_name(name):
+        if (
+            isinstance(node, ast.Attribute)
+            and last in self.defaults
+            and not _is_constant_name(name)
+        ):
             return self.of(self.defaults[last], line, depth + 1)
         return Computed(name)
 
     def _arithmetic(self, node: ast.BinOp, line: int, depth: int) -> Any:
         left, right = self.of(node.left, line, depth + 1), self.of(node.right, line, depth + 1)
         how = _ARITHMETIC.get(type(node.op))
-        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e15 for v in (left, right))
+        numbers = all(
+            isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e15
+            for v in (left, right)
+        )
         texts = isinstance(node.op, ast.Add) and all(
             isinstance(v, str) and not isinstance(v, Computed) for v in (left, right)
         )
@@ -245,19 +290,24 @@ def _is_constant_name(name: str) -> bool:
 # ---- command lines ----
 
 _STARTS = re.compile(
-    r"(accelerate launch|torchrun|deepspeed|python3?|trl (?:sft|dpo|kto|grpo|rloo|reward|env)|llamafactory-cli train|uv run)\b"
+    r"(accelerate launch|torchrun|deepspeed|python3?|trl"
+    r" (?:sft|dpo|kto|grpo|rloo|reward|env)|llamafactory-cli train|uv run)\b"
 )
 
 
 def commands_of(text: str) -> Iterator[Command]:
-    """Command lines in a shell script or a docstring that start a training with `--key value` arguments."""
+    """Command lines in a shell script or a docstring that start a training with `--key value`
+    arguments.
+    """
     joined = re.sub(r"\\\s*\n\s*", " ", text)
     variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=([^\s;&|]+)\s*$", joined, re.MULTILINE))
     for line in joined.split("\n"):
         begins = _STARTS.search(line)
         if begins is None or "--" not in line:
             continue
-        line = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]).strip("\"'"), line)
+        line = re.sub(
+            r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]).strip("\"'"), line
+        )
         try:
             words = shlex.split(line[begins.start() :].strip(" `$>"), comments=True)
         except ValueError:
@@ -287,7 +337,10 @@ def _command(words: list[str]) -> Command | None:
         key, sign, value = word.lstrip("-").partition("=")
         found = [value] if sign else []
         while (
-            not sign and at < len(words) and not words[at].startswith("--") and words[at] not in ("&&", "|", ";", ">")
+            not sign
+            and at < len(words)
+            and not words[at].startswith("--")
+            and words[at] not in ("&&", "|", ";", ">")
         ):
             if into is launcher and words[at].endswith(".py"):
                 break

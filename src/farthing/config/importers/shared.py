@@ -1,4 +1,6 @@
-"""What is the same in every tool, and the table of keys that have no counterpart: facts/foreign_keys.yaml."""
+"""What is the same in every tool, and the table of keys that have no counterpart:
+facts/foreign_keys.yaml.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ from farthing.config.importers.record import Imported, Why
 def _table() -> dict[str, list[Why]]:
     file = resources.files("farthing").joinpath("facts/foreign_keys.yaml")
     table = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return {of: [Why(each["effect"], each["why"], each["keys"]) for each in rows] for of, rows in table.items()}
+    return {
+        of: [Why(each["effect"], each["why"], each["keys"]) for each in rows]
+        for of, rows in table.items()
+    }
 
 
 def reasons(*of: str) -> list[Why]:
-    """Why keys have no counterpart: the parts of the table by these names, in the order in which they are asked."""
+    """Why keys have no counterpart: the parts of the table by these names, in the order in which
+    they are asked.
+    """
     return [why for name in of for why in _table()[name]]
 
 
@@ -31,7 +38,9 @@ def uploaded(values: Mapping[str, Any], out: Imported, service: str) -> None:
             file = str(values[key])
             out.put(key, file, to, [{"path": file if "." in file else f"{file}.jsonl"}])
             if "." not in file:
-                out.notes.append(f"{file} is a file at {service}: fetch it to {file}.jsonl beside the job")
+                out.notes.append(
+                    f"{file} is a file at {service}: fetch it to {file}.jsonl beside the job"
+                )
 
 
 NO_COUNT_OF_GPUS = (

@@ -1,4 +1,6 @@
-"""Together AI's fine-tuning jobs: the JSON of its API, or the arguments of `together fine-tuning create`."""
+"""Together AI's fine-tuning jobs: the JSON of its API, or the arguments of `together fine-tuning
+create`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ NAME = "together"
 
 def _batch(value: Any) -> int:
     if value == "max":
-        raise Odd("max: Together chose it by the model; farthing's default of 16 examples holds", "differs")
+        raise Odd(
+            "max: Together chose it by the model; farthing's default of 16 examples holds",
+            "differs",
+        )
     return whole(value)
 
 
@@ -38,7 +43,9 @@ TABLE: dict[str, To] = {
     "batch_size": To("train.global_batch_size", _batch),
     "warmup_ratio": To("train.warmup_ratio", lambda value: float(number(value))),
     "max_seq_length": To("data.max_length", whole),
-    **rows("train", scheduler, "lr_scheduler.lr_scheduler_type=lr_scheduler_type lr_scheduler_type"),
+    **rows(
+        "train", scheduler, "lr_scheduler.lr_scheduler_type=lr_scheduler_type lr_scheduler_type"
+    ),
 }
 for _prefix in ("", "training_type."):
     TABLE |= {
@@ -65,7 +72,11 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
         key = "training_method.method" if isinstance(method, Mapping) else "training_method"
         out.name(key, name, f"{name}, which farthing does not do", "blocks")
     for key, value in flat({"training_method": method}) if method is not None else ():
-        out.name(key, value, "supervised: what farthing does" if value == "sft" else "settles the training method")
+        out.name(
+            key,
+            value,
+            "supervised: what farthing does" if value == "sft" else "settles the training method",
+        )
     uploaded(values, out, "Together")
     if values.get("train_on_inputs") is True:
         out.put("train_on_inputs", True, "data.train_on_prompt", True)

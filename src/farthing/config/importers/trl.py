@@ -1,4 +1,5 @@
-"""TRL: the settings of `SFTTrainer` in a YAML for `trl sft --config`, on a command line, or in a script.
+"""TRL: the settings of `SFTTrainer` in a YAML for `trl sft --config`, on a command line, or in a
+script.
 
 Defaults are those of TRL 1.16 (`SFTConfig`, `ModelConfig`, `ScriptArguments`).
 """
@@ -36,10 +37,16 @@ TABLE: dict[str, To] = {
     **hf.ADAPTER,
     **{
         key: hf.MODEL[key]
-        for key in ("model_name_or_path", "model_revision", "trust_remote_code", "tokenizer_name_or_path")
+        for key in (
+            "model_name_or_path",
+            "model_revision",
+            "trust_remote_code",
+            "tokenizer_name_or_path",
+        )
     },
     "lora_target_modules": To(
-        "method.target_modules", lambda value: value.split() if isinstance(value, str) else names(value)
+        "method.target_modules",
+        lambda value: value.split() if isinstance(value, str) else names(value),
     ),
 }
 
@@ -77,14 +84,24 @@ def defaults(out: Imported) -> None:
 
 
 def data(values: Mapping[str, Any], out: Imported) -> None:
-    """`dataset_name` and what goes with it, or the lists `datasets` (TRL) and `dataset_mixture` (Hugging Face's recipes)."""
-    key = next((key for key in _NAMES_OF_DATA if isinstance(values.get(key), str) and values[key]), "")
+    """`dataset_name` and what goes with it, or the lists `datasets` (TRL) and `dataset_mixture`
+    (Hugging Face's recipes).
+    """
+    key = next(
+        (key for key in _NAMES_OF_DATA if isinstance(values.get(key), str) and values[key]), ""
+    )
     held_key = "dataset_test_split" if values.get("dataset_test_split") else "validation_file"
-    held_out, evaluates = values.get(held_key), str(values.get("eval_strategy", "no")) not in ("no", "False")
+    held_out, evaluates = (
+        values.get(held_key),
+        str(values.get("eval_strategy", "no")) not in ("no", "False"),
+    )
     if key:
         name = values[key]
         source: Json = {"path": name}
-        for own, theirs in (("name", ("dataset_config", "dataset_config_name")), ("split", ("dataset_train_split",))):
+        for own, theirs in (
+            ("name", ("dataset_config", "dataset_config_name")),
+            ("split", ("dataset_train_split",)),
+        ):
             for each in theirs:
                 if isinstance(values.get(each), str):
                     source[own] = values[each]
@@ -107,18 +124,31 @@ def data(values: Mapping[str, Any], out: Imported) -> None:
         found = [{"path": name, "split": split, "weight": weight} for name, weight in mixer.items()]
         out.job.setdefault("data.train", found)
         if "dataset_splits" in values:
-            out.name("dataset_splits", values["dataset_splits"], "the first is `split` of data.train")
+            out.name(
+                "dataset_splits", values["dataset_splits"], "the first is `split` of data.train"
+            )
     mixed = values.get("dataset_mixture")
     if isinstance(mixed, Mapping):
         _mixture(mixed.get("datasets"), "dataset_mixture.datasets", out)
         if isinstance(mixed.get("test_split_size"), float):
-            out.put("dataset_mixture.test_split_size", mixed["test_split_size"], "data.eval_fraction",
-                    mixed["test_split_size"])  # fmt: skip
+            out.put(
+                "dataset_mixture.test_split_size",
+                mixed["test_split_size"],
+                "data.eval_fraction",
+                mixed["test_split_size"],
+            )
 
 
 _NAMES_OF_DATA = ("dataset_name", "dataset_id_or_path", "train_file", "data_path")
-_OF_SOURCE = {"path": "path", "id": "path", "name": "name", "config": "name", "split": "split", "fraction": "weight",
-              "weight": "weight"}  # fmt: skip
+_OF_SOURCE = {
+    "path": "path",
+    "id": "path",
+    "name": "name",
+    "config": "name",
+    "split": "split",
+    "fraction": "weight",
+    "weight": "weight",
+}
 
 
 def _mixture(given: Any, at: str, out: Imported) -> None:
@@ -127,13 +157,23 @@ def _mixture(given: Any, at: str, out: Imported) -> None:
         return
     found = []
     for index, each in enumerate(given):
-        found.append({_OF_SOURCE[key]: value for key, value in each.items() if key in _OF_SOURCE and value is not None})
+        found.append(
+            {
+                _OF_SOURCE[key]: value
+                for key, value in each.items()
+                if key in _OF_SOURCE and value is not None
+            }
+        )
         for key, value in flat(each, f"{at}[{index}]."):
             name = key.rpartition("].")[2].split(".")[0]
             if name in _OF_SOURCE:
                 out.name(key, value, "is in data.train")
             elif name == "columns" and isinstance(value, list):
-                out.name(key, value, "the columns that are kept; farthing reads those it knows and names the others")
+                out.name(
+                    key,
+                    value,
+                    "the columns that are kept; farthing reads those it knows and names the others",
+                )
             else:
                 out.name(key, value, "farthing has no such setting for a data set", "differs")
     out.job.setdefault("data.train", found)

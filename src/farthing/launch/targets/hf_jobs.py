@@ -14,7 +14,9 @@ _OVER = {"COMPLETED": 0, "CANCELED": None, "ERROR": None, "DELETED": None}
 
 
 def render(ask: Ask) -> Files:
-    """The arguments of its `run_job`. `ask.at` is the namespace. The default limit is 30 minutes, so one is always set."""
+    """The arguments of its `run_job`. `ask.at` is the namespace. The default limit is 30 minutes,
+    so one is always set.
+    """
     call = {
         "image": ask.image,
         "command": ["sh", "-c", script_of(ask)],
@@ -31,8 +33,19 @@ def render(ask: Ask) -> Files:
 
 def _submit(ask: Ask, folder: Path) -> list[str]:
     call = json.loads((folder / CALL).read_text(encoding="utf-8"))
-    words = ["--flavor", call["flavor"], "--timeout", call["timeout"], "--name", call["name"], "--detach", "--quiet"]
-    words += [word for key, value in call["labels"].items() for word in ("--label", f"{key}={value}")]
+    words = [
+        "--flavor",
+        call["flavor"],
+        "--timeout",
+        call["timeout"],
+        "--name",
+        call["name"],
+        "--detach",
+        "--quiet",
+    ]
+    words += [
+        word for key, value in call["labels"].items() for word in ("--label", f"{key}={value}")
+    ]
     words += [word for key, value in call["env"].items() for word in ("--env", f"{key}={value}")]
     words += [word for name in call["secrets"] for word in ("--secrets", name)]
     words += ["--namespace", call["namespace"]] if "namespace" in call else []
@@ -56,7 +69,16 @@ def commands(at: str) -> Commands:
     return Commands(
         submit=_submit,
         id_of=lambda text: text.split()[-1],
-        listing=lambda prefix: ["hf", "jobs", "ps", "--all", "--label", f"farthing-launch={prefix}", "--json", *space],
+        listing=lambda prefix: [
+            "hf",
+            "jobs",
+            "ps",
+            "--all",
+            "--label",
+            f"farthing-launch={prefix}",
+            "--json",
+            *space,
+        ],
         parse=_parse,
         destroy=lambda m: ["hf", "jobs", "cancel", m.id, *space],
         log=lambda m: ["hf", "jobs", "logs", m.id, "--tail", "200", *space],
@@ -64,7 +86,9 @@ def commands(at: str) -> Commands:
 
 
 TARGET = Target(
-    "hf", "Hugging Face Jobs", render,
+    "hf",
+    "Hugging Face Jobs",
+    render,
     ends="Hugging Face, at the timeout of the job",
     is_rented=True,
     at="[NAMESPACE]",
@@ -72,4 +96,4 @@ TARGET = Target(
     program="hf",
     install="pip install huggingface-hub, then: hf auth login",
     picks_gpus=True,
-)  # fmt: skip
+)

@@ -7,18 +7,27 @@ from farthing.launch.target import Files, Target
 
 
 def render(ask: Ask) -> Files:
-    """The script; it goes there by the standard input of a shell, with the values of the secrets before it."""
+    """The script; it goes there by the standard input of a shell, with the values of the secrets
+    before it.
+    """
     return {SCRIPT: script_of(ask)}
 
 
 LOCAL = Target(
-    "local", "this machine", render,
+    "local",
+    "this machine",
+    render,
     ends="`timeout` around the run, a process of its own",
-)  # fmt: skip
+)
 SSH = Target(
-    "ssh", "machines by ssh", render,
-    ends="`timeout` around the run ends the run; a rented host is yours to end: its provider counts on",
+    "ssh",
+    "machines by ssh",
+    render,
+    ends=(
+        "`timeout` around the run ends the run; a rented host is yours to end: its provider"
+        " counts on"
+    ),
     at="HOST[,HOST...], each as ssh knows it",
     program="ssh",
     install="apt-get install openssh-client",
-)  # fmt: skip
+)

@@ -1,4 +1,6 @@
-"""Kubernetes: a Job that ignores what is not its fault, with its script in a ConfigMap and its secrets by reference."""
+"""Kubernetes: a Job that ignores what is not its fault, with its script in a ConfigMap and its
+secrets by reference.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +23,49 @@ MOST_CONFIG_BYTES = 1 << 20
 
 
 def render(ask: Ask) -> Files:
-    """A ConfigMap and a Job. `ask.at` is NAMESPACE, or NAMESPACE/CLAIM for a volume that holds the run folder."""
+    """A ConfigMap and a Job. `ask.at` is NAMESPACE, or NAMESPACE/CLAIM for a volume that holds the
+    run folder.
+    """
     namespace, _, claim = ask.at.partition("/")
     meta = {"name": ask.name, "labels": {"farthing-launch": ask.launch_id}}
     meta |= {"namespace": namespace} if namespace else {}
-    env: list[Json] = [{"name": name, "value": value} for name, value in sorted(ask.settings.items())]
-    env += [{"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}} for name in ask.secrets]
+    env: list[Json] = [
+        {"name": name, "value": value} for name, value in sorted(ask.settings.items())
+    ]
+    env += [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}}
+        for name in ask.secrets
+    ]
     volumes: list[Json] = [
         {"name": "script", "configMap": {"name": ask.name}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
-    mounts = [{"name": "script", "mountPath": "/farthing"}, {"name": "shm", "mountPath": "/dev/shm"}]
+    mounts = [
+        {"name": "script", "mountPath": "/farthing"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
     if claim:
         volumes.append({"name": "run", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "run", "mountPath": ask.folder})
     container = {
-        "name": "train", "image": ask.image, "command": ["sh", f"/farthing/{SCRIPT}"], "env": env, "volumeMounts": mounts,
-    } | ({"resources": {"limits": {"nvidia.com/gpu": ask.offer.n_gpus}}} if ask.offer.n_gpus else {})  # fmt: skip
+        "name": "train",
+        "image": ask.image,
+        "command": ["sh", f"/farthing/{SCRIPT}"],
+        "env": env,
+        "volumeMounts": mounts,
+    } | (
+        {"resources": {"limits": {"nvidia.com/gpu": ask.offer.n_gpus}}} if ask.offer.n_gpus else {}
+    )
     rules = [
-        {"action": "Ignore", "onExitCodes": {"containerName": "train", "operator": "In", "values": [75]}},
+        {
+            "action": "Ignore",
+            "onExitCodes": {"containerName": "train", "operator": "In", "values": [75]},
+        },
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [1, 2, 3]}},
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": "train", "operator": "In", "values": [1, 2, 3]},
+        },
     ]
     job = {
         "apiVersion": "batch/v1",
@@ -63,7 +87,12 @@ def render(ask: Ask) -> Files:
             },
         },
     }
-    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {SCRIPT: script_of(ask)}}
+    config = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": meta,
+        "data": {SCRIPT: script_of(ask)},
+    }
     return {MANIFEST: yaml.safe_dump_all([config, job], sort_keys=False), SCRIPT: script_of(ask)}
 
 
@@ -80,7 +109,9 @@ def _parse(text: str) -> list[Seen]:
         kinds = {c["type"] for c in status.get("conditions", []) if c.get("status") == "True"}
         name, is_over = item["metadata"]["name"], bool(kinds & {"Complete", "Failed"})
         waits = not status.get("ready") and not is_over
-        found.append(job_seen(name, name, is_over, waits=waits, code=0 if "Complete" in kinds else None))
+        found.append(
+            job_seen(name, name, is_over, waits=waits, code=0 if "Complete" in kinds else None)
+        )
     return found
 
 
@@ -94,19 +125,37 @@ def commands(at: str) -> Commands:
     return Commands(
         submit=_submit,
         id_of=lambda text: text.split()[-1].rpartition("/")[2],
-        listing=lambda prefix: ["kubectl", "get", "jobs", "-o", "json", f"--selector=farthing-launch={prefix}", *space],
+        listing=lambda prefix: [
+            "kubectl",
+            "get",
+            "jobs",
+            "-o",
+            "json",
+            f"--selector=farthing-launch={prefix}",
+            *space,
+        ],
         parse=_parse,
-        destroy=lambda m: ["kubectl", "delete", "job,configmap", m.name, *space, "--ignore-not-found", "--wait=false"],
+        destroy=lambda m: [
+            "kubectl",
+            "delete",
+            "job,configmap",
+            m.name,
+            *space,
+            "--ignore-not-found",
+            "--wait=false",
+        ],
         log=lambda m: ["kubectl", "logs", f"job/{m.name}", *space, "--tail=200"],
     )
 
 
 TARGET = Target(
-    "kubernetes", "Kubernetes", render,
+    "kubernetes",
+    "Kubernetes",
+    render,
     check=check,
     ends="the cluster, at activeDeadlineSeconds",
     at="[NAMESPACE[/CLAIM]]",
     commands=commands,
     program="kubectl",
     install="https://kubernetes.io/docs/tasks/tools/",
-)  # fmt: skip
+)

@@ -1,4 +1,6 @@
-"""Lambda: an instance with its script as user data. Nothing there ends it: only with somebody who stays."""
+"""Lambda: an instance with its script as user data. Nothing there ends it: only with somebody who
+stays.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ MOST_USER_DATA_BYTES = 1_000_000
 
 
 def render(ask: Ask) -> Files:
-    """The request. `ask.at` is REGION/SSH_KEY; the values of secrets are put before the script when it is sent."""
+    """The request. `ask.at` is REGION/SSH_KEY; the values of secrets are put before the script when
+    it is sent.
+    """
     region, _, key = ask.at.partition("/")
     request = {
         "region_name": region or (ask.offer.region if ask.offer.region != "any" else ""),
@@ -40,11 +44,13 @@ def check(files: Mapping[str, str]) -> list[str]:
 
 
 TARGET = Target(
-    "lambda", "Lambda", render,
+    "lambda",
+    "Lambda",
+    render,
     check=check,
     ends="",
     is_rented=True,
     at="REGION/SSH_KEY",
     keys=("LAMBDA_API_KEY",),
     picks_gpus=True,
-)  # fmt: skip
+)

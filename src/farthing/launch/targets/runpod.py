@@ -1,4 +1,4 @@
-"""RunPod: a pod with the moment of its own end, by GraphQL, the only door that has one (and spot)."""
+"""RunPod: a pod with the moment of its own end, by GraphQL, the only door that has one (and spot)."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ START = json.dumps({"entrypoint": ["sh", "-c"], "cmd": [_COMMAND]})
 
 
 def render(ask: Ask) -> Files:
-    """The request. Spot is a bid at the planned price, on demand is what is listed; secrets are those of the account."""
+    """The request. Spot is a bid at the planned price, on demand is what is listed; secrets are
+    those of the account.
+    """
     offer = ask.offer
     kind = "podRentInterruptable" if offer.is_spot else "podFindAndDeployOnDemand"
     of = "PodRentInterruptableInput" if offer.is_spot else "PodFindAndDeployOnDemandInput"
     script = script_of(ask)
     env = {**ask.settings, "FARTHING_SCRIPT": base64.b64encode(script.encode()).decode()}
-    env |= {name: f"{{{{ RUNPOD_SECRET_{name} }}}}" for name in ask.secrets} | {CREATED_AT: f"${{{CREATED_AT}}}"}
+    env |= {name: f"{{{{ RUNPOD_SECRET_{name} }}}}" for name in ask.secrets} | {
+        CREATED_AT: f"${{{CREATED_AT}}}"
+    }
     pod: Json = {
         "name": ask.name,
         "imageName": ask.image,
@@ -49,9 +53,11 @@ def render(ask: Ask) -> Files:
 
 
 TARGET = Target(
-    "runpod", "RunPod", render,
+    "runpod",
+    "RunPod",
+    render,
     ends="RunPod, at terminateAfter",
     is_rented=True,
     keys=("RUNPOD_API_KEY",),
     picks_gpus=True,
-)  # fmt: skip
+)

@@ -1,4 +1,6 @@
-"""SkyPilot: a managed job over farthing's own ranking of offers, begun again after 75 and after a lost machine."""
+"""SkyPilot: a managed job over farthing's own ranking of offers, begun again after 75 and after a
+lost machine.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,33 @@ from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Commands, Files, Target
 
 TASK, CONFIG = "task.sky.yaml", "config.sky.yaml"
-INFRA = {"AWS": "aws", "GCP": "gcp", "Azure": "azure", "Lambda": "lambda", "RunPod": "runpod", "Vast.ai": "vast",
-         "Nebius": "nebius", "Paperspace": "paperspace", "Oracle": "oci", "Cudo": "cudo", "Verda": "verda",
-         "Prime Intellect": "primeintellect"}  # fmt: skip
+INFRA = {
+    "AWS": "aws",
+    "GCP": "gcp",
+    "Azure": "azure",
+    "Lambda": "lambda",
+    "RunPod": "runpod",
+    "Vast.ai": "vast",
+    "Nebius": "nebius",
+    "Paperspace": "paperspace",
+    "Oracle": "oci",
+    "Cudo": "cudo",
+    "Verda": "verda",
+    "Prime Intellect": "primeintellect",
+}
 """Its names of the providers that the price table has."""
 STRANGERS = ("runpod", "vast")
-_OVER = ["SUCCEEDED", "CANCELLED",
-         *(f"FAILED{why}" for why in ("", "_SETUP", "_PRECHECKS", "_NO_RESOURCE", "_CONTROLLER"))]  # fmt: skip
+_OVER = [
+    "SUCCEEDED",
+    "CANCELLED",
+    *(f"FAILED{why}" for why in ("", "_SETUP", "_PRECHECKS", "_NO_RESOURCE", "_CONTROLLER")),
+]
 
 
 def render(ask: Ask) -> Files:
-    """The task, `ordered` by farthing's ranking (`any_of` is a set, which it sorts anew), and a configuration without the
-    user's cloud credentials on hosts of strangers. The run has a `timeout` of its own: SkyPilot has none on the wall."""
+    """The task, `ordered` by farthing's ranking (`any_of` is a set, which it sorts anew), and a
+    configuration without the user's cloud credentials on hosts of strangers. The run has a
+    `timeout` of its own: SkyPilot has none on the wall."""
     resources = [_resource(offer, gpu) for offer, gpu in ((ask.offer, ask.gpu_id), *ask.fallbacks)]
     unique = [resource for at, resource in enumerate(resources) if resource not in resources[:at]]
     task: Json = {
@@ -42,7 +59,11 @@ def render(ask: Ask) -> Files:
     }
     task = {key: value for key, value in task.items() if value}
     config = {cloud: {"remote_identity": "NO_UPLOAD"} for cloud in STRANGERS}
-    return {TASK: yaml.safe_dump(task, sort_keys=False), CONFIG: yaml.safe_dump(config), SCRIPT: script_of(ask)}
+    return {
+        TASK: yaml.safe_dump(task, sort_keys=False),
+        CONFIG: yaml.safe_dump(config),
+        SCRIPT: script_of(ask),
+    }
 
 
 def _resource(offer: Any, gpu: str) -> Json:
@@ -79,11 +100,19 @@ COMMANDS = Commands(
     log=lambda m: ["sky", "jobs", "logs", "--no-follow", "--name", m.name],
 )
 TARGET = Target(
-    "skypilot", "SkyPilot", render,
-    ends="`timeout` around the run; SkyPilot's controller, a small machine of yours, then takes the rest down",
+    "skypilot",
+    "SkyPilot",
+    render,
+    ends=(
+        "`timeout` around the run; SkyPilot's controller, a small machine of yours, then takes the"
+        " rest down"
+    ),
     is_rented=True,
     commands=lambda at: COMMANDS,
     program="sky",
-    install="pip install 'skypilot[runpod]' (or [aws], [gcp] ...) in an environment of its own, then: sky check",
+    install=(
+        "pip install 'skypilot[runpod]' (or [aws], [gcp] ...) in an environment of its own, then:"
+        " sky check"
+    ),
     picks_gpus=True,
-)  # fmt: skip
+)

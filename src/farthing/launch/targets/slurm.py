@@ -11,20 +11,39 @@ from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Commands, Files, Target
 
 BATCH = "run.sbatch"
-_OVER = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"]
+_OVER = [
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+]
 
 
 def render(ask: Ask) -> Files:
-    """The batch script. `ask.at` is the partition, `ask.folder` the run folder, which all nodes see."""
+    """The batch script. `ask.at` is the partition, `ask.folder` the run folder, which all nodes
+    see.
+    """
     n_gpus = ask.offer.n_gpus
     options = [
         f"--job-name={ask.name}",
         f"--output={ask.folder}/launch/{ask.name}/log.txt",
         *([f"--partition={ask.at}"] if ask.at else []),
         *([f"--gres=gpu:{n_gpus}"] if n_gpus else []),
-        *([f"--time={math.ceil((ask.most_s + 2 * GRACE_S) / 60)}"] if ask.most_s < 365 * 86400 else []),
-        "--nodes=1", "--ntasks=1", "--requeue", "--open-mode=append", f"--signal=B:USR1@{GRACE_S}",
-    ]  # fmt: skip
+        *(
+            [f"--time={math.ceil((ask.most_s + 2 * GRACE_S) / 60)}"]
+            if ask.most_s < 365 * 86400
+            else []
+        ),
+        "--nodes=1",
+        "--ntasks=1",
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=B:USR1@{GRACE_S}",
+    ]
     head = "".join(f"#SBATCH {option}\n" for option in options)
     body = script_of(ask).removeprefix("#!/bin/sh\n").removesuffix('exit "$code"\n')
     again = '[ "$code" -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"\n'
@@ -34,7 +53,8 @@ def render(ask: Ask) -> Files:
 def _rows(text: str) -> list[Seen]:
     rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
     return [
-        job_seen(name, number, state in _OVER, waits=state in ("PENDING", "REQUEUED")) for number, name, state in rows
+        job_seen(name, number, state in _OVER, waits=state in ("PENDING", "REQUEUED"))
+        for number, name, state in rows
     ]
 
 
@@ -43,7 +63,11 @@ def _submit(ask: Ask, folder: Path) -> list[str]:
 
 
 def _log(machine: Machine) -> list[str]:
-    return ["sh", "-c", f"scontrol show job {machine.id} | sed -n 's/ *StdOut=//p' | xargs -r tail -n 200"]
+    return [
+        "sh",
+        "-c",
+        f"scontrol show job {machine.id} | sed -n 's/ *StdOut=//p' | xargs -r tail -n 200",
+    ]
 
 
 COMMANDS = Commands(
@@ -55,10 +79,12 @@ COMMANDS = Commands(
     log=_log,
 )
 TARGET = Target(
-    "slurm", "Slurm", render,
+    "slurm",
+    "Slurm",
+    render,
     ends="the controller, at --time",
     at="[PARTITION]",
     commands=lambda at: COMMANDS,
     program="sbatch",
     install="log in to a node of the cluster",
-)  # fmt: skip
+)

@@ -15,20 +15,21 @@ DOCUMENT = "custom_job.json"
 _OVER = ("JOB_STATE_SUCCEEDED", "JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_EXPIRED")
 _WAITS = ("JOB_STATE_QUEUED", "JOB_STATE_PENDING")
 _SECRET = (
-    "import base64, json, sys, urllib.request as web\n"
-    "def get(url, **headers):\n"
-    "    return json.load(web.urlopen(web.Request(url, headers=headers), timeout=30))\n"
-    "own = 'http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token'\n"
-    "key = get(own, **{'Metadata-Flavor': 'Google'})['access_token']\n"
-    "url = 'https://secretmanager.googleapis.com/v1/projects/%s/secrets/%s/versions/latest:access' % tuple(sys.argv[1:])\n"
-    "found = get(url, Authorization='Bearer ' + key)\n"
-    "sys.stdout.write(base64.b64decode(found['payload']['data']).decode())\n"
+    "import base64, json, sys, urllib.request as web\ndef get(url, **headers):\n    return"
+    " json.load(web.urlopen(web.Request(url, headers=headers), timeout=30))\nown ="
+    " 'http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token'\nkey"
+    " = get(own, **{'Metadata-Flavor': 'Google'})['access_token']\nurl ="
+    " 'https://secretmanager.googleapis.com/v1/projects/%s/secrets/%s/versions/latest:access' %"
+    " tuple(sys.argv[1:])\nfound = get(url, Authorization='Bearer ' +"
+    " key)\nsys.stdout.write(base64.b64decode(found['payload']['data']).decode())\n"
 )
 """Prints a secret of Secret Manager, read as the job's service account."""
 
 
 def with_secrets(ask: Ask) -> str:
-    """The script of the machine, which first fetches its secrets by their names: the document has no place for them."""
+    """The script of the machine, which first fetches its secrets by their names: the document has
+    no place for them.
+    """
     script, project = script_of(ask), ask.at.partition("/")[0]
     lines = "".join(
         f'{name}=$(python3 -c "$read" {shlex.quote(project)} {name}) && export {name} || {{ '
@@ -40,13 +41,17 @@ def with_secrets(ask: Ask) -> str:
 
 
 def render(ask: Ask) -> Files:
-    """The job. `ask.at` is PROJECT/REGION, with /SERVICE_ACCOUNT where that is another than the default.
+    """The job. `ask.at` is PROJECT/REGION, with /SERVICE_ACCOUNT where that is another than the
+    default.
 
-    Credentials of a gs:// store are the service account's; other secrets are those of the project's Secret Manager.
+    Credentials of a gs:// store are the service account's; other secrets are those of the project's
+    Secret Manager.
     """
     account, script = ask.at.split("/")[2:], with_secrets(ask)
     machine: Json = {"machineType": ask.machine_type}
-    machine |= {"acceleratorType": ask.gpu_id, "acceleratorCount": ask.offer.n_gpus} if ask.gpu_id else {}
+    machine |= (
+        {"acceleratorType": ask.gpu_id, "acceleratorCount": ask.offer.n_gpus} if ask.gpu_id else {}
+    )
     job: Json = {
         "workerPoolSpecs": [
             {
@@ -57,7 +62,10 @@ def render(ask: Ask) -> Files:
                     "imageUri": ask.image,
                     "command": ["sh", "-c"],
                     "args": [script],
-                    "env": [{"name": name, "value": value} for name, value in sorted(ask.settings.items())],
+                    "env": [
+                        {"name": name, "value": value}
+                        for name, value in sorted(ask.settings.items())
+                    ],
                 },
             }
         ],
@@ -69,7 +77,11 @@ def render(ask: Ask) -> Files:
         },
     }
     job |= {"serviceAccount": account[0]} if account else {}
-    document = {"displayName": ask.name, "labels": {"farthing-launch": ask.launch_id}, "jobSpec": job}
+    document = {
+        "displayName": ask.name,
+        "labels": {"farthing-launch": ask.launch_id},
+        "jobSpec": job,
+    }
     return {
         DOCUMENT: json.dumps(document, indent=1) + "\n",
         "job_spec.json": json.dumps(job, indent=1) + "\n",
@@ -80,11 +92,14 @@ def render(ask: Ask) -> Files:
 def _parse(text: str) -> list[Seen]:
     return [
         job_seen(
-            job["displayName"], job["name"], job["state"] in _OVER, waits=job["state"] in _WAITS,
+            job["displayName"],
+            job["name"],
+            job["state"] in _OVER,
+            waits=job["state"] in _WAITS,
             code=0 if job["state"] == "JOB_STATE_SUCCEEDED" else None,
         )
         for job in json.loads(text)
-    ]  # fmt: skip
+    ]
 
 
 def commands(at: str) -> Commands:
@@ -92,18 +107,39 @@ def commands(at: str) -> Commands:
     project, region = [*at.split("/"), "", ""][:2]
     place = [f"--project={project}", f"--region={region}"]
     ai = ["gcloud", "ai", "custom-jobs"]
-    read = ["gcloud", "logging", "read", "--limit=200", "--order=asc", "--format=value(jsonPayload.message)"]
+    read = [
+        "gcloud",
+        "logging",
+        "read",
+        "--limit=200",
+        "--order=asc",
+        "--format=value(jsonPayload.message)",
+    ]
     of = 'resource.type="ml_job" AND resource.labels.job_id='
 
     def submit(ask: Ask, folder: Path) -> list[str]:
         labels = f"--labels=farthing-launch={ask.launch_id}"
         config = f"--config={folder / 'job_spec.json'}"
-        return [*ai, "create", *place, f"--display-name={ask.name}", labels, config, "--format=value(name)"]
+        return [
+            *ai,
+            "create",
+            *place,
+            f"--display-name={ask.name}",
+            labels,
+            config,
+            "--format=value(name)",
+        ]
 
     return Commands(
         submit=submit,
         id_of=lambda text: text.split()[-1],
-        listing=lambda prefix: [*ai, "list", *place, f"--filter=labels.farthing-launch={prefix}", "--format=json"],
+        listing=lambda prefix: [
+            *ai,
+            "list",
+            *place,
+            f"--filter=labels.farthing-launch={prefix}",
+            "--format=json",
+        ],
         parse=_parse,
         destroy=lambda m: [*ai, "cancel", m.id, *place],
         log=lambda m: [*read, f'{of}"{m.id.rpartition("/")[2]}"', f"--project={project}"],
@@ -111,7 +147,9 @@ def commands(at: str) -> Commands:
 
 
 TARGET = Target(
-    "vertex", "Vertex AI", render,
+    "vertex",
+    "Vertex AI",
+    render,
     ends="Vertex, at scheduling.timeout",
     is_rented=True,
     at="PROJECT/REGION[/SERVICE_ACCOUNT]",
@@ -119,4 +157,4 @@ TARGET = Target(
     program="gcloud",
     install="https://cloud.google.com/sdk/docs/install",
     picks_gpus=True,
-)  # fmt: skip
+)
