@@ -253,6 +253,10 @@ def test_help_and_job_files_need_no_torch() -> None:
 
 DISTRIBUTIONS = {
     "yaml": "pyyaml",
+    "huggingface_hub": "huggingface-hub",
+    "rouge_score": "rouge-score",
+    "pynvml": "nvidia-ml-py",
+    "liger_kernel": "liger-kernel",
     "google": "protobuf",
     "lm_eval": "lm-eval",
     "compressed_tensors": "compressed-tensors",
