@@ -183,7 +183,7 @@ def without_places(found: Any) -> Any:
 
 def machine(asked: argparse.Namespace) -> dict[str, Any]:
     """What it was run on, and how."""
-    from farthing.planner.machine import local_cpu
+    from farthing.local.machine import local_cpu
 
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -47,7 +47,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.load import quiet_libraries
 from farthing.model.loss import decoder_inputs, inner_of
-from farthing.planner.shapes import read_shape
+from farthing.models.shapes import read_shape
 from farthing.tasks.registry import task_of
 from farthing.tasks.task import IGNORED
 from farthing.tiny import make_tokenizer, write_jsonl

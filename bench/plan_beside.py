@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from farthing.data.lengths import Largest
+from farthing.models.shapes import Shape
+from farthing.models.weights import Adapters
 from farthing.planner.activations import saved_per_token
-from farthing.planner.lengths import Largest
 from farthing.planner.memory import NF4_BYTES
 from farthing.planner.recipe import FSDP, Recipe
-from farthing.planner.shapes import Shape
-from farthing.planner.weights import Adapters
 from plan_stacks import QWEN
 
 # gradients in one of the two buckets that ZeRO-2 fills and sends in turns (Qwen's

@@ -1,7 +1,7 @@
 """Padding as other trainers have it: micro-batches of a number of examples, sorted by length, each
 as long as its longest.
 
-For published rows that the planner is held against; farthing cuts by tokens (`planner/lengths`).
+For published rows that the planner is held against; farthing cuts by tokens (`data/lengths`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.planner.lengths import Lengths, Padded
+from farthing.data.lengths import Lengths, Padded
 
 _MOST_CELLS = (
     1_500_000  # of one table of order statistics: a finer one takes seconds and changes nothing

@@ -13,13 +13,13 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from farthing.data.lengths import Largest, Padded, from_mean
 from farthing.errors import FarthingError
-from farthing.planner.lengths import Largest, Padded, from_mean
-from farthing.planner.model_config import known_config, known_models
+from farthing.models.model_config import known_config, known_models
+from farthing.models.shapes import Shape, read_shape
+from farthing.models.weights import Adapters, Weight
 from farthing.planner.recipe import FREED, FUSED, WHOLE, Recipe
-from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import Device, device_of
-from farthing.planner.weights import Adapters, Weight
 from farthing.prices.gpus import Gpu, find_gpu
 from farthing.settings import Settings
 from plan_beside import beside_bytes, saves_products

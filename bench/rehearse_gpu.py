@@ -54,7 +54,7 @@ from farthing.events import Event, Note, StepTaken
 from farthing.model import attention_kernels
 from farthing.model.attention_choice import FLASH_ATTN
 from farthing.model.load import quiet_libraries
-from farthing.planner.families import DECODERS, ENCODERS, FAMILIES, PACKED, WHY_NOT_PACKED
+from farthing.models.families import DECODERS, ENCODERS, FAMILIES, PACKED, WHY_NOT_PACKED
 from farthing.tasks.registry import task_of
 from farthing.tiny import write_jsonl
 from farthing.train.step import Steps

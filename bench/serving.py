@@ -18,9 +18,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from farthing.planner.model_config import known_config
+from farthing.models.model_config import known_config
+from farthing.models.shapes import read_shape
 from farthing.planner.serving import Server, Traffic
-from farthing.planner.shapes import read_shape
 from farthing.prices.gpus import find_gpu
 
 ROWS = Path(__file__).with_name("serving_rows.csv")

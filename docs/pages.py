@@ -24,7 +24,7 @@ from rich.text import Text
 import farthing
 from farthing.cli.parser import VERBS, build_parser
 from farthing.config.load import job_schema
-from farthing.planner.families import FAMILIES, KNOWN_HEADS, PACKED
+from farthing.models.families import FAMILIES, KNOWN_HEADS, PACKED
 from farthing.prices.gpus import gpus
 from farthing.report.plan_brief import draw_brief
 from farthing.report.receipt import build_receipt

@@ -33,8 +33,8 @@ from farthing.model.attention import (
 )
 from farthing.model.flops import flops_per_token
 from farthing.model.last_layer import last_layer
-from farthing.planner.families import DECODERS, ENCODERS
-from farthing.planner.shapes import read_shape
+from farthing.models.families import DECODERS, ENCODERS
+from farthing.models.shapes import read_shape
 from farthing.tasks.task import IGNORED
 from thinned import thinned
 

@@ -11,6 +11,11 @@ import numpy as np
 import pytest
 
 from farthing.config.job import Job
+from farthing.data.lengths import from_arrays
+from farthing.local.machine import Cpu, Machine
+from farthing.local.measurements import Measurement
+from farthing.models.model_config import known_config
+from farthing.models.shapes import Shape, read_shape
 from farthing.planner.calibration import (
     N_AGREE,
     N_NEWEST,
@@ -22,13 +27,8 @@ from farthing.planner.calibration import (
 from farthing.planner.confidence import link_error
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import place_here, plan_here
-from farthing.planner.lengths import from_arrays
-from farthing.planner.machine import Cpu, Machine
-from farthing.planner.measurements import Measurement
 from farthing.planner.memory import estimate_memory
-from farthing.planner.model_config import known_config
 from farthing.planner.recipe import Recipe, stack_for
-from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import Calibration, cpu_device, step_time, work_of
 from farthing.planner.types import JobSpec, Place, Plan
 from farthing.report.receipt import APART, Bill, against_estimate

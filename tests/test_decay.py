@@ -22,7 +22,7 @@ from farthing.durability.run_folder import rules_of
 from farthing.errors import RunDamagedError, RunInterruptedError
 from farthing.events import Event, StepTaken
 from farthing.model.load import auto_class
-from farthing.planner.families import (
+from farthing.models.families import (
     CAUSAL_FAMILIES,
     DECODERS,
     ENCODERS,

@@ -33,7 +33,7 @@ from farthing.model.head import find_head
 from farthing.model.load import ModelChoice, auto_class, check_fits, load_config, load_model
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.model.positions import max_positions
-from farthing.planner.families import PADS_SAFELY, POSITIONS_AFTER_PADDING
+from farthing.models.families import PADS_SAFELY, POSITIONS_AFTER_PADDING
 from farthing.tasks.registry import task_of
 from farthing.train.run import errors_in_words
 from test_alone import small

@@ -41,7 +41,7 @@ from farthing.model.frozen_layers import FrozenLayers, find_frozen_layers
 from farthing.model.hardware import Numerics
 from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import use_low_rank
-from farthing.planner.frozen_cache_cost import DISK_SHARE, FrozenCacheCost, frozen_cache_bytes
+from farthing.models.frozen_cache_cost import DISK_SHARE, FrozenCacheCost, frozen_cache_bytes
 from farthing.train.step import Steps
 from test_attention import MAIN, OWN, assert_same, gradients, model_of
 from test_packing import token_set

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import gpu
-from farthing.planner.shapes import read_shape
+from farthing.models.shapes import read_shape
 from farthing.train.optim import state_bytes
 from on_gpu import flash, others, table, verdict, work
 from on_gpu.work import FULL, LABELLED, SHAPES, SMALL

@@ -32,7 +32,7 @@ from farthing.model.head import (
     loss_and_log_probs,
 )
 from farthing.model.loss import POSITIONS, TARGETS, Labelled, find_labelled, summed_loss
-from farthing.planner.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
+from farthing.models.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
 from farthing.tasks.task import IGNORED
 from thinned import thinned
 from traced import Alive

@@ -100,9 +100,11 @@ WINGS = (
         "ground",
         "tasks",
         "durability",
+        "models",
         "data",
         "prices",
         "config",
+        "local",
         "planner",
         "model",
         "report",
@@ -157,7 +159,19 @@ def test_wings_import_only_from_wings_below() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tasks", "durability", "data", "prices", "config", "planner", "report", "launch"]
+    "name",
+    [
+        "tasks",
+        "durability",
+        "models",
+        "data",
+        "prices",
+        "config",
+        "local",
+        "planner",
+        "report",
+        "launch",
+    ],
 )
 def test_wings_without_torch(name: str) -> None:
     loads_tensors = {"durability.checkpoint", "durability.parts", "durability.snapshot"}
@@ -213,10 +227,10 @@ CLOCKS = {"time", "socket", "http", "urllib.request", "requests", "farthing.pric
 
 def test_what_the_planner_says_hangs_on_no_clock_and_no_network() -> None:
     measures_or_reads = {
-        "planner.job_lengths",
-        "planner.machine",
-        "planner.measurements",
-        "planner.model_config",
+        "config.data_lengths",
+        "local.machine",
+        "local.measurements",
+        "models.model_config",
         "prices.feeds",
     }
     for path in [*room("planner"), *room("prices"), *sorted((SOURCE / "report").glob("plan_*.py"))]:

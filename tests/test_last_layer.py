@@ -34,9 +34,9 @@ from farthing.model.forward import READ, Forward
 from farthing.model.hardware import Numerics
 from farthing.model.last_layer import labelled_alone, last_layer
 from farthing.model.loss import inner_of
-from farthing.planner.families import DECODERS
+from farthing.models.families import DECODERS
+from farthing.models.shapes import read_shape
 from farthing.planner.recipe import FARTHING
-from farthing.planner.shapes import read_shape
 from farthing.settings import Settings
 from farthing.tasks.task import IGNORED
 from test_attention import CLOSE, assert_same, documents_of, flat, gradients, model_of

@@ -17,8 +17,8 @@ import workshop
 from farthing.cli import main
 from farthing.durability.run_folder import RUN, kept
 from farthing.errors import ModelError
-from farthing.planner.families import DECODERS, FAMILIES
-from farthing.planner.left_out_loss import left_out_loss
+from farthing.models.families import DECODERS, FAMILIES
+from farthing.models.left_out_loss import left_out_loss
 from workshop import Heard, make_job
 
 MODELS = Path(transformers.__file__).parent / "models"

@@ -18,10 +18,12 @@ import pytest
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
+from farthing.config.data_lengths import INDEX, read_lengths
 from farthing.config.job import Job
 from farthing.data import sample
 from farthing.data.batches import Batches
 from farthing.data.encode import Encoder
+from farthing.data.lengths import Lengths, from_arrays, from_mean, from_token_set
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.read import open_sources
@@ -29,9 +31,7 @@ from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, InputError, ModelError
 from farthing.events import Decided, StepTaken
-from farthing.planner.job_lengths import INDEX, read_lengths
-from farthing.planner.lengths import Lengths, from_arrays, from_mean, from_token_set
-from farthing.planner.measurements import MEASUREMENTS, read_measurements
+from farthing.local.measurements import MEASUREMENTS, read_measurements
 from farthing.tiny import demo_rows, write_jsonl
 from plan_padding import padded_by_number
 from thinned import thinned
@@ -183,7 +183,7 @@ def test_the_same_lengths_give_the_same_bytes() -> None:
     ]
     assert twice[0] == twice[1]
     code = (
-        "import numpy as np\nfrom farthing.planner.lengths import *\n"
+        "import numpy as np\nfrom farthing.data.lengths import *\n"
         "t = (np.arange(3000) * 37 % 900 + 1)\n"
         "print(from_arrays(t, source='').cut(900, 48, is_packed=True))\n"
         "print(from_arrays(t, t[::-1], source='').cut(900, 48, is_packed=False))"
@@ -201,7 +201,7 @@ def test_cutting_looks_at_a_bounded_number_of_examples_and_at_none_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many examples there are: a plan asks for dozens of cuts of the same lengths."""
-    from farthing.planner import lengths as module
+    from farthing.data import lengths as module
 
     n_cut = []
     for name in ("split_by_tokens", "split_padded"):
@@ -757,7 +757,7 @@ def test_samples_of_real_sets(
 def test_the_room_works_without_torch_and_transformers(data_dir: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom farthing.config.job import Job\n"
-        "from farthing.planner.job_lengths import read_lengths\n"
+        "from farthing.config.data_lengths import read_lengths\n"
         f"d = Path({str(data_dir.resolve())!r})\n"
         "model, data = str(d / 'tokenizers' / 'gpt2'), str(d / 'chat_messages.jsonl')\n"
         "job = Job(task='causal-lm', model=model, data=data, output_dir='o')\n"

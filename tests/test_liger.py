@@ -26,7 +26,7 @@ from transformers.models.llama import modeling_llama
 from farthing.model import liger
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.liger import patch, use_liger, why_not_liger
-from farthing.planner.families import FUSED_BY_LIGER
+from farthing.models.families import FUSED_BY_LIGER
 
 SMALL = {
     **{

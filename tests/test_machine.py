@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from farthing.durability.run_folder import PLAN, kept
-from farthing.model.hardware import Numerics
-from farthing.planner import machine
-from farthing.planner.machine import (
+from farthing.local import machine
+from farthing.local.machine import (
     Cpu,
     free_memory_bytes,
     hardware_key,
@@ -22,6 +21,7 @@ from farthing.planner.machine import (
     local_machine,
     read_cpuinfo,
 )
+from farthing.model.hardware import Numerics
 from farthing.train.estimate import estimated
 from farthing.train.setup import open_examples, open_inputs
 from thinned import thinned
@@ -77,7 +77,7 @@ def on_its_own(code: str, **environment: str) -> str:
 )
 def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[str, str]) -> None:
     planner = on_its_own(
-        "import sys\nfrom farthing.planner.machine import local_machine\n"
+        "import sys\nfrom farthing.local.machine import local_machine\n"
         "print(local_machine().hardware)\nassert 'torch' not in sys.modules",
         **environment,
     )
@@ -96,7 +96,7 @@ def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[s
 def test_a_process_kept_to_one_core_computes_with_one_thread() -> None:
     code = (
         "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from farthing.planner.machine import local_machine\nimport torch\n"
+        "from farthing.local.machine import local_machine\nimport torch\n"
         "print(local_machine().n_threads, torch.get_num_threads())"
     )
     assert on_its_own(code) == "1 1"

@@ -21,10 +21,8 @@ from farthing.data.packing import MicroBatchCost
 from farthing.durability import summed_lines
 from farthing.durability.ledger import SPANS
 from farthing.events import Decided, Evaluated, Event, Saved, StepTaken
-from farthing.model.forward import Forward
-from farthing.model.hardware import hardware_key
-from farthing.planner.machine import local_machine
-from farthing.planner.measurements import (
+from farthing.local.machine import local_machine
+from farthing.local.measurements import (
     MEASUREMENTS,
     OF_RUN,
     Measurement,
@@ -33,7 +31,9 @@ from farthing.planner.measurements import (
     matching,
     read_measurements,
 )
-from farthing.planner.shapes import read_shape
+from farthing.model.forward import Forward
+from farthing.model.hardware import hardware_key
+from farthing.models.shapes import read_shape
 from thinned import thinned
 from workshop import ESTIMATE, TASK, Heard, make_job, rows_of, train
 
@@ -169,7 +169,7 @@ def test_runs_that_end_together_tear_nothing(tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farthing.planner.measurements._MOST_BYTES", 10_000)
+    monkeypatch.setattr("farthing.local.measurements._MOST_BYTES", 10_000)
     path = tmp_path / MEASUREMENTS
     for number in range(30):
         append_measurement(path, some(hardware=str(number)))
@@ -458,7 +458,7 @@ def test_a_run_never_fails_for_its_measurement(
             lambda path, mode: no_space() if path.name == MEASUREMENTS else kept_open(path, mode),
         )
     elif breaks == "fsync":
-        monkeypatch.setattr("farthing.planner.measurements.append_measurement", no_space)
+        monkeypatch.setattr("farthing.local.measurements.append_measurement", no_space)
     elif breaks == "line":
         monkeypatch.setattr(
             "farthing.train.run.estimated",

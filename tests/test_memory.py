@@ -15,8 +15,11 @@ from transformers.integrations import moe
 from transformers.modeling_outputs import BaseModelOutput
 
 import farthing.model.head
-import farthing.planner.tiles
-from farthing.planner.lengths import Largest
+import farthing.models.tiles
+from farthing.data.lengths import Largest
+from farthing.models.model_config import known_config
+from farthing.models.shapes import Shape, read_shape
+from farthing.models.tiles import CUDA_BLOCK_BYTES
 from farthing.planner.memory import (
     COMMUNICATION_BYTES,
     CUDA_CONTEXT_BYTES,
@@ -29,7 +32,6 @@ from farthing.planner.memory import (
     logits_bytes,
     writing_memory,
 )
-from farthing.planner.model_config import known_config
 from farthing.planner.recipe import (
     CHUNKED,
     FARTHING,
@@ -44,8 +46,6 @@ from farthing.planner.recipe import (
     Stack,
     stack_for,
 )
-from farthing.planner.shapes import Shape, read_shape
-from farthing.planner.tiles import CUDA_BLOCK_BYTES
 from farthing.settings import Settings
 from thinned import thinned
 from traced import Alive, labelled_loss, own_loss, traced_peak
@@ -373,7 +373,7 @@ def agree(case: Traced, is_ours: bool) -> None:
 
 @pytest.fixture
 def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(farthing.planner.tiles, "CPU_BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(farthing.models.tiles, "CPU_BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(
         farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads()
     )

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
 import farthing.model.head
-import farthing.planner.tiles
+import farthing.models.tiles
 from farthing.model.activation_checkpointing import (
     Beside,
     Linear,
@@ -26,7 +26,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.head import How, head_loss
 from farthing.model.loss import POSITIONS, TARGETS, Labelled
-from farthing.planner.tiles import head_bytes
+from farthing.models.tiles import head_bytes
 from farthing.train.prefix_budget import accumulates
 from farthing.train.run import opened_attempt
 from on_gpu.work import config_of
@@ -137,7 +137,7 @@ def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads()
     )
-    monkeypatch.setattr(farthing.planner.tiles, "CPU_BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(farthing.models.tiles, "CPU_BLOCK_BYTES", BLOCK_BYTES)
 
 
 def agree(case: Case, rel: float = 0.05) -> None:
@@ -247,7 +247,7 @@ def test_the_head_has_one_block_of_rows_at_work(
     monkeypatch.setattr(
         farthing.model.head, "CPU_BLOCK_BYTES", block_bytes // torch.get_num_threads()
     )
-    monkeypatch.setattr(farthing.planner.tiles, "CPU_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(farthing.models.tiles, "CPU_BLOCK_BYTES", block_bytes)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     hidden, weight = (
         torch.zeros(n, width, dtype=dtype, requires_grad=True),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from farthing.errors import ModelError
-from farthing.planner.model_config import (
+from farthing.models.model_config import (
     cached_snapshot,
     find_config,
     hub_cache,
@@ -24,7 +24,7 @@ from farthing.planner.model_config import (
     known_models,
     nearest_known,
 )
-from farthing.planner.shapes import read_shape
+from farthing.models.shapes import read_shape
 
 # parameters as the Hub's pages and the papers have them; encoders with their pooler
 PUBLISHED = {
@@ -234,7 +234,7 @@ def test_hub_and_we_agree_on_the_cache(tmp_path: Path) -> None:
         {},
     ):
         code = (
-            "from farthing.planner.model_config import hub_cache\nfrom huggingface_hub import"
+            "from farthing.models.model_config import hub_cache\nfrom huggingface_hub import"
             " constants\nprint(hub_cache(), constants.HF_HUB_CACHE, sep='\\n')"
         )
         environment = {"PATH": "/bin", "HOME": str(tmp_path)} | variables

@@ -21,7 +21,7 @@ from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import NAME, go_packed
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.planner.families import PACKED, PADS_SAFELY
+from farthing.models.families import PACKED, PADS_SAFELY
 from farthing.train.evaluate import Writing, write_texts
 from test_alone import examples_of, small
 from thinned import thinned

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from farthing.data.lengths import Lengths, from_arrays, from_mean
 from farthing.data.packing import ON_CPU
 from farthing.errors import InputError
+from farthing.models.model_config import known_config
+from farthing.models.shapes import Shape, read_shape
 from farthing.planner import recipe as recipe_wing
 from farthing.planner.confidence import speed_error
 from farthing.planner.inputs import estimate_of
-from farthing.planner.lengths import Lengths, from_arrays, from_mean
-from farthing.planner.model_config import known_config
 from farthing.planner.ranking import TIE
 from farthing.planner.recipe import LABELLED, POSITIONS, Recipe, n_lanes_of
 from farthing.planner.search import CPU_TOKENS, UNDECIDED, budgets, decide
-from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.software import Torch
 from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.spot import Interruptions

@@ -19,8 +19,8 @@ import yaml
 
 from farthing import cli
 from farthing.config.job import Job
+from farthing.local.machine import Cpu, Machine
 from farthing.planner import inputs as study
-from farthing.planner.machine import Cpu, Machine
 from farthing.report.plan_brief import span
 from farthing.tiny import demo_rows, write_jsonl
 from farthing.units import said_apart, say_usd

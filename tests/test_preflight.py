@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from farthing.config.load import load_job
+from farthing.config.preflight import look_over
 from farthing.errors import DataError, InputError, ModelError, PreflightError
-from farthing.planner.preflight import look_over
 from test_bad_input import Desk, Said, desk, left_behind, run  # noqa: F401 - fixtures
 from thinned import thinned
 

@@ -163,12 +163,12 @@ def test_a_crash_and_a_wrong_argument_are_told_without_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import farthing.planner.preflight
+    import farthing.config.preflight
 
     def crash(*_: object, **__: object) -> None:
         raise ZeroDivisionError(CANARY)
 
-    monkeypatch.setattr(farthing.planner.preflight, "look_over", crash)
+    monkeypatch.setattr(farthing.config.preflight, "look_over", crash)
     said = run()
     assert said.code == 1
     assert "crashed: ZeroDivisionError" in said.err

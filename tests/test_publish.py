@@ -15,8 +15,8 @@ from farthing.cli import main
 from farthing.clock import today
 from farthing.errors import InputError
 from farthing.export.publish import PublishError
+from farthing.models.shapes import read_shape
 from farthing.planner.serving import Traffic, serve
-from farthing.planner.shapes import read_shape
 from farthing.prices.catalog import read_catalog
 from farthing.report.receipt import build_receipt
 from hub_server import Hub, hub_server

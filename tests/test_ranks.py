@@ -31,8 +31,8 @@ from farthing.data.row_table import rows_of as table_of
 from farthing.durability.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import EXIT_INTERRUPTED, InputError, RunInterruptedError
+from farthing.local.measurements import MEASUREMENTS, append_measurement, read_measurements
 from farthing.model.forward import Forward
-from farthing.planner.measurements import MEASUREMENTS, append_measurement, read_measurements
 from farthing.settings import Settings
 from farthing.train.forecast import WRITE_BYTES_PER_S, reserve_with_start_s
 from farthing.train.joining import with_lanes

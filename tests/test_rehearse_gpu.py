@@ -15,7 +15,7 @@ import yaml
 import rehearse_gpu
 from every_family import MAPPINGS
 from farthing.config.job import KEYS
-from farthing.planner.families import DECODERS, ENCODERS, PACKED
+from farthing.models.families import DECODERS, ENCODERS, PACKED
 from farthing.tasks.registry import task_of
 from rehearse_gpu import Case
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import survive
+from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.read import open_sources
@@ -22,7 +23,6 @@ from farthing.data.tokens import tokenize
 from farthing.durability.run_folder import RUN, kept
 from farthing.errors import RunChangedError, RunInterruptedError
 from farthing.events import Event, StepTaken
-from farthing.planner.job_lengths import read_lengths
 from farthing.tiny import write_jsonl
 from farthing.train.setup import open_examples, open_inputs
 from workshop import Heard, make_job, train

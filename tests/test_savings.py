@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from farthing.cli.command import main
+from farthing.data.lengths import from_arrays
 from farthing.planner.alternatives import padded_as_it_comes
-from farthing.planner.lengths import from_arrays
 from workshop import job_file
 
 COLUMNS = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,source,date\n"

@@ -15,7 +15,8 @@ import pytest
 
 from farthing.cli.command import main
 from farthing.errors import InputError
-from farthing.planner.model_config import known_config
+from farthing.models.model_config import known_config
+from farthing.models.shapes import Shape, read_shape
 from farthing.planner.serving import (
     PRECISIONS,
     Served,
@@ -26,7 +27,6 @@ from farthing.planner.serving import (
     parse_traffic,
     serve,
 )
-from farthing.planner.shapes import Shape, read_shape
 from farthing.prices.gpus import find_gpu
 from farthing.prices.offers import Billing, Offer
 from serving import ROWS, judge

@@ -14,12 +14,12 @@ import transformers
 
 import farthing.durability.run_folder
 import workshop
+from farthing.config.data_lengths import reading_of
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.durability.run_folder import RUN, kept
 from farthing.errors import ModelError
 from farthing.model.load import ModelChoice, load_tokenizer
-from farthing.planner.job_lengths import reading_of
 
 OWN = (
     "{% for each in messages %}<{{ each.role }}>{{ each.content }}{{ eos_token }}{% endfor %}"

@@ -24,10 +24,10 @@ from farthing.errors import InputError
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.load import auto_class
 from farthing.model.positions import max_positions
-from farthing.planner.families import FAMILIES
-from farthing.planner.model_config import known_config
+from farthing.models.families import FAMILIES
+from farthing.models.model_config import known_config
+from farthing.models.shapes import Shape, read_shape
 from farthing.planner.serving import Server
-from farthing.planner.shapes import Shape, read_shape
 from farthing.prices.gpus import find_gpu
 from thinned import thinned
 
@@ -670,7 +670,7 @@ def test_modules_the_model_has_not_are_refused(
 
 def test_reading_a_shape_loads_nothing_heavy() -> None:
     code = (
-        "import sys, farthing.planner.shapes\nfarthing.planner.shapes.read_shape({'model_type':"
+        "import sys, farthing.models.shapes\nfarthing.models.shapes.read_shape({'model_type':"
         " 'llama'})\nheavy = {'torch', 'transformers', 'numpy', 'pydantic', 'yaml', 'dataclasses',"
         " 'difflib'} & set(sys.modules)\nassert not heavy, heavy\n"
     )

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from farthing.config.data_lengths import INDEX, read_lengths
 from farthing.data.fetch import fetch
 from farthing.data.read import open_sources
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError
-from farthing.planner.job_lengths import INDEX, read_lengths
 from farthing.tiny import demo_rows, write_jsonl
 from workshop import Heard, make_job, train
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from farthing.data.lengths import from_mean
 from farthing.errors import HardwareError, InputError
 from farthing.model.hardware import choose_numerics
-from farthing.planner.lengths import from_mean
-from farthing.planner.model_config import known_config
+from farthing.models.model_config import known_config
+from farthing.models.shapes import read_shape
 from farthing.planner.search import decide
-from farthing.planner.shapes import read_shape
 from farthing.planner.software import (
     Torch,
     builds,

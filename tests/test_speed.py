@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from farthing.planner.lengths import Padded
+from farthing.data.lengths import Padded
+from farthing.models.model_config import known_config
+from farthing.models.shapes import Shape, read_shape
+from farthing.models.weights import Adapters
 from farthing.planner.memory import in_layers
-from farthing.planner.model_config import known_config
 from farthing.planner.moved_bytes import whole_experts
 from farthing.planner.recipe import FARTHING, Recipe, stack_for
-from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import (
     BANDWIDTH_SHARE,
     EXPOSED,
@@ -35,7 +36,6 @@ from farthing.planner.speed import (
     step_time,
     work_of,
 )
-from farthing.planner.weights import Adapters
 from farthing.prices.gpus import find_gpu
 from farthing.settings import Settings
 

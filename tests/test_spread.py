@@ -28,9 +28,9 @@ from farthing.durability.group import seat_in
 from farthing.durability.parts import Shared, files_of, read_part
 from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import InputError, ModelError
+from farthing.local import machine
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.planner import machine
 from farthing.train.estimate import estimated
 from farthing.train.joining import joined
 from farthing.train.ranks import NoRoomLeft, Ranks

@@ -27,7 +27,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.lora_kernels import use_low_rank
 from farthing.model.loss import POSITIONS, TARGETS, find_labelled, summed_loss
-from farthing.planner.families import DECODERS, ENCODERS
+from farthing.models.families import DECODERS, ENCODERS
 from farthing.train.optim import waiting_once
 from test_attention import model_of
 from test_shared import token_set

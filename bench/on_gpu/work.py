@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.events import Event, Note, Warned
-from farthing.planner.model_config import known_config
+from farthing.models.model_config import known_config
 from peers.assignment import Examples as Drawn
 
 SHAPES = {
@@ -231,7 +231,7 @@ def prepare(work: Path, shape: str, scale: Scale) -> None:
 
 def shape_of(config: dict[str, Any], task: str) -> Any:
     """Its sizes, as the planner knows them."""
-    from farthing.planner.shapes import read_shape
+    from farthing.models.shapes import read_shape
 
     return read_shape(config, task, N_CLASSES if task == "classification" else 0)
 

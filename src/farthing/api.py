@@ -59,8 +59,8 @@ def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:
     `now` is the day that the age of prices is counted from. Raises `InputError`, `DataError`,
     `ModelError`.
     """
+    from farthing.config.preflight import look_over
     from farthing.planner.inputs import Asked, study_job
-    from farthing.planner.preflight import look_over
     from farthing.report.plan_view import plan_view
 
     loaded, wishes = load_job(job), Asked(**asked)

@@ -21,6 +21,7 @@ from typing import Any
 
 from farthing.config.job import Job
 from farthing.config.load import load_job
+from farthing.config.preflight import load_job_or_tell_all, look_over
 from farthing.durability.files import read_json
 from farthing.durability.opening import refuse_bucket
 from farthing.durability.run_folder import CHECKPOINTS, RUN
@@ -33,7 +34,6 @@ from farthing.errors import (
     ModelError,
     PreflightError,
 )
-from farthing.planner.preflight import load_job_or_tell_all, look_over
 from farthing.units import plural, say_bytes, say_usd
 
 _N_ROWS = 200  # of each source are looked at
@@ -180,7 +180,7 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     """The job file, then model, tokenizer and data as far as they can be tried without training."""
     from farthing.model.hardware import choose_numerics, device_name
     from farthing.model.load import need_bitsandbytes, quiet_libraries
-    from farthing.planner.model_config import find_config
+    from farthing.models.model_config import find_config
     from farthing.planner.software import fp16_risk
     from farthing.train.setup import open_inputs
 
@@ -257,7 +257,7 @@ def look_at_data(
         recipe = Recipe(CAUSAL_LM.name, CAUSAL_LM.max_length)
     else:
         from farthing.clock import today
-        from farthing.planner.job_lengths import reading_of
+        from farthing.config.data_lengths import reading_of
 
         job = load_job(job_file, overrides)
         task = job.task
@@ -272,7 +272,7 @@ def look_at_data(
 
 def _folder_here(model: str) -> Path:
     """The folder of a model on this machine. Raises `ModelError`."""
-    from farthing.planner.model_config import cached_snapshot
+    from farthing.models.model_config import cached_snapshot
 
     folder = Path(model) if Path(model).is_dir() else cached_snapshot(model, None)
     if folder is None:

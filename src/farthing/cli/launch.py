@@ -112,9 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _session(arguments: argparse.Namespace) -> Any:
     """The launch of a job; None where its standing is asked for and nothing was launched."""
     from farthing.config.load import load_job
+    from farthing.config.preflight import look_over
     from farthing.launch.prepare import Wishes, prepare
     from farthing.launch.session import Session
-    from farthing.planner.preflight import look_over
 
     if (
         sum(

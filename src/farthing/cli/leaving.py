@@ -16,8 +16,8 @@ def measure(job: Any, work: Callable[[Any], Any], *, as_json: bool, goes_on: boo
 
     Printed as JSON, while progress goes to stderr; else returned to be drawn.
     """
+    from farthing.config.preflight import look_over
     from farthing.events import Working
-    from farthing.planner.preflight import look_over
     from farthing.report.terminal import Terminal
 
     look_over(job)

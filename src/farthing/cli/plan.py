@@ -140,8 +140,8 @@ def _view(arguments: argparse.Namespace) -> View:
     if arguments.html is not None:
         _check_page_path(Path(arguments.html))
 
+    from farthing.config.preflight import load_job_or_tell_all, look_over
     from farthing.planner.inputs import Asked, study_job
-    from farthing.planner.preflight import load_job_or_tell_all, look_over
     from farthing.report.plan_view import plan_view
 
     with_data = arguments.examples is None

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, then print every trial."""
-    from farthing.planner.preflight import load_job_or_tell_all
+    from farthing.config.preflight import load_job_or_tell_all
 
     if not 5 <= arguments.seconds <= 3600:
         raise InputError(

@@ -114,8 +114,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
         loading = None if arguments.retry or seat.by else _begin_to_load(arguments)
 
+        from farthing.config.preflight import load_job_or_tell_all
         from farthing.durability.run_folder import is_finished
-        from farthing.planner.preflight import load_job_or_tell_all
         from farthing.report.receipt import leave_receipt
 
         job = load_job_or_tell_all(arguments.job, arguments.set)
@@ -137,7 +137,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 )
         n_ranks = 1 if seat.by else n_ranks_of(job)
         if arguments.retry is not None or n_ranks > 1:
-            from farthing.planner.preflight import look_over
+            from farthing.config.preflight import look_over
 
             if attempt is not None:
                 attempt.ledger.withdraw()
@@ -193,8 +193,8 @@ def _train_once(
     """The `Outcome` of an attempt that is on the bill; why it was not begun, where a limit has no
     room for it.
     """
+    from farthing.config.preflight import look_over
     from farthing.events import Note, Working
-    from farthing.planner.preflight import look_over
     from farthing.report.terminal import Terminal
     from farthing.train.budget import stopped_before_start
 
@@ -286,7 +286,7 @@ def n_ranks_of(job: Any) -> int:
     wanted = job.where.gpus
     if wanted in (None, 1) or (job.where.device == "cpu" and wanted != "all"):
         return int(wanted or 1)
-    from farthing.planner.machine import local_machine
+    from farthing.local.machine import local_machine
 
     n_gpus = 0 if job.where.device == "cpu" else local_machine().n_gpus
     if wanted == "all":

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from farthing.errors import ModelError
 from farthing.model.adapter_start import START, base_is_kept, start_tensors, take_start_away
 from farthing.model.loss import logits_of
-from farthing.planner.weights import begins_from_base
+from farthing.models.weights import begins_from_base
 from farthing.tasks.registry import task_of
 
 

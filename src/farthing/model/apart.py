@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from farthing.errors import ModelError
-from farthing.planner.families import PADS_SAFELY
+from farthing.models.families import PADS_SAFELY
 from farthing.tasks.registry import task_of
 
 UNLIMITED_TOKENS = 1 << 40

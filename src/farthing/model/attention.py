@@ -48,7 +48,7 @@ from farthing.model.loss import inner_of
 from farthing.model.norms import use_one_pass
 from farthing.model.pairs import Sides, take_documents
 from farthing.model.short_attention import is_for
-from farthing.planner.families import DECODERS, ENCODERS, PACKED, WHY_NOT_PACKED
+from farthing.models.families import DECODERS, ENCODERS, PACKED, WHY_NOT_PACKED
 from farthing.tasks.registry import task_of
 
 NAME = "farthing_varlen"

@@ -59,8 +59,8 @@ from farthing.model.head import (
 from farthing.model.last_layer import computed_for, labelled_alone, last_layer
 from farthing.model.loss import POSITIONS, TARGETS, find_labelled, inner_of, summed_loss
 from farthing.model.pairs import collate_pairs, pair_batch, source_states
-from farthing.planner.families import MOST_READ
-from farthing.planner.tiles import WRITES_MORE, default_tile_tokens, head_bytes
+from farthing.models.families import MOST_READ
+from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 

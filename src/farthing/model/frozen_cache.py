@@ -11,7 +11,7 @@ that follow from their lengths alone, so a part made twice on one machine is the
 
 A cache that can't be had is a reason in words, and the run computes instead; folders that are not
 in use may be deleted, the time of a folder says when it was last used. Refuses to choose whether a
-cache pays: `planner.frozen_cache_cost` does.
+cache pays: `models.frozen_cache_cost` does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from farthing.model.attention import first_position
 from farthing.model.documents import packed_batch
 from farthing.model.frozen_layers import FrozenLayers
 from farthing.model.hardware import Numerics, device_name
-from farthing.planner.frozen_cache_cost import DISK_SHARE, frozen_cache_bytes
+from farthing.models.frozen_cache_cost import DISK_SHARE, frozen_cache_bytes
 from farthing.units import say_bytes
 
 CACHE_VERSION = 1

@@ -27,8 +27,8 @@ from farthing.device_memory import (
     set_allocator,
 )
 from farthing.errors import HardwareError, ModelError
-from farthing.planner.machine import hardware_key as hardware_name
-from farthing.planner.machine import local_cpu
+from farthing.local.machine import hardware_key as hardware_name
+from farthing.local.machine import local_cpu
 from farthing.prices.gpus import gpu_of_device
 from farthing.units import plural
 

@@ -35,8 +35,8 @@ from farthing.model.loss import (
     labelled_of,
     summed_loss,
 )
-from farthing.planner.families import KNOWN_HEADS
-from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
+from farthing.models.families import KNOWN_HEADS
+from farthing.models.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 from farthing.tasks.registry import task_of
 
 TILE = 1024  # positions whose whole logits are taken at once
@@ -232,7 +232,7 @@ def _block_to_gradients(
     scores [t, V] become gradients.
 
     What it makes in fp32 is gone when it returns: the next block finds it free
-    (`planner.tiles.head_bytes`).
+    (`models.tiles.head_bytes`).
     """
     n_words, smooth, cap, scale = (
         block.shape[1],

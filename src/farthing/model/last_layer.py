@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from farthing.data.prefix_sharing import COPY_SHARE
 from farthing.model.documents import Documents, sent
 from farthing.model.pairs import answering
-from farthing.planner.families import MOST_READ
+from farthing.models.families import MOST_READ
 
 QUERY, KEY_VALUE = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value")
 RECORDING, SPREADING = "transformers.utils.output_capturing", ".fsdp._fully_shard."

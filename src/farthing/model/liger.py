@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from farthing.device_memory import in_words
 from farthing.errors import DeviceError, OutOfMemoryError
 from farthing.model.loss import inner_of
-from farthing.planner.families import FUSED_BY_LIGER
+from farthing.models.families import FUSED_BY_LIGER
 
 WANTED = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True}
 NOT_WANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}

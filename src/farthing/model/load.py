@@ -32,7 +32,7 @@ from farthing.model.light_torch import with_shapes
 from farthing.model.loss import decoder_inputs
 from farthing.model.positions import max_positions, most_unblocked, scale_positions, stretch
 from farthing.model.weights import ends_of_weights, weights_sha256
-from farthing.planner.model_config import TOKENIZERS
+from farthing.models.model_config import TOKENIZERS
 from farthing.tasks.registry import task_of
 
 

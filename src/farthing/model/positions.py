@@ -12,7 +12,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farthing.errors import ModelError
-from farthing.planner.families import POSITIONS_AFTER_PADDING
+from farthing.models.families import POSITIONS_AFTER_PADDING
 
 
 def max_positions(config: Any) -> int | None:

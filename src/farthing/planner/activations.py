@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from farthing.data.lengths import Largest
+from farthing.models.shapes import Shape
+from farthing.models.weights import Adapters, Weight
 from farthing.planner.blocks import block_of
-from farthing.planner.lengths import Largest
 from farthing.planner.recipe import FSDP, Recipe
-from farthing.planner.shapes import Shape
-from farthing.planner.weights import Adapters, Weight
 
 WORKING_MLP, WORKING_STREAM = 6, 5  # bytes for each feature of the feed-forward, and of the stream
 WORKING_MLP_PLAIN = (

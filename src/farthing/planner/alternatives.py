@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.planner.lengths import Lengths, from_arrays
+from farthing.data.lengths import Lengths, from_arrays
 from farthing.planner.search import decide
 from farthing.planner.types import Answer, JobSpec, Place, Plan, Rejected, open_ended
 from farthing.prices.offers import Offer

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from farthing.planner.shapes import Shape
+from farthing.models.shapes import Shape
 
 
 class Block(NamedTuple):

@@ -14,14 +14,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from farthing.data.lengths import Largest, Padded
+from farthing.local.measurements import Measurement, matching
+from farthing.models.shapes import Shape
+from farthing.models.weights import Adapters
 from farthing.planner.confidence import HUMBLE
-from farthing.planner.lengths import Largest, Padded
-from farthing.planner.measurements import Measurement, matching
 from farthing.planner.memory import estimate_memory
 from farthing.planner.recipe import Recipe
-from farthing.planner.shapes import Shape
 from farthing.planner.speed import Calibration, Device, forward_work, step_time, work_of
-from farthing.planner.weights import Adapters
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 from farthing.units import plural

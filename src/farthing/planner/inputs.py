@@ -16,21 +16,22 @@ from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
 
+from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
+from farthing.data.lengths import Lengths, from_mean
 from farthing.durability.files import Json
 from farthing.errors import FarthingError, InputError
+from farthing.local.machine import Machine, free_memory_bytes, installed_torch, local_machine
+from farthing.local.measurements import MEASUREMENTS, Measurement, link_of, read_measurements
+from farthing.models.families import FUSED_BY_LIGER
+from farthing.models.model_config import find_config
+from farthing.models.shapes import Shape, read_shape
+from farthing.models.weights import begins_from_base
 from farthing.planner.alternatives import Rung, is_rented, other_methods, what_choices_save
 from farthing.planner.calibration import calibrate, past_errors
 from farthing.planner.estimate import Estimate
-from farthing.planner.families import FUSED_BY_LIGER
-from farthing.planner.job_lengths import read_lengths
-from farthing.planner.lengths import Lengths, from_mean
-from farthing.planner.machine import Machine, free_memory_bytes, installed_torch, local_machine
-from farthing.planner.measurements import MEASUREMENTS, Measurement, link_of, read_measurements
-from farthing.planner.model_config import find_config
 from farthing.planner.ownership import Owned
 from farthing.planner.search import CPU_TOKENS, decide, recipe_of
-from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.software import OLDEST_TORCH, Torch, fp16_risk, parse_torch, runs_in_words
 from farthing.planner.speed import Calibration, Device, cpu_device, device_of, step_time, work_of
 from farthing.planner.spot_traces import hazards, read_traces
@@ -45,7 +46,6 @@ from farthing.planner.types import (
     open_ended,
     place_of,
 )
-from farthing.planner.weights import begins_from_base
 from farthing.prices.catalog import Catalog, read_catalog, select_any
 from farthing.prices.gpus import gpu_of_device, gpus
 from farthing.prices.offers import Billing, Offer

@@ -22,8 +22,11 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from farthing.data.lengths import Largest
+from farthing.models.shapes import Shape
+from farthing.models.tiles import head_bytes
+from farthing.models.weights import Adapters
 from farthing.planner.activations import Layers, layers_of
-from farthing.planner.lengths import Largest
 from farthing.planner.recipe import (
     CHUNKED,
     DDP,
@@ -38,9 +41,6 @@ from farthing.planner.recipe import (
     WHOLE,
     Recipe,
 )
-from farthing.planner.shapes import Shape
-from farthing.planner.tiles import head_bytes
-from farthing.planner.weights import Adapters
 
 SLACK = 0.05  # of what torch has allocated: blocks that the allocator can't use
 CUDA_CONTEXT_BYTES = int(0.8 * 2**30)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from farthing.models.shapes import Shape
+from farthing.models.weights import Adapters
 from farthing.planner.memory import NF4_BYTES, in_layers
 from farthing.planner.recipe import FSDP, Recipe
-from farthing.planner.shapes import Shape
-from farthing.planner.weights import Adapters
 
 
 def packed_bytes(shape: Shape, recipe: Recipe) -> float:

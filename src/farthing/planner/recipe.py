@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from farthing.data.packing import MicroBatchCost
-from farthing.planner.families import ENCODERS, KNOWN_HEADS, MOST_READ, PACKED
+from farthing.models.families import ENCODERS, KNOWN_HEADS, MOST_READ, PACKED
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from farthing.data.lengths import Padded
 from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.errors import InputError
 from farthing.planner.confidence import link_error, memory_error, speed_error
-from farthing.planner.lengths import Padded
 from farthing.planner.limits import meet_deadline, within_limits
 from farthing.planner.memory import (
     Memory,

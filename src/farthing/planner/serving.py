@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from farthing.errors import InputError
-from farthing.planner.shapes import Shape
+from farthing.models.shapes import Shape
 from farthing.prices.gpus import Gpu, gpus
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
 from farthing.units import parse_hours

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from farthing.data.lengths import Padded
 from farthing.data.packing import ON_CPU, MicroBatchCost
+from farthing.models.shapes import Shape
+from farthing.models.weights import Adapters
 from farthing.planner import moved_bytes
 from farthing.planner.blocks import block_of
-from farthing.planner.lengths import Padded
 from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, UNCAST, Recipe
-from farthing.planner.shapes import Shape
-from farthing.planner.weights import Adapters
 from farthing.prices.gpus import Gpu, facts
 
 MATMUL_SHARE = {  # of the dense peak that wide products of a training step reach

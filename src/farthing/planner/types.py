@@ -13,17 +13,17 @@ from datetime import date
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from farthing.data.lengths import Cut, Largest, Lengths
 from farthing.data.packing import ON_CPU, MicroBatchCost
-from farthing.planner.frozen_cache_cost import frozen_cache_bytes
-from farthing.planner.lengths import Cut, Largest, Lengths
+from farthing.models.frozen_cache_cost import frozen_cache_bytes
+from farthing.models.shapes import Shape
+from farthing.models.tiles import WRITES_MORE
+from farthing.models.weights import Adapters
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe, Stack, n_lanes_of, stack_for
-from farthing.planner.shapes import Shape
 from farthing.planner.software import Torch, host_note, why_no_code
 from farthing.planner.speed import Calibration, Device, StepTime, device_of
 from farthing.planner.spot import Expected
-from farthing.planner.tiles import WRITES_MORE
-from farthing.planner.weights import Adapters
 from farthing.prices.gpus import Gpu, gpus
 from farthing.prices.offers import (
     ASSUMED_EGRESS_USD_PER_GB,

@@ -14,9 +14,9 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import farthing
+from farthing.data.lengths import Lengths
 from farthing.durability.files import Json
 from farthing.planner.confidence import how_sure
-from farthing.planner.lengths import Lengths
 from farthing.planner.serving import Traffic
 from farthing.planner.throughput_arithmetic import ByHand, Known, OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front

@@ -20,6 +20,7 @@ from farthing.durability.files import Json
 from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
 from farthing.durability.summed_lines import SummedLines
 from farthing.events import Warned
+from farthing.local.measurements import Record
 from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_layers
 from farthing.model.adapters import count_parameters
 from farthing.model.casts import Casts
@@ -31,7 +32,6 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, free_bytes, taken_bytes
 from farthing.model.liger import use_liger
 from farthing.planner.estimate import Estimate
-from farthing.planner.measurements import Record
 from farthing.settings import Settings
 from farthing.train.attempt import Attempt, Clocks, Context, Kernels, Saving
 from farthing.train.learning_rate import first_schedule

@@ -22,11 +22,11 @@ from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror
 from farthing.durability.summed_lines import SummedLines
 from farthing.events import Emit, Warned
+from farthing.local.measurements import Record
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
-from farthing.planner.measurements import Record
 from farthing.settings import Settings
 from farthing.train.ranks import Ranks
 from farthing.train.schedule import Schedule

@@ -33,8 +33,8 @@ from farthing.model.hardware import (
     wait_for,
     window_peak_bytes,
 )
+from farthing.models.tiles import default_tile_tokens
 from farthing.planner.estimate import Estimate
-from farthing.planner.tiles import default_tile_tokens
 from farthing.settings import Settings
 from farthing.train.attempt import Attempt
 from farthing.train.autotune_cache import PROBES, leave_probe, subject_of, tried

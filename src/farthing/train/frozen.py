@@ -3,7 +3,7 @@
 Data flows from a run that stands at its first step to its `forward`, which from then on begins
 above those layers.
 `model/frozen_layers.py` finds them, `model/frozen_cache.py` keeps their output,
-`planner/frozen_cache_cost.py` has the arithmetic. Refuses to train: the caller's loop does not
+`models/frozen_cache_cost.py` has the arithmetic. Refuses to train: the caller's loop does not
 change.
 """
 
@@ -19,7 +19,7 @@ from farthing.data.token_set import TokenSet
 from farthing.events import KeepingFrozen, Note, Working
 from farthing.model.frozen_cache import open_frozen_cache
 from farthing.model.frozen_layers import FrozenLayers, find_frozen_layers
-from farthing.planner.frozen_cache_cost import FrozenCacheCost
+from farthing.models.frozen_cache_cost import FrozenCacheCost
 from farthing.train.attempt import Attempt
 from farthing.units import plural
 

@@ -34,8 +34,8 @@ from farthing.errors import (
     RunChangedError,
 )
 from farthing.events import Emit, Note, Warned
+from farthing.local.measurements import MEASUREMENTS, link_of, read_measurements
 from farthing.model.hardware import hardware_key
-from farthing.planner.measurements import MEASUREMENTS, link_of, read_measurements
 from farthing.settings import Settings
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.attempt import Attempt, Context

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import farthing
+from farthing.data.lengths import from_token_set
+from farthing.local.measurements import Measurement, leave_measurement
 from farthing.model.hardware import peak_bytes
-from farthing.planner.lengths import from_token_set
-from farthing.planner.measurements import Measurement, leave_measurement
 from farthing.tasks.registry import task_of
 from farthing.train.attempt import Attempt
 from farthing.train.autotune_cache import subject_of

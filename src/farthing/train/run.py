@@ -65,7 +65,7 @@ from farthing.model.hardware import (
     taken_bytes,
 )
 from farthing.model.load import quiet_libraries
-from farthing.planner.left_out_loss import is_refused, left_out_loss
+from farthing.models.left_out_loss import is_refused, left_out_loss
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.run_page import leave_page

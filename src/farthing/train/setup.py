@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from farthing.config.data_lengths import note_token_set
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.chat import TEXT_VERSION, asks_for_the_date
@@ -56,8 +57,7 @@ from farthing.model.load import (
 )
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.model.positions import max_positions
-from farthing.planner.job_lengths import note_token_set
-from farthing.planner.left_out_loss import refuse_left_out_loss
+from farthing.models.left_out_loss import refuse_left_out_loss
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 from farthing.train.ancestor import ancestor_identity

@@ -16,7 +16,7 @@ import torch
 from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.events import Emit, Note
-from farthing.planner.weights import begins_from_base
+from farthing.models.weights import begins_from_base
 from farthing.tasks.registry import task_of
 from farthing.train.ranks import Ranks
 from farthing.units import plural, say_bytes

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from farthing.addresses import is_remote
+from farthing.config.data_lengths import files_of_split
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.fetch import refuse_metadata
@@ -27,9 +28,8 @@ from farthing.data.rows import BadRow, Own, Row
 from farthing.data.token_set import Recipe
 from farthing.durability.run_folder import rules_of
 from farthing.errors import DataError, InputError, JobError, ModelError, PreflightError
-from farthing.planner.job_lengths import files_of_split
-from farthing.planner.left_out_loss import refuse_left_out_loss
-from farthing.planner.model_config import (
+from farthing.models.left_out_loss import refuse_left_out_loss
+from farthing.models.model_config import (
     CONFIG,
     TOKENIZERS,
     ask_hub,

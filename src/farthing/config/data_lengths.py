@@ -22,6 +22,7 @@ from farthing.config.job import Job
 from farthing.data.batches import Batches, split_by_input
 from farthing.data.chat import TEXT_VERSION, asks_for_the_date, default_template
 from farthing.data.encode import first_tokens
+from farthing.data.lengths import Lengths, from_arrays, from_token_set
 from farthing.data.light_tokenizer import LightTokenizer, light_tokenizer, own_template
 from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
 from farthing.data.rows import Own
@@ -44,9 +45,8 @@ from farthing.durability.files import (
 )
 from farthing.durability.run_folder import began, rules_of
 from farthing.errors import FarthingError, InputError, ModelError
-from farthing.planner.lengths import Lengths, from_arrays, from_token_set
-from farthing.planner.model_config import CONFIG, cached_snapshot, find_config
-from farthing.planner.shapes import read_shape
+from farthing.models.model_config import CONFIG, cached_snapshot, find_config
+from farthing.models.shapes import read_shape
 from farthing.units import plural
 
 INDEX = "token_index"  # the folder in the cache that tells which token set a job's data became

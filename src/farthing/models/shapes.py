@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from farthing.errors import InputError
-from farthing.planner.config_sizes import ConfigSizes, windows_of
-from farthing.planner.families import BODY, FAMILIES, Family
-from farthing.planner.weights import Adapters, Flops, Weight
+from farthing.models.config_sizes import ConfigSizes, windows_of
+from farthing.models.families import BODY, FAMILIES, Family
+from farthing.models.weights import Adapters, Flops, Weight
 from farthing.tasks.registry import task_of
 
 # they change layers or masks in ways not told here

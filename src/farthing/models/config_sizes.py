@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from farthing.errors import InputError
-from farthing.planner.families import Family
+from farthing.models.families import Family
 
 _OWN_NAME_ONLY = (
     "intermediate_size",

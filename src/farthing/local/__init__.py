@@ -1,0 +1,1 @@
+"""This machine, and what runs on it have measured."""
