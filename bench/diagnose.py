@@ -31,9 +31,9 @@ import yaml
 import farthing.train.run
 from farthing.config.load import load_job
 from farthing.data.loader import micro_batches
-from farthing.durability.ledger import Meter
 from farthing.events import ignore
 from farthing.report.receipt_types import Finding, Receipt
+from farthing.run.ledger import Meter
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 
 TOLERANCE = 0.25
@@ -200,7 +200,7 @@ def run(case: Case, folder: Path, name: str, fixed: dict[str, Any], *, is_slowed
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     slowed = case.slowed if is_slowed else None
     timed = functools.partial(Meter, clock=time.monotonic if case.waits else time.thread_time)
-    with (slowed or _as_it_is)(), patch("farthing.durability.opening.Meter", timed):
+    with (slowed or _as_it_is)(), patch("farthing.run.opening.Meter", timed):
         return farthing.train.run.train(
             load_job(path, [f"{k}={v}" for k, v in fixed.items()]), ignore
         ).receipt

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from farthing.durability.accounts import Account
 from farthing.launch.words import Word
+from farthing.run.accounts import Account
 
 FAULTS = (
     "",

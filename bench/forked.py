@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["FARTHING_METADATA"] = "http://127.0.0.1:9"  # where nobody listens
 
-from farthing.durability.group import Seat, environ_of
+from farthing.run.group import Seat, environ_of
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 
 server = multiprocessing.get_context("forkserver")

@@ -30,10 +30,10 @@ import yaml
 from farthing.config.load import load_job
 from farthing.data.token_set import DTYPES, set_key, tokenizer_sha256
 from farthing.data.tokens import tokenize
-from farthing.durability.checkpoint import Checkpoints, State
-from farthing.durability.files import commit_folder
-from farthing.durability.ledger import seconds_since_process_start
 from farthing.events import Event, Restored, StepTaken
+from farthing.run.checkpoint import Checkpoints, State
+from farthing.run.ledger import seconds_since_process_start
+from farthing.storage.files import commit_folder
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train.setup import open_inputs
 
@@ -49,7 +49,7 @@ class Kept:
         self._state = state
 
     def state(self) -> State:
-        """See `farthing.durability.checkpoint.Part`."""
+        """See `farthing.run.checkpoint.Part`."""
         return self._state
 
     def restore(self, tensors: Any, values: Any) -> None:

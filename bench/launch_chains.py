@@ -39,13 +39,13 @@ import yaml
 
 import ssh_machines
 from farthing.config.load import load_job
-from farthing.durability.commits import list_commits
-from farthing.durability.object_store import LocalStore, StoreError
 from farthing.errors import InputError
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.session import Session
 from farthing.launch.supervise import Patience
 from farthing.report.receipt import leave_receipt
+from farthing.run.commits import list_commits
+from farthing.storage.objects import LocalStore, StoreError
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 
 N_STEPS, SAVE_STEPS = 120, 12

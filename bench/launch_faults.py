@@ -29,8 +29,6 @@ from typing import Any
 
 from fake_clouds import FAULTS, World
 from farthing.config.job import Job
-from farthing.durability.accounts import Account
-from farthing.durability.machines import MachineLedger
 from farthing.errors import EXIT_MISTAKE, InputError
 from farthing.launch.ask import Ask
 from farthing.launch.clients import RunPod, Vast
@@ -40,6 +38,8 @@ from farthing.launch.prepare import S3_KEYS, Prepared, Wishes
 from farthing.launch.registry import TARGETS
 from farthing.launch.supervise import Launch
 from farthing.prices.offers import Billing, Offer
+from farthing.run.accounts import Account
+from farthing.run.machines import MachineLedger
 
 PROVIDERS = {"runpod": "RunPod", "vast": "Vast.ai"}
 GPUS = ("RTX 4090", "RTX 3090", "A40", "L40S", "RTX 5090", "H100-80GB")

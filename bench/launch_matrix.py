@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job
-from farthing.durability.machines import MachineLedger
 from farthing.launch.inputs import Packed
 from farthing.launch.prepare import Prepared, Wishes
 from farthing.launch.registry import PROVIDERS, TARGETS, called
 from farthing.launch.supervise import Spent
 from farthing.prices.catalog import read_catalog
 from farthing.prices.offers import Billing, Offer
+from farthing.run.machines import MachineLedger
 from launch_rules import RULES
 
 DAY = date(2026, 11, 22)

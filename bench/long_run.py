@@ -23,11 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.accounts import Account, as_line
-from farthing.durability.files import write_json
-from farthing.durability.ledger import SPANS, Ledger, Meter
-from farthing.durability.run_folder import LEDGER, LOG, RUN
 from farthing.report.training_log import keep_digest
+from farthing.run.accounts import Account, as_line
+from farthing.run.folder import LEDGER, LOG, RUN
+from farthing.run.ledger import SPANS, Ledger, Meter
+from farthing.storage.files import write_json
 
 USD_PER_HOUR = 2.5
 

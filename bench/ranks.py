@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from farthing.durability.group import Elastic
+from farthing.run.group import Elastic
 from farthing.tiny import demo_rows, write_jsonl
 from forked import make_job, run_alone, sha256_of, start_of
 from small_models import make_model_folder
@@ -252,7 +252,7 @@ def compare_spread(seed: int, folder: Path) -> dict[str, Any]:
     """Full training on one process, and spread over some, of which one is killed, then over another
     number: how far apart.
     """
-    from farthing.durability.parts import read_part
+    from farthing.run.parts import read_part
 
     drawn = random.Random(seed + 1000)
     n_steps, base = drawn.randint(5, 10), folder / "base"

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.group import Elastic
+from farthing.run.group import Elastic
 from farthing.tiny import write_jsonl
 from forked import Forked, make_job, sha256_of, start_of
 from ranks import TASKS, rows_for
@@ -85,7 +85,7 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
     """In a rank, before it begins: let the mishap happen in its part, once in all attempts."""
     import torch
 
-    import farthing.durability.checkpoint as checkpoint
+    import farthing.run.checkpoint as checkpoint
     import farthing.train.evaluation as evaluation
     import farthing.train.joining as joining
     import farthing.train.run as run
@@ -234,7 +234,7 @@ def is_same(way: str, run: Path, alone: Path) -> bool:
     """Whether a run has come to what one process has, to the bit or to rounding."""
     if way == "replicated":
         return sha256_of(run, N_STEPS) == sha256_of(alone, N_STEPS)
-    from farthing.durability.parts import read_part
+    from farthing.run.parts import read_part
 
     one, other = (
         read_part(sorted((each / "checkpoints").glob(f"step-{N_STEPS:08d}-*[0-9]"))[-1], "model")

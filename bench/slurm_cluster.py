@@ -270,9 +270,9 @@ def slurm_chain(
 ) -> dict[str, Any]:
     """One chain on a pair of nodes: the run is preempted, or its node is lost, once or twice."""
     from farthing.config.load import load_job
-    from farthing.durability.accounts import read_ledger
     from farthing.launch.prepare import Wishes, prepare
     from farthing.launch.session import Session
+    from farthing.run.accounts import read_ledger
     from launch_chains import N_STEPS, QUICK, SAVE_STEPS, judged, write_job
 
     dice = random.Random(seed)

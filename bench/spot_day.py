@@ -40,11 +40,11 @@ import numpy as np
 import yaml
 
 import survive
-from farthing.durability import replica as mirror
-from farthing.durability.accounts import WORK
 from farthing.planner.spot import SaveSchedule, best_interval_s, fit
 from farthing.planner.spot_traces import Trace, read_traces
 from farthing.planner.uptime import spells_of
+from farthing.run import mirror as mirror
+from farthing.run.accounts import WORK
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from spot_replay import replay
 

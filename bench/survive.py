@@ -164,7 +164,7 @@ class Farthing:
 
     def resumed_at(self, run: Path) -> list[int]:
         """See `Contestant`."""
-        from farthing.durability.accounts import read_ledger
+        from farthing.run.accounts import read_ledger
 
         return [
             account.first_step
@@ -183,9 +183,9 @@ class Farthing:
 
 def say_where(where: Whereabouts) -> None:
     """Have this process note in `where` what its meter, its saves and its uploads are at."""
-    from farthing.durability import accounts, checkpoint
-    from farthing.durability import ledger as meter
-    from farthing.durability import replica as mirror
+    from farthing.run import accounts, checkpoint
+    from farthing.run import ledger as meter
+    from farthing.run import mirror as mirror
 
     spans = {
         "tokenize": "tokenization",
@@ -370,7 +370,7 @@ LEASE_S = 4.0
 def become(home: Path | None) -> None:
     """Have this process see another user's home, name and hostname, where one is given."""
     if home is not None:
-        from farthing.durability import replica
+        from farthing.run import mirror as replica
 
         # a machine that is gone is waited for: not for a minute each time
         object.__setattr__(replica.PACE, "lease_s", LEASE_S)

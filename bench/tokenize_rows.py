@@ -42,7 +42,7 @@ from farthing.data.packing import collate_packed, split_by_tokens, split_padded
 from farthing.data.read import Row, Source, open_sources
 from farthing.data.token_set import Recipe, TokenSet, open_token_set
 from farthing.data.tokens import tokenize
-from farthing.durability.files import commit_folder
+from farthing.storage.files import commit_folder
 from farthing.tasks.columns import Unusable
 
 PIECE_TOKENS = 16384

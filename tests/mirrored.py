@@ -7,9 +7,9 @@ import os
 import random
 from pathlib import Path
 
-from farthing.durability.files import commit_folder, write_json
-from farthing.durability.object_store import Store, open_store
-from farthing.durability.replica import Mirror, Pace
+from farthing.run.mirror import Mirror, Pace
+from farthing.storage.files import commit_folder, write_json
+from farthing.storage.objects import Store, open_store
 
 QUICK = Pace(
     renew_s=0.05,

@@ -15,9 +15,9 @@ import workshop
 from farthing.after import evaluation
 from farthing.after.chat import trained_on_chats
 from farthing.cli import main
-from farthing.durability.run_folder import kept
 from farthing.errors import InputError
 from farthing.report.receipt import build_receipt
+from farthing.run.folder import kept
 from farthing.tiny import write_jsonl
 from thinned import thinned
 

@@ -20,10 +20,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from farthing.durability import checkpoint as checkpoint_module
-from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.files import commit_folder, seal, write_text
 from farthing.errors import RunChangedError, RunDamagedError, SaveError
+from farthing.run import checkpoint as checkpoint_module
+from farthing.run.checkpoint import Checkpoints
+from farthing.storage.files import commit_folder, seal, write_text
 
 
 class Weights:

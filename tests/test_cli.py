@@ -25,7 +25,7 @@ import farthing.train.run
 import workshop
 from farthing.cli import main
 from farthing.config.load import job_schema, load_job
-from farthing.durability.accounts import as_line, read_ledger
+from farthing.run.accounts import as_line, read_ledger
 from farthing.tasks.registry import task_of
 from workshop import job_file, log_of, losses_of
 

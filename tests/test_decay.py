@@ -15,10 +15,9 @@ import transformers
 from safetensors.torch import load_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import farthing.durability.run_folder
+import farthing.run.folder
 import farthing.train.run
 import workshop
-from farthing.durability.run_folder import rules_of
 from farthing.errors import RunDamagedError, RunInterruptedError
 from farthing.events import Event, StepTaken
 from farthing.model.load import auto_class
@@ -29,6 +28,7 @@ from farthing.models.families import (
     FAMILIES,
     SEQ2SEQ_FAMILIES,
 )
+from farthing.run.folder import rules_of
 from farthing.train.optim import decayed_names, make_optimizer
 from workshop import make_job
 
@@ -141,7 +141,7 @@ def test_a_run_that_began_under_the_old_rule_goes_on_under_it_to_the_same_bits(
             raise RunInterruptedError("asked to leave")
 
     with monkeypatch.context() as before:
-        before.setattr(farthing.durability.run_folder, "RULES", 1)
+        before.setattr(farthing.run.folder, "RULES", 1)
         whole = make_job(tmp_path, "t5", output_dir="./whole", **keys)
         workshop.train(whole)
         half = make_job(tmp_path, "t5", output_dir="./half", **keys)
@@ -160,7 +160,7 @@ def test_a_run_that_began_under_the_old_rule_goes_on_under_it_to_the_same_bits(
 
 
 def test_rules_that_are_not_known_are_refused(tmp_path: Path) -> None:
-    assert rules_of(tmp_path) == farthing.durability.run_folder.RULES
+    assert rules_of(tmp_path) == farthing.run.folder.RULES
     (tmp_path / "run.json").write_text('{"rules": 99}')
     with pytest.raises(RunDamagedError, match="rules 99"):
         rules_of(tmp_path)

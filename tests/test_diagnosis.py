@@ -16,12 +16,12 @@ import torch
 from rich.console import Console
 
 from farthing.config.load import load_job
-from farthing.durability.ledger import SPANS
 from farthing.report.diagnosis import CHECKS, diagnose
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_table import draw_diagnosis
 from farthing.report.receipt_types import Diagnosis, Finding, Receipt, Span
 from farthing.report.timeline import OF_SPAN, grouped, seconds_of
+from farthing.run.ledger import SPANS
 from farthing.train import fixed_share
 from farthing.train.throughput import facts_of_lengths
 from workshop import job_file, make_job, train

@@ -19,15 +19,16 @@ import survive
 import workshop
 from farthing.cli import main
 from farthing.config.load import load_job
-from farthing.durability import checkpoint as checkpoint_module
-from farthing.durability import files, mounts, replica
-from farthing.durability.accounts import read_ledger
-from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.files import install_folder, only_writer
-from farthing.durability.ledger import Ledger
-from farthing.durability.object_store import LocalStore
 from farthing.errors import EXIT_MISTAKE, InputError, RunBusyError
 from farthing.events import Note, Restored, StepTaken
+from farthing.run import checkpoint as checkpoint_module
+from farthing.run import mirror as replica
+from farthing.run.accounts import read_ledger
+from farthing.run.checkpoint import Checkpoints
+from farthing.run.ledger import Ledger
+from farthing.storage import files, mounts
+from farthing.storage.files import install_folder, only_writer
+from farthing.storage.objects import LocalStore
 from farthing.train.run import train
 from mirrored import folder_of_run, mirror_of, step_done
 from test_checkpoint import checkpoints as checkpoints
@@ -329,7 +330,7 @@ def test_a_file_server_that_forgets_us_in_the_middle_of_a_run_is_said_in_words(
             emit(event)
             if isinstance(event, StepTaken) and event.step == 3:
                 monkeypatch.setattr(
-                    "farthing.durability.summed_lines.SummedLines.append", failing(errno.ESTALE)
+                    "farthing.storage.logs.SummedLines.append", failing(errno.ESTALE)
                 )
 
         return real(job, tell, **more)

@@ -15,7 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-import farthing.durability.run_folder
+import farthing.run.folder
 import workshop
 from every_family import (
     MAPPINGS,
@@ -303,7 +303,7 @@ def test_a_loss_of_tokens_after_the_next_is_refused_unless_the_run_began_without
     ):
         workshop.train(job)
     with monkeypatch.context() as before:
-        before.setattr(farthing.durability.run_folder, "RULES", 3)
+        before.setattr(farthing.run.folder, "RULES", 3)
         heard = Heard()
         assert workshop.train(job, heard).state == "finished"
     assert "left out of the loss" in heard.warnings

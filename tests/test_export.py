@@ -21,14 +21,14 @@ import farthing.export.folders
 import farthing.train.run
 import workshop
 from farthing.cli import main
-from farthing.durability import run_folder
-from farthing.durability.exported import damage_of
-from farthing.durability.run_folder import keep_job, kept_job
 from farthing.errors import InputError, ModelError, RunInterruptedError
 from farthing.events import Event, Exported, StepTaken
 from farthing.export.folders import export_run
 from farthing.model.adapters import break_ties
 from farthing.model.load import auto_class
+from farthing.run import folder as run_folder
+from farthing.run.exported import damage_of
+from farthing.run.folder import keep_job, kept_job
 from thinned import thinned
 from workshop import Heard, make_job
 

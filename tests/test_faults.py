@@ -27,13 +27,13 @@ import farthing.train.run
 import survive
 from farthing.cli import main
 from farthing.config.load import load_job
-from farthing.durability import replica as mirror_module
-from farthing.durability.checkpoint import Checkpoints, saves_in
-from farthing.durability.files import seal, unseal
-from farthing.durability.object_store import Entry, LocalStore, open_store
-from farthing.durability.summed_lines import SummedLines
 from farthing.errors import DiskFullError, RunChangedError, SaveError, StoreUnavailableError
 from farthing.events import DataRead, Emit, Event, Restored, StepTaken
+from farthing.run import mirror as mirror_module
+from farthing.run.checkpoint import Checkpoints, saves_in
+from farthing.storage.files import seal, unseal
+from farthing.storage.logs import SummedLines
+from farthing.storage.objects import Entry, LocalStore, open_store
 from farthing.train.run import train
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from patience import until

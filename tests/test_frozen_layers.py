@@ -28,7 +28,6 @@ from transformers.pytorch_utils import Conv1D
 import workshop
 from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
-from farthing.durability.files import only_writer
 from farthing.errors import RunInterruptedError
 from farthing.events import Note
 from farthing.model import frozen_cache as prefix_cache
@@ -42,6 +41,7 @@ from farthing.model.hardware import Numerics
 from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import use_low_rank
 from farthing.models.frozen_cache_cost import DISK_SHARE, FrozenCacheCost, frozen_cache_bytes
+from farthing.storage.files import only_writer
 from farthing.train.step import Steps
 from test_attention import MAIN, OWN, assert_same, gradients, model_of
 from test_packing import token_set

@@ -882,11 +882,11 @@ def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(
     keys = strict(
         max_steps=6, save_steps=2, save_total_limit=5, size={"hidden": 512, "layers": 4}, n_rows=64
     )
-    monkeypatch.setattr("farthing.durability.snapshot.HOST_SHARE", share)
+    monkeypatch.setattr("farthing.run.snapshot.HOST_SHARE", share)
     found: dict[str, dict[str, Tensor]] = {}
     for name in ("later", "at once"):
         if name == "at once":
-            monkeypatch.setattr("farthing.durability.checkpoint.can_wait", lambda tensor: False)
+            monkeypatch.setattr("farthing.run.checkpoint.can_wait", lambda tensor: False)
         assert (
             workshop.train(make_job(tmp_path / name, full_determinism=True, **keys)).state
             == "finished"

@@ -18,13 +18,13 @@ import workshop
 from farthing.after.held_out import held_out_of
 from farthing.cli import command, main
 from farthing.device_memory import in_words, reported
-from farthing.durability.accounts import read_ledger
 from farthing.errors import EXIT_CRASH, DeviceError, HardwareError, OutOfMemoryError
 from farthing.events import StepTaken
 from farthing.export.folders import export_run, trained_model
 from farthing.model.forward import Forward
 from farthing.model.hardware import pinned
 from farthing.model.liger import use_liger
+from farthing.run.accounts import read_ledger
 from farthing.train.run import opened_attempt
 from farthing.train.update_guard import load_update_kernels
 from test_out_of_memory import OPTIMIZERS, Failing, optimizer_of, small_model, step_of

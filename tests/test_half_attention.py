@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import workshop
-from farthing.durability.run_folder import SETTINGS, kept
 from farthing.model import half_attention as half
 from farthing.model import short_attention as short
 from farthing.model.attention import attend
 from farthing.model.documents import Documents
+from farthing.run.folder import SETTINGS, kept
 
 HEADS, WIDTH = 4, 16
 CLOSE = 1e-2  # of the whole: bf16 has eight bits

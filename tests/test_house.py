@@ -99,7 +99,8 @@ WINGS = (
     *(
         "ground",
         "tasks",
-        "durability",
+        "storage",
+        "run",
         "models",
         "data",
         "prices",
@@ -128,7 +129,7 @@ HEAVY = {"torch", "transformers", "peft", "datasets"}
 
 
 def wing(module: str) -> str:
-    """`durability.files` -> `durability`."""
+    """`storage.files` -> `storage`."""
     first = module.split(".")[0]
     return first if first in WINGS else "ground"
 
@@ -143,7 +144,7 @@ def farthing_imports(path: Path) -> set[str]:
 
 
 def module_of(path: Path) -> str:
-    """`.../farthing/durability/files.py` -> `durability.files`."""
+    """`.../farthing/storage/files.py` -> `storage.files`."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
@@ -162,7 +163,8 @@ def test_wings_import_only_from_wings_below() -> None:
     "name",
     [
         "tasks",
-        "durability",
+        "storage",
+        "run",
         "models",
         "data",
         "prices",
@@ -174,7 +176,7 @@ def test_wings_import_only_from_wings_below() -> None:
     ],
 )
 def test_wings_without_torch(name: str) -> None:
-    loads_tensors = {"durability.checkpoint", "durability.parts", "durability.snapshot"}
+    loads_tensors = {"run.checkpoint", "run.parts", "run.snapshot"}
     for path in room(name):
         if module_of(path) not in loads_tensors:
             assert not {module.split(".")[0] for module in imports(path, top_only=True)} & HEAVY, (
@@ -182,7 +184,7 @@ def test_wings_without_torch(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", ["tasks", "durability", "model", "data"])
+@pytest.mark.parametrize("name", ["tasks", "storage", "run", "model", "data"])
 def test_wings_that_take_plain_values(name: str) -> None:
     for path in room(name):
         assert not {

@@ -22,8 +22,11 @@ import farthing.train.assemble
 import farthing.train.identity
 from farthing.config.job import Job
 from farthing.config.load import load_job
-from farthing.durability.files import DamagedFileError, commit_folder, seal, write_json
-from farthing.durability.run_folder import (
+from farthing.errors import InputError, RunChangedError, RunDamagedError
+from farthing.events import Decided, Event, Restored, StepTaken
+from farthing.model import weights
+from farthing.model.load import ModelChoice, load_config, model_sha256, model_sha256_by_place
+from farthing.run.folder import (
     COPIES,
     DECIDING,
     PLAN,
@@ -36,11 +39,8 @@ from farthing.durability.run_folder import (
     kept_job,
     mend,
 )
-from farthing.durability.summed_lines import SummedLines
-from farthing.errors import InputError, RunChangedError, RunDamagedError
-from farthing.events import Decided, Event, Restored, StepTaken
-from farthing.model import weights
-from farthing.model.load import ModelChoice, load_config, model_sha256, model_sha256_by_place
+from farthing.storage.files import DamagedFileError, commit_folder, seal, write_json
+from farthing.storage.logs import SummedLines
 from farthing.tiny import write_jsonl
 from thinned import thinned
 from workshop import Heard, change_facts, job_file, log_of, make_folder, make_job, rows_of, train

@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM
 
-from farthing.durability.exported import seal_export
 from farthing.errors import ModelError
 from farthing.export.folders import GENERATION_CONFIG, export_run
+from farthing.run.exported import seal_export
 from test_alone import CODES, small, speaking
 from thinned import thinned
 from workshop import make_folder, make_job, train

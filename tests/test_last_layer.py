@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import workshop
 from farthing.data.token_set import TokenSet
-from farthing.durability.run_folder import SETTINGS, kept
 from farthing.model.activation_checkpointing import (
     Linear,
     Sample,
@@ -37,6 +36,7 @@ from farthing.model.loss import inner_of
 from farthing.models.families import DECODERS
 from farthing.models.shapes import read_shape
 from farthing.planner.recipe import FARTHING
+from farthing.run.folder import SETTINGS, kept
 from farthing.settings import Settings
 from farthing.tasks.task import IGNORED
 from test_attention import CLOSE, assert_same, documents_of, flat, gradients, model_of

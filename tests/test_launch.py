@@ -24,10 +24,6 @@ import yaml
 from fake_clouds import FAULTS, World
 from farthing.cli import main
 from farthing.config.job import Job
-from farthing.durability.accounts import Account
-from farthing.durability.files import only_writer
-from farthing.durability.machines import MACHINES, Machine, MachineLedger, bill_by_machine
-from farthing.durability.object_store import LocalStore
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, InputError, RunBusyError
 from farthing.launch import aboard as aboard_module
 from farthing.launch.aboard import Aboard
@@ -42,6 +38,10 @@ from farthing.launch.session import Session
 from farthing.launch.supervise import Spent
 from farthing.launch.words import Speaker, StoreWords
 from farthing.prices.offers import Billing, Offer
+from farthing.run.accounts import Account
+from farthing.run.machines import MACHINES, Machine, MachineLedger, bill_by_machine
+from farthing.storage.files import only_writer
+from farthing.storage.objects import LocalStore
 from launch_faults import Fate, Killed, is_good, prepared_for, run_case, supervise
 from launch_matrix import AT, FILES_OF_CASE, cases, outcome_of
 from launch_rules import RULES
@@ -617,7 +617,7 @@ def test_inputs_travel_by_content_and_only_once(demo: Path, tmp_path: Path) -> N
 
 
 def test_damaged_and_malicious_inputs_are_refused(demo: Path, tmp_path: Path) -> None:
-    from farthing.durability.files import seal
+    from farthing.storage.files import seal
 
     store, there = LocalStore(tmp_path / "store"), tmp_path / "there"
     there.mkdir()

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 import ssh_machines
-from farthing.durability.object_store import open_store
+from farthing.storage.objects import open_store
 from launch_chains import left_alone, result_of, saved_step, write_job
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "canary-of-a-secret"}

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
 from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Refused, Seen, Unclear
 from farthing.launch.target import Commands
 from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
+from farthing.run.machines import Machine
 from launch_matrix import FILES_OF_CASE
 
 NAME = "farthing-12345678-1"

@@ -24,13 +24,13 @@ import launch_chains
 import slurm_cluster
 import ssh_machines
 from farthing.config.load import load_job
-from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Seen, Unclear
 from farthing.launch.host_driver import LOOK, HostDriver
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.session import Session
 from farthing.prices.offers import Billing, Offer
+from farthing.run.machines import Machine
 from launch_chains import QUICK, environment, left_alone, saved_step, write_job
 from patience import titles_of_processes, until
 
@@ -296,7 +296,7 @@ def _cut_off(
     fleet: ssh_machines.Fleet, reference: dict[str, Any], tmp_path: Path, port: int
 ) -> None:
     import farthing.launch.prepare as prepare_module
-    from farthing.durability.object_store import open_store
+    from farthing.storage.objects import open_store
 
     with (
         environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}"),

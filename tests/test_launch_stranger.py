@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from farthing.cli import main
-from farthing.durability.machines import MachineLedger
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
 from farthing.launch.prepare import S3_KEYS
 from farthing.launch.supervise import Launch
+from farthing.run.machines import MachineLedger
 
 KEYS = ("RUNPOD_API_KEY", "VAST_API_KEY", "LAMBDA_API_KEY", *S3_KEYS)
 

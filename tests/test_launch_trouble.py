@@ -17,9 +17,6 @@ import psutil
 import pytest
 
 from fake_clouds import World
-from farthing.durability.machines import MACHINES, Machine, MachineLedger
-from farthing.durability.object_store import LocalStore
-from farthing.durability.summed_lines import SummedLines
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, DiskFullError, InputError
 from farthing.launch import aboard as aboard_module
 from farthing.launch.aboard import Aboard
@@ -31,6 +28,9 @@ from farthing.launch.prepare import S3_KEYS
 from farthing.launch.session import Session
 from farthing.launch.supervise import Launch
 from farthing.launch.words import StoreWords, Word
+from farthing.run.machines import MACHINES, Machine, MachineLedger
+from farthing.storage.logs import SummedLines
+from farthing.storage.objects import LocalStore
 from launch_faults import Fate, Killed, prepared_for, supervise
 from patience import until
 from test_launch_hosts import ask_for, machine_of

@@ -14,8 +14,8 @@ from farthing.config.importers.launchers import beside
 from farthing.config.importers.record import flat
 from farthing.config.job import Job
 from farthing.config.load import load_job
-from farthing.durability.run_folder import kept_job
 from farthing.errors import InputError
+from farthing.run.folder import kept_job
 from workshop import job_file, make_job
 
 ZERO = {

@@ -16,15 +16,15 @@ import pytest
 
 import workshop
 from farthing.cli import main
-from farthing.durability import files
-from farthing.durability.accounts import LOST, as_line, read_ledger
-from farthing.durability.files import commit_folder, write_json
-from farthing.durability.ledger import Ledger, Meter
-from farthing.durability.opening import likely_folder, opened
-from farthing.durability.run_folder import witnesses_of
 from farthing.errors import DataError, RunChangedError, RunDamagedError
 from farthing.events import StepTaken
 from farthing.report.receipt import build_receipt
+from farthing.run.accounts import LOST, as_line, read_ledger
+from farthing.run.folder import witnesses_of
+from farthing.run.ledger import Ledger, Meter
+from farthing.run.opening import likely_folder, opened
+from farthing.storage import files
+from farthing.storage.files import commit_folder, write_json
 from test_meter import Clock, attempt
 
 PRICES = (3.6, 7.2, 1.8)

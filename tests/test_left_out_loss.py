@@ -12,13 +12,13 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import farthing.durability.run_folder
+import farthing.run.folder
 import workshop
 from farthing.cli import main
-from farthing.durability.run_folder import RUN, kept
 from farthing.errors import ModelError
 from farthing.models.families import DECODERS, FAMILIES
 from farthing.models.left_out_loss import left_out_loss
+from farthing.run.folder import RUN, kept
 from workshop import Heard, make_job
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -129,7 +129,7 @@ def test_a_run_that_began_without_it_goes_on_and_says_so(
     mixtral_folder(tmp_path / "base", output_router_logits=True)
     job = make_job(tmp_path, max_steps=2)
     with monkeypatch.context() as before:
-        before.setattr(farthing.durability.run_folder, "RULES", 1)
+        before.setattr(farthing.run.folder, "RULES", 1)
         workshop.train(job)
     run = Path(job.output_dir)
     assert (kept(run / RUN) or {})["rules"] == 1

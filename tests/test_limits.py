@@ -29,11 +29,11 @@ import farthing.train.run
 import farthing.train.saver
 import workshop
 from farthing.config.job import Job
-from farthing.durability.ledger import Ledger, Meter
-from farthing.durability.preemption import Notice
-from farthing.durability.run_folder import LEDGER, MODEL, kept
 from farthing.events import Decided, StepTaken
 from farthing.report.receipt import build_receipt
+from farthing.run.folder import LEDGER, MODEL, kept
+from farthing.run.ledger import Ledger, Meter
+from farthing.run.signals import Notice
 from farthing.train.attempt import Attempt, Clocks, Context, Saving
 from farthing.train.budget import over_limit, seconds_left, why_not_start
 from farthing.train.forecast import takes
@@ -468,7 +468,7 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
+        patch.setattr("farthing.run.opening.seconds_since_process_start", lambda: 0.0)
         job = make("a")
         stopped = farthing.train.run.train(job, when(StepTaken, 14, terminate))
         assert stopped.state == "interrupted"

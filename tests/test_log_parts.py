@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from farthing.durability import log_parts
-from farthing.durability.commits import LOG_PARTS, SMALL
-from farthing.durability.files import seal, unseal
-from farthing.durability.log_parts import LogParts
+from farthing.run.commits import LOG_PARTS, SMALL
+from farthing.storage import log_parts
+from farthing.storage.files import seal, unseal
+from farthing.storage.log_parts import LogParts
 from test_store import Faulty, Model, delivered, folder_of_run, mirror_of, step_done, taken
 
 

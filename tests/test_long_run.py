@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from farthing.durability.accounts import read_ledger
 from farthing.report.receipt import build_receipt
 from farthing.report.training_log import DIGEST, Curve, TrainingLog, keep_digest, read_log
+from farthing.run.accounts import read_ledger
 from long_run import make_run
 
 

@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 
-from farthing.durability.run_folder import PLAN, kept
 from farthing.local import machine
 from farthing.local.machine import (
     Cpu,
@@ -22,6 +21,7 @@ from farthing.local.machine import (
     read_cpuinfo,
 )
 from farthing.model.hardware import Numerics
+from farthing.run.folder import PLAN, kept
 from farthing.train.estimate import estimated
 from farthing.train.setup import open_examples, open_inputs
 from thinned import thinned

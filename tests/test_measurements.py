@@ -18,8 +18,6 @@ import torch
 import farthing.train.run
 from farthing.config.job import Job
 from farthing.data.packing import MicroBatchCost
-from farthing.durability import summed_lines
-from farthing.durability.ledger import SPANS
 from farthing.events import Decided, Evaluated, Event, Saved, StepTaken
 from farthing.local.machine import local_machine
 from farthing.local.measurements import (
@@ -34,6 +32,8 @@ from farthing.local.measurements import (
 from farthing.model.forward import Forward
 from farthing.model.hardware import hardware_key
 from farthing.models.shapes import read_shape
+from farthing.run.ledger import SPANS
+from farthing.storage import logs as summed_lines
 from thinned import thinned
 from workshop import ESTIMATE, TASK, Heard, make_job, rows_of, train
 
@@ -375,7 +375,7 @@ def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_limit_is_an_end_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
+    monkeypatch.setattr("farthing.run.opening.seconds_since_process_start", lambda: 0.0)
     job = make_job(tmp_path, max_steps=5000, limits={"max_hours": "4s"}, size={"hidden": 32})
     assert train(job).state == "limit"
     assert len(kept(job)) == 1

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from farthing.cli.command import main
-from farthing.durability.group import EXIT_RANK_LOST, STORE, Elastic, Seat, seat_in
 from farthing.errors import EXIT_INTERRUPTED, DiskFullError, InputError
+from farthing.run.group import EXIT_RANK_LOST, STORE, Elastic, Seat, seat_in
 from farthing.settings import Settings
 from farthing.train import joining, meeting
 from farthing.train.joining import with_lanes
@@ -44,7 +44,7 @@ TASK = {
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*RANKS, *ADDRESS, *TASK, STORE, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("farthing.durability.group.os.isatty", lambda number: False)
+    monkeypatch.setattr("farthing.run.group.os.isatty", lambda number: False)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_terminal_of_a_slurm_step_joins_nobody(monkeypatch: pytest.MonkeyPatch
     """`srun -n 2 --pty bash`: what is typed there is started once, and waited for others that
     nobody had started.
     """
-    monkeypatch.setattr("farthing.durability.group.os.isatty", lambda number: number == 0)
+    monkeypatch.setattr("farthing.run.group.os.isatty", lambda number: number == 0)
     with pytest.raises(InputError, match="one of the 2 tasks"):
         seat_in({**TASK, **ADDRESS})
     assert seat_in({**RANKS, **ADDRESS, **TASK}).by == "a launcher", (
@@ -222,7 +222,7 @@ def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(
 ) -> None:
     """Those that wait end as if one were lost; the one that was asked to leave has ended in order,
     or before it could listen."""
-    monkeypatch.setattr("farthing.durability.group.GRACE_S", 120.0)
+    monkeypatch.setattr("farthing.run.group.GRACE_S", 120.0)
     ends = {
         0: f"sys.exit({EXIT_RANK_LOST})",
         1: leaves,
@@ -243,7 +243,7 @@ def test_one_that_is_killed_before_all_have_met_takes_nobody_along(
 
     def start(seat: Seat, slot: int, number: int) -> Any:
         started.append([number, slot])
-        monkeypatch.setattr("farthing.durability.group.GRACE_S", 0.5 if number == 1 else 120.0)
+        monkeypatch.setattr("farthing.run.group.GRACE_S", 0.5 if number == 1 else 120.0)
         dies = f"os.kill(os.getpid(), {signal.SIGKILL})"
         return child("sys.exit(0)" if number == 2 else dies if slot == 1 else "time.sleep(600)")
 
@@ -259,7 +259,7 @@ def test_a_run_that_is_finished_is_told_to_all_that_a_launcher_has_started(
     def joins(*_: Any, **__: Any) -> None:
         raise InputError("here the others are told")
 
-    monkeypatch.setattr("farthing.durability.run_folder.is_finished", lambda folder: True)
+    monkeypatch.setattr("farthing.run.folder.is_finished", lambda folder: True)
     monkeypatch.setattr("farthing.train.finished.receipt_of_finished", lambda job: "a receipt")
     monkeypatch.setattr("farthing.train.run.train", joins)
     for name, value in {**RANKS, **ADDRESS}.items():

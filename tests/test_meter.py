@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from farthing.durability.accounts import Account, read_ledger, with_redone
-from farthing.durability.ledger import SPANS, Ledger, Meter
+from farthing.run.accounts import Account, read_ledger, with_redone
+from farthing.run.ledger import SPANS, Ledger, Meter
 
 
 def read_attempts(path: Path) -> list[Account]:

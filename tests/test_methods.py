@@ -248,10 +248,10 @@ def test_random_weights_are_the_same_in_every_precision(tmp_path: Path) -> None:
 
 def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
     """A run on the CPU whose scaler is enabled as it is for fp16 on a GPU."""
-    from farthing.durability.files import make_private
-    from farthing.durability.ledger import Ledger, Meter
-    from farthing.durability.preemption import Notice
+    from farthing.run.ledger import Ledger, Meter
+    from farthing.run.signals import Notice
     from farthing.settings import Settings
+    from farthing.storage.files import make_private
     from farthing.train.assemble import assemble
     from farthing.train.attempt import Context
     from farthing.train.saver import restore

@@ -19,12 +19,14 @@ from typing import Any
 
 import pytest
 
-import farthing.durability.cloud_preemption
+import farthing.run.notices
 import survive
 import workshop
 from farthing.config.job import Job
-from farthing.durability import replica as mirror_module
-from farthing.durability.cloud_preemption import (
+from farthing.errors import InputError
+from farthing.events import Evaluating, Event, Saved, StepTaken, Tokenizing
+from farthing.run import mirror as mirror_module
+from farthing.run.notices import (
     ADDRESS,
     AZURE_TAG,
     FAILURES_UNTIL_GIVEN_UP,
@@ -33,9 +35,7 @@ from farthing.durability.cloud_preemption import (
     Watch,
     services_for,
 )
-from farthing.durability.preemption import SIGNALS, Notice
-from farthing.errors import InputError
-from farthing.events import Evaluating, Event, Saved, StepTaken, Tokenizing
+from farthing.run.signals import SIGNALS, Notice
 from farthing.train.run import train
 from mirrored import QUICK
 from patience import until
@@ -97,9 +97,7 @@ class Metadata:
 
 @pytest.fixture
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
-    monkeypatch.setattr(
-        farthing.durability.cloud_preemption, "TIMEOUT_S", 60.0
-    )  # it is this process that answers
+    monkeypatch.setattr(farthing.run.notices, "TIMEOUT_S", 60.0)  # it is this process that answers
     service = Metadata()
     yield service
     service.server.shutdown()
@@ -306,7 +304,7 @@ def test_what_is_announced_for_later_is_a_warning_now_and_a_notice_then(
     watch.start()
     until(lambda: ears.signs)
     assert [sign.is_certain for _, sign in ears.signs] == [False]
-    monkeypatch.setattr(farthing.durability.cloud_preemption, "LEAVE_BEFORE_S", 1000.0)
+    monkeypatch.setattr(farthing.run.notices, "LEAVE_BEFORE_S", 1000.0)
     until(lambda: len(ears.signs) == 2)
     watch.stop()
     assert ears.signs[1][1].is_certain
@@ -352,7 +350,7 @@ def test_without_a_service_it_is_given_up_and_nobody_waits(
     watch = ears.watch(metadata, "aws", "gcp", "azure")
     watch.start()
     assert watch._thread.is_alive(), "it asks while the run goes on"
-    monkeypatch.setattr(farthing.durability.cloud_preemption, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(farthing.run.notices, "TIMEOUT_S", 0.05)
     first.set()
     watch._thread.join(120)
     assert not watch._thread.is_alive()
@@ -455,7 +453,7 @@ def test_a_signal_after_a_clouds_notice_is_not_a_second_one() -> None:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_is_noted_and_the_second_leaves_at_once(number: signal.Signals) -> None:
     code = (
-        "import os, sys\nfrom farthing.durability.preemption import Notice\n"
+        "import os, sys\nfrom farthing.run.signals import Notice\n"
         "with Notice() as notice:\n"
         f"    os.kill(os.getpid(), {number.value})\n"
         "    print(notice.reason, flush=True)\n"
@@ -509,9 +507,9 @@ def quick(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> Metadata:
     """The service that runs ask, often."""
     monkeypatch.setenv("FARTHING_METADATA", metadata.base)
     for service in (
-        farthing.durability.cloud_preemption.Aws,
-        farthing.durability.cloud_preemption.Gcp,
-        farthing.durability.cloud_preemption.Azure,
+        farthing.run.notices.Aws,
+        farthing.run.notices.Gcp,
+        farthing.run.notices.Azure,
     ):
         monkeypatch.setattr(service, "every_s", 0.005)
     metadata.says[TOKEN] = aws_token
@@ -589,10 +587,8 @@ def test_no_metadata_service_is_asked_on_a_machine_of_no_cloud(
     quick: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nowhere = tmp_path / "firmware"
-    honest = farthing.durability.cloud_preemption.cloud_here
-    monkeypatch.setattr(
-        farthing.durability.cloud_preemption, "cloud_here", lambda firmware: honest(nowhere)
-    )
+    honest = farthing.run.notices.cloud_here
+    monkeypatch.setattr(farthing.run.notices, "cloud_here", lambda firmware: honest(nowhere))
     assert train(workshop.make_job(tmp_path, max_steps=2), quiet).exit_code == 0
     assert quick.asked == []
 

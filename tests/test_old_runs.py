@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 import workshop
 from farthing.config.load import load_job
-from farthing.durability.run_folder import PLAN, kept
+from farthing.run.folder import PLAN, kept
 from farthing.settings import Settings
 from thinned import thinned
 

@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import workshop
 from farthing.data.token_set import TokenSet
-from farthing.durability.run_folder import SETTINGS, keep, kept
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import NAME, go_packed
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.models.families import PACKED, PADS_SAFELY
+from farthing.run.folder import SETTINGS, keep, kept
 from farthing.train.evaluate import Writing, write_texts
 from test_alone import examples_of, small
 from thinned import thinned

@@ -18,11 +18,11 @@ from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.loader import micro_batches
 from farthing.data.row_table import in_one_lane
-from farthing.durability.ledger import Ledger, Meter
-from farthing.durability.preemption import Notice
 from farthing.events import Event
 from farthing.model.hardware import choose_numerics
 from farthing.model.load import ModelChoice, load_config, load_model, load_tokenizer
+from farthing.run.ledger import Ledger, Meter
+from farthing.run.signals import Notice
 from farthing.tiny import demo_rows, write_jsonl
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context

@@ -15,10 +15,10 @@ import torch
 import farthing.train.autotune
 import farthing.train.run
 from farthing.cli import main
-from farthing.durability.run_folder import PLAN, SETTINGS
 from farthing.errors import RunInterruptedError
 from farthing.events import Decided, Probed
 from farthing.local.measurements import MEASUREMENTS, read_measurements
+from farthing.run.folder import PLAN, SETTINGS
 from farthing.settings import Settings
 from farthing.train.autotune import Prober, Trial, is_worth_it
 from farthing.train.autotune_cache import PROBES, Subject, known_settings, leave_probe

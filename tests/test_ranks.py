@@ -28,11 +28,11 @@ from farthing.cli.command import main
 from farthing.config.job import Job
 from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.row_table import rows_of as table_of
-from farthing.durability.group import Elastic, Seat, device_of, not_followed, seat_in
-from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import EXIT_INTERRUPTED, InputError, RunInterruptedError
 from farthing.local.measurements import MEASUREMENTS, append_measurement, read_measurements
 from farthing.model.forward import Forward
+from farthing.run.folder import SETTINGS, kept
+from farthing.run.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.settings import Settings
 from farthing.train.forecast import WRITE_BYTES_PER_S, reserve_with_start_s
 from farthing.train.joining import with_lanes
@@ -694,7 +694,7 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
         hangs = any(
             HANGS in each for each in attempts
         )  # where none does, one may begin long after another has ended
-        monkeypatch.setattr("farthing.durability.group.GRACE_S", 0.5 if hangs else 120.0)
+        monkeypatch.setattr("farthing.run.group.GRACE_S", 0.5 if hangs else 120.0)
         said: list[str] = []
         started: list[tuple[int, int]] = []
 

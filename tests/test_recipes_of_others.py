@@ -14,7 +14,6 @@ import torch
 
 import workshop
 from farthing.config.load import load_job
-from farthing.durability.parts import read_part
 from farthing.errors import JobError
 from farthing.events import Event, StepTaken
 from farthing.export.folders import export_run, trained_model, untrained_model
@@ -26,6 +25,7 @@ from farthing.model.adapters import (
     trained_tensors,
 )
 from farthing.model.load import ModelChoice, load_config, load_model
+from farthing.run.parts import read_part
 from farthing.train.optim import make_optimizer
 from workshop import Heard, log_of, losses_of, make_job
 

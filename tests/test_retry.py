@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import workshop
-from farthing.durability.accounts import read_ledger
-from farthing.durability.opening import PAUSED, opened
-from farthing.durability.preemption import SIGNALS
-from farthing.durability.supervisor import Standing, Supervisor, standing
+from farthing.run.accounts import read_ledger
+from farthing.run.opening import PAUSED, opened
+from farthing.run.signals import SIGNALS
+from farthing.run.supervisor import Standing, Supervisor, standing
 from held import Held
 from patience import until
 

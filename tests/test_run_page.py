@@ -14,12 +14,12 @@ import pytest
 
 import browser
 from farthing.cli import main
-from farthing.durability.run_folder import PAGE
 from farthing.report.chart import ticks
 from farthing.report.receipt import build_receipt, compare
 from farthing.report.receipt_types import Receipt
 from farthing.report.run_page import compared_page, run_page
 from farthing.report.timeline import timeline_of
+from farthing.run.folder import PAGE
 from long_run import make_run
 from test_plan_page import NASTY, Read
 from thinned import thinned

@@ -20,9 +20,9 @@ from farthing.data.batches import split_by_input
 from farthing.data.read import open_sources
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
-from farthing.durability.run_folder import RUN, kept
 from farthing.errors import RunChangedError, RunInterruptedError
 from farthing.events import Event, StepTaken
+from farthing.run.folder import RUN, kept
 from farthing.tiny import write_jsonl
 from farthing.train.setup import open_examples, open_inputs
 from workshop import Heard, make_job, train

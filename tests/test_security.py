@@ -35,10 +35,10 @@ import yaml
 from farthing.cli import main
 from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
-from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.files import seal, unseal, write_text
-from farthing.durability.run_folder import keep_job, kept, kept_job
 from farthing.errors import RunChangedError, RunDamagedError
+from farthing.run.checkpoint import Checkpoints
+from farthing.run.folder import keep_job, kept, kept_job
+from farthing.storage.files import seal, unseal, write_text
 from farthing.tasks.columns import Unusable
 from held import Held
 from mirrored import delivered, folder_of_run, mirror_of, step_done
@@ -571,7 +571,7 @@ def test_objects_larger_than_they_may_be_are_not_fetched(
     for key, content in two_copies.objects.items():
         (folder / key).parent.mkdir(parents=True, exist_ok=True)
         (folder / key).write_bytes(content)
-    from farthing.durability.object_store import open_store
+    from farthing.storage.objects import open_store
 
     os.truncate(folder / max(two_copies.list("commits/")), 3 << 30)
     first = unseal(two_copies.objects[min(two_copies.list("commits/"))].decode(), "it")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
-from farthing.durability.run_folder import PLAN, SETTINGS
 from farthing.events import Decided, Event
 from farthing.model.forward import Forward
+from farthing.run.folder import PLAN, SETTINGS
 from farthing.settings import Settings
 from farthing.train.autotune_cache import PROBES, Subject, leave_probe
 from test_identity import LeavesAt

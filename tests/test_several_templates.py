@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import transformers
 
-import farthing.durability.run_folder
+import farthing.run.folder
 import workshop
 from farthing.config.data_lengths import reading_of
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.light_tokenizer import light_tokenizer
-from farthing.durability.run_folder import RUN, kept
 from farthing.errors import ModelError
 from farthing.model.load import ModelChoice, load_tokenizer
+from farthing.run.folder import RUN, kept
 
 OWN = (
     "{% for each in messages %}<{{ each.role }}>{{ each.content }}{{ eos_token }}{% endfor %}"
@@ -104,7 +104,7 @@ def test_a_run_that_began_with_the_own_one_goes_on_with_it(
 ) -> None:
     job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN})
     with monkeypatch.context() as before:
-        before.setattr(farthing.durability.run_folder, "RULES", 2)
+        before.setattr(farthing.run.folder, "RULES", 2)
         assert workshop.train(job).state == "finished"
     run = Path(job.output_dir)
     assert (kept(run / RUN) or {})["rules"] == 2

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import farthing.durability.checkpoint
-import farthing.durability.snapshot
+import farthing.run.checkpoint
+import farthing.run.snapshot
 import survive
 import workshop
-from farthing.durability import snapshot
-from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.snapshot import Later
+from farthing.run import snapshot
+from farthing.run.checkpoint import Checkpoints
+from farthing.run.snapshot import Later
 from farthing.train import assemble
 from farthing.train.attempt import Attempt
 from workshop import losses_of, make_job
@@ -44,8 +44,7 @@ class SlowLane:
         self, device: torch.device | None = None, at: threading.Event | None = None
     ) -> None:
         self._buffers = [
-            torch.empty(farthing.durability.snapshot.PIECE_BYTES, dtype=torch.uint8)
-            for _ in range(2)
+            torch.empty(farthing.run.snapshot.PIECE_BYTES, dtype=torch.uint8) for _ in range(2)
         ]
         self._at = at
         self.order: list[tuple[str, int]] = []
@@ -81,7 +80,7 @@ def tensors_of_all_kinds() -> dict[str, Tensor]:
 def test_what_is_fetched_in_pieces_is_what_was_there(
     keeps_in_memory: bool, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(farthing.durability.snapshot, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(farthing.run.snapshot, "PIECE_BYTES", piece_bytes)
     tensors, at_once = tensors_of_all_kinds(), {"small": torch.tensor([1.5, 2.5])}
     later = Later({"part": dict(tensors)}, SlowLane())
     later.keeps_in_memory = keeps_in_memory
@@ -108,7 +107,7 @@ def test_memory_of_the_host_is_taken_only_where_half_of_it_is_left(
     class Memory:
         available = 4000
 
-    monkeypatch.setattr(farthing.durability.snapshot.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(farthing.run.snapshot.psutil, "virtual_memory", Memory)
     assert Later({"part": {"a": torch.zeros(500)}}, SlowLane()).keeps_in_memory
     assert not Later({"part": {"a": torch.zeros(501)}}, SlowLane()).keeps_in_memory
 
@@ -131,11 +130,9 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch, share: float = 0.5) -> None:
                 at_update.clear()
 
         patch.setattr(Checkpoints, honest.__name__, wait)
-    patch.setattr(farthing.durability.checkpoint, "can_wait", lambda tensor: tensor.nbytes > 0)
-    patch.setattr(
-        farthing.durability.checkpoint, "CudaLane", lambda device: SlowLane(device, at_update)
-    )
-    patch.setattr(farthing.durability.snapshot, "HOST_SHARE", share)
+    patch.setattr(farthing.run.checkpoint, "can_wait", lambda tensor: tensor.nbytes > 0)
+    patch.setattr(farthing.run.checkpoint, "CudaLane", lambda device: SlowLane(device, at_update))
+    patch.setattr(farthing.run.snapshot, "HOST_SHARE", share)
 
 
 def checkpoints_of(folder: Path) -> dict[str, Any]:

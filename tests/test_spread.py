@@ -22,15 +22,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import farthing.train.run
 import farthing.train.setup
 from farthing.config.job import Job
-from farthing.durability.checkpoint import Checkpoints, commit_together, fill_along
-from farthing.durability.files import DamagedFileError, verify_folder
-from farthing.durability.group import seat_in
-from farthing.durability.parts import Shared, files_of, read_part
-from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import InputError, ModelError
 from farthing.local import machine
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
+from farthing.run.checkpoint import Checkpoints, commit_together, fill_along
+from farthing.run.folder import SETTINGS, kept
+from farthing.run.group import seat_in
+from farthing.run.parts import Shared, files_of, read_part
+from farthing.storage.files import DamagedFileError, verify_folder
 from farthing.train.estimate import estimated
 from farthing.train.joining import joined
 from farthing.train.ranks import NoRoomLeft, Ranks
@@ -707,7 +707,7 @@ def test_a_save_that_fails_on_one_rank_has_failed_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = checkpoints_of(tmp_path / "run", 3)
-    plain = farthing.durability.checkpoint.save_file
+    plain = farthing.run.checkpoint.save_file
 
     def full_on_the_third(tensors: Any, path: Path) -> None:
         if "00003-of" in path.name:
@@ -715,7 +715,7 @@ def test_a_save_that_fails_on_one_rank_has_failed_on_all(
         plain(tensors, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(farthing.durability.checkpoint, "save_file", full_on_the_third)
+        patch.setattr(farthing.run.checkpoint, "save_file", full_on_the_third)
         for index, each in enumerate(ranks):
             each.save(5, {"model": Saved(3, index)}, None)
         errors = [str(each.wait().error) for each in ranks]  # type: ignore[union-attr]

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 import workshop
-from farthing.durability.accounts import Account, read_ledger
 from farthing.errors import RunChangedError
+from farthing.run.accounts import Account, read_ledger
 from farthing.train.loop import rare_collections
 
 

@@ -17,21 +17,6 @@ import fsspec
 import pytest
 
 from farthing.config.load import load_job
-from farthing.durability import lease as lease_module
-from farthing.durability import object_store as store_module
-from farthing.durability import replica as mirror_module
-from farthing.durability.accounts import read_ledger
-from farthing.durability.files import commit_folder, unseal, verify_folder
-from farthing.durability.object_store import (
-    Entry,
-    LocalStore,
-    NoSuchObject,
-    Store,
-    StoreError,
-    open_store,
-)
-from farthing.durability.replica import Mirror, Pace
-from farthing.durability.run_folder import COPIES, is_finished, kept
 from farthing.errors import (
     InputError,
     JobError,
@@ -41,6 +26,21 @@ from farthing.errors import (
     StoreUnavailableError,
 )
 from farthing.events import Event, Exported, Note, Restored, StepTaken
+from farthing.run import mirror as mirror_module
+from farthing.run.accounts import read_ledger
+from farthing.run.folder import COPIES, is_finished, kept
+from farthing.run.mirror import Mirror, Pace
+from farthing.storage import lease as lease_module
+from farthing.storage import objects as store_module
+from farthing.storage.files import commit_folder, unseal, verify_folder
+from farthing.storage.objects import (
+    Entry,
+    LocalStore,
+    NoSuchObject,
+    Store,
+    StoreError,
+    open_store,
+)
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from patience import until
 from thinned import thinned
@@ -983,7 +983,7 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(
         return operation()
 
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
-    monkeypatch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
+    monkeypatch.setattr("farthing.run.opening.seconds_since_process_start", lambda: 0.0)
     job, waited = machine(tmp_path, "run", tmp_path / "store"), waits(monkeypatch)
     began = time.monotonic()
     receipt = train(job, heard).receipt

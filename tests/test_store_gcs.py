@@ -20,18 +20,18 @@ from typing import Any
 
 import pytest
 
-from farthing.durability import object_store as store_module
-from farthing.durability import replica as mirror_module
-from farthing.durability.object_store import (
+from farthing.errors import InputError, RunBusyError
+from farthing.events import ReadingData, Restored
+from farthing.run import mirror as mirror_module
+from farthing.run.mirror import Pace
+from farthing.storage import objects as store_module
+from farthing.storage.objects import (
     BucketStore,
     Retrying,
     StoreError,
     StoreRefuses,
     open_store,
 )
-from farthing.durability.replica import Pace
-from farthing.errors import InputError, RunBusyError
-from farthing.events import ReadingData, Restored
 from fault_proxy import FaultProxy
 from mirrored import IN_TROUBLE, PATIENT, delivered, folder_of_run, mirror_of, step_done
 from test_store import behaves_like_a_store, machine, newest_objects, same_result, stop_after

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from farthing.durability.accounts import read_ledger
-from farthing.durability.ledger import Ledger, Meter
-from farthing.durability.stretches import N_STRETCHES, Stretch, note, read
+from farthing.run.accounts import read_ledger
+from farthing.run.ledger import Ledger, Meter
+from farthing.run.stretches import N_STRETCHES, Stretch, note, read
 
 
 class Clock:

@@ -23,11 +23,11 @@ import survive
 import workshop
 from farthing.config.job import Job
 from farthing.config.load import load_job
-from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.files import only_writer
 from farthing.errors import RunBusyError, RunDamagedError
 from farthing.events import Decided, Emit, Evaluating, Event, Restored, Saved, StepTaken, Tokenizing
 from farthing.report.receipt_types import Receipt
+from farthing.run.checkpoint import Checkpoints
+from farthing.storage.files import only_writer
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train import loop
 from farthing.train.run import train
@@ -283,7 +283,7 @@ def test_the_bill_counts_every_attempt_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # this process was started long before
-    monkeypatch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
+    monkeypatch.setattr("farthing.run.opening.seconds_since_process_start", lambda: 0.0)
     job, within_s = job_in(tmp_path, "run"), 0.0
 
     def timed(tell: Emit) -> Receipt:

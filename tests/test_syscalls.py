@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.object_store import LocalStore
+from farthing.run.checkpoint import Checkpoints
+from farthing.storage.objects import LocalStore
 from mirrored import STILL, folder_of_run, mirror_of, step_done
 
 CALLS = "%file,%desc"

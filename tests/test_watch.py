@@ -18,13 +18,13 @@ import pytest
 from rich.console import Console
 
 from farthing.cli import main
-from farthing.durability.commits import take_small
-from farthing.durability.lease import newest_words
-from farthing.durability.object_store import LocalStore
 from farthing.report.live import progress_of
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_types import Receipt
 from farthing.report.watch_view import Watcher, line_of, lines_of
+from farthing.run.commits import take_small
+from farthing.storage.lease import newest_words
+from farthing.storage.objects import LocalStore
 from patience import until
 from workshop import job_file, make_job, train
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from farthing.durability.group import ATTEMPT, STORE
+from farthing.run.group import ATTEMPT, STORE
 
 LIMIT_S = 300.0
 STORES = ("s3fs", "aiobotocore.session", "botocore.endpoint")

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 import farthing.train.run
 from farthing.config.job import Job
 from farthing.config.load import load_job
-from farthing.durability.run_folder import RUN, SETTINGS, keep, kept
 from farthing.events import Event, StepTaken, Warned
 from farthing.planner.estimate import Estimate
+from farthing.run.folder import RUN, SETTINGS, keep, kept
 from farthing.tiny import demo_rows, write_jsonl
 from farthing.train.run import Outcome
 from small_models import make_model_folder

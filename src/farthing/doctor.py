@@ -22,9 +22,6 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.config.preflight import load_job_or_tell_all, look_over
-from farthing.durability.files import read_json
-from farthing.durability.opening import refuse_bucket
-from farthing.durability.run_folder import CHECKPOINTS, RUN
 from farthing.errors import (
     Check,
     DataError,
@@ -34,6 +31,9 @@ from farthing.errors import (
     ModelError,
     PreflightError,
 )
+from farthing.run.folder import CHECKPOINTS, RUN
+from farthing.run.opening import refuse_bucket
+from farthing.storage.files import read_json
 from farthing.units import plural, say_bytes, say_usd
 
 _N_ROWS = 200  # of each source are looked at

@@ -25,9 +25,9 @@ torch = pytest.importorskip("torch")
 
 import farthing.train.assemble  # noqa: E402
 import workshop  # noqa: E402
-from farthing.durability.accounts import read_ledger  # noqa: E402
 from farthing.errors import DeviceError, OutOfMemoryError  # noqa: E402
 from farthing.export.folders import export_run  # noqa: E402
+from farthing.run.accounts import read_ledger  # noqa: E402
 from workshop import log_of, make_job  # noqa: E402
 
 MEMORY, PINNED, PRODUCT, LAUNCH, BREAK = range(5)

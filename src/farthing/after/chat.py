@@ -17,13 +17,13 @@ import torch
 
 from farthing.data.formats import RENDERED, recognise
 from farthing.data.read import Row, open_sources
-from farthing.durability.files import Json
-from farthing.durability.run_folder import MODEL
 from farthing.errors import FarthingError, InputError
 from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.planner.software import fp16_risk
+from farthing.run.folder import MODEL
+from farthing.storage.files import Json
 from farthing.tasks.registry import task_of
 
 Message = dict[str, str]

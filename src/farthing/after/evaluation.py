@@ -19,12 +19,12 @@ import torch
 
 from farthing.after.held_out import HeldOut
 from farthing.config.job import Job
-from farthing.durability.files import DamagedFileError, Json
-from farthing.durability.run_folder import EVALUATION, STANDARD_TASKS, keep, kept
 from farthing.errors import InputError
 from farthing.export.folders import trained_model, untrained_model, write_card
 from farthing.metrics import Metrics
 from farthing.report.receipt import build_receipt
+from farthing.run.folder import EVALUATION, STANDARD_TASKS, keep, kept
+from farthing.storage.files import DamagedFileError, Json
 from farthing.tasks.registry import task_of
 
 Progress = Callable[[str, int, int], None]

@@ -18,8 +18,6 @@ from transformers import AutoConfig
 from farthing.after.chat import trained_on_chats
 from farthing.after.held_out import held_out_of
 from farthing.after.judge import Verdict, judge
-from farthing.durability.exported import CARD
-from farthing.durability.files import Json, bytes_below, install_folder
 from farthing.errors import InputError, ModelError
 from farthing.export.compressed import plan_compressed, write_compressed
 from farthing.export.folders import (
@@ -37,6 +35,8 @@ from farthing.model.light_torch import with_shapes
 from farthing.model.load import ModelChoice, auto_class, load_tokenizer, quiet_libraries
 from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
+from farthing.run.exported import CARD
+from farthing.storage.files import Json, bytes_below, install_folder
 
 FORMATS = ("gguf", "fp8", "w8a16", "w4a16")
 MOST_EXAMPLES = 200

@@ -12,10 +12,10 @@ from typing import Any
 from farthing.after.chat import answers_in
 from farthing.after.evaluation import Measure
 from farthing.after.held_out import job_of
-from farthing.durability.run_folder import MODEL, STANDARD_TASKS
 from farthing.errors import InputError
 from farthing.metrics import Metrics
 from farthing.model.load import ModelChoice, load_tokenizer
+from farthing.run.folder import MODEL, STANDARD_TASKS
 from farthing.tasks.registry import task_of
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.parser import add_run_argument, run_folder
-from farthing.durability.files import Json
 from farthing.errors import EXIT_FINISHED, InputError
+from farthing.storage.files import Json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

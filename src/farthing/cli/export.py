@@ -9,9 +9,9 @@ from pathlib import Path
 
 from farthing.cli.console import print_json
 from farthing.cli.parser import add_run_argument, run_folder
-from farthing.durability.files import Json, bytes_below, read_json
 from farthing.errors import EXIT_FINISHED, InputError
 from farthing.printable import printable
+from farthing.storage.files import Json, bytes_below, read_json
 
 WHOLE = ("adapter", "merged")
 

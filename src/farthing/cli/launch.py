@@ -194,8 +194,8 @@ def _show_dry(session: Any, arguments: argparse.Namespace) -> int:
 
 
 def _do(session: Any, arguments: argparse.Namespace) -> int:
-    from farthing.durability.run_folder import LEDGER
     from farthing.report.receipt import leave_receipt
+    from farthing.run.folder import LEDGER
     from farthing.units import say_usd
 
     code = EXIT_FINISHED

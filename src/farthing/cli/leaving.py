@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from farthing.cli.console import print_json, rich_console
-from farthing.durability.preemption import handled
 from farthing.errors import EXIT_INTERRUPTED
+from farthing.run.signals import handled
 
 
 def measure(job: Any, work: Callable[[Any], Any], *, as_json: bool, goes_on: bool = False) -> Any:

@@ -32,9 +32,9 @@ def looked_at(address: str) -> Iterator[Callable[[], Path]]:
     if not names_a_store(address):
         yield lambda: Path(address)
         return
-    from farthing.durability.commits import take_small
-    from farthing.durability.lease import newest_words
-    from farthing.durability.object_store import StoreError, open_store
+    from farthing.run.commits import take_small
+    from farthing.storage.lease import newest_words
+    from farthing.storage.objects import StoreError, open_store
 
     store = open_store(address)
     with tempfile.TemporaryDirectory(prefix="farthing-look-") as scratch:

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the receipt or the comparison; a damaged exported model is named on stderr."""
-    from farthing.durability.exported import damage_of
     from farthing.report.receipt import build_receipt, compare
+    from farthing.run.exported import damage_of
 
     if len(arguments.baseline) > 1 and not arguments.html:
         what = f"{1 + len(arguments.baseline)} runs side by side don't fit a terminal"

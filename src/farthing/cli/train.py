@@ -17,9 +17,9 @@ from typing import IO, Any
 from farthing.cli.console import complain, print_json, rich_console
 from farthing.cli.leaving import leave_before_the_start
 from farthing.cli.parser import add_job_arguments
-from farthing.durability.group import Seat, seat_in, sit_down
-from farthing.durability.preemption import handled
 from farthing.errors import EXIT_FINISHED, EXIT_LIMIT, FarthingError, InputError
+from farthing.run.group import Seat, seat_in, sit_down
+from farthing.run.signals import handled
 
 GOES_ON_UNREAD = True
 """Training does not end because nobody reads what it prints."""
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from farthing.durability.opening import opened, opened_early
+    from farthing.run.opening import opened, opened_early
 
     if arguments.ancestor is not None:
         arguments.set = [*arguments.set, f"model.from_run={json.dumps(arguments.ancestor)}"]
@@ -115,8 +115,8 @@ def _run(arguments: argparse.Namespace) -> int:
         loading = None if arguments.retry or seat.by else _begin_to_load(arguments)
 
         from farthing.config.preflight import load_job_or_tell_all
-        from farthing.durability.run_folder import is_finished
         from farthing.report.receipt import leave_receipt
+        from farthing.run.folder import is_finished
 
         job = load_job_or_tell_all(arguments.job, arguments.set)
         folder = Path(job.output_dir)
@@ -163,9 +163,9 @@ def _begin_to_load(arguments: argparse.Namespace) -> Any:
     """The thread that links torch's libraries meanwhile; None where the run that is named is
     finished.
     """
-    from farthing.durability.opening import likely_folder
-    from farthing.durability.run_folder import is_finished
     from farthing.model.light_torch import load_libraries
+    from farthing.run.folder import is_finished
+    from farthing.run.opening import likely_folder
 
     folder = likely_folder(Path(arguments.job), arguments.set)
     return None if folder is not None and is_finished(folder) else load_libraries()
@@ -235,8 +235,8 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: i
     of the last one is printed."""
     import tempfile
 
-    from farthing.durability.group import Elastic, environ_of, until_it_ends
-    from farthing.durability.supervisor import Child, Supervisor, begin
+    from farthing.run.group import Elastic, environ_of, until_it_ends
+    from farthing.run.supervisor import Child, Supervisor, begin
 
     words = [
         "train",

@@ -35,7 +35,11 @@ from farthing.data.token_set import (
     notes_of,
     open_token_set,
 )
-from farthing.durability.files import (
+from farthing.errors import FarthingError, InputError, ModelError
+from farthing.models.model_config import CONFIG, cached_snapshot, find_config
+from farthing.models.shapes import read_shape
+from farthing.run.folder import began, rules_of
+from farthing.storage.files import (
     DamagedFileError,
     belongs_to_another,
     is_own,
@@ -43,10 +47,6 @@ from farthing.durability.files import (
     sha256_of,
     write_json,
 )
-from farthing.durability.run_folder import began, rules_of
-from farthing.errors import FarthingError, InputError, ModelError
-from farthing.models.model_config import CONFIG, cached_snapshot, find_config
-from farthing.models.shapes import read_shape
 from farthing.units import plural
 
 INDEX = "token_index"  # the folder in the cache that tells which token set a job's data became

@@ -23,8 +23,8 @@ from farthing.config import job as sections
 from farthing.config.foreign_keys import Foreign, adopt, answer
 from farthing.config.job import KEYS, SECTIONS, Job
 from farthing.data.rows import Own
-from farthing.durability.files import Json
 from farthing.errors import InputError, JobError
+from farthing.storage.files import Json
 from farthing.tasks.registry import standard_columns, task_names, task_of
 
 MAX_JOB_BYTES = 1 << 20

@@ -26,7 +26,6 @@ from farthing.data.read import Source, is_dataset, kind_of_file, short_name
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Own, Row
 from farthing.data.token_set import Recipe
-from farthing.durability.run_folder import rules_of
 from farthing.errors import DataError, InputError, JobError, ModelError, PreflightError
 from farthing.models.left_out_loss import refuse_left_out_loss
 from farthing.models.model_config import (
@@ -39,6 +38,7 @@ from farthing.models.model_config import (
     is_offline,
     read_from_hub,
 )
+from farthing.run.folder import rules_of
 from farthing.tasks.columns import Unusable
 from farthing.tasks.registry import task_of
 

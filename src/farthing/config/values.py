@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from farthing.data.columns import parts_of, templates_of
 from farthing.data.rows import Own
-from farthing.durability.files import Json
+from farthing.storage.files import Json
 from farthing.tasks.registry import find_task, task_names
 from farthing.units import parse_hours, parse_usd
 

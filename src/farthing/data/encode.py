@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from farthing.data.chat import TEXT_VERSION
 from farthing.data.formats import Text
-from farthing.durability.files import Json
+from farthing.storage.files import Json
 from farthing.tasks.registry import task_of
 
 

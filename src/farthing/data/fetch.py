@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from farthing.addresses import is_metadata_host, without_secrets
-from farthing.durability.files import belongs_to_another, own_folder, sha256_of
 from farthing.errors import DataError
+from farthing.storage.files import belongs_to_another, own_folder, sha256_of
 
 _BUCKETS = (
     "s3",

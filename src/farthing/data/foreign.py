@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from farthing.data.rows import RowValue
-from farthing.durability.files import parse_json
+from farthing.storage.files import parse_json
 from farthing.tasks.registry import task_of
 
 LEARNED = ("messages", "conversations", "completion", "output", "target", "text")

@@ -33,8 +33,8 @@ from farthing.data.columns import (
 )
 from farthing.data.rows import RowValue, Text
 from farthing.data.shown import Shown, leaves_an_answer_empty
-from farthing.durability.files import parse_json
 from farthing.errors import DataError, ModelError
+from farthing.storage.files import parse_json
 from farthing.tasks.columns import Unusable, kind_of, text_of
 from farthing.tasks.registry import format_of, task_of
 from farthing.tasks.task import Labels

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from farthing.data.chat import default_template
 from farthing.data.encode import Encoding, first_tokens
-from farthing.durability.files import Json, read_json
 from farthing.errors import DataError
+from farthing.storage.files import Json, read_json
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,14 @@ from farthing.addresses import is_remote, without_secrets
 from farthing.data.arrow import bytes_of_rows, dataset_rows, open_parquet, parquet_rows
 from farthing.data.fetch import fetch
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Own, Reading, Row, RowValue, too_large
-from farthing.durability.files import (
+from farthing.errors import DataError
+from farthing.storage.files import (
     belongs_to_another,
     discard,
     files_below,
     own_folder,
     sha256_of,
 )
-from farthing.errors import DataError
 from farthing.units import say_bytes
 
 Progress = Callable[[str, int, int | None], None]

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from farthing.data.chat import TEXT_VERSION
 from farthing.data.foreign import say_ignored
 from farthing.data.read import Source
-from farthing.durability.files import DamagedFileError, Json, read_manifest, verify_folder
+from farthing.storage.files import DamagedFileError, Json, read_manifest, verify_folder
 
 CACHE_VERSION = 2
 LINE_BITS = 40

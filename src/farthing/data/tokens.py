@@ -35,7 +35,8 @@ from farthing.data.token_set import (
     set_key,
     tokenizer_sha256,
 )
-from farthing.durability.files import (
+from farthing.errors import DataError, RunInterruptedError
+from farthing.storage.files import (
     DamagedFileError,
     Json,
     commit_folder,
@@ -44,7 +45,6 @@ from farthing.durability.files import (
     own_folder,
     sweep_drafts,
 )
-from farthing.errors import DataError, RunInterruptedError
 from farthing.tasks.columns import Unusable
 from farthing.tasks.registry import task_of
 from farthing.tasks.task import Labels

@@ -20,10 +20,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from farthing.durability.files import read_json
 from farthing.errors import InputError
 from farthing.model.hollow import skeleton
 from farthing.model.load import auto_class
+from farthing.storage.files import read_json
 
 METHODS = {
     "fp8": (

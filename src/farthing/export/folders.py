@@ -19,16 +19,6 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig
 
-from farthing.durability.exported import CARD, damage_of, seal_export
-from farthing.durability.files import (
-    MANIFEST,
-    Json,
-    bytes_below,
-    install_folder,
-    read_json,
-    write_text,
-)
-from farthing.durability.run_folder import JOB, MODEL, kept_job
 from farthing.errors import InputError, ModelError
 from farthing.model.adapter_start import as_one_adapter
 from farthing.model.adapters import break_ties
@@ -46,6 +36,16 @@ from farthing.model.load import (
 from farthing.model.same_answers import answers, check_examples, refuse_other_answers
 from farthing.report.card import model_card
 from farthing.report.receipt import Receipt, build_receipt
+from farthing.run.exported import CARD, damage_of, seal_export
+from farthing.run.folder import JOB, MODEL, kept_job
+from farthing.storage.files import (
+    MANIFEST,
+    Json,
+    bytes_below,
+    install_folder,
+    read_json,
+    write_text,
+)
 from farthing.tasks.registry import task_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

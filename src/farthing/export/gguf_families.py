@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from farthing.durability.files import Json
 from farthing.errors import InputError
+from farthing.storage.files import Json
 from farthing.tasks.registry import task_of
 from farthing.units import plural
 

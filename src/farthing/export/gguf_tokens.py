@@ -12,8 +12,8 @@ import itertools
 import json
 from typing import Any, NoReturn
 
-from farthing.durability.files import Json
 from farthing.errors import InputError
+from farthing.storage.files import Json
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of a token
 NEVER = -1e9  # the score of what no merge makes

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.files import DamagedFileError, Json, files_below, sha256_of
-from farthing.durability.run_folder import PUBLISHED, keep, kept
 from farthing.errors import FarthingError, InputError
+from farthing.run.folder import PUBLISHED, keep, kept
+from farthing.storage.files import DamagedFileError, Json, files_below, sha256_of
 
 PREFIX = "hub:"
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")

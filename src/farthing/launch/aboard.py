@@ -18,14 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from farthing.durability.files import Json, only_writer, read_json
-from farthing.durability.object_store import Retrying, Store, open_store
-from farthing.durability.preemption import handled
-from farthing.durability.supervisor import begin
 from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, RunBusyError
 from farthing.launch.ask import CREATED_AT, GRACE_S
 from farthing.launch.inputs import fetch_inputs
 from farthing.launch.words import Speaker
+from farthing.run.signals import handled
+from farthing.run.supervisor import begin
+from farthing.storage.files import Json, only_writer, read_json
+from farthing.storage.objects import Retrying, Store, open_store
 
 BEAT_S, MOST_LOG_BYTES = 30.0, 65536
 STORE_S = 600.0

@@ -14,9 +14,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from farthing.durability.files import Json
 from farthing.errors import InputError
 from farthing.prices.offers import Offer
+from farthing.storage.files import Json
 
 PLAIN_IMAGE = "pytorch/pytorch:2.10.0-cuda12.8-cudnn9-runtime"
 """What is used where no image is named: hosts have it at hand, and farthing is installed on top."""

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from farthing.durability.machines import Machine
 from farthing.errors import Check, InputError
 from farthing.launch.ask import PLAIN_IMAGE
 from farthing.launch.clients import connect
@@ -18,6 +17,7 @@ from farthing.launch.host_driver import HostDriver
 from farthing.launch.prepare import S3_KEYS
 from farthing.launch.registry import find_target
 from farthing.launch.target import Target
+from farthing.run.machines import Machine
 
 LOGIN = {
     "slurm": ("sinfo --noheader", "log in to a node where `sinfo` answers"),

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from farthing.durability.files import Json
-from farthing.durability.machines import Machine
 from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask, values_of
 from farthing.launch.driver import Driver, Refused, Seen, Unclear, refusal
 from farthing.launch.http import Api
 from farthing.launch.targets import lambda_cloud, runpod, vast
+from farthing.run.machines import Machine
+from farthing.storage.files import Json
 
 _PLACE = re.compile(r"\$\{([A-Z][A-Z0-9_]*)\}")
 RUNPOD, VAST, LAMBDA = "https://api.runpod.io", "https://console.vast.ai", "https://cloud.lambda.ai"

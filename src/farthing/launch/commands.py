@@ -11,10 +11,10 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Driver, Refused, Seen, Unclear
 from farthing.launch.target import Commands
+from farthing.run.machines import Machine
 
 TIMEOUT_S = 180.0
 

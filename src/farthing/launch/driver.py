@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
+from farthing.run.machines import Machine
 
 
 class Refused(Exception):

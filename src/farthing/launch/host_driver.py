@@ -17,10 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from farthing.durability.machines import Machine
 from farthing.launch.ask import CREATED_AT, SCRIPT, Ask, home_of, script_of, values_of
 from farthing.launch.commands import ended
 from farthing.launch.driver import Driver, Refused, Seen, Unclear
+from farthing.run.machines import Machine
 
 HERE = "local"
 PATIENT_S, KILL_AFTER_S = 60.0, 60

@@ -14,8 +14,8 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from farthing.durability.files import parse_json
 from farthing.launch.driver import Unclear, refusal
+from farthing.storage.files import parse_json
 
 TIMEOUT_S = 30.0
 MOST_BYTES = 16 << 20

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from farthing.config.job import Job
-from farthing.durability.commits import fetch_whole, is_here
-from farthing.durability.files import DamagedFileError, Json, seal, sha256_of, unseal
-from farthing.durability.object_store import NoSuchObject, Store, StoreError
 from farthing.errors import InputError, StoreUnavailableError
+from farthing.run.commits import fetch_whole, is_here
+from farthing.storage.files import DamagedFileError, Json, seal, sha256_of, unseal
+from farthing.storage.objects import NoSuchObject, Store, StoreError
 
 INPUTS, CACHE = "inputs", "cache"
 

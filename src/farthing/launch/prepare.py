@@ -21,9 +21,6 @@ import yaml
 import farthing
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
-from farthing.durability.accounts import Account
-from farthing.durability.files import Json
-from farthing.durability.machines import MachineLedger, bill_by_machine
 from farthing.errors import InputError
 from farthing.launch.ask import GRACE_S, PLAIN_IMAGE, Ask
 from farthing.launch.inputs import Packed, inputs_key, pack
@@ -33,6 +30,9 @@ from farthing.launch.target import Target
 from farthing.planner.inputs import Asked, study_job
 from farthing.planner.types import Plan
 from farthing.prices.offers import Billing, Offer, boot_of
+from farthing.run.accounts import Account
+from farthing.run.machines import MachineLedger, bill_by_machine
+from farthing.storage.files import Json
 from farthing.units import say_seconds, say_usd
 
 TEARDOWN_S = 120

@@ -16,14 +16,6 @@ from functools import cached_property
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.accounts import Account, read_ledger
-from farthing.durability.commits import list_commits, take_newest
-from farthing.durability.files import Json, cannot_write, make_private, only_writer, write_text
-from farthing.durability.lease import Lease, LeaseLostError
-from farthing.durability.ledger import steady_clock
-from farthing.durability.machines import Machine, MachineLedger, bill_by_machine
-from farthing.durability.object_store import LocalStore, Retrying, Store, StoreError, open_store
-from farthing.durability.run_folder import LEDGER, run_id_of
 from farthing.errors import FarthingError, InputError, RunBusyError, StoreUnavailableError
 from farthing.launch.ask import Ask, values_of
 from farthing.launch.clients import connect
@@ -35,6 +27,14 @@ from farthing.launch.prepare import TEARDOWN_S, Prepared, launch_id_of, secrets_
 from farthing.launch.supervise import Launch, Patience
 from farthing.launch.words import StoreWords
 from farthing.prices.offers import Offer, boot_of
+from farthing.run.accounts import Account, read_ledger
+from farthing.run.commits import list_commits, take_newest
+from farthing.run.folder import LEDGER, run_id_of
+from farthing.run.ledger import steady_clock
+from farthing.run.machines import Machine, MachineLedger, bill_by_machine
+from farthing.storage.files import Json, cannot_write, make_private, only_writer, write_text
+from farthing.storage.lease import Lease, LeaseLostError
+from farthing.storage.objects import LocalStore, Retrying, Store, StoreError, open_store
 from farthing.units import say_bytes, say_seconds, say_usd
 
 FOLDER = "launch"

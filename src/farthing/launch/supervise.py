@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from farthing.durability.accounts import Account
-from farthing.durability.machines import MACHINES, Machine, MachineLedger
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, InputError
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Driver, Refused, Unclear
 from farthing.launch.words import StoreWords, Word
 from farthing.prices.offers import Offer
+from farthing.run.accounts import Account
+from farthing.run.machines import MACHINES, Machine, MachineLedger
 from farthing.units import plural, say_seconds, say_usd
 
 T = TypeVar("T")

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Seen
+from farthing.run.machines import Machine
 
 Files = dict[str, str]
 """Name -> text."""

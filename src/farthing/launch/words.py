@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from farthing.durability.accounts import Account, accounts_of, read_ledger
-from farthing.durability.commits import list_commits
-from farthing.durability.files import DamagedFileError, Json, seal, unseal
-from farthing.durability.lease import newest_words
-from farthing.durability.object_store import NoSuchObject, Store, StoreError, get_json
-from farthing.durability.run_folder import LEDGER
 from farthing.errors import InputError
 from farthing.launch.driver import Unclear
+from farthing.run.accounts import Account, accounts_of, read_ledger
+from farthing.run.commits import list_commits
+from farthing.run.folder import LEDGER
+from farthing.storage.files import DamagedFileError, Json, seal, unseal
+from farthing.storage.lease import newest_words
+from farthing.storage.objects import NoSuchObject, Store, StoreError, get_json
 
 BOOTED, LOG, LEFT, STOP, MACHINES = "booted.json", "log.txt", "left.json", "stop.json", "machines"
 

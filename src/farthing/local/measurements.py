@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.files import write_json
-from farthing.durability.summed_lines import append_line, newest_lines, read_line
+from farthing.storage.files import write_json
+from farthing.storage.logs import append_line, newest_lines, read_line
 
 MEASUREMENTS = "measurements.jsonl"  # in the cache
 OF_RUN = "measurements.json"  # in a run's folder

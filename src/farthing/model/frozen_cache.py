@@ -37,7 +37,13 @@ from torch import Tensor
 import farthing
 from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
-from farthing.durability.files import (
+from farthing.errors import RunBusyError, RunInterruptedError
+from farthing.model.attention import first_position
+from farthing.model.documents import packed_batch
+from farthing.model.frozen_layers import FrozenLayers
+from farthing.model.hardware import Numerics, device_name
+from farthing.models.frozen_cache_cost import DISK_SHARE, frozen_cache_bytes
+from farthing.storage.files import (
     DamagedFileError,
     commit_folder,
     discard,
@@ -47,12 +53,6 @@ from farthing.durability.files import (
     sweep_drafts,
     verify_folder,
 )
-from farthing.errors import RunBusyError, RunInterruptedError
-from farthing.model.attention import first_position
-from farthing.model.documents import packed_batch
-from farthing.model.frozen_layers import FrozenLayers
-from farthing.model.hardware import Numerics, device_name
-from farthing.models.frozen_cache_cost import DISK_SHARE, frozen_cache_bytes
 from farthing.units import say_bytes
 
 CACHE_VERSION = 1

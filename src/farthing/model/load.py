@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from farthing.data.chat import TEXT_VERSION, default_template
 from farthing.data.encode import first_tokens, sides_of
 from farthing.device_memory import in_words, reported
-from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 from farthing.model.hollow import hollow, skeleton
@@ -33,6 +32,7 @@ from farthing.model.loss import decoder_inputs
 from farthing.model.positions import max_positions, most_unblocked, scale_positions, stretch
 from farthing.model.weights import ends_of_weights, weights_sha256
 from farthing.models.model_config import TOKENIZERS
+from farthing.storage.files import parse_json, sha256_of
 from farthing.tasks.registry import task_of
 
 

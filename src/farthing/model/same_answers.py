@@ -18,8 +18,8 @@ from torch import Tensor
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter, recognise
 from farthing.data.read import Row, open_sources
-from farthing.durability.files import Json
 from farthing.errors import FarthingError, ModelError
+from farthing.storage.files import Json
 from farthing.tasks.columns import Unusable
 from farthing.tasks.registry import task_of
 

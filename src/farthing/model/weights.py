@@ -12,7 +12,7 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from farthing.durability.files import is_own, own_folder, parse_json, sha256_of, write_json
+from farthing.storage.files import is_own, own_folder, parse_json, sha256_of, write_json
 
 N_THREADS = 4
 END_BYTES = 1 << 20

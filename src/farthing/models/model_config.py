@@ -18,8 +18,8 @@ import urllib.request
 from importlib import resources
 from pathlib import Path
 
-from farthing.durability.files import Json
 from farthing.errors import ModelError
+from farthing.storage.files import Json
 
 CONFIG = "config.json"
 TOKENIZERS = (

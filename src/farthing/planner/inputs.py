@@ -19,7 +19,6 @@ from pathlib import Path
 from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
 from farthing.data.lengths import Lengths, from_mean
-from farthing.durability.files import Json
 from farthing.errors import FarthingError, InputError
 from farthing.local.machine import Machine, free_memory_bytes, installed_torch, local_machine
 from farthing.local.measurements import MEASUREMENTS, Measurement, link_of, read_measurements
@@ -49,6 +48,7 @@ from farthing.planner.types import (
 from farthing.prices.catalog import Catalog, read_catalog, select_any
 from farthing.prices.gpus import gpu_of_device, gpus
 from farthing.prices.offers import Billing, Offer
+from farthing.storage.files import Json
 from farthing.tasks.registry import task_of
 from farthing.units import say_count
 

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from farthing.addresses import without_secrets
-from farthing.durability.files import write_text
 from farthing.errors import FeedsUnavailableError, InputError
 from farthing.prices.catalog import read_feed, read_refreshed
 from farthing.prices.formats import COLUMNS
 from farthing.prices.gpus import facts
 from farthing.prices.offers import Offer
+from farthing.storage.files import write_text
 from farthing.units import plural
 
 MAX_FEED_BYTES = 96 << 20

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.files import Json
 from farthing.printable import printable
 from farthing.report.receipt import Receipt
 from farthing.report.receipt_rows import CLASSES, class_rows
+from farthing.storage.files import Json
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.registry import task_of
 from farthing.units import digits_of, plural, say_bytes, say_count

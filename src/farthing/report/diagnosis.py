@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from farthing.durability.ledger import SPANS
 from farthing.report.receipt_types import Advice, Diagnosis, Finding, Receipt
+from farthing.run.ledger import SPANS
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 WORTH = 0.03

@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from farthing.durability.files import Json
 from farthing.planner.ownership import saving
 from farthing.planner.types import OLD_PRICE_DAYS
 from farthing.report.plan_words import RENTED, has_price, say_cost, say_saving
+from farthing.storage.files import Json
 from farthing.units import say_seconds
 
 UNTRIED = "farthing was not run on several real GPUs so far"

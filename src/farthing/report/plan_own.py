@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from farthing.durability.files import Json
 from farthing.planner.ownership import (
     Owned,
     Way,
@@ -19,6 +18,7 @@ from farthing.planner.ownership import (
 from farthing.prices.offers import HOURS_PER_MONTH
 from farthing.report.plan_services import fees, services
 from farthing.report.plan_words import OWN, RENTED, say_cost
+from farthing.storage.files import Json
 from farthing.units import say_seconds
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farthing.durability.files import Json
 from farthing.planner.alternatives import is_rented
 from farthing.planner.ownership import saving
 from farthing.planner.types import Plan
 from farthing.report.plan_services import fees
 from farthing.report.plan_words import machine_of, say_cost, say_saving
+from farthing.storage.files import Json
 from farthing.units import say_seconds
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from farthing.durability.files import Json
 from farthing.planner.managed import bills, say_size
 from farthing.prices.offers import Offer
+from farthing.storage.files import Json
 from farthing.units import say_usd
 
 if TYPE_CHECKING:

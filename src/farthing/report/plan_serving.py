@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farthing.durability.files import Json
 from farthing.planner.serving import (
     ERROR,
     ERROR_UNSEEN,
@@ -19,6 +18,7 @@ from farthing.planner.serving import (
     serve,
 )
 from farthing.report.plan_words import LOCAL, OWN, machine_of, say_cost
+from farthing.storage.files import Json
 from farthing.units import say_seconds
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import farthing
 from farthing.data.lengths import Lengths
-from farthing.durability.files import Json
 from farthing.planner.confidence import how_sure
 from farthing.planner.serving import Traffic
 from farthing.planner.throughput_arithmetic import ByHand, Known, OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
+from farthing.storage.files import Json
 from farthing.units import plural, say_bytes, say_seconds
 
 if TYPE_CHECKING:

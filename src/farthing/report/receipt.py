@@ -13,25 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.accounts import LOST, Account, Found, read_ledger, with_redone
-from farthing.durability.files import Json, read_json, write_json
-from farthing.durability.ledger import SPANS
-from farthing.durability.machines import bill_of
-from farthing.durability.run_folder import (
-    DATA_NOTES,
-    JOB,
-    LEDGER,
-    LOG,
-    PLAN,
-    PUBLISHED,
-    RECEIPT,
-    RUN,
-    SCHEDULE,
-    SETTINGS,
-    STANDARD_TASKS,
-    evaluation_of,
-    witnesses_of,
-)
 from farthing.errors import InputError
 from farthing.planner.estimate import Estimate
 from farthing.report.diagnosis import diagnose
@@ -48,7 +29,26 @@ from farthing.report.receipt_types import (
 )
 from farthing.report.timeline import OF_SPAN, seconds_of, timeline_of
 from farthing.report.training_log import TrainingLog, read_log
+from farthing.run.accounts import LOST, Account, Found, read_ledger, with_redone
+from farthing.run.folder import (
+    DATA_NOTES,
+    JOB,
+    LEDGER,
+    LOG,
+    PLAN,
+    PUBLISHED,
+    RECEIPT,
+    RUN,
+    SCHEDULE,
+    SETTINGS,
+    STANDARD_TASKS,
+    evaluation_of,
+    witnesses_of,
+)
+from farthing.run.ledger import SPANS
+from farthing.run.machines import bill_of
 from farthing.settings import renamed
+from farthing.storage.files import Json, read_json, write_json
 from farthing.units import plural, say_seconds, say_usd
 
 N_CURVE_POINTS, N_BANDS = 60, 240

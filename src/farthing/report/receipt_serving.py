@@ -14,14 +14,14 @@ from pathlib import Path
 
 from farthing.clock import today
 from farthing.config.job import Job
-from farthing.durability.files import Json, read_json
-from farthing.durability.run_folder import MODEL
 from farthing.errors import InputError
 from farthing.models.shapes import Shape, read_shape
 from farthing.planner.serving import Served, Traffic, serve
 from farthing.prices.catalog import Catalog, read_catalog
 from farthing.report.plan_words import say_cost
 from farthing.report.training_log import TrainingLog
+from farthing.run.folder import MODEL
+from farthing.storage.files import Json, read_json
 
 REQUESTS_PER_DAY = 1000.0
 CONFIGS = ("model_config.json", "config.json")

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from farthing.durability.files import Json
 from farthing.report.receipt import Comparison, Receipt
 from farthing.report.receipt_rows import (
     CLASSES,
@@ -23,6 +22,7 @@ from farthing.report.receipt_rows import (
 )
 from farthing.report.safe import escape, table_of
 from farthing.settings import Settings
+from farthing.storage.files import Json
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
 _BLOCKS, _MOST_BLOCKS = "▁▂▃▄▅▆▇█", 36

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from farthing.durability.files import Json
 from farthing.report.receipt_serving import Serving
 from farthing.report.timeline import Timeline
+from farthing.storage.files import Json
 
 
 @dataclass(frozen=True)

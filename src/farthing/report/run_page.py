@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import farthing
-from farthing.durability.files import write_text
-from farthing.durability.run_folder import PAGE
 from farthing.report import page
 from farthing.report.chart import Axes, Bars, Line, curves, stacked, ticks, time_ticks
 from farthing.report.page import escape
@@ -25,6 +23,8 @@ from farthing.report.receipt import Comparison
 from farthing.report.receipt_rows import ESTIMATE, compared_rows, estimate_rows, time_and_price
 from farthing.report.receipt_types import Diagnosis, Receipt
 from farthing.report.timeline import Column, group_of, grouped
+from farthing.run.folder import PAGE
+from farthing.storage.files import write_text
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
 _STATES = {

@@ -16,11 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.run_folder import CHECKPOINTS, LEDGER, MODEL
 from farthing.errors import FarthingError
 from farthing.report.live import progress_of
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_types import Receipt
+from farthing.run.folder import CHECKPOINTS, LEDGER, MODEL
 
 _NOT_LOOKED_INTO = {CHECKPOINTS, MODEL, "tensorboard", ".git", "node_modules", "__pycache__"}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from farthing.durability.accounts import Account
+from farthing.run.accounts import Account
 
 N_COLUMNS, N_EVENTS = 96, 120
 REST = "everything else"

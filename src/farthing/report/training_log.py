@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from farthing.durability.files import Json, parse_json, write_text
-from farthing.durability.summed_lines import checked, line_of
+from farthing.storage.files import Json, parse_json, write_text
+from farthing.storage.logs import checked, line_of
 
 DIGEST = "log.digest.json"  # beside the log
 _STEP = re.compile(

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from farthing.config.job import Job
-from farthing.durability.checkpoint import Part
-from farthing.durability.files import DamagedFileError, read_manifest, verify_folder
-from farthing.durability.parts import RowsOf, contents_of, read_part
-from farthing.durability.run_folder import CHECKPOINTS, RUN, kept
 from farthing.errors import InputError
 from farthing.report.receipt import build_receipt
+from farthing.run.checkpoint import Part
+from farthing.run.folder import CHECKPOINTS, RUN, kept
+from farthing.run.parts import RowsOf, contents_of, read_part
+from farthing.storage.files import DamagedFileError, read_manifest, verify_folder
 
 KEY = "model.from_run (content)"
 _WHERE = "model.from_run"

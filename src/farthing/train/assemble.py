@@ -15,10 +15,6 @@ import farthing
 from farthing.config.job import Job
 from farthing.data.batches import Batches
 from farthing.data.packing import MicroBatchCost
-from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.files import Json
-from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
-from farthing.durability.summed_lines import SummedLines
 from farthing.events import Warned
 from farthing.local.measurements import Record
 from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_layers
@@ -32,7 +28,11 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, free_bytes, taken_bytes
 from farthing.model.liger import use_liger
 from farthing.planner.estimate import Estimate
+from farthing.run.checkpoint import Checkpoints
+from farthing.run.folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
 from farthing.settings import Settings
+from farthing.storage.files import Json
+from farthing.storage.logs import SummedLines
 from farthing.train.attempt import Attempt, Clocks, Context, Kernels, Saving
 from farthing.train.learning_rate import first_schedule
 from farthing.train.optim import allocate_state

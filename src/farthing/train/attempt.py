@@ -16,18 +16,18 @@ import torch
 
 from farthing.config.job import Job
 from farthing.data.batches import Batches
-from farthing.durability.checkpoint import Checkpoints, Part
-from farthing.durability.ledger import Ledger, Meter
-from farthing.durability.preemption import Notice
-from farthing.durability.replica import Mirror
-from farthing.durability.summed_lines import SummedLines
 from farthing.events import Emit, Warned
 from farthing.local.measurements import Record
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
+from farthing.run.checkpoint import Checkpoints, Part
+from farthing.run.ledger import Ledger, Meter
+from farthing.run.mirror import Mirror
+from farthing.run.signals import Notice
 from farthing.settings import Settings
+from farthing.storage.logs import SummedLines
 from farthing.train.ranks import Ranks
 from farthing.train.schedule import Schedule
 from farthing.train.setup import Examples, Inputs

@@ -14,9 +14,9 @@ from typing import Any
 
 from farthing.config.job import Job
 from farthing.data.lengths import from_token_set
-from farthing.durability.summed_lines import append_line, newest_lines, read_line
 from farthing.model.hardware import Numerics, hardware_key
 from farthing.settings import Settings
+from farthing.storage.logs import append_line, newest_lines, read_line
 from farthing.tasks.registry import task_of
 from farthing.train.setup import Examples
 

@@ -12,10 +12,10 @@ import math
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.exported import damage_of
-from farthing.durability.ledger import Ledger
-from farthing.durability.opening import Opened
-from farthing.durability.run_folder import MODEL, is_finished
+from farthing.run.exported import damage_of
+from farthing.run.folder import MODEL, is_finished
+from farthing.run.ledger import Ledger
+from farthing.run.opening import Opened
 from farthing.units import say_seconds, say_usd
 
 # what took longer was a download or a wait; another start is not expected to take it again

@@ -18,7 +18,6 @@ import torch
 from farthing import clock
 from farthing.config.job import Job
 from farthing.data.lengths import Lengths, from_token_set
-from farthing.durability.run_folder import PLAN, SETTINGS, has_committed, keep, kept_as
 from farthing.errors import FarthingError
 from farthing.events import Emit, Note, Warned
 from farthing.local.machine import local_machine
@@ -27,6 +26,7 @@ from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import estimate_of, plan_here, shape_of, wanted_of
 from farthing.planner.types import Plan, Rejected
+from farthing.run.folder import PLAN, SETTINGS, has_committed, keep, kept_as
 from farthing.train.setup import Examples, Inputs
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.exported import CARD, damage_of
-from farthing.durability.files import DamagedFileError
-from farthing.durability.run_folder import (
+from farthing.errors import FarthingError
+from farthing.report.receipt import Receipt, build_receipt, leave_receipt
+from farthing.run.exported import CARD, damage_of
+from farthing.run.folder import (
     MODEL,
     RECEIPT,
     RUN,
@@ -23,8 +24,7 @@ from farthing.durability.run_folder import (
     kept,
     kept_job,
 )
-from farthing.errors import FarthingError
-from farthing.report.receipt import Receipt, build_receipt, leave_receipt
+from farthing.storage.files import DamagedFileError
 from farthing.train.published import is_to_publish
 
 MOST_FILES = 10_000

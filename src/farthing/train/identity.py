@@ -3,7 +3,7 @@ and model.
 
 Content identifies; where it lies, on which machine, under which user and by which version of a
 library it is read does not. Refuses to decide whether a run may go on:
-`durability.run_folder.claim` does.
+`run.folder.claim` does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.data.read import Source
 from farthing.data.token_set import Recipe, tokenizer_sha256
-from farthing.durability.files import Json
 from farthing.model.load import ModelChoice, model_sha256, model_sha256_by_place
+from farthing.storage.files import Json
 
 MODEL_CONTENT = "model (content)"
 

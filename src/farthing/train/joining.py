@@ -23,8 +23,6 @@ from torch import nn
 
 from farthing.config.job import Job, LimitsSection
 from farthing.data.packing import MicroBatchCost
-from farthing.durability.group import STORE, not_followed, seat_in
-from farthing.durability.run_folder import DECIDING, EXAMPLES, RUN, SCHEDULE, keep, kept
 from farthing.errors import (
     EXIT_CRASH,
     DiskFullError,
@@ -36,6 +34,8 @@ from farthing.errors import (
 from farthing.events import Emit, Note, Warned
 from farthing.local.measurements import MEASUREMENTS, link_of, read_measurements
 from farthing.model.hardware import hardware_key
+from farthing.run.folder import DECIDING, EXAMPLES, RUN, SCHEDULE, keep, kept
+from farthing.run.group import STORE, not_followed, seat_in
 from farthing.settings import Settings
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.attempt import Attempt, Context

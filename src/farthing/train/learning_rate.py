@@ -12,10 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.ledger import Ledger
-from farthing.durability.run_folder import SCHEDULE
 from farthing.events import Note
 from farthing.planner.estimate import Estimate
+from farthing.run.folder import SCHEDULE
+from farthing.run.ledger import Ledger
 from farthing.train.attempt import Attempt
 from farthing.train.budget import seconds_left
 from farthing.train.forecast import EXPORT_S, evaluation_s, leaving_s

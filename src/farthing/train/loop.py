@@ -11,9 +11,9 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-from farthing.durability.ledger import Ledger
-from farthing.durability.preemption import Heard, Notice
 from farthing.errors import NotFiniteError, RunInterruptedError
+from farthing.run.ledger import Ledger
+from farthing.run.signals import Heard, Notice
 from farthing.train.agreement import Due, agreed
 from farthing.train.attempt import Attempt
 from farthing.train.budget import LONGEST_START_S, over_limit

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from farthing.durability.group import ATTEMPT, EXIT_RANK_LOST, STORE, Seat
 from farthing.errors import EXIT_INTERRUPTED, FarthingError, InputError
+from farthing.run.group import ATTEMPT, EXIT_RANK_LOST, STORE, Seat
 
 JOIN_S, JOIN_HERE_S = 120.0, 4.0
 """Besides the patience: so much later may a rank come than another, which reads libraries from a

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farthing.durability.checkpoint import State
-from farthing.durability.files import Json
-from farthing.durability.run_folder import RULES
 from farthing.errors import InputError, ModelError
 from farthing.model.load import need_bitsandbytes
+from farthing.run.checkpoint import State
+from farthing.run.folder import RULES
+from farthing.storage.files import Json
 from farthing.train.offload import OffloadedAdamW
 
 LAST_RATE = 1e-7  # of the polynomial schedule

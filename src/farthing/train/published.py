@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.run_folder import MODEL
 from farthing.events import Emit, Note, Working
 from farthing.export.publish import Publication, noted, publish, wanted_at
+from farthing.run.folder import MODEL
 
 FORM = "trained"
 

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farthing.device_memory import is_out_of_memory
-from farthing.durability.checkpoint import Part
-from farthing.durability.group import EXIT_RANK_LOST, Seat
-from farthing.durability.parts import Shared
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, RunInterruptedError
+from farthing.run.checkpoint import Part
+from farthing.run.group import EXIT_RANK_LOST, Seat
+from farthing.run.parts import Shared
 from farthing.train.lanes import LaneSums, Piece, add_up, lanes_of, nodes_of
 from farthing.train.meeting import JOIN_HERE_S, RankLostError, bounded, lost, meet
 

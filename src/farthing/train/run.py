@@ -21,29 +21,6 @@ import transformers
 from farthing.config.job import Job
 from farthing.data.token_set import notes_of
 from farthing.device_memory import in_words, is_out_of_memory
-from farthing.durability.cloud_preemption import Watch, services_for
-from farthing.durability.exported import damage_of
-from farthing.durability.files import Json, only_writer, set_aside, write_json
-from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
-from farthing.durability.opening import Opened, opened
-from farthing.durability.preemption import Notice
-from farthing.durability.replica import Mirror, open_mirror
-from farthing.durability.run_folder import (
-    DATA_NOTES,
-    EXAMPLES,
-    LEDGER,
-    LOG,
-    MODEL,
-    RUN,
-    claim,
-    is_finished,
-    keep,
-    keep_job,
-    mend,
-    rules_of,
-    same_examples,
-    unclaim,
-)
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
@@ -70,7 +47,30 @@ from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.run_page import leave_page
 from farthing.report.training_log import keep_digest, read_log
+from farthing.run.exported import damage_of
+from farthing.run.folder import (
+    DATA_NOTES,
+    EXAMPLES,
+    LEDGER,
+    LOG,
+    MODEL,
+    RUN,
+    claim,
+    is_finished,
+    keep,
+    keep_job,
+    mend,
+    rules_of,
+    same_examples,
+    unclaim,
+)
+from farthing.run.ledger import Ledger, Meter, seconds_since_process_start
+from farthing.run.mirror import Mirror, open_mirror
+from farthing.run.notices import Watch, services_for
+from farthing.run.opening import Opened, opened
+from farthing.run.signals import Notice
 from farthing.settings import Settings
+from farthing.storage.files import Json, only_writer, set_aside, write_json
 from farthing.tasks.registry import task_of
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.assemble import assemble

@@ -1,5 +1,5 @@
 """When and how a run is saved, restored and exported: the trainer's side of
-`durability/checkpoint.py`.
+`run/checkpoint.py`.
 
 A save takes a snapshot at once and writes it in the background; nothing is saved before the figures
 of its steps were read. Refuses to decide what is worth saving: that is `Attempt.state`.
@@ -13,16 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-from farthing.durability.checkpoint import SaveResult, n_bytes_of
-from farthing.durability.files import DamagedFileError, Json
-from farthing.durability.parts import read_part
-from farthing.durability.run_folder import LOG, MODEL
 from farthing.errors import DiskFullError, RunDamagedError, RunInterruptedError
 from farthing.events import Exported, Note, Restored, Saved, Working
 from farthing.export.folders import export_model
 from farthing.model.adapters import put_back
 from farthing.report.receipt import build_receipt
 from farthing.report.training_log import keep_digest
+from farthing.run.checkpoint import SaveResult, n_bytes_of
+from farthing.run.folder import LOG, MODEL
+from farthing.run.parts import read_part
+from farthing.storage.files import DamagedFileError, Json
 from farthing.train.attempt import Attempt
 from farthing.train.step_log import settle
 from farthing.units import plural, say_bytes

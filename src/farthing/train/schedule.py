@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from farthing.durability.run_folder import has_committed, keep, kept_as
 from farthing.errors import RunDamagedError
+from farthing.run.folder import has_committed, keep, kept_as
 
 MARGIN = 0.03  # of what is left is not planned for: the pace is a mean
 MEASURED_STEPS = 10  # before the number of steps is settled; fewer in a run of fewer than 40

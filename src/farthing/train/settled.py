@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job
-from farthing.durability.run_folder import RUN, SETTINGS, has_committed, keep, kept, kept_as
 from farthing.events import Warned
 from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
+from farthing.run.folder import RUN, SETTINGS, has_committed, keep, kept, kept_as
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 from farthing.train.attempt import Attempt, Context

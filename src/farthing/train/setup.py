@@ -29,7 +29,6 @@ from farthing.data.packing import target_lengths_of
 from farthing.data.read import Source, open_sources
 from farthing.data.token_set import LINE_BITS, Recipe, TokenSet, notes_of
 from farthing.data.tokens import tokenize
-from farthing.durability.run_folder import RULES, began, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
 from farthing.model.activation_checkpointing import (
@@ -58,6 +57,7 @@ from farthing.model.load import (
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.model.positions import max_positions
 from farthing.models.left_out_loss import refuse_left_out_loss
+from farthing.run.folder import RULES, began, rules_of
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 from farthing.train.ancestor import ancestor_identity

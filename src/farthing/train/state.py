@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farthing.durability.checkpoint import Part, State
-from farthing.durability.files import Json
 from farthing.model.adapters import put_back, trained_tensors
+from farthing.run.checkpoint import Part, State
+from farthing.storage.files import Json
 from farthing.train.optim import load_state, state_tensors
 
 

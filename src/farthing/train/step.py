@@ -29,12 +29,12 @@ from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.data.row_table import Table, rows_of
 from farthing.data.token_set import TokenSet
 from farthing.device_memory import first_line, is_out_of_memory
-from farthing.durability.ledger import Meter
 from farthing.errors import RunInterruptedError
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.casts import add_up
 from farthing.model.forward import Forward, Host
 from farthing.model.hardware import free_cached, pinned
+from farthing.run.ledger import Meter
 from farthing.settings import Settings
 from farthing.train.lanes import LaneSums, lanes_of
 from farthing.train.ranks import GO_ON, Ranks, refuse

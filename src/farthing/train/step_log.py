@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 
-from farthing.durability.files import Json
 from farthing.errors import NotFiniteError
 from farthing.events import StepSkipped, StepTaken
 from farthing.model.compiled import n_graphs
 from farthing.model.hardware import peak_bytes
+from farthing.storage.files import Json
 from farthing.train.attempt import Attempt
 from farthing.train.forecast import remaining_s, takes
 from farthing.train.settled import keep_settings

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.durability.ledger import Meter
 from farthing.model.hardware import Numerics, Utilisation, peak_flops
+from farthing.run.ledger import Meter
 
 LONG_QUANTILE = 0.95
 

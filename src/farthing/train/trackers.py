@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.files import DamagedFileError, make_private
-from farthing.durability.run_folder import JOB, PLAN, kept, run_id_of
 from farthing.errors import InputError
 from farthing.events import Emit, Evaluated, Event, StepTaken, Warned
+from farthing.run.folder import JOB, PLAN, kept, run_id_of
+from farthing.storage.files import DamagedFileError, make_private
 
 MOST_WAITING = 10_000  # events
 PATIENCE_S = 5.0

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.run_folder import is_finished
-from farthing.durability.supervisor import begin, standing
 from farthing.errors import FarthingError
 from farthing.export.folders import export_run
 from farthing.report.receipt import build_receipt
+from farthing.run.folder import is_finished
+from farthing.run.supervisor import begin, standing
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 N_STEPS = 4

@@ -21,7 +21,7 @@ from farthing.config.importers.record import (
     whole,
 )
 from farthing.config.importers.shared import reasons
-from farthing.durability.files import Json
+from farthing.storage.files import Json
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.classification import CLASSIFICATION
 from farthing.tasks.seq2seq import SEQ2SEQ

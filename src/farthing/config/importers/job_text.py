@@ -8,8 +8,8 @@ import json
 from typing import Any
 
 from farthing.config.importers.record import Imported, Line, say
-from farthing.durability.files import Json
 from farthing.printable import printable
+from farthing.storage.files import Json
 
 _SECTIONS = ("model", "data", "method", "train")
 _WIDTH = 110

@@ -31,8 +31,8 @@ from farthing.config.importers.record import (
 )
 from farthing.config.importers.shared import reasons
 from farthing.config.job import Job
-from farthing.durability.files import Json
 from farthing.errors import InputError
+from farthing.storage.files import Json
 
 AUTO = "auto there: the job says it"
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from farthing.durability.files import Json
+from farthing.storage.files import Json
 
 _WITH = (
     "Below is an instruction that describes a task, paired with an input that provides further"

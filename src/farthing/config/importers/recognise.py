@@ -36,8 +36,8 @@ from farthing.config.importers.scripts import (
     tree_of,
 )
 from farthing.config.job import DataSection, MethodSection, TrainSection
-from farthing.durability.files import Json
 from farthing.errors import InputError
+from farthing.storage.files import Json
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.registry import task_of
 

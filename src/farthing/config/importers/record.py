@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, get_args
 
 from farthing.config.job import KEYS, SECTIONS, TrainSection
-from farthing.durability.files import Json
+from farthing.storage.files import Json
 
 Effect = Literal["none", "differs", "blocks"]
 """Of a key that is named: the result is the same, the result differs, or the job can't be expressed

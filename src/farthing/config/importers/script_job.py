@@ -13,7 +13,7 @@ from farthing.config.importers.prompts import CHATML
 from farthing.config.importers.record import Imported, To, flat, read_keys, truth
 from farthing.config.importers.scripts import Call, Computed
 from farthing.config.importers.shared import reasons
-from farthing.durability.files import Json
+from farthing.storage.files import Json
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.classification import CLASSIFICATION
 from farthing.tasks.seq2seq import SEQ2SEQ

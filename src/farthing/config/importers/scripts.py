@@ -16,8 +16,8 @@ import shlex
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from farthing.durability.files import Json
 from farthing.errors import InputError
+from farthing.storage.files import Json
 
 MAX_SCRIPT_BYTES = 16 << 20
 MAX_DEPTH = 200

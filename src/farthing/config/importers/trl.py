@@ -20,7 +20,7 @@ from farthing.config.importers.record import (
     whole,
 )
 from farthing.config.importers.shared import NO_COUNT_OF_GPUS, reasons
-from farthing.durability.files import Json
+from farthing.storage.files import Json
 
 NAME = "trl"
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from farthing.durability.files import Json
 from farthing.launch.ask import GRACE_S, SCRIPT, Ask, script_of
 from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Commands, Files, Target
+from farthing.storage.files import Json
 
 MANIFEST = "job.k8s.yaml"
 SECRET = "farthing"

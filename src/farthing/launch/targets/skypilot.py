@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Commands, Files, Target
+from farthing.storage.files import Json
 
 TASK, CONFIG = "task.sky.yaml", "config.sky.yaml"
 INFRA = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from farthing.durability.machines import Machine
 from farthing.launch.ask import GRACE_S, Ask, script_of
 from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Commands, Files, Target
+from farthing.run.machines import Machine
 
 BATCH = "run.sbatch"
 _OVER = [

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 
-from farthing.durability.files import Json
 from farthing.launch.ask import CREATED_AT, ENDS_AT, SCRIPT, Ask, script_of
 from farthing.launch.target import Files, Target
+from farthing.storage.files import Json
 
 SEARCH, CREATE, END = "search.json", "create.json", "schedule.json"
 INSTANCE = "FARTHING_INSTANCE"

@@ -6,10 +6,10 @@ import json
 import shlex
 from pathlib import Path
 
-from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Commands, Files, Target
+from farthing.storage.files import Json
 
 DOCUMENT = "custom_job.json"
 _OVER = ("JOB_STATE_SUCCEEDED", "JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_EXPIRED")

@@ -19,8 +19,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from farthing.durability.accounts import read_ledger
-from farthing.durability.commits import (
+from farthing.errors import (
+    InputError,
+    RunBusyError,
+    RunChangedError,
+    RunDamagedError,
+    StoreUnavailableError,
+)
+from farthing.run.accounts import read_ledger
+from farthing.run.commits import (
     LOG_PARTS,
     SCHEMA,
     SMALL,
@@ -32,7 +39,17 @@ from farthing.durability.commits import (
     read_commit,
     take_newest,
 )
-from farthing.durability.files import (
+from farthing.run.folder import (
+    CHECKPOINTS,
+    LEDGER,
+    LOG,
+    MODEL,
+    RUN,
+    is_damaged,
+    run_id_of,
+    saves_in,
+)
+from farthing.storage.files import (
     DamagedFileError,
     Json,
     StoredFile,
@@ -44,10 +61,10 @@ from farthing.durability.files import (
     verify_folder,
     write_json,
 )
-from farthing.durability.lease import Lease, LeaseLostError
-from farthing.durability.log_parts import LogParts
-from farthing.durability.mounts import bucket_mount_of
-from farthing.durability.object_store import (
+from farthing.storage.lease import Lease, LeaseLostError
+from farthing.storage.log_parts import LogParts
+from farthing.storage.mounts import bucket_mount_of
+from farthing.storage.objects import (
     Entry,
     LocalStore,
     NoSuchObject,
@@ -56,23 +73,6 @@ from farthing.durability.object_store import (
     StoreError,
     StoreRefuses,
     open_store,
-)
-from farthing.durability.run_folder import (
-    CHECKPOINTS,
-    LEDGER,
-    LOG,
-    MODEL,
-    RUN,
-    is_damaged,
-    run_id_of,
-    saves_in,
-)
-from farthing.errors import (
-    InputError,
-    RunBusyError,
-    RunChangedError,
-    RunDamagedError,
-    StoreUnavailableError,
 )
 from farthing.units import plural
 

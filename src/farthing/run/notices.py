@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from farthing.durability.files import Json, parse_json
-from farthing.durability.preemption import Notice
 from farthing.errors import InputError
+from farthing.run.signals import Notice
+from farthing.storage.files import Json, parse_json
 
 ADDRESS = "169.254.169.254:80"
 TIMEOUT_S = 1.0

@@ -25,7 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from farthing.device_memory import in_words, is_out_of_memory
-from farthing.durability.files import (
+from farthing.errors import RunChangedError, RunDamagedError, SaveError
+from farthing.run.folder import Save, saves_in
+from farthing.run.parts import ALONE, Shared, files_of, read_part
+from farthing.run.snapshot import AT_ONCE_BYTES, CudaLane, Later, can_wait, fetched_together
+from farthing.storage.files import (
     DamagedFileError,
     FileEntry,
     Json,
@@ -40,10 +44,6 @@ from farthing.durability.files import (
     sweep_drafts,
     verify_folder,
 )
-from farthing.durability.parts import ALONE, Shared, files_of, read_part
-from farthing.durability.run_folder import Save, saves_in
-from farthing.durability.snapshot import AT_ONCE_BYTES, CudaLane, Later, can_wait, fetched_together
-from farthing.errors import RunChangedError, RunDamagedError, SaveError
 
 SCHEMA = 1
 MAX_FAILED_SAVES = 3

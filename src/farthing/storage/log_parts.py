@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from farthing.durability.files import make_private, sha256_of
+from farthing.storage.files import make_private, sha256_of
 
 PART_BYTES = 1 << 20
 

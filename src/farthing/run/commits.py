@@ -25,22 +25,9 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from farthing.durability.accounts import accounts_of, as_lines, merge, read_ledger
-from farthing.durability.files import (
-    DamagedFileError,
-    Json,
-    StoredFile,
-    check_file,
-    discard,
-    draft_of,
-    make_private,
-    refuse_newer,
-    sweep_drafts,
-    unseal,
-    write_text,
-)
-from farthing.durability.object_store import Garbled, NoSuchObject, Store, TooLarge
-from farthing.durability.run_folder import (
+from farthing.errors import DiskFullError, RunChangedError, RunDamagedError
+from farthing.run.accounts import accounts_of, as_lines, merge, read_ledger
+from farthing.run.folder import (
     CHECKPOINT_NAME,
     CHECKPOINTS,
     JOB,
@@ -56,7 +43,20 @@ from farthing.durability.run_folder import (
     run_id_of,
     saves_in,
 )
-from farthing.errors import DiskFullError, RunChangedError, RunDamagedError
+from farthing.storage.files import (
+    DamagedFileError,
+    Json,
+    StoredFile,
+    check_file,
+    discard,
+    draft_of,
+    make_private,
+    refuse_newer,
+    sweep_drafts,
+    unseal,
+    write_text,
+)
+from farthing.storage.objects import Garbled, NoSuchObject, Store, TooLarge
 from farthing.units import say_bytes
 
 SCHEMA = 2  # 1: the log is sent whole

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.accounts import (
+from farthing.run.accounts import (
     LOST,
     Account,
     Found,
@@ -30,8 +30,8 @@ from farthing.durability.accounts import (
     merge,
     read_ledger,
 )
-from farthing.durability.files import Json, keep_aside, write_text
-from farthing.durability.watcher import Watcher, watch
+from farthing.run.watcher import Watcher, watch
+from farthing.storage.files import Json, keep_aside, write_text
 
 # The spans, in the order of the receipt, and what each is.
 SPANS = {

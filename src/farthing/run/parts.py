@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from farthing.durability.files import DamagedFileError
+from farthing.storage.files import DamagedFileError
 
 RowsOf = Callable[[str], tuple[int, int] | None]
 """(name of a tensor) -> the first and the end of the rows that are wanted; None: all of it."""

@@ -16,7 +16,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from farthing.durability.preemption import SIGNALS
+from farthing.run.signals import SIGNALS
 
 
 @dataclass

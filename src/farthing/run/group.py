@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farthing.durability.preemption import handled
-from farthing.durability.supervisor import Child, how_it_ended
 from farthing.errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, InputError
+from farthing.run.signals import handled
+from farthing.run.supervisor import Child, how_it_ended
 from farthing.units import plural
 
 EXIT_RANK_LOST = 76

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from farthing.durability.files import DamagedFileError, Json, read_manifest
-from farthing.durability.stretches import Stretch, note, thinned
-from farthing.durability.stretches import read as read_stretches
-from farthing.durability.summed_lines import line_of, read_line
+from farthing.run.stretches import Stretch, note, thinned
+from farthing.run.stretches import read as read_stretches
+from farthing.storage.files import DamagedFileError, Json, read_manifest
+from farthing.storage.logs import line_of, read_line
 
 MAX_LINE_BYTES = 1 << 20
 N_MARKS, N_SAVED, N_NOTICES = 64, 16, 50

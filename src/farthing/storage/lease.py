@@ -22,9 +22,9 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from farthing.durability.files import Json
-from farthing.durability.object_store import Store, StoreError, get_json
 from farthing.errors import RunInterruptedError
+from farthing.storage.files import Json
+from farthing.storage.objects import Store, StoreError, get_json
 from farthing.units import say_seconds
 
 N_LINKS = 8

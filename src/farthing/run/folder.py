@@ -32,8 +32,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import farthing
 from farthing.clock import today
-from farthing.durability.accounts import Witness, read_ledger, witnesses_in
-from farthing.durability.files import (
+from farthing.errors import RunChangedError, RunDamagedError
+from farthing.run.accounts import Witness, read_ledger, witnesses_in
+from farthing.storage.files import (
     DamagedFileError,
     Json,
     make_private,
@@ -44,7 +45,6 @@ from farthing.durability.files import (
     unseal,
     write_text,
 )
-from farthing.errors import RunChangedError, RunDamagedError
 
 DATA_NOTES = "data_notes.json"  # columns that are not used, and the like
 JOB, RUN, PLAN, SCHEDULE, SETTINGS = (

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from farthing.durability.accounts import read_ledger
-from farthing.durability.opening import PAUSED
-from farthing.durability.preemption import handled
-from farthing.durability.run_folder import LEDGER
 from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
+from farthing.run.accounts import read_ledger
+from farthing.run.folder import LEDGER
+from farthing.run.opening import PAUSED
+from farthing.run.signals import handled
 from farthing.units import plural, say_seconds
 
 TRIES = 3

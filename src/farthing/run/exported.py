@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from farthing.durability.files import (
+from farthing.run.folder import MODEL, RUN
+from farthing.storage.files import (
     MANIFEST,
     DamagedFileError,
     read_json,
@@ -17,7 +18,6 @@ from farthing.durability.files import (
     seal_file,
     verify_folder,
 )
-from farthing.durability.run_folder import MODEL, RUN
 
 CARD = "README.md"
 

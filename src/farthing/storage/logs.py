@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from farthing.durability.files import Json, open_own, parse_json, write_text
+from farthing.storage.files import Json, open_own, parse_json, write_text
 
 SUM = "crc32"
 _TAIL = re.compile(rb', "(\w+)": "([0-9a-f]{8})"\}')

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.accounts import Account
-from farthing.durability.files import Json, fsync_path, make_private
-from farthing.durability.summed_lines import SummedLines
+from farthing.run.accounts import Account
+from farthing.storage.files import Json, fsync_path, make_private
+from farthing.storage.logs import SummedLines
 
 MACHINES = "machines.jsonl"
 EVENTS = ("asked", "created", "refused", "booted", "left", "gone")

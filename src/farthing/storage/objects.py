@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from farthing.addresses import is_remote, without_secrets
-from farthing.durability.files import DRAFT, Json, draft_of, fsync_path, parse_json
 from farthing.errors import InputError
+from farthing.storage.files import DRAFT, Json, draft_of, fsync_path, parse_json
 
 TRY_S = 30.0
 MOST_SMALL_BYTES = 16 << 20  # of what is read whole: leases and commits

@@ -16,18 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farthing.durability.files import cannot_write, make_private, only_writer, sweep_drafts
-from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
-from farthing.durability.mounts import bucket_mount_of
-from farthing.durability.run_folder import (
-    CHECKPOINTS,
-    LEDGER,
-    LOG,
-    MODEL,
-    RUN,
-    is_finished,
-    witnesses_of,
-)
 from farthing.errors import (
     FarthingError,
     InputError,
@@ -37,6 +25,18 @@ from farthing.errors import (
     RunDamagedError,
     RunInterruptedError,
 )
+from farthing.run.folder import (
+    CHECKPOINTS,
+    LEDGER,
+    LOG,
+    MODEL,
+    RUN,
+    is_finished,
+    witnesses_of,
+)
+from farthing.run.ledger import Ledger, Meter, seconds_since_process_start
+from farthing.storage.files import cannot_write, make_private, only_writer, sweep_drafts
+from farthing.storage.mounts import bucket_mount_of
 from farthing.units import plural, say_seconds, say_usd
 
 _OUTPUT_DIR = re.compile(

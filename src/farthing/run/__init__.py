@@ -1,0 +1,1 @@
+"""What of a run must survive: folder, checkpoints, ledger, signals, supervisor."""

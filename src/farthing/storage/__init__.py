@@ -1,0 +1,1 @@
+"""What outlives a process: atomic files, checksummed logs, object stores, the lease."""
