@@ -398,7 +398,7 @@ def test_every_rank_hears_the_same(tmp_path: Path) -> None:
         "told": ["of", 0],
         "agreed": [LEAVE, [2, 0]],
         "sum": [4.5, 0.0, 3.0],
-        "Interrupted": "Interrupted",
+        "RunInterruptedError": "RunInterruptedError",
         "OutOfMemoryError": "OutOfMemoryError",
     }
 
