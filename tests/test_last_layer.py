@@ -113,6 +113,17 @@ def test_losses_and_gradients_are_those_of_plain_transformers(family: str) -> No
     torch.testing.assert_close(-of_each.sum(), expected, rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.mark.parametrize("family", ["olmo", "olmoe"])
+def test_projections_that_are_clipped_in_place(family: str) -> None:
+    model, tokens = model_of(family, clip_qkv=0.05), examples()
+    expected = alone(model, tokens)
+    theirs = gradients(model, expected)
+    forward = forward_of(model)
+    loss = forward.loss(batch_of(forward, tokens))
+    torch.testing.assert_close(loss, expected, rtol=CLOSE, atol=CLOSE)
+    assert_same(gradients(model, loss), theirs, 3 * CLOSE)
+
+
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_with_an_adapter_checkpointing_and_a_shared_beginning(family: str, every: int) -> None:

@@ -255,6 +255,7 @@ class TrainSection(Section):
     """NEFTune (Jain et al. 2023): noise on the input embeddings in training, within alpha /
     sqrt(tokens x width) for each document."""
     label_smoothing_factor: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """Of the loss in training; an evaluation measures the plain loss."""
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 42
     bf16: bool | None = None
     """Default: on where the GPU has it natively (Ampere and later)."""

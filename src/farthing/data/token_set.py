@@ -66,7 +66,11 @@ class Recipe:
     label_map: dict[str, str] = field(default_factory=dict)
     max_bad_rows: float = 0.01
     label_names: tuple[str, ...] = ()
-    """Known labels; empty: take the data's own, sorted."""
+    """Known labels; empty: take the data's own."""
+    model_classes: tuple[str, ...] = ()
+    """The classes of a pretrained model: the data's own are numbered as these where they are the
+    same.
+    """
     source_lang: str = ""
     target_lang: str = ""
     """Languages that the tokenizer is set to, where it writes them into each text."""

@@ -47,7 +47,7 @@ from farthing.storage.files import (
 )
 from farthing.tasks.columns import Unusable
 from farthing.tasks.registry import task_of
-from farthing.tasks.task import Labels
+from farthing.tasks.task import Labels, in_models_order
 
 CHUNK_ROWS = 1024  # that are read together
 MOST_CHARACTERS_TOGETHER = 32 << 20
@@ -168,7 +168,7 @@ def _write(
     should_stop: Callable[[], bool],
 ) -> Json:
     """Fill `draft`; returns the facts of the set for its manifest."""
-    tally, labels = Tally(), _Labels(task_of(recipe.task).labels, recipe.label_names)
+    tally, labels = Tally(), _Labels(task_of(recipe.task).labels, recipe)
     encode = Encoder(
         tokenizer,
         recipe.task,
@@ -309,17 +309,19 @@ def _usable(encoded: Encoded, chunk: _Chunk, recipe: Recipe, tally: Tally) -> ND
 class _Labels:
     """The labels of a set, if its task has some (`of`), numbered once all have been seen."""
 
-    def __init__(self, of: Labels | None, known: tuple[str, ...]) -> None:
-        self.of, self.known, self.seen = (
-            of,
-            {name: number for number, name in enumerate(known)},
-            list[Any](),
-        )
+    def __init__(self, of: Labels | None, recipe: Recipe) -> None:
+        self.of, self.of_model, self.seen = of, recipe.model_classes, list[Any]()
+        self.known = {name: number for number, name in enumerate(recipe.label_names)}
 
     @property
     def names(self) -> list[str]:
-        """The known labels in their order, else those that the task finds in the data."""
-        return list(self.known) or ([] if self.of is None else self.of.names(set(self.seen)))
+        """The known labels in their order, else those that the task finds in the data, in the
+        order of the model's classes where they are the same.
+        """
+        if self.known or self.of is None:
+            return list(self.known)
+        names = self.of.names(set(self.seen))
+        return in_models_order(names, self.of_model) or names
 
     def take(self, chunk: _Chunk, kept: NDArray[np.bool_], tally: Tally) -> None:
         """Note the labels of the kept examples of a chunk; one that is not known is a bad row, and

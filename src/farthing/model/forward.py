@@ -394,7 +394,7 @@ class Forward:
         `head.head_loss`.
         """
         if not self.of.scores_tokens:
-            return self.loss_and_scores(batch)[0]
+            return self._loss_and_scores(batch, self.label_smoothing)[0]
         with self._resumed(batch) as rest, self.numerics.autocasting():
             return language_model_loss(
                 self.model,
@@ -408,29 +408,29 @@ class Forward:
 
     @_whole
     def loss_and_log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where tokens are scored: (the same sum, the log-probability of all targets of each
-        example together [N]).
+        """Where tokens are scored: (sum of the cross-entropies without label smoothing, the
+        log-probability of all targets of each example together [N]).
         """
         with self._resumed(batch) as rest, self.numerics.autocasting():
             head, tile_tokens = self._found_head, self.tile_tokens
             return loss_and_log_probs(
-                self.model,
-                rest,
-                self.task,
-                self.label_smoothing,
-                head=head,
-                tile_tokens=tile_tokens,
+                self.model, rest, self.task, head=head, tile_tokens=tile_tokens
             )
 
     @_whole
     def loss_and_scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where examples are scored: (sum of their losses, logits [N, C])."""
+        """Where examples are scored: (sum of their losses without label smoothing, logits
+        [N, C]).
+        """
+        return self._loss_and_scores(batch, 0.0)
+
+    def _loss_and_scores(self, batch: Batch, label_smoothing: float) -> tuple[Tensor, Tensor]:
         with self._resumed(batch) as rest, self.numerics.autocasting():
             if not self.is_packed:
-                return summed_loss(self.model, rest, self.task, self.label_smoothing)
+                return summed_loss(self.model, rest, self.task, label_smoothing)
             scores = packed_logits(self.model, rest, self.task, reads_first=self.reads_first)
             assert self.of.labels is not None
-            return self.of.labels.loss(scores, rest["labels"], self.label_smoothing), scores
+            return self.of.labels.loss(scores, rest["labels"], label_smoothing), scores
 
     @_whole
     def source_states(self, arrays: Host) -> Tensor:

@@ -391,12 +391,11 @@ def loss_and_log_probs(
     model: Any,
     batch: Batch,
     task: str,
-    label_smoothing: float = 0.0,
     *,
     head: Head | str | None = None,
     tile_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(the sum of `language_model_loss`, the log-probability of all targets of each document
+    """(the sum of cross-entropies, the log-probability of all targets of each document
     together [D] in fp32).
 
     Where gradients are recorded both can be differentiated, at the price of computing the logits of
@@ -405,10 +404,8 @@ def loss_and_log_probs(
     """
     head = find_head(model, task) if head is None else head
     labelled = labelled_of(batch, task)
-    if isinstance(head, str) or (
-        label_smoothing and (torch.is_grad_enabled() or not head.is_matrix)
-    ):
-        loss, logits = summed_loss(model, batch, task, label_smoothing)
+    if isinstance(head, str):
+        loss, logits = summed_loss(model, batch, task)
         scores = logits.flatten(0, 1)[labelled.positions].split(TILE)
         parts = zip(scores, labelled.targets.split(TILE), strict=True)
         found = [F.cross_entropy(part.float(), words, reduction="none") for part, words in parts]
@@ -425,7 +422,7 @@ def loss_and_log_probs(
         head.linear.weight,
         head.bias,
         replace(labelled, log_probs=words),
-        How(tile_tokens, head.soft_cap, label_smoothing, is_lean=head.is_lean),
+        How(tile_tokens, head.soft_cap, is_lean=head.is_lean),
     )
     return loss, _by_document(words, batch, labelled)
 

@@ -283,8 +283,9 @@ def _leave_out(stack: contextlib.ExitStack, attention: Any, names: tuple[str, ..
     """Until the stack is closed these projections give zeros."""
     for name in set(names) & attention._modules.keys():
         width = attention._modules[name].out_features
+        # not one number expanded: OLMo clips what its projections give in place
         zeros = functools.partial(
-            lambda width, given: given.new_zeros(()).expand(*given.shape[:-1], width), width
+            lambda width, given: given.new_zeros(*given.shape[:-1], width), width
         )
         stack.enter_context(answering([attention._modules[name]], zeros))
 

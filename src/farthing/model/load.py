@@ -7,11 +7,13 @@ adapters.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +36,7 @@ from farthing.model.weights import ends_of_weights, weights_sha256
 from farthing.models.model_config import TOKENIZERS
 from farthing.storage.files import parse_json, sha256_of
 from farthing.tasks.registry import task_of
+from farthing.tasks.task import class_names, in_models_order
 
 
 def auto_class(task: str) -> Any:
@@ -272,17 +275,21 @@ def load_model(
     label_names: tuple[str, ...] = (),
     pad_id: int | None = None,
     in_four_bits: FourBits | None = None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> PreTrainedModel:
     """The model in `dtype` on the CPU, or in 4 bits on the device of `in_four_bits`, but for its
     head.
 
-    A new classification head, or all of it with `init: random`, is drawn from `seed`; with `init:
-    hollow` there are no weights, see `hollow`. Raises `ModelError`.
+    A new classification head, or all of it with `init: random`, is drawn from `seed`; so is one
+    whose classes are not `label_names` in this order. With `init: hollow` there are no weights,
+    see `hollow`. Raises `ModelError`.
     """
     labels = task_of(task).labels
-    if labels is not None:
-        labels.set_head(config, label_names)
     _tell_padding(config, pad_id)
+    trained_for = class_names(config)
+    if labels is not None:
+        config = copy.deepcopy(config)
+        labels.set_head(config, label_names)
     auto = auto_class(task)
     torch.manual_seed(seed)
     attention = (
@@ -319,6 +326,8 @@ def load_model(
                 **four_bit,
             )
             _body_must_be_whole(model, loaded, task, choice.name)
+            if label_names and in_models_order(label_names, trained_for) != list(label_names):
+                _draw_output_again(model, loaded, seed, trained_for, warn)
     except Exception as error:
         if isinstance(error, ModelError | HardwareError):
             raise
@@ -356,6 +365,45 @@ def _drawn(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model
+
+
+def _draw_output_again(
+    model: Any,
+    loaded: Any,
+    seed: int,
+    trained_for: tuple[str, ...],
+    warn: Callable[[str], None],
+) -> None:
+    """Draw the layer of a head whose scores are of other classes, and say it of a head that was in
+    the files.
+    """
+    layers = {
+        name: module
+        for head in new_heads(model)
+        for name, module in model.get_submodule(head).named_modules(prefix=head)
+        if isinstance(module, torch.nn.Linear) and module.out_features == model.config.num_labels
+    }
+    if not layers:
+        return
+    name, layer = layers.popitem()
+    drawn = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
+    if f"{name}.weight" in loaded["missing_keys"]:
+        return
+    if f"{name}.weight" not in drawn:
+        torch.manual_seed(seed)
+        layer._is_hf_initialized = False
+        for weight in layer.parameters():
+            weight._is_hf_initialized = False
+        model._init_weights(layer)
+    warn(
+        f"the model's classifier was trained for {_listed(trained_for)}, the data has"
+        f" {_listed(class_names(model.config))}: its output layer begins anew. Where they mean the"
+        " same, give the data the model's names with data.label_map"
+    )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return f"{', '.join(map(repr, names[:5]))}{' ...' if len(names) > 5 else ''}"
 
 
 def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from farthing.tasks.columns import TEXT_LABEL, Unusable, kind_of, text_of
@@ -26,6 +26,14 @@ def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, st
     if isinstance(label, bool):  # as JSON writes it, or as Python does
         return text_of(row, "text"), label_map.get(name, label_map.get(name.lower(), name))
     return text_of(row, "text"), label_map.get(name, name)
+
+
+def _in_order(names: Collection[str]) -> list[str]:
+    """Whole numbers by size, else by name."""
+    try:
+        return sorted(names, key=int)
+    except ValueError:
+        return sorted(names)
 
 
 def _set_head(config: Any, names: Sequence[str]) -> None:
@@ -77,7 +85,7 @@ CLASSIFICATION = Task(
     starter=Starter("FacebookAI/roberta-base", "2.0e-4", "f1", "text, label"),
     labels=Labels(
         read=_read,
-        names=sorted,
+        names=_in_order,
         number=lambda label, numbers: numbers[label],
         set_head=_set_head,
         loss=_loss,

@@ -76,6 +76,30 @@ class Evaluated(NamedTuple):
     references: list[str]
 
 
+def class_names(config: Any) -> tuple[str, ...]:
+    """The classes of a model's configuration, in the order of its scores."""
+    names = getattr(config, "id2label", None) or {}
+    return tuple(str(names[index]) for index in sorted(names, key=int))
+
+
+def in_models_order(names: Sequence[str], of_model: Sequence[str]) -> list[str] | None:
+    """`names` in the order of a model's classes; None where those are other classes.
+
+    Capitals and outer blanks don't count. LABEL_3 is the class 3.
+    """
+    known = [_bare(name) for name in of_model]
+    if all(name == f"label_{number}" for number, name in enumerate(known)):
+        known = [name if name in map(_bare, names) else name[6:] for name in known]
+    by_name = {_bare(name): name for name in names}
+    if len(by_name) != len(names) or len(set(known)) != len(known) or by_name.keys() != set(known):
+        return None
+    return [by_name[name] for name in known]
+
+
+def _bare(name: str) -> str:
+    return name.strip().casefold()
+
+
 class Labels(NamedTuple):
     """How a task reads, learns and judges what each example is scored for as a whole."""
 

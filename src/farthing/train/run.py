@@ -517,7 +517,13 @@ def _open(
     before_bytes, ranks = taken_bytes(numerics.device), context.ranks
     on_host = may_be_spread(job, ranks)
     build = partial(
-        build_model, job, inputs, numerics, on_host=on_host, reads=ranks.is_first or not on_host
+        build_model,
+        job,
+        inputs,
+        numerics,
+        on_host=on_host,
+        reads=ranks.is_first or not on_host,
+        warn=partial(_warn, emit),
     )
     with contextlib.ExitStack() as stack:
         loading = None

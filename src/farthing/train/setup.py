@@ -60,6 +60,7 @@ from farthing.models.left_out_loss import refuse_left_out_loss
 from farthing.run.folder import RULES, began, rules_of
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
+from farthing.tasks.task import class_names
 from farthing.train.ancestor import ancestor_identity
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
@@ -195,6 +196,9 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
         max_bad_rows=data.max_bad_rows,
         source_lang=source_lang,
         target_lang=target_lang,
+        model_classes=(
+            class_names(config) if task.labels is not None and choice.init == "pretrained" else ()
+        ),
         date=day if task.predicts_next and asks_for_the_date(tokenizer.chat_template) else "",
         version=text_version,
     )
@@ -433,6 +437,7 @@ def build_model(
     *,
     on_host: bool = False,
     reads: bool = True,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Any:
     """The model with what the method trains, in training mode, on its device unless it stays
     `on_host`; without weights, and not looked at, where it does not read them. `label_names` are
@@ -448,6 +453,7 @@ def build_model(
         label_names=label_names,
         pad_id=inputs.pad_id,
         in_four_bits=FourBits(numerics.device, method.modules_to_save) if quantize else None,
+        warn=warn,
     )
     if inputs.recipe.target_lang:
         speak(model, inputs.tokenizer, inputs.recipe.target_lang)
