@@ -11,8 +11,8 @@ side in one run.
 Every contestant runs in its own process on the same tokenized examples, from the same first
 weights, with the same number of examples a step, optimizer and schedule, on `--threads` threads;
 contestants take turns in a drawn order, a round for each seed. The final loss is judged by one
-evaluator, packers are tested for leaks, and whatever a contestant says of its own speed is not
-looked at. `--tune` first looks for the peers' best settings. Finished runs are kept in `--folder`;
+evaluator, and whatever a contestant says of its own speed is not looked at. `--tune` first looks
+for the peers' best settings. Finished runs are kept in `--folder`;
 with
 `--minutes M` the same command, given again, goes on where it stopped. What is fair and what the
 figures are: docs/compare.md.
@@ -36,10 +36,10 @@ from typing import Any
 
 import yaml
 
-from peers import figures, judge, leaks, models, workloads
+from peers import figures, judge, models, workloads
 from peers.contestant import CAUSAL_ONLY, CONTESTANTS, ENVIRONMENTS, IN_ORDER, versions
 from peers.race import MALLOC, OWN, TUNABLE, WARM_UP, Piece, Race, shuffled
-from peers.table import draw, draw_leaks
+from peers.table import draw
 
 METHODS = ("full", "lora", "lora-top")
 EPOCHS = {"lora-top": 3}
@@ -85,13 +85,7 @@ def compare(asked: argparse.Namespace, race: Race) -> dict[str, Any]:
                     tables.append(
                         {"workload": name, "method": method, "precision": "best", "targets": found}
                     )
-    found_leaks = {}
-    if asked.leaks:
-        found_leaks = {name: leaks.check(race, name) for name in asked.contestants}
-    is_whole = (
-        all(table.get("is_whole", True) for table in tables) and None not in found_leaks.values()
-    )
-    return {"is_whole": is_whole, "tables": tables, "leaks": found_leaks}
+    return {"is_whole": all(table.get("is_whole", True) for table in tables), "tables": tables}
 
 
 def against_best(
@@ -281,7 +275,6 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         help="a peer's setting, as a sweep found it elsewhere: hf-tuned.micro_batch=2 (repeatable)",
     )
     add("--usd-per-hour", type=float, default=0.10)
-    add("--no-leaks", dest="leaks", action="store_false", help="leave out the test for leaks")
     add(
         "--plain-malloc",
         dest="malloc",
@@ -348,7 +341,6 @@ def main(words: list[str] | None = None) -> int:
     found = {"machine": machine(asked), **compare(asked, race)}
     for table in found["tables"]:
         print(draw(table))
-    print(draw_leaks(found["leaks"]))
     if asked.json:
         asked.json.write_text(json.dumps(without_places(found), indent=1), encoding="utf-8")
     if not found["is_whole"]:

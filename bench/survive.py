@@ -3,8 +3,7 @@ left alone.
 
     python bench/survive.py --seeds 50 --first-seed 0 [--data FILE.jsonl] [--anywhere]
     [--new-machine [EVERY]]
-                            [--next-day] [--spawn] [--full-determinism] [--json] [--peer hf
-                            [--peers-python PATH]]
+                            [--next-day] [--spawn] [--full-determinism] [--json]
 
 For each seed a small model is trained twice: once uninterrupted, once through a chain of 3 to 5
 SIGKILLs, then to the end by the same command. Most kills are aimed at a part of the run (a training
@@ -24,9 +23,6 @@ user and under another hostname.
 With `--next-day` chats are learned by a template that asks for the date, and after each kill it is
 the next day and the token cache is empty.
 
-`--peer hf` puts `transformers.Trainer` through the same: same data, same kind of model, same job,
-kills drawn from the same seeds, resumed from `get_last_checkpoint`, as its own examples do; see
-peers/resumed.py. It runs in the peers' environment (`make peers`).
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ from dataclasses import dataclass, field
 from datetime import date, timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -62,7 +58,6 @@ DATED = "dated.jinja"
 MORE_KEYS: dict[str, bool] = {}
 """Of `train` in every job."""
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
-PEERS_PYTHON = Path(__file__).parents[1] / ".venv" / "peers" / "bin" / "python"
 
 
 @dataclass
@@ -100,36 +95,6 @@ class Chain:
         )
 
 
-class Contestant(Protocol):
-    """A trainer that is killed. A run is a folder, a job the YAML file that `_job` writes."""
-
-    name: str
-    packages: tuple[str, ...]
-
-    def prepare(self, where: Whereabouts) -> None:
-        """Import everything, and have attempts say where they are. Starts no thread: attempts are
-        forked from here.
-        """
-
-    def attempt(self, job: Path) -> int:
-        """In a process of its own: start the run, or go on with it; the exit code."""
-
-    def last_step(self, run: Path) -> int:
-        """How far it got, as far as the disk tells."""
-
-    def resumed_at(self, run: Path) -> list[int]:
-        """The step each attempt began at, where that is kept."""
-
-    def steps(self, run: Path) -> list[int]:
-        """The steps in the log of a finished run."""
-
-    def result_of(self, run: Path) -> dict[str, bytes | str]:
-        """Everything about a finished run that has to be equal, by name."""
-
-
-# ---- farthing ----
-
-
 class Farthing:
     """`farthing train`."""
 
@@ -137,7 +102,6 @@ class Farthing:
     packages = ("torch", "transformers", "peft", "safetensors", "numpy")
 
     def prepare(self, where: Whereabouts) -> None:
-        """See `Contestant`."""
         for module in ("farthing.cli", "farthing.train.run", "peft"):
             importlib.import_module(module)
         with contextlib.suppress(
@@ -150,7 +114,6 @@ class Farthing:
         say_where(where)
 
     def attempt(self, job: Path) -> int:
-        """See `Contestant`."""
         import torch
 
         from farthing.cli import main
@@ -159,11 +122,9 @@ class Farthing:
         return main(["train", str(job)])
 
     def last_step(self, run: Path) -> int:
-        """See `Contestant`."""
         return len(_rows(run / "log.jsonl", "examples"))
 
     def resumed_at(self, run: Path) -> list[int]:
-        """See `Contestant`."""
         from farthing.run.accounts import read_ledger
 
         return [
@@ -173,11 +134,9 @@ class Farthing:
         ]
 
     def steps(self, run: Path) -> list[int]:
-        """See `Contestant`."""
         return [row["step"] for row in _rows(run / "log.jsonl", "examples")]
 
     def result_of(self, run: Path) -> dict[str, bytes | str]:
-        """See `Contestant`."""
         return result_of(run)
 
 
@@ -260,7 +219,7 @@ def _rows(path: Path, key: str) -> list[dict[str, Any]]:
 def survive(
     seed: int,
     folder: Path,
-    contestant: Contestant,
+    contestant: Farthing,
     where: Whereabouts,
     data: Path | None = None,
     *,
@@ -475,7 +434,7 @@ def _last_words(job: Path, code: int) -> str:
 # ---- the figures ----
 
 
-def figures(contestant: Contestant, chains: list[Chain], seconds: float) -> dict[str, Any]:
+def figures(contestant: Farthing, chains: list[Chain], seconds: float) -> dict[str, Any]:
     """What came of all chains."""
     places = Counter(place for chain in chains for place in chain.places)
     n_kills = [len(chain.kills) for chain in chains]
@@ -542,34 +501,6 @@ def _line(chain: Chain) -> str:
     )
 
 
-def _peer(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same seeds for the peer, by the peers' Python."""
-    if not arguments.peers_python.exists():
-        raise SystemExit(
-            f"{arguments.peers_python} is not there: `make peers` makes it, or give --peers-python"
-        )
-    command = [str(arguments.peers_python), __file__, "--contestant", arguments.peer, "--json"]
-    command += ["--seeds", str(arguments.seeds), "--first-seed", str(arguments.first_seed)]
-    command += ["--data", str(arguments.data)] if arguments.data else []
-    command += ["--anywhere"] if arguments.anywhere else []
-    here = [
-        str(Path(importlib.import_module("farthing").__file__ or "").parents[1]),
-        str(Path(__file__).parent),
-    ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(here)}
-    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
-
-
-def _contestant(name: str) -> Contestant:
-    if name == "hf":
-        from peers.resumed import HuggingFace
-
-        return HuggingFace()
-    return Farthing()
-
-
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -604,17 +535,15 @@ def main() -> int:
             " path is another"
         ),
     )
-    parser.add_argument("--peer", choices=["hf"], help="put transformers.Trainer through the same")
-    parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON)
     parser.add_argument(
         "--json", action="store_true", help="the figures as JSON; the seeds' lines go to stderr"
     )
-    for inner in ("--contestant", "--attempt", "--where", "--home"):  # how this file starts itself
+    for inner in ("--attempt", "--where", "--home"):  # how this file starts itself
         parser.add_argument(inner, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     MORE_KEYS["full_determinism"] = arguments.full_determinism
-    contestant, chains = _contestant(arguments.contestant or "farthing"), []
+    contestant, chains = Farthing(), []
     if arguments.attempt:
         become(Path(arguments.home) if arguments.home else None)
         contestant.prepare(Whereabouts(Path(arguments.where)))
@@ -643,11 +572,10 @@ def main() -> int:
             shutil.rmtree(its_folder, ignore_errors=True)
             print(_line(chains[-1]), file=sys.stderr if arguments.json else sys.stdout, flush=True)
     found = figures(contestant, chains, time.monotonic() - started)
-    peer = _peer(arguments) if arguments.peer else None
     if arguments.json:
-        print(json.dumps(found | ({"peer": peer} if peer else {}), indent=1))
+        print(json.dumps(found, indent=1))
     else:
-        print(_table([found, peer] if peer else [found]))
+        print(_table([found]))
         print(
             f"{found['survived']} of {found['seeds']} runs survived {found['kills']} kills,"
             f" {found['seconds']:.0f} s"

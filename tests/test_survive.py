@@ -145,17 +145,6 @@ def test_a_chain_of_kills_that_take_the_disk_changes_nothing() -> None:
     assert result["kills_by_place"]["upload"] > 0
 
 
-@pytest.mark.slow
-def test_the_peer_goes_through_the_same() -> None:
-    if not survive.PEERS_PYTHON.exists():
-        pytest.skip(
-            "`make peers` was not run: transformers.Trainer is not put through the same kills"
-        )
-    result = chains("--seeds", "2", "--peer", "hf")["peer"]
-    assert result["kills"] > 0
-    assert result["identical"] + result["differ"] + result["could_not_go_on"] == 2
-
-
 def test_moments_follow_from_the_seed_and_are_spread() -> None:
     assert moments(7) == moments(7) != moments(8)
     drawn = [moment for seed in range(100) for moment in moments(seed, with_upload=True)]

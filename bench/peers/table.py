@@ -111,24 +111,3 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
         ]
         lines.append("  " + "  ".join(cells).rstrip())
     return lines
-
-
-def draw_leaks(found: dict[str, Any]) -> str:
-    """What the test for leaks found, a line each."""
-    lines = (
-        ["\nleaks: what other documents' content moves the loss of a document by (fp32)"]
-        if found
-        else []
-    )
-    for name, leak in found.items():
-        if leak is None:
-            lines.append(f"  {CONTESTANTS[name]:30} not tested: no time left")
-        elif "failed" in leak:
-            lines.append(f"  {CONTESTANTS[name]:30} failed: {leak['failed'].splitlines()[-1][:80]}")
-        else:
-            words = "apart" if leak["passes"] else "LEAKS"
-            lines.append(
-                f"  {CONTESTANTS[name]:30} {words}: {leak['moved']:+.1e} (without boundaries"
-                f" {leak['would_move']:+.1e})"
-            )
-    return "\n".join(lines)
