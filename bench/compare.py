@@ -43,7 +43,7 @@ from peers.table import draw
 
 METHODS = ("full", "lora", "lora-top")
 EPOCHS = {"lora-top": 3}
-"""Where not one: a frozen prefix can be cached from the second."""
+"""Where not one."""
 
 
 def compare(asked: argparse.Namespace, race: Race) -> dict[str, Any]:

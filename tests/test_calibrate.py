@@ -114,8 +114,6 @@ def test_a_run_is_taken_as_it_was_cut() -> None:
         2.5,
         True,
     )
-    assert not flat.settings.caches_frozen
-    assert as_run(replace(run, caches_frozen=True), RECIPE)[0].settings.caches_frozen
     assert (padded.tokens, padded.token_pairs, mean) == (50.0, 3200.0, 50.0)
     assert largest == (1, 500, 0, 500 * 64)
     rows = replace(run, is_packed=False, n_padded_tokens=10 * 16 * 60, largest_examples=5)

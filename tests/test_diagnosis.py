@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from farthing.config.load import load_job
@@ -22,7 +20,6 @@ from farthing.report.receipt_table import draw_diagnosis
 from farthing.report.receipt_types import Diagnosis, Finding, Receipt, Span
 from farthing.report.timeline import OF_SPAN, grouped, seconds_of
 from farthing.run.ledger import SPANS
-from farthing.train import fixed_share
 from farthing.train.throughput import facts_of_lengths
 from workshop import job_file, make_job, train
 
@@ -106,23 +103,6 @@ def test_activation_checkpointing_where_memory_has_room(plain: Receipt) -> None:
     )
     work["need_without_checkpointing_bytes"] = 15 << 30
     assert diagnose(case(plain, {"compute": 100.0}, work)).findings == [], "it would not fit"
-
-
-def test_micro_batches_that_are_too_small_for_what_each_takes(plain: Receipt) -> None:
-    work = {
-        "micro_batches_per_step": 8.0,
-        "computed_tokens_per_step": 4096.0,
-        "micro_batch_tokens": 512,
-    }
-    work |= {"fixed_share": 0.4}
-    finding = only(diagnose(case(plain, {"compute": 100.0, "host_to_device": 2.0}, work)))
-    assert (finding.cause, finding.fix) == (
-        "micro-batches too small",
-        "train.micro_batch_tokens=4096",
-    )
-    assert finding.saves_s == pytest.approx((0.4 * 100 + 2) * 7 / 8)
-    no_room = {**work, "free_bytes": 1 << 30}
-    assert diagnose(case(plain, {"compute": 100.0}, no_room)).findings == []
 
 
 def test_a_few_long_examples_hold_much_of_the_tokens(plain: Receipt) -> None:
@@ -279,39 +259,6 @@ def test_a_run_measures_its_work_and_a_killed_one_has_it_too(tmp_path: Path) -> 
     assert work["longest"] >= work["long"] > 0
     again = build_receipt(tmp_path / "run")
     assert again.work == work
-
-
-def test_what_a_micro_batch_takes_is_measured_and_changes_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys: dict[str, Any] = {"max_steps": 6, "micro_batch_tokens": 40, "global_batch_size": 8}
-    path = job_file(tmp_path / "short", "llama", dropout=0.1, **keys)
-    short = train(load_job(path)).receipt
-    assert short.work is not None
-    assert "fixed_share" not in short.work, "a run of six steps is not worth it"
-    monkeypatch.setattr(fixed_share, "LEAST_STEPS", 6)
-    longer = train(load_job(path, [f"output_dir={tmp_path}/short/longer"])).receipt
-    assert longer.work is not None
-    assert 0 < longer.work["fixed_share"] <= 1
-    folders = [tmp_path / "short" / name for name in ("run", "longer")]
-    logs = [
-        [json.loads(line)["crc32"] for line in (each / "log.jsonl").read_text().splitlines()]
-        for each in folders
-    ]
-    assert logs[0] == logs[1]
-
-
-def test_memory_that_is_short_for_the_measurement_is_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> float:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(fixed_share, "LEAST_STEPS", 6)
-    monkeypatch.setattr(fixed_share, "_forward_s", full)
-    receipt = train(make_job(tmp_path, "llama", max_steps=6, micro_batch_tokens=40)).receipt
-    assert receipt.work is not None
-    assert (receipt.state, receipt.steps, "fixed_share" in receipt.work) == ("finished", 6, False)
 
 
 def test_lengths_of_nothing_are_no_error() -> None:

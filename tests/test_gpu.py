@@ -35,7 +35,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import farthing.train.run
-import test_frozen_layers
 import workshop
 from farthing.data.loader import micro_batches
 from farthing.events import Decided, Event, StepTaken
@@ -51,7 +50,6 @@ from farthing.model.loss import Labelled
 from farthing.prices.gpus import gpu_of_device
 from farthing.report.receipt import build_receipt
 from farthing.train.attempt import Attempt
-from farthing.train.frozen import begin_behind_frozen_layers
 from farthing.train.loop import take_step
 from farthing.train.offload import OffloadedAdamW
 from farthing.train.prefix_budget import share_prefix
@@ -607,20 +605,6 @@ def test_ligers_kernels_compute_what_plain_ones_do(method: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_frozen_layers_that_are_kept_change_no_loss(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = test_frozen_layers.upper(tmp_path, "kept", **strict(precision=precision))
-    assert workshop.train(kept).state == "finished"
-    assert json.loads((tmp_path / "kept/settings.json").read_text())["caches_frozen"] is True
-    monkeypatch.setattr("farthing.train.frozen.FrozenCacheCost.why_not", lambda _: "not today")
-    plain = test_frozen_layers.upper(tmp_path, "plain", **strict(precision=precision))
-    workshop.train(plain)
-    assert json.loads((tmp_path / "plain/settings.json").read_text())["caches_frozen"] is False
-    must_agree(kept, plain, SAME if precision == "fp32" else 0.01)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_beginnings_computed_once_change_no_loss(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -644,9 +628,7 @@ def test_beginnings_computed_once_change_no_loss(
 # ---- the host never waits ----
 
 
-@pytest.mark.parametrize(
-    "kind", ["full", "lora", "liger", "checkpointed", "beginnings", "frozen layers"]
-)
+@pytest.mark.parametrize("kind", ["full", "lora", "liger", "checkpointed", "beginnings"])
 def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
     """Micro-batches, clipping and the update: torch raises where anything would wait."""
     tokens = 8192 if kind == "beginnings" else 512
@@ -654,17 +636,12 @@ def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
     if kind == "liger":
         pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
         keys |= {"use_liger_kernel": True}
-    if kind == "frozen layers":
-        job = test_frozen_layers.upper(tmp_path, "run", **keys)
-    else:
-        rows = with_system_prompt(48) if kind == "beginnings" else uneven_rows(48)
-        more = {"gradient_checkpointing": True} if kind == "checkpointed" else {}
-        job = make_job(
-            tmp_path, method="lora" if kind == "lora" else "full", **keys | {"rows": rows} | more
-        )
+    rows = with_system_prompt(48) if kind == "beginnings" else uneven_rows(48)
+    more = {"gradient_checkpointing": True} if kind == "checkpointed" else {}
+    job = make_job(
+        tmp_path, method="lora" if kind == "lora" else "full", **keys | {"rows": rows} | more
+    )
     with opened(job) as run:
-        if kind == "frozen layers":
-            assert begin_behind_frozen_layers(run)
         share_prefix(run)
         assert run.settings.shares_prefix == (kind == "beginnings")
         steps = run.steps

@@ -4,7 +4,6 @@ can't.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from farthing.model import half_attention as half
 from farthing.model import short_attention as short
 from farthing.model.attention import attend
 from farthing.model.documents import Documents
-from farthing.run.folder import SETTINGS, kept
 
 HEADS, WIDTH = 4, 16
 CLOSE = 1e-2  # of the whole: bf16 has eight bits
@@ -165,19 +163,15 @@ def test_sizes_are_few_and_hardly_larger() -> None:
     assert len({half.few_sizes(n) for n in range(1, 2049)}) == 40
 
 
-@pytest.mark.parametrize("change", ["fp32", "long", "an older run", "short", "meta"])
+@pytest.mark.parametrize("change", ["fp32", "long", "short", "meta"])
 def test_other_attention_is_left_to_others(change: str) -> None:
     documents = Documents.of((2049 if change == "long" else 64 if change == "short" else 65, 3))
     query = torch.zeros(1, 1, 1, dtype=torch.float32 if change == "fp32" else torch.bfloat16)
     if change == "meta":
         query = query.to("meta")
-    if change == "an older run":
-        documents = replace(documents, few_shapes=False)
     assert not half.is_for(query, documents, causal=False)
     assert half.is_for(query, documents, causal=True) == (change == "short")
-    assert short.is_for(query, query, documents, has_bias=True, causal=False) == (
-        change in ("fp32", "long", "short")
-    )
+    assert short.is_for(query, query, documents, has_bias=True, causal=False) == (change != "meta")
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(1, HEADS, 40, 40)])
@@ -195,31 +189,6 @@ def test_short_documents_in_bf16_are_multiplied_in_fp32(bias: Tensor | None) -> 
     exact = attended([tensor.detach().float().requires_grad_() for tensor in given])
     for one, other in zip(attended(given), exact, strict=True):
         assert torch.equal(one, other.bfloat16())
-
-
-@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
-def test_a_run_in_bf16_that_began_before_goes_on_as_it_did(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = workshop.make_job(
-        tmp_path, family=family, max_steps=2, save_steps=1, probe=False, bf16=True
-    )
-    run = workshop.begun_by_an_earlier_version(job, monkeypatch, few_shapes=True)
-    taken = []
-    for name, module in (("half", half), ("short", short)):
-        original = module.is_for
-
-        def noted(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> bool:
-            found = bool(original(*args, **kwargs))
-            taken.extend([name] * found)
-            return found
-
-        monkeypatch.setattr(
-            f"farthing.model.attention.{'half_attention.' * (name == 'half')}is_for", noted
-        )
-    assert workshop.train(job).state == "finished"
-    assert (kept(run / SETTINGS) or {})["few_shapes"] is False
-    assert not taken
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])

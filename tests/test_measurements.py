@@ -138,7 +138,6 @@ def test_fields_of_earlier_versions_are_read_under_their_new_names(tmp_path: Pat
     path, row = tmp_path / MEASUREMENTS, dataclasses.asdict(some())
     former = {
         "checkpoint_every": "every_n_layers",
-        "caches_frozen": "caches_prefix",
         "is_packed": "is_flat",
     }
     assert former.keys() <= row.keys()

@@ -86,16 +86,6 @@ def test_a_noisy_run_resumes_to_the_bit_and_exports_without_noise(tmp_path: Path
     )
 
 
-def test_frozen_layers_are_computed_anew_under_noise(tmp_path: Path) -> None:
-    method = {"name": "lora", "lora_r": 4, "target_modules": ["layers.1.self_attn.q_proj"]}
-    job = make_job(
-        tmp_path, method=method, max_steps=9, n_rows=24, neftune_noise_alpha=5, learning_rate=1e-9
-    )
-    workshop.train(job)
-    losses = losses_of(job)
-    assert losses[0] != losses[3] != losses[6], "every epoch has other noise"
-
-
 def test_two_stacks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="encoder and a decoder"):
         workshop.train(make_job(tmp_path, "t5", max_steps=1, neftune_noise_alpha=5))

@@ -18,7 +18,6 @@ from farthing.model.documents import Documents
 from farthing.model.embedding_gradients import add_by_rows
 from farthing.model.norms import KINDS, use_one_pass
 from farthing.model.short_attention import is_for, short_attention
-from farthing.settings import Settings
 
 LENGTHS, SEEN = (5, 1, 9, 3), (4, 7, 1, 6)
 
@@ -97,15 +96,13 @@ def test_what_is_dropped_of_weights_is_dropped_of_their_gradients() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["fp16", "long", "causal", "shared keys", "shared heads", "an older run"],
+    ["fp16", "long", "causal", "shared keys", "shared heads"],
 )
 def test_other_attention_is_left_to_others(change: str) -> None:
     lengths = (200, 4) if change == "long" else LENGTHS
     documents = Documents.of(lengths)
     if change == "shared keys":
         documents = Documents.of((2, 2), "cpu", (2, 4), torch.tensor([0, 1, 0, 1, 2, 3]).numpy())
-    if change == "an older run":
-        documents = Documents(**{**vars(documents), "may_be_short": False})
     query = tokens(sum(lengths)).to(torch.float16 if change == "fp16" else torch.float32)
     key = query[:, :1] if change == "shared heads" else query
     assert not is_for(query, key, documents, has_bias=False, causal=change == "causal")
@@ -187,9 +184,3 @@ def test_gradients_of_embeddings_are_added_by_rows(padding: int | None, is_tied:
 def test_embeddings_that_are_small_or_frozen_are_left_alone() -> None:
     small, frozen = nn.Embedding(10, 4), nn.Embedding(2**14, 16).requires_grad_(requires_grad=False)
     assert add_by_rows(nn.ModuleList([small, frozen, nn.Embedding(2**14, 16, sparse=True)])) == 0
-
-
-def test_settings_of_before_do_not_say_whether_kernels_are_own() -> None:
-    assert Settings.from_json({"reads_first": True}).own_kernels is None
-    with pytest.raises(ValueError, match="no settings"):
-        Settings.from_json({"own_kernels": "yes"})

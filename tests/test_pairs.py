@@ -21,7 +21,7 @@ from farthing.model.attention import NAME, go_packed
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.models.families import PACKED, PADS_SAFELY
-from farthing.run.folder import SETTINGS, keep, kept
+from farthing.run.folder import SETTINGS, kept
 from farthing.train.evaluate import Writing, write_texts
 from test_alone import examples_of, small
 from thinned import thinned
@@ -158,40 +158,6 @@ def test_a_changed_neighbour_changes_nothing_in_a_document(name: str) -> None:
         )
     assert before[0] != after[0]
     assert torch.equal(before[1:], after[1:])
-
-
-def test_a_run_that_began_padded_goes_on_padded_to_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that an earlier version began has no word of it in its settings."""
-    job, other = (
-        workshop.make_job(tmp_path / name, family="t5", max_steps=4, save_steps=2, probe=False)
-        for name in ("a", "b")
-    )
-    with monkeypatch.context() as before:  # as it was computed then
-        before.setattr("farthing.model.forward.can_go_packed", lambda *_: "padded then")
-        assert workshop.train(other).state == "finished"
-        before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 2)
-        workshop.train(job)
-    run = Path(job.output_dir)
-    workshop.change_facts(run, finished=None, sealed=None)
-    settings = kept(run / SETTINGS) or {}
-    assert settings.pop("packed") is False
-    keep(run / SETTINGS, settings)
-    heard = workshop.Heard()
-    assert workshop.train(job, heard).state == "finished"
-    assert (kept(run / SETTINGS) or {})["packed"] is False
-    assert workshop.losses_of(job) == workshop.losses_of(other)
-
-
-def test_a_classifier_that_began_with_a_whole_last_layer_goes_on_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = workshop.make_job(tmp_path, family="bert", max_steps=2, save_steps=1, probe=False)
-    run = workshop.begun_by_an_earlier_version(job, monkeypatch, reads_first=True, own_kernels=True)
-    assert workshop.train(job).state == "finished"
-    after = kept(run / SETTINGS) or {}
-    assert (after["reads_first"], after["own_kernels"], after["packed"]) == (False, False, True)
 
 
 def test_a_run_is_packed_evaluated_and_has_texts_written(tmp_path: Path) -> None:

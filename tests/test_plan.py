@@ -258,27 +258,14 @@ def test_a_head_with_an_adapter_scores_all_positions() -> None:
 UPPER = tuple(f"layers.{n}.self_attn.{name}_proj" for n in (14, 15) for name in "qv")
 
 
-def test_adapters_in_upper_layers_cost_less_and_a_cache_of_the_others_less_still() -> None:
+def test_adapters_in_upper_layers_cost_less() -> None:
     here = [place("A100-80GB", 2.0)]
     asked = wanted_of(target_modules=("q_proj", "v_proj"), eval_lengths=lengths_of(500))
     upper = replace(asked, target_modules=UPPER)
     every, few = (only(decide(one, here)) for one in (asked, upper))
-    cached = only(decide(replace(upper, caches_frozen=True), here))
     assert upper.adapters is not None
     assert upper.adapters.first_layer == 14
     assert few.seconds["training"] < 0.6 * every.seconds["training"]
-    assert cached.seconds["training"] < 0.6 * few.seconds["training"]
-    assert cached.seconds["evaluation"] < few.seconds["evaluation"]
-    assert few.cache_bytes == 0
-    n_tokens = asked.lengths.n_tokens + lengths_of(500).n_tokens
-    assert cached.cache_bytes == pytest.approx(n_tokens * asked.shape.hidden * 2)
-    saved = few.seconds["training"] / asked.n_epochs - cached.seconds["training"] / asked.n_epochs
-    assert cached.seconds["frozen layers"] == pytest.approx(saved, rel=0.25), (
-        "about what an epoch no longer computes"
-    )
-    assert only(decide(replace(asked, caches_frozen=True), here)).cache_bytes == 0, (
-        "nothing is below"
-    )
 
 
 def test_steps_are_those_of_the_trainer() -> None:

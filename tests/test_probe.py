@@ -20,6 +20,7 @@ from farthing.events import Decided, Probed
 from farthing.local.measurements import MEASUREMENTS, read_measurements
 from farthing.run.folder import PLAN, SETTINGS
 from farthing.settings import Settings
+from farthing.storage.logs import append_line
 from farthing.train.autotune import Prober, Trial, is_worth_it
 from farthing.train.autotune_cache import PROBES, Subject, known_settings, leave_probe
 from farthing.train.run import opened_attempt
@@ -226,10 +227,10 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     job = make_job(tmp_path, n_rows=96, max_steps=3)
     # what is used is what was found, whatever that is
     row = json.loads((tmp_path / "cache" / PROBES).read_text())
-    found = row.pop("settings")  # as an earlier farthing wrote it
-    row["setting"] = {"most_tokens": 77, "every_n_layers": 0, "tile_tokens": found["tile_tokens"]}
+    row["settings"] |= {"micro_batch_tokens": 77, "checkpoint_every": 0}
     del row["crc32"]
-    (tmp_path / "cache" / PROBES).write_text(json.dumps(row) + "\n")
+    (tmp_path / "cache" / PROBES).unlink()
+    append_line(tmp_path / "cache" / PROBES, row)
     heard = Heard()
     farthing.train.run.train(job, heard)
     assert "up to 77 tokens at a time" in heard.of(Decided)[0].batch

@@ -19,21 +19,12 @@ import farthing.train.assemble
 import farthing.train.run
 import workshop
 from farthing.cli import main
-from farthing.data.packing import collate_packed
 from farthing.errors import ModelError
 from farthing.events import Event, Restored, StepTaken
 from farthing.export.folders import export_run
-from farthing.model.adapters import Adapter, add_adapter, count_parameters
-from farthing.model.attention import go_packed
-from farthing.model.documents import packed_batch
-from farthing.model.frozen_cache import open_frozen_cache
-from farthing.model.frozen_layers import find_frozen_layers
-from farthing.model.hardware import Numerics
-from farthing.model.head import language_model_loss
-from farthing.model.load import FourBits, ModelChoice, load_config, load_model
+from farthing.model.adapters import count_parameters
 from farthing.train.optim import load_state, make_optimizer, state_tensors
-from test_packing import token_set
-from workshop import Heard, Watched, losses_of, make_folder, make_job
+from workshop import Heard, Watched, losses_of, make_job
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -211,41 +202,6 @@ def test_doctor_finds_bitsandbytes_where_it_works(
     path = workshop.job_file(tmp_path, pretrained=True, method="qlora")
     assert main(["doctor", str(path)]) == 0
     assert f"bitsandbytes works: version {bitsandbytes.__version__}" in capsys.readouterr().out
-
-
-def test_frozen_layers_in_four_bits_are_computed_once_and_told_apart_by_their_scales(
-    tmp_path: Path,
-) -> None:
-    choice = ModelChoice(str(make_folder(tmp_path / "base", "llama", pretrained=True, layers=2)))
-    cpu = torch.device("cpu")
-    base = load_model(
-        choice,
-        load_config(choice),
-        "causal-lm",
-        dtype=torch.float32,
-        seed=0,
-        in_four_bits=FourBits(cpu),
-        pad_id=0,
-    )
-    model = add_adapter(
-        base, Adapter(r=4, target_modules=("layers.1.mlp.up_proj",)), "causal-lm", 0
-    ).train()
-    go_packed(model)
-    frozen = find_frozen_layers(model, "causal-lm")
-    assert not isinstance(frozen, str), frozen
-    tokens, examples = token_set(np.array([5, 9, 1, 20])), np.arange(4)
-    cache = open_frozen_cache(
-        frozen, tokens, examples, tmp_path, numerics=Numerics(cpu, None), micro_batch_tokens=100
-    )
-    assert not isinstance(cache, str), cache
-    batch = packed_batch(collate_packed(tokens, examples, "causal-lm"))
-    theirs = language_model_loss(model, batch, "causal-lm")
-    with frozen.resume(cache.rows(examples)):
-        ours = language_model_loss(model, batch, "causal-lm")
-    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
-    before = frozen.sha256()
-    frozen.layers[0].mlp.up_proj.weight.quant_state.state2.absmax[0] *= 1.01
-    assert frozen.sha256() != before
 
 
 def test_state_is_there_before_the_first_step_and_comes_back_into_the_same_pages() -> None:

@@ -1,6 +1,4 @@
-"""How a run is computed: one value, its JSON and that of earlier versions, and the file that later
-attempts follow.
-"""
+"""How a run is computed: one value, its JSON, and the file that later attempts follow."""
 
 from __future__ import annotations
 
@@ -22,18 +20,22 @@ from test_identity import LeavesAt
 from workshop import Heard, losses_of, make_job, train
 
 EVERYTHING = Settings(
-    512, 2, 64, True, False, compiled=True, kernels="liger", precision="bf16", probed=True
+    512,
+    2,
+    64,
+    shares_prefix=True,
+    packed=False,
+    compiled=True,
+    kernels="liger",
+    precision="bf16",
+    probed=True,
 )
 
 
-def test_what_was_written_is_read_and_so_is_what_earlier_versions_wrote() -> None:
+def test_what_was_written_is_read() -> None:
     assert Settings.from_json(json.loads(json.dumps(EVERYTHING.to_json()))) == EVERYTHING
-    assert Settings.from_json(
-        {"most_tokens": 77, "every_n_layers": 1, "of_another": 3}
-    ) == Settings(77, 1)
-    assert MicroBatchCost(Settings().least_tokens, Settings().more_tokens) == ON_CPU, (
-        "as runs of before were cut"
-    )
+    assert Settings.from_json({"micro_batch_tokens": 77, "step": 3}) == Settings(77)
+    assert MicroBatchCost(Settings().least_tokens, Settings().more_tokens) == ON_CPU
     assert Settings(100).with_probed(EVERYTHING) == Settings(512, 2, 64, probed=True)
 
 
@@ -54,9 +56,9 @@ def test_values_that_farthing_never_writes_are_refused(name: str, bad: Any) -> N
         Settings.from_json(EVERYTHING.to_json() | {name: bad})
 
 
-def test_memory_that_ran_out_lowers_them_whichever_version_noted_it() -> None:
+def test_memory_that_ran_out_lowers_them() -> None:
     events = [
-        {"most_tokens": 400, "every_n_layers": 0},
+        {"micro_batch_tokens": 400, "checkpoint_every": 0},
         {"micro_batch_tokens": 200, "checkpoint_every": 1},
     ]
     assert Settings(512, 2).lowered_by(events[:1]) == Settings(400, 2)

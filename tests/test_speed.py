@@ -32,7 +32,6 @@ from farthing.planner.speed import (
     cpu_device,
     device_of,
     forward_work,
-    prefix_work,
     step_time,
     work_of,
 )
@@ -132,35 +131,6 @@ def test_layers_below_the_first_trained_one_are_computed_once() -> None:
     assert step_time(few, DEVICE).seconds < 0.72 * step_time(every, DEVICE).seconds
 
 
-def test_a_cache_of_frozen_layers_leaves_the_upper_ones_and_is_filled_once() -> None:
-    lengths, mean, adapters = flat(1024), 1024.0, upper(8)
-    every = work_of(LLAMA, LORA, lengths, mean, adapters)
-    cached = work_of(LLAMA, LORA.with_settings(caches_frozen=True), lengths, mean, adapters)
-    filling = prefix_work(LLAMA, LORA, lengths, adapters, 800, mean)
-    once = LLAMA.forward_flops(1024)
-    assert filling.matmul_flops == pytest.approx(800 * once.body * 24 / 32)
-    assert filling.attention_flops == pytest.approx(800 * once.attention * 24 / 32)
-    assert (filling.optimizer_bytes, filling.sent_bytes) == (0, 0)
-    for name in (
-        "matmul_flops",
-        "attention_flops",
-        "traffic_bytes",
-        "read_bytes",
-        "host_s",
-        "flops",
-    ):
-        assert getattr(cached, name) + getattr(filling, name) / 100 == pytest.approx(
-            getattr(every, name)
-        ), name
-    alone = forward_work(cached, 1.0)
-    assert alone.flops * cached.forward_share == pytest.approx(
-        alone.matmul_flops + alone.attention_flops, rel=0.02
-    )
-    assert forward_work(cached, 1.0).matmul_flops < 0.4 * forward_work(every, 1.0).matmul_flops
-    nothing = prefix_work(LLAMA, LORA, lengths, LLAMA.with_lora(16), 800, mean)
-    assert nothing.matmul_flops == nothing.traffic_bytes == 0
-
-
 def test_only_labelled_positions_go_through_the_head() -> None:
     ours = replace(FULL, stack=stack_for("qwen2", "causal-lm", "bf16", "full"))
     few, all_of_them = (work(ours, QWEN, labelled_share=share) for share in (0.25, 1.0))
@@ -171,16 +141,6 @@ def test_only_labelled_positions_go_through_the_head() -> None:
         0.75 * 8 * 1024 * QWEN.vocab * (8 + 5 * 2)
     )
     assert all_of_them.traffic_bytes < work(FULL, QWEN).traffic_bytes
-
-
-def test_on_a_cpu_the_last_layer_is_computed_for_labelled_positions_where_they_are_few() -> None:
-    ours = replace(FULL, stack=stack_for("qwen2", "causal-lm", "fp32", "full"))
-    fewer, few, many = (
-        work(ours, QWEN, labelled_share=share).matmul_flops for share in (0.25, 0.7, 0.75)
-    )
-    of_head = 8 * 1024 * 6 * QWEN.n_head_matmul
-    assert many - few == pytest.approx(0.05 * of_head), "so many that the layer is whole"
-    assert few - fewer > 0.45 * of_head + 0.6 * 8 * 1024 * 6 * QWEN.n_matmul / QWEN.n_layers * 0.75
 
 
 def test_a_budget_of_tokens_says_how_often_weights_are_read() -> None:

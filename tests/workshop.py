@@ -24,7 +24,7 @@ from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.events import Event, StepTaken, Warned
 from farthing.planner.estimate import Estimate
-from farthing.run.folder import RUN, SETTINGS, keep, kept
+from farthing.run.folder import RUN, keep, kept
 from farthing.tiny import demo_rows, write_jsonl
 from farthing.train.run import Outcome
 from small_models import make_model_folder
@@ -184,21 +184,6 @@ def change_facts(run: Path, **facts: Any) -> None:
     """Write other facts into a run's `run.json`, with a right checksum; None takes one out."""
     changed = {**(kept(run / RUN) or {}), **facts}
     keep(run / RUN, {key: value for key, value in changed.items() if value is not None})
-
-
-def begun_by_an_earlier_version(job: Job, monkeypatch: pytest.MonkeyPatch, **unsaid: Any) -> Path:
-    """The folder of a run that took one step; its settings had these values, and are left without
-    them.
-    """
-    with monkeypatch.context() as before:
-        before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 1)
-        train(job)
-    run = Path(job.output_dir)
-    change_facts(run, finished=None, sealed=None)
-    settings = kept(run / SETTINGS) or {}
-    assert {name: settings.pop(name) for name in unsaid} == unsaid
-    keep(run / SETTINGS, settings)
-    return run
 
 
 @contextlib.contextmanager

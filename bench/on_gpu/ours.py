@@ -61,7 +61,7 @@ def measured(run: Any, n_warm: int, n_timed: int) -> dict[str, Any]:
 def row_of(facts: dict[str, Any], n_warm: int, busy_percent: float | None) -> dict[str, Any]:
     """The figures of a row, for everyone alike, from what a `Clock` saw."""
     n_steps = len(facts["useful"])
-    rates = figures.rates(facts, min(n_warm, n_steps - 1), n_steps, n_steps)
+    rates = figures.rates(facts, min(n_warm, n_steps - 1), n_steps)
     assert rates is not None
     return {
         "tokens_per_s": rates["tokens_per_s"],

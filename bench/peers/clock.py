@@ -55,7 +55,6 @@ class Clock:
         self._wall: list[Any] = []
         self._cpu: list[float] = []
         self._counted: list[list[tuple[Any, Any]]] = []
-        self._ahead = {"wall": 0.0, "cpu": 0.0, "computed": 0}
 
     @property
     def n_steps(self) -> int:
@@ -76,10 +75,6 @@ class Clock:
     def step_done(self) -> None:
         """An optimizer step has ended."""
         self._mark()
-
-    def worked_ahead(self, wall_s: float, cpu_s: float, computed: int) -> None:
-        """Work on the examples of the first epoch that was done before the first step."""
-        self._ahead = {"wall": wall_s, "cpu": cpu_s, "computed": computed}
 
     def _mark(self) -> None:
         self._wall.append(_event() if self._on_gpu else time.perf_counter())
@@ -105,7 +100,6 @@ class Clock:
             "cpu": [mark - self._cpu[0] for mark in self._cpu],
             "useful": [int(sum(float(useful) for useful, _ in step)) for step in counted],
             "computed": [int(sum(float(computed) for _, computed in step)) for step in counted],
-            "ahead": self._ahead,
             "on_gpu": self._on_gpu,
         }
 

@@ -10,24 +10,17 @@ from statistics import median
 from typing import Any
 
 
-def rates(run: dict[str, Any], first: int, last: int, per_epoch: int) -> dict[str, float] | None:
+def rates(run: dict[str, Any], first: int, last: int) -> dict[str, float] | None:
     """Figures of the steps `first` to `last` (counted from 0, `last` not included); None when there
     are none.
 
     `run` has the marks `wall` and `cpu` [steps + 1] and the tokens `useful` and `computed` [steps]
-    of a `Clock`. What was worked `ahead` belongs to the first epoch, to each of its steps by its
-    tokens. `useful_share` is over 1 where a shared prefix was computed once, and not a number where
-    all came from a cache.
+    of a `Clock`. `useful_share` is over 1 where a shared prefix was computed once.
     """
     if not 0 <= first < last <= len(run["useful"]):
         return None
-    ahead = run.get("ahead", {"wall": 0.0, "cpu": 0.0, "computed": 0})
-    share = sum(run["useful"][first : min(last, per_epoch)]) / sum(run["useful"][:per_epoch])
-    useful = sum(run["useful"][first:last])
-    computed = sum(run["computed"][first:last]) + share * ahead["computed"]
-    wall_s, cpu_s = (
-        run[name][last] - run[name][first] + share * ahead[name] for name in ("wall", "cpu")
-    )
+    useful, computed = sum(run["useful"][first:last]), sum(run["computed"][first:last])
+    wall_s, cpu_s = (run[name][last] - run[name][first] for name in ("wall", "cpu"))
     device_s = wall_s if run.get("on_gpu") else cpu_s
     return {
         "useful_tokens": useful,
@@ -36,7 +29,7 @@ def rates(run: dict[str, Any], first: int, last: int, per_epoch: int) -> dict[st
         "tokens_per_s": useful / wall_s,
         "tokens_per_device_s": useful / device_s,
         "device_s_per_million": device_s / useful * 1e6,
-        "useful_share": useful / computed if computed else float("nan"),
+        "useful_share": useful / computed,
     }
 
 

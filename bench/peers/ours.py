@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,9 @@ import torch
 import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from farthing.events import Decided, Event, KeepingFrozen, StepTaken
+from farthing.events import Decided, Event, StepTaken
 from peers.assignment import ADAM, MAX_GRAD_NORM, Assignment
-from peers.clock import Clock, cpu_seconds
+from peers.clock import Clock
 
 
 def job_values(assignment: Assignment, **more: Any) -> dict[str, Any]:
@@ -88,8 +87,6 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
     losses: list[float] = []
     said: dict[str, Any] = {}
 
-    keeping = Keeping(clock)
-
     with embedded() as computed:
 
         def step_taken(*_: Any) -> None:
@@ -98,7 +95,6 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
             clock.step_done()
 
         def tell(event: Event) -> None:
-            keeping.heard(event, computed)
             if isinstance(event, Decided):  # the last that is said before the first step
                 said.update(vars(event))
                 computed.clear()
@@ -116,36 +112,6 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
         raise SystemExit(f"farthing stopped: {outcome.reason}")
     _same_examples(assignment)
     return {"model": f"{assignment.out}/run/model", "first_loss": losses[0], "said": said}
-
-
-class Keeping:
-    """What the output of frozen layers takes where it is computed before the first step: a part of
-    the first epoch.
-
-    farthing emits `KeepingFrozen` as it goes; the work lies between what was said before the first
-    of these and after the last.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._began = clock, (0.0, 0.0)
-        self._is_at_it = False
-
-    def heard(self, event: Event, computed: list[int]) -> None:
-        """Something was said; `computed` are the tokens the model was given since the last but
-        `KeepingFrozen`.
-        """
-        now = (time.perf_counter(), cpu_seconds())
-        if isinstance(event, KeepingFrozen):
-            self._is_at_it = True
-            return
-        if self._is_at_it:
-            self._clock.worked_ahead(
-                now[0] - self._began[0], now[1] - self._began[1], sum(computed)
-            )
-            self._is_at_it = False
-        self._began = now
-        if not self._clock.n_steps:
-            computed.clear()
 
 
 def _same_examples(assignment: Assignment) -> None:

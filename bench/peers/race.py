@@ -193,15 +193,12 @@ class Race:
             "examples_per_step": n_examples / n_steps,
             "first_loss": result["first_loss"],
             "said": result.get("said", {}),
-            "epoch": figures.rates(result, 0, per_epoch, per_epoch),
+            "epoch": figures.rates(result, 0, per_epoch),
             "saw_all": sum(result["useful"]) == due,
-            "marks": {
-                name: result[name] for name in ("wall", "cpu", "useful", "computed", "ahead")
-            },
+            "marks": {name: result[name] for name in ("wall", "cpu", "useful", "computed")},
         }
         return record | {
-            name: figures.rates(result, first, last, per_epoch)
-            for name, (first, last) in of.items()
+            name: figures.rates(result, first, last) for name, (first, last) in of.items()
         }
 
     def has_time(self, kind: str) -> bool:

@@ -124,13 +124,6 @@ class Decided(Event):
     estimate: str
 
 
-class KeepingFrozen(Event):
-    """How far the output of the frozen layers has been computed and kept."""
-
-    n_done_tokens: int
-    n_tokens: int
-
-
 class Probed(Event):
     """Settings were tried."""
 

@@ -2,8 +2,7 @@
 its result.
 
 The planner decides a `Settings`, a probe improves it, memory that runs out lowers it, `train`
-follows it and the receipt prints it. Files of runs have it as JSON; what earlier versions called by
-other names is read too. Refuses to decide.
+follows it and the receipt prints it. Files of runs have it as JSON.
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
-
-FORMER_NAMES = {"most_tokens": "micro_batch_tokens", "every_n_layers": "checkpoint_every"}
-"""What earlier versions wrote for a field, in plans, probes and ledgers."""
 
 
 @dataclass(frozen=True)
@@ -28,32 +24,10 @@ class Settings:
     """Activation checkpointing: 0 none, 1 every layer, k every k-th."""
     tile_tokens: int | None = None
     """Labelled positions that the head takes at once; None: by the size of the head."""
-    caches_frozen: bool | None = None
-    """Whether the layers below the first trained one are computed once for all epochs, their output
-    read from the disk.
-    """
     shares_prefix: bool | None = None
     """Whether what examples of a micro-batch begin with is computed once in it."""
     packed: bool | None = None
     """Whether documents are laid end to end; else they are padded."""
-    reads_first: bool | None = None
-    """Whether the last layer of an encoder is computed for the tokens alone that its classifier
-    reads.
-    """
-    reads_labelled: bool | None = None
-    """Whether the last layer of a causal model is computed for labelled positions alone, where that
-    pays.
-    """
-    own_kernels: bool | None = None
-    """Whether a CPU has farthing's own attention of short documents, RMS norms and gradients of
-    embeddings.
-    """
-    few_shapes: bool | None = None
-    """Whether a CPU computes bf16 in few shapes: products are rounded up in size, those of short
-    documents are fp32.
-    """
-    lean_head: bool | None = None
-    """Whether a CPU's head takes its products from oneDNN, and one exponential a logit."""
     compiled: bool | None = None
     """Whether layers are compiled by torch."""
     kernels: str | None = None
@@ -63,14 +37,6 @@ class Settings:
     lanes: int | None = None
     """Columns of a step's micro-batches, whose gradients are added up in a fixed order, whichever
     of several GPUs computes them."""
-    lane_by_lane: bool | None = None
-    """Whether examples are dealt to lanes before these are split into micro-batches; None: as in
-    earlier versions.
-    """
-    lanes_even: bool | None = None
-    """Whether they are dealt by what both passes cost, few of them in the best way there is; None:
-    as in earlier versions.
-    """
     probed: bool = False
     """Whether tokens, checkpointing and tile are what a probe has found quickest."""
     least_tokens: int = 0
@@ -78,8 +44,7 @@ class Settings:
     `data.packing.MicroBatchCost`.
     """
     more_tokens: int = 32
-    """And each as if it had so many more. Runs of before were cut by these two, as on a processor.
-    """
+    """And each as if it had so many more."""
 
     def with_probed(self, found: Settings) -> Settings:
         """These with what a probe has found: tokens of a micro-batch, checkpointing and tile."""
@@ -93,15 +58,14 @@ class Settings:
         """These as they are after memory has run out: `events` in their order, as the ledger has
         them.
         """
-        known = [renamed(event) for event in events]
-        if not known:
+        if not events:
             return self
         return replace(
             self,
             micro_batch_tokens=min(
-                [self.micro_batch_tokens, *(event["micro_batch_tokens"] for event in known)]
+                [self.micro_batch_tokens, *(event["micro_batch_tokens"] for event in events)]
             ),
-            checkpoint_every=known[-1]["checkpoint_every"] or self.checkpoint_every,
+            checkpoint_every=events[-1]["checkpoint_every"] or self.checkpoint_every,
         )
 
     def to_json(self) -> dict[str, object]:
@@ -110,12 +74,9 @@ class Settings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Settings:
-        """What `to_json` or an earlier version wrote; other keys are passed over. Raises
-        `ValueError`.
-        """
-        known = renamed(values)
+        """What `to_json` wrote, or a part of it, among other keys. Raises `ValueError`."""
         found = cls(
-            **{field.name: known[field.name] for field in fields(cls) if field.name in known}
+            **{field.name: values[field.name] for field in fields(cls) if field.name in values}
         )
         for each in fields(cls):
             value, (kind, _, optional) = getattr(found, each.name), str(each.type).partition(" | ")
@@ -146,12 +107,7 @@ class Settings:
             words.append(f"head in tiles of {self.tile_tokens:,}")
         said = {
             "shared prefixes once": self.shares_prefix,
-            "frozen layers once": self.caches_frozen,
+            "compiled": self.compiled,
+            "Liger's kernels": self.kernels == "liger",
         }
-        said |= {"compiled": self.compiled, "Liger's kernels": self.kernels == "liger"}
         return ", ".join([*words, *(what for what, is_so in said.items() if is_so)])
-
-
-def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under the names of today."""
-    return {FORMER_NAMES.get(name, name): value for name, value in values.items()}

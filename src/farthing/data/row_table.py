@@ -63,23 +63,21 @@ def rows_of(
     split: Split,
     squares_at: int = 0,
     costs: Costs | None = None,
-    evenly: bool = False,
 ) -> Table:
     """The step's examples in rows of `n_lanes` micro-batches of about the same cost, dearest row
     first.
 
     `lengths` [n_examples of the set] are tokens of each. One lane has the micro-batches of `split`
-    as they are. With `costs` examples are dealt to lanes, neighbours costing alike too, and each
-    lane is split apart: where examples may be computed together in any way; `evenly`: a few of them
-    in the best way there is. Else the step is split, the number of micro-batches a multiple of the
-    lanes, and rows are dealt there and back; an example then costs its tokens x (1 + tokens /
-    `squares_at`), 0: its tokens.
+    as they are. With `costs`, where examples may be computed together in any way, they are dealt to
+    lanes, neighbours costing alike too, and each lane is split apart. Else the step is split, the
+    number of micro-batches a multiple of the lanes, and rows are dealt there and back; an example
+    then costs its tokens x (1 + tokens / `squares_at`), 0: its tokens.
     """
     micro_batches = split(examples, micro_batch_tokens)
     if n_lanes == 1:
         return Table(len(micro_batches), 1, in_one_lane(micro_batches))
     if costs is not None:
-        return _lane_by_lane(examples, lengths, micro_batch_tokens, n_lanes, split, costs, evenly)
+        return _lane_by_lane(examples, lengths, micro_batch_tokens, n_lanes, split, costs)
 
     def cost(some: Examples) -> NDArray[np.int64]:
         tokens = lengths[some].astype(np.int64)
@@ -108,13 +106,12 @@ def _lane_by_lane(
     n_lanes: int,
     split: Split,
     costs: Costs,
-    evenly: bool,
 ) -> Table:
     """The examples dealt to lanes, each of which is split into as many micro-batches as the one
     that needs most.
     """
     of_each = [(cost, at) for at, cost in enumerate(costs(examples).tolist())]
-    parts = [examples[places] for places in _dealt(of_each, n_lanes, evenly)]
+    parts = [examples[places] for places in _dealt(of_each, n_lanes)]
     n_rows = max(len(split(part, micro_batch_tokens)) for part in parts if len(part))
     cells = []
     for lane, part in enumerate(parts):
@@ -130,18 +127,18 @@ def _lane_by_lane(
     return Table(n_rows, n_lanes, tuple(sorted(cells, key=lambda cell: cell.number)))
 
 
-def _dealt(costs: list[tuple[int, int]], n: int, evenly: bool) -> list[list[int]]:
+def _dealt(costs: list[tuple[int, int]], n: int) -> list[list[int]]:
     """Places of (cost, place) in `n` parts that cost alike: halves of halves, so that neighbours
     together cost alike too.
 
-    An odd number at once. `evenly`: of all halves of a few the best; else by the largest
+    An odd number at once. Of all halves of a few the best, of more by the largest
     differences (Karmarkar and Karp 1982): the two sets of parts that differ most among themselves
     are joined, the dearest part of one with the cheapest of the other.
     """
     if n == 1 or not costs:
         return [sorted(place for _, place in costs), *([] for _ in range(n - 1))]
     n_parts = n if n % 2 else 2
-    if evenly and n_parts == 2 and len(costs) <= FEW:
+    if n_parts == 2 and len(costs) <= FEW:
         in_first = np.arange(1 << (len(costs) - 1))[:, None] >> np.arange(len(costs)) & 1 == 1
         of_all = np.array([cost for cost, _ in costs])
         best = in_first[np.abs(2 * (in_first @ of_all) - of_all.sum()).argmin()]
@@ -149,7 +146,7 @@ def _dealt(costs: list[tuple[int, int]], n: int, evenly: bool) -> list[list[int]
             [each for each, is_first in zip(costs, best, strict=True) if is_first == side]
             for side in (True, False)
         )
-        return [places for half in halves for places in _dealt(half, n // 2, evenly)]
+        return [places for half in halves for places in _dealt(half, n // 2)]
     nothing: list[Any] = [(0, [])] * (n_parts - 1)
     sets = [
         (-cost, place, [(cost, [(cost, place)]), *nothing]) for cost, place in costs
@@ -162,7 +159,7 @@ def _dealt(costs: list[tuple[int, int]], n: int, evenly: bool) -> list[list[int]
         ]
         parts.sort(key=lambda part: -part[0])
         heapq.heappush(sets, (parts[-1][0] - parts[0][0], place, parts))
-    return [places for _, part in sets[0][2] for places in _dealt(part, n // n_parts, evenly)]
+    return [places for _, part in sets[0][2] for places in _dealt(part, n // n_parts)]
 
 
 def in_one_lane(micro_batches: list[Examples]) -> tuple[Cell, ...]:

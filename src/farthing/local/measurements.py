@@ -27,7 +27,6 @@ _MOST_BYTES = 8 << 20  # of the newest lines that are read: thousands of runs
 _MOST_LINE_BYTES = 64 << 10
 _FORMER_NAMES = {
     "every_n_layers": "checkpoint_every",
-    "caches_prefix": "caches_frozen",
     "is_flat": "is_packed",
 }
 
@@ -57,7 +56,6 @@ class Measurement:
     optim: str
     micro_batch_tokens: int  # most computed tokens of a micro-batch; a longer example went alone
     is_packed: bool  # documents end to end, without padding
-    caches_frozen: bool  # what layers below the first trained one give was read from the disk
     global_batch_size: int
     checkpoint_every: int  # activation checkpointing: 0 none, 1 every layer, 2 every second
     lengths: dict[

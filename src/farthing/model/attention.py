@@ -36,7 +36,6 @@ from farthing.model.attention_kernels import How, causal_mask, over_documents, p
 from farthing.model.documents import Documents, owners_of
 from farthing.model.head import find_head
 from farthing.model.last_layer import (
-    Folded,
     KeysKnown,
     KeysWanted,
     Seen,
@@ -106,10 +105,8 @@ def can_share(model: Any, task: str) -> str | None:
     )
 
 
-def go_packed(model: Any, *, own_kernels: bool = True) -> None:
-    """Set the model's attention to this entry. It still takes padded batches, as `sdpa` does. With
-    `own_kernels` norms too.
-    """
+def go_packed(model: Any) -> None:
+    """Set the model's attention to this entry. It still takes padded batches, as `sdpa` does."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
@@ -123,8 +120,7 @@ def go_packed(model: Any, *, own_kernels: bool = True) -> None:
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation != NAME:
             part.set_attn_implementation(NAME)
     take_documents(inner_of(model))
-    if own_kernels:
-        use_one_pass(inner_of(model))
+    use_one_pass(inner_of(model))
 
 
 def first_position(config: Any) -> int:
@@ -144,14 +140,11 @@ def packed_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def packed_logits(
-    model: Any, batch: dict[str, Any], task: str, *, reads_first: bool = True
-) -> Tensor:
+def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
     """Logits of a packed batch: [1, T, V], or [N, C], one row a document, where examples are
     scored.
 
-    With `reads_first` the last layer of an encoder is computed for the tokens alone that its
-    classifier reads.
+    The last layer of an encoder is computed for the tokens alone that its classifier reads.
     """
     documents, inputs = batch["documents"], packed_inputs(batch)
     logits: Tensor
@@ -165,7 +158,7 @@ def packed_logits(
         hidden = body(**inputs).last_hidden_state[0]  # [T, H]
         logits = inner.score(hidden[_last_tokens(batch["input_ids"][0], documents, inner.config)])
         return logits
-    read, last = first_of_each(documents), last_layer(inner) if reads_first else None
+    read, last = first_of_each(documents), last_layer(inner)
     with contextlib.nullcontext() if last is None else computed_for(last, read):
         first = body(**inputs).last_hidden_state[
             0, read.positions, None
@@ -226,7 +219,7 @@ def attend(
     `is_causal` overrules the module's own. With `documents`, B is 1 and `attention_mask` is not
     looked at.
     """
-    documents: Documents | Sides | Seen | Folded | KeysWanted | None = others.pop("documents", None)
+    documents: Documents | Sides | Seen | KeysWanted | None = others.pop("documents", None)
     sliding_window: int | None = others.pop("sliding_window", None)
     softcap: float | None = others.pop("softcap", None)
     is_causal: bool | None = others.pop("is_causal", None)
@@ -240,8 +233,6 @@ def attend(
         )
     if isinstance(documents, KeysWanted):
         raise KeysKnown(key, value)
-    if isinstance(documents, Folded):
-        return documents.read(module, query.squeeze(0).transpose(0, 1))[None], None
     if isinstance(documents, Sides):
         documents = documents.own if causal else documents.across
     elif isinstance(documents, Seen):

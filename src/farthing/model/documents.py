@@ -50,10 +50,6 @@ class Documents:
     """int64 [K]: the token of each key, where a document goes on from another; else keys and tokens
     are the same.
     """
-    may_be_short: bool = True
-    """Whether `short_attention` may take them."""
-    few_shapes: bool = True
-    """Whether a CPU may take them in bf16 in few shapes, see `half_attention`."""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod

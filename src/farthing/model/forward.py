@@ -12,11 +12,9 @@ padded ones; h hidden size, V words, C classes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,10 +43,8 @@ from farthing.model.attention import (
     reads_first_tokens,
 )
 from farthing.model.casts import Casts
-from farthing.model.documents import Batch, Documents, packed_batch
+from farthing.model.documents import Batch, packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
-from farthing.model.frozen_cache import FrozenCache
-from farthing.model.frozen_layers import FrozenLayers
 from farthing.model.hardware import Numerics, pinned
 from farthing.model.head import (
     Head,
@@ -56,21 +52,14 @@ from farthing.model.head import (
     language_model_loss,
     loss_and_log_probs,
 )
-from farthing.model.last_layer import computed_for, labelled_alone, last_layer
+from farthing.model.last_layer import last_layer
 from farthing.model.loss import POSITIONS, TARGETS, find_labelled, inner_of, summed_loss
 from farthing.model.pairs import collate_pairs, pair_batch, source_states
-from farthing.models.families import MOST_READ
 from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
-from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 
 Host = dict[str, Any]
-"""Arrays of a micro-batch by name, int64; hidden states of the frozen layers are a tensor among
-them.
-"""
-FROZEN_STATES = "frozen_states"
-READ = "read"
-"""The tokens for which alone the last layer is computed."""
+"""Arrays of a micro-batch by name, int64."""
 NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be worth their memory
 
 
@@ -90,7 +79,7 @@ class Forward:
     A model that can take documents end to end is set to do so, unless `may_go_packed` says no.
     `why_padded` and
     `why_all_scored` say in words what keeps a model from computing useful tokens and labelled
-    positions only. What earlier attempts of a run did without is `settled`.
+    positions only.
     """
 
     def __init__(
@@ -102,17 +91,8 @@ class Forward:
         *,
         label_smoothing: float = 0.0,
         may_go_packed: bool = True,
-        settled: Settings | None = None,
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
-        says = settled or Settings()
-        self.reads_first = says.reads_first is not False
-        # of the many layers of what a GPU trains it would save a fiftieth, and it was never tried
-        # on one
-        self.reads_labelled = says.reads_labelled is not False and numerics.device.type == "cpu"
-        self.own_kernels = says.own_kernels is not False
-        self.few_shapes = says.few_shapes is not False
-        self.lean_head = says.lean_head is not False
         self.label_smoothing = label_smoothing
         self.tile_tokens: int | None = None
         self.micro_batch_cost: MicroBatchCost = ON_CPU
@@ -120,15 +100,13 @@ class Forward:
         other = "the job names another attention, or the run began padded"
         self.why_padded = can_go_packed(model, task) if may_go_packed else other
         if self.why_padded is None:
-            go_packed(model, own_kernels=self.own_kernels)
+            go_packed(model)
         self.of = task_of(task)
         head = find_head(model, task) if self.of.scores_tokens else None
         if isinstance(head, Head) and not head.is_matrix and label_smoothing:
             head = "all positions are scored: the head has an adapter, and labels are smoothed"
             if self.of.is_pair:  # whole logits are taken of padded batches
                 self.why_padded = self.why_padded or head
-        if isinstance(head, Head):
-            head = replace(head, is_lean=self.lean_head)
         self._found_head = head
         self.head = None if isinstance(head, str) else head
         self.why_all_scored = head if isinstance(head, str) else None
@@ -154,10 +132,8 @@ class Forward:
         self.shares = False
         self.noise: EmbeddingNoise | None = None
         self.n_sent_tokens = 0  # computed tokens of everything that was brought to the device
-        self.frozen_layers: FrozenLayers | None = None
         self.casts: Casts | None = None
         """Where weights are cast once a step: on a GPU, see `Casts`."""
-        self._caches: list[tuple[TokenSet, FrozenCache]] = []
 
     @property
     def is_packed(self) -> bool:
@@ -172,12 +148,7 @@ class Forward:
         ascending, that saves nearly as much as the largest; 0 where sharing does not pay).
         """
         self.shares = False
-        if (
-            not self.is_packed
-            or self.noise
-            or self.frozen_layers is not None
-            or can_share(self.model, self.task)
-        ):
+        if not self.is_packed or self.noise or can_share(self.model, self.task):
             return 0.0, 0
         most = saved_by_sharing(tokens, batches, budgets[-1])
         if most < WORTH:
@@ -187,12 +158,6 @@ class Forward:
             if (saved := saved_by_sharing(tokens, batches, budget)) >= most - NEARLY:
                 return saved, budget
         return most, budgets[-1]
-
-    def begin_at(self, frozen: FrozenLayers, caches: list[tuple[TokenSet, FrozenCache]]) -> None:
-        """From now on batches of these token sets begin behind the `frozen` layers, with their
-        hidden states from `caches`.
-        """
-        self.frozen_layers, self._caches, self.shares = frozen, caches, False
 
     # ---- on the host ----
 
@@ -215,24 +180,19 @@ class Forward:
             micro_batches, key=lambda micro_batch: -int(tokens.lengths[micro_batch].sum())
         )
 
-    def costs(
-        self, tokens: TokenSet, examples: NDArray[np.int64], *, both_passes: bool
-    ) -> NDArray[np.int64]:
+    def costs(self, tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n]: what each example costs beside the others: its tokens in the layers, its attention,
         its targets in the head.
 
         Going backward, attention takes 2.5 times what it takes forward; products twice, where
-        weights are frozen once. Without
-        `both_passes` only forward ones are counted.
+        weights are frozen once.
         """
         lengths = tokens.lengths[examples].astype(np.int64)
         of_products = lengths * self.squares_at + self.head_at * target_lengths_of(tokens, examples)
         if not self.squares_at:
             return lengths + of_products
-        products, squares = (
-            ((4 if hasattr(self.model, "peft_config") else 6), 7) if both_passes else (1, 1)
-        )
-        return products * of_products + squares * lengths**2
+        products = 4 if hasattr(self.model, "peft_config") else 6
+        return products * of_products + 7 * lengths**2
 
     @property
     def mixes_freely(self) -> bool:
@@ -270,19 +230,11 @@ class Forward:
         """(the layer that is computed for the tokens alone that are read, which share of all these
         are); None and 1 without.
         """
-        n_tokens, is_read = float(tokens.lengths[examples].sum()), self.reads_labelled
-        if not self.of.scores_tokens:
-            share, is_read = (
-                len(examples) / n_tokens,
-                self.reads_first and reads_first_tokens(self._inner),
-            )
-        elif self.of.predicts_next:
-            share = float(target_lengths_of(tokens, examples).sum()) / n_tokens
-        last = self._last_layer() if self.is_packed and is_read and not self.of.is_pair else None
-        return (last, share) if last is not None and share <= MOST_READ else (None, 1.0)
-
-    def _last_layer(self) -> Any:
-        return last_layer(self._inner, may_be_spread=self.of.scores_tokens)
+        if self.of.scores_tokens or not self.is_packed or not reads_first_tokens(self._inner):
+            return None, 1.0
+        last = last_layer(self._inner)
+        share = len(examples) / float(tokens.lengths[examples].sum())
+        return (None, 1.0) if last is None else (last, share)
 
     def mixes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> bool:
         """Whether some of these examples must not be computed together."""
@@ -328,14 +280,10 @@ class Forward:
                 torch.from_numpy(arrays["labels"]), predicts_next=self.of.predicts_next
             )
             arrays |= {POSITIONS: labelled.positions.numpy(), TARGETS: labelled.targets.numpy()}
-        is_cuda = self.numerics.device.type == "cuda"
-        if is_cuda:
+        if self.numerics.device.type == "cuda":
             arrays = {
                 name: pinned(torch.from_numpy(array)).numpy() for name, array in arrays.items()
             }
-        for known, cache in self._caches:
-            if known is tokens:
-                arrays[FROZEN_STATES] = cache.rows(examples, pin=is_cuda)
         return arrays
 
     def n_computed(self, arrays: Host) -> int:
@@ -363,27 +311,7 @@ class Forward:
                 name: torch.from_numpy(array).to(device, non_blocking=True)
                 for name, array in arrays.items()
             }
-        if self.of.is_pair:
-            batch = pair_batch(arrays, device)
-        else:
-            batch = packed_batch(
-                {name: array for name, array in arrays.items() if name != FROZEN_STATES}, device
-            )
-        if FROZEN_STATES in arrays:
-            batch[FROZEN_STATES] = arrays[FROZEN_STATES].to(device, non_blocking=True)
-        if self.reads_labelled and self.of.predicts_next:
-            read = labelled_alone(arrays, arrays[POSITIONS], device)
-            batch |= {} if read is None else {READ: read}
-        if not (self.own_kernels and self.few_shapes):
-            for name, each in batch.items():
-                if isinstance(each, Documents):
-                    batch[name] = replace(
-                        each, may_be_short=self.own_kernels, few_shapes=self.few_shapes
-                    )
-                elif name == READ:
-                    batch[name] = replace(
-                        each, documents=replace(each.documents, few_shapes=self.few_shapes)
-                    )
+        batch = pair_batch(arrays, device) if self.of.is_pair else packed_batch(arrays, device)
         return batch
 
     @_whole
@@ -395,10 +323,11 @@ class Forward:
         """
         if not self.of.scores_tokens:
             return self._loss_and_scores(batch, self.label_smoothing)[0]
-        with self._resumed(batch) as rest, self.numerics.autocasting():
+        self._hear(batch)
+        with self.numerics.autocasting():
             return language_model_loss(
                 self.model,
-                rest,
+                batch,
                 self.task,
                 self.label_smoothing,
                 head=self._found_head,
@@ -411,10 +340,11 @@ class Forward:
         """Where tokens are scored: (sum of the cross-entropies without label smoothing, the
         log-probability of all targets of each example together [N]).
         """
-        with self._resumed(batch) as rest, self.numerics.autocasting():
+        self._hear(batch)
+        with self.numerics.autocasting():
             head, tile_tokens = self._found_head, self.tile_tokens
             return loss_and_log_probs(
-                self.model, rest, self.task, head=head, tile_tokens=tile_tokens
+                self.model, batch, self.task, head=head, tile_tokens=tile_tokens
             )
 
     @_whole
@@ -425,12 +355,13 @@ class Forward:
         return self._loss_and_scores(batch, 0.0)
 
     def _loss_and_scores(self, batch: Batch, label_smoothing: float) -> tuple[Tensor, Tensor]:
-        with self._resumed(batch) as rest, self.numerics.autocasting():
+        self._hear(batch)
+        with self.numerics.autocasting():
             if not self.is_packed:
-                return summed_loss(self.model, rest, self.task, label_smoothing)
-            scores = packed_logits(self.model, rest, self.task, reads_first=self.reads_first)
+                return summed_loss(self.model, batch, self.task, label_smoothing)
+            scores = packed_logits(self.model, batch, self.task)
             assert self.of.labels is not None
-            return self.of.labels.loss(scores, rest["labels"], label_smoothing), scores
+            return self.of.labels.loss(scores, batch["labels"], label_smoothing), scores
 
     @_whole
     def source_states(self, arrays: Host) -> Tensor:
@@ -438,23 +369,9 @@ class Forward:
         with self.numerics.autocasting():
             return source_states(self._inner, pair_batch(arrays, self.numerics.device))[0]
 
-    @contextlib.contextmanager
-    def _resumed(self, batch: Batch, *, is_whole: bool = False) -> Iterator[Batch]:
-        """The batch without the hidden states of the frozen layers, behind which the forward pass
-        then begins.
-
-        Its last layer is computed for labelled positions alone where that pays, unless `is_whole`.
-        """
+    def _hear(self, batch: Batch) -> None:
         if self.noise is not None:
             self.noise.hear(batch)
-        with contextlib.ExitStack() as stack:
-            if self.frozen_layers is not None and FROZEN_STATES in batch:
-                stack.enter_context(self.frozen_layers.resume(batch[FROZEN_STATES]))
-            if not is_whole and READ in batch and (last := self._last_layer()) is not None:
-                stack.enter_context(computed_for(last, batch[READ]))
-            yield {
-                name: value for name, value in batch.items() if name not in (FROZEN_STATES, READ)
-            }
 
     # ---- for those who count memory ----
 
@@ -468,8 +385,9 @@ class Forward:
         """
         if self.head is None:
             return self.loss(batch)
-        with self._resumed(batch, is_whole=True) as rest, self.numerics.autocasting():
-            return self.head.hidden_states(rest).float().sum()
+        self._hear(batch)
+        with self.numerics.autocasting():
+            return self.head.hidden_states(batch).float().sum()
 
     def head_bytes(self, n_tokens: int, scored_share: float = 1.0) -> int:
         """What the head takes of so many tokens beside what `before_head` keeps: a tile of logits,

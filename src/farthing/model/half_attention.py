@@ -42,7 +42,7 @@ def few_sizes(n: int) -> int:
 
 def is_for(query: Tensor, documents: Documents, *, causal: bool) -> bool:
     """Whether `half_attention` can take these queries [T, H, D], and is expected to be quicker."""
-    if query.device.type != "cpu" or query.dtype != torch.bfloat16 or not documents.few_shapes:
+    if query.device.type != "cpu" or query.dtype != torch.bfloat16:
         return False
     fewest = 0 if causal else MOST_KEYS_FP32
     return fewest < documents.most_keys <= MOST_KEYS and not torch.compiler.is_compiling()

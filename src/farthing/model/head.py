@@ -61,9 +61,9 @@ class How:
     expected to be, e.g. the loss scale divided by the targets of the step. Gradients are multiplied
     by it, and the backward pass only makes up the difference: in fp16, whose gradients would vanish
     unscaled, it has to be given; bf16 and fp32 can do without."""
-    is_lean: bool = True
+    is_lean: bool = False
     """Where all is fp32 on a CPU: products by oneDNN, which are up to a fifth quicker than torch's
-    own (docs/log.md), and one exponential for each logit. Earlier runs go on without."""
+    own (docs/log.md), and one exponential for each logit."""
 
 
 def head_loss(
@@ -85,9 +85,7 @@ def head_loss(
     is_fp32 = hidden.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(
         device
     )
-    how = replace(
-        how, tile_tokens=tile, is_lean=how.is_lean and device == "cpu" and is_fp32 and HAS_ONE_DNN
-    )
+    how = replace(how, tile_tokens=tile, is_lean=device == "cpu" and is_fp32 and HAS_ONE_DNN)
     loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled, how, torch.is_grad_enabled())
     return loss
 
@@ -301,8 +299,6 @@ class Head:
     """[1, V], added to the logits beside the layer's own bias, and not trained: that of BART and
     its kin.
     """
-    is_lean: bool = True
-    """As in `How`."""
 
     @property
     def bias(self) -> Tensor | None:
@@ -383,7 +379,7 @@ def language_model_loss(
         head.linear.weight,
         head.bias,
         labelled_of(batch, task),
-        How(tile_tokens, head.soft_cap, label_smoothing, gradient_scale, head.is_lean),
+        How(tile_tokens, head.soft_cap, label_smoothing, gradient_scale),
     )
 
 
@@ -422,7 +418,7 @@ def loss_and_log_probs(
         head.linear.weight,
         head.bias,
         replace(labelled, log_probs=words),
-        How(tile_tokens, head.soft_cap, is_lean=head.is_lean),
+        How(tile_tokens, head.soft_cap),
     )
     return loss, _by_document(words, batch, labelled)
 

@@ -31,12 +31,10 @@ def is_for(
     """Whether `short_attention` can take these queries and keys [T, H, D], and is expected to be
     quicker.
     """
-    is_known = query.dtype == torch.float32 or (
-        query.dtype == torch.bfloat16 and documents.few_shapes
-    )
+    is_known = query.dtype in (torch.float32, torch.bfloat16)
     if query.device.type != "cpu" or not is_known or query.shape[1] != key.shape[1]:
         return False
-    if documents.key_rows is not None or not documents.may_be_short:
+    if documents.key_rows is not None:
         return False
     is_short = has_bias or (not causal and documents.most_keys <= MOST_KEYS)
     return is_short and not torch.compiler.is_compiling()

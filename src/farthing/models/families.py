@@ -108,10 +108,6 @@ CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES = KNOWN_HEADS[_HEADS["next_token"]], KNOWN_HEA
 POSITIONS_AFTER_PADDING = frozenset(_TABLE["positions_after_padding"])
 """Families whose first token is at the position after the padding index."""
 
-MOST_READ = 0.65
-"""Of a micro-batch's tokens, labelled ones and copies of keys, up to which the last layer is
-computed for those alone.
-"""
 
 # by the head of a task, whose result for an example is the same with padding to the right of its
 # input as without: held against single examples in the tests; of other families a padded

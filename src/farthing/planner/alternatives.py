@@ -59,7 +59,6 @@ def what_choices_save(
         may_go_packed=False,
         checkpoint_every=1,
         micro_batch_tokens=None,
-        caches_frozen=False,
     )
     with_method = replace(plain, method=wanted.method)
     with_precision = replace(with_method, precision=best.place.precision)

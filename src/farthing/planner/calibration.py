@@ -145,7 +145,6 @@ def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Large
     settings = Settings(
         m.micro_batch_tokens,
         m.checkpoint_every,
-        caches_frozen=m.caches_frozen,
         precision=recipe.precision,
     )
     ran = replace(

@@ -35,8 +35,6 @@ class Estimate:
     calibration: str
     """What it rests on: earlier runs here, or formulas only."""
     settings: Settings = field(default_factory=Settings)
-    cache_bytes: int = 0
-    """On the disk, of what frozen layers give."""
     first_layer: int = 0
     """The lowest layer with anything trained in or below it."""
     formula: dict[str, float] = field(default_factory=dict)
@@ -52,13 +50,12 @@ class Estimate:
     def from_json(cls, values: Mapping[str, Any] | None) -> Estimate | None:
         """What plan.json says; None where it says that there was no estimate, or is no plan.
 
-        Plans of earlier versions have the settings among the other keys. Raises `ValueError`,
-        `TypeError` for damaged settings.
+        Raises `ValueError`, `TypeError`, `KeyError` for damaged settings.
         """
         known = {each.name for each in fields(cls)}
         if not isinstance(values, Mapping) or "wall_range_s" not in values:
             return None
-        settings = Settings.from_json(values.get("settings", values))
+        settings = Settings.from_json(values["settings"])
         return cls(
             **{name: value for name, value in values.items() if name in known}
             | {"settings": settings}

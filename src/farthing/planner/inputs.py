@@ -297,9 +297,6 @@ def wanted_of(
         reshards=job.where.reshard_after_forward,
         offloads_weights=job.where.offload_weights,
         may_go_packed=job.model.attn_implementation is None,
-        caches_frozen=train.num_train_epochs > 1
-        and train.max_steps is None
-        and not (_drops(config) or train.neftune_noise_alpha),
         checkpoint_every=None if checkpointing == "auto" else int(checkpointing),
         precision=precision,
         fp16_risk=fp16_risk(config),
@@ -341,14 +338,6 @@ def _may_spread(job: Job) -> bool:
     is_kept = is_adapter and begins_from_base(job.method.init_lora_weights)
     asks_for_bits = job.where.same_bits is True and not is_adapter
     return not (is_generated or is_kept or asks_for_bits or job.train.torch_compile is True)
-
-
-def _drops(config: Json) -> bool:
-    """Whether a model drops something in training: frozen layers that do give something else every
-    time.
-    """
-    names = [name for name, value in config.items() if isinstance(value, int | float) and value > 0]
-    return any("drop" in name or name.endswith("pdrop") for name in names)
 
 
 def _lengths(
@@ -531,7 +520,6 @@ def estimate_of(plan: Plan, wanted: JobSpec) -> Estimate:
         interval_s=plan.interval_s,
         calibration=plan.place.calibration.source or "formulas only",
         settings=recipe.settings,
-        cache_bytes=plan.cache_bytes,
         first_layer=adapters.first_layer if adapters is not None else 0,
         formula={
             "compute_s": sum(seconds for name, seconds in bare.items() if name != "optimizer"),

@@ -114,9 +114,7 @@ def meet_deadline(
             else:
                 late.append(_late(plan, chance, deadline_s, wanted.confidence))
             continue
-        busy_s = sum(
-            plan.seconds.get(name, 0.0) for name in ("frozen layers", "training", "evaluation")
-        )
+        busy_s = sum(plan.seconds.get(name, 0.0) for name in ("training", "evaluation"))
         before_s = sum(
             plan.seconds.get(name, 0.0) for name in ("setup", "download", "start-up", "tokenizing")
         )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from farthing.planner.confidence import price_error
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe
-from farthing.planner.speed import StepTime, Work, forward_work, prefix_work, step_time
+from farthing.planner.speed import StepTime, Work, forward_work, step_time
 from farthing.planner.spot import (
     Interruptions,
     SaveSchedule,
@@ -98,7 +98,7 @@ class Pricing:
 
     def price(self, place: Place, chosen: Chosen, needed_bytes: int) -> Plan | Rejected:
         """The plan for a place; a rejection where interruptions come faster than work is saved."""
-        wanted, offer = self.wanted, place.offer
+        _wanted, offer = self.wanted, place.offer
         timed = self._timed_on(place, chosen)
         if not math.isfinite(timed.wall_s):
             return Rejected(
@@ -141,9 +141,6 @@ class Pricing:
             ),
             interval_s=timed.interval_s,
             host_bytes=chosen.host_bytes,
-            cache_bytes=wanted.cache_bytes
-            * chosen.recipe.residual_bytes
-            * bool(chosen.recipe.settings.caches_frozen),
             spot=timed.spot.likely if timed.spot else None,
         )
 
@@ -163,7 +160,7 @@ class Pricing:
         """Seconds with checkpoints and, in a `zone` of spot capacity, interruptions."""
         seconds = chosen.seconds | {"setup": setup}
         before_s = setup + seconds["download"] + seconds["start-up"]
-        busy_s = seconds["frozen layers"] + seconds["training"] + seconds["evaluation"]
+        busy_s = seconds["training"] + seconds["evaluation"]
         interval_s = self._asked_interval_s(chosen.step)
         spot: SpotRange | None = None
         if zone is None:
@@ -243,7 +240,6 @@ class Pricing:
             "tokenizing": 0.0
             if wanted.is_tokenized and place.is_local
             else tokens / a.tokenize_tokens_per_s,
-            "frozen layers": self._filling_s(place, recipe),
             "training": wanted.n_steps * step.seconds,
             "evaluation": 0.0,
             "checkpoints": 0.0,
@@ -270,21 +266,6 @@ class Pricing:
                 once += n_batches * n_words * max(of_word, host)
             seconds["evaluation"] = wanted.n_evaluations * once
         return seconds
-
-    def _filling_s(self, place: Place, recipe: Recipe) -> float:
-        """Seconds until what frozen layers give is on the disk; 0 where it is not kept."""
-        wanted = self.wanted
-        if not recipe.settings.caches_frozen or wanted.adapters is None:
-            return 0.0
-        example = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).example
-        n_examples = wanted.lengths.n_examples + (
-            wanted.eval_lengths.n_examples if wanted.eval_lengths else 0
-        )
-        filling = prefix_work(
-            wanted.shape, recipe, example, wanted.adapters, n_examples, wanted.tokens_per_example
-        )
-        writing_s = wanted.cache_bytes * recipe.residual_bytes / self.assumptions.disk_bytes_per_s
-        return max(writing_s, step_time(filling, place.device).seconds * place.calibration.compute)
 
     def _asked_interval_s(self, step: StepTime) -> float | None:
         """The interval between checkpoints that the job asks for."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from farthing.data.packing import MicroBatchCost
-from farthing.models.families import ENCODERS, KNOWN_HEADS, MOST_READ, PACKED
+from farthing.models.families import ENCODERS, KNOWN_HEADS, PACKED
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 
@@ -81,9 +81,6 @@ class Stack:
     """Documents end to end through an encoder: its last layer is computed for the tokens that a
     classifier reads.
     """
-    reads_labelled: bool = False
-    """Documents end to end: the last layer is computed for labelled positions, where these are few.
-    """
     fuses_adapters: bool = False
     """LoRA layers are one function each: what they read is kept once, in the precision of the run.
     """
@@ -124,12 +121,10 @@ class Stack:
     rented GPUs are slower.
     """
 
-    def n_read(self, n_tokens: float, labelled_share: float) -> float | None:
+    @property
+    def n_read(self) -> float | None:
         """Tokens of an example for which alone the last layer is computed; None: for all."""
-        if self.reads_first:
-            return 1.0
-        is_read = self.reads_labelled and labelled_share <= MOST_READ and not self.is_compiled
-        return labelled_share * n_tokens if is_read else None
+        return 1.0 if self.reads_first else None
 
 
 FARTHING = Stack("farthing")
@@ -160,8 +155,6 @@ def stack_for(
         has_autocast=precision != "fp32",
         is_packed=is_packed,
         reads_first=is_packed and model_type in ENCODERS,
-        # on CPUs alone, of which a plan knows the precision that they mostly compute in
-        reads_labelled=is_packed and task_of(task).predicts_next and precision == "fp32",
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
         is_flash=is_packed and precision != "fp16",
         loss=POSITIONS
@@ -179,9 +172,7 @@ class Recipe:
     method: str
     """full, lora or qlora."""
     settings: Settings
-    """Tokens of a micro-batch, checkpointing, precision, and whether the output of frozen layers is
-    kept.
-    """
+    """Tokens of a micro-batch, checkpointing and precision."""
     optim: str
     global_batch: int
     micro_batch: int | None = None

@@ -495,8 +495,6 @@ def recipe_of(
 ) -> Recipe:
     """The recipe that the trainer would run with these choices."""
     once = _one_pass(wanted, precision, Settings(micro_batch_tokens, every, **cost._asdict()))
-    if n_gpus > 1:  # each GPU sees other examples in every epoch
-        once = once.with_settings(caches_frozen=False)
     return replace(
         once,
         n_gpus=n_gpus,
@@ -510,7 +508,7 @@ def _one_pass(wanted: JobSpec, precision: str, settings: Settings = UNDECIDED) -
     is_full = wanted.method == "full"
     return Recipe(
         method=wanted.method,
-        settings=replace(settings, caches_frozen=wanted.cache_bytes > 0, precision=precision),
+        settings=replace(settings, precision=precision),
         optim=wanted.optim,
         global_batch=wanted.global_batch,
         lora_r=0 if is_full else wanted.lora_r,

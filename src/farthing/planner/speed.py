@@ -238,10 +238,7 @@ def work_of(
     )
     n_layers = shape.n_layers + shape.n_decoder_layers
     below = _share_below(shape, padded, adapters)
-    ahead = (
-        1 - below if recipe.settings.caches_frozen else 1.0
-    )  # of the layers go through a forward pass
-    passes = ahead + (1 - below) * (1 + recompute)
+    passes = 1 + (1 - below) * (1 + recompute)
     of_experts = (
         sum(w.copies * w.n_weights * w.share for w in shape.products if w.kind == "experts")
         / shape.n_met()
@@ -264,10 +261,7 @@ def work_of(
         dequantization_bytes=n_micro * passes * moved_bytes.packed_bytes(shape, recipe),
         optimizer_bytes=moved_bytes.optimizer_bytes(shape, recipe, adapters),
         sent_bytes=moved_bytes.sent_bytes(shape, recipe, adapters),
-        host_s=n_micro
-        * n_layers
-        * of_layer
-        * (1 + recompute / 3 - below * (2 + recompute) / 3 - (1 - ahead) / 3),
+        host_s=n_micro * n_layers * of_layer * (1 + recompute / 3 - below * (2 + recompute) / 3),
         tokens_per_micro_batch=max(1.0, all_tokens * recipe.share_of_gpu / n_micro),
         n_tokens=recipe.global_batch * mean_tokens,
         n_padded_tokens=all_tokens,
@@ -278,41 +272,6 @@ def work_of(
         hauled_bytes=moved_bytes.hauled_bytes(shape, recipe, adapters),
         host_bytes=moved_bytes.host_bytes(shape, recipe, adapters),
     )
-
-
-def prefix_work(
-    shape: Shape,
-    recipe: Recipe,
-    padded: Padded,
-    adapters: Adapters,
-    n_examples: int,
-    mean_tokens: float,
-) -> Work:
-    """The forward pass of the layers below the first trained one over `n_examples`: what fills a
-    cache of it, once.
-    """
-    every, above = (
-        work_of(
-            shape,
-            recipe.with_settings(caches_frozen=caches),
-            padded,
-            mean_tokens,
-            adapters,
-            labelled_share=0.0,
-        )
-        for caches in (False, True)
-    )
-    n_steps = n_examples / recipe.global_batch
-    saved = {
-        name: n_steps * (getattr(every, name) - getattr(above, name))
-        for name in (*_COMPUTED, "flops")
-    }
-    alone = {"optimizer_bytes": 0.0, "host_bytes": 0.0, "sent_bytes": 0.0, "forward_share": 1.0}
-    tokens = {
-        "n_tokens": n_steps * every.n_tokens,
-        "n_padded_tokens": n_steps * every.n_padded_tokens,
-    }
-    return every._replace(**saved, **alone, **tokens)
 
 
 class _Busy(NamedTuple):
@@ -433,30 +392,30 @@ def _flops(
     """FLOPs of one padded example, forward, backward and recomputed."""
     tokens, targets = max(1, round(padded.tokens)), round(padded.targets)
     scale = padded.tokens / tokens
-    n_read = recipe.stack.n_read(tokens, labelled_share)
+    n_read = recipe.stack.n_read
     once = shape.forward_flops(tokens, targets, n_read=n_read)
     both = shape.training_flops(tokens, targets, adapters=adapters, n_read=n_read)
     first = 0 if adapters is None else adapters.first_layer
     above = (
         shape.forward_flops(tokens, targets, first_layer=first, n_read=n_read) if first else once
     )
-    below = once.body - above.body, once.attention - above.attention
-    is_read = 1.0 if recipe.settings.caches_frozen else 0.0  # from the disk, what is below
     spread = padded.token_pairs / max(
         1.0, padded.tokens**2
     )  # long examples attend more than the mean squared
     low_rank = both.adapters / 3 * recompute
     scored = labelled_share if recipe.stack.loss == POSITIONS and shape.scores_tokens else 1.0
     return _Flops(
-        scale * (both.body + recompute * above.body - is_read * below[0]),
+        scale * (both.body + recompute * above.body),
         # flash recomputes the scores in the backward pass
         scale
         * spread
-        * ((both.attention + recompute * above.attention) * 3.5 / 3 - (1 / 6 + is_read) * below[1]),
+        * (
+            (both.attention + recompute * above.attention) * 3.5 / 3
+            - (once.attention - above.attention) / 6
+        ),
         scale * both.head * scored,
         scale * (both.adapters + low_rank),
-        scale * (once.body + spread * once.attention + scored * once.head + both.adapters / 3)
-        - scale * is_read * (below[0] + spread * below[1]),
+        scale * (once.body + spread * once.attention + scored * once.head + both.adapters / 3),
     )
 
 
@@ -527,11 +486,10 @@ def _traffic(
         if recipe.use_dora:
             adapted += 6.0 * c * (width_in + width_out)
     below = _share_below(shape, padded, adapters)
-    ahead = 1 - below if recipe.settings.caches_frozen else 1.0
     tokens = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
-    if (n_read := stack.n_read(padded.tokens, labelled_share)) is not None:
+    if (n_read := stack.n_read) is not None:
         tokens -= padded.tokens - n_read
-    passes = ahead + (1 - below) * (2.0 + recompute)
+    passes = 1 + (1 - below) * (2.0 + recompute)
     body = tokens * (layer + adapted) * passes + tokens * adapted * (
         3.0 + recompute - passes
     )  # adapters are all above

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from farthing.data.lengths import Cut, Largest, Lengths
 from farthing.data.packing import ON_CPU, MicroBatchCost
-from farthing.models.frozen_cache_cost import frozen_cache_bytes
 from farthing.models.shapes import Shape
 from farthing.models.tiles import WRITES_MORE
 from farthing.models.weights import Adapters
@@ -105,10 +104,6 @@ class JobSpec:
     """Whether the job asks for rows of spread weights in main memory."""
     may_go_packed: bool = True
     """Whether documents may be laid end to end: not where the job names an attention of its own."""
-    caches_frozen: bool = False
-    """Whether what the layers below the first trained one compute is kept on the disk, see
-    `model.frozen_cache`.
-    """
     checkpoint_every: int | None = None
     """Activation checkpointing; None: as little as memory needs."""
     precision: str | None = None
@@ -156,18 +151,6 @@ class JobSpec:
     def n_trainable(self) -> int:
         """Trained weights."""
         return self.shape.n_parameters if self.adapters is None else self.adapters.n_trainable
-
-    @property
-    def cache_bytes(self) -> int:
-        """What is kept of the layers below the first trained one on the disk, for each byte of a
-        number.
-        """
-        if not self.caches_frozen or self.adapters is None or not self.adapters.first_layer:
-            return 0
-        n_tokens = self.lengths.n_tokens + (
-            self.eval_lengths.n_tokens if self.eval_lengths is not None else 0.0
-        )
-        return frozen_cache_bytes(round(n_tokens), self.shape.hidden, 1)
 
     @property
     def is_packed(self) -> bool:
@@ -368,8 +351,6 @@ class Plan:
     """To meet the deadline."""
     host_bytes: int = 0
     """Of main memory: rows of weights, or an optimizer's state, that are kept there."""
-    cache_bytes: int = 0
-    """On the disk: what frozen layers give, computed once."""
     mixture: str = ""
     """Why the same machine on demand steps in when spot falls behind the deadline; empty where it
     does not.

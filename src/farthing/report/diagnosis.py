@@ -33,13 +33,6 @@ _START_FIXES = {
         "keep the model on a local disk (HF_HOME, or model.model_name_or_path of a folder there)",
     ),
     "restore": ("", "keep output_dir on a local disk, or the store in the region of the machine"),
-    "prefix": (
-        "",
-        (
-            "keep cache_dir on a disk that outlives the machine: frozen layers are then computed"
-            " once for all runs"
-        ),
-    ),
     "probe": (
         "train.probe=false",
         "settings are probed for longer than it gains in so short a run",
@@ -153,7 +146,6 @@ def _memory(run: _Run) -> Iterator[Finding]:
             "switch activation checkpointing off",
             share * compute_s,
         )
-    yield from _micro_batches(run)
     if redone := [event for event in run.receipt.out_of_memory if "micro_batch_tokens" in event]:
         last = redone[-1]
         yield from run.found(
@@ -163,31 +155,6 @@ def _memory(run: _Run) -> Iterator[Finding]:
             "begin with the micro-batch that fits",
             0.0,
         )
-
-
-def _micro_batches(run: _Run) -> Iterator[Finding]:
-    """Whether a micro-batch takes long whatever its size, and there is memory for larger ones."""
-    work, share = run.work, run.work.get("fixed_share", 0.0)
-    n, tokens = work.get("micro_batches_per_step", 0.0), work.get("computed_tokens_per_step", 0.0)
-    if not share or n <= 1.5 or not tokens:
-        return
-    now = max(work.get("micro_batch_tokens", 0), 1)
-    room = 0.8 * work.get("free_bytes", 0) / max(1, work.get("need_bytes", 0))
-    wanted = min(now * max(1.0, room), tokens)
-    better = max(1.0, math.ceil(tokens / wanted))
-    if better >= n:
-        return
-    fixed_s = share * run.span("compute") + run.span("host_to_device")
-    each_s = fixed_s / (n * max(1, run.receipt.steps))
-    yield from run.found(
-        "micro-batches too small",
-        f"a step has {n:.1f} micro-batches of up to {plural(now, 'token')}, each of which takes"
-        f" {1000 * each_s:,.1f} ms whatever its size",
-        f"train.micro_batch_tokens={2 ** math.ceil(math.log2(wanted))}",
-        "let more examples through at once (the result stays the same), or leave"
-        " train.per_device_train_batch_size out",
-        fixed_s * (1 - better / n),
-    )
 
 
 def _compute(run: _Run) -> Iterator[Finding]:

@@ -111,8 +111,6 @@ def draw_components(console: Console, row: Row) -> None:
         "price": _price_words(row),
         "confidence": row["confidence"],
     }
-    if row["cache_bytes"]:
-        facts["disk"] = f"{say_bytes(row['cache_bytes'])} for the output of the frozen layers"
     if memory["host_bytes"]:
         facts["main memory"] = (
             f"{say_bytes(memory['host_bytes'])} for weights or an optimizer's state that stay there"

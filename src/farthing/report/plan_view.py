@@ -254,7 +254,6 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> Json:
         "usd_range": plan.usd_range.as_list(),
         "up_front_usd": up_front(plan),
         "save_every_s": plan.interval_s,
-        "cache_bytes": plan.cache_bytes,
         "spot": _spot(plan, law),
         "chance": plan.chance,
         "confidence": how_sure(plan.place, family),
@@ -356,7 +355,6 @@ def _spot(plan: Plan, law: str) -> Json | None:
     found = {name: value for name, value in asdict(plan.spot).items() if name != "work_s"}
     more = {
         "save_every_s": plan.interval_s,
-        "cache_bytes": plan.cache_bytes,
         "law": law,
         "mixture": plan.mixture,
     }

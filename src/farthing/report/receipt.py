@@ -47,7 +47,6 @@ from farthing.run.folder import (
 )
 from farthing.run.ledger import SPANS
 from farthing.run.machines import bill_of
-from farthing.settings import renamed
 from farthing.storage.files import Json, read_json, write_json
 from farthing.units import plural, say_seconds, say_usd
 
@@ -103,7 +102,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         target_tokens=log.n_targets,
         final_loss=log.loss,
         skipped_steps=log.n_skipped,
-        out_of_memory=[renamed(event) for a in accounts for event in a.out_of_memory],
+        out_of_memory=[event for a in accounts for event in a.out_of_memory],
         best_step=best["step"] if best else None,
         exported_step=exported_step,
         metrics=of_model["metrics"] if of_model else None,
@@ -447,7 +446,7 @@ def _pair(promised: float, happened: float | None, bill: Bill) -> Pair:
 
 def _estimate_in(path: Path) -> Estimate | None:
     """What plan.json says; None where it says nothing or is damaged."""
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, KeyError):
         return Estimate.from_json(_read_json(path))
     return None
 

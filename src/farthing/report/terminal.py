@@ -151,11 +151,6 @@ class Terminal:
         self.console.print(table)
 
     @_show.register
-    def _(self, event: events.KeepingFrozen) -> None:
-        done = f"{say_count(event.n_done_tokens)} of {say_count(event.n_tokens)} tokens"
-        self._alive(f"computing the frozen layers, once for all epochs: {done}")
-
-    @_show.register
     def _(self, event: events.Probed) -> None:
         words = event.settings.in_words()
         self._alive(f"probing: {words}: {say_count(event.tokens_per_s)} useful tok/s")

@@ -20,7 +20,6 @@ OF_SPAN = {
     "tokenize": ("start-up", "tokenizing"),
     "load_model": ("start-up", "start-up"),
     "restore": ("start-up", "start-up"),
-    "prefix": ("start-up", "training"),
     "probe": ("start-up", "start-up"),
     "compile": ("start-up", "training"),
     "data_wait": ("waiting for data", "training"),

@@ -150,12 +150,11 @@ def _computed(
         numerics,
         label_smoothing=job.train.label_smoothing_factor,
         may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
-        settled=settings,
     )
     forward.tile_tokens = settings.tile_tokens
     forward.micro_batch_cost = MicroBatchCost(settings.least_tokens, settings.more_tokens)
     forward.within = context.ranks.within
-    if forward.own_kernels and not context.ranks.is_spread:
+    if not context.ranks.is_spread:
         add_by_rows(model)
     if (
         numerics.device.type == "cuda"
@@ -180,11 +179,6 @@ def _steps_of(attempt: Attempt, settings: Settings) -> Steps:
         settings,
         checkpoint_every=attempt.memory.checkpoint_every,
         packed=forward.is_packed,
-        reads_first=forward.reads_first,
-        reads_labelled=forward.reads_labelled,
-        own_kernels=forward.own_kernels,
-        few_shapes=forward.few_shapes,
-        lean_head=forward.lean_head,
         compiled=isinstance(attempt.kernels.compiled, int),
         kernels="liger" if liger and not liger.startswith("no ") else "torch",
     )

@@ -107,9 +107,7 @@ def known_settings(path: Path, subject: Subject) -> Settings | None:
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             row = read_line(line)[0] or {}
             if Subject(**row["subject"]).is_like(subject):
-                return _checked(
-                    Settings.from_json(row["settings"] if "settings" in row else row["setting"])
-                )
+                return _checked(Settings.from_json(row["settings"]))
     return None
 
 

@@ -181,7 +181,7 @@ def write_texts(
     batch = {
         name: torch.from_numpy(arrays[name]).to(device) for name in ("input_ids", "attention_mask")
     }
-    if forward.is_packed and forward.frozen_layers is None:
+    if forward.is_packed:
         is_source = batch["attention_mask"].bool()
         if bool(is_source.any(1).all()):
             from transformers.modeling_outputs import BaseModelOutput

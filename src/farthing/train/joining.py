@@ -176,8 +176,6 @@ def with_lanes(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit
             " this is meant"
         )
         emit(Warned(text))
-    if not settings.lanes:
-        settings = replace(settings, lane_by_lane=True, lanes_even=True)
     if not (job.method.name != "full" if job.where.same_bits == "auto" else job.where.same_bits):
         return replace(settings, lanes=ranks.n)
     before = settings.lanes or (1 if has_begun else None)

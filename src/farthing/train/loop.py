@@ -18,7 +18,6 @@ from farthing.train.agreement import Due, agreed
 from farthing.train.attempt import Attempt
 from farthing.train.budget import LONGEST_START_S, over_limit
 from farthing.train.evaluation import evaluate_run
-from farthing.train.fixed_share import compare_micro_batches
 from farthing.train.forecast import evaluation_is_due, is_done, reserve_s
 from farthing.train.learning_rate import settle_schedule
 from farthing.train.rehearsal import rehearse
@@ -110,7 +109,6 @@ def before_step(attempt: Attempt, due: Due) -> None:
         settle_schedule(attempt)
     if due.write_early:
         write_model_early(attempt)
-    compare_micro_batches(attempt)
     if due.save and attempt.saving.mark != mark_of(attempt):
         save(attempt)
 

@@ -59,7 +59,6 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         first_layer=0 if attempt.estimate is None else attempt.estimate.first_layer,
         micro_batch_tokens=attempt.settings.micro_batch_tokens,
         is_packed=attempt.forward.is_packed,
-        caches_frozen=attempt.forward.frozen_layers is not None,
         checkpoint_every=attempt.settings.checkpoint_every,
         lengths={name: getattr(lengths, name) for name in OF_LENGTHS},
         spans={name: round(seconds, 4) for name, seconds in spans.items()},

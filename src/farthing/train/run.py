@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -79,7 +79,6 @@ from farthing.train.autotune import is_worth_it, probe_run
 from farthing.train.budget import over_limit, seconds_left, why_not_start
 from farthing.train.estimate import estimated
 from farthing.train.finished import STAMPS, stamps_of
-from farthing.train.frozen import begin_behind_frozen_layers
 from farthing.train.identity import former_names
 from farthing.train.joining import (
     follow,
@@ -403,12 +402,6 @@ def _decide(attempt: Attempt, run_facts: Json) -> None:
     probe pays.
     """
     context, job = attempt.context, attempt.job
-    if attempt.steps.n_lanes > 1 or context.ranks.is_spread:
-        attempt.steps.use(replace(attempt.settings, caches_frozen=False))
-    with context.meter.span("prefix"):
-        attempt.steps.use(
-            replace(attempt.settings, caches_frozen=begin_behind_frozen_layers(attempt))
-        )
     share_prefix(attempt)
     if run_facts.get("steps_per_epoch") != attempt.batches.steps_per_epoch:
         run_facts["steps_per_epoch"] = attempt.batches.steps_per_epoch

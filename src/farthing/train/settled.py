@@ -2,29 +2,23 @@
 that they go on to the bit.
 
 An attempt begins with what earlier ones settled on; the first one with what was planned, or what a
-probe of the like has found. Runs of earlier versions have theirs in plan.json and run.json. Refuses
-to try settings: `autotune` does.
+probe of the like has found. Refuses to try settings: `autotune` does.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from farthing.config.job import Job
 from farthing.events import Warned
 from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
-from farthing.run.folder import RUN, SETTINGS, has_committed, keep, kept, kept_as
+from farthing.run.folder import SETTINGS, keep, kept, kept_as
 from farthing.settings import Settings
-from farthing.tasks.registry import task_of
 from farthing.train.attempt import Attempt, Context
 from farthing.train.autotune_cache import PROBES, known_settings, subject_of
 from farthing.train.setup import Examples, Inputs
-
-SAID_LATER = ("reads_first", "reads_labelled", "own_kernels", "few_shapes", "lean_head")
-"""Settings that no run had before it said so."""
 
 
 def first_settings(
@@ -41,8 +35,10 @@ def first_settings(
     What the job says of micro-batches comes before, and memory that ran out lowers it. Raises
     `RunDamagedError`.
     """
-    planned = Settings() if estimate is None else replace(estimate.settings, caches_frozen=None)
-    settings = _kept(context, planned)
+    planned = Settings() if estimate is None else estimate.settings
+    settings = kept_as(
+        context.folder / SETTINGS, Settings.from_json, lambda text: context.emit(Warned(text))
+    )
     if settings is None:
         settings, may_look = planned, job.train.probe is not False and not job.says_micro_batch
         if estimate is not None and may_look and not settings.probed:
@@ -57,38 +53,9 @@ def first_settings(
     longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
     n_tokens = job.train.micro_batch_tokens or settings.micro_batch_tokens or longest
     settings = replace(settings, micro_batch_tokens=n_tokens, precision=numerics.name)
-    if has_committed(context.folder):
-        # as earlier versions did, which did not say so
-        unsaid = [name for name in SAID_LATER if getattr(settings, name) is None]
-        packed = False if settings.packed is None and task_of(job.task).is_pair else settings.packed
-        said: dict[str, Any] = dict.fromkeys(unsaid, False)
-        settings = replace(settings, packed=packed, **said)
-    # of attempts before the job was corrected nothing holds; earlier versions did not say whose
-    # they were
-    events = [
-        event
-        for event in context.ledger.out_of_memory
-        if event.get("job") in (None, job.fingerprint)
-    ]
+    # of attempts before the job was corrected nothing holds
+    events = [event for event in context.ledger.out_of_memory if event["job"] == job.fingerprint]
     return settings.lowered_by(events)
-
-
-def _kept(context: Context, planned: Settings) -> Settings | None:
-    """What earlier attempts settled on; None where none has. Raises `RunDamagedError`."""
-    folder = context.folder
-    found = kept_as(folder / SETTINGS, Settings.from_json, lambda text: context.emit(Warned(text)))
-    if found is not None:
-        return found
-    facts = kept(folder / RUN) or {}
-    if "keeps_frozen_output" not in facts:
-        return None
-    # as earlier versions kept it; tokens of the micro-batches that share a prefix, 0 where they
-    # share none
-    n_tokens = facts.get("shares_beginnings") or 0
-    found = replace(
-        planned, caches_frozen=bool(facts["keeps_frozen_output"]), shares_prefix=n_tokens > 0
-    )
-    return replace(found, micro_batch_tokens=n_tokens) if n_tokens and not found.probed else found
 
 
 def keep_settings(attempt: Attempt) -> None:

@@ -448,10 +448,8 @@ class Steps:
     def table_of(self, examples: NDArray[np.int64], micro_batch_tokens: int) -> Table:
         """The micro-batches of a step's examples, whichever rank computes them."""
 
-        evenly = bool(self.settings.lanes_even)
-
         def costs(some: NDArray[np.int64]) -> NDArray[np.int64]:
-            return self.forward.costs(self.tokens, some, both_passes=evenly)
+            return self.forward.costs(self.tokens, some)
 
         return rows_of(
             examples,
@@ -460,8 +458,7 @@ class Steps:
             self.n_lanes,
             split=lambda some, most: self.forward.split(self.tokens, some, most),
             squares_at=self.forward.squares_at,
-            costs=costs if self.settings.lane_by_lane and self.forward.mixes_freely else None,
-            evenly=evenly,
+            costs=costs if self.forward.mixes_freely else None,
         )
 
     # ---- memory that runs out ----

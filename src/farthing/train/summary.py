@@ -94,10 +94,6 @@ def _computed_in_words(attempt: Attempt) -> str:
         words.append(forward.apart.why)
     if forward.shares:
         words.append("shared beginnings computed once")
-    if forward.frozen_layers is not None:
-        words.append(
-            f"{plural(forward.frozen_layers.n_layers, 'frozen layer')} computed once for all epochs"
-        )
     words += [
         str(what) for what in (attempt.kernels.lora, attempt.kernels.liger) if what is not None
     ]

@@ -26,8 +26,6 @@ class Pace:
     """Of a step, before any was taken: plain numbers for the ledger."""
 
     def __post_init__(self) -> None:
-        self.fixed_share: float | None = None
-        """Of the seconds of a micro-batch, those that it takes whatever its size."""
         self._utilisation = Utilisation(self.numerics.device)
         self._percent: float | None = None
         self._sampled_at_s = -10.0
@@ -94,8 +92,6 @@ class Pace:
             found["computed_tokens_per_step"] = round(self._n_computed / (self.n_steps - 1), 1)
         if self._compute_s:
             found["forward_share"] = round(self._forward_s / self._compute_s, 4)
-        if self.fixed_share is not None:
-            found["fixed_share"] = round(self.fixed_share, 4)
         return found
 
 
