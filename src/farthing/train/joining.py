@@ -10,6 +10,7 @@ know how they talk: `ranks.py` does.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -147,7 +148,8 @@ def must_be_the_same(
     """Refuse a rank that reads other data, or another model, than the first. Raises
     `RunChangedError`.
     """
-    odd = [key for key, value in of_first.items() if identity.get(key) != value]
+    own = json.loads(json.dumps(identity))  # as it was sent
+    odd = [key for key, value in of_first.items() if own.get(key) != value]
     if odd:
         raise RunChangedError(
             f"rank {context.ranks.index} has another {', '.join(odd[:3])} than the first rank",
