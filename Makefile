@@ -5,7 +5,7 @@ RUN := $(VENV)/bin
 ON_HOLLOW_GPU := OMP_NUM_THREADS=1 FARTHING_GPU=1 $(VENV)/rehearse/bin/python bench/hollow_gpu.py
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-all check pages setup peers peers-llama-factory rehearse-gpu launch-tools clean
+.PHONY: demo test test-all test-days test-newest test-floors mutants lock check pages setup peers peers-llama-factory rehearse-gpu launch-tools clean
 
 demo: setup  ## a fine-tune that is killed, carries on exactly, and prints its receipt
 	$(RUN)/python bench/demo.py
@@ -16,6 +16,29 @@ test: setup  ## the default suite, under ten minutes on two cores
 test-all: setup $(VENV)/.more  ## the long ones too, and those that need bitsandbytes
 	$(PYTEST)
 	PYTHONPATH=$(VENV)/quant $(RUN)/python -m pytest tests/test_quantized.py
+
+# prices grow old and templates ask for the date: what depends on the day, on two other days
+DAYS := 2026-11-20 2031-01-01
+OF_DAYS := catalog prices_verb price_feeds plan plan_verb plan_page same_data chat
+test-days: setup  ## the tests of prices, plans and dates on other days
+	for day in $(DAYS); do \
+	  FARTHING_TODAY=$$day $(PYTEST) -q -m "not slow" $(OF_DAYS:%=tests/test_%.py) || exit 1; \
+	done
+
+# environments of their own: uv takes the newest or the oldest versions that pyproject.toml allows
+test-newest: setup  ## the default suite with the newest versions of everything
+	$(RUN)/uv venv --quiet --clear --seed $(VENV)/newest
+	VIRTUAL_ENV=$(VENV)/newest $(RUN)/uv pip install --quiet --upgrade -e '.[dev]'
+	$(VENV)/newest/bin/python -m pytest -n auto --maxprocesses 8 -m "not slow"
+
+test-floors: setup  ## the default suite with the oldest versions that pyproject.toml allows
+	$(RUN)/uv venv --quiet --clear --seed --python 3.11 $(VENV)/floors
+	VIRTUAL_ENV=$(VENV)/floors $(RUN)/uv pip install --quiet --resolution lowest-direct -e '.[dev]'
+	$(VENV)/floors/bin/python -m pytest -n auto --maxprocesses 8 -m "not slow"
+
+lock: setup  ## constraints.txt: every version, resolved from constraints.in and pyproject.toml
+	$(RUN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
+	  --all-extras -c constraints.in pyproject.toml -o constraints.txt
 
 check: setup  ## style, types, and the site
 	$(RUN)/ruff format --check src tests bench docs

@@ -581,7 +581,7 @@ def test_peers_have_the_versions_that_farthing_is_tested_with() -> None:
         )
         return dict(line.split("==") for line in lines)  # type: ignore[misc]
 
-    ours_, theirs = pins(ROOT / "constraints.txt"), pins(ROOT / "bench" / "peers.txt")
+    ours_, theirs = pins(ROOT / "constraints.in"), pins(ROOT / "bench" / "peers.txt")
     assert set(theirs) - set(ours_) == {"trl"}
     assert all(ours_[name] == version for name, version in theirs.items() if name in ours_)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import RunChangedError, RunInterruptedError
 from farthing.events import Event, StepTaken
-from farthing.run.folder import RUN, kept
+from farthing.run.folder import RUN
 from farthing.tiny import write_jsonl
-from farthing.train.setup import open_examples, open_inputs
+from farthing.train.setup import open_inputs
 from workshop import Heard, make_job, train
 
 DATED = (
@@ -114,44 +113,6 @@ def test_a_template_without_a_date_has_none_in_its_key(
     monkeypatch.setenv("FARTHING_TODAY", "2026-05-03")
     assert open_inputs(job).recipe == key
     assert "tokenization.date" not in open_inputs(job).identity
-
-
-def as_before(folder: Path) -> None:
-    """Make a run folder what it was before texts had versions."""
-    facts = json.loads((folder / RUN).read_text())
-    for key in ("date", "examples_sha256", "job_sha256", "sha256"):
-        facts.pop(key, None)
-    for key in ("tokenization.version", "tokenization.date"):
-        facts["identity"].pop(key, None)
-    facts["started"] = (
-        datetime(2026, 2, 3, 12).astimezone(UTC).isoformat(timespec="seconds")
-    )  # noon here
-    (folder / RUN).write_text(json.dumps(facts))
-
-
-def test_a_run_from_before_goes_on_with_its_split_and_the_date_it_began_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = dated_job(tmp_path, "run", data={"max_train_samples": 20})
-    with monkeypatch.context() as at_claim:
-        at_claim.setattr(
-            "farthing.train.run.open_examples",
-            lambda *_: (_ for _ in ()).throw(RunInterruptedError("stop")),
-        )
-        assert train(job).exit_code == 75
-    as_before(tmp_path / "run")
-    inputs = open_inputs(job)
-    assert (inputs.recipe.version, inputs.recipe.date) == (1, "2026-02-03")
-    assert not {"tokenization.version", "tokenization.source_lang"} & set(inputs.identity)
-    identity = {key: value for key, value in inputs.identity.items() if key != "tokenization.date"}
-    assert identity == (kept(tmp_path / "run" / RUN) or {})["identity"]
-    assert train(job).exit_code == 0
-    found, held_out = open_examples(job, inputs, Heard(), lambda: False)
-    expected = split_by_input(found.tokens.groups, 0.25, 42)
-    assert found.indices.tolist() == expected[0][:20].tolist()
-    assert held_out is not None
-    assert held_out.indices.tolist() == expected[1].tolist()
-    assert found.tokens.inputs is None
 
 
 def test_other_examples_than_a_run_began_with_are_refused(
