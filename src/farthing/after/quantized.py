@@ -31,7 +31,6 @@ from farthing.export.folders import (
 )
 from farthing.export.gguf_file import plan_gguf, read_back, write_gguf
 from farthing.export.modelfile import modelfile
-from farthing.model.light_torch import with_shapes
 from farthing.model.load import ModelChoice, auto_class, load_tokenizer, quiet_libraries
 from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
@@ -137,7 +136,7 @@ def _load_whole(folder: Path, task: str, wish: Wish) -> Any:
     """The model in a folder, all of whose weights were found there. Raises `ModelError`."""
     trust = {"trust_remote_code": wish.trust_remote_code}
     try:
-        model, loading = with_shapes(auto_class(task).from_pretrained)(
+        model, loading = auto_class(task).from_pretrained(
             folder, use_safetensors=True, dtype="auto", output_loading_info=True, **trust
         )
         lacks = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))

@@ -50,9 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if prompt is not None and not prompt.strip():
         raise InputError("the prompt is empty", where="--prompt", to_do="write a text")
-    from farthing.model.light_imports import import_lightly
-
-    import_lightly()
     from farthing.after.chat import Speaker
     from farthing.model.load import quiet_libraries
 

@@ -120,9 +120,6 @@ def _publish(run: Path, arguments: argparse.Namespace) -> Json:
 
 
 def _write(run: Path, arguments: argparse.Namespace) -> Json:
-    from farthing.model.light_imports import import_lightly
-
-    import_lightly()
     output, trust = Path(arguments.output), arguments.trust_remote_code
     if arguments.format in WHOLE:
         from farthing.export.folders import export_run

@@ -38,9 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     job = load_job_or_tell_all(arguments.job, arguments.set)
 
     def work(terminal: Any) -> Any:
-        from farthing.model.light_imports import import_lightly
-
-        import_lightly()
         from farthing.train.probe import probe
 
         return probe(job, terminal, arguments.seconds)

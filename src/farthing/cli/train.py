@@ -112,8 +112,6 @@ def _run(arguments: argparse.Namespace) -> int:
             None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
         )
 
-        loading = None if arguments.retry or seat.by else _begin_to_load(arguments)
-
         from farthing.config.preflight import load_job_or_tell_all
         from farthing.report.receipt import leave_receipt
         from farthing.run.folder import is_finished
@@ -147,7 +145,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if attempt is None:
             attempt = stack.enter_context(opened(folder, job.usd_per_hour))
         attempt.ledger.set_price(job.usd_per_hour)
-        outcome = _train_once(arguments, job, offer, attempt, loading)
+        outcome = _train_once(arguments, job, offer, attempt)
     if isinstance(outcome, str):
         receipt = leave_receipt(folder)
         return _show_end(
@@ -157,18 +155,6 @@ def _run(arguments: argparse.Namespace) -> int:
     return _show_end(
         arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code
     )
-
-
-def _begin_to_load(arguments: argparse.Namespace) -> Any:
-    """The thread that links torch's libraries meanwhile; None where the run that is named is
-    finished.
-    """
-    from farthing.model.light_torch import load_libraries
-    from farthing.run.folder import is_finished
-    from farthing.run.opening import likely_folder
-
-    folder = likely_folder(Path(arguments.job), arguments.set)
-    return None if folder is not None and is_finished(folder) else load_libraries()
 
 
 def _from_launchers(arguments: argparse.Namespace, *, is_told: bool) -> list[str]:
@@ -187,9 +173,7 @@ def _from_launchers(arguments: argparse.Namespace, *, is_told: bool) -> list[str
     return overrides
 
 
-def _train_once(
-    arguments: argparse.Namespace, job: Any, offer: str, attempt: Any, loading: Any
-) -> Any:
+def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> Any:
     """The `Outcome` of an attempt that is on the bill; why it was not begun, where a limit has no
     room for it.
     """
@@ -214,13 +198,7 @@ def _train_once(
 
     try:
         with handled(leave):  # until the run itself listens
-            if loading is not None:
-                loading.join()
             with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
-                from farthing.model.light_imports import import_lightly
-
-                if not seat.by:
-                    import_lightly()
                 from farthing.train.run import train
 
             gc.freeze()  # what the loop looks through later is what the run has made

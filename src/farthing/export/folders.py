@@ -22,7 +22,6 @@ from transformers import GenerationConfig
 from farthing.errors import InputError, ModelError
 from farthing.model.adapter_start import as_one_adapter
 from farthing.model.adapters import break_ties
-from farthing.model.light_torch import with_shapes
 from farthing.model.load import (
     ModelChoice,
     auto_class,
@@ -283,7 +282,6 @@ def _adapted(job: Json, source: Path, dtype: torch.dtype, trust_remote_code: boo
         return peft.PeftModel.from_pretrained(base, source, torch_device="cpu").eval()
 
 
-@with_shapes
 def _read(folder: Path, job: Json, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
     """A whole model in a folder, in evaluation mode."""
     auto, trust = auto_class(job["task"]), {"trust_remote_code": trust_remote_code}

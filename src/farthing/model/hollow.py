@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from farthing.model.light_torch import with_shapes
 
-
-@with_shapes
 def skeleton(auto: Any, config: Any, *, trust_remote_code: bool = False) -> Any:
     """The layers of a model and their shapes, without memory."""
     with torch.device("meta"):

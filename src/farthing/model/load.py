@@ -29,7 +29,6 @@ from farthing.device_memory import in_words, reported
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 from farthing.model.hollow import hollow, skeleton
-from farthing.model.light_torch import with_shapes
 from farthing.model.loss import decoder_inputs
 from farthing.model.positions import max_positions, most_unblocked, scale_positions, stretch
 from farthing.model.weights import ends_of_weights, weights_sha256
@@ -264,7 +263,6 @@ class FourBits(NamedTuple):
     but: tuple[str, ...] = ()
 
 
-@with_shapes
 def load_model(
     choice: ModelChoice,
     config: Any,

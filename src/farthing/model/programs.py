@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.fx.experimental._config
 
-from farthing.model.light_imports import tell_compiler
-
 # of one code: torch gives up at 8, which T5's layers need already. Flex attention is compiled for
 # each window, with gradients and without, for up to 128 tokens and for more, and with and without a
 # shared beginning
@@ -32,7 +30,6 @@ def in_programs(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     What torch fails to compile is computed as it was, unless `how` has `fullgraph`: then it is an
     error.
     """
-    tell_compiler()
     compiled = torch.compile(function, dynamic=True, **how)
 
     @functools.wraps(function)
