@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import workshop
 from farthing.cli import main
-from farthing.errors import InputError, ModelError, RunChangedError
+from farthing.errors import FarthingError, InputError, RunChangedError
 from farthing.report.receipt import build_receipt
 from thinned import thinned
 from workshop import Watched, losses_of, make_job
@@ -23,7 +23,12 @@ from workshop import Watched, losses_of, make_job
 
 def second(folder: Path, source: str, **keys: Any) -> Any:
     """A job in the same folder with another run folder, that begins from `source`."""
-    path = workshop.job_file(folder, "llama", **keys)
+    return second_of(folder, "llama", source, **keys)
+
+
+def second_of(folder: Path, family: str, source: str, **keys: Any) -> Any:
+    """`second` of a family."""
+    path = workshop.job_file(folder, family, **keys)
     values = yaml.safe_load(path.read_text())
     values["output_dir"] = "second"
     values["model"] = {
@@ -99,6 +104,53 @@ def test_another_step_is_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ({"lora_alpha": 8}, r"method.lora_alpha is 32.0 there and 8.0 here"),
+        ({"use_rslora": True}, r"method.use_rslora is false there and true here"),
+        ({"name": "qlora"}, r"bitsandbytes|method.name"),
+    ],
+)
+def test_weights_that_mean_something_else_are_refused(
+    method: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"max_steps": 2, "n_rows": 24, "pretrained": True}
+    workshop.train(make_job(tmp_path, "llama", method={"name": "lora"}, **keys))
+    with pytest.raises(FarthingError, match=words):
+        workshop.train(second(tmp_path, "run", method={"name": "lora", **method}, **keys))
+    assert not (tmp_path / "second/checkpoints").exists()
+
+
+@pytest.mark.parametrize("change", ["base", "seed"])
+def test_another_base_under_the_same_adapter_is_refused(change: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"max_steps": 2, "n_rows": 24, "method": "lora"}
+    keys["pretrained"] = change == "base"
+    workshop.train(make_job(tmp_path, "llama", **keys))
+    if change == "base":
+        from safetensors.torch import save_file
+
+        path = tmp_path / "base/model.safetensors"
+        tensors = load_file(path)
+        save_file({name: t + 0.01 for name, t in tensors.items()}, path, {"format": "pt"})
+    else:
+        keys["seed"] = 7
+    with pytest.raises(InputError, match=r"model \(content\)|train.seed is 42 there and 7 here"):
+        workshop.train(second(tmp_path, "run", **keys))
+
+
+def test_other_classes_are_refused(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"max_steps": 2, "pretrained": True}
+    workshop.train(make_job(tmp_path, "bert", rows=workshop.rows_of("bert", 24), **keys))
+    names = {"food": "a", "sport": "b", "weather": "c"}
+    rows = [{**row, "label": names[row["label"]]} for row in workshop.rows_of("bert", 24)]
+    job = second_of(tmp_path, "bert", "run", rows=rows, **keys)
+    with pytest.raises(
+        InputError, match=r'\["food", "sport", "weather"\] there and \["a", "b", "c"\]'
+    ):
+        workshop.train(job)
+
+
+@pytest.mark.parametrize(
     ("source", "words"),
     [
         ("run:9", "no checkpoint of step 9"),
@@ -116,11 +168,10 @@ def test_what_is_not_there_is_said(source: str, words: str, tmp_path: Path) -> N
 def test_a_damaged_checkpoint_or_another_method_is_refused(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"max_steps": 2, "n_rows": 24}
     workshop.train(make_job(tmp_path, "llama", method="lora", **keys))
-    with pytest.raises(ModelError, match="another model"):
+    with pytest.raises(InputError, match=r"method\.name"):
         workshop.train(second(tmp_path, "run", method="full", **keys))
     model = next((tmp_path / "run/checkpoints").glob("step-*")) / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-4] + b"0000")
-    shutil.rmtree(tmp_path / "second")
     with pytest.raises(InputError, match="damaged"):
         workshop.train(second(tmp_path, "run", method="lora", **keys))
 

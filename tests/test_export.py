@@ -415,3 +415,17 @@ def test_a_run_at_its_limit_is_let_in_to_write_a_damaged_model_again(tmp_path: P
     assert "model.safetensors differs" in heard.warnings
     assert not heard.of(StepTaken)
     assert files_of(run / "model") == whole
+
+
+def test_an_exported_model_is_for_all_who_may_read_its_folder(tmp_path: Path) -> None:
+    """A container runs under another user; safetensors are written for their owner alone."""
+    job = make_job(tmp_path, "llama", method="lora", max_steps=1, n_rows=8)
+    workshop.train(job)
+    before = os.umask(0o022)
+    try:
+        export_run(Path(job.output_dir), tmp_path / "merged", "merged")
+    finally:
+        os.umask(before)
+    modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "merged").rglob("*")}
+    assert modes == {"0o644"}
+    assert (Path(job.output_dir).stat().st_mode & 0o777) == 0o700

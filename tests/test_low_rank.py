@@ -13,15 +13,20 @@ import peft
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from farthing.config.load import load_job
+from farthing.errors import ModelError
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import LowRankLinear, leave_low_rank, use_low_rank
 from farthing.model.loss import summed_loss
+from test_attention import model_of
 from test_head import N_WORDS, assert_same, gradients_of, make_batch, make_model, task_of
 from thinned import thinned
+from workshop import train
 
 CLOSE, CLOSE_BF16 = 1e-5, 3e-2
 KINDS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
@@ -502,3 +507,42 @@ def test_mixed_precision_without_autocast_is_computed_by_peft() -> None:
     theirs, _ = outcome(model)
     use_low_rank(model)
     assert torch.equal(outcome(model)[0], theirs)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_an_embedding_is_not_taken_apart(init: str) -> None:
+    adapter = Adapter(r=2, target_modules=("embed_tokens", "q_proj"), init=init)
+    with pytest.raises(ModelError, match="`embed_tokens` is an embedding"):
+        add_adapter(model_of("llama"), adapter, "causal-lm", 0)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_layers_of_gpt2_begin_as_what_they_are(init: str) -> None:
+    """Its weights stand the other way round, [in, out]."""
+    plain, model = model_of("gpt2"), model_of("gpt2")
+    model = add_adapter(model, Adapter(r=2, init=init), "causal-lm", 0)
+    ids = torch.arange(3, 9)[None]
+    torch.testing.assert_close(
+        model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits
+    )
+    layer = model.get_base_model().transformer.h[0].attn.c_attn
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    w = layer.get_base_layer().weight.T
+    q, r = torch.linalg.qr(w.detach())
+    if init == "olora":
+        torch.testing.assert_close((b @ a).detach(), q[:, :2] @ r[:2])
+
+
+def test_positions_of_bart_are_trained_whole(tmp_path: Path) -> None:
+    from every_family import make_framing_tokenizer, small_config, small_model, write_job
+
+    small_model("bart", "seq2seq", small_config("bart", "seq2seq")).save_pretrained(
+        tmp_path / "base"
+    )
+    make_framing_tokenizer(tmp_path / "base", "seq2seq")
+    path = write_job(tmp_path, "seq2seq", "lora", max_steps=1, predict_with_generate=False)
+    text = path.read_text().replace("lora_r: 2", "lora_r: 2\n  modules_to_save: embed_positions")
+    path.write_text(text)
+    assert train(load_job(path)).state == "finished"
+    saved = load_file(tmp_path / "run-lora/model/adapter_model.safetensors")
+    assert any("embed_positions" in name for name in saved)

@@ -22,6 +22,7 @@ from farthing.model.activation_checkpointing import (
     choose_checkpointing,
 )
 from farthing.model.attention import Documents
+from farthing.model.casts import Casts
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.head import How, head_loss
@@ -31,7 +32,6 @@ from farthing.train.prefix_budget import accumulates
 from farthing.train.run import opened_attempt
 from on_gpu.work import config_of
 from test_memory import BLOCK_BYTES, cut_config
-from thinned import thinned
 from traced import Alive, fake_model, own_loss, traced_peak
 from workshop import Heard, make_job
 
@@ -50,6 +50,7 @@ class Case(NamedTuple):
     n_documents: int = 8
     accumulates: bool = False
     n_layers: int | None = None
+    casts_once: bool = False
 
 
 def config_for(case: Case) -> Any:
@@ -110,6 +111,7 @@ def judged(case: Case) -> tuple[MemoryNeed, int]:
                 free_bytes=1 << 50,
                 head=Linear(2 * head - twice, (twice - head) / largest),
                 autocast=torch.bfloat16,
+                casts_once=case.casts_once,
             ),
             wanted=case.every,
         )
@@ -126,6 +128,7 @@ def seen(case: Case) -> int:
         documents=(LENGTH,) * case.n_documents,
         n_targets=LENGTH * case.n_documents,
         accumulates=case.accumulates,
+        casts_once=case.casts_once,
         loss=own_loss,
         **how(case),
     )
@@ -150,6 +153,9 @@ def agree(case: Case, rel: float = 0.05) -> None:
 CASES = [
     Case("1B", "full", 0, n_layers=3),
     Case("1B", "full", 1, accumulates=True, n_layers=2),
+    Case("1B", "full", 1, 2, accumulates=True, n_layers=2, casts_once=True),
+    Case("1B", "full", 0, 2, accumulates=True, n_layers=3, casts_once=True),
+    Case("1B", "full", 1, 4, n_layers=3, casts_once=True),
     Case("0.5B", "lora", 2, n_layers=3),
     Case("1B", "qlora", 1, n_layers=3),
 ]
@@ -173,7 +179,7 @@ def named(case: Case) -> str:
 
 
 @pytest.mark.usefixtures("_large_blocks")
-@pytest.mark.parametrize("case", thinned(CASES, 4), ids=named)
+@pytest.mark.parametrize("case", CASES, ids=named)
 def test_the_need_judged_from_two_short_documents_is_the_peak_of_a_step(case: Case) -> None:
     agree(case)
 
@@ -232,9 +238,18 @@ def test_the_need_is_that_of_the_largest_micro_batch_that_comes(
             n_passes[0] += 1
             return loss(forward, *more)
 
+        attempt.forward.casts = Casts(attempt.model, torch.bfloat16)
+        keeps_copies, kept = list[bool](), Casts.kept
+
+        def noted(casts: Casts, *, adds: bool, several: bool = True) -> Any:
+            keeps_copies.append(several)
+            return kept(casts, adds=adds, several=several)
+
+        monkeypatch.setattr(Casts, "kept", noted)
         monkeypatch.setattr(Forward, "loss", counted)
         steps.rehearse(0, lambda: accumulates(*asked, budget))
         assert n_passes == [2 if has_several else 1]
+        assert keeps_copies == [has_several], "for the next pass, as a step has them"
 
 
 @pytest.mark.parametrize("cap", [None, 30.0])

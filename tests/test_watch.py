@@ -157,11 +157,13 @@ def test_all_runs_are_listed_with_what_the_month_has_cost(
 ) -> None:
     for name in ("a", "deep/b"):
         shutil.copytree(finished, tmp_path / name)
+    shutil.copytree(finished.parent / "store", tmp_path / "store")
     (tmp_path / "broken").mkdir()
     shutil.copy(finished / "ledger.jsonl", tmp_path / "broken")
     (tmp_path / "broken" / "job.json").write_text("[1]")
     found = json.loads(listed(capsys, str(tmp_path), "--json"))
     rows, total = found["runs"], found["totals"]
+    assert found["stores"] == [str(tmp_path / "store")]
     assert {Path(row["run"]).name: row["state"] for row in rows} == {
         "a": "finished",
         "b": "finished",

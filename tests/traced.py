@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from transformers import (
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapter_start import take_start_away
 from farthing.model.attention import Documents, go_packed, packed_logits
+from farthing.model.casts import Casts, add_up
 from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import use_low_rank
 from farthing.model.loss import POSITIONS, TARGETS
@@ -243,6 +245,7 @@ def traced_peak(
     adapters_fp32: bool = True,
     keeps_start: bool = False,
     accumulates: bool = False,
+    casts_once: bool = False,
     loss: Callable[[Any, Tensor, str, int], Any] = labelled_loss,
 ) -> int:
     """Peak bytes of a step with fused AdamW, whose state is there already.
@@ -275,7 +278,8 @@ def traced_peak(
             [list(model.parameters()), [list(of.values()) for of in optimizer.state.values()]]
         ):
             alive.add(tensor)
-        with alive:
+        casts = Casts(model, torch.bfloat16) if casts_once else None
+        with alive, casts.kept(adds=True, several=accumulates) if casts else nullcontext():
             for _ in range(2 if accumulates else 1):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                     if documents:
@@ -284,7 +288,9 @@ def traced_peak(
                         result = loss(model, ids, task, n_targets)
                 value = result if isinstance(result, Tensor) else result.loss
                 value.backward()
+                add_up()
                 del result, value
+        with alive:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     return alive.peak

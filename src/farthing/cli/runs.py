@@ -30,16 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every run found."""
-    from farthing.report.runs import as_csv, totals
+    from farthing.report.runs import as_csv, stores_in, totals
 
     now = time.time()
     rows = [row for where in arguments.where for row in _rows_of(where, now)]
+    folders = [Path(where) for where in arguments.where if not names_a_store(where)]
+    stores = [store for folder in folders for store in stores_in(folder)]
     if arguments.json:
-        print_json({"runs": [asdict(row) for row in rows], "totals": totals(rows, now)})
+        print_json(
+            {
+                "runs": [asdict(row) for row in rows],
+                "totals": totals(rows, now),
+                "stores": stores,
+            }
+        )
     elif arguments.csv:
         sys.stdout.write(as_csv(rows))
     else:
-        _draw(rows, totals(rows, now))
+        _draw(rows, totals(rows, now), stores)
     return EXIT_FINISHED
 
 
@@ -59,11 +67,17 @@ def _rows_of(where: str, now: float) -> list[Any]:
     return runs_in(Path(where), now)
 
 
-def _draw(rows: list[Any], total: dict[str, Any]) -> None:
+def _draw(rows: list[Any], total: dict[str, Any], stores: list[str]) -> None:
     from farthing.report.safe import escape
     from farthing.units import plural, say_seconds, say_usd
 
     console = rich_console()
+    if stores:
+        console.print(
+            f"stores are not looked into: {escape(', '.join(stores))}; `farthing runs STORE` shows"
+            " the run of one",
+            soft_wrap=True,
+        )
     if not rows:
         console.print("no runs here")
         return

@@ -88,13 +88,15 @@ class MemoryNeed:
     working: Linear
     """Of the backward pass of a layer, besides what was saved."""
     casts_bytes: int
-    """Copies of trained matrices that autocast keeps until the forward pass is over."""
+    """Copies of trained matrices: autocast keeps them until the forward pass is over."""
     head: Linear
     """Of the loss."""
     free_bytes: int
     checkpoint_every: int
     """0: no layer is checkpointed; 1: each; 2: each second."""
     gathered: Gathered = NOTHING
+    casts_once: bool = False
+    """The copies are made once a step (`Casts`), and are there until they are not needed again."""
     begins_with_a_layer: bool = False
     """The last layer is checkpointed: the backward pass begins with computing it again, beside all
     that was saved.
@@ -109,12 +111,16 @@ class MemoryNeed:
         layer = self.layer.at(n) if self.begins_with_a_layer else 0.0
         almost_all = grad.all_bytes - grad.embedding_bytes - grad.layer_bytes
         copies = max(0.0, self.casts_bytes - self.saved.constant_bytes)
+        going_back = copies if self.casts_once else 0.0
+        at_the_end = self.casts_bytes if self.casts_once and grad.accumulate else 0
         sums = grad.embedding_bytes * ((2 if grad.is_tied else 0) + (1 if held else 0))
         taken = {
             "loss": held + grad.head_bytes + saved + copies + self.head.at(n),
-            "backward": (held or grad.head_bytes) + waiting + saved + layer + working,
-            "last layer": (held or almost_all) + waiting + self.layer.at(n) + working,
-            "embeddings": grad.all_bytes + sums,
+            "backward": (held or grad.head_bytes) + waiting + saved + going_back + layer + working,
+            "last layer": (
+                (held or almost_all) + waiting + self.layer.at(n) + working + at_the_end
+            ),
+            "embeddings": grad.all_bytes + sums + at_the_end,
         }
         of_others = {"loss": self.gathered.loss, "embeddings": self.gathered.end}
         return {
@@ -221,6 +227,8 @@ class Beside(NamedTuple):
     head: Linear
     """What the head and the loss take of a micro-batch."""
     autocast: torch.dtype | None = None
+    casts_once: bool = False
+    """Copies of the weights are made once a step, see `MemoryNeed`."""
     gathered: Gathered = NOTHING
 
 
@@ -262,6 +270,7 @@ def choose_checkpointing(
             layer=layer,
             working=_working(model),
             casts_bytes=_casts_bytes(model, beside.autocast),
+            casts_once=beside.casts_once,
             head=beside.head,
             free_bytes=beside.free_bytes,
             checkpoint_every=every,

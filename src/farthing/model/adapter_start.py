@@ -37,8 +37,12 @@ def base_is_kept() -> Iterator[None]:
             base = layer.get_base_layer()
             weight = base.weight.data
             base.weight.data = weight.clone()  # OLoRA writes into it
-            init(layer, *arguments)
-            base.weight.data = weight
+            if init is own["olora_init"] and getattr(layer, "fan_in_fan_out", False):
+                base.weight.data = weight.T.clone()  # peft takes it for [out, in] always
+            try:
+                init(layer, *arguments)
+            finally:
+                base.weight.data = weight
 
         return begin
 

@@ -76,6 +76,12 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
             if isinstance(m, nn.Linear | Conv1D)
         }
     )
+    if begins_from_base(adapter.init) and (odd := _embeddings_among(model, targets)):
+        raise ModelError(
+            f"`{odd[0]}` is an embedding: {adapter.init} takes the weights of linear layers apart",
+            where="method.init_lora_weights",
+            to_do=(f"leave {odd[0]} out of method.target_modules, or use init_lora_weights: true"),
+        )
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings(), base_is_kept():
@@ -84,7 +90,11 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
     except (ValueError, KeyError) as error:
         raise ModelError(
             f"no adapter can be made: {str(error).splitlines()[0][:200]}",
-            where="method.target_modules",
+            where=(
+                "method.init_lora_weights"
+                if "initialization" in str(error)
+                else "method.target_modules"
+            ),
             to_do=(
                 f"use {'' if targets == 'all-linear' else 'all-linear, or '}names among"
                 f" {', '.join(linear)}"
@@ -98,6 +108,16 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # masters in fp32 whatever the base is in
     return wrapped
+
+
+def _embeddings_among(model: Any, targets: str | list[str]) -> list[str]:
+    """The embeddings that `targets` name."""
+    return [
+        wanted
+        for wanted in (targets if isinstance(targets, list) else [])
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and f".{name}".endswith(f".{wanted}")
+    ]
 
 
 def _not_linear(model: Any) -> list[str]:

@@ -252,11 +252,13 @@ def of_models_code(error: Exception) -> ModelError | None:
             to_do="train other layers (method.target_modules), or all of them (method: full)",
         )
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    of_model = [
-        code
-        for code in codes
-        if re.search(r"transformers(_modules|[/\\]models)[/\\]", code.co_filename)
-    ]
+    ours = str(Path(__file__).parents[1])
+    of_model: list[Any] = []
+    for code in codes:
+        if code.co_filename.startswith(ours):
+            of_model = []  # what it calls from here on is no fault of a model outside
+        elif re.search(r"transformers(_modules|[/\\]models)[/\\]", code.co_filename):
+            of_model.append(code)
     if not of_model:
         return None
     return ModelError(

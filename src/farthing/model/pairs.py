@@ -210,6 +210,7 @@ def _passes_padding(stack: Any) -> bool:
     are given the tokens.
     """
     places = getattr(stack, "embed_positions", None)
+    places = getattr(places, "original_module", places)  # which peft wraps to train it whole
     return (
         places is not None
         and "position_ids" not in inspect.signature(type(places).forward).parameters

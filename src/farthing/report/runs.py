@@ -57,10 +57,24 @@ def runs_in(folder: Path, now: float) -> list[Row]:
     return sorted(rows, key=lambda row: row.began or "", reverse=True)
 
 
+def stores_in(folder: Path) -> list[str]:
+    """The stores in and below a folder, which are not looked into."""
+    return sorted(str(path) for path, is_store in _found(folder) if is_store)
+
+
 def _run_folders(folder: Path) -> Iterator[Path]:
+    return (path for path, is_store in _found(folder) if not is_store)
+
+
+def _found(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """(a run folder or a store, whether it is a store)."""
     for where, folders, files in os.walk(folder):
+        if "data" in folders and ("commits" in folders or "writers" in folders):
+            yield Path(where), True
+            folders.clear()  # its data/ has copies of a run's files
+            continue
         if LEDGER in files:
-            yield Path(where)
+            yield Path(where), False
         folders[:] = [name for name in folders if name not in _NOT_LOOKED_INTO]
 
 

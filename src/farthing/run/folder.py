@@ -25,7 +25,7 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -74,8 +74,16 @@ COPIES = "run_files"
 """Under this name a checkpoint's manifest has a copy of each, None where there is no such file."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
 EXAMPLES = "examples_sha256"
+LABEL_NAMES = "label_names"
 """In run.json once an attempt knew the run's examples."""
-_OF_ATTEMPTS = ("keeps_frozen_output", "shares_beginnings", "steps_per_epoch", EXAMPLES, "finished")
+_OF_ATTEMPTS = (
+    "keeps_frozen_output",
+    "shares_beginnings",
+    "steps_per_epoch",
+    EXAMPLES,
+    LABEL_NAMES,
+    "finished",
+)
 _SEAL = "sha256"
 
 Warn = Callable[[str], None]
@@ -365,13 +373,13 @@ def began(folder: Path, text_version: int) -> Began:
     return Began(today().isoformat(), text_version)
 
 
-def same_examples(folder: Path, facts: Json, sha256: str) -> Json:
-    """Note which examples the run has, or check that they are those it began with. Raises
-    `RunChangedError`.
+def same_examples(folder: Path, facts: Json, sha256: str, label_names: Sequence[str]) -> Json:
+    """Note which examples and classes the run has, or check that they are those it began with.
+    Raises `RunChangedError`.
     """
     before = facts.get(EXAMPLES)
     if before is None:
-        facts = {**facts, EXAMPLES: sha256}
+        facts = {**facts, EXAMPLES: sha256, LABEL_NAMES: list(label_names)}
         keep(folder / RUN, facts)
     elif before != sha256:
         raise RunChangedError(

@@ -392,10 +392,13 @@ def sweep_drafts(folder: Path, of: Collection[str] = ()) -> int:
 
 def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
     """Write a folder for others (an exported model) so that it appears whole, replacing an earlier
-    one.
+    one. Who may read the folder may read its files, whatever a library has made them.
     """
     with _folder_draft(final) as draft:
         fill(draft)
+        mode = draft.stat().st_mode & 0o777
+        for path in draft.rglob("*"):
+            path.chmod(mode if path.is_dir() else mode & 0o666)
         for path in (*draft.rglob("*"), draft):
             fsync_path(path)
         if final.exists():

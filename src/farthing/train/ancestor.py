@@ -6,17 +6,19 @@ damaged or of another model, and to write anything into the ancestor's folder.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from farthing.config.job import Job
-from farthing.errors import InputError
+from farthing.errors import InputError, RunDamagedError
 from farthing.report.receipt import build_receipt
 from farthing.run.checkpoint import Part
-from farthing.run.folder import CHECKPOINTS, RUN, kept
+from farthing.run.folder import CHECKPOINTS, LABEL_NAMES, RUN, kept, kept_job
 from farthing.run.parts import RowsOf, contents_of, read_part
 from farthing.storage.files import DamagedFileError, read_manifest, verify_folder
 
@@ -67,9 +69,10 @@ def find_ancestor(job: Job) -> Ancestor | None:
     return Ancestor(run, wanted, saves[wanted])
 
 
-def ancestor_identity(job: Job) -> dict[str, str]:
-    """What the beginning follows from, for the identity of a run; as it was noted, where the
-    ancestor is gone meanwhile.
+def ancestor_identity(job: Job, identity: Mapping[str, object]) -> dict[str, str]:
+    """What the beginning follows from, for the identity of a run that is else `identity`; as it
+    was noted, where the ancestor is gone meanwhile. Raises `InputError` where the ancestor's
+    weights mean something else in this run.
     """
     if job.model.from_run is None:
         return {}
@@ -77,11 +80,59 @@ def ancestor_identity(job: Job) -> dict[str, str]:
     try:
         found = find_ancestor(job)
         assert found is not None
-        return {KEY: _content(found)}
+        content = {KEY: _content(found)}
     except (InputError, DamagedFileError):
         if noted is None:
             raise
         return {KEY: noted}
+    if noted is None:
+        _refuse_other_meaning(job, found, identity)
+    return content
+
+
+_MEANING = (
+    "task",
+    "method.name",
+    "method.lora_r",
+    "method.lora_alpha",
+    "method.use_rslora",
+    "method.use_dora",
+    "model.init",
+    "model.rope_scaling",
+    "model (content)",
+    "tokenizer (content)",
+    "train.seed",
+)
+"""Keys of an identity without which tensors of the same names and shapes compute something else."""
+
+
+def _refuse_other_meaning(job: Job, found: Ancestor, identity: Mapping[str, object]) -> None:
+    before = (kept(found.run / RUN) or {}).get("identity", {})
+    keys = set(_MEANING)
+    if job.method.name == "full":
+        keys -= {key for key in _MEANING if key.startswith("method.") and key != "method.name"}
+    if job.method.name == "full" or job.model.init != "random":
+        keys.discard("train.seed")  # else the frozen weights are drawn from it
+    with contextlib.suppress(RunDamagedError):
+        if kept_job(found.run)["data"]["chat_template"] != job.data.chat_template:
+            keys.discard("tokenizer (content)")  # which the template is a part of
+    for key in _MEANING:
+        if key in keys and before.get(key) != identity.get(key):
+            _refuse(found, f"{key} is", _brief(before.get(key)), _brief(identity.get(key)))
+
+
+def _refuse(found: Ancestor, what: str, there: str, here: str) -> None:
+    raise InputError(
+        f"the weights of step {found.step} mean something else in this job: {what} {there} there"
+        f" and {here} here",
+        where=f"{_WHERE}: {found.run}",
+        to_do="use the settings of that run, or export its model and name that folder as model:",
+    )
+
+
+def _brief(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:24]}..."
 
 
 def _content(found: Ancestor) -> str:
@@ -93,12 +144,18 @@ def _content(found: Ancestor) -> str:
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
 
-def begin_from(found: Ancestor, model: Part, rows_of: RowsOf) -> dict[str, Any]:
+def begin_from(
+    found: Ancestor, model: Part, rows_of: RowsOf, label_names: Sequence[str]
+) -> dict[str, Any]:
     """Put the ancestor's trained weights, or rows of them, into `model`; returns what the receipt
-    says of it.
+    says of it. `label_names` are this run's classes.
 
     Raises `InputError`, `ModelError`.
     """
+    facts = kept(found.run / RUN) or {}
+    classes = facts.get(LABEL_NAMES, [])
+    if classes != list(label_names):
+        _refuse(found, "the classes are", _brief(classes), _brief(list(label_names)))
     try:
         verify_folder(found.folder)
         tensors = read_part(found.folder, "model", rows_of)
@@ -113,7 +170,7 @@ def begin_from(found: Ancestor, model: Part, rows_of: RowsOf) -> dict[str, Any]:
     before = receipt.ancestor or {}
     return {
         "run": str(found.run),
-        "run_id": (kept(found.run / RUN) or {}).get("run_id"),
+        "run_id": facts.get("run_id"),
         "step": found.step,
         "wall_s": receipt.wall_s + before.get("wall_s", 0.0),
         "usd": receipt.usd + before.get("usd", 0.0),

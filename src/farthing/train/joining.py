@@ -274,7 +274,12 @@ def _take_rows(attempt: Attempt) -> None:
     if folder is not None:
         checkpoints.restore(Path(folder), attempt.state)
     elif (found := find_ancestor(attempt.job)) is not None:
-        begin_from(found, attempt.state["model"], ranks.rows_of)
+        begin_from(
+            found,
+            attempt.state["model"],
+            ranks.rows_of,
+            attempt.train_examples.tokens.label_names,
+        )
     attempt.saving.mark = tuple(mark)
 
 

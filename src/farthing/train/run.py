@@ -290,7 +290,10 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
         return ended
     attempt = _open(job, context, inputs, numerics, EXAMPLES in run_facts)
     run_facts = same_examples(
-        folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples)
+        folder,
+        run_facts,
+        examples_sha256(attempt.train_examples, attempt.eval_examples),
+        attempt.train_examples.tokens.label_names,
     )
     meter.enter("restore")
     emit(Working("looking for a checkpoint"))
@@ -367,7 +370,12 @@ def _begin(attempt: Attempt, run_facts: Json) -> Json:
         return run_facts
     run_facts = {
         **run_facts,
-        "ancestor": begin_from(found, attempt.state["model"], attempt.context.ranks.rows_of),
+        "ancestor": begin_from(
+            found,
+            attempt.state["model"],
+            attempt.context.ranks.rows_of,
+            attempt.train_examples.tokens.label_names,
+        ),
     }
     keep(attempt.context.folder / RUN, run_facts)
     attempt.context.emit(Note(f"begins with the weights of step {found.step} of {found.run}"))

@@ -225,9 +225,8 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
         if data.eval
         else []
     )
-    identity = identity_of(
-        job, choice, config, tokenizer, train_sources, eval_sources, recipe
-    ) | ancestor_identity(job)
+    identity = identity_of(job, choice, config, tokenizer, train_sources, eval_sources, recipe)
+    identity |= ancestor_identity(job, identity)
     return Inputs(choice, config, tokenizer, train_sources, eval_sources, recipe, identity)
 
 
@@ -557,6 +556,7 @@ def settle_checkpointing(
             autocast=(
                 None if spread is not None and spread.casts_rows else forward.numerics.autocast
             ),
+            casts_once=forward.casts is not None,
             gathered=Gathered() if spread is None else spread.gathered,
         ),
         wanted=wanted if wanted == "auto" else int(wanted),

@@ -228,10 +228,11 @@ class Steps:
         examples = self.batches.examples_of(step)
         largest = self._largest_cell(step)
         arrays = self.forward.collate(self.tokens, largest)
-        once = MicroBatch(step, examples, largest, arrays, True)
+        last = MicroBatch(step, examples, largest, arrays, is_last=True)
         with self.ranks.all_or_none():
             is_one = self.n_lanes == 1 and not self.ranks.is_spread and not adds_up()
-            self.accumulate(iter([once] if is_one else [once, once]), counts=False)
+            passes = [last] if is_one else [replace(last, is_last=False), last]
+            self.accumulate(iter(passes), counts=False)
             reserve_for_update(self.optimizer)
             load_update_kernels(self.optimizer)
         if self.ranks.spreads is not None:
