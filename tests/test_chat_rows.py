@@ -23,7 +23,7 @@ PLAIN = (
 """A template without generation marks."""
 
 
-def read(row: dict[str, Any], template: str = PLAIN, version: int = 3) -> Any:
+def read(row: dict[str, Any], template: str = PLAIN) -> Any:
     tokenizer = SimpleNamespace(
         chat_template=template,
         special_tokens_map={"eos_token": "</s>"},
@@ -31,7 +31,7 @@ def read(row: dict[str, Any], template: str = PLAIN, version: int = 3) -> Any:
         backend_tokenizer=None,
     )
     name = "conversations" if "conversations" in row else "messages"
-    return converter(name, {}, {}, tokenizer, "causal-lm", version=version)(row)
+    return converter(name, {}, {}, tokenizer, "causal-lm")(row)
 
 
 def learned(row: dict[str, Any], template: str = PLAIN) -> str:
@@ -104,8 +104,6 @@ def test_text_in_parts_is_text_and_pictures_are_not() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b?"}]
     row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A"}]}
     assert read(row).segments[0][0] == "<user>ab?</s><assistant>"
-    with pytest.raises(Unusable, match="not text"):
-        read(row, version=2)  # as runs of then went on reading it
     row["messages"][0]["content"] = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
     kind = foreign_kind(row, "causal-lm")
     assert kind is not None
@@ -181,10 +179,7 @@ WITH_TOOLS: dict[str, Any] = {
 
 def test_a_call_that_the_template_leaves_out_is_no_empty_answer() -> None:
     with pytest.raises(Unusable, match="leaves out `tool_calls`: an empty answer would be learned"):
-        read(WITH_TOOLS, NO_TOOLS, version=4)
-    assert "<assistant></s>" in "".join(
-        text for text, _ in read(WITH_TOOLS, NO_TOOLS, version=3).segments
-    )
+        read(WITH_TOOLS, NO_TOOLS)
     assert "add" in learned(WITH_TOOLS, PLAIN)
 
 
@@ -260,7 +255,7 @@ def test_a_call_that_is_context_is_no_answer() -> None:
         {"role": "assistant", "tool_calls": [CALL], "weight": 0},
     ]
     turns += [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "B"}]
-    text = read({"messages": turns}, NO_TOOLS, version=4)
+    text = read({"messages": turns}, NO_TOOLS)
     assert [part for part, is_target in text.segments if is_target] == ["B</s>"]
 
 
@@ -282,31 +277,16 @@ def test_an_answer_that_says_nothing_is_not_learned_as_an_empty_one(
 ) -> None:
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", **said}, *talk()[2:]]
     with pytest.raises(Unusable, match="message 2: the assistant says nothing"):
-        read({"messages": turns}, template, version=6)
-    assert (
-        len(
-            [
-                1
-                for _, is_target in read({"messages": turns}, template, version=5).segments
-                if is_target
-            ]
-        )
-        == 2
-    )
+        read({"messages": turns}, template)
     turns[1]["weight"] = 0  # as context it may
     assert [
-        text
-        for text, is_target in read({"messages": turns}, template, version=6).segments
-        if is_target
+        text for text, is_target in read({"messages": turns}, template).segments if is_target
     ] == ["B</s>"]
 
 
 def test_an_answer_of_sharegpt_and_an_earlier_one_of_alpaca_may_not_be_empty_either() -> None:
     with pytest.raises(Unusable, match="message 2: the assistant says nothing"):
-        read(
-            {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": ""}]},
-            version=6,
-        )
+        read({"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": ""}]})
     tokenizer = SimpleNamespace(
         chat_template=PLAIN,
         special_tokens_map={"eos_token": "</s>"},
@@ -330,16 +310,9 @@ def test_of_a_chat_that_begins_with_the_assistant_what_stands_before_it_is_not_l
     template: str,
 ) -> None:
     row = {"messages": [{"role": "assistant", "content": "Hi."}, *talk()]}
-    text = read(row, template, version=6)
+    text = read(row, template)
     first = next(part for part, is_target in text.segments if is_target)
     assert first == "Hi.</s>"
-    whole = "".join(part for part, _ in text.segments)
-    former = read(row, template, version=5)
-    assert "".join(part for part, _ in former.segments) == whole
-    assert former.segments[0] == (
-        whole[: whole.index("<user>")],
-        True,
-    ), "as a run of then goes on to learn it"
 
 
 def test_a_first_turn_of_the_assistant_may_be_a_call() -> None:
@@ -349,9 +322,7 @@ def test_a_first_turn_of_the_assistant_may_be_a_call() -> None:
         *talk(),
     ]
     found = [
-        part
-        for part, is_target in read({"messages": turns}, WITH_PREAMBLE, version=6).segments
-        if is_target
+        part for part, is_target in read({"messages": turns}, WITH_PREAMBLE).segments if is_target
     ]
     assert found[0] == '</s>add{"a": 1}'
 
@@ -362,17 +333,17 @@ def test_empty_calls_are_none() -> None:
             {"role": "user", "content": "a?"},
             {"role": "assistant", "content": "A", "tool_calls": empty},
         ]
-        assert [
-            part for part, is_target in read({"messages": turns}, version=6).segments if is_target
-        ] == ["A</s>"]
+        assert [part for part, is_target in read({"messages": turns}).segments if is_target] == [
+            "A</s>"
+        ]
 
 
 def test_tools_as_a_list_of_json_texts_are_objects() -> None:
     template = "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}" + PLAIN
     row = {"messages": talk(), "tools": ['{"name": "add"}', {"name": "sub"}]}
-    assert read(row, template, version=6).segments[0][0].startswith("add;sub;<user>")
+    assert read(row, template).segments[0][0].startswith("add;sub;<user>")
     with pytest.raises(Unusable, match="`tools` holds text that is not JSON"):
-        read({"messages": talk(), "tools": ["add"]}, template, version=6)
+        read({"messages": talk(), "tools": ["add"]}, template)
 
 
 @pytest.mark.parametrize("key", ["messages", "conversations"])
@@ -388,16 +359,16 @@ def test_a_system_message_stands_once(key: str) -> None:
         return {key: turns, "system": system}
 
     first = "System" if key == "messages" else "system"
-    text = "".join(part for part, _ in read(row(first, "Be brief. "), version=6).segments)
+    text = "".join(part for part, _ in read(row(first, "Be brief. ")).segments)
     assert (text.count("<system>"), text.count("brief")) == (1, 1)
     with pytest.raises(
         Unusable, match="begins with another system message than its column `system`"
     ):
-        read(row(first, "Be long."), version=6)
-    text = "".join(part for part, _ in read(row("user", "Be long."), version=6).segments)
+        read(row(first, "Be long."))
+    text = "".join(part for part, _ in read(row("user", "Be long.")).segments)
     assert text.startswith("<system>Be long.</s><user>Be brief.")
     with pytest.raises(Unusable, match="`system` is a number"):
-        read(row("user", 7), version=6)
+        read(row("user", 7))
 
 
 def test_calls_of_sharegpt_are_written_as_the_template_writes_calls() -> None:
@@ -407,30 +378,22 @@ def test_calls_of_sharegpt_are_written_as_the_template_writes_calls() -> None:
     ]
     turns += [{"from": "observation", "value": "2"}, {"from": "gpt", "value": "Two."}]
     call, answer = (
-        part for part, is_target in read({"conversations": turns}, version=6).segments if is_target
+        part for part, is_target in read({"conversations": turns}).segments if is_target
     )
     assert (call, answer) == ('</s>add{"a": 1}', "Two.</s>")
     for said in (f"[{turns[1]['value']}]", '{"name": "add", "arguments": "{\\"a\\": 1}"}'):
         turns[1]["value"] = said
         assert (
-            next(
-                part
-                for part, is_target in read({"conversations": turns}, version=6).segments
-                if is_target
-            )
+            next(part for part, is_target in read({"conversations": turns}).segments if is_target)
             == call
         )
-    former = read({"conversations": turns}, version=5).segments
-    assert next(part for part, is_target in former if is_target) == f"{said}</s>"
-    assert f"{said}</s>" in [
-        part for part, _ in read({"conversations": turns}, NO_TOOLS, version=6).segments
-    ]
+    assert f"{said}</s>" in [part for part, _ in read({"conversations": turns}, NO_TOOLS).segments]
     for odd in ("add 1", "{}", "[]", '"add"', '{"name": "add"}'):
         turns[1]["value"] = odd
         with pytest.raises(
             Unusable, match="turn 2: a `function_call` is no JSON with `name` and `arguments`"
         ):
-            read({"conversations": turns}, version=6)
+            read({"conversations": turns})
 
 
 def test_turns_that_a_template_does_not_mark_are_counted() -> None:
@@ -443,8 +406,6 @@ def test_turns_that_a_template_does_not_mark_are_counted() -> None:
         {"role": "user", "content": "1+1?"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
     ]
-    text = read(
-        {"messages": [*turns, {"role": "tool", "content": "2"}, *talk()]}, template, version=6
-    )
+    text = read({"messages": [*turns, {"role": "tool", "content": "2"}, *talk()]}, template)
     assert [part for part, is_target in text.segments if is_target] == ["A</s>", "B</s>"]
     assert text.n_unlearned == 1

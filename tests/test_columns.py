@@ -16,7 +16,6 @@ import yaml
 
 from farthing.config.load import load_job
 from farthing.data.batches import Batches
-from farthing.data.chat import TEXT_VERSION
 from farthing.data.columns import columns_of, guessed, renamed
 from farthing.data.formats import converter, recognise, used_columns
 from farthing.data.read import open_sources
@@ -299,23 +298,16 @@ def test_earlier_turns_of_an_instruction_are_a_chat_and_learned() -> None:
         "history": [["What is bread?", "Food."]],
     }
 
-    def read(version: int) -> list[str]:
-        text = converter("instruction", {}, {}, tokenizer, "causal-lm", version=version)(row)
-        return [
-            "".join(part for part, _ in text.segments),
-            *(part for part, is_learned in text.segments if is_learned),
-        ]
-
-    whole, *learned = read(TEXT_VERSION)
+    text = converter("instruction", {}, {}, tokenizer, "causal-lm")(row)
+    learned = [part for part, is_learned in text.segments if is_learned]
     assert (
-        whole
+        "".join(part for part, _ in text.segments)
         == "<user>What is bread?</s><assistant>Food.</s><user>And soup?</s><assistant>Food too.</s>"
     )
     assert [part.removesuffix("</s>").removeprefix("<assistant>") for part in learned] == [
         "Food.",
         "Food too.",
     ]
-    assert "bread" not in read(4)[0]  # as runs that began before read it
     with pytest.raises(Unusable, match="no list of"):
         converter("instruction", {}, {}, tokenizer, "causal-lm")(row | {"history": [["What?"]]})
     with pytest.raises(Unusable, match="earlier turns"):
@@ -386,19 +378,6 @@ def test_chats_as_other_services_write_them(
     text = converter(found.format, found.columns, {}, TEMPLATE, "causal-lm")(row)
     assert "".join(part for part, _ in text.segments) == whole
     assert [part for part, is_learned in text.segments if is_learned] == learned
-
-
-def test_a_run_that_began_before_reads_its_data_as_it_did() -> None:
-    assert recognise({"instruction", "context", "response"}, "causal-lm", {}, "a", 4).columns == {
-        "output": "response"
-    }
-    row = {"system": "Be brief.", "messages": [ASKED, {"role": "assistant", "content": "Yo."}]}
-    text = converter("messages", {}, {}, TEMPLATE, "causal-lm", version=4)(row)
-    assert "brief" not in text.segments[0][0]
-    with pytest.raises(Unusable, match="`prompt` is a list"):
-        converter("prompt/completion", {}, {}, TEMPLATE, "causal-lm", version=4)(
-            {"prompt": [ASKED], "completion": [ASKED]}
-        )
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import http.server
 import json
 import os
@@ -26,7 +25,7 @@ from farthing.data.batches import Batches, collate, permutation, split_by_input
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.formats import converter, recognise
 from farthing.data.read import BadRow, Row, Source, open_sources
-from farthing.data.token_set import CACHE_VERSION, Recipe, TokenSet, set_key, tokenizer_sha256
+from farthing.data.token_set import Recipe, TokenSet, set_key, tokenizer_sha256
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.tasks.columns import Unusable
@@ -479,10 +478,6 @@ def test_a_turn_that_the_template_rewrites_later_is_context_and_learned_by_itsel
     assert [part for part, is_target in text.earlier[0].segments if is_target] == [
         "<think>hm</think>Hello.<|end|>"
     ]
-    with pytest.raises(
-        Unusable, match=r"rewrites earlier turns; give one with \{% generation %\} marks"
-    ):
-        converter("messages", {}, {}, tokenizer, "causal-lm", version=1)(row)
     assert [
         part
         for part, is_target in segments({"messages": thinking[:3]}, "causal-lm", tokenizer)
@@ -817,27 +812,6 @@ def test_the_use_of_a_tokenizer_does_not_change_its_identity(tokenizers: dict[st
     assert tokenizer_sha256(tokenizer) == before
 
 
-def test_a_set_of_an_earlier_run_keeps_its_name(source: Source) -> None:
-    """As it was before texts had versions: a hash of the fields of then."""
-    recipe = Recipe("causal-lm", 64, version=1)
-    former = {
-        "task": "causal-lm",
-        "max_length": 64,
-        "max_target_length": 128,
-        "too_long": "truncate",
-        "train_on_prompt": False,
-        "columns": {},
-        "label_map": {},
-        "max_bad_rows": 0.01,
-        "label_names": [],
-    }
-    content = json.dumps([CACHE_VERSION, [source.sha256], "a tokenizer", former], sort_keys=True)
-    assert (
-        set_key([source], "a tokenizer", recipe)
-        == hashlib.sha256(content.encode()).hexdigest()[:32]
-    )
-
-
 def test_whatever_a_set_follows_from_changes_its_name(
     source: Source, tmp_path: Path, tiny_folders: dict[str, Path]
 ) -> None:
@@ -860,7 +834,6 @@ def test_whatever_a_set_follows_from_changes_its_name(
         {"source_lang": "en"},
         {"target_lang": "de"},
         {"date": "2026-01-01"},
-        {"version": 1},
     ]
     keys += [set_key([source], hashes[0], replace(recipe, **change)) for change in changes]
     keys.append(set_key([source, source], hashes[0], recipe))

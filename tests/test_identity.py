@@ -4,7 +4,6 @@ damaged.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,17 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import farthing.train.assemble
-import farthing.train.identity
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.errors import InputError, RunChangedError, RunDamagedError
 from farthing.events import Decided, Event, Restored, StepTaken
 from farthing.model import weights
-from farthing.model.load import ModelChoice, load_config, model_sha256, model_sha256_by_place
+from farthing.model.load import ModelChoice, load_config, model_sha256
 from farthing.run.folder import (
     COPIES,
     DECIDING,
+    FORMAT,
     PLAN,
     RUN,
     SCHEDULE,
@@ -39,7 +37,7 @@ from farthing.run.folder import (
     kept_job,
     mend,
 )
-from farthing.storage.files import DamagedFileError, commit_folder, seal, write_json
+from farthing.storage.files import DamagedFileError, commit_folder, seal
 from farthing.storage.logs import SummedLines
 from farthing.tiny import write_jsonl
 from thinned import thinned
@@ -147,125 +145,11 @@ def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path: Path) -> N
     )
 
 
-def as_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on checkpoints are as an earlier farthing wrote them: no copies of other files in
-    their manifests.
-    """
-    facts = {"farthing": "0.0.9", "attempt": 1}
-    monkeypatch.setattr(farthing.train.assemble, "manifest_facts", lambda *_: facts)
-
-
-def earlier_run(folder: Path, job: Job) -> None:
-    """Make of a run folder what an earlier farthing would have left: no checksums, the model hashed
-    with its path.
-    """
-    for name in DECIDING:
-        if (value := kept(folder / name)) is not None:
-            if name == RUN:
-                config = load_config(ModelChoice(job.model.model_name_or_path, init=job.model.init))
-                written = config.to_json_string(use_diff=False).replace(
-                    value["machine"]["transformers"], "5.0.0"
-                )
-                value["machine"]["transformers"] = "5.0.0"
-                digest = hashlib.sha256(written.encode())
-                digest.update(job.model.init.encode())
-                if job.model.init == "pretrained":
-                    digest.update(b"None")
-                    for path in sorted(Path(job.model.model_name_or_path).glob("*.safetensors")):
-                        content = path.read_bytes()
-                        digest.update(
-                            f"{path.name}:{len(content)}".encode()
-                            + content[: 1 << 20]
-                            + content[-1 << 20 :]
-                        )
-                value["identity"]["model (content)"] = digest.hexdigest()
-                del value["identity"]["train.lr_scheduler_type"], value["job_sha256"]
-            write_json(folder / name, value)
-    log = [json.dumps({k: v for k, v in row.items() if k != "crc32"}) for row in log_of(job)]
-    (folder / "log.jsonl").write_text("".join(line + "\n" for line in log))
-
-
-@pytest.mark.parametrize("init", thinned(["random", "pretrained"], 2))
-def test_runs_of_earlier_versions_go_on_at_their_path_and_at_another(
-    init: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = {
-        **KEYS,
-        "pretrained": init == "pretrained",
-        "max_steps": 4,
-        "lr_scheduler_type": "linear",
-    }
-    alone = make_job(tmp_path / "alone", **keys)
-    train(alone)
-    monkeypatch.undo()
-    folders = [tmp_path / "same", tmp_path / "other"]
-    job = make_job(folders[0], **keys)
-    shutil.rmtree(folders[0] / "base")
-    shutil.copytree(tmp_path / "alone" / "base", folders[0] / "base")
-    with monkeypatch.context() as patch:
-        as_earlier(patch)
-        train(job, LeavesAt(step=3))
-    earlier_run(folders[0] / "run", job)
-    shutil.copytree(folders[0], folders[1])
-    for folder in folders:
-        job, heard = load_job(folder / "job.yaml"), Heard()
-        assert train(job, heard).exit_code == 0, heard.warnings
-        assert heard.of(Restored)[0].step == 3
-        assert "transformers 5.0.0 -> " in heard.warnings, (
-            "an upgrade is said, and refused by nobody"
-        )
-        assert are_equal(job, alone)
-        assert all("sha256" in (folder / "run" / name).read_text() for name in (RUN, PLAN)), (
-            "sealed from now on"
-        )
-        shutil.rmtree(folder)
-
-
-def test_an_earlier_run_with_another_model_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make_job(tmp_path, pretrained=True, **KEYS)
-    with monkeypatch.context() as patch:
-        as_earlier(patch)
-        train(job, LeavesAt(step=3))
-    earlier_run(tmp_path / "run", job)
-    with open(tmp_path / "base" / "model.safetensors", "r+b") as file:
-        file.seek(-4, os.SEEK_END)
-        file.write(b"\1\2\3\4")
-    with pytest.raises(RunChangedError, match=r"model \(content\)"):
-        train(job)
-
-
-def test_the_hash_of_earlier_versions_is_computed_from_the_old_path(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "a", "llama", hidden=32)
-    choice = ModelChoice(str(folder), init="random")
-    config = load_config(choice)
-    before = hashlib.sha256((config.to_json_string(use_diff=False) + "random").encode()).hexdigest()
-    shutil.move(folder, tmp_path / "b")
-    moved = ModelChoice(str(tmp_path / "b"), init="random")
-    version = json.loads(config.to_json_string(use_diff=False))["transformers_version"]
-    assert model_sha256_by_place(load_config(moved), moved, str(folder), version) == before
-
-
 def test_a_changed_byte_anywhere_in_the_weights_makes_another_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    """Runs that began when only the ends of weight files were read go on, and know the whole from
-    then on.
-    """
     job = make_job(tmp_path, pretrained=True, **KEYS)
-    monkeypatch.setattr(weights, "END_BYTES", 1024)
-    with monkeypatch.context() as patch:
-        honest = farthing.train.identity.model_sha256
-        patch.setattr(
-            farthing.train.identity,
-            "model_sha256",
-            lambda *args, **_: honest(*args[:2], by_ends=True),
-        )
-        train(job, LeavesAt(step=3))
-    heard = LeavesAt(step=5)
-    train(job, heard)
-    assert heard.of(Restored)[0].step == 3
+    train(job, LeavesAt(step=3))
     with open(tmp_path / "base" / "model.safetensors", "r+b") as file:
         file.seek(20_000)
         old = file.read(1)
@@ -273,6 +157,19 @@ def test_a_changed_byte_anywhere_in_the_weights_makes_another_model(
         file.write(bytes([old[0] ^ 1]))
     with pytest.raises(RunChangedError, match=r"model \(content\)"):
         train(job)
+
+
+def test_a_run_of_another_format_is_refused(tmp_path: Path) -> None:
+    job = make_job(tmp_path, **KEYS)
+    train(job, LeavesAt(step=3))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.json")}
+    for other in (FORMAT + 1, None):
+        change_facts(tmp_path / "run", format=other, farthing="0.0.9")
+        with pytest.raises(RunChangedError, match=r"another version of farthing began this run"):
+            train(job)
+    for path, content in before.items():
+        path.write_bytes(content)
+    assert train(job).exit_code == 0
 
 
 def test_a_run_that_goes_on_in_another_precision_is_said(tmp_path: Path) -> None:
@@ -384,7 +281,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "farthing": "1",
         "identity": {"train.seed": 42},
         "machine": {"torch": "2"},
-        "keeps": None,
+        "format": FORMAT,
     },
     PLAN: {
         "micro_batch_tokens": 512,

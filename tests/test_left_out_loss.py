@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,10 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import farthing.run.folder
 import workshop
 from farthing.cli import main
-from farthing.errors import ModelError
 from farthing.models.families import DECODERS, FAMILIES
 from farthing.models.left_out_loss import left_out_loss
-from farthing.run.folder import RUN, kept
-from workshop import Heard, make_job
 
 MODELS = Path(transformers.__file__).parent / "models"
 
@@ -121,22 +116,3 @@ def test_a_job_that_would_leave_a_loss_out_is_refused_before_it_starts(
     assert not (tmp_path / "run/run.json").exists()
     mixtral_folder(tmp_path / "base", output_router_logits=False)
     assert main(["train", str(path), "--json"]) == 0
-
-
-def test_a_run_that_began_without_it_goes_on_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mixtral_folder(tmp_path / "base", output_router_logits=True)
-    job = make_job(tmp_path, max_steps=2)
-    with monkeypatch.context() as before:
-        before.setattr(farthing.run.folder, "RULES", 1)
-        workshop.train(job)
-    run = Path(job.output_dir)
-    assert (kept(run / RUN) or {})["rules"] == 1
-    workshop.change_facts(run, rules=None, finished=False)
-    heard = Heard()
-    assert workshop.train(job, heard).state == "finished"
-    assert "left out of the loss" in heard.warnings
-    shutil.rmtree(run)
-    with pytest.raises(ModelError, match="balance of the experts"):
-        workshop.train(job)

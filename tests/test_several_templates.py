@@ -12,14 +12,10 @@ from typing import Any
 import pytest
 import transformers
 
-import farthing.run.folder
 import workshop
-from farthing.config.data_lengths import reading_of
-from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.errors import ModelError
 from farthing.model.load import ModelChoice, load_tokenizer
-from farthing.run.folder import RUN, kept
 
 OWN = (
     "{% for each in messages %}<{{ each.role }}>{{ each.content }}{{ eos_token }}{% endfor %}"
@@ -97,22 +93,6 @@ def test_the_default_is_taken(tmp_path: Path) -> None:
     base_with(tmp_path, {"default": OWN, "tool_use": "{{ tools }}"})
     assert load_tokenizer(ModelChoice(str(tmp_path)), None).chat_template == OWN
     assert light_tokenizer(tmp_path, None).chat_template == OWN
-
-
-def test_a_run_that_began_with_the_own_one_goes_on_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN})
-    with monkeypatch.context() as before:
-        before.setattr(farthing.run.folder, "RULES", 2)
-        assert workshop.train(job).state == "finished"
-    run = Path(job.output_dir)
-    assert (kept(run / RUN) or {})["rules"] == 2
-    workshop.change_facts(run, finished=None, sealed=None)
-    assert workshop.train(job).state == "finished"
-    template = reading_of(job, "", 3)[0].chat_template
-    assert template is not None
-    assert template.endswith(DEFAULT_CHAT_TEMPLATE)
 
 
 AS_PROMPTS = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in CHATS]

@@ -235,7 +235,6 @@ def look_at_data(
     template. Raises `DataError`,
     `JobError`, and `ModelError` for a model that is not on this machine.
     """
-    from farthing.data.chat import TEXT_VERSION
     from farthing.data.light_tokenizer import light_tokenizer
     from farthing.data.read import Source, kind_of_file, short_name
     from farthing.data.summary import summarize
@@ -261,7 +260,7 @@ def look_at_data(
 
         job = load_job(job_file, overrides)
         task = job.task
-        tokenizer, recipe = reading_of(job, today().isoformat(), TEXT_VERSION)
+        tokenizer, recipe = reading_of(job, today().isoformat())
         own = dict(zip(job.data.train, job.data.of_train, strict=False)).get(str(path.resolve()))
         source = replace(source, columns=own.columns if own else None)
     found = summarize(source, tokenizer, recipe, task)

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
 from farthing.data.batches import Batches, split_by_input
-from farthing.data.chat import TEXT_VERSION, asks_for_the_date, default_template
-from farthing.data.encode import first_tokens
+from farthing.data.chat import asks_for_the_date
 from farthing.data.lengths import Lengths, from_arrays, from_token_set
 from farthing.data.light_tokenizer import LightTokenizer, light_tokenizer, own_template
 from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
@@ -38,7 +37,7 @@ from farthing.data.token_set import (
 from farthing.errors import FarthingError, InputError, ModelError
 from farthing.models.model_config import CONFIG, cached_snapshot, find_config
 from farthing.models.shapes import read_shape
-from farthing.run.folder import began, rules_of
+from farthing.run.folder import began
 from farthing.storage.files import (
     DamagedFileError,
     belongs_to_another,
@@ -50,7 +49,6 @@ from farthing.storage.files import (
 from farthing.units import plural
 
 INDEX = "token_index"  # the folder in the cache that tells which token set a job's data became
-_INDEX_VERSION = 1
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 _MOST_TOKENIZER_BYTES = 256 << 20  # a larger json file is none of a tokenizer
 
@@ -137,7 +135,7 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
 
 def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
     """From a sample of the rows."""
-    tokenizer, recipe = reading_of(job, *began(Path(job.output_dir), TEXT_VERSION))
+    tokenizer, recipe = reading_of(job, began(Path(job.output_dir)))
 
     def sampled(names: tuple[str, ...], own: tuple[Own, ...], split: str) -> Sampled:
         sources = [
@@ -179,16 +177,12 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
     return lengths_of(train, 1.0, data.max_train_samples), None
 
 
-def reading_of(job: Job, day: str, text_version: int) -> tuple[LightTokenizer, Recipe]:
+def reading_of(job: Job, day: str) -> tuple[LightTokenizer, Recipe]:
     """How a job reads its rows, without transformers: its tokenizer, or a guess where none is here.
     Raises `ModelError`.
     """
     folder = _tokenizer_folder(job)
     tokenizer = light_tokenizer(folder, _template_of_job(job))
-    if tokenizer.chat_template is None and rules_of(Path(job.output_dir)) < 3:
-        tokenizer = replace(
-            tokenizer, chat_template=default_template(bool(first_tokens(tokenizer)))
-        )
     recipe = Recipe(
         task=job.task,
         max_length=_max_length(job, folder),
@@ -200,7 +194,6 @@ def reading_of(job: Job, day: str, text_version: int) -> tuple[LightTokenizer, R
         source_lang=job.data.source_lang or "",
         target_lang=job.data.target_lang or "",
         date=day if asks_for_the_date(tokenizer.chat_template) else "",
-        version=text_version,
     )
     return tokenizer, recipe
 
@@ -327,13 +320,12 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
     if folder is None:
         return None
     data = job.data
-    day, text_version = began(Path(job.output_dir), TEXT_VERSION)
+    day = began(Path(job.output_dir))
     is_of_a_day = asks_for_the_date(_template_of_job(job) or own_template(folder))
     names = {"train": (data.train, data.train_split), "eval": (data.eval, data.eval_split)}
     template = data.chat_template
     content = {
         "version": [
-            _INDEX_VERSION,
             CACHE_VERSION,
             _version("transformers"),
             _version("tokenizers"),
@@ -348,7 +340,7 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
         "model": sha256_of(config) if (config := _model_folder(job) / CONFIG).is_file() else None,
         "max_length": job.max_length,
         "template": sha256_of(Path(template)) if template else None,
-        "text": [text_version, day if is_of_a_day else ""],
+        "day": day if is_of_a_day else "",
         "settings": data.model_dump(
             include={
                 "columns",

@@ -407,18 +407,6 @@ class WhereSection(Section):
     """Whose metadata service is asked whether the machine is about to be taken. auto: the one whose
     machine this is seen to be; where it can't be seen, all of them, with spot: true; else none."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_it_was_called(cls, values: Any) -> Any:
-        """`sharding: none` and `frozen`, as jobs of earlier versions have them."""
-        if not isinstance(values, dict) or "sharding" not in values:
-            return values
-        rest = {key: value for key, value in values.items() if key != "sharding"}
-        strategy = {"none": "ddp", "frozen": "fsdp"}.get(str(values["sharding"]))
-        if strategy is None or rest.setdefault("strategy", strategy) != strategy:
-            raise ValueError("sharding is called strategy: use strategy: ddp or fsdp alone")
-        return rest
-
 
 def _short(key: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str | list) else value)

@@ -38,7 +38,6 @@ from farthing.models.model_config import (
     is_offline,
     read_from_hub,
 )
-from farthing.run.folder import rules_of
 from farthing.tasks.columns import Unusable
 from farthing.tasks.registry import task_of
 
@@ -213,9 +212,7 @@ def _look_at_template(path: str) -> None:
 
 def _look_at_config(job: Job) -> None:
     config, _ = find_config(job.model.model_name_or_path, job.model.revision)
-    refuse_left_out_loss(
-        config, job.task, job.model.model_name_or_path, rules_of(Path(job.output_dir))
-    )
+    refuse_left_out_loss(config, job.task, job.model.model_name_or_path)
 
 
 def _look_at_model(job: Job) -> None:

@@ -21,24 +21,6 @@ from farthing.clock import today
 from farthing.data.rows import RowValue, Segments, Text
 from farthing.tasks.columns import Unusable
 
-TEXT_VERSION = 6
-"""How rows become texts, tokens and a split. A run goes on with the version that it began with.
-
-5: an answer that says nothing is learned as an empty one; where the assistant has the first turn,
-all that stands before it is learned; `system` stands beside a system turn of the chat; keys that an
-object of a Parquet file lacks are written as null; empty `tool_calls` make a row unusable, tools
-that are JSON as text stay text, and so do ShareGPT's calls of tools. 4: not read are `history` and
-`context` of instructions, `system` beside `messages`, prompts and completions that are messages,
-roles in capitals or by the names of Cohere and Gemini. 3: a call of a tool that the template leaves
-out is learned as an empty answer. 2: answers that a template shows in another form once the chat
-goes on are not learned; an answer ends with the first special token behind it, though a template
-may write two, and with none where a template leaves the end to the next turn. Content in parts and
-OpenAI's older function calls make a row unusable; a developer's turn keeps its role. 1: the split
-hangs on the rendered text; all that a template writes behind an answer is learned; chats begin with
-the tokenizer's first token even where the template has none; seq2seq targets are encoded as inputs
-are.
-"""
-
 # For a tokenizer without a template of its own: readable headers, generation marks around what the
 # model says.
 DEFAULT_CHAT_TEMPLATE = (
@@ -218,20 +200,19 @@ class ChatReader:
     ending: Ending
     tokens: tuple[str, ...] = ()
     """Special tokens, which may begin a turn."""
-    version: int = TEXT_VERSION
     shows_texts: bool = True
     """Whether the template writes what is said; some for images leave out what is not in parts."""
 
     @classmethod
-    def of(cls, tokenizer: Any, on: str = "", version: int = TEXT_VERSION) -> ChatReader:
+    def of(cls, tokenizer: Any, on: str = "") -> ChatReader:
         """For a tokenizer with a chat template."""
         render = Renderer.of(tokenizer, on)
         shown = _shown(render, _PROBES)
-        shows_texts = version < 3 or shown is None or (_QUESTION in shown and _PROBE in shown)
+        shows_texts = shown is None or (_QUESTION in shown and _PROBE in shown)
         if has_marks(render.template):
-            return cls(render, True, Ending(), (), version, shows_texts)
+            return cls(render, True, Ending(), (), shows_texts)
         tokens = tuple(token for token in _added_tokens(tokenizer) if token.strip())
-        return cls(render, False, _ending(render, tokens, version), tokens, version, shows_texts)
+        return cls(render, False, _ending(render, tokens), tokens, shows_texts)
 
     @property
     def teaches_to_stop(self) -> bool:
@@ -261,13 +242,7 @@ class ChatReader:
             raise Unusable("every assistant turn is marked as not to be learned")
         if not self.shows_texts:
             raise Unusable("the chat template leaves out what is said: it is for images, or broken")
-        read = (
-            self._by_marks
-            if self.marks
-            else self._as_before
-            if self.version < 3
-            else self._turn_by_turn
-        )
+        read = self._by_marks if self.marks else self._turn_by_turn
         try:
             return read(messages, tools, given)
         except Unusable:
@@ -306,7 +281,7 @@ class ChatReader:
         turns = {index: self.render(messages[: index + 1], tools) for index in wanted}
         asked = {index: self.render.prompts(messages[:index], tools) for index in wanted if index}
         if 0 in turns:
-            asked[0] = [self._before_first(turns[0], messages, tools) if self.version > 5 else ""]
+            asked[0] = [self._before_first(turns[0], messages, tools)]
         is_end = wanted[-1] == len(messages) - 1
         found: list[Segments] = []
         n_unlearned, why = 0, Unusable("")
@@ -378,50 +353,6 @@ class ChatReader:
         segments.append((whole[at:], False))
         return _merged(segments), left
 
-    def _as_before(self, messages: Messages, tools: Any, given: frozenset[int]) -> Text:
-        """As runs of versions 1 and 2 read it: turns that the whole chat shows in another form are
-        not learned.
-
-        Version 1 refused them, and learned all that the render up to a turn adds to the render
-        before it.
-        """
-        whole = self.render(messages, tools)
-        segments: list[tuple[str, bool]] = []
-        at, n_unlearned = 0, 0
-        last = max(
-            index for index, message in enumerate(messages) if message["role"] == "assistant"
-        )
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:index], tools, is_prompt=True) if index else ""
-            turn = self.render(messages[: index + 1], tools)
-            turn = turn if self.version == 1 else self._without_trailer(turn)
-            if (
-                whole.startswith(before)
-                and whole.startswith(turn)
-                and at <= len(before) < len(turn)
-            ):
-                segments += [
-                    (whole[at : len(before)], False),
-                    (whole[len(before) : len(turn)], index not in given),
-                ]
-                at = len(turn)
-            elif self.version == 1:
-                raise Unusable(
-                    "the chat template rewrites earlier turns; give one with {% generation %} marks"
-                )
-            elif (
-                index == last
-                and index not in given
-                and not any(is_learned for _, is_learned in segments)
-            ):
-                return _text(self._opened(messages, index, before), n_unlearned)
-            elif index not in given:
-                n_unlearned += 1
-        segments.append((whole[at:], False))
-        return _text(_merged(segments), n_unlearned)
-
     def _without_trailer(self, text: str) -> str:
         """A chat that ends with an answer, up to the end of its turn."""
         end, trailer = self.ending.end, self.ending.trailer
@@ -482,7 +413,7 @@ def _added_tokens(tokenizer: Any) -> list[str]:
     return list(getattr(tokenizer, "added_tokens", ()))
 
 
-def _ending(render: Renderer, tokens: Sequence[str], version: int) -> Ending:
+def _ending(render: Renderer, tokens: Sequence[str]) -> Ending:
     """What a template writes behind an answer; nothing where it can't be seen."""
     behind, within = (
         _behind_answer(render, _PROBES),
@@ -490,12 +421,12 @@ def _ending(render: Renderer, tokens: Sequence[str], version: int) -> Ending:
     )
     if behind is None:
         return Ending()
-    common = _common_start(behind, within) if version > 2 and within is not None else ""
+    common = _common_start(behind, within) if within is not None else ""
     is_known = any(token in common for token in tokens)
     begins = [behind.index(token) for token in tokens if token in (common if is_known else behind)]
     if not begins:
         opens_next = next((token for token in tokens if within and within.startswith(token)), "")
-        if version > 2 and opens_next and not behind.strip():
+        if opens_next and not behind.strip():
             return Ending("", behind, opens_next)
         words = behind.rstrip()
         return Ending(words, behind[len(words) :]) if words else Ending(behind)

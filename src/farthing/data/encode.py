@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.chat import TEXT_VERSION
 from farthing.data.formats import Text
 from farthing.storage.files import Json
 from farthing.tasks.registry import task_of
@@ -130,12 +129,11 @@ class Encoder:
         max_length: int,
         max_target_length: int,
         train_on_prompt: bool = False,
-        version: int = TEXT_VERSION,
     ) -> None:
-        self.tokenizer, self.train_on_prompt, self.version = tokenizer, train_on_prompt, version
+        self.tokenizer, self.train_on_prompt = tokenizer, train_on_prompt
         self.max_length, self._is_one_text = max_length, task_of(task).predicts_next
         self._limits = (max_length, max_target_length) if task_of(task).is_pair else (max_length,)
-        self._sides = sides_of(tokenizer, is_pair=task_of(task).is_pair and version > 1)
+        self._sides = sides_of(tokenizer, is_pair=task_of(task).is_pair)
         self.bos = first_tokens(tokenizer)
         self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         rust = self._sides[0]
@@ -199,9 +197,7 @@ class Encoder:
         rows = [encoding.ids for encoding in asked.encodings]
         has_head, has_tail = np.zeros((2, len(rows)), bool)
         for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
-            is_framed = (
-                not text.is_raw and self.version > 1
-            )  # a chat template says itself what a chat begins with
+            is_framed = not text.is_raw  # a chat template says itself what a chat begins with
             has_head[index] = bool(self.bos) and row[:1] != self.bos and not is_framed
             if self.eos and text.is_raw and text.segments[-1][1] and row[-1:] != self.eos:
                 has_tail[index] = True

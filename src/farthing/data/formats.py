@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from farthing.data.chat import TEXT_VERSION, ChatReader
+from farthing.data.chat import ChatReader
 from farthing.data.chat_rows import MARKS, from_openai, of_usual_role, refuse_silence, without_marks
 from farthing.data.columns import (
     ELSEWHERE,
@@ -62,9 +62,7 @@ class Understood(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def recognise(
-    columns: set[str], task: str, renamed: Columns, where: str, version: int = TEXT_VERSION
-) -> Understood:
+def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Understood:
     """The format these columns are in: by their names, as `renamed` says, or by usual other names
     where it says nothing.
 
@@ -93,14 +91,14 @@ def recognise(
     may_guess = not renamed
     for each in formats:
         if set(each.needs) <= present:
-            more = guessed_more(columns, each.may_have) if may_guess and version > 4 else {}
+            more = guessed_more(columns, each.may_have) if may_guess else {}
             return (
                 _by_usual_names(each.name, more) if more else Understood(each.name, dict(renamed))
             )
     for each in formats if may_guess else ():
         found = guessed(columns, each.needs)
         if found is not None:
-            more = guessed_more(columns, each.may_have) if version > 4 else {}
+            more = guessed_more(columns, each.may_have)
             return _by_usual_names(each.name, found | more)
     if to_do := next((ELSEWHERE[name] for name in sorted(columns) if name in ELSEWHERE), ""):
         raise DataError(
@@ -148,7 +146,6 @@ def converter(
     task: str,
     *,
     on: str = "",
-    version: int = TEXT_VERSION,
     shown: Shown | None = None,
 ) -> Callable[[RowValue], Text]:
     """A function from a row to its `Text`. It raises `Unusable` with the reason.
@@ -172,19 +169,19 @@ def converter(
                     " FILE.jinja"
                 ),
             )
-        return ChatReader.of(tokenizer, on, version)
+        return ChatReader.of(tokenizer, on)
 
     read = reader() if is_chat else None
-    writes_calls = version > 5 and read is not None and "tool_calls" in read.render.template
-    reads_chats = version > 4 and task_of(task).predicts_next
+    writes_calls = read is not None and "tool_calls" in read.render.template
+    reads_chats = task_of(task).predicts_next
     of_tokens: dict[str, Callable[[RowValue], Text]] = {
-        "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read, shown),
+        "messages": lambda row: _chat(_messages(row), _tools_of(row), read, shown),
         "conversations": lambda row: _chat(
-            _conversations(row, version, writes_calls), row.get("tools"), read, shown
+            _conversations(row, writes_calls), row.get("tools"), read, shown
         ),
-        "instruction": lambda row: _instruction(row, read, shown, version),
+        "instruction": lambda row: _instruction(row, read, shown),
         "prompt/completion": lambda row: (
-            _pair_of_chats(row, reader, version, shown)
+            _pair_of_chats(row, reader, shown)
             if reads_chats
             and isinstance(row.get("prompt"), list)
             and isinstance(row.get("completion"), list)
@@ -227,15 +224,13 @@ def _pair(row: RowValue, source: str, target: str) -> Text:
     return Text(((given, False), (text_of(row, target), True)), given=(given,))
 
 
-def _pair_of_chats(
-    row: RowValue, reader: Callable[[], ChatReader], version: int, shown: Shown
-) -> Text:
+def _pair_of_chats(row: RowValue, reader: Callable[[], ChatReader], shown: Shown) -> Text:
     """Prompt and completion as messages, TRL's form: of the turns those of the completion are
     learned.
     """
-    asked = _messages(row, version, "prompt")
+    asked = _messages(row, "prompt")
     unlearned = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in asked]
-    return _chat(unlearned + _messages(row, version, "completion"), _tools_of(row), reader(), shown)
+    return _chat(unlearned + _messages(row, "completion"), _tools_of(row), reader(), shown)
 
 
 def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
@@ -243,7 +238,7 @@ def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
     return Text(((text, False),), label=label, given=(text,))
 
 
-def _instruction(row: RowValue, read: ChatReader | None, shown: Shown, version: int) -> Text:
+def _instruction(row: RowValue, read: ChatReader | None, shown: Shown) -> Text:
     """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them; seq2seq
     needs no frame.
 
@@ -256,7 +251,7 @@ def _instruction(row: RowValue, read: ChatReader | None, shown: Shown, version: 
         text_of(row, "output"),
     )
     system = text_of(row, "system", may_be_empty=True)
-    earlier = _history(row) if version > 4 else []
+    earlier = _history(row)
     if read is None:
         if earlier:
             raise Unusable(
@@ -300,22 +295,21 @@ def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: 
     """
     assert read is not None
     tools = (_as_list(tools, "tools") if tools and tools != "[]" else None) or None
-    if tools and read.version > 5:
+    if tools:
         tools = [_as_object(each) for each in tools]
     others = [message for message in messages if message["role"] != "assistant"] or messages
     given = [str(message.get("content") or "").strip() for message in others]
     if tools:
         given.append(json.dumps(tools, sort_keys=True, default=str))
     messages, unlearned = without_marks(messages)
-    if read.version > 5:
-        refuse_silence(messages, unlearned)
-    if read.version > 2 and "developer" not in read.render.template:
+    refuse_silence(messages, unlearned)
+    if "developer" not in read.render.template:
         messages = [
             {**each, "role": "system"} if each["role"] == "developer" else each for each in messages
         ]
     try:
         shown.look(messages, tools, read.render)
-        if read.version > 3 and leaves_an_answer_empty(messages, tools, read.render, unlearned):
+        if leaves_an_answer_empty(messages, tools, read.render, unlearned):
             raise Unusable(
                 "the chat template leaves out `tool_calls`: an empty answer would be learned"
             )
@@ -369,33 +363,27 @@ def _with_system(messages: list[RowValue], row: RowValue) -> list[RowValue]:
     return messages
 
 
-def _messages(
-    row: RowValue, version: int = TEXT_VERSION, column: str = "messages"
-) -> list[RowValue]:
+def _messages(row: RowValue, column: str = "messages") -> list[RowValue]:
     messages = []
-    system = row.get("system") if version == 5 and column == "messages" else None
     given = _as_list(row.get(column), column)
-    if system and not (isinstance(given[0], dict) and given[0].get("role") == "system"):
-        given = [{"role": "system", "content": system}, *given]
     for index, message in enumerate(given, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Unusable(f"message {index} has no `role`")
-        if version > 2:
-            message = from_openai(message if version < 5 else of_usual_role(message))
+        message = from_openai(of_usual_role(message))
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise Unusable(f"message {index}: `content` is {kind_of(content)}, not text")
         kept = {
             key: value for key, value in message.items() if value is not None or key == "content"
         }
-        if version > 5 and kept.get("tool_calls") in ([], "[]", ""):
+        if kept.get("tool_calls") in ([], "[]", ""):
             del kept["tool_calls"]
         if "tool_calls" in kept:
             kept["tool_calls"] = [
                 _parsed_arguments(call) for call in _as_list(kept["tool_calls"], "tool_calls")
             ]
         messages.append(kept)
-    return _with_system(messages, row) if version > 5 and column == "messages" else messages
+    return _with_system(messages, row) if column == "messages" else messages
 
 
 def _parsed_arguments(call: Any) -> Any:
@@ -409,14 +397,11 @@ def _parsed_arguments(call: Any) -> Any:
         return call
 
 
-def _conversations(row: RowValue, version: int, writes_calls: bool) -> list[RowValue]:
+def _conversations(row: RowValue, writes_calls: bool) -> list[RowValue]:
     """`writes_calls`: what a turn of `function_call` says is a call of a tool, which the template
     writes in its own way.
     """
     messages: list[RowValue] = []
-    system = row.get("system")
-    if version < 6 and isinstance(system, str) and system:
-        messages.append({"role": "system", "content": system})
     for index, turn in enumerate(_as_list(row.get("conversations"), "conversations"), start=1):
         who, said = (
             (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
@@ -429,7 +414,7 @@ def _conversations(row: RowValue, version: int, writes_calls: bool) -> list[RowV
             marks |= {"tool_calls": [_parsed_arguments(call) for call in calls]}
             said = ""
         messages.append({"role": _ROLES[who], "content": said, **marks})
-    return _with_system(messages, row) if version > 5 else messages
+    return _with_system(messages, row)
 
 
 def _calls(said: str, index: int) -> list[RowValue]:
@@ -452,16 +437,6 @@ def _tools_of(row: RowValue) -> Any:
     if row.get("tools") or not functions or functions == "[]":
         return row.get("tools")
     return [{"type": "function", "function": each} for each in _as_list(functions, "functions")]
-
-
-def group_of(text: Text, version: int) -> int:
-    """A hash of what the row's owner wrote as input. Version 1: of what is given in the rendered
-    text, or of all of it.
-    """
-    if version > 1:
-        return hash_of_input(text.given)
-    given = "\0".join([part for part, is_target in text.segments if not is_target])
-    return _hash_of(given or "\0".join([part for part, _ in text.segments]))
 
 
 def hash_of_input(given: Sequence[str]) -> int:

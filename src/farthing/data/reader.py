@@ -37,7 +37,7 @@ class SourceReader:
             tokenizer,
             source.columns_or(recipe.columns),
         )
-        self._is_arrow = source.kind in ("parquet", "dataset") and recipe.version > 5
+        self._is_arrow = source.kind in ("parquet", "dataset")
         self._shapes: Counter[tuple[str, ...]] = Counter()
         self._chosen: dict[str, str] = {}
 
@@ -60,9 +60,7 @@ class SourceReader:
             )
         if self.understood is None and self.n_rows:
             columns = {name for shape in self._shapes for name in shape}
-            self.understood = recognise(
-                columns, self._recipe.task, self._columns, self.name, self._recipe.version
-            )
+            self.understood = recognise(columns, self._recipe.task, self._columns, self.name)
 
     def text(self, row: Row | BadRow) -> Text:
         """Raises `Unusable` with the reason."""
@@ -75,7 +73,7 @@ class SourceReader:
         assert self.understood is not None
         recipe, (name, columns, _) = self._recipe, self.understood
         given = (name, columns, recipe.label_map, self._tokenizer, recipe.task)
-        return converter(*given, on=recipe.date, version=recipe.version, shown=self.shown)
+        return converter(*given, on=recipe.date, shown=self.shown)
 
     @property
     def ignored(self) -> dict[str, int]:

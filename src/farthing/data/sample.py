@@ -217,9 +217,7 @@ def _of_texts(
         characters = np.column_stack([characters[:, 0] * 0, characters.sum(axis=1)])
     picked, stands_for = _strata(characters.sum(axis=1).astype(np.int64), n_wanted)
     found = np.zeros((len(texts), 3))
-    encode = Encoder(
-        tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt, version=recipe.version
-    )
+    encode = Encoder(tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
     for index, (ids, mask) in zip(
         picked, encode([texts[index] for index in picked]).examples(), strict=True
     ):

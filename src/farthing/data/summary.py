@@ -204,9 +204,7 @@ def _count_tokens(texts: list[Text], tokenizer: Any, recipe: Recipe, found: Summ
         kept.append(text)
     if not kept:
         return
-    encode = Encoder(
-        tokenizer, found.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt, version=recipe.version
-    )
+    encode = Encoder(tokenizer, found.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
     encoded = encode(kept)
     lengths, targets = encoded.lengths, encoded.n_targets()
     found.n_tokenized = len(kept)

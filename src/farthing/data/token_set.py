@@ -33,12 +33,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.chat import TEXT_VERSION
 from farthing.data.foreign import say_ignored
 from farthing.data.read import Source
 from farthing.storage.files import DamagedFileError, Json, read_manifest, verify_folder
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
+"""Of the files of a token set, and of how rows become texts, tokens and a split."""
 LINE_BITS = 40
 Indices = Sequence[int] | NDArray[np.int64]
 DTYPES: dict[str, Any] = {
@@ -76,18 +76,10 @@ class Recipe:
     """Languages that the tokenizer is set to, where it writes them into each text."""
     date: str = ""
     """ISO date that a chat template sees which asks for it; empty: it does not."""
-    version: int = TEXT_VERSION
 
     def settings(self) -> Json:
-        """Every field; those that came later only where they say something, so that older names and
-        runs stay theirs.
-        """
-        former = {"source_lang": "", "target_lang": "", "date": "", "version": 1}
-        return {
-            key: value
-            for key, value in asdict(self).items()
-            if key not in former or value != former[key]
-        }
+        """Every field."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from farthing.data.chat import said_of_chats
 from farthing.data.encode import Encoded, Encoder
-from farthing.data.formats import Text, group_of, hash_of_input
+from farthing.data.formats import Text, hash_of_input
 from farthing.data.loader import Ahead
 from farthing.data.read import Source, n_characters
 from farthing.data.reader import SourceReader
@@ -80,9 +80,6 @@ def tokenize(
     try:
         cache, identity = own_folder(cache_dir / "tokens", warn), tokenizer_sha256(tokenizer)
         folder = cache / set_key(sources, identity, recipe)
-        if recipe.version == 1 and recipe.date:  # what a run of then would find: keys had no date
-            found = cache / set_key(sources, identity, replace(recipe, date=""))
-            folder = found if found.exists() else folder
         if os.path.lexists(folder) and not is_own(folder):
             warn(f"another user made or could change the tokens in {folder}: they are made again")
             discard(folder)
@@ -175,7 +172,6 @@ def _write(
         recipe.max_length,
         recipe.max_target_length,
         recipe.train_on_prompt,
-        recipe.version,
     )
     readers: list[SourceReader] = []
     all_groups, all_inputs = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
@@ -225,8 +221,7 @@ def _write(
     groups = np.concatenate(all_groups)
     if labels.of is not None:
         labels.numbered().tofile(draft / "labels.bin")
-    if recipe.version > 1:
-        np.unique(np.concatenate(all_inputs)).tofile(draft / "inputs.bin")
+    np.unique(np.concatenate(all_inputs)).tofile(draft / "inputs.bin")
     facts = _facts(sources, readers, recipe, tally, labels, tokenizer) | {
         "n_examples": len(groups),
         "n_distinct_inputs": len(np.unique(groups)),
@@ -245,7 +240,7 @@ def _facts(
 ) -> Json:
     """What the manifest says of a set, but for its number of examples."""
     formats = [reader.understood.format for reader in readers if reader.understood is not None]
-    is_chat = recipe.version > 2 and tally.n_rendered > 0
+    is_chat = tally.n_rendered > 0
     return {
         "kind": "farthing token set",
         "version": CACHE_VERSION,
@@ -408,7 +403,7 @@ def _chunks(
                 for each in text.of_row:
                     chunk.texts.append(each)
                     chunk.lines.append(row.line)
-                    chunk.groups.append(group_of(each, recipe.version))
+                    chunk.groups.append(hash_of_input(each.given))
                     chunk.n_characters += sum([len(part) for part, _ in each.segments])
             yield chunk
 

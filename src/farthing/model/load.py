@@ -23,7 +23,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from farthing.data.chat import TEXT_VERSION, default_template
+from farthing.data.chat import default_template
 from farthing.data.encode import first_tokens, sides_of
 from farthing.device_memory import in_words, reported
 from farthing.errors import HardwareError, ModelError
@@ -31,7 +31,7 @@ from farthing.model.adapters import new_heads
 from farthing.model.hollow import hollow, skeleton
 from farthing.model.loss import decoder_inputs
 from farthing.model.positions import max_positions, most_unblocked, scale_positions, stretch
-from farthing.model.weights import ends_of_weights, weights_sha256
+from farthing.model.weights import weights_sha256
 from farthing.models.model_config import TOKENIZERS
 from farthing.storage.files import parse_json, sha256_of
 from farthing.tasks.registry import task_of
@@ -106,9 +106,7 @@ def load_config(choice: ModelChoice) -> Any:
     return config
 
 
-def load_tokenizer(
-    choice: ModelChoice, chat_template: str | None, text_version: int = TEXT_VERSION
-) -> Any:
+def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
     """The fast tokenizer, its chat template set (the job's, its own, or farthing's default). Raises
     `ModelError`.
 
@@ -163,14 +161,11 @@ def load_tokenizer(
         # of several none is taken that is not the default: chats are refused then, see
         # `formats.converter`
         tokenizer.chat_template = (
-            own.get("default") if isinstance(own, dict) else own_words(tokenizer, text_version)
+            own.get("default")
+            if isinstance(own, dict)
+            else default_template(bool(first_tokens(tokenizer)))
         )
     return tokenizer
-
-
-def own_words(tokenizer: Any, text_version: int = TEXT_VERSION) -> str:
-    """farthing's template for a tokenizer."""
-    return default_template(text_version > 1 and bool(first_tokens(tokenizer)))
 
 
 def set_languages(
@@ -178,17 +173,13 @@ def set_languages(
     task: str,
     source: str | None,
     target: str | None,
-    text_version: int = TEXT_VERSION,
 ) -> tuple[str, str]:
     """The languages of inputs and targets, which a tokenizer is set to that writes them into each
     text; else empty.
 
     They are the job's, or the tokenizer's own. Raises `ModelError`: a text marked with the wrong
-    language would be learned in silence. A run of text version 1 goes on with what the tokenizer
-    does by itself.
+    language would be learned in silence.
     """
-    if text_version == 1 and not source and not target:
-        return "", ""
     writes_them = task_of(task).is_pair and hasattr(tokenizer, "set_tgt_lang_special_tokens")
     if not writes_them:
         if source or target:
@@ -463,16 +454,13 @@ def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], choice: Mod
         )
 
 
-def model_sha256(
-    choice: ModelChoice, config: Any, cache_dir: Path | None = None, *, by_ends: bool = False
-) -> str:
+def model_sha256(choice: ModelChoice, config: Any, cache_dir: Path | None = None) -> str:
     """Identity of the model: what its files hold, wherever they lie and whichever library reads
     them.
 
     `config.json` without the path and the version that libraries write into it; of a model on the
     Hub its commit; of a folder every byte of its weight files (noted in `cache_dir`, see
-    `weights_sha256`), and the code that the job lets run. `by_ends`: as runs have it that began
-    when only the ends of weight files were read.
+    `weights_sha256`), and the code that the job lets run.
     """
     commit = None if choice.is_local else getattr(config, "_commit_hash", None)
     if choice.is_local:
@@ -492,30 +480,7 @@ def model_sha256(
             digest.update(f"{path.relative_to(choice.name)}:{sha256_of(path)}".encode())
     if choice.is_local and choice.init == "pretrained":
         folder = Path(choice.name)
-        digest.update(
-            ends_of_weights(folder)
-            if by_ends
-            else json.dumps(weights_sha256(folder, cache_dir)).encode()
-        )
-    return digest.hexdigest()
-
-
-def model_sha256_by_place(config: Any, choice: ModelChoice, name: str, library: str) -> str:
-    """`model_sha256` as runs have it that began when it was of the configuration as loaded: with
-    the path or name that the model had (`name`) and the version of transformers (`library`)."""
-    values = parse_json(config.to_json_string(use_diff=False))
-    values |= {"_name_or_path": name, "transformers_version": library}
-    digest = hashlib.sha256(
-        (json.dumps(values, indent=2, sort_keys=True) + "\n").encode() + choice.init.encode()
-    )
-    if choice.init == "pretrained":
-        commit = getattr(config, "_commit_hash", None)
-        if choice.is_local:  # transformers took it from the path
-            in_path = re.search(r"snapshots/([0-9a-f]{40})/", f"{name}/")
-            commit = in_path[1] if in_path else None
-        digest.update(str(commit).encode())
-        if choice.is_local:
-            digest.update(ends_of_weights(Path(choice.name)))
+        digest.update(json.dumps(weights_sha256(folder, cache_dir)).encode())
     return digest.hexdigest()
 
 

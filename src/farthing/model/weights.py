@@ -15,7 +15,6 @@ from pathlib import Path
 from farthing.storage.files import is_own, own_folder, parse_json, sha256_of, write_json
 
 N_THREADS = 4
-END_BYTES = 1 << 20
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -35,20 +34,6 @@ def weights_sha256(folder: Path, cache_dir: Path | None = None) -> list[tuple[st
                 strict=True,
             )
         )
-
-
-def ends_of_weights(folder: Path) -> bytes:
-    """Name, size, first and last MiB of each weight file: what earlier farthings took for its
-    content.
-    """
-    found = b""
-    for path in weight_files(folder):
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            found += f"{path.name}:{size}".encode() + file.read(END_BYTES)
-            file.seek(max(0, size - END_BYTES))
-            found += file.read()
-    return found
 
 
 def _noted(path: Path, cache_dir: Path | None) -> str:

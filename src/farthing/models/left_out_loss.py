@@ -15,11 +15,10 @@ from farthing.tasks.registry import task_of
 
 _ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef", "moe_loss_weight")
 
-NGRAMS = "disable_ngram_loss"
 _WORDS = {
     "output_router_logits": ("the balance of the experts", "false"),
     "z_loss_coefficient": ("a penalty on large logits", "0"),
-    NGRAMS: ("the prediction of tokens after the next", "true"),
+    "disable_ngram_loss": ("the prediction of tokens after the next", "true"),
 }
 
 
@@ -49,21 +48,14 @@ def left_out_loss(config: Mapping[str, Any], task: str) -> str:
             and part.get("ngram", 2) > 1
             and not part.get("disable_ngram_loss")
         ):
-            return NGRAMS
+            return "disable_ngram_loss"
     return ""
 
 
-def is_refused(key: str, rules: int) -> bool:
-    """Whether a run that began under these rules refuses what `left_out_loss` found; else it is
-    left out, and said.
-    """
-    return bool(key) and rules >= (4 if key == NGRAMS else 2)
-
-
-def refuse_left_out_loss(config: Mapping[str, Any], task: str, name: str, rules: int) -> None:
+def refuse_left_out_loss(config: Mapping[str, Any], task: str, name: str) -> None:
     """Refuse a configuration by which a part of the loss would be left out. Raises `ModelError`."""
     key = left_out_loss(config, task)
-    if is_refused(key, rules):
+    if key:
         what, instead = _WORDS[key]
         raise ModelError(
             f"`{key}` in the model's config.json adds {what} to the loss, which farthing does not"

@@ -39,7 +39,6 @@ from farthing.storage.files import (
     Json,
     make_private,
     parse_json,
-    read_json,
     read_manifest,
     seal,
     unseal,
@@ -76,22 +75,11 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
 EXAMPLES = "examples_sha256"
 LABEL_NAMES = "label_names"
 """In run.json once an attempt knew the run's examples."""
-_OF_ATTEMPTS = (
-    "keeps_frozen_output",
-    "shares_beginnings",
-    "steps_per_epoch",
-    EXAMPLES,
-    LABEL_NAMES,
-    "finished",
-)
+_OF_ATTEMPTS = ("steps_per_epoch", EXAMPLES, LABEL_NAMES, "finished")
 _SEAL = "sha256"
 
 Warn = Callable[[str], None]
 T = TypeVar("T")
-FormerNames = Callable[[Json, Any], Json]
-"""A run's facts and its job as it was kept -> what earlier versions wrote, by key, for the identity
-that the run has now.
-"""
 
 
 # ---- files that decide ----
@@ -103,11 +91,14 @@ def keep(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def kept(path: Path) -> Json | None:
-    """What `keep` wrote; None where there is no such file. Raises `DamagedFileError`.
-
-    A file without a checksum is of an earlier farthing, and taken as it is.
-    """
-    return _read(path)[0]
+    """What `keep` wrote; None where there is no such file. Raises `DamagedFileError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DamagedFileError(f"{path.name} can't be read ({type(error).__name__})") from error
+    return {key: item for key, item in unseal(text, path.name).items() if key != _SEAL}
 
 
 def kept_as(path: Path, read: Callable[[Json], T], warn: Warn) -> T | None:
@@ -135,27 +126,6 @@ def kept_as(path: Path, read: Callable[[Json], T], warn: Warn) -> T | None:
     return None
 
 
-def _read(path: Path) -> tuple[Json | None, bool]:
-    """(value, whether it had a checksum). Raises `DamagedFileError`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        value = parse_json(text)
-    except FileNotFoundError:
-        return None, False
-    except (OSError, ValueError) as error:
-        raise DamagedFileError(f"{path.name} can't be read ({type(error).__name__})") from error
-    if not isinstance(value, dict):
-        raise DamagedFileError(f"{path.name} holds something else")
-    last = list(value.values())[-1] if value else None
-    # the checksum comes last: a digest there under another name is one whose name was damaged
-    is_sealed = _SEAL in value or (
-        isinstance(last, str) and re.fullmatch(r"[0-9a-f]{64}", last) is not None
-    )
-    if is_sealed:
-        value = unseal(text, path.name)
-    return {key: item for key, item in value.items() if key != _SEAL}, is_sealed
-
-
 def copies_of(folder: Path, before: Mapping[str, Any] | None = None) -> Json:
     """The deciding files of a run folder, for the manifest of a checkpoint. What is damaged or gone
     is as it was `before`.
@@ -170,19 +140,18 @@ def copies_of(folder: Path, before: Mapping[str, Any] | None = None) -> Json:
 
 
 def mend(folder: Path, warn: Warn) -> None:
-    """Write the deciding files that are damaged, gone or without their checksum again from the
-    newest checkpoint that has a copy of them; runs without such a checkpoint are left as they are.
-    Raises `OSError`."""
+    """Write the deciding files that are damaged or gone again from the newest checkpoint that has
+    a copy of them; without one they are left as they are. Raises `OSError`.
+    """
     manifest = _newest_with_copies(folder)
     if manifest is None:
         return
     for name in DECIDING:
         path, copy = folder / name, manifest[COPIES].get(name)
         try:
-            value, is_sealed = _read(path)
-            if is_sealed or (value is None and copy is None):
+            if kept(path) is not None or copy is None:
                 continue
-            why = f"{name} is gone" if value is None else f"{name} has lost its checksum"
+            why = f"{name} is gone"
         except DamagedFileError as error:
             why = str(error)
         if copy is None:
@@ -312,65 +281,21 @@ def evaluation_of(folder: Path, exported_step: int | None, name: str = EVALUATIO
 
 # ---- whose run it is ----
 
-RULES = 4
-"""What a run began under and keeps. 1: weights are decayed by their dimensions, and losses that
-farthing does not compute are left out; 2: weights are decayed by their names, and such losses are
-refused; 3: of a tokenizer's several chat templates none is passed over for farthing's own; 4: a
-loss of tokens after the next is refused."""
+FORMAT = 1
+"""Of the files of a run and of what they mean. A run of another format is refused."""
 
 
-def rules_of(folder: Path) -> int:
-    """The rules that the run in `folder` began under; those of today where none has begun. Raises
-    `RunDamagedError`.
-    """
-    try:
-        facts = kept(folder / RUN)
-    except DamagedFileError as error:
-        raise RunDamagedError(
-            str(error),
-            where=str(folder / RUN),
-            to_do="bring it back from a copy, or give the job another output_dir",
-        ) from error
-    if facts is None:
-        return RULES
-    rules = facts.get("rules", 1)
-    if rules not in range(1, RULES + 1):
-        raise RunDamagedError(
-            f"it began under rules {rules!r}, this version of farthing knows rules up to {RULES}",
-            where=str(folder / RUN),
-            to_do="pip install --upgrade farthing",
-        )
-    return int(rules)
-
-
-class Began(NamedTuple):
-    """When a run began, and how it makes tokens of rows: what later attempts, plans and other
-    machines go by.
-    """
-
-    date: str
-    """ISO date."""
-    text_version: int
-
-
-def began(folder: Path, text_version: int) -> Began:
-    """As `run.json` says; of a run that is yet to begin: today, with `text_version`.
-
-    A run from before dates were noted began on the day its run.json was made, and has text version
-    1 unless it says so.
+def began(folder: Path) -> str:
+    """The ISO date on which the run in `folder` began, today where none has: later attempts, plans
+    and other machines render templates on it.
     """
     try:
         facts = kept(folder / RUN)
         if facts is not None:
-            version = int(facts["identity"].get("tokenization.version", 1))
-            day = (
-                facts.get("date")
-                or datetime.fromisoformat(facts["started"]).astimezone().date().isoformat()
-            )
-            return Began(str(date.fromisoformat(day)), version)
-    except (DamagedFileError, ValueError, KeyError, TypeError, AttributeError):
+            return date.fromisoformat(facts["date"]).isoformat()
+    except (DamagedFileError, ValueError, KeyError, TypeError):
         pass  # damaged: `claim` says so
-    return Began(today().isoformat(), text_version)
+    return today().isoformat()
 
 
 def same_examples(folder: Path, facts: Json, sha256: str, label_names: Sequence[str]) -> Json:
@@ -400,7 +325,6 @@ def claim(
     machine: dict[str, str],
     warn: Warn,
     *,
-    former: FormerNames = lambda facts, job: {},
     allow_restart: bool = False,
 ) -> Json:
     """Write what this run is, or check that the folder's run is this one, and return its facts.
@@ -419,18 +343,12 @@ def claim(
             "date": identity.get("tokenization.date") or today().isoformat(),
             "identity": identity,
             "machine": machine,
-            "rules": RULES,
+            "format": FORMAT,
         }
         keep(make_private(folder) / RUN, facts)
         return facts
     now = json.loads(json.dumps(identity))
-    try:
-        job = read_json(folder / JOB)
-    except (OSError, ValueError):
-        job = None
-    changed = _changed(
-        facts["identity"], now, former(facts, job) if facts["identity"] != now else {}
-    )
+    changed = _changed(facts["identity"], now)
     if changed and has_committed(folder):
         model = folder / MODEL
         further = f" (to train its result further: model: {model})" if model.is_dir() else ""
@@ -461,19 +379,7 @@ def claim(
     if facts["identity"] != now or changed:
         facts["identity"] = now
         keep(folder / RUN, facts)
-    _seal_all(folder)
     return facts
-
-
-def _seal_all(folder: Path) -> None:
-    """Give the deciding files of an earlier farthing their checksums; one that is damaged is for
-    its reader to refuse.
-    """
-    for name in DECIDING:
-        with contextlib.suppress(DamagedFileError):
-            value, is_sealed = _read(folder / name)
-            if value is not None and not is_sealed:
-                keep(folder / name, value)
 
 
 def unclaim(folder: Path) -> None:
@@ -497,6 +403,12 @@ def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> Json | None:
                 facts.get("run_id"), str
             ):
                 raise DamagedFileError(f"{RUN} holds something else")
+            if facts.get("format") != FORMAT:
+                raise RunChangedError(
+                    f"another version of farthing began this run ({facts.get('farthing')})",
+                    where=str(folder),
+                    to_do="finish it with that version, or give the job another output_dir",
+                )
             return {
                 **facts,
                 "machine": facts["machine"] if isinstance(facts.get("machine"), dict) else {},
@@ -518,13 +430,12 @@ def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> Json | None:
     return None
 
 
-def _changed(before: Json, now: Json, former: Json) -> list[str]:
+def _changed(before: Json, now: Json) -> list[str]:
     """What differs between two identities, a line for each key."""
     return [
         f"{key}: {_brief(before.get(key))} -> {_brief(now.get(key))}"
         for key in {**before, **now}
         if before.get(key) != now.get(key)
-        and not (key in former and before.get(key) == former[key])
     ]
 
 

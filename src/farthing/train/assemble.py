@@ -29,7 +29,7 @@ from farthing.model.hardware import Numerics, free_bytes, taken_bytes
 from farthing.model.liger import use_liger
 from farthing.planner.estimate import Estimate
 from farthing.run.checkpoint import Checkpoints
-from farthing.run.folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
+from farthing.run.folder import CHECKPOINTS, COPIES, LOG, copies_of
 from farthing.settings import Settings
 from farthing.storage.files import Json
 from farthing.storage.logs import SummedLines
@@ -72,7 +72,7 @@ def assemble(
         for weight in model.parameters()
         if weight.requires_grad
     )
-    optimizer = build_optimizer(job, model, rules_of(context.folder), weights)
+    optimizer = build_optimizer(job, model, weights)
     scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
     forward, kernels = _computed(job, context, inputs, numerics, model, settings)
     before_bytes, free = taken_bytes(numerics.device), ranks.least(free_bytes(numerics.device))

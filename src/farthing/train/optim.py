@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from farthing.errors import InputError, ModelError
 from farthing.model.load import need_bitsandbytes
 from farthing.run.checkpoint import State
-from farthing.run.folder import RULES
 from farthing.storage.files import Json
 from farthing.train.offload import OffloadedAdamW
 
@@ -51,20 +50,16 @@ def make_optimizer(
     weight_decay: float,
     betas: tuple[float, float],
     epsilon: float,
-    rules: int = RULES,
     loraplus: float | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer over the trainable weights, those that are decayed in a group of their own.
 
-    `rules` are those that the run began under: an old one goes on to decay whatever has two
-    dimensions. With `loraplus` the rate of LoRA's B matrices and of all vectors is so many times
+    With `loraplus` the rate of LoRA's B matrices and of all vectors is so many times
     that of the others, as in peft's `create_loraplus_optimizer`. Raises `HardwareError` for an
     8-bit or paged one where bitsandbytes does not work.
     """
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    decayed = (
-        {n for n, p in trainable.items() if p.ndim >= 2} if rules < 2 else decayed_names(model)
-    )
+    decayed = decayed_names(model)
     fast = (
         {n for n, p in trainable.items() if "lora_B" in n or p.ndim == 1}
         if loraplus is not None

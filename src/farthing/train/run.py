@@ -42,7 +42,6 @@ from farthing.model.hardware import (
     taken_bytes,
 )
 from farthing.model.load import quiet_libraries
-from farthing.models.left_out_loss import is_refused, left_out_loss
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.run_page import leave_page
@@ -60,7 +59,6 @@ from farthing.run.folder import (
     keep,
     keep_job,
     mend,
-    rules_of,
     same_examples,
     unclaim,
 )
@@ -79,7 +77,6 @@ from farthing.train.autotune import is_worth_it, probe_run
 from farthing.train.budget import over_limit, seconds_left, why_not_start
 from farthing.train.estimate import estimated
 from farthing.train.finished import STAMPS, stamps_of
-from farthing.train.identity import former_names
 from farthing.train.joining import (
     follow,
     joined,
@@ -339,14 +336,6 @@ def _why_not_let_in(
     if not clear_damaged_model(folder, emit) and was_finished:
         ledger.withdraw()
         return "finished", "it was finished already; nothing was trained"
-    if (key := left_out_loss(inputs.config.to_dict(), job.task)) and not is_refused(
-        key, rules_of(folder)
-    ):
-        _warn(
-            emit,
-            f"`{key}` in the model's config.json is left out of the loss, as it was when this run"
-            " began; new runs refuse it",
-        )
     if reason := why_not_start(job, folder, ledger):
         return "limit", reason
     if ledger.clock_back_s > 60 and job.limits.deadline is not None:
@@ -400,7 +389,6 @@ def _claim(
         inputs.identity,
         machine,
         partial(_warn, context.emit),
-        former=former_names(job, inputs.choice, inputs.config, inputs.identity),
         allow_restart=allow_restart,
     )
 

@@ -24,7 +24,7 @@ from torch import nn
 from farthing.config.data_lengths import note_token_set
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
-from farthing.data.chat import TEXT_VERSION, asks_for_the_date
+from farthing.data.chat import asks_for_the_date
 from farthing.data.packing import target_lengths_of
 from farthing.data.read import Source, open_sources
 from farthing.data.token_set import LINE_BITS, Recipe, TokenSet, notes_of
@@ -50,14 +50,13 @@ from farthing.model.load import (
     load_model,
     load_tokenizer,
     need_bitsandbytes,
-    own_words,
     set_languages,
     speak,
 )
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.model.positions import max_positions
 from farthing.models.left_out_loss import refuse_left_out_loss
-from farthing.run.folder import RULES, began, rules_of
+from farthing.run.folder import began
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 from farthing.tasks.task import class_names
@@ -169,11 +168,9 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
     """
     choice = model_choice(job)
     config = load_config(choice)
-    refuse_left_out_loss(config.to_dict(), job.task, choice.name, rules_of(Path(job.output_dir)))
-    day, text_version = began(Path(job.output_dir), TEXT_VERSION)
-    tokenizer = load_tokenizer(choice, job.data.chat_template, text_version)
-    if tokenizer.chat_template is None and rules_of(Path(job.output_dir)) < 3:
-        tokenizer.chat_template = own_words(tokenizer, text_version)
+    refuse_left_out_loss(config.to_dict(), job.task, choice.name)
+    day = began(Path(job.output_dir))
+    tokenizer = load_tokenizer(choice, job.data.chat_template)
     limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]
     max_length = job.data.max_length or min([job.max_length, *limits])
     data = job.data
@@ -183,7 +180,7 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
         lengths["data.max_target_length"] = data.max_target_length
     check_fits(config, tokenizer, lengths, choice)
     source_lang, target_lang = set_languages(
-        tokenizer, job.task, data.source_lang, data.target_lang, text_version
+        tokenizer, job.task, data.source_lang, data.target_lang
     )
     recipe = Recipe(
         task=job.task,
@@ -200,7 +197,6 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
             class_names(config) if task.labels is not None and choice.init == "pretrained" else ()
         ),
         date=day if task.predicts_next and asks_for_the_date(tokenizer.chat_template) else "",
-        version=text_version,
     )
     cache_dir = Path(job.cache_dir or ".")
     opened: dict[str, Any] = {
@@ -484,7 +480,7 @@ def build_model(
 
 
 def build_optimizer(
-    job: Job, model: Any, rules: int = RULES, weights: Mapping[str, nn.Parameter] | None = None
+    job: Job, model: Any, weights: Mapping[str, nn.Parameter] | None = None
 ) -> torch.optim.Optimizer:
     """The job's optimizer over the trained weights, or the rows of them in `weights`, by the
     `rules` that the run began under."""
@@ -496,7 +492,6 @@ def build_optimizer(
         weight_decay=train.weight_decay,
         betas=(train.adam_beta1, train.adam_beta2),
         epsilon=train.adam_epsilon,
-        rules=rules,
         loraplus=job.method.loraplus_lr_ratio if job.method.name != "full" else None,
     )
     if weights is not None:  # it has no state yet
