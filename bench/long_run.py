@@ -25,9 +25,8 @@ from typing import Any
 
 from farthing.report.training_log import keep_digest
 from farthing.run.accounts import Account, as_line
-from farthing.run.folder import LEDGER, LOG, RUN
+from farthing.run.folder import LEDGER, LOG, RUN, keep
 from farthing.run.ledger import SPANS, Ledger, Meter
-from farthing.storage.files import write_json
 
 USD_PER_HOUR = 2.5
 
@@ -38,7 +37,7 @@ def make_run(
     """Write the run folder; returns the dollars that its attempts have cost."""
     chance = random.Random(seed)
     folder.mkdir(parents=True)
-    write_json(folder / RUN, {"run_id": "made-up", "identity": {}, "machine": {}})
+    keep(folder / RUN, {"run_id": "made-up", "identity": {}, "machine": {}})
     kept_bytes = 0
     every = max(1, n_steps // max(1, n_evaluations))
     with open(folder / LOG, "w", encoding="utf-8") as log:

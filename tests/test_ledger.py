@@ -20,11 +20,11 @@ from farthing.errors import DataError, RunChangedError, RunDamagedError
 from farthing.events import StepTaken
 from farthing.report.receipt import build_receipt
 from farthing.run.accounts import LOST, as_line, read_ledger
-from farthing.run.folder import witnesses_of
+from farthing.run.folder import keep, witnesses_of
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.opening import likely_folder, opened
 from farthing.storage import files
-from farthing.storage.files import commit_folder, write_json
+from farthing.storage.files import commit_folder
 from test_meter import Clock, attempt
 
 PRICES = (3.6, 7.2, 1.8)
@@ -103,7 +103,7 @@ def bear_witness(folder: Path, ledger: Ledger, step: int, run_id: str = "run-1")
 @pytest.mark.parametrize("how", ["removed", "emptied", "garbage", "every line"])
 def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(how: str, tmp_path: Path) -> None:
     path, clock = tmp_path / "ledger.jsonl", Clock()
-    write_json(tmp_path / "run.json", {"run_id": "run-1"})
+    keep(tmp_path / "run.json", {"run_id": "run-1"})
     ledger = attempt(path, clock, 3.6, 0, 10)
     bear_witness(tmp_path, ledger, 10)
     ledger = attempt(path, clock, 7.2, 10, 16)
