@@ -86,3 +86,8 @@ def test_planning_from_python_needs_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_package_lists_what_it_offers() -> None:
+    assert {"plan", "train", "load_job", "Receipt"} <= set(dir(farthing))
+    assert all(hasattr(farthing, name) for name in dir(farthing))

@@ -260,7 +260,7 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(
     other = load_job(tmp_path / "other" / "job.yaml", ["train.learning_rate=0.02"])
     train(other)
     assert are_equal(corrected, other)
-    with pytest.raises(RunChangedError, match=r"0.02 -> 0.03[\s\S]*train its result further"):
+    with pytest.raises(RunChangedError, match=r"0.02 -> 0.03[\s\S]*train its weights further"):
         train(load_job(path, [*more, "train.learning_rate=0.03"]))
 
 
@@ -269,7 +269,7 @@ def test_a_refusal_names_no_model_that_is_not_there(tmp_path: Path) -> None:
     train(load_job(path), LeavesAt(step=3))
     with pytest.raises(RunChangedError) as error:
         train(load_job(path, ["train.seed=7"]))
-    assert "train its result further" not in str(error.value)
+    assert "train its weights further" not in str(error.value)
     assert (tmp_path / "run" / RUN).exists(), "a refused job takes nothing away"
 
 

@@ -15,6 +15,10 @@ __version__ = "0.1.0"
 __all__ = ["FarthingError", "Job", "Plan", "Receipt", "__version__", "load_job", "plan", "train"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'farthing' has no attribute {name!r}")

@@ -21,7 +21,7 @@ from typing import Any
 
 from farthing.config.job import Job
 from farthing.config.load import load_job
-from farthing.config.preflight import load_job_or_tell_all, look_over
+from farthing.config.preflight import load_job_or_tell_all, look_over, unusual_settings
 from farthing.errors import (
     Check,
     DataError,
@@ -299,6 +299,8 @@ def check_choices(job: Job) -> Iterator[Check]:
         "the machine may be taken away" if is_spot else "not used: where.spot, where.offers",
     )
     adapter = "" if method.name == "full" else f", r {method.lora_r}, alpha {method.lora_alpha:g}"
+    for text in unusual_settings(job):
+        yield Check("unusual", "warning", text, "correct it, unless it is meant")
     yield Check("method", "ok", f"{method.name}{adapter}, learning rate {job.learning_rate:g}")
     asked = "bf16" if train.bf16 else "fp16" if train.fp16 else "as the device and the model can"
     yield Check("precision", "ok", asked)

@@ -519,6 +519,19 @@ class Job(Section):
         return self.data.max_length or task_of(self.task).max_length
 
     @property
+    def goes_on_behind_its_end(self) -> bool:
+        """Whether the learning rate at a step is the same however many steps there are, so that a
+        finished run can be asked for more.
+        """
+        train = self.train
+        if train.fit_schedule_to_budget:
+            return False
+        knows_warmup = train.warmup_steps is not None or train.warmup_epochs is not None
+        return train.lr_scheduler_type == "constant" or (
+            train.lr_scheduler_type in ("constant_with_warmup", "inverse_sqrt") and knows_warmup
+        )
+
+    @property
     def fingerprint(self) -> str:
         """Which job it is, for what was learned by running out of memory: 12 hex digits of its
         settings and its model.
@@ -564,6 +577,8 @@ class Job(Section):
                 "hub_private_repo",
             }
         )
+        if self.goes_on_behind_its_end:
+            del train["max_steps"], train["num_train_epochs"]
         train |= {"global_batch_size": self.global_batch_size, "learning_rate": self.learning_rate}
         method = self.method.model_dump()
         for section, key in (

@@ -85,6 +85,45 @@ def look_over(job: Job, *, only_plans: bool = False, with_data: bool = True) -> 
         raise PreflightError(found)
 
 
+_USUAL: dict[str, tuple[float, float]] = {
+    "method.lora_r": (1, 512),
+    "method.lora_alpha": (1, 2048),
+    "method.lora_dropout": (0, 0.5),
+    "train.num_train_epochs": (0, 100),
+    "train.warmup_ratio": (0, 0.5),
+    "train.weight_decay": (0, 0.5),
+    "train.max_grad_norm": (0, 100),
+    "train.label_smoothing_factor": (0, 0.5),
+    "train.adam_beta1": (0.5, 1),
+    "train.adam_beta2": (0.8, 1),
+    "train.adam_epsilon": (0, 1e-3),
+    "train.neftune_noise_alpha": (0, 50),
+}
+"""Settings within which published recipes stay."""
+_USUAL_RATE = 1e-8, 0.02
+"""Of Adam, with room: 1e-6 to 1e-4 is usual for all weights, 1e-5 to 1e-3 for adapters."""
+
+
+def unusual_settings(job: Job) -> list[str]:
+    """Numbers of the job that no published recipe has, a sentence each: slips of a digit or two."""
+    found = []
+    for key, (low, high) in _USUAL.items():
+        section, name = key.split(".")
+        value = getattr(getattr(job, section), name)
+        is_used = section != "method" or job.method.name != "full"
+        if value is not None and is_used and not low <= value <= high:
+            found.append(f"{key} {value:g} is unusual: published recipes use {low:g} to {high:g}")
+    if job.train.optim not in ("sgd", "adagrad", "rmsprop"):
+        low, high = _USUAL_RATE
+        if not low <= job.learning_rate <= high:
+            usual = "1e-6 to 1e-4" if job.method.name == "full" else "1e-5 to 1e-3"
+            found.append(
+                f"train.learning_rate {job.learning_rate:g} is unusual: {usual} is the usual range"
+                f" of method {job.method.name}"
+            )
+    return found
+
+
 def _checks(job: Job, only_plans: bool, with_data: bool) -> Iterator[Callable[[], object]]:
     data = job.data
     for names, own, split in (

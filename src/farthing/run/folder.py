@@ -350,8 +350,10 @@ def claim(
     now = json.loads(json.dumps(identity))
     changed = _changed(facts["identity"], now)
     if changed and has_committed(folder):
-        model = folder / MODEL
-        further = f" (to train its result further: model: {model})" if model.is_dir() else ""
+        further = (
+            " (to train its weights further: farthing train JOB"
+            f" --from {folder} --set output_dir=ANOTHER)"
+        )
         raise RunChangedError(
             "this folder holds a run of something else:\n    " + "\n    ".join(changed),
             where=str(folder),

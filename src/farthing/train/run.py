@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from farthing.config.job import Job
+from farthing.config.preflight import unusual_settings
 from farthing.data.token_set import notes_of
 from farthing.device_memory import in_words, is_out_of_memory
 from farthing.errors import (
@@ -29,6 +30,7 @@ from farthing.errors import (
     FarthingError,
     InputError,
     OutOfMemoryError,
+    RunDamagedError,
     RunInterruptedError,
 )
 from farthing.events import Emit, Note, Warned, Working
@@ -58,6 +60,7 @@ from farthing.run.folder import (
     is_finished,
     keep,
     keep_job,
+    kept_job,
     mend,
     same_examples,
     unclaim,
@@ -89,6 +92,7 @@ from farthing.train.joining import (
 )
 from farthing.train.loop import loop, note_news
 from farthing.train.measure import leave_measured
+from farthing.train.metrics_file import metrics_file
 from farthing.train.prefix_budget import share_prefix
 from farthing.train.published import publish_finished
 from farthing.train.saver import restore
@@ -157,6 +161,8 @@ def train(
         )
         stack.enter_context(watched(job, notice))
         emit = stack.enter_context(tracked(emit, job.train.report_to, folder))
+        if ranks.is_first:
+            emit = stack.enter_context(metrics_file(emit, job))
         warn = partial(_warn, emit)
         replica = open_mirror(job.output_store, folder, job.train.save_total_limit, warn)
         context = Context(folder, "", meter, ledger, notice, emit, ranks, replica)
@@ -279,8 +285,11 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     numerics, inputs = _identify(job, meter, emit)
     run_facts = _claim(job, context, numerics, inputs, allow_restart)
     context.run_id, begun.is_accepted = run_facts["run_id"], True
+    run_facts = _unfinished_where_more_is_asked(job, folder, run_facts)
     keep_job(folder, job.model_dump(mode="json"), run_facts)
     was_finished = is_finished(folder)
+    for text in unusual_settings(job):
+        _warn(emit, text)
     ended = _why_not_let_in(job, context, inputs, was_finished)
     lead(context, ended)
     if ended:
@@ -312,6 +321,23 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
         keep(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
     leave_measured(attempt)
     return state, reason
+
+
+def _unfinished_where_more_is_asked(job: Job, folder: Path, run_facts: Json) -> Json:
+    """The facts of a finished run, whose job may ask for more steps than it did: then it resumes.
+    Its identity says where that changes the steps it has taken.
+    """
+    keys = ("max_steps", "num_train_epochs")
+    with contextlib.suppress(RunDamagedError):
+        before = kept_job(folder)["train"]
+        if run_facts.get("finished") and any(
+            before[key] != getattr(job.train, key) for key in keys
+        ):
+            run_facts = {
+                key: value for key, value in run_facts.items() if key not in ("finished", "sealed")
+            }
+            keep(folder / RUN, run_facts)
+    return run_facts
 
 
 def _compute_along(job: Job, context: Context) -> tuple[str, str]:

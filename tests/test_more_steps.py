@@ -1,0 +1,95 @@
+"""A finished run whose job asks for more steps: it resumes where its schedule allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from farthing.cli import main
+from farthing.errors import RunChangedError
+from workshop import Heard, job_file, losses_of, make_job, train
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "run/model/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"lr_scheduler_type": "constant"},
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
+        {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2},
+    ],
+)
+def test_a_finished_run_takes_more_steps(schedule: dict[str, Any], tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"n_rows": 40, **schedule}
+    train(make_job(tmp_path / "once", max_steps=8, **keys))
+    train(make_job(tmp_path / "twice", max_steps=6, **keys))
+    job = make_job(tmp_path / "twice", max_steps=8, **keys)
+    outcome = train(job)
+    assert (outcome.state, outcome.receipt.steps) == ("finished", 8)
+    assert len(losses_of(job)) == 8
+    ours, theirs = weights_of(tmp_path / "twice"), weights_of(tmp_path / "once")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert train(job).reason.startswith("it was finished already")
+
+
+def test_fewer_steps_than_were_taken_train_nothing(tmp_path: Path) -> None:
+    train(make_job(tmp_path, max_steps=6, n_rows=40))
+    before = weights_of(tmp_path)
+    outcome = train(make_job(tmp_path, max_steps=4, n_rows=40))
+    assert (outcome.state, outcome.receipt.steps) == ("finished", 6)
+    assert all(torch.equal(before[name], weight) for name, weight in weights_of(tmp_path).items())
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"lr_scheduler_type": "linear"},
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.5},
+    ],
+)
+def test_a_schedule_that_knows_its_end_names_the_way_further(
+    schedule: dict[str, Any], tmp_path: Path
+) -> None:
+    train(make_job(tmp_path, max_steps=6, **schedule))
+    with pytest.raises(RunChangedError) as error:
+        train(make_job(tmp_path, max_steps=8, **schedule))
+    assert "train.max_steps: 6 -> 8" in str(error.value)
+    assert f"farthing train JOB --from {tmp_path / 'run'} --set output_dir=" in str(error.value)
+    path = job_file(tmp_path, max_steps=8, **schedule)
+    words = ["--from", str(tmp_path / "run"), "--set", f"output_dir={tmp_path / 'further'}"]
+    assert main(["train", str(path), *words]) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"learning_rate": 20.0}, "train.learning_rate 20 is unusual: 1e-6 to 1e-4"),
+        (
+            {"learning_rate": 2.0, "method": "lora"},
+            "1e-5 to 1e-3 is the usual range",
+        ),
+        ({"warmup_ratio": 0.9}, "train.warmup_ratio 0.9 is unusual"),
+        ({"weight_decay": 10}, "train.weight_decay 10 is unusual"),
+    ],
+)
+def test_a_setting_that_nobody_uses_is_warned_of(
+    keys: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard = Heard()
+    train(make_job(tmp_path, max_steps=1, n_rows=8, **keys), heard)
+    assert words in heard.warnings
+    assert main(["doctor", str(tmp_path / "job.yaml")]) == 0
+    assert words.split(":")[0] in " ".join(capsys.readouterr().out.split())
+
+
+def test_usual_settings_are_not(tmp_path: Path) -> None:
+    heard = Heard()
+    train(make_job(tmp_path, max_steps=1, n_rows=8, learning_rate=2e-5, method="full"), heard)
+    assert "unusual" not in heard.warnings
