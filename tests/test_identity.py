@@ -264,15 +264,6 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(
         train(load_job(path, [*more, "train.learning_rate=0.03"]))
 
 
-def test_a_refusal_names_no_model_that_is_not_there(tmp_path: Path) -> None:
-    path = job_file(tmp_path, **KEYS)
-    train(load_job(path), LeavesAt(step=3))
-    with pytest.raises(RunChangedError) as error:
-        train(load_job(path, ["train.seed=7"]))
-    assert "train its weights further" not in str(error.value)
-    assert (tmp_path / "run" / RUN).exists(), "a refused job takes nothing away"
-
-
 # ---- damage ----
 
 VALUES: dict[str, dict[str, Any]] = {
