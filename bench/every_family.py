@@ -312,7 +312,7 @@ def compare(path: Path, row: dict[str, Any], method: str) -> None:
     row["how"] = (
         "packed"
         if forward.is_packed
-        else "padded" + ("" if forward.apart is None else ", of one length")
+        else "padded" + ("" if forward.batching_rule is None else ", of one length")
     )
     row["head"] = "labelled" if forward.why_all_scored is None else "all"
     pieces = forward.split(tokens, np.arange(len(tokens)), MICRO_BATCH_TOKENS)

@@ -218,20 +218,6 @@ def test_no_other_family_has_positions_that_begin_after_padding(family: str) -> 
     assert not any(table.padding_idx is not None for table in tables)
 
 
-def test_sparse_attention_that_is_given_up_for_good_is_refused(tokenizers: dict[str, Any]) -> None:
-    config = small_config("big_bird", "classification")
-    config.vocab_size, config.max_position_embeddings = 60_000, 2048
-    choice, longest = ModelChoice("big"), (5 + 2 * 3) * 64
-    check_fits(config, tokenizers["llama"], {"data.max_length": longest}, choice)
-    with pytest.raises(
-        ModelError,
-        match=f"(?s)above {longest} tokens in random blocks.*data.max_length: {longest} or less",
-    ):
-        check_fits(config, tokenizers["llama"], {"data.max_length": longest + 1}, choice)
-    config.attention_type = "original_full"
-    check_fits(config, tokenizers["llama"], {"data.max_length": longest + 1}, choice)
-
-
 def test_angles_that_follow_the_longest_text_are_kept_to_the_models_own_positions(
     tokenizers: dict[str, Any],
 ) -> None:

@@ -27,7 +27,6 @@ from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Own, Row
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError, InputError, JobError, ModelError, PreflightError
-from farthing.models.left_out_loss import refuse_left_out_loss
 from farthing.models.model_config import (
     CONFIG,
     TOKENIZERS,
@@ -38,6 +37,7 @@ from farthing.models.model_config import (
     is_offline,
     read_from_hub,
 )
+from farthing.models.refused import refuse_model
 from farthing.tasks.columns import Unusable
 from farthing.tasks.registry import task_of
 
@@ -251,7 +251,7 @@ def _look_at_template(path: str) -> None:
 
 def _look_at_config(job: Job) -> None:
     config, _ = find_config(job.model.model_name_or_path, job.model.revision)
-    refuse_left_out_loss(config, job.task, job.model.model_name_or_path)
+    refuse_model(config, job.task, job.model.model_name_or_path)
 
 
 def _look_at_model(job: Job) -> None:

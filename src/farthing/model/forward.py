@@ -33,7 +33,6 @@ from farthing.data.packing import (
 )
 from farthing.data.prefix_sharing import WORTH, collate_shared, saved_by_sharing, split_shared
 from farthing.data.token_set import TokenSet
-from farthing.model.apart import kept_apart, lift_capacity
 from farthing.model.attention import (
     can_go_packed,
     can_share,
@@ -42,6 +41,7 @@ from farthing.model.attention import (
     packed_logits,
     reads_first_tokens,
 )
+from farthing.model.batching import batching_rule, refuse_batch_norms
 from farthing.model.casts import Casts
 from farthing.model.documents import Batch, packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
@@ -112,8 +112,7 @@ class Forward:
         self.why_all_scored = head if isinstance(head, str) else None
         inner = self._inner = inner_of(model)
         self._first_position = first_position(inner.config)
-        self.drops_no_tokens = lift_capacity(inner)
-        """Whether experts would have dropped some by themselves."""
+        refuse_batch_norms(inner)
         width, n_layers, n_words = (
             int(getattr(inner.config.get_text_config(), name, 0) or 0)
             for name in ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -128,7 +127,7 @@ class Forward:
         """
         self.within: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
         """Computes where the weights are whole: several processes may have a part of them each."""
-        self.apart = kept_apart(inner, task, is_packed=self.is_packed)
+        self.batching_rule = batching_rule(inner, task, is_packed=self.is_packed)
         self.shares = False
         self.noise: EmbeddingNoise | None = None
         self.n_sent_tokens = 0  # computed tokens of everything that was brought to the device
@@ -167,7 +166,7 @@ class Forward:
         """`examples` in micro-batches of at most `micro_batch_tokens` computed tokens; a longer
         example goes alone.
         """
-        if self.apart is None:
+        if self.batching_rule is None:
             return self._split(tokens, examples, micro_batch_tokens)
         classes = self._classes(tokens, examples)
         parts = [examples[classes == each] for each in np.unique(classes)]
@@ -197,7 +196,7 @@ class Forward:
     @property
     def mixes_freely(self) -> bool:
         """Whether a micro-batch costs what its examples do, whichever they are."""
-        return self.is_packed and not self.shares and self.apart is None
+        return self.is_packed and not self.shares and self.batching_rule is None
 
     def split_to_write(
         self,
@@ -214,7 +213,7 @@ class Forward:
         `WRITES_MORE` times as many tokens as in training.
         """
         lengths = tokens.lengths[examples] - target_lengths_of(tokens, examples)
-        if self.apart is not None:
+        if self.batching_rule is not None:
             return self.split(tokens, examples, micro_batch_tokens)
         order = np.argsort(-lengths, kind="stable")
         micro_batches, start = [], 0
@@ -238,16 +237,18 @@ class Forward:
 
     def mixes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> bool:
         """Whether some of these examples must not be computed together."""
-        return self.apart is not None and len(np.unique(self._classes(tokens, examples))) > 1
+        return (
+            self.batching_rule is not None and len(np.unique(self._classes(tokens, examples))) > 1
+        )
 
     def _classes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n]: examples with equal numbers may be computed together."""
-        assert self.apart is not None
+        assert self.batching_rule is not None
         lengths, targets = tokens.lengths[examples], None
         if self.of.is_pair:
             targets = target_lengths_of(tokens, examples)
             lengths = lengths - targets
-        return self.apart.classes(lengths, targets)
+        return self.batching_rule.classes(lengths, targets)
 
     def _split(
         self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int

@@ -30,7 +30,7 @@ from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 from farthing.model.hollow import hollow, skeleton
 from farthing.model.loss import decoder_inputs
-from farthing.model.positions import max_positions, most_unblocked, scale_positions, stretch
+from farthing.model.positions import max_positions, scale_positions, stretch
 from farthing.model.weights import weights_sha256
 from farthing.models.model_config import TOKENIZERS
 from farthing.storage.files import parse_json, sha256_of
@@ -440,18 +440,6 @@ def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], choice: Mod
                 where=name,
                 to_do=f"set {key}: {limit} or less",
             )
-    longest = most_unblocked(config)
-    if longest is not None and lengths["data.max_length"] > longest:
-        raise ModelError(
-            f"a {config.model_type} reads texts above {longest} tokens in random blocks, until it"
-            " has seen a shorter one: what it learns would depend on the order of texts and on"
-            " interruptions",
-            where=name,
-            to_do=(
-                f"set data.max_length: {longest} or less, or use a copy of the model folder whose"
-                " config.json has `attention_type: original_full`"
-            ),
-        )
 
 
 def model_sha256(choice: ModelChoice, config: Any, cache_dir: Path | None = None) -> str:

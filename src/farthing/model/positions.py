@@ -26,15 +26,6 @@ def max_positions(config: Any) -> int | None:
     return int(limit)
 
 
-def most_unblocked(config: Any) -> int | None:
-    """Tokens up to which BigBird's sparse attention is not used, which is then left for good; None
-    for other models.
-    """
-    if getattr(config, "attention_type", None) != "block_sparse":
-        return None
-    return int((5 + 2 * config.num_random_blocks) * config.block_size)
-
-
 def stretch(wanted: dict[str, Any]) -> float:
     """How many times the positions of the model such a rule is for.
 

@@ -105,6 +105,9 @@ WHY_NOT_PACKED: Mapping[str, str] = _TABLE["why_not_packed"]
 KNOWN_HEADS = {_HEADS[head]: frozenset(names) for head, names in _TABLE["known_heads"].items()}
 CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES = KNOWN_HEADS[_HEADS["next_token"]], KNOWN_HEADS[_HEADS["pair"]]
 
+NOT_TRAINED: Mapping[str, str] = _TABLE["not_trained"]
+"""Families that are refused, with the reason: an example's result would depend on others."""
+
 POSITIONS_AFTER_PADDING = frozenset(_TABLE["positions_after_padding"])
 """Families whose first token is at the position after the padding index."""
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from farthing.config.job import Job, LimitsSection
 from farthing.data.packing import MicroBatchCost
@@ -29,7 +28,6 @@ from farthing.errors import (
     DiskFullError,
     FarthingError,
     InputError,
-    ModelError,
     RunChangedError,
 )
 from farthing.events import Emit, Note, Warned
@@ -192,29 +190,6 @@ def with_lanes(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit
         )
         emit(Warned(text))
     return replace(settings, lanes=n_lanes)
-
-
-def keeps_statistics(model: nn.Module) -> str:
-    """The kind of module by which a forward pass changes the model; empty where there is none."""
-    kinds = (
-        type(each).__name__
-        for each in model.modules()
-        if isinstance(each, nn.modules.batchnorm._BatchNorm)
-    )
-    return next(kinds, "")
-
-
-def refuse_running_statistics(model: nn.Module, n_lanes: int) -> None:
-    """Refuse a model whose forward pass changes it, as ranks see different examples. Raises
-    `ModelError`.
-    """
-    kind = keeps_statistics(model)
-    if kind and n_lanes > 1:
-        raise ModelError(
-            f"it keeps statistics of what it has seen ({kind}), which would differ between GPUs",
-            where="where.gpus",
-            to_do="train it on one GPU",
-        )
 
 
 def take_over(attempt: Attempt) -> None:

@@ -14,7 +14,6 @@ from farthing.events import Note
 from farthing.train.attempt import Attempt
 from farthing.train.budget import over_limit
 from farthing.train.forecast import is_done
-from farthing.train.joining import keeps_statistics
 from farthing.train.prefix_budget import accumulates
 from farthing.units import plural
 
@@ -61,7 +60,7 @@ def dearest_step(attempt: Attempt) -> int | None:
         is_done(attempt)
         or over_limit(attempt.job, attempt.context.ledger, reserve_s=0.0) is not None
     )
-    if ended or at.step >= attempt.n_steps or keeps_statistics(attempt.model):
+    if ended or at.step >= attempt.n_steps:
         return None
     until, longest = time.monotonic() + LOOKS_S, []
     for step in range(at.step, attempt.n_steps):

@@ -85,7 +85,6 @@ from farthing.train.joining import (
     joined,
     lead,
     must_be_the_same,
-    refuse_running_statistics,
     take_over,
     tell_of_launchers,
     with_lanes,
@@ -569,7 +568,6 @@ def _open(
         model = read_where_it_differs(
             job, ranks, model, lambda: build(examples.tokens.label_names, reads=True)
         )
-    refuse_running_statistics(model, settings.lanes or 1)
     spread_weights(job, ranks, model, numerics.autocast, emit)
     attempt = assemble(
         job, context, inputs, numerics, model, (examples, held_out), estimate, settings

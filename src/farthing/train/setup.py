@@ -55,7 +55,7 @@ from farthing.model.load import (
 )
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.model.positions import max_positions
-from farthing.models.left_out_loss import refuse_left_out_loss
+from farthing.models.refused import refuse_model
 from farthing.run.folder import began
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
@@ -168,7 +168,7 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
     """
     choice = model_choice(job)
     config = load_config(choice)
-    refuse_left_out_loss(config.to_dict(), job.task, choice.name)
+    refuse_model(config.to_dict(), job.task, choice.name)
     day = began(Path(job.output_dir))
     tokenizer = load_tokenizer(choice, job.data.chat_template)
     limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]

@@ -90,8 +90,8 @@ def _computed_in_words(attempt: Attempt) -> str:
     if attempt.forward.of.scores_tokens:
         words.append(forward.why_all_scored or "output layer: only positions with a target")
     if forward.mixes(attempt.train_examples.tokens, attempt.train_examples.indices):
-        assert forward.apart is not None
-        words.append(forward.apart.why)
+        assert forward.batching_rule is not None
+        words.append(forward.batching_rule.why)
     if forward.shares:
         words.append("shared beginnings computed once")
     words += [

@@ -1,9 +1,7 @@
-"""Figures of a run for other programs to draw: TensorBoard, Weights & Biases, MLflow and Trackio,
-by their own libraries.
+"""Figures of a run for TensorBoard, Weights & Biases, MLflow and Trackio, by their own libraries.
 
-Each has a thread of its own. A tracker that fails is dropped with a warning, one that is slow is
-not waited for: training goes on. A run that goes on after a kill goes on in the same run of the
-tracker, and no step is in it twice. Where a tracker sends figures, and whether it does, is for its
+Each tracker has a thread, so that one that fails or is slow never holds up training. A resumed run
+continues the tracker's run, and no step is in it twice. Where figures are sent is for the tracker's
 own environment variables to say (WANDB_MODE, MLFLOW_TRACKING_URI ...).
 """
 
@@ -16,137 +14,74 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from farthing.errors import InputError
 from farthing.events import Emit, Evaluated, Event, StepTaken, Warned
-from farthing.run.folder import JOB, PLAN, kept, run_id_of
-from farthing.storage.files import DamagedFileError, make_private
+from farthing.run.folder import JOB, run_id_of
+from farthing.storage.files import make_private
 
-MOST_WAITING = 10_000  # events
-PATIENCE_S = 5.0
+MOST_WAITING, PATIENCE_S = 10_000, 5.0
 PROJECT = "farthing"
-TRACKERS = "trackers"  # in the run folder: what each has been told
+TRACKERS = "trackers"  # in the run folder: the last step that each was told
 STEP_FIGURES = (
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens_per_s",
-    "padded_tokens_per_s",
-    "mfu",
-    "utilisation_percent",
-    "usd",
-    "run_tokens",
-    "usd_to_go",
-    "s_to_go",
-    "peak_bytes",
+    *("loss", "lr", "grad_norm", "tokens_per_s", "padded_tokens_per_s", "mfu"),
+    *("utilisation_percent", "usd", "run_tokens", "usd_to_go", "s_to_go", "peak_bytes"),
 )
 _EXTRAS = {"tensorboard": "track", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-Log = Callable[[int, dict[str, float]], None]
-"""Tells a tracker figures by name, of one step."""
+Figures = dict[str, float]
+Log = Callable[[int, Figures], Any]
 
 
-class _Tracker:
-    """A tracker in a thread of its own, until it fails or falls behind.
-
-    It can't take anything back: of steps that are taken again, which have the same figures to the
-    bit, it is told once. What it was told is noted before it is told, in a few bytes that outlive a
-    kill of the process.
+class _Tracker(threading.Thread):
+    """Hears events until it fails. Steps that are taken again are told once: what it was told is
+    noted first, in a file that outlives the process.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
-        self.trouble: list[str] = []
-        self.job: dict[str, Any] = {}
-        self._told = {"train": 0, "eval": 0}
-        self._marks: int | None = None
-        self._log: Log = lambda step, figures: None
-        self._end: Callable[[], Any] = lambda: None
-        self._events: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
-        self._is_off = threading.Event()
-        self._thread = threading.Thread(target=self._hear, name=f"tracker-{name}", daemon=True)
-        self._thread.start()
+        super().__init__(name=f"tracker-{name}", daemon=True)
+        self.kind, self.folder, self.trouble = name, folder, list[str]()
+        self.events: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
+        self.start()
 
-    def _hear(self) -> None:
+    def tell(self, event: Event | None) -> None:
+        """Hand over an event, or None where no more will come, without waiting."""
         try:
-            while (event := self._events.get()) is not None and not self._is_off.is_set():
-                if found := figures_of(event):
-                    self._take(*found)
-            self._end()
-            if self._marks is not None:
-                os.close(self._marks)
+            self.events.put_nowait(event)
+        except queue.Full:
+            if not self.trouble:
+                self.trouble.append(f"is {MOST_WAITING:,} events behind")
+
+    def run(self) -> None:
+        opened: tuple[Log, Callable[[], Any]] | None = None
+        told, mark = {"train": 0, "eval": 0}, Path()
+        try:
+            while (event := self.events.get()) is not None:
+                prefix, step, figures = figures_of(event)
+                if opened is None and figures:
+                    run_id = run_id_of(self.folder) or "unknown"
+                    mark = make_private(self.folder / TRACKERS) / f"{self.kind}-{run_id[:12]}.json"
+                    with contextlib.suppress(OSError, ValueError, TypeError):
+                        told |= json.loads(mark.read_text(encoding="utf-8"))
+                    opened = _OPEN[self.kind](self.folder, run_id, told["train"])
+                if opened and figures and step > told[prefix]:
+                    told[prefix] = step
+                    draft = mark.with_suffix(".draft")
+                    draft.write_text(json.dumps(told), encoding="utf-8")
+                    draft.replace(mark)
+                    opened[0](step, {f"{prefix}/{key}": value for key, value in figures.items()})
+            if opened:
+                opened[1]()
         except Exception as error:  # a disk, a server, a library: none of it is worth a run
             self.trouble.append(f"failed ({error})")
-            self._is_off.set()
-
-    def _take(self, prefix: str, step: int, figures: dict[str, float]) -> None:
-        if self._marks is None:
-            self._begin()
-        if step > self._told[prefix]:
-            self._told[prefix] = step
-            assert self._marks is not None
-            os.pwrite(
-                self._marks, f"{self._told['train']:012d} {self._told['eval']:012d}\n".encode(), 0
-            )
-            self._log(step, {f"{prefix}/{key}": value for key, value in figures.items()})
-
-    def _begin(self) -> None:
-        """Begin the tracker's run, or go on with it."""
-        self.run_id = run_id_of(self.folder) or "unknown"
-        path = make_private(self.folder / TRACKERS) / f"{self.name}-{self.run_id[:12]}"
-        self._marks = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        words = os.pread(self._marks, 64, 0).split()
-        if len(words) == 2 and all(word.isdigit() for word in words):
-            self._told = {"train": int(words[0]), "eval": int(words[1])}
-        with contextlib.suppress(OSError, ValueError):
-            self.job = json.loads((self.folder / JOB).read_text(encoding="utf-8"))
-        self._log, self._end = _OPEN[self.name](self)
-
-    @property
-    def n_told(self) -> int:
-        """Steps that it was told of by earlier attempts, and by this one so far."""
-        return self._told["train"]
-
-    @property
-    def estimate(self) -> dict[str, float]:
-        """What the plan said of the whole run: dollars, seconds and bytes."""
-        with contextlib.suppress(DamagedFileError):
-            plan = kept(self.folder / PLAN) or {}
-            return _numbers(
-                {f"estimate/{name}": plan.get(name) for name in ("usd", "wall_s", "peak_bytes")}
-            )
-        return {}
-
-    def tell(self, event: Event) -> None:
-        """Hand an event over, without waiting."""
-        if not self._is_off.is_set():
-            try:
-                self._events.put_nowait(event)
-            except queue.Full:
-                self.trouble.append(f"is {MOST_WAITING:,} events behind")
-                self._is_off.set()
-
-    def end(self) -> None:
-        """Say that no more will come."""
-        with contextlib.suppress(queue.Full):
-            self._events.put_nowait(None)
-
-    def wait(self, seconds: float) -> None:
-        """Until it has written everything, so many seconds at most."""
-        self._thread.join(max(0.0, seconds))
-        if self._thread.is_alive() and not self.trouble:
-            self.trouble.append(f"has not written everything within {PATIENCE_S:g} s")
-            self._is_off.set()
 
 
 @contextlib.contextmanager
 def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
-    """Within the block `emit`, and the trackers of `train.report_to` with it.
-
-    At its end they are waited for, `PATIENCE_S` at most for all. Raises `InputError` when one is
-    not installed.
+    """Within the block `emit` also tells the trackers of `train.report_to`. At its end they have
+    `PATIENCE_S` together to finish. Raises `InputError` when one is not installed.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -154,131 +89,113 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
             raise InputError(f"{name} is not installed", where="train.report_to", to_do=to_do)
     trackers = [_Tracker(name, folder) for name in dict.fromkeys(names)]
 
+    off: list[_Tracker] = []
+
+    def warn() -> None:
+        for tracker in trackers:
+            if tracker.trouble and tracker not in off:
+                off.append(tracker)
+                what = f"{tracker.kind} {tracker.trouble.pop()}"
+                emit(Warned(f"report_to: {what} and is off from here on"))
+
     def emit_to_all(event: Event) -> None:
         emit(event)
         for tracker in trackers:
             tracker.tell(event)
-        say()
-
-    def say() -> None:
-        for tracker in trackers:
-            while tracker.trouble:
-                emit(
-                    Warned(
-                        f"report_to: {tracker.name} {tracker.trouble.pop(0)} and is off from"
-                        " here on"
-                    )
-                )
+        warn()
 
     try:
         yield emit_to_all if trackers else emit
     finally:
         for tracker in trackers:
-            tracker.end()
+            tracker.tell(None)
         until = time.monotonic() + PATIENCE_S
         for tracker in trackers:
-            tracker.wait(until - time.monotonic())
-        say()
+            tracker.join(max(0.0, until - time.monotonic()))
+            if tracker.is_alive():
+                tracker.trouble.append(f"has not written everything within {PATIENCE_S:g} s")
+        warn()
 
 
-def figures_of(event: Event) -> tuple[str, int, dict[str, float]] | None:
-    """(train or eval, step, numbers) of an event that has any."""
+def figures_of(event: Event) -> tuple[str, int, Figures]:
+    """("train" or "eval", step, numbers), no numbers for an event that has none."""
     if isinstance(event, StepTaken):
-        return "train", event.step, _numbers({name: getattr(event, name) for name in STEP_FIGURES})
-    return ("eval", event.step, _numbers(event.metrics)) if isinstance(event, Evaluated) else None
+        found = {name: getattr(event, name) for name in STEP_FIGURES}
+    else:
+        found = event.metrics if isinstance(event, Evaluated) else {}
+    prefix = "train" if isinstance(event, StepTaken) else "eval"
+    numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    return prefix, getattr(event, "step", 0), numbers
 
 
-def _numbers(values: Mapping[str, object]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+def _job(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads((folder / JOB).read_text(encoding="utf-8"))
+        return found
+    return {}
 
 
-def _open_tensorboard(run: _Tracker) -> tuple[Log, Callable[[], Any]]:
-    """Event files in the run's folder, whole after each step. What earlier versions have told of
-    steps to come is purged.
-    """
+def _open_tensorboard(folder: Path, run_id: str, step: int) -> tuple[Log, Callable[[], Any]]:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.n_told + 1)
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
-    def log(step: int, figures: dict[str, float]) -> None:
+    def log(step: int, figures: Figures) -> None:
         for name, value in figures.items():
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    log(run.n_told, run.estimate)
     return log, writer.close
 
 
-def _open_wandb(run: _Tracker) -> tuple[Log, Callable[[], Any]]:
-    """A run of wandb, whose id is that of ours. Neither code nor what is printed is sent."""
+def _open_wandb(folder: Path, run_id: str, step: int) -> tuple[Log, Callable[[], Any]]:
+    """Neither code nor what is printed is sent."""
     import wandb
 
-    its = wandb.init(
+    settings = wandb.Settings(console="off", disable_code=True, disable_git=True, silent=True)
+    run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
-        id=run.run_id,
-        name=run.folder.name,
-        dir=str(run.folder),
+        id=run_id,
+        name=folder.name,
+        dir=str(folder),
         resume="allow",
-        config=run.job,
-        settings=wandb.Settings(console="off", disable_code=True, disable_git=True, silent=True),
+        config=_job(folder),
+        settings=settings,
     )
-    its.define_metric("*", step_metric="step")
-    its.summary.update(run.estimate)
-    return lambda step, figures: its.log({**figures, "step": step}), its.finish
+    run.define_metric("*", step_metric="step")
+    return lambda step, figures: run.log({**figures, "step": step}), run.finish
 
 
-def _open_mlflow(run: _Tracker) -> tuple[Log, Callable[[], Any]]:
-    """A run of MLflow; without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
-    from mlflow.entities import Metric, Param
-    from mlflow.tracking import MlflowClient
+def _open_mlflow(folder: Path, run_id: str, step: int) -> tuple[Log, Callable[[], Any]]:
+    """Without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
+    import mlflow
 
-    client = MlflowClient(
-        os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / 'mlflow.db'}"
+    mlflow.set_tracking_uri(
+        os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
     )
-    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-    found = client.get_experiment_by_name(name)
-    experiment = found.experiment_id if found else client.create_experiment(name)
-    same = client.search_runs([experiment], f"tags.farthing_run = '{run.run_id}'", max_results=1)
-    tags = {"farthing_run": run.run_id}
-    its = (
-        same[0] if same else client.create_run(experiment, run_name=run.folder.name, tags=tags)
-    ).info.run_id
-
-    def log(step: int, figures: dict[str, float]) -> None:
-        now_ms = int(time.time() * 1000)
-        client.log_batch(
-            its, metrics=[Metric(key, value, now_ms, step) for key, value in figures.items()]
-        )
-
-    if same:
-        client.update_run(its, status="RUNNING")
-    else:
-        client.log_batch(
-            its, params=[Param(key, str(value)[:500]) for key, value in _flat(run.job)][:100]
-        )
-        log(0, run.estimate)
-    return log, lambda: client.set_terminated(its)
+    experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+    client, tag = mlflow.MlflowClient(), f"tags.farthing_run = '{run_id}'"
+    same = client.search_runs([experiment.experiment_id], tag, max_results=1)
+    its = mlflow.start_run(
+        run_id=same[0].info.run_id if same else None,
+        run_name=None if same else folder.name,
+        tags={"farthing_run": run_id},
+    )
+    if not same:
+        for section, values in _job(folder).items():
+            for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+                name = f"{section}.{key}".rstrip(".")
+                client.log_param(its.info.run_id, name, str(value)[:500])
+    return lambda step, figures: mlflow.log_metrics(figures, step), mlflow.end_run
 
 
-def _open_trackio(run: _Tracker) -> tuple[Log, Callable[[], Any]]:
-    """A run of Trackio, in its own database."""
+def _open_trackio(folder: Path, run_id: str, step: int) -> tuple[Log, Callable[[], Any]]:
     import trackio
 
-    name = f"{run.folder.name}-{run.run_id[:8]}"
-    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-    its: Any = trackio.init(project=project, name=name, resume="allow", config=run.job, embed=False)
-    if run.n_told == 0 and run.estimate:
-        its.log(run.estimate, step=0)
-    return lambda step, figures: its.log(figures, step=step), its.finish
-
-
-def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys with dots."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
+    project, name = os.environ.get("TRACKIO_PROJECT", PROJECT), f"{folder.name}-{run_id[:8]}"
+    job = _job(folder)
+    run: Any = trackio.init(project=project, name=name, resume="allow", config=job, embed=False)
+    return lambda step, figures: run.log(figures, step=step), run.finish
 
 
 _OPEN = {

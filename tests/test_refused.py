@@ -13,8 +13,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import workshop
 from farthing.cli import main
+from farthing.errors import ModelError
 from farthing.models.families import DECODERS, FAMILIES
-from farthing.models.left_out_loss import left_out_loss
+from farthing.models.refused import left_out_loss, refuse_model
 
 MODELS = Path(transformers.__file__).parent / "models"
 
@@ -116,3 +117,9 @@ def test_a_job_that_would_leave_a_loss_out_is_refused_before_it_starts(
     assert not (tmp_path / "run/run.json").exists()
     mixtral_folder(tmp_path / "base", output_router_logits=False)
     assert main(["train", str(path), "--json"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["big_bird", "bigbird_pegasus", "fnet", "nllb-moe", "xlnet"])
+def test_families_whose_result_depends_on_other_texts_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(ModelError, match=f"a {kind} is not trained: its?"):
+        refuse_model({"model_type": kind}, "classification", "some/model")

@@ -1,8 +1,6 @@
-"""Losses that a model class of transformers adds by its configuration, and farthing does not
+"""Models that are refused by their config.json, so that a plan refuses what a run would: families
+that are not trained, and losses that a model class of transformers adds and farthing does not
 compute.
-
-Read from config.json alone, so that a plan refuses what a run would. Refuses to compute any of
-them.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from farthing.errors import ModelError
+from farthing.models.families import NOT_TRAINED
 from farthing.tasks.registry import task_of
 
 _ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef", "moe_loss_weight")
@@ -52,8 +51,15 @@ def left_out_loss(config: Mapping[str, Any], task: str) -> str:
     return ""
 
 
-def refuse_left_out_loss(config: Mapping[str, Any], task: str, name: str) -> None:
-    """Refuse a configuration by which a part of the loss would be left out. Raises `ModelError`."""
+def refuse_model(config: Mapping[str, Any], task: str, name: str) -> None:
+    """Refuse a configuration that can't be trained as it is. Raises `ModelError`."""
+    kind = str(config.get("model_type"))
+    if kind in NOT_TRAINED:
+        raise ModelError(
+            f"a {kind} is not trained: {NOT_TRAINED[kind]}",
+            where=name,
+            to_do="choose a model of another family: docs/reference/models.md lists them",
+        )
     key = left_out_loss(config, task)
     if key:
         what, instead = _WORDS[key]

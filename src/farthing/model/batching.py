@@ -1,0 +1,91 @@
+"""Batching rules: which examples must not be computed together, so that each counts as if it were
+alone.
+
+Models that read the padding beside a shorter example get inputs of one length. Models whose rotary
+factors follow from the longest input of a forward pass (LongRoPE, arXiv 2402.13753, section 3.3)
+get long and short inputs in different micro-batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from farthing.errors import ModelError
+from farthing.models.families import PADS_SAFELY
+from farthing.tasks.registry import task_of
+
+
+class BatchingRule(NamedTuple):
+    """Which examples of a model may share a micro-batch."""
+
+    why: str
+    """In words, for people."""
+    above: int | None
+    """Inputs of more tokens than this go apart from the others; None: every length goes by itself.
+    """
+
+    def classes(
+        self, lengths: NDArray[np.int64], targets: NDArray[np.int64] | None
+    ) -> NDArray[np.int64]:
+        """[n] from the input tokens of each example [n] and, for seq2seq, its target tokens [n],
+        which are padded too.
+
+        Examples with equal numbers may be computed together.
+        """
+        if self.above is not None:
+            return (lengths > self.above).astype(np.int64)
+        return lengths if targets is None else lengths * (1 + int(targets.max())) + targets
+
+
+def batching_rule(inner: Any, task: str, *, is_packed: bool) -> BatchingRule | None:
+    """The rule of a model (without its adapter); None: any examples may be together."""
+    config = inner.config
+    kind = config.model_type
+    head = task_of(task).head
+    if not is_packed and head in PADS_SAFELY and kind not in PADS_SAFELY[head]:
+        return BatchingRule(f"examples of one length at a time: a {kind} may read padding", None)
+    limit = longrope_limit(config)
+    if limit is not None:
+        return BatchingRule(
+            f"inputs above {limit:,} tokens apart: their rotary factors are others", limit
+        )
+    return None
+
+
+def refuse_batch_norms(inner: Any) -> None:
+    """Raises `ModelError` for a model that computes an example by the others of its batch."""
+    mixing = next(
+        (name for name, each in inner.named_modules() if isinstance(each, _BatchNorm)), None
+    )
+    if mixing is not None:
+        raise ModelError(
+            f"a {inner.config.model_type} has batch norms ({mixing}): what is learned of an"
+            " example would depend on which others are computed with it",
+            where=str(inner.config.name_or_path or inner.config.model_type),
+            to_do="use a model without them, as all current language models are",
+        )
+
+
+def longrope_limit(config: Any) -> int | None:
+    """The most tokens that LongRoPE's short factors are for; None for other models."""
+    text_config = config.get_text_config()
+    rope = (
+        getattr(text_config, "rope_parameters", None)
+        or getattr(text_config, "rope_scaling", None)
+        or {}
+    )
+    of_layers = [
+        each for each in rope.values() if isinstance(each, dict)
+    ]  # some have one for each type of layer
+    limits = []
+    for each in of_layers or [rope]:
+        if each.get("rope_type", each.get("type")) in ("longrope", "su"):
+            limit = each.get("original_max_position_embeddings")
+            limits.append(
+                int(limit or getattr(text_config, "original_max_position_embeddings", 0) or 0)
+            )
+    return min(limits) if limits and min(limits) > 0 else None
