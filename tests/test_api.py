@@ -58,7 +58,7 @@ def test_a_plan_is_a_value_with_its_page_and_its_table() -> None:
 def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path: Path) -> None:
     path = job_file(tmp_path, max_steps=3, limits={"max_usd": 1000})
     heard: list[Event] = []
-    receipt = api.train(api.load_job(path, ["where.usd_per_hour=0.36"]), on_event=heard.append)
+    receipt = api.fine_tune(api.load_job(path, ["where.usd_per_hour=0.36"]), on_event=heard.append)
     assert (receipt.state, receipt.content.steps) == ("finished", 3)
     assert [event.step for event in heard if isinstance(event, StepTaken)] == [1, 2, 3]
     assert 0 < receipt.usd == receipt.to_json()["usd"]
@@ -66,19 +66,15 @@ def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path: P
     assert "where the time went" in str(receipt)
     assert "where the time went" in receipt._repr_html_()
     assert "finished" in repr(receipt)
-    assert callable(farthing.train)
-    assert farthing.train(path, quiet=True).content.steps == 3
-    from farthing.train.run import train as of_modules
-
-    assert of_modules is not farthing.train
-    assert farthing.train(path, quiet=True).state == "finished"
+    assert farthing.fine_tune(path, quiet=True).content.steps == 3
+    assert farthing.fine_tune(path, quiet=True).state == "finished"
 
 
 def test_planning_from_python_needs_no_torch(tmp_path: Path) -> None:
     code = (
         f"import farthing, sys\nplan = farthing.plan({JOB!r}, n_examples=10, mean_tokens=20.0,"
         " is_local=False)\nassert plan.best\nheavy = {'torch', 'transformers', 'datasets',"
-        " 'peft'} & set(sys.modules)\nassert not heavy, heavy\nassert {'plan', 'train',"
+        " 'peft'} & set(sys.modules)\nassert not heavy, heavy\nassert {'plan', 'fine_tune',"
         " 'load_job'} <= set(farthing.__all__)\ntry:\n    farthing.no_such\nexcept AttributeError"
         " as error:\n    assert 'no_such' in str(error)\n"
     )

@@ -1,6 +1,6 @@
 """farthing: fine-tune a language model for the fewest dollars.
 
-From Python: `farthing.plan(job)`, `farthing.train(job)` and `farthing.load_job(job)`; see
+From Python: `farthing.plan(job)`, `farthing.fine_tune(job)` and `farthing.load_job(job)`; see
 `farthing.api`.
 """
 
@@ -9,10 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farthing.api import FarthingError, Job, Plan, Receipt, load_job, plan, train
+    from farthing.api import FarthingError, Job, Plan, Receipt, fine_tune, load_job, plan
 
 __version__ = "0.1.0"
-__all__ = ["FarthingError", "Job", "Plan", "Receipt", "__version__", "load_job", "plan", "train"]
+__all__ = [
+    "FarthingError",
+    "Job",
+    "Plan",
+    "Receipt",
+    "__version__",
+    "fine_tune",
+    "load_job",
+    "plan",
+]
 
 
 def __dir__() -> list[str]:

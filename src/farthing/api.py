@@ -1,7 +1,7 @@
-"""farthing from Python: `load_job`, `plan` and `train`, as the command line does them, with values
-instead of printing.
+"""farthing from Python: `load_job`, `plan` and `fine_tune`, with values where the command line
+prints.
 
-Torch is imported by `train` alone. Refuses to print and to exit: what goes wrong is raised as a
+Torch is imported by `fine_tune` alone. Refuses to print and to exit: what goes wrong is raised as a
 `FarthingError`, whose message says what, where and what to do.
 """
 
@@ -22,7 +22,7 @@ from farthing.errors import FarthingError, InputError
 from farthing.events import Emit, ignore
 from farthing.report import receipt as report
 
-__all__ = ["FarthingError", "Job", "Plan", "Receipt", "load_job", "plan", "train"]
+__all__ = ["FarthingError", "Job", "Plan", "Receipt", "fine_tune", "load_job", "plan"]
 
 JobLike = str | Path | Mapping[str, Any] | Job
 """A job file, its keys and values, or a job that was loaded."""
@@ -72,7 +72,7 @@ def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:
     )
 
 
-def train(
+def fine_tune(
     job: JobLike, *, allow_restart: bool = False, on_event: Emit | None = None, quiet: bool = False
 ) -> Receipt:
     """Start a job, or go on with it where it was interrupted, in this process; returns when it ends
