@@ -85,5 +85,5 @@ def test_planning_from_python_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_package_lists_what_it_offers() -> None:
-    assert {"plan", "train", "load_job", "Receipt"} <= set(dir(farthing))
+    assert {"plan", "fine_tune", "load_job", "Receipt"} <= set(dir(farthing))
     assert all(hasattr(farthing, name) for name in dir(farthing))

@@ -86,13 +86,7 @@ def test_the_trace_can_be_opened_and_has_our_names(found: dict[str, Any]) -> Non
     assert {"farthing: attention", "farthing: head", "farthing: optimizer"} <= names
 
 
-def test_memory_and_peak_are_measured(found: dict[str, Any]) -> None:
-    memory = found["memory"]
-    assert memory["optimizer_bytes"] == pytest.approx(memory["expected_optimizer_bytes"], rel=0.05)
-    assert 0.1 < memory["step_bytes"] / memory["expected_step_bytes"] < 10
-    times = [at for at, _ in memory["timeline"]]
-    assert times == sorted(times)
-    assert len(times) <= 200
+def test_the_peak_is_measured(found: dict[str, Any]) -> None:
     assert 0 < found["mfu"] < 1.2
     assert found["flops_per_s"] == pytest.approx(found["mfu"] * found["measured_peak_flops_per_s"])
 

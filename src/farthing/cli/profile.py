@@ -53,9 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw(console: Any, found: dict[str, Any]) -> None:
-    from farthing.report.receipt_table import sparkline
     from farthing.report.safe import escape, table_of
-    from farthing.units import say_bytes
 
     table = table_of("where a step goes", "#ms", "#share")
     for part in found["parts"]:
@@ -78,18 +76,6 @@ def _draw(console: Any, found: dict[str, Any]) -> None:
         f" ({escape(found['device'])}, {found['precision']}): MFU {found['mfu']:.1%}",
         soft_wrap=True,
     )
-    memory = found["memory"]
-    console.print(
-        f"memory: weights {say_bytes(memory['weights_bytes'])}, gradients"
-        f" {say_bytes(memory['gradients_bytes'])}, optimizer {say_bytes(memory['optimizer_bytes'])}"
-        f" (expected {say_bytes(memory['expected_optimizer_bytes'])}); a step takes"
-        f" {say_bytes(memory['step_bytes'])} at most (expected"
-        f" {say_bytes(memory['expected_step_bytes'])})",
-        soft_wrap=True,
-    )
-    points = [n_bytes for _, n_bytes in memory["timeline"]][::4]
-    if len(points) > 1:
-        console.print(f"[dim]memory over the steps[/] {sparkline(points)}")
     console.print(
         f"trace: {escape(found['trace'])} (chrome://tracing, ui.perfetto.dev, or tensorboard"
         " --logdir)",

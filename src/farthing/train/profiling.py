@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
     device, meter, at = attempt.numerics.device, attempt.context.meter, attempt.progress
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     before_tokens, before_spans = at.n_tokens, dict(meter.spans)
-    with _named(attempt), profile(activities=activities, profile_memory=True) as profiler:
+    with _named(attempt), profile(activities=activities) as profiler:
         began = time.perf_counter()
         for _ in range(n_steps):
             take_step(attempt)
@@ -84,7 +84,6 @@ def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
         rows["between operations"] = rest_s
     flops_per_s = attempt.pace.flops_per_token * (at.n_tokens - before_tokens) / wall_s
     peak = measured_peak(attempt.numerics)
-    points = memory_points(profiler.profiler.kineto_results.events(), device.type)
     return {
         "device": device_name(device),
         "precision": attempt.numerics.name,
@@ -98,7 +97,6 @@ def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
         "flops_per_s": flops_per_s,
         "measured_peak_flops_per_s": peak,
         "mfu": flops_per_s / peak,
-        "memory": _memory(attempt, points),
         "trace": str(trace),
     }
 
@@ -109,45 +107,19 @@ def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
 @contextmanager
 def _named(attempt: Attempt) -> Iterator[None]:
     """Within the block the parts of a step are ranges of the profiler."""
-    open_ranges: list[Any] = []
-
-    def enter(name: str) -> Callable[..., None]:
-        def begin(*_: Any) -> None:
-            open_ranges.append(record_function(_MARK + name))
-            open_ranges[-1].__enter__()
-
-        return begin
-
-    def leave(*_: Any) -> None:
-        open_ranges.pop().__exit__(None, None, None)
-
-    with ExitStack() as stack:
-        for module, name in named_modules(attempt.model):
-            stack.callback(module.register_forward_pre_hook(enter(name)).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        for owner, method, name in (
-            (attempt.forward, "loss", "head"),
-            (attempt.forward, "to_device", "copies"),
-            (attempt.steps, "_update", "optimizer"),
-        ):
-            stack.enter_context(_ranged(owner, method, name))
-        yield
-
-
-@contextmanager
-def _ranged(owner: Any, method: str, name: str) -> Iterator[None]:
-    """Within the block a method of one object is a range of the profiler."""
-    plain = getattr(owner, method)
-
-    def ranged(*args: Any, **kwargs: Any) -> Any:
-        with record_function(_MARK + name):
-            return plain(*args, **kwargs)
-
-    setattr(owner, method, ranged)
+    forward = attempt.forward
+    named = [(module, "forward", name) for module, name in named_modules(attempt.model)]
+    named += [(forward, "loss", "head"), (forward, "to_device", "copies")]
+    named.append((attempt.steps, "_update", "optimizer"))
+    before = [(owner, method, vars(owner).get(method)) for owner, method, _ in named]
+    for owner, method, name in named:
+        vars(owner)[method] = record_function(_MARK + name)(getattr(owner, method))
     try:
         yield
     finally:
-        delattr(owner, method)
+        for owner, method, own in before:
+            del vars(owner)[method]
+            vars(owner).update({} if own is None else {method: own})
 
 
 def named_modules(model: Any) -> list[tuple[Any, str]]:
@@ -240,9 +212,6 @@ def _backward_of(event: Any, of_sequence: dict[int, str]) -> str | None:
     return None
 
 
-# ---- the machine, and memory ----
-
-
 def measured_peak(numerics: Numerics, seconds: float = 0.5) -> float:
     """FLOPs a second of a large product of matrices in the run's precision, measured."""
     n = 1024 if numerics.device.type == "cpu" else 8192
@@ -256,46 +225,3 @@ def measured_peak(numerics: Numerics, seconds: float = 0.5) -> float:
         wait_for(numerics.device)
         n_done += 1
     return 2.0 * n**3 * n_done / (time.perf_counter() - began)
-
-
-def memory_points(records: Any, device: str) -> list[list[float]]:
-    """[ms since the first, bytes beyond those at the beginning], at most `N_MEMORY_POINTS`, each
-    the highest of its time.
-
-    `records` are those of every allocation and release, as the profiler itself has them.
-    """
-    total, points = 0, list[list[float]]()
-    kind = "CPU" if device == "cpu" else "CUDA"
-    found = [e for e in records if e.name() == "[memory]" and str(e.device_type()).endswith(kind)]
-    for event in sorted(found, key=lambda e: e.start_ns()):
-        total += event.nbytes()
-        points.append([event.start_ns() / 1e6, float(total)])
-    size = -(-len(points) // N_MEMORY_POINTS) or 1
-    begin = points[0][0] if points else 0.0
-    blocks = [points[i : i + size] for i in range(0, len(points), size)]
-    return [
-        [round(block[-1][0] - begin, 3), max(n_bytes for _, n_bytes in block)] for block in blocks
-    ]
-
-
-def _memory(attempt: Attempt, points: list[list[float]]) -> dict[str, Any]:
-    """What a step takes by component, as it is and as it was expected."""
-    model, need = attempt.model, attempt.memory
-    state = [
-        t
-        for values in attempt.optimizer.state.values()
-        for t in values.values()
-        if isinstance(t, torch.Tensor)
-    ]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    low = min((n_bytes for _, n_bytes in points), default=0.0)
-    return {
-        "weights_bytes": sum(p.nbytes for p in model.parameters()),
-        "gradients_bytes": sum(p.nbytes for p in trained),
-        "optimizer_bytes": sum(t.nbytes for t in state),
-        "expected_optimizer_bytes": need.optimizer_bytes,
-        "step_bytes": max((n_bytes for _, n_bytes in points), default=0.0) - low,
-        "expected_step_bytes": max(need.moments().values()),
-        "expected_moments_bytes": {name: int(n_bytes) for name, n_bytes in need.moments().items()},
-        "timeline": points,
-    }
