@@ -59,6 +59,7 @@ VERBS: dict[str, list[str]] = {
     "runs": ["runs"],
     "eval": ["eval", "run"],
     "chat": ["chat", "run"],
+    "predict": ["predict", "run", "x.jsonl", "-o", "y.jsonl"],
 }
 
 

@@ -132,7 +132,7 @@ class Speaker:
                     max_new_tokens=asked.max_new_tokens,
                     use_cache=True,
                     num_beams=1,
-                    eos_token_id=self._ends() or None,
+                    eos_token_id=self.ends() or None,
                     pad_token_id=self.tokenizer.pad_token_id,
                 )
             except Exception as error:
@@ -146,7 +146,7 @@ class Speaker:
         if errors:
             raise errors[0]
 
-    def _ends(self) -> list[int]:
+    def ends(self) -> list[int]:
         """Tokens that end an answer: the tokenizer's, and those that the model names."""
         named = self.model.generation_config.eos_token_id
         found = [self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]

@@ -40,6 +40,7 @@ VERBS = {
     "runs": "list runs with their state, dollars and best metric, and what the month has cost",
     "eval": "measure the model of a run on held-out examples, beside what it began with",
     "chat": "try the model of a run in the terminal, or with one prompt",
+    "predict": "label or answer the rows of a file with the model of a run",
     "export": "write the trained model of a run as an adapter, merged, as GGUF or in fewer bits",
     "prices": "show what GPUs cost, or refresh the prices from public feeds",
     "doctor": "check this machine, and a job before it starts",

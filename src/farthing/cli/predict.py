@@ -1,0 +1,63 @@
+"""`farthing predict`: label or answer the rows of a file with the model of a run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from farthing.cli.console import print_json
+from farthing.cli.parser import add_run_argument, run_folder
+from farthing.errors import EXIT_FINISHED, InputError
+from farthing.printable import printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `farthing predict`."""
+    add_run_argument(parser)
+    parser.add_argument("data", help="rows, in any form that the run's job reads")
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="new JSON Lines file: each row with its prediction and score",
+    )
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="rows at a time")
+    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Predict, and print what became of the rows."""
+    folder = run_folder(arguments)
+    if arguments.max_tokens < 1 or arguments.batch_size < 1:
+        raise InputError("a number from 1 on", where="--max-tokens, --batch-size")
+    data, output = Path(arguments.data), Path(arguments.output)
+    if not data.is_file():
+        raise InputError("no such file", where=arguments.data, to_do="name a file with rows")
+    if output.exists():
+        raise InputError("the file is there already", where=str(output), to_do="name a new one")
+    from farthing.after.predict import Predictor, predict_file
+    from farthing.model.load import quiet_libraries
+    from farthing.units import plural
+
+    quiet_libraries()
+    predictor = Predictor(
+        folder,
+        max_new_tokens=arguments.max_tokens,
+        batch_size=arguments.batch_size,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    found = predict_file(predictor, data, output)
+    if arguments.json:
+        print_json({"output": str(output), **asdict(found)})
+        return EXIT_FINISHED
+    print(f"wrote {printable(str(output))}: {plural(found.n_rows, 'row')}")
+    if found.n_failed:
+        print(f"  {plural(found.n_failed, 'row')} without a prediction, see `error` there:")
+    for line in found.first_errors:
+        print(f"    {printable(line)}")
+    if found.n_cut:
+        print(f"  {plural(found.n_cut, 'input')} cut to the length of the training")
+    return EXIT_FINISHED

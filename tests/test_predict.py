@@ -1,0 +1,165 @@
+"""`farthing predict`: what the model of a run says of many rows, against one row at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workshop
+from farthing.after.chat import Asked, Speaker
+from farthing.after.predict import Predictor
+from farthing.cli import main
+from farthing.tiny import write_jsonl
+
+
+def run_of(folder: Path, family: str, **keys: Any) -> Path:
+    """A run that has learned a few rows."""
+    keys = {"n_rows": 40, "max_steps": 30, "pretrained": True, "learning_rate": 0.003, **keys}
+    job = workshop.make_job(folder, family, **keys)
+    workshop.train(job)
+    return Path(job.output_dir)
+
+
+def predicted(run: Path, rows: list[dict[str, Any]], *words: str) -> list[dict[str, Any]]:
+    """What the verb writes for the rows."""
+    data, output = run.parent / "new.jsonl", run.parent / "out.jsonl"
+    write_jsonl(data, rows)
+    output.unlink(missing_ok=True)
+    assert main(["predict", str(run), str(data), "-o", str(output), *words]) == 0
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_classes_come_with_their_probabilities(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "bert")
+    rows = workshop.rows_of("bert", 37, seed=1)
+    texts = [{"text": row["text"], "number": i} for i, row in enumerate(rows)]
+    found = predicted(run, texts, "--batch-size", "5")
+    speaker = Speaker(run)
+    for row, given in zip(found, texts, strict=True):
+        alone = speaker.classify(given["text"])
+        assert {name: row[name] for name in given} == given
+        assert row["prediction"] == alone["label"]
+        assert row["scores"] == pytest.approx(alone["probabilities"], abs=1e-5)
+        assert row["score"] == max(row["scores"].values())
+    with_labels = predicted(run, rows)
+    assert [row["prediction"] for row in with_labels] == [row["prediction"] for row in found]
+    assert [row["label"] for row in with_labels] == [row["label"] for row in rows]
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_answers_of_a_batch_are_those_of_one_row_at_a_time(family: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, family, method="lora")
+    rows = workshop.rows_of(family, 11, seed=2)
+    column = "prompt" if family == "llama" else "input"
+    asked = [{column: row[column][: 20 + 5 * i]} for i, row in enumerate(rows)]
+    found = predicted(run, asked, "--batch-size", "4", "--max-tokens", "12")
+    speaker = Speaker(run)
+    for row, given in zip(found, asked, strict=True):
+        messages = [{"role": "user", "content": given[column]}]
+        assert row["prediction"] == "".join(speaker.stream(messages, Asked(12)))
+        assert row["score"] < 0
+        assert row["finish_reason"] in ("stop", "length")
+    again = predicted(run, rows, "--max-tokens", "12")[3]
+    assert (
+        again["prediction"]
+        == predicted(run, [{column: rows[3][column]}], "--max-tokens", "12")[0]["prediction"]
+    ), "a target that is there is not looked at"
+
+
+def test_the_score_is_the_mean_log_probability_of_the_answer(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "llama")
+    row = predicted(run, [{"prompt": "name: The Mill; food:"}], "--max-tokens", "6")[0]
+    speaker = Speaker(run)
+    prompt = speaker.tokenizer("name: The Mill; food:")["input_ids"]
+    ids = [speaker.tokenizer.bos_token_id, *prompt]
+    log_probs = []
+    for _ in range(6):
+        with torch.no_grad():
+            step = speaker.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        log_probs.append(float(step.max()))
+        ids.append(int(step.argmax()))
+        if ids[-1] == speaker.tokenizer.eos_token_id:
+            break
+    assert row["score"] == pytest.approx(sum(log_probs) / len(log_probs), abs=1e-4)
+
+
+def test_a_chat_is_asked_as_it_was_in_training(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This one."}]
+    run = run_of(tmp_path, "llama", rows=[{"messages": turns}] * 16)
+    earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chats = [turns[:1], turns, [*earlier, turns[0]]]
+    found = predicted(run, [{"messages": chat} for chat in chats], "--max-tokens", "8")
+    speaker = Speaker(run)
+    for row, asked in zip(found, [turns[:1], turns[:1], chats[2]], strict=True):
+        assert row["prediction"] == "".join(speaker.stream(asked, Asked(8)))
+
+
+def test_the_columns_of_the_job_are_read_and_its_target_is_not_needed(tmp_path: Path) -> None:
+    rows = [
+        {"narrative": row["text"], "product": row["label"]} for row in workshop.rows_of("bert", 24)
+    ]
+    columns = {"text": "about: {narrative}", "label": "product"}
+    run = run_of(tmp_path, "bert", rows=rows, data={"columns": columns}, max_steps=2)
+    found = predicted(run, [{"narrative": "the bread"}, {"narrative": ""}])
+    alone = Speaker(run).classify("about: the bread")
+    assert found[0]["scores"] == pytest.approx(alone["probabilities"], abs=1e-5)
+    assert "`narrative` is empty" in found[1]["error"]
+
+
+def test_rows_that_can_not_be_read_are_named_and_stand_where_they_stood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, "bert", max_steps=2)
+    found = predicted(run, [{"text": "good"}, {"text": 3}, {"text": "also good"}])
+    assert ["error" in row for row in found] == [False, True, False]
+    assert "new.jsonl:2: `text` is a number, not text" in found[1]["error"]
+    assert "1 row without a prediction" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"text": 1}, {"text": None}], "no row can be used"),
+        ([{"body_text": "x", "other": "y"}], "match no format"),
+        ([{"text": "x", "score": 1}], "has a column `score`"),
+    ],
+)
+def test_a_file_that_can_not_be_answered_is_refused_and_leaves_nothing(
+    rows: list[dict[str, Any]], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, "bert", max_steps=2)
+    data, output = write_jsonl(tmp_path / "new.jsonl", rows), tmp_path / "out.jsonl"
+    assert main(["predict", str(run), str(data), "-o", str(output)]) == 2
+    assert words in capsys.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.jsonl")]
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path, "bert", max_steps=2)
+    data = write_jsonl(tmp_path / "new.jsonl", [{"text": "x"}])
+    assert main(["predict", str(run), str(data), "-o", str(data)]) == 2
+    assert "there already" in capsys.readouterr().err
+    assert json.loads(data.read_text()) == {"text": "x"}
+
+
+def test_memory_that_runs_out_halves_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, "bert", max_steps=2)
+    predictor, sizes = Predictor(run), list[int]()
+    answer = predictor._of_batch
+
+    def full(rows: list[list[int]]) -> Any:
+        sizes.append(len(rows))
+        if len(rows) > 3:
+            raise torch.OutOfMemoryError("full")
+        return answer(rows)
+
+    monkeypatch.setattr(predictor, "_of_batch", full)
+    found = list(predictor.rows({"text": f"row {i}"} for i in range(9)))
+    assert all("prediction" in row for row in found)
+    assert sizes == [9, 8, 4, 2, 2, 2, 2, 1]
