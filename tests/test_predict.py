@@ -18,7 +18,7 @@ from farthing.tiny import write_jsonl
 
 def run_of(folder: Path, family: str, **keys: Any) -> Path:
     """A run that has learned a few rows."""
-    keys = {"n_rows": 40, "max_steps": 30, "pretrained": True, "learning_rate": 0.003, **keys}
+    keys = {"rows": workshop.rows_of(family, 40), "max_steps": 30, "pretrained": True, "learning_rate": 0.003, **keys}
     job = workshop.make_job(folder, family, **keys)
     workshop.train(job)
     return Path(job.output_dir)
@@ -74,8 +74,7 @@ def test_the_score_is_the_mean_log_probability_of_the_answer(tmp_path: Path) -> 
     run = run_of(tmp_path, "llama")
     row = predicted(run, [{"prompt": "name: The Mill; food:"}], "--max-tokens", "6")[0]
     speaker = Speaker(run)
-    prompt = speaker.tokenizer("name: The Mill; food:")["input_ids"]
-    ids = [speaker.tokenizer.bos_token_id, *prompt]
+    ids = speaker.tokenizer("name: The Mill; food:")["input_ids"]
     log_probs = []
     for _ in range(6):
         with torch.no_grad():
