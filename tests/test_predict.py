@@ -18,7 +18,13 @@ from farthing.tiny import write_jsonl
 
 def run_of(folder: Path, family: str, **keys: Any) -> Path:
     """A run that has learned a few rows."""
-    keys = {"rows": workshop.rows_of(family, 40), "max_steps": 30, "pretrained": True, "learning_rate": 0.003, **keys}
+    keys = {
+        "rows": workshop.rows_of(family, 40),
+        "max_steps": 30,
+        "pretrained": True,
+        "learning_rate": 0.003,
+        **keys,
+    }
     job = workshop.make_job(folder, family, **keys)
     workshop.train(job)
     return Path(job.output_dir)
