@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ import farthing.train.run
 import farthing.train.saver
 import workshop
 from farthing.config.job import Job
+from farthing.errors import RunInterruptedError
 from farthing.events import Decided, StepTaken
 from farthing.report.receipt import build_receipt
 from farthing.run.folder import LEDGER, MODEL, kept
@@ -36,7 +38,7 @@ from farthing.run.ledger import Ledger, Meter
 from farthing.run.signals import Notice
 from farthing.train.attempt import Attempt, Clocks, Context, Saving
 from farthing.train.budget import over_limit, seconds_left, why_not_start
-from farthing.train.forecast import takes
+from farthing.train.forecast import leaving_s, takes
 from farthing.train.learning_rate import first_schedule
 from farthing.train.loop import loop
 from farthing.train.optim import fitted_schedule, schedule
@@ -94,18 +96,19 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
     """Let steps, evaluations, saves and exports be time; the loop, its limits and its order stay."""  # noqa: E501
 
     def take_step(run: Simulated) -> None:
-        seconds = run.costs.step_s()
+        seconds = run.costs.step_s(run.progress.step)
         with run.context.meter.span("compute"):
-            run.machine.passes(seconds)
+            passes_or_leaves(run, seconds)
         run.progress.step += 1
         run.pace.longest_step_s = max(run.pace.longest_step_s, seconds)
+        run.pace.most_tokens = max(run.pace.most_tokens, run.costs.lengths[run.progress.step - 1])
         run.pace.n_steps += 1
         run.pace.step_s = run.costs.mean_step_s if run.pace.n_steps > 1 else None
         run.context.ledger.at_step(run.progress.step, {"takes": takes(run)})
 
     def evaluate_run(run: Simulated) -> None:
         with run.context.meter.span("evaluation"):
-            run.machine.passes(run.costs.evaluation_s)
+            passes_or_leaves(run, run.costs.evaluation_s)
         run.progress.evaluated_step = run.progress.step
         run.clocks.evaluation_s = run.costs.evaluation_s
 
@@ -127,17 +130,28 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
     def export(run: Simulated) -> None:
         run.context.ledger.write("running", exported=run.progress.step)
         run.machine.passes(run.costs.export_s)
+        run.saving.export_s = run.costs.export_s
         (run.context.folder / MODEL).mkdir(exist_ok=True)
         run.disk["model"] = run.progress.step
 
     alone = {"take_step": take_step, "evaluate_run": evaluate_run, "save": save}
-    alone |= dict.fromkeys(("rehearse", "compare_micro_batches"), lambda run: None)
+    alone |= dict.fromkeys(("rehearse",), lambda run: None)
     for name, instead in alone.items():
         patch.setattr(farthing.train.loop, name, instead)
     for name, instead in {"save_last": save_last, "export": export}.items():
         patch.setattr(farthing.train.loop, name, instead)
         patch.setattr(farthing.train.saver, name, instead)
     patch.setattr(farthing.train.saver, "_trained", lambda run: {})
+
+
+def passes_or_leaves(run: Simulated, seconds: float) -> None:
+    """Work that asks now and then whether to leave, as the watchdog has it leave."""
+    while seconds > 0:
+        run.machine.passes(min(seconds, 0.5))
+        seconds -= 0.5
+        if limit := over_limit(run.job, run.context.ledger, leaving_s(run)):
+            run.context.notice.reach(limit)
+            raise RunInterruptedError("stopped")
 
 
 def mark(run: Attempt) -> tuple[Any, ...]:
@@ -156,15 +170,21 @@ class Costs:
         self.export_s = dice.uniform(0.1, 0.45)
         self.start_s = dice.uniform(1.0, 60.0)
         self.save_every_s = dice.uniform(5, 60)
+        spread = dice.choice([0.0, 0.3, 1.0])
+        self.lengths = np.array([round(200 * dice.lognormvariate(0, spread)) for _ in range(400)])
+        """Tokens of each step."""
 
-    def step_s(self) -> float:
-        """A step."""
-        return self.mean_step_s * self.dice.uniform(0.9, 1.1)
+    def step_s(self, step: int) -> float:
+        """A step: as long as its tokens ask for, and some noise."""
+        return self._even_s(int(self.lengths[step])) * self.dice.uniform(0.95, 1.05)
+
+    def _even_s(self, n_tokens: int) -> float:
+        return self.mean_step_s * n_tokens / float(self.lengths.mean())
 
     @property
     def longest_step_s(self) -> float:
         """The longest step that there is."""
-        return self.mean_step_s * 1.1
+        return self._even_s(int(self.lengths.max())) * 1.05
 
 
 @pytest.fixture(autouse=True)
@@ -204,11 +224,12 @@ def attempt(
         job,
         Context(folder, "simulated", meter, ledger, Notice(), lambda *_: None),
     )
-    run.train_examples, run.eval_examples = [1], [1] if costs.evaluation_s else None  # type: ignore[assignment]
+    run.train_examples = SimpleNamespace(tokens=SimpleNamespace(lengths=costs.lengths))  # type: ignore[assignment]
+    run.eval_examples = [1] if costs.evaluation_s else None  # type: ignore[assignment]
     run.model, run.estimate, run.progress = torch.nn.Linear(1, 1), estimate, Progress()
-    run.batches = SimpleNamespace(steps_per_epoch=7)  # type: ignore[assignment]
+    run.batches = SimpleNamespace(steps_per_epoch=7, examples_of=lambda step: [step])  # type: ignore[assignment]
     run.schedule = first_schedule(job, folder, ledger, run.estimate, 7)
-    run.pace = SimpleNamespace(longest_step_s=0.0, step_s=None, n_steps=0)  # type: ignore[assignment]
+    run.pace = SimpleNamespace(longest_step_s=0.0, step_s=None, n_steps=0, most_tokens=0)  # type: ignore[assignment]
     run.steps = SimpleNamespace(close=lambda: None, n_steps=run.n_steps)  # type: ignore[assignment]
     run.saving, run.clocks, run.in_flight = (
         Saving(costs.save_every_s, meter.wall_s, mark(run)),
@@ -309,6 +330,25 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(
     assert receipt.restart_usd == pytest.approx(receipt.restart_s / 3600 * 7.2)
 
 
+@pytest.mark.parametrize("seed", thinned(range(1000, 1200), 10))
+def test_a_run_stops_before_the_step_that_would_pass_its_cap(
+    seed: int, plain: Job, tmp_path: Path
+) -> None:
+    """Jobs of drawn lengths and speeds, from caps of no step to caps of all."""
+    dice = random.Random(seed)
+    costs, machine, disk = Costs(dice), Machine(), dict[str, Any]()
+    budget_s = dice.choice([0.1, 0.5, 1.0, 3.0, 100.0]) * (costs.start_s + 5 * costs.longest_step_s)
+    job = limited(plain, dice, budget_s)
+    state = attempt(job, tmp_path, machine, costs, disk)
+    first_s = costs.start_s + costs.longest_step_s + costs.evaluation_s + 2  # nothing is known yet
+    if budget_s > first_s:
+        assert machine.alive_s <= budget_s
+        assert state == "finished" or machine.alive_s >= budget_s - 3 * costs.longest_step_s - 2 * (
+            costs.evaluation_s + costs.save_s + 1
+        )
+    assert disk.get("model") != 0, "what was not trained is not exported"
+
+
 @pytest.mark.parametrize("cap", ["max_hours", "max_gpu_hours"])
 def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again(
     cap: str, plain: Job, tmp_path: Path
@@ -342,10 +382,13 @@ def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(
         take = costs.step_s
 
         def step_s(
-            machine: Machine = machine, error_s: float = error_s, take: Callable[[], float] = take
+            step: int,
+            machine: Machine = machine,
+            error_s: float = error_s,
+            take: Callable[[int], float] = take,
         ) -> float:
             machine.clock_error_s = error_s
-            return take()
+            return take(step)
 
         costs.step_s = step_s  # type: ignore[method-assign]
         assert attempt(job, folder, machine, costs, disk) == "limit"
@@ -442,6 +485,7 @@ def test_a_fitted_run_uses_its_budget_and_ends_annealed(
     costs = Costs(dice)
     costs.mean_step_s = 1.0
     costs.evaluation_s = 3.0
+    costs.lengths = np.full(400, 200)
     job = limited(plain, dice, 320.0, fit_schedule_to_budget=True)
     estimate = dataclasses.replace(workshop.ESTIMATE, step_s=dice.choice([0.3, 1.0, 3.0]))
     machine, disk = Machine(), {}

@@ -186,8 +186,7 @@ def test_a_run_that_is_killed_is_begun_again_and_finishes(tmp_path: Path) -> Non
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=held.environment
     )
     until(lambda: held.is_there() or process.poll() is not None)
-    for child in children_of(process.pid):
-        os.kill(child, signal.SIGKILL)
+    os.kill(attempt_of(process.pid), signal.SIGKILL)
     out, words = process.communicate(timeout=300)
     assert process.returncode == 0, words
     receipt = json.loads(out)
@@ -211,7 +210,7 @@ def test_when_the_supervisor_dies_its_child_saves_and_leaves(tmp_path: Path) -> 
     )
     while not (log.exists() and log.read_bytes().count(b"\n") > 5):
         time.sleep(0.02)
-    (child,) = children_of(process.pid)
+    child = attempt_of(process.pid)
     process.kill()
     process.wait()
     give_up_at = time.monotonic() + 60
@@ -223,11 +222,13 @@ def test_when_the_supervisor_dies_its_child_saves_and_leaves(tmp_path: Path) -> 
     assert receipt["notices"][-1]["what"] == "SIGTERM"
 
 
-def children_of(pid: int) -> list[int]:
-    """Processes whose parent this is."""
+def attempt_of(pid: int) -> int:
+    """The process of an attempt below its supervisor, which its guard watches."""
     import psutil
 
-    return [child.pid for child in psutil.Process(pid).children()] if psutil.pid_exists(pid) else []
+    (supervisor,) = psutil.Process(pid).children()
+    (attempt,) = supervisor.children()
+    return attempt.pid
 
 
 def test_pauses_between_attempts_are_on_the_bill(

@@ -5,6 +5,7 @@ depends on it.
 from __future__ import annotations
 
 import os
+import time
 from datetime import date, datetime
 
 
@@ -19,3 +20,10 @@ def now() -> datetime:
 def today() -> date:
     """The day of `now`."""
     return now().date()
+
+
+def seconds_since_boot() -> float:
+    """Seconds that no change of the clock moves, and that pass while the machine is suspended."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()

@@ -146,6 +146,18 @@ class NotFiniteError(FarthingError):
     """Too many steps in a row had a loss or gradient that is not a number."""
 
 
+class RunTakenError(FarthingError):
+    """Another machine trains this run: the same command can be tried again later."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+class LimitError(FarthingError):
+    """A limit was passed while the run could not stop by itself; what was committed is safe."""
+
+    exit_code = EXIT_LIMIT
+
+
 class RunInterruptedError(FarthingError):
     """Someone asked us to leave; what was committed is safe and the same command carries on."""
 

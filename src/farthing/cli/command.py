@@ -12,12 +12,14 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from farthing.cli.console import complain, discard, print_json, write
 from farthing.cli.parser import parse
 from farthing.device_memory import in_words, set_allocator
 from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, FarthingError
 from farthing.printable import printable_lines
+from farthing.run.guard import guarded
 
 _last: list[BaseException] = []
 """The error that ends the process, and with it the tensors that its frames hold: where a GPU has
@@ -30,8 +32,18 @@ def entry() -> None:
     atexit.register(
         _leave_at_once, ended_with
     )  # the first to be registered is the last to be called
-    ended_with.append(main())
+    ended_with.append(guarded(main, leave_last_words) if sys.argv[1:2] == ["train"] else main())
     sys.exit(ended_with[0])
+
+
+def leave_last_words(folder: Path, why: str, late_s: float) -> None:
+    """Bill and receipt of a run that was killed at a limit, `late_s` after its last line."""
+    from farthing.report.receipt import leave_receipt
+    from farthing.run.folder import LEDGER
+    from farthing.run.ledger import end_for
+
+    end_for(folder / LEDGER, "limit", late_s)
+    leave_receipt(folder)
 
 
 def _leave_at_once(ended_with: list[int]) -> None:

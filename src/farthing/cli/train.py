@@ -17,8 +17,9 @@ from typing import IO, Any
 from farthing.cli.console import complain, print_json, rich_console
 from farthing.cli.leaving import leave_before_the_start
 from farthing.cli.parser import add_job_arguments
-from farthing.errors import EXIT_FINISHED, EXIT_LIMIT, FarthingError, InputError
+from farthing.errors import EXIT_FINISHED, EXIT_LIMIT, FarthingError, InputError, JobError
 from farthing.run.group import Seat, seat_in, sit_down
+from farthing.run.guard import forget_done, tell
 from farthing.run.signals import handled
 
 GOES_ON_UNREAD = True
@@ -69,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what deepspeed adds; its environment says it too",
     )
     parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="show limits, price and `when_done` of the job, and begin nothing",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the receipt as JSON; progress goes to stderr"
     )
 
@@ -115,13 +121,23 @@ def _run(arguments: argparse.Namespace) -> int:
         from farthing.config.preflight import load_job_or_tell_all
         from farthing.report.receipt import leave_receipt
         from farthing.run.folder import is_finished
+        from farthing.train.budget import allowance_s, refuse_cap_without_price
+        from farthing.train.watchdog import tell_limits
 
-        job = load_job_or_tell_all(arguments.job, arguments.set)
+        try:
+            job = load_job_or_tell_all(arguments.job, arguments.set)
+        except JobError as error:
+            if error.rest is not None:
+                tell(folder=error.rest.output_dir, when_done=error.rest.when_done)
+            raise
         folder = Path(job.output_dir)
         if attempt is not None and attempt.folder != folder:
             attempt.ledger.withdraw()
             stack.close()
             attempt = None
+        refuse_cap_without_price(job)
+        if arguments.dry_run:
+            return _show_dry_run(job)
         offer = _scaling_offer(arguments, job)
         if seat.n == 1 and is_finished(
             folder
@@ -133,6 +149,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 return _show_end(
                     arguments, console, "finished", FINISHED_ALREADY, done, EXIT_FINISHED
                 )
+        tell(folder=str(folder), when_done=job.when_done)
         n_ranks = 1 if seat.by else n_ranks_of(job)
         if arguments.retry is not None or n_ranks > 1:
             from farthing.config.preflight import look_over
@@ -145,6 +162,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if attempt is None:
             attempt = stack.enter_context(opened(folder, job.usd_per_hour))
         attempt.ledger.set_price(job.usd_per_hour)
+        tell_limits(job, attempt.ledger, allowance_s(job, folder, attempt.ledger))
         outcome = _train_once(arguments, job, offer, attempt)
     if isinstance(outcome, str):
         receipt = leave_receipt(folder)
@@ -155,6 +173,32 @@ def _run(arguments: argparse.Namespace) -> int:
     return _show_end(
         arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code
     )
+
+
+def _show_dry_run(job: Any) -> int:
+    """The job's limits, what bills on after it, and whether `when_done` can be run here."""
+    import shlex
+    import shutil
+
+    from farthing.train.budget import say_what_bills_on
+    from farthing.units import say_seconds, say_usd
+
+    limits = job.limits
+    most_hours = limits.most_hours()
+    said = [
+        f"an hour costs {say_usd(job.usd_per_hour)}",
+        f"it stops at {say_usd(limits.max_usd)}" if limits.max_usd is not None else "",
+        f"it stops after {say_seconds(most_hours * 3600)}" if most_hours is not None else "",
+        f"it stops at {limits.deadline}" if limits.deadline is not None else "",
+        *say_what_bills_on(job),
+    ]
+    for line in filter(None, said):
+        print(line)
+    words = shlex.split(job.when_done or "")
+    if words and shutil.which(words[0]) is None:
+        print(f"warning: `{words[0]}` of when_done is not found on this machine")
+    print("dry run: nothing was begun")
+    return EXIT_FINISHED
 
 
 def _from_launchers(arguments: argparse.Namespace, *, is_told: bool) -> list[str]:
@@ -180,15 +224,16 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
     from farthing.config.preflight import look_over
     from farthing.events import Note, Working
     from farthing.report.terminal import Terminal
-    from farthing.train.budget import stopped_before_start
+    from farthing.train.budget import say_what_bills_on, stopped_before_start
 
     console, seat = rich_console(stderr=arguments.json, goes_on=True), seat_in(os.environ)
     if seat.n == 1 and (reason := stopped_before_start(job, attempt)):
         return reason
+    forget_done(attempt.folder)
     look_over(job)
     terminal = Terminal(console, job.train.logging_steps)
-    if offer:
-        terminal(Note(offer))
+    for line in [*say_what_bills_on(job), *([offer] if offer else [])]:
+        terminal(Note(line))
     terminal(Working("loading torch and transformers"))
 
     def leave(number: int, frame: Any) -> None:

@@ -429,6 +429,10 @@ class Job(Section):
     or a folder. What an empty machine needs to go on is copied there in the background. Credentials
     and endpoints come from the environment (AWS_PROFILE, AWS_ENDPOINT_URL,
     GOOGLE_APPLICATION_CREDENTIALS ...), never from the job."""
+    when_done: str | None = None
+    """A shell command that `farthing train` runs once on this machine when the run has ended:
+    finished, at a limit, after a mistake or a crash, not after an interruption. For example
+    `sudo shutdown -h now`. `farthing train --dry-run` shows it."""
     cache_dir: str | None = None
     """Where tokenized data is kept. Default: ~/.cache/farthing."""
 

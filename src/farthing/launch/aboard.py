@@ -102,6 +102,7 @@ class Aboard:
         ends_at = time.monotonic() + max(0.0, self.facts["most_s"] - self.boot_s - GRACE_S)
         with open("log.aboard.txt", "ab") as log:
             cap = [] if self.max_usd is None else ["--set", f"limits.max_usd={self.max_usd!r}"]
+            cap += ["--set", "when_done=null"]  # who has rented the machine gives it back
             self._child = begin(
                 ["train", str(self.job), "--retry", *cap],
                 stdout=subprocess.PIPE,

@@ -14,6 +14,7 @@ import gc
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +72,8 @@ class SaveResult:
 
     step: int
     n_bytes: int = 0
+    seconds: float = 0.0
+    """Until it was on the disk."""
     error: Exception | None = None
     left_over: OSError | None = None
     """Why an older checkpoint could not be removed: it is in nobody's way but the disk's."""
@@ -181,7 +184,7 @@ class Checkpoints:
     def _write(
         self, step: int, fill: Fill, later: Later | None, best_step: int | None, more: Json
     ) -> None:
-        result = SaveResult(step)
+        result, began_s = SaveResult(step), time.monotonic()
         try:
             if later is not None:
                 later.fetch()
@@ -216,6 +219,7 @@ class Checkpoints:
         finally:
             if later is not None:
                 later.release()
+        result.seconds = time.monotonic() - began_s
         self._result = result
 
     def _rotate(self, best_step: int | None) -> None:

@@ -298,7 +298,8 @@ class Elastic:
             group.wait()
             lost = group.lost
             codes, n = group.codes.values(), len(self._slots)
-            if EXIT_MISTAKE in codes or not (lost or EXIT_RANK_LOST in codes):
+            has_ended = not {EXIT_MISTAKE, EXIT_LIMIT}.isdisjoint(codes)
+            if has_ended or not (lost or EXIT_RANK_LOST in codes):
                 return group.code
             n_vain = 0 if lost else n_vain + 1
             if self._asked_to_leave or not _LEFT.isdisjoint(codes) or n_vain == MOST_VAIN_STARTS:

@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from farthing.clock import seconds_since_boot
 from farthing.run.accounts import (
     LOST,
     Account,
     Found,
     Witness,
+    accounts_of,
     as_line,
     as_lines,
     merge,
@@ -58,15 +60,6 @@ than a hundredth of it.
 """
 N_LONG = 8  # newest attempts whose lines are kept with all their detail
 MARGIN_BYTES, BLOCK_BYTES = 4096, 512
-
-
-def seconds_since_boot() -> float:
-    """Seconds that no change of the clock moves, and that go on while the machine is suspended."""
-    return (
-        time.clock_gettime(time.CLOCK_BOOTTIME)
-        if hasattr(time, "CLOCK_BOOTTIME")
-        else time.monotonic()
-    )
 
 
 def seconds_since_process_start() -> float:
@@ -144,6 +137,11 @@ class Meter:
         return self._now()
 
     @property
+    def at(self) -> str:
+        """The span that time belongs to now."""
+        return self._name
+
+    @property
     def wall_s(self) -> float:
         """Seconds since the process began."""
         with self.lock:
@@ -216,6 +214,11 @@ class Ledger:
         self._mine.number = wanted if wanted not in self._past and wanted != LOST else free
         self._past_s = sum(account.wall_s for account in self.past)
         self._past_usd = sum(account.usd for account in self.past)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while a line is made and written."""
+        return self._meter.lock
 
     def set_price(self, usd_per_hour: float) -> None:
         """What an hour of this attempt costs, from its beginning on."""
@@ -468,6 +471,14 @@ class Ledger:
             if self._file is not None and not self._is_as_left():
                 self._begin_file()
 
+    def take_in(self, rows: list[Json]) -> None:
+        """Put attempts of other machines at this run on the bill. Raises `OSError`."""
+        with self._meter.lock:
+            theirs = accounts_of(rows)
+            mine = [number for number, each in theirs.items() if each.id == self._mine.id]
+            self._past = merge(self._past, {n: theirs[n] for n in theirs if n not in mine})
+            self._begin_file()
+
     def withdraw(self) -> None:
         """Take this attempt out again: it turned out to be none of this run. Without others the
         file goes.
@@ -502,3 +513,16 @@ class Ledger:
     def _sync(self) -> None:
         if self._file is not None:
             os.fsync(self._file)
+
+
+def end_for(path: Path, state: str, late_s: float) -> None:
+    """End the newest attempt of a ledger for a process that was killed, at most `late_s` after its
+    last line. Nobody may be writing the file any more. Raises `OSError`.
+    """
+    accounts = read_ledger(path).ordered
+    if accounts and accounts[-1].ended == "killed":
+        last = accounts[-1]
+        late_s = max(0.0, min(late_s, time.time() - last.at))
+        last.state, last.line, last.at = state, last.line + 1, last.at + late_s
+        last.spans["idle"] = last.spans.get("idle", 0.0) + late_s
+        write_text(path, as_lines(accounts))

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from farthing.clock import seconds_since_boot
 from farthing.errors import (
     InputError,
-    RunBusyError,
     RunChangedError,
     RunDamagedError,
+    RunTakenError,
     StoreUnavailableError,
 )
 from farthing.run.accounts import read_ledger
@@ -61,7 +62,7 @@ from farthing.storage.files import (
     verify_folder,
     write_json,
 )
-from farthing.storage.lease import Lease, LeaseLostError
+from farthing.storage.lease import Gaps, Lease, LeaseLostError, bills_left
 from farthing.storage.log_parts import LogParts
 from farthing.storage.mounts import bucket_mount_of
 from farthing.storage.objects import (
@@ -143,6 +144,8 @@ class Mirror:
         self.folder, self.pace = folder, pace
         self.delivered_step: int | None = None
         """Step of the newest commit of this attempt."""
+        self.delivery_s = 0.0
+        """Seconds of the longest delivery so far."""
         self._store, self._keep, self._warn = store, keep, warn
         self._lease = Lease(folder, pace.lease_s, self._words, self._say_at_once)
         self._known: dict[Commit, Objects] = {}
@@ -150,6 +153,11 @@ class Mirror:
         self._n_commits = 0
         self._said: list[str] = []
         self._lost: str | None = None
+        self._gaps = Gaps(pace.lease_s)
+        self.on_bills: Callable[[list[Json]], None] = lambda rows: None
+        """Gets the ledger rows of attempts that have lost the run, see `check`."""
+        self._bills: list[list[Json]] = []
+        self._known_bills: set[str] = set()
         self._failing = False
         self._wake, self._late = threading.Condition(), threading.Lock()
         self._pending: _Parcel | None = None
@@ -186,18 +194,21 @@ class Mirror:
         """Take the lease, and bring the folder up to what the store has; the step of the commit
         taken, if one was.
 
-        Raises `RunBusyError` (another machine trains this run), `RunDamagedError`,
+        Raises `RunTakenError` (another machine trains this run), `RunDamagedError`,
         `RunChangedError`, `InputError` (the store refuses),
         `DiskFullError`, `RunInterruptedError`; `StoreUnavailableError` when it doesn't answer and
         the folder alone does not hold the run.
         """
-        step = None
+        step, patient = None, self._patient(self.pace.answer_s)
         try:
-            words = self._lease.claim(self._patient(self.pace.answer_s), should_stop)
+            words = self._lease.claim(patient, should_stop)
+            words += bills_left(patient, self._known_bills)
             step = self._catch_up(words, allow_restart)
         except LeaseLostError as error:
             raise self._busy(str(error)) from error
         except StoreRefuses as error:
+            if patient.has_answered:
+                raise self._unavailable(error) from error
             raise InputError(
                 f"the store refuses: {error}",
                 where=f"output_store: {self._store.name}",
@@ -208,14 +219,7 @@ class Mirror:
             ) from error
         except StoreError as error:
             if not (self.folder / RUN).exists():
-                raise StoreUnavailableError(
-                    f"the store does not answer ({error}), and this folder does not hold the run",
-                    where=f"output_store: {self._store.name}",
-                    to_do=(
-                        "try the same command again when it does; without output_store the run"
-                        " would begin again"
-                    ),
-                ) from error
+                raise self._unavailable(error) from error
             self._lease.epoch = None
             self._warn(f"the store does not answer ({error}); the run goes on from this folder")
         for work in (self._keep_lease, self._keep_sending):
@@ -294,13 +298,26 @@ class Mirror:
                 self._set_aside(self._newest["step"], [], carried)
 
     def check(self) -> None:
-        """Say what there is to say; raises `RunBusyError` when another machine has taken the run
-        over.
+        """Say what there is to say; raises `RunTakenError` when another machine has taken the run
+        over. After a gap in which this process did not run the store is asked at once.
         """
+        if self._threads and self._lost is None and self._gaps.taken():
+            self._confirm()
         while self._said:
             self._warn(self._said.pop(0))
+        while self._bills:
+            self.on_bills(self._bills.pop(0))
         if self._lost is not None:
             raise self._busy(self._lost)
+
+    def _confirm(self) -> None:
+        """Hold the run again after a gap, before anything of it goes on."""
+        try:
+            self._hold(self._patient(self.pace.answer_s))
+        except LeaseLostError as error:
+            self._lost = str(error)
+        except StoreError as error:
+            self._said.append(f"the store does not answer ({error}); the run goes on")
 
     def _set_aside(self, step: int, names: list[str], carried: Sequence[StoredFile] = ()) -> None:
         """Link files, copy the small ones, and let the parcel be sent in place of one that waits.
@@ -334,8 +351,18 @@ class Mirror:
             _link(self.folder / OUTBOX / name, folder / name)
         return [*names, *parts]
 
-    def _busy(self, holder: str) -> RunBusyError:
-        return RunBusyError(
+    def _unavailable(self, error: StoreError) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"the store does not answer ({error}), and this folder does not hold the run",
+            where=f"output_store: {self._store.name}",
+            to_do=(
+                "try the same command again when it does; without output_store the run would begin"
+                " again"
+            ),
+        )
+
+    def _busy(self, holder: str) -> RunTakenError:
+        return RunTakenError(
             holder,
             where=f"output_store: {self._store.name}",
             to_do="wait for it, stop it, or give this job another output_store and output_dir",
@@ -362,10 +389,15 @@ class Mirror:
     # ---- the threads ----
 
     def _keep_lease(self) -> None:
-        while not self._stop.wait(self.pace.renew_s):
+        tick_s = min(1.0, self.pace.lease_s / 4)
+        due_at = seconds_since_boot() + self.pace.renew_s
+        while not self._stop.wait(min(tick_s, self.pace.renew_s)):
+            self._gaps.tick()
             try:
-                if time.monotonic() - self._lease.renewed_at >= self.pace.renew_s / 2:
-                    self._hold(self._patient(self.pace.answer_s))
+                if seconds_since_boot() >= due_at:
+                    due_at = seconds_since_boot() + self.pace.renew_s
+                    if seconds_since_boot() - self._lease.renewed_at >= self.pace.renew_s / 2:
+                        self._hold(self._patient(self.pace.answer_s))
             except LeaseLostError as error:
                 self._lost = str(error)
                 return
@@ -397,12 +429,13 @@ class Mirror:
                     return
                 parcel, self._pending = self._pending, None
                 self._sending = parcel
-            is_done = True
+            is_done, began_s = True, time.monotonic()
             try:
                 self._send(parcel, self._patient(self.pace.deliver_s))
                 if self._failing:
                     self._said.append(f"the store is back: the copy of step {parcel.step} is in it")
                 self._failing = False
+                self.delivery_s = max(self.delivery_s, time.monotonic() - began_s)
             except LeaseLostError as error:
                 self._lost = str(error)
             except DamagedFileError as error:
@@ -442,6 +475,8 @@ class Mirror:
         assert epoch is not None
         parcel.prefix = parcel.prefix or f"data/{epoch:08d}-{uuid.uuid4().hex}"
         entries = self._send_data(parcel, store)
+        if rows := bills_left(store, self._known_bills):
+            self._bills.append(rows)
         self._hold(store)
         self._n_commits += 1
         commit = Commit(epoch, self._n_commits, parcel.step)
@@ -560,7 +595,10 @@ class Mirror:
                 " attempt is there"
             )
         self._stop.set()
-        if self._lost is None and not self._failing:
+        if self._lost is not None:
+            with contextlib.suppress(StoreError):
+                self._lease.leave_bill(Retrying(self._store, 5.0, pause_s=self.pace.pause_s))
+        elif not self._failing:
             with contextlib.suppress(LeaseLostError, StoreError):
                 self._lease.release(
                     Retrying(self._store, min(5.0, seconds), pause_s=self.pace.pause_s)

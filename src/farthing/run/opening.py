@@ -20,10 +20,12 @@ from farthing.errors import (
     FarthingError,
     InputError,
     JobError,
+    LimitError,
     RunBusyError,
     RunChangedError,
     RunDamagedError,
     RunInterruptedError,
+    RunTakenError,
 )
 from farthing.run.folder import (
     CHECKPOINTS,
@@ -73,7 +75,7 @@ class Opened:
         is_first = not any(account.wall_s for account in self.ledger.past)
         of_others = isinstance(error, JobError | RunBusyError | RunChangedError | RunDamagedError)
         refused = isinstance(error, InputError) and (is_first or of_others)
-        return refused and not self.is_accepted
+        return (refused or isinstance(error, RunTakenError)) and not self.is_accepted
 
     def damage_in_words(self) -> str | None:
         """What was wrong with the ledger, and what became of the money; None where all was well."""
@@ -167,17 +169,20 @@ def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
                         path.rmdir()
             elif not ledger.has_ended:
                 with contextlib.suppress(OSError):
-                    ledger.end(
-                        "interrupted"
-                        if isinstance(error, RunInterruptedError | KeyboardInterrupt)
-                        else "failed"
-                    )
+                    ledger.end(_state_after(error))
             raise
         finally:
             with contextlib.suppress(OSError):
                 ledger.close()
                 if attempt.at_close is not None:
                     attempt.at_close()
+
+
+def _state_after(error: BaseException) -> str:
+    if isinstance(error, LimitError):
+        return "limit"
+    is_asked = isinstance(error, RunInterruptedError | KeyboardInterrupt)
+    return "interrupted" if is_asked else "failed"
 
 
 def opened_early(stack: contextlib.ExitStack, job: Path, overrides: Sequence[str]) -> Opened | None:

@@ -77,6 +77,8 @@ class Notice:
         self.reason: str | None = None
         self.heard: list[Heard] = []
         """Everything that was said, in order."""
+        self.limit: str | None = None
+        """The limit that leaves no more time than saving takes."""
         self.warnings: list[str] = []
         """Words for the user from threads that have no one to tell."""
         self._n_signals = self._n_taken = 0
@@ -102,6 +104,17 @@ class Notice:
         self.heard.append(Heard(what, source, time.time(), leaves_at, is_certain))
         if is_certain and self.reason is None:
             self.reason = what
+
+    def reach(self, limit: str) -> None:
+        """From now on the run leaves, because of a limit; from any thread."""
+        self.limit = limit
+        self.reason = self.reason or limit
+
+    def how_it_ends(self) -> tuple[str, str]:
+        """(state, reason) of a run that leaves now."""
+        if self.limit is not None and self.reason == self.limit:
+            return "limit", self.limit
+        return "interrupted", self.reason or "another rank was asked to leave"
 
     def patience_s(self, unknown_s: float, most_s: float) -> float:
         """Seconds that may still be waited for something: until shortly before the machine goes, at

@@ -22,6 +22,7 @@ from typing import IO, Any, Protocol
 from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
 from farthing.run.accounts import read_ledger
 from farthing.run.folder import LEDGER
+from farthing.run.guard import pipe_to_hand_on
 from farthing.run.opening import PAUSED
 from farthing.run.signals import handled
 from farthing.units import plural, say_seconds
@@ -179,5 +180,6 @@ def begin(
         stderr=stderr,
         env=None if environ is None else {**os.environ, **environ},
         process_group=0,
+        pass_fds=pipe_to_hand_on(),
         preexec_fn=follow,
     )

@@ -1,12 +1,16 @@
 """Which machine holds a run: a chain of links in the store, each created only where none was.
 
-    writers/00000007.json
+    machine A     writers/00000006.json  00000007.json                       (suspended)  00000008?
+    machine B                                          00000008.json  00000009.json
 
-Whoever adds the next link holds the run; a renewal is the next link too, so it fails as soon as
-somebody else has taken over. The number of the link that began a hold is its epoch, the fencing
-token of its commits. A link also carries the last word of every attempt's ledger, so that money
-spent since the last commit is known to whoever comes next. Refuses to trust clocks: one that is off
-costs time, never two holders.
+Whoever adds the next link holds the run. A renewal is the next link too, so it fails as soon as
+somebody else has taken over; old links are removed, so a renewal also asks whether its link is the
+newest. The number of the link that began a hold is its epoch, the fencing token of its commits. A
+link carries the newest accounts of the ledger: money spent since the last commit is known to
+whoever comes next. Who has lost the run leaves its own account in `bills/`.
+
+No clock decides who holds a run. A claimer waits by its own clock whether the holder adds a link;
+`Gaps` tells a holder that was suspended to ask before it goes on.
 """
 
 from __future__ import annotations
@@ -22,18 +26,54 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from farthing.clock import seconds_since_boot
 from farthing.errors import RunInterruptedError
 from farthing.storage.files import Json
-from farthing.storage.objects import Store, StoreError, get_json
+from farthing.storage.objects import NoSuchObject, Store, StoreError, get_json
 from farthing.units import say_seconds
 
 N_LINKS = 8
+MOST_LEASE_S = 3600.0
+STALE_S, LOOK_AGAIN_S = 30.0, 0.5
+"""For so long, and so often, a list is asked for that has yet to show what was just written."""
 _LINK = re.compile(r"writers/(\d{8})\.json")
+_BILL = re.compile(r"bills/[0-9a-f-]{1,80}\.json")
 Words = Callable[[], list[Json]]
 
 
 class LeaseLostError(Exception):
     """Another machine holds the run now. The message says which."""
+
+
+class Gaps:
+    """Whether time has passed in which this process did not run: a suspended laptop, a stopped
+    process, a clock that was set. `tick` from a thread, several times in each `most_s`.
+    """
+
+    def __init__(
+        self,
+        most_s: float,
+        clocks: tuple[Callable[[], float], ...] = (seconds_since_boot, time.time),
+    ) -> None:
+        self._most_s, self._clocks = most_s, clocks
+        self._last = [clock() for clock in clocks]
+        self._was_gap = False
+        self._lock = threading.Lock()
+
+    def tick(self) -> None:
+        """The process runs."""
+        with self._lock:
+            now = [clock() for clock in self._clocks]
+            pairs = zip(now, self._last, strict=True)
+            self._was_gap |= any(abs(one - other) > self._most_s for one, other in pairs)
+            self._last = now
+
+    def taken(self) -> bool:
+        """Whether there was a gap since this was last asked."""
+        self.tick()
+        with self._lock:
+            was_gap, self._was_gap = self._was_gap, False
+            return was_gap
 
 
 class Lease:
@@ -54,6 +94,7 @@ class Lease:
         ).hexdigest()[:16]
         """This folder on this boot of this machine: one lock on it means one process."""
         self.renewed_at = -1e9
+        """By the clock that counts suspended time."""
         self._folder, self._lease_s, self._words, self._say = folder, lease_s, words, say
         self._number = 0
         self._lock = threading.Lock()
@@ -113,18 +154,33 @@ class Lease:
             "nonce": uuid.uuid4().hex,
             "ledger": words,
         }
-        stalled = (
-            time.monotonic() - self.renewed_at > self._lease_s
-        )  # so long that this number may be gone again
         is_new = store.create(_key(number), json.dumps(link).encode())
-        newest = _newest(store) if stalled or not is_new else number
+        while not is_new and self._is_mine(get_json(store, _key(number)), epoch):
+            number += 1  # the answer to an earlier request was lost
+            is_new = store.create(_key(number), json.dumps(link).encode())
+        if is_new:
+            self._number = number  # also where the store does not answer what comes now
+        newest = _newest(store)
+        until = seconds_since_boot() + STALE_S
+        while is_new and newest < number and seconds_since_boot() < until:
+            time.sleep(LOOK_AGAIN_S)
+            newest = _newest(store)
         if is_new and newest < number:
             raise StoreError(
                 "what was just written is in no list of the store: it can't keep two machines apart"
             )
         if not is_new or newest > number:
             raise LeaseLostError(_holder_in_words(get_json(store, _key(max(number, newest)))))
-        self._number, self.renewed_at = number, time.monotonic()
+        self.renewed_at = seconds_since_boot()
+
+    def _is_mine(self, link: Json, epoch: int) -> bool:
+        """Whether this hold has added a link."""
+        return (link.get("writer"), link.get("epoch")) == (self.writer, epoch)
+
+    def leave_bill(self, store: Store) -> None:
+        """What this attempt has cost, for whoever holds the run now. Raises `StoreError`."""
+        data = json.dumps({"ledger": self._words(), "nonce": uuid.uuid4().hex}).encode()
+        store.create(f"bills/{self.writer}-{uuid.uuid4().hex[:8]}.json", data)
 
     def _wait_for_silence(
         self, store: Store, number: int, link: Json, should_stop: Callable[[], bool]
@@ -132,19 +188,17 @@ class Lease:
         """The newest link, once its holder has added none for as long as its lease, or has given
         the run back.
         """
-        lease_s = min(float(link.get("lease_s", 0.0)), 3600.0)
-        if time.time() - float(link.get("at", 0.0)) > 2 * lease_s:
-            return number, link
+        lease_s = min(float(link.get("lease_s", 0.0)), MOST_LEASE_S)
         self._say(
-            f"{link.get('host')} held this run a moment ago: waiting up to {say_seconds(lease_s)}"
-            " to see whether it lives"
+            f"{link.get('host')} held this run last: waiting up to {say_seconds(lease_s)} to see"
+            " whether it lives"
         )
-        until = time.monotonic() + lease_s
-        while time.monotonic() < until:
+        until = seconds_since_boot() + lease_s
+        while seconds_since_boot() < until:
             if should_stop():
                 raise RunInterruptedError("stopped while waiting for the lease")
             time.sleep(min(1.0, lease_s / 10))
-            newest = _newest(store)
+            newest = _newest(store, number)
             if newest > number:
                 other = get_json(store, _key(newest))
                 if not other.get("released"):
@@ -160,6 +214,18 @@ def newest_words(store: Store) -> list[Json]:
     return _words_of(get_json(store, _key(number))) if (number := _newest(store)) else []
 
 
+def bills_left(store: Store, known: set[str]) -> list[Json]:
+    """The ledger rows of attempts that have lost the run; adds the keys of those read to `known`.
+    Raises `StoreError`.
+    """
+    rows: list[Json] = []
+    for key in store.list("bills/"):
+        if key not in known and _BILL.fullmatch(key):
+            rows += _words_of(get_json(store, key))
+            known.add(key)
+    return rows
+
+
 def _words_of(link: Json) -> list[Json]:
     rows = link.get("ledger")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
@@ -169,12 +235,17 @@ def _key(number: int) -> str:
     return f"writers/{number:08d}.json"
 
 
-def _newest(store: Store) -> int:
-    """The number of the newest link; 0 when there is none."""
-    return max(
-        (int(match[1]) for key in store.list("writers/") if (match := _LINK.fullmatch(key))),
-        default=0,
-    )
+def _newest(store: Store, known: int = 0) -> int:
+    """The number of the newest link; 0 when there is none. A list may lack the last ones: the
+    numbers that follow are asked for one by one.
+    """
+    numbers = (int(match[1]) for key in store.list("writers/") if (match := _LINK.fullmatch(key)))
+    newest = max(numbers, default=known)
+    with contextlib.suppress(NoSuchObject):
+        while newest:
+            store.get(_key(newest + 1))
+            newest += 1
+    return newest
 
 
 def _holder_in_words(link: Json) -> str:

@@ -32,6 +32,7 @@ TRY_S = 30.0
 MOST_SMALL_BYTES = 16 << 20  # of what is read whole: leases and commits
 LEAST_BYTES_PER_S = 250e3  # a transfer slower than this is broken off and tried again
 PAUSE_S, MOST_PAUSE_S, MOST_TRIES = 0.5, 20.0, 8
+MOST_REFUSALS = 5
 
 # The libraries' own retries are few: parts of a large object are worth one, all else is for
 # `Retrying`.
@@ -333,11 +334,11 @@ class _CanNot(StoreError):
 
 
 class Retrying:
-    """A store whose faults are waited out: jittered pauses that double, and one deadline for all it
-    is used for.
+    """A store whose faults are waited out: jittered pauses that double, `total_s` for each thing
+    that is asked.
 
-    `stop` breaks a pause off. A refusal is retried too (a role's credentials come late, a 403
-    passes), but only twice.
+    `stop` breaks a pause off. A refusal is retried too: a role's credentials come late, a 403
+    passes.
     """
 
     def __init__(
@@ -350,7 +351,9 @@ class Retrying:
     ) -> None:
         self.name, self._store = store.name, store
         self._stop, self._pause_s = stop or threading.Event(), pause_s
-        self._until = time.monotonic() + total_s
+        self._total_s = total_s
+        self.has_answered = False
+        """Whether the store has ever done what was asked: then a refusal may pass."""
 
     def create(self, key: str, data: bytes) -> bool:
         """See `Store`. What stands there already is read: if it is `data`, a reply was lost and it
@@ -382,19 +385,22 @@ class Retrying:
         self._retried(lambda: self._store.remove(keys))
 
     def _retried(self, operation: Callable[[], Result]) -> Result:
-        n_tries = 0
+        n_tries, until = 0, time.monotonic() + self._total_s
         while True:
             try:
-                return operation()
+                found = operation()
+                self.has_answered = True
+                return found
             except (NoSuchObject, TooLarge):
+                self.has_answered = True
                 raise
             except StoreError as fault:
                 n_tries += 1
-                most = 3 if isinstance(fault, StoreRefuses) else MOST_TRIES
+                most = MOST_REFUSALS if isinstance(fault, StoreRefuses) else MOST_TRIES
                 pause_s = min(MOST_PAUSE_S, self._pause_s * 2 ** (n_tries - 1)) * random.uniform(
                     0.5, 1.5
                 )
-                late = time.monotonic() + pause_s > self._until
+                late = time.monotonic() + pause_s > until
                 if n_tries >= most or late or self._stop.wait(pause_s):
                     raise
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from farthing.train.attempt import Attempt
 from farthing.train.budget import over_limit
-from farthing.train.forecast import reserve_with_start_s
+from farthing.train.forecast import leaving_s, reserve_s, reserve_with_start_s
 from farthing.train.saver import save_is_due
 
 
@@ -44,5 +44,7 @@ def what_is_due(attempt: Attempt) -> Due:
     early = (
         not saving.wrote_model_early
         and over_limit(attempt.job, ledger, reserve_with_start_s(attempt)) is not None
+        # else the model is about to be written anyway
+        and over_limit(attempt.job, ledger, reserve_s(attempt) + leaving_s(attempt)) is None
     )
     return Due(settles, early, save_is_due(attempt))

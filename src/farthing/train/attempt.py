@@ -7,6 +7,7 @@ Everything that has to be saved to go on exactly is in `state`; what is not ther
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from farthing.train.setup import Examples, Inputs
 from farthing.train.state import Progress
 from farthing.train.step import StepResult, Steps
 from farthing.train.throughput import Pace
+from farthing.train.watchdog import Watchdog
 
 
 @dataclass
@@ -51,6 +53,13 @@ class Context:
     """The processes that share the run."""
     replica: Mirror | None = None
     """The copy of this run in a store, where the job names one."""
+    watchdog: Watchdog | None = None
+    """What ends the attempt where it hangs past a limit."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the first limit; infinite without any."""
+        return math.inf if self.watchdog is None else self.watchdog.left_s
 
 
 @dataclass
@@ -78,6 +87,12 @@ class Saving:
     """Seconds in which training stood still for the last one."""
     wrote_model_early: bool = False
     """The model was exported while the limits still paid for a start."""
+    exported_step: int | None = None
+    """Whose weights this attempt has exported."""
+    write_s: float = 0.0
+    """Seconds until the last checkpoint was on the disk."""
+    export_s: float = 0.0
+    """Seconds of the last export."""
     digest_bytes: int = 0
     """Of the log, up to where its digest holds."""
     trained_bytes: int = 0

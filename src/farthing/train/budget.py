@@ -2,56 +2,102 @@
 
 What was spent is the ledger's: seconds of a monotonic clock, added up over attempts, so that
 setting the machine's clock neither ends a run nor lets it go on. A deadline is a time of day: the
-clock is asked once, when an attempt begins, and seconds are counted from there. Refuses to look at
-a clock itself.
+clock is asked once, when an attempt begins, and seconds are counted from there.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 from farthing.config.job import Job
+from farthing.errors import InputError
 from farthing.run.exported import damage_of
 from farthing.run.folder import MODEL, is_finished
+from farthing.run.group import seat_in
 from farthing.run.ledger import Ledger
 from farthing.run.opening import Opened
 from farthing.units import say_seconds, say_usd
 
 # what took longer was a download or a wait; another start is not expected to take it again
 LONGEST_START_S = 600.0
+LONGEST_ONLY_WRITES_S = 60.0
+
+
+class Left(NamedTuple):
+    """One limit of a job."""
+
+    seconds: float
+    """Until it is reached; below zero once it was passed."""
+    limit: str
+    spent: str = ""
+    is_time_of_day: bool = False
+    """Suspended time counts."""
+
+    @property
+    def why(self) -> str:
+        """The limit, and how much of it is used up."""
+        return f"{self.limit}: {self.spent} are spent" if self.spent else self.limit
+
+
+def limits_left(job: Job, ledger: Ledger) -> list[Left]:
+    """How far each limit of the job is away."""
+    limits, found = job.limits, list[Left]()
+    if limits.max_usd is not None and job.usd_per_hour > 0:
+        seconds = (limits.max_usd - ledger.spent_usd) / job.usd_per_hour * 3600
+        cap, spent = say_usd(limits.max_usd), say_usd(ledger.spent_usd)
+        found.append(Left(seconds, f"the cap of {cap}", spent))
+    most_hours = limits.most_hours(seat_in(os.environ).n)
+    if most_hours is not None:
+        seconds = most_hours * 3600 - ledger.spent_s
+        cap, spent = say_seconds(most_hours * 3600), say_seconds(ledger.spent_s)
+        found.append(Left(seconds, f"the cap of {cap}", spent))
+    if limits.deadline is not None:
+        moment = limits.deadline.isoformat(sep=" ", timespec="minutes")
+        seconds = limits.deadline.timestamp() - ledger.now
+        found.append(Left(seconds, f"the deadline {moment}", is_time_of_day=True))
+    return found
 
 
 def over_limit(job: Job, ledger: Ledger, reserve_s: float) -> str | None:
-    """Why the run has to stop now, if `reserve_s` more seconds would pass one of its limits; else
-    None.
-    """
-    limits = job.limits
-    if limits.max_usd is not None:
-        spent = ledger.spent_usd + reserve_s / 3600 * job.usd_per_hour
-        if spent > limits.max_usd or (ledger.spent_usd >= limits.max_usd > 0):
-            return f"the cap of {say_usd(limits.max_usd)}: {say_usd(ledger.spent_usd)} are spent"
-    most_hours = limits.most_hours()
-    if most_hours is not None and ledger.spent_s + reserve_s > most_hours * 3600:
-        return (
-            f"the cap of {say_seconds(most_hours * 3600)}: {say_seconds(ledger.spent_s)} are spent"
-        )
-    if limits.deadline is not None and ledger.now + reserve_s > limits.deadline.timestamp():
-        return f"the deadline {limits.deadline.isoformat(sep=' ', timespec='minutes')}"
-    return None
+    """Why the run has to stop now, if `reserve_s` more seconds would pass one of its limits."""
+    left = limits_left(job, ledger)
+    return next((each.why for each in left if each.seconds <= max(0.0, reserve_s)), None)
 
 
 def seconds_left(job: Job, ledger: Ledger) -> float:
     """Seconds until the first limit; infinite where none binds."""
-    limits, left = job.limits, [math.inf]
-    if limits.max_usd is not None and job.usd_per_hour > 0:
-        left.append((limits.max_usd - ledger.spent_usd) / job.usd_per_hour * 3600)
-    most_hours = limits.most_hours()
-    if most_hours is not None:
-        left.append(most_hours * 3600 - ledger.spent_s)
-    if limits.deadline is not None:
-        left.append(limits.deadline.timestamp() - ledger.now)
-    return max(0.0, min(left))
+    return max(0.0, min((each.seconds for each in limits_left(job, ledger)), default=math.inf))
+
+
+def refuse_cap_without_price(job: Job) -> None:
+    """A cap in dollars that no second counts against is no cap. Raises `InputError`."""
+    if job.limits.max_usd is not None and job.usd_per_hour == 0:
+        raise InputError(
+            "a cap in dollars holds nothing back where an hour costs $0",
+            where="limits.max_usd",
+            to_do="set where.usd_per_hour (`farthing plan` lists offers), or where.power_watts and"
+            " usd_per_kwh for a machine of yours, or take limits.max_hours instead",
+        )
+
+
+def say_what_bills_on(job: Job) -> list[str]:
+    """What goes on costing money when the run has stopped, and what stops that."""
+    lines = []
+    if job.where.usd_per_hour:
+        price = say_usd(job.where.usd_per_hour)
+        lines.append(f"this machine costs {price} an hour until you end it, also after the run")
+    elif job.usd_per_hour:
+        lines.append("this machine draws power until you switch it off, also after the run")
+    if job.output_store is not None:
+        lines.append(f"what is stored in {job.output_store} is billed until you delete it")
+    if job.when_done:
+        lines.append(f"when the run has ended, this command runs once: {job.when_done}")
+    elif job.where.usd_per_hour:
+        lines.append("`when_done: COMMAND` in the job runs a command of yours then")
+    return lines
 
 
 def why_not_start(job: Job, folder: Path, ledger: Ledger) -> str | None:
@@ -66,6 +112,15 @@ def why_not_start(job: Job, folder: Path, ledger: Ledger) -> str | None:
         if reason is None or damage_of(folder) is None:
             return reason
     return over_limit(job, ledger, 0.0) if ledger.committed_step <= 0 else None
+
+
+def allowance_s(job: Job, folder: Path, ledger: Ledger) -> float:
+    """Seconds past its limits that an attempt may take which only writes the model: as long as a
+    start took before, and a minute.
+    """
+    if over_limit(job, ledger, 0.0) is None or why_not_start(job, folder, ledger) is not None:
+        return 0.0
+    return LONGEST_ONLY_WRITES_S + ledger.takes.get("start_s", 0.0)
 
 
 def stopped_before_start(job: Job, attempt: Opened) -> str | None:

@@ -10,6 +10,8 @@ from farthing.train.attempt import Attempt
 
 # a guess of what exporting takes until it is measured: files beside the weights, and a slow disk
 EXPORT_S, WRITE_BYTES_PER_S = 0.5, 100e6
+MARGIN = 1.15
+"""What comes next may take so many times what it took before."""
 
 
 def evaluation_is_at(attempt: Attempt, step: int) -> bool:
@@ -58,17 +60,47 @@ def next_s(attempt: Attempt) -> float:
     in earlier attempts.
     """
     if evaluation_is_due(attempt):
-        return evaluation_s(attempt)
-    step_s = attempt.pace.longest_step_s or attempt.context.ledger.takes.get("step_s", 0.0)
-    return step_s + (
+        return MARGIN * evaluation_s(attempt)
+    return MARGIN * _next_step_s(attempt) + (
         evaluation_s(attempt) if evaluation_is_at(attempt, attempt.progress.step + 1) else 0.0
     )
 
 
+def _next_step_s(attempt: Attempt) -> float:
+    """The longest step so far, and longer where the next has more tokens than any before; at first
+    as in earlier attempts, else the least that the plan expects.
+    """
+    pace, at = attempt.pace, attempt.progress
+    if not pace.longest_step_s:
+        expected_s = attempt.context.ledger.takes.get("step_s")
+        if not expected_s and attempt.estimate is not None:
+            least_s, likely_s, _ = attempt.estimate.wall_range_s
+            expected_s = attempt.estimate.step_s * least_s / likely_s
+        return expected_s or 0.0
+    lengths = attempt.train_examples.tokens.lengths
+    n_tokens = int(lengths[attempt.batches.examples_of(at.step)].sum())
+    return pace.longest_step_s * max(1.0, n_tokens / max(1, pace.most_tokens))
+
+
+def save_s(attempt: Attempt) -> float:
+    """Seconds until a checkpoint is on the disk: of the last one, else a guess."""
+    saving = attempt.saving
+    known_s = max(saving.took_s, saving.write_s) or attempt.context.ledger.takes.get("save_s")
+    return known_s or 3 * saving.trained_bytes / WRITE_BYTES_PER_S
+
+
+def export_s(attempt: Attempt) -> float:
+    """Seconds of writing the model: of the last time, else a guess."""
+    saving = attempt.saving
+    known_s = saving.export_s or attempt.context.ledger.takes.get("export_s")
+    return known_s or EXPORT_S + saving.trained_bytes / WRITE_BYTES_PER_S
+
+
 def leaving_s(attempt: Attempt) -> float:
-    """Seconds of saving and exporting."""
-    save_s = attempt.saving.took_s or attempt.context.ledger.takes.get("save_s", 0.0)
-    return 2 * save_s + EXPORT_S + attempt.saving.trained_bytes / WRITE_BYTES_PER_S
+    """Seconds of saving, exporting, and sending both to the store."""
+    replica = attempt.context.replica
+    sent_s = 0.0 if replica is None else replica.delivery_s
+    return MARGIN * (2 * save_s(attempt) + export_s(attempt) + sent_s)
 
 
 def reserve_s(attempt: Attempt) -> float:
@@ -101,6 +133,7 @@ def takes(attempt: Attempt) -> dict[str, float]:
     return {
         "start_s": round(attempt.clocks.start_s, 3),
         "step_s": round(attempt.pace.longest_step_s, 4),
-        "save_s": round(attempt.saving.took_s, 4),
+        "save_s": round(save_s(attempt), 4),
+        "export_s": round(attempt.saving.export_s, 4),
         "evaluation_s": round(evaluation_s(attempt), 4),
     }

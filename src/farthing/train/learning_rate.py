@@ -18,7 +18,7 @@ from farthing.run.folder import SCHEDULE
 from farthing.run.ledger import Ledger
 from farthing.train.attempt import Attempt
 from farthing.train.budget import seconds_left
-from farthing.train.forecast import EXPORT_S, evaluation_s, leaving_s
+from farthing.train.forecast import EXPORT_S, evaluation_s, leaving_s, next_s
 from farthing.train.optim import fitted_schedule, schedule
 from farthing.train.schedule import Fit, Schedule, first_fit, keep_fit, kept_fit, settled_fit
 from farthing.train.step_log import settle
@@ -65,7 +65,9 @@ def settle_schedule(attempt: Attempt) -> None:
         step_s += attempt.saving.took_s / (
             train.save_steps or max(1.0, attempt.saving.every_s / step_s)
         )
-    fit = settled_fit(fit, seconds_left(job, ledger), step_s, leaving_s(attempt))
+    # the last step begins only where the longest would fit
+    end_s = leaving_s(attempt) + max(0.0, next_s(attempt) - (step_s or 0.0))
+    fit = settled_fit(fit, seconds_left(job, ledger), step_s, end_s)
     fit = Fit(**ranks.tell_all(asdict(fit)))
     keep_fit(attempt.context.folder / SCHEDULE, fit)
     attempt.schedule = as_fitted(job, fit)

@@ -55,16 +55,13 @@ def loop(attempt: Attempt) -> tuple[str, str]:
                         before_step(attempt, due)
                         take_step(attempt)
             except RunInterruptedError:
-                ended = (
-                    "interrupted",
-                    attempt.context.notice.reason or "another rank was asked to leave",
-                )
+                ended = attempt.context.notice.how_it_ends()
             save_last(attempt)
         except NotFiniteError:
             note_rest(attempt)
             save_last(attempt)
             raise
-    if ended[0] != "interrupted":
+    if ended[0] != "interrupted" and attempt.progress.step > 0:
         with attempt.context.meter.span("export"):
             export(attempt)
     return ended
@@ -80,7 +77,7 @@ def why_stop(attempt: Attempt) -> tuple[str, str] | None:
     if is_done(attempt):
         return "finished", "stopped early" if attempt.progress.stopped_early else "all steps done"
     if notice:
-        return "interrupted", str(notice.reason)
+        return notice.how_it_ends()
     return ("limit", limit) if limit else None
 
 

@@ -32,6 +32,7 @@ from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, RunIn
 from farthing.run.checkpoint import Part
 from farthing.run.group import EXIT_RANK_LOST, Seat
 from farthing.run.parts import Shared
+from farthing.run.stillness import Stillness
 from farthing.train.lanes import LaneSums, Piece, add_up, lanes_of, nodes_of
 from farthing.train.meeting import JOIN_HERE_S, RankLostError, bounded, lost, meet
 
@@ -43,8 +44,11 @@ GO_ON, NO_ROOM, LEAVE = range(3)
 BEAT_S = 0.5
 LAST_WORDS_S = 3.0
 """What the first rank may take for its ledger and a save under way once another one is lost."""
-LONG = timedelta(days=30)
-"""The beat judges who is lost; everything else waits as long as it takes."""
+TENSORS_TIMEOUT, WORDS_TIMEOUT = timedelta(minutes=30), timedelta(days=1)
+"""Of collectives within a step, and of words, for which others wait while the first tokenizes. The
+beat is quicker: it judges who is lost, and who shows no sign of work."""
+STILL_S = 600.0
+"""Seconds longer that a rank may show no sign of work while it waits for disks and networks."""
 _GONE = 1000
 EXIT_NO_ROOM = 77
 """What a rank without memory tells the others; no process ends with it."""
@@ -86,6 +90,9 @@ class Ranks:
         self.asks_to_leave: Callable[[], bool] = lambda: False
         """Asked at every beat: whether this rank was asked to leave."""
         self._others_ask = False
+        self._stillness = Stillness()
+        self.may_be_still: Callable[[], bool] = lambda: False
+        """Asked at every beat: whether this rank may wait for a disk or a network."""
         self._closed = threading.Event()
         self._beats: threading.Thread | None = None
         if self.n > 1:
@@ -103,10 +110,12 @@ class Ranks:
         asks_to_leave: Callable[[], bool],
         waiting: Callable[[], contextlib.AbstractContextManager[None]],
         at_loss: Callable[[], None],
+        may_be_still: Callable[[], bool],
     ) -> None:
         """From now on tell the others when this one is asked to leave, wait in `waiting`, and call
         `at_loss` on the first rank before it ends because another one is lost."""
         self.asks_to_leave, self.waiting = asks_to_leave, waiting
+        self.may_be_still = may_be_still
         if self.is_first:
             self.at_loss = at_loss
 
@@ -121,9 +130,13 @@ class Ranks:
                 self.seat, self.patience_s + JOIN_HERE_S, "a rank was gone before all were joined"
             ):
                 dist.init_process_group(
-                    backend, store=store, rank=self.index, world_size=self.n, timeout=LONG
+                    backend,
+                    store=store,
+                    rank=self.index,
+                    world_size=self.n,
+                    timeout=TENSORS_TIMEOUT,
                 )
-                self._to_all = dist.new_group(backend="gloo", timeout=LONG)
+                self._to_all = dist.new_group(backend="gloo", timeout=WORDS_TIMEOUT)
                 self._of_beats = dist.new_group(
                     backend="gloo", timeout=timedelta(seconds=self.patience_s)
                 )
@@ -137,8 +150,9 @@ class Ranks:
         this process.
         """
         while True:
-            words = torch.zeros(self.n + 1, dtype=torch.int32)
+            words = torch.zeros(2 * self.n + 1, dtype=torch.int32)
             words[self.index], words[-1] = self._word, int(self.asks_to_leave())
+            words[self.n + self.index] = 0 if self._word else int(self._still_s())
             began_s = time.monotonic()
             try:
                 dist.all_reduce(words, dist.ReduceOp.MAX, group=self._of_beats)
@@ -146,7 +160,8 @@ class Ranks:
                 waits_for_first = self._word == _GONE and not self.is_first
                 hangs = waits_for_first and time.monotonic() - began_s > self.patience_s / 2
                 self._leave_the_lost(str(error).splitlines()[0][:120], EXIT_INTERRUPTED, hangs)
-            *self._words, asks = words.tolist()
+            told = words.tolist()
+            self._words, still_s, asks = told[: self.n], told[self.n : -1], told[-1]
             self._others_ask = bool(asks)
             failed = [code for code in self._words if 0 < code < _GONE]
             if failed and self._word == 0:
@@ -156,9 +171,16 @@ class Ranks:
                     last.join(LAST_WORDS_S)
                 code = EXIT_MISTAKE if EXIT_MISTAKE in failed else EXIT_INTERRUPTED
                 self._leave_the_lost(f"rank {self._words.index(failed[0])} has failed", code)
+            if self._word == 0 and max(still_s) > self.patience_s:
+                why = f"rank {still_s.index(max(still_s))} shows no sign of work"
+                self._leave_the_lost(f"{why} for {max(still_s)} s", EXIT_INTERRUPTED)
             if all(self._words):
                 return
             self._closed.wait(BEAT_S)
+
+    def _still_s(self) -> float:
+        """Seconds without a sign of work, as they count: waiting for a disk shows none."""
+        return max(0.0, self._stillness.seconds() - (STILL_S if self.may_be_still() else 0.0))
 
     def _leave_the_lost(self, why: str, code: int, hangs: bool = False) -> None:
         if (
@@ -221,7 +243,7 @@ class Ranks:
         self.bring(model.buffers())
         self.spreads = Spread(model, self.device, self.index, self.n, how, self.bring)
         if self.n > 1:
-            self._of_saves = dist.new_group(backend="gloo", timeout=LONG)
+            self._of_saves = dist.new_group(backend="gloo", timeout=WORDS_TIMEOUT)
 
     @property
     def is_spread(self) -> bool:
@@ -314,8 +336,9 @@ class Ranks:
     @property
     def others_ask_to_leave(self) -> bool:
         """Whether any rank was asked to leave, as of a moment ago: no two ranks need see it at the
-        same time.
+        same time. Whoever asks is at work.
         """
+        self._stillness.poll()
         return self._others_ask
 
     @contextlib.contextmanager
@@ -323,6 +346,7 @@ class Ranks:
         """What fails in here fails because another rank is gone: wait for the beat, which ends this
         process in order.
         """
+        self._stillness.is_waiting = True
         with self.waiting():
             try:
                 yield
@@ -332,6 +356,8 @@ class Ranks:
                     f"another rank of {self.n} does not answer: {str(error).splitlines()[0][:200]}",
                     to_do="run the same command again: it goes on from the last checkpoint",
                 ) from error
+            finally:
+                self._stillness.is_waiting = False
 
     def agree(self, word: int, marks: Sequence[int] = ()) -> tuple[int, list[int]]:
         """(the worst of all ranks' words, the largest of all ranks' marks); marks are as many on

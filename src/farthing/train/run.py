@@ -29,9 +29,11 @@ from farthing.errors import (
     DiskFullError,
     FarthingError,
     InputError,
+    LimitError,
     OutOfMemoryError,
     RunDamagedError,
     RunInterruptedError,
+    RunTakenError,
 )
 from farthing.events import Emit, Note, Warned, Working
 from farthing.export.folders import write_card
@@ -66,7 +68,7 @@ from farthing.run.folder import (
     unclaim,
 )
 from farthing.run.ledger import Ledger, Meter, seconds_since_process_start
-from farthing.run.mirror import Mirror, open_mirror
+from farthing.run.mirror import open_mirror
 from farthing.run.notices import Watch, services_for
 from farthing.run.opening import Opened, opened
 from farthing.run.signals import Notice
@@ -77,9 +79,16 @@ from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
 from farthing.train.autotune import is_worth_it, probe_run
-from farthing.train.budget import over_limit, seconds_left, why_not_start
+from farthing.train.budget import (
+    allowance_s,
+    over_limit,
+    refuse_cap_without_price,
+    seconds_left,
+    why_not_start,
+)
 from farthing.train.estimate import estimated
 from farthing.train.finished import STAMPS, stamps_of
+from farthing.train.forecast import leaving_s, reserve_s
 from farthing.train.joining import (
     follow,
     joined,
@@ -108,6 +117,7 @@ from farthing.train.setup import (
 from farthing.train.strategy import may_be_spread, read_where_it_differs, spread_weights
 from farthing.train.summary import emit_summary
 from farthing.train.trackers import tracked
+from farthing.train.watchdog import Watchdog
 from farthing.units import say_seconds
 
 DISK_TROUBLE = (
@@ -117,6 +127,12 @@ DISK_TROUBLE = (
         errno.ENOTCONN,
     ),  # a file server has forgotten us, the program behind a mount has died
 )
+
+
+ON_DISKS_AND_NETWORKS = (
+    *("start_up", "tokenize", "load_model", "restore", "checkpoint", "export"),
+)
+"""Spans in which a process may wait long for others than its ranks."""
 
 
 @dataclass
@@ -147,6 +163,7 @@ def train(
     opened it closes it. Raises `FarthingError`s in words; whatever was committed before stays
     valid.
     """
+    refuse_cap_without_price(job)
     quiet_libraries()
     with contextlib.ExitStack() as stack:
         ranks, job = stack.enter_context(joined(job))
@@ -156,7 +173,10 @@ def train(
         folder, meter, ledger = begun.folder, begun.meter, begun.ledger
         notice = stack.enter_context(Notice(ranks.one_press_s))
         ranks.listen(
-            lambda: bool(notice), lambda: meter.span("ranks"), lambda: ledger.end("interrupted")
+            lambda: bool(notice),
+            lambda: meter.span("ranks"),
+            lambda: ledger.end("interrupted"),
+            lambda: meter.at in ON_DISKS_AND_NETWORKS,
         )
         stack.enter_context(watched(job, notice))
         emit = stack.enter_context(tracked(emit, job.train.report_to, folder))
@@ -164,7 +184,15 @@ def train(
             emit = stack.enter_context(metrics_file(emit, job))
         warn = partial(_warn, emit)
         replica = open_mirror(job.output_store, folder, job.train.save_total_limit, warn)
-        context = Context(folder, "", meter, ledger, notice, emit, ranks, replica)
+        watchdog = Watchdog(
+            job,
+            ledger,
+            notice.reach,
+            partial(_last_words, folder, ledger),
+            allowance_s(job, folder, ledger),
+        )
+        stack.enter_context(watchdog)
+        context = Context(folder, "", meter, ledger, notice, emit, ranks, replica, watchdog)
         with errors_in_words(folder):
             mend(folder, warn)
             if replica is not None:
@@ -177,7 +205,13 @@ def train(
                 state, reason = _train(job, begun, context, allow_restart)
         except RunInterruptedError as error:
             ranks.fail(EXIT_INTERRUPTED)  # before the loop: the others wait for what does not come
-            state, reason = "interrupted", notice.reason or error.what
+            state, reason = notice.how_it_ends() if notice else ("interrupted", error.what)
+        except RunTakenError as error:
+            ranks.fail(EXIT_INTERRUPTED)
+            state, reason = "interrupted", error.what
+        except LimitError as error:
+            ranks.fail(EXIT_INTERRUPTED)
+            state, reason = "limit", error.what
         except InputError:
             with contextlib.suppress(OSError):
                 unclaim(folder)
@@ -189,7 +223,7 @@ def train(
                 note_news(notice, ledger)
                 ledger.end(state)
             if state == "failed":
-                end_mirror(replica, meter, ledger, notice)
+                end_mirror(context)
         if not ranks.is_first:
             return Outcome(state, reason, leave_receipt(folder))
         outcome, begun.at_close = _told_at_the_end(context, state, reason)
@@ -211,7 +245,7 @@ def _told_at_the_end(
     receipt = leave_receipt(folder, log)
     if replica is not None:
         replica.offer_last_words()
-        end_mirror(replica, context.meter, context.ledger, context.notice)
+        end_mirror(context)
         receipt = leave_receipt(folder, log)
     with contextlib.suppress(OSError):  # a full disk: the receipt is there
         write_card(folder, receipt)
@@ -225,11 +259,23 @@ def _told_at_the_end(
     return outcome, with_the_last_second
 
 
+def _last_words(folder: Path, ledger: Ledger) -> None:
+    """Bill and receipt of a run that hangs; called while its main thread may hold anything."""
+    with contextlib.suppress(Exception):
+        ledger.end("limit")
+        leave_receipt(folder)
+
+
 def _bring_back(job: Job, context: Context, allow_restart: bool) -> None:
     """What the store has and this disk has not."""
     assert context.replica is not None
+    context.replica.on_bills = context.ledger.take_in
+
+    def asks() -> bool:
+        return context.ranks.others_ask_to_leave or bool(context.notice)
+
     with context.meter.span("restore"):
-        step = context.replica.bring_back(allow_restart, lambda: bool(context.notice))
+        step = context.replica.bring_back(allow_restart, asks)
     context.ledger.read_again()
     if step is not None:
         context.emit(Note(f"step {step} was brought back from {job.output_store}"))
@@ -294,6 +340,8 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     if ended:
         return ended
     attempt = _open(job, context, inputs, numerics, EXAMPLES in run_facts)
+    if context.watchdog is not None:
+        context.watchdog.reserve_s = partial(leaving_s, attempt)
     run_facts = same_examples(
         folder,
         run_facts,
@@ -304,7 +352,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     emit(Working("looking for a checkpoint"))
     run_facts = _begin(attempt, run_facts)
     restore(attempt, allow_restart)
-    if was_finished or over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
+    if was_finished or over_limit(job, ledger, reserve_s(attempt)):  # let in to write its model
         take_over(attempt)
         return loop(attempt)
     _decide(attempt, run_facts)
@@ -457,7 +505,8 @@ def _wait_for_replica(context: Context, state: str) -> bool:
         return True
     with context.meter.span("checkpoint"):
         leaves_in_s = notice.patience_s(replica.pace.leave_s, replica.pace.finish_s)
-        is_copied = replica.wait(leaves_in_s if state == "interrupted" else replica.pace.finish_s)
+        most_s = leaves_in_s if state == "interrupted" else replica.pace.finish_s
+        is_copied = replica.wait(min(most_s, context.left_s))
     replica.check()
     return is_copied
 
@@ -480,19 +529,21 @@ def _warn(emit: Emit, text: str) -> None:
     emit(Warned(text))
 
 
-def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Notice) -> None:
-    """Wait for the last copies, not longer than until the machine goes, and give the lease back;
-    the wait is on the bill.
+def end_mirror(context: Context) -> None:
+    """Wait for the last copies, not longer than until the machine goes or a limit is reached, and
+    give the lease back; the wait is on the bill.
     """
-    if mirror is not None:
-        meter.enter("checkpoint")
-        leaves_in_s = notice.patience_s(mirror.pace.leave_s, mirror.pace.finish_s)
-        is_done = mirror.wait(leaves_in_s)
-        with contextlib.suppress(OSError):
-            ledger.beat(at_once=True)  # the lease takes it along: the store knows it too
-        mirror.close(5.0 if is_done else 1.0)
-        with contextlib.suppress(OSError):
-            ledger.beat(at_once=True)
+    mirror, ledger = context.replica, context.ledger
+    if mirror is None:
+        return
+    context.meter.enter("checkpoint")
+    leaves_in_s = context.notice.patience_s(mirror.pace.leave_s, mirror.pace.finish_s)
+    is_done = mirror.wait(min(leaves_in_s, context.left_s))
+    with contextlib.suppress(OSError):
+        ledger.beat(at_once=True)  # the lease takes it along: the store knows it too
+    mirror.close(min(5.0 if is_done else 1.0, context.left_s))
+    with contextlib.suppress(OSError):
+        ledger.beat(at_once=True)
 
 
 @contextlib.contextmanager

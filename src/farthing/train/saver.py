@@ -174,6 +174,7 @@ def note_finished_save(attempt: Attempt, result: SaveResult | None) -> None:
     """Put a finished background save on the ledger."""
     if result is not None and result.error is None:
         attempt.context.ledger.committed(result.step)
+        attempt.saving.write_s = result.seconds
         attempt.record.saves_bytes.append(result.n_bytes)
         attempt.context.emit(Saved(result.step, result.n_bytes))
 
@@ -210,7 +211,10 @@ def export(attempt: Attempt) -> None:
     if context.ranks.trains_rows and step not in checkpoints.steps():
         attempt.warn("no model is written: no step was saved")
         return
+    if attempt.saving.exported_step == step and (folder / MODEL).is_dir():
+        return  # it was written a moment ago
     context.emit(Working("writing the model"))
+    started_s = context.meter.wall_s
     if step != at.step or context.ranks.trains_rows:
         whole = read_part(checkpoints.folder_of(step), "model")
     if whole is not None and not context.ranks.trains_rows:
@@ -220,6 +224,8 @@ def export(attempt: Attempt) -> None:
     export_model(
         folder / MODEL, attempt.model, attempt.inputs.tokenizer, build_receipt(folder), step, whole
     )
+    attempt.saving.exported_step = step
+    attempt.saving.export_s = context.meter.wall_s - started_s
     context.emit(Exported(str(folder / MODEL), step))
 
 

@@ -57,8 +57,6 @@ def emit_summary(attempt: Attempt) -> None:
             f" {say_bytes(attempt.memory.free_bytes)} are free: lower"
             " train.per_device_train_batch_size (the result stays the same) or data.max_length"
         )
-    if job.limits.max_usd is not None and job.usd_per_hour == 0:
-        attempt.warn("limits.max_usd has no effect at $0 an hour: set where.usd_per_hour")
 
 
 def _idle_in_words(attempt: Attempt) -> str:

@@ -35,6 +35,7 @@ class Pace:
     def begin_again(self) -> None:
         """Forget the steps so far: they were warm-up."""
         self.n_steps = self._tokens = self._padded = self._n_micro_batches = self._n_computed = 0
+        self.most_tokens = 0
         self._seconds = self.longest_step_s = self._forward_s = self._compute_s = 0.0
 
     @property
@@ -56,6 +57,7 @@ class Pace:
         """
         self.n_steps += 1
         self.longest_step_s = max(seconds, self.longest_step_s * 0.98)
+        self.most_tokens = max(n_tokens, self.most_tokens)
         if self.n_steps > 1:
             self._tokens, self._padded = self._tokens + n_tokens, self._padded + n_padded
             self._seconds += seconds

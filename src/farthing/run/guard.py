@@ -1,0 +1,314 @@
+"""The process that watches the one that trains, and ends it where a limit was passed.
+
+    farthing train      this process: waits, hands signals on, runs `when_done`
+      └─ worker         trains, and writes to a pipe how long it may still go on
+           └─ attempts, ranks
+
+A worker that hangs can't end itself where a library holds Python's lock, a file system never
+answers or a signal has stopped it. Whoever started `farthing` sees one process, its exit code and
+its signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farthing.clock import seconds_since_boot
+from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_LIMIT, EXIT_MISTAKE
+from farthing.run.signals import heeded
+
+PIPE = "FARTHING_GUARD"
+"""The environment variable with the file descriptor to which a worker writes."""
+KILLED_AFTER_S = 6.5
+"""Seconds past a limit at which a worker is killed that has not ended itself."""
+ORPHANS_S = 30.0
+"""Seconds that attempts may take to save whose supervisor has died."""
+LAST_WORDS_S = 3.0
+"""Seconds that the ledger and the receipt of a killed worker may take."""
+SECOND_THOUGHTS_S = 10.0
+"""Seconds in which somebody at the terminal may keep `when_done` from running."""
+DONE = "when_done.json"
+"""In the run folder once `when_done` was run, until another attempt begins."""
+_DONE_AFTER = (EXIT_FINISHED, EXIT_CRASH, EXIT_MISTAKE, EXIT_LIMIT)
+_TICK_S = 0.5
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+
+
+# ---- the worker's side ----
+
+
+def tell(**words: Any) -> None:
+    """Write to the guard, where there is one. Never raises, and never waits for it."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        os.write(int(os.environ[PIPE]), json.dumps(words).encode() + b"\n")
+
+
+def is_guarded() -> bool:
+    """Whether another process watches this one."""
+    return PIPE in os.environ
+
+
+def pipe_to_hand_on() -> tuple[int, ...]:
+    """File descriptors that a child of this process has to inherit, to be watched too."""
+    with contextlib.suppress(KeyError, ValueError):
+        return (int(os.environ[PIPE]),)
+    return ()
+
+
+# ---- the guard's side ----
+
+
+@dataclass
+class Told:
+    """What a worker has said of itself."""
+
+    folder: str = ""
+    why: str = ""
+    """The first limit that it would pass."""
+    when_done: str = ""
+    ends_at: float = float("inf")
+    """By the monotonic clock: dollars and hours count while the machine runs."""
+    deadline_at: float = float("inf")
+    """By the clock that counts suspended time."""
+    heard_at: float = 0.0
+    """When limits were told last, by the monotonic clock."""
+
+    def take(self, line: bytes) -> None:
+        """Take in a line of the pipe; one that makes no sense is passed over."""
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            words = json.loads(line)
+            self.folder = str(words.get("folder", self.folder))
+            self.why = str(words.get("why", self.why))
+            self.when_done = str(words.get("when_done") or self.when_done)
+            if (left_s := words.get("left_s", "")) != "":
+                self.heard_at = time.monotonic()
+                self.ends_at = time.monotonic() + (float("inf") if left_s is None else left_s)
+            if (left_s := words.get("deadline_s", "")) != "":
+                self.deadline_at = seconds_since_boot() + (
+                    float("inf") if left_s is None else left_s
+                )
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the first limit, below zero once it was passed."""
+        return min(self.ends_at - time.monotonic(), self.deadline_at - seconds_since_boot())
+
+
+def guarded(work: Callable[[], int], last_words: Callable[[Path, str, float], None]) -> int:
+    """Run `work` in a process of its own, and end that where it passes its limits; its exit code.
+
+    `last_words(folder, why, seconds)` leaves ledger and receipt of a worker that was killed, which
+    has not been heard of for so many seconds. Dies of the signal that the worker has died of.
+    """
+    if is_guarded() or not hasattr(os, "fork"):
+        return work()
+    reads, writes = os.pipe()
+    os.set_inheritable(writes, True)
+    os.set_blocking(writes, False)
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reads)
+        _follow(parent)
+        os.environ[PIPE] = str(writes)
+        return work()
+    os.close(writes)
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    code, told, was_killed = _watch(pid, reads)
+    _end_orphans()
+    if was_killed:
+        code = EXIT_LIMIT
+        _say(f"stopped by {told.why}: the run had not ended by itself; the last save is whole")
+        if told.folder:
+            late_s = time.monotonic() - told.heard_at
+            _bounded(lambda: last_words(Path(told.folder), told.why, late_s), LAST_WORDS_S)
+    if code in _DONE_AFTER and told.when_done and told.folder:
+        _run_when_done(told, code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if code < 0:
+        _die_of(-code)
+    os._exit(code)
+
+
+def _follow(parent: int) -> None:
+    """In the worker: out of the terminal's reach, and dead as soon as the guard is."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(EXIT_CRASH)
+
+
+def _prctl(what: int, value: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(what, value)
+
+
+def _end_orphans() -> None:
+    """Attempts that a dead worker has left were asked to leave as it died: they get a while."""
+    until = time.monotonic() + ORPHANS_S
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                time.sleep(0.02)
+                if time.monotonic() > until:
+                    until = float("inf")
+                    for each in _descendants(os.getpid()):
+                        with contextlib.suppress(OSError):
+                            os.kill(each, signal.SIGKILL)
+
+
+def _watch(pid: int, pipe: int) -> tuple[int, Told, bool]:
+    """(exit code or, negative, the signal; what was told; whether the guard has killed it)."""
+    told, rest, was_killed, is_open = Told(), b"", False, True
+    with _handing_on(pid):
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status), told, was_killed
+            if told.left_s < -KILLED_AFTER_S:
+                if was_killed:  # in a system call that no signal ends: nobody waits for it
+                    return EXIT_LIMIT, told, True
+                was_killed = True
+                _kill_tree(pid)
+                _until_gone(pid)
+                continue
+            wait_s = min(_TICK_S, max(0.01, told.left_s + KILLED_AFTER_S))
+            if not is_open:
+                time.sleep(min(wait_s, 0.01))
+            elif select.select([pipe], [], [], wait_s)[0]:
+                data = os.read(pipe, 1 << 16)
+                is_open = bool(data)
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    told.take(line)
+
+
+@contextlib.contextmanager
+def _handing_on(pid: int) -> Iterator[None]:
+    """Within the block signals go to the worker; a stop from the terminal stops both."""
+
+    def hand_on(number: int, frame: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+    def stop(number: int, frame: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def go_on(number: int, frame: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGCONT)
+
+    handlers = dict.fromkeys(heeded(), hand_on) | {signal.SIGTSTP: stop, signal.SIGCONT: go_on}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _kill_tree(pid: int) -> None:
+    """SIGKILL to a process and all that descend from it."""
+    for each in (pid, *_descendants(pid)):
+        with contextlib.suppress(OSError):
+            os.kill(each, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes that others of this one have begun, and their own."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    wanted = [pid]
+    for each in wanted:
+        wanted += children.get(each, [])
+    return wanted[1:]
+
+
+def _until_gone(pid: int) -> None:
+    """A second at most: memory of a large process takes a while to be freed."""
+    for _ in range(100):
+        with contextlib.suppress(ChildProcessError):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                time.sleep(0.01)
+                continue
+        return
+
+
+def _bounded(work: Callable[[], None], most_s: float) -> None:
+    """Do it in a child, which is left to itself after so many seconds."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    until = time.monotonic() + most_s
+    while time.monotonic() < until:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+
+
+def _run_when_done(told: Told, code: int) -> None:
+    """Run the user's command, once a run; who sits at the terminal may stop it."""
+    marker = Path(told.folder) / DONE
+    if marker.exists():
+        return
+    if sys.stderr.isatty():
+        _say(f"when_done in {SECOND_THOUGHTS_S:.0f} s: {told.when_done} (Ctrl-C keeps the machine)")
+        try:
+            time.sleep(SECOND_THOUGHTS_S)
+        except KeyboardInterrupt:
+            _say("when_done was not run: this machine may go on costing money")
+            return
+    with contextlib.suppress(OSError):
+        marker.write_text(json.dumps({"exit_code": code, "command": told.when_done}) + "\n")
+    _say(f"when_done: {told.when_done}")
+    environ = {**os.environ, "FARTHING_EXIT_CODE": str(code), "FARTHING_RUN": told.folder}
+    found = subprocess.run(told.when_done, shell=True, env=environ, check=False).returncode
+    if found:
+        _say(f"when_done ended with {found}: this machine may go on costing money")
+
+
+def forget_done(folder: Path) -> None:
+    """Another attempt begins: `when_done` is due again at its end."""
+    with contextlib.suppress(OSError):
+        (folder / DONE).unlink(missing_ok=True)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"farthing: {text}\n".encode())
+
+
+def _die_of(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
+    with contextlib.suppress(OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has left one already
+    os.kill(os.getpid(), number)

@@ -1,0 +1,234 @@
+"""A run that hangs past a limit is ended with exit code 3, in whatever phase and however it hangs.
+
+A `sitecustomize` beside the process hangs it when a function is called; what the user's command
+sees and does afterwards is here too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workshop
+from farthing.errors import InputError, LimitError
+from farthing.run.accounts import read_ledger
+from farthing.run.guard import Told
+from farthing.run.ledger import Ledger, Meter
+from farthing.run.stillness import Stillness
+from farthing.train.budget import refuse_cap_without_price, say_what_bills_on
+from farthing.train.watchdog import Watchdog
+from hangs import hanging
+from patience import until
+from thinned import thinned
+
+PHASES = [
+    "farthing.train.setup:tokenize",
+    "farthing.train.run:build_model",
+    "farthing.train.loop:take_step",
+    "farthing.train.evaluation:evaluate",
+    "farthing.run.checkpoint:commit_folder",
+    "farthing.train.saver:export_model",
+]
+WAYS = ["sleep", "lock", "stop", "fifo"]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job file."""
+    return workshop.job_file(
+        tmp_path_factory.mktemp("job"),
+        max_steps=100_000,
+        save_steps=5,
+        eval_strategy="steps",
+        eval_steps=10,
+        eval_rows=workshop.rows_of("llama", 8, 3),
+        probe=False,
+    )
+
+
+def train(
+    job: Path, run: Path, environ: dict[str, str], *words: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "farthing", "train", str(job), "--set", f"output_dir={run}"]
+    return subprocess.run(
+        [*command, *words],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "way"), thinned([(phase, way) for phase in PHASES for way in WAYS], 9)
+)
+def test_a_hang_is_ended_by_the_cap_and_is_on_the_bill(
+    phase: str, way: str, job: Path, tmp_path: Path
+) -> None:
+    run, environ = tmp_path / "run", hanging(tmp_path, phase, way)
+    begins = [f"cache_dir={tmp_path / 'cache'}", "limits.max_usd=0.03"]
+    done = train(job, run, environ, *(word for each in begins for word in ("--set", each)))
+    assert (tmp_path / "hung").exists(), done.stderr
+    assert done.returncode == 3, done.stderr
+    (account,) = read_ledger(run / "ledger.jsonl").ordered
+    assert account.state == "limit"
+    assert account.usd > 0.03, "the hang is paid for"
+    assert json.loads((run / "receipt.json").read_text())["state"] == "limit"
+    if "take_step" in phase:
+        assert list((run / "checkpoints").glob("step-*")), "what was committed stays"
+
+
+def test_a_cap_that_leaves_no_step_exports_nothing(job: Path, tmp_path: Path) -> None:
+    done = train(job, tmp_path / "run", {}, "--set", "limits.max_usd=0.0001")
+    assert done.returncode == 3, done.stderr
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["train.max_steps=2"], 0), (["limits.max_usd=0.0001"], 3), (["data.train=nothing.jsonl"], 2)],
+)
+def test_the_command_of_when_done_runs_once_after_the_end(
+    words: list[str], code: int, job: Path, tmp_path: Path
+) -> None:
+    said = tmp_path / "said"
+    words = [*words, f"when_done=echo $FARTHING_EXIT_CODE $FARTHING_RUN >> {said}"]
+    sets = [word for each in words for word in ("--set", each)]
+    for _ in range(2):
+        assert train(job, tmp_path / "run", {}, *sets).returncode == code
+    lines = said.read_text().splitlines()
+    assert lines[0].split() == [str(code), str(tmp_path / "run")]
+    assert len(lines) == (2 if code == 2 else 1), "once a run; a mistake leaves none"
+
+
+def test_a_dry_run_shows_the_command_and_begins_nothing(job: Path, tmp_path: Path) -> None:
+    sets = ["--set", "when_done=no-such-program now", "--set", "limits.max_usd=5", "--dry-run"]
+    done = train(job, tmp_path / "run", {}, *sets)
+    assert done.returncode == 0
+    assert "it stops at $5.00" in done.stdout
+    assert "this command runs once: no-such-program now" in done.stdout
+    assert "`no-such-program` of when_done is not found" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_cap_without_a_price_is_refused(tmp_path: Path) -> None:
+    job = workshop.make_job(tmp_path, limits={"max_usd": 5}, where={"usd_per_hour": 0})
+    with pytest.raises(InputError, match="holds nothing back"):
+        refuse_cap_without_price(job)
+    with pytest.raises(InputError, match="holds nothing back"):
+        workshop.train(job)
+    assert not Path(job.output_dir).exists()
+    priced = workshop.make_job(tmp_path, limits={"max_usd": 5})
+    refuse_cap_without_price(priced)
+    assert "costs $3.60 an hour until you end it" in "\n".join(say_what_bills_on(priced))
+
+
+def test_a_killed_guard_takes_the_run_along(job: Path, tmp_path: Path) -> None:
+    import psutil
+
+    command = [sys.executable, "-m", "farthing", "train", str(job)]
+    process = subprocess.Popen(
+        [*command, "--set", f"output_dir={tmp_path / 'run'}"], stdout=subprocess.DEVNULL
+    )
+    log = tmp_path / "run" / "log.jsonl"
+    until(lambda: log.exists() and log.read_bytes().count(b"\n") > 3)
+    (worker,) = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_worker_that_is_killed_is_a_kill_to_who_has_started_it(job: Path, tmp_path: Path) -> None:
+    import psutil
+
+    command = [sys.executable, "-m", "farthing", "train", str(job)]
+    process = subprocess.Popen(
+        [*command, "--set", f"output_dir={tmp_path / 'run'}"], stdout=subprocess.DEVNULL
+    )
+    log = tmp_path / "run" / "log.jsonl"
+    until(lambda: log.exists() and log.read_bytes().count(b"\n") > 3)
+    (worker,) = psutil.Process(process.pid).children()
+    worker.kill()
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_a_hang_of_the_main_thread_is_raised_out_of_in_python_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farthing.train.watchdog.RAISED_AFTER_S", 0.0)
+    monkeypatch.setattr("farthing.train.watchdog.ENDED_AFTER_S", 1e6)
+    job = workshop.make_job(tmp_path, limits={"max_hours": "1s"})
+    reached: list[str] = []
+    ledger = Ledger(tmp_path / "ledger.jsonl", Meter(), 3.6)
+    with (
+        pytest.raises(LimitError, match="the cap of"),
+        Watchdog(job, ledger, reached.append, lambda: None, 0.0),
+    ):
+        threading.Event().wait(300)
+    assert len(reached) == 1
+
+
+def test_what_is_told_of_limits_is_kept_by_two_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now: dict[str, float] = {"mono": 0.0, "boot": 0.0}
+    monkeypatch.setattr("farthing.run.guard.time.monotonic", lambda: now["mono"])
+    monkeypatch.setattr("farthing.run.guard.seconds_since_boot", lambda: now["boot"])
+    told = Told()
+    assert told.left_s == float("inf")
+    told.take(b'{"folder": "/x", "why": "the cap", "left_s": 10, "deadline_s": null}')
+    told.take(b"garbage")
+    told.take(b'{"left_s": "x"}')
+    now["boot"] = 3600.0  # suspended: nothing was spent
+    assert told.left_s == 10
+    told.take(b'{"left_s": null, "deadline_s": 100}')
+    now["boot"] += 3600.0
+    assert told.left_s == -3500
+    assert (told.folder, told.why) == ("/x", "the cap")
+
+
+def test_signs_of_work_are_polls_cpu_time_and_bytes_read() -> None:
+    now: dict[str, Any] = {"at": 0.0, "cpu": 0.0, "read": 0}
+    still = Stillness(lambda: now["at"], lambda: now["cpu"], lambda: now["read"])
+    now["at"] = 50.0
+    assert still.seconds() == 50.0
+    for sign in ("cpu", "read", "poll"):
+        now["at"] += 50.0
+        if sign == "poll":
+            still.poll()
+        else:
+            now[sign] += 5
+        assert still.seconds() == 0.0, sign
+    now["at"] += 50.0
+    now["cpu"] += 0.1  # the threads that beat
+    assert still.seconds() == 50.0
+    still.is_waiting = True
+    assert still.seconds() == 0.0, "for others, which are judged"
+
+
+def test_stopped_from_the_terminal_both_stop_and_go_on(job: Path, tmp_path: Path) -> None:
+    import psutil
+
+    command = [sys.executable, "-m", "farthing", "train", str(job)]
+    process = subprocess.Popen(
+        [*command, "--set", f"output_dir={tmp_path / 'run'}"],
+        stdout=subprocess.DEVNULL,
+        process_group=0,
+    )
+    log = tmp_path / "run" / "log.jsonl"
+    until(lambda: log.exists() and log.read_bytes().count(b"\n") > 3)
+    (worker,) = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGTSTP)
+    until(lambda: worker.status() == psutil.STATUS_STOPPED)
+    n_lines = log.read_bytes().count(b"\n")
+    process.send_signal(signal.SIGCONT)
+    until(lambda: log.read_bytes().count(b"\n") > n_lines)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75
