@@ -8,6 +8,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.model.loss import summed_loss
 from farthing.train.attempt import Attempt
 from farthing.train.loop import take_step
-from farthing.train.optim import make_optimizer, schedule
+from farthing.train.optim import decayed_names, make_optimizer, schedule
+from test_mishaps import fail_at
 from thinned import thinned
 from workshop import Heard, Watched, log_of, losses_of, make_job
 
@@ -766,3 +768,161 @@ def test_nothing_is_kept_of_a_pass_that_was_counted() -> None:
     assert not [each for each in seen if each() is not None], (
         "a graph that holds itself is never collected"
     )
+
+
+WITH_KWARGS: list[tuple[str, dict[str, Any]]] = [
+    ("cosine", {"num_cycles": 1.5}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    ("cosine_with_min_lr", {"min_lr": 0.002, "num_cycles": 1.25}),
+    ("polynomial", {"lr_end": 0.001, "power": 2.0}),
+    ("inverse_sqrt", {"timescale": 7}),
+    ("warmup_stable_decay", {"num_decay_steps": 5}),
+    ("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "1-sqrt", "min_lr_ratio": 0.2}),
+    (
+        "warmup_stable_decay",
+        {"num_decay_steps": 3, "decay_type": "linear", "warmup_type": "cosine"},
+    ),
+    ("warmup_stable_decay", {"num_decay_steps": 4, "warmup_type": "1-sqrt", "min_lr_ratio": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs"), WITH_KWARGS, ids=str)
+@pytest.mark.parametrize("n_warmup_steps", [0, 4])
+def test_settings_of_a_schedule_are_those_of_transformers(
+    name: str, kwargs: dict[str, Any], n_warmup_steps: int
+) -> None:
+    rate, n_steps = 0.03, 23
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    theirs = transformers.get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=n_warmup_steps,
+        num_training_steps=n_steps,
+        scheduler_specific_kwargs=dict(kwargs),
+    )
+    ours = schedule(
+        name, n_warmup_steps=n_warmup_steps, n_steps=n_steps, learning_rate=rate, kwargs=kwargs
+    )
+    assert [ours(step) for step in range(n_steps + 3)] == [
+        theirs.lr_lambdas[0](step) for step in range(n_steps + 3)
+    ]
+
+
+def test_a_run_follows_its_schedule_to_the_least_rate(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr", "max_steps": 8}
+    keys |= {"lr_scheduler_kwargs": {"min_lr_rate": 0.25}, "warmup_steps": 0}
+    job = make_job(tmp_path / "cosine", **keys)
+    workshop.train(job)
+    rates = [row["lr"] for row in log_of(job)]
+    assert rates[0] == 0.01
+    assert rates[4] == pytest.approx(0.01 * (0.5 * 0.75 + 0.25))
+    keys = {"lr_scheduler_type": "warmup_stable_decay", "max_steps": 8, "warmup_steps": 2}
+    keys["lr_scheduler_kwargs"] = {"num_decay_steps": 4, "decay_type": "linear"}
+    job = make_job(tmp_path / "wsd", **keys)
+    workshop.train(job)
+    rates = [row["lr"] for row in log_of(job)]
+    assert rates == pytest.approx([0, 0.005, 0.01, 0.01, 0.01, 0.0075, 0.005, 0.0025])
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "needs one of min_lr and min_lr_rate"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "needs the steps"),
+        ({"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, "constant has no `min_lr_rate`"),
+        (
+            {
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr_rate": 10},
+            },
+            "a share of the learning rate",
+        ),
+        (
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_decay_steps": 2, "decay_type": "square"},
+            },
+            "decay_type is one of cosine, linear, 1-sqrt",
+        ),
+        (
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_decay_steps": 50},
+            },
+            "more than the run's 6",
+        ),
+        (
+            {
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr": 0.5},
+            },
+            "decays to 0.5, and the learning rate is 0.01",
+        ),
+    ],
+)
+def test_a_schedule_that_can_not_be_followed_is_refused(
+    keys: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=words):
+        workshop.train(make_job(tmp_path, **keys))
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_adafactor_is_that_of_transformers_and_resumes(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain loop over the run's own gradients, and a run that is stopped in its middle."""
+    from transformers.optimization import Adafactor
+
+    keys: dict[str, Any] = {"optim": "adafactor", "method": method, "n_rows": 24, "max_steps": 5}
+    keys |= {"weight_decay": 0.1, "max_grad_norm": 0, "save_steps": 2}
+    watched = Watched(monkeypatch)
+    job = make_job(tmp_path / "whole", **keys)
+    taken: list[dict[str, torch.Tensor]] = []
+    step = Adafactor.step
+
+    def noted(optimizer: Any, closure: Any = None) -> Any:
+        model = watched.model
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if not taken:
+            taken.append({n: p.detach().clone() for n, p in named.items()})
+        taken.append({n: p.grad.clone() for n, p in named.items() if p.grad is not None})
+        return step(optimizer, closure)
+
+    monkeypatch.setattr(Adafactor, "step", noted)
+    workshop.train(job)
+    begin, *gradients = taken
+    weights = {name: torch.nn.Parameter(value.clone()) for name, value in begin.items()}
+    named = decayed_names(watched.model)
+    plain = Adafactor(
+        [
+            {"params": [w for n, w in weights.items() if n in named], "weight_decay": 0.1},
+            {"params": [w for n, w in weights.items() if n not in named], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        scale_parameter=False,
+        relative_step=False,
+    )
+    for each in gradients:
+        for name, weight in weights.items():
+            weight.grad = each.get(name)
+        step(plain)
+    ends = dict(watched.model.named_parameters())
+    assert all(torch.equal(weight, ends[name]) for name, weight in weights.items())
+
+    stopped = make_job(tmp_path / "stopped", **keys)
+    with monkeypatch.context() as patch:
+        fail_at(4, ZeroDivisionError("of our own"), patch)
+        with pytest.raises(ZeroDivisionError):
+            workshop.train(stopped)
+    workshop.train(stopped)
+    assert losses_of(stopped) == losses_of(job)
+
+
+def test_a_plan_counts_next_to_no_state_for_adafactor() -> None:
+    from farthing.planner.memory import optimizer_bytes
+    from test_memory import FULL
+
+    assert optimizer_bytes(replace(FULL, optim="adafactor")) < 0.05
+    assert optimizer_bytes(replace(FULL, optim="adamw_torch_fused")) >= 4

@@ -39,6 +39,7 @@ from farthing.config.values import (
     Trackers,
     Usd,
     Whole,
+    check_schedule,
     known_init,
     with_own,
 )
@@ -221,7 +222,14 @@ class TrainSection(Section):
         "constant",
         "constant_with_warmup",
         "inverse_sqrt",
+        "cosine_with_min_lr",
+        "warmup_stable_decay",
     ] = "linear"
+    lr_scheduler_kwargs: dict[str, int | float | str] = {}
+    """As transformers has them: `min_lr_rate` or `min_lr` of cosine_with_min_lr; `num_decay_steps`
+    of warmup_stable_decay, with `decay_type` (cosine, linear, 1-sqrt), `warmup_type` and
+    `min_lr_ratio`; `num_cycles` of the cosines; `lr_end` and `power` of polynomial; `timescale` of
+    inverse_sqrt."""
     warmup_ratio: Share = 0.03
     warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
     """Overrides warmup_ratio."""
@@ -240,14 +248,16 @@ class TrainSection(Section):
         "sgd",
         "adagrad",
         "rmsprop",
+        "adafactor",
         "adamw_8bit",
         "adamw_bnb_8bit",
         "paged_adamw_8bit",
         "paged_adamw_32bit",
     ] = "adamw_torch_fused"
     """adamw_torch_offload is ours: fused AdamW with its state and arithmetic on the host, 8 bytes
-    less for each trained weight on the GPU, 16 more in the machine. The 8-bit and paged ones need
-    bitsandbytes."""
+    less for each trained weight on the GPU, 16 more in the machine. adafactor keeps a row and a
+    column of each matrix, at a rate that is the job's (`scale_parameter=False`,
+    `relative_step=False`). The 8-bit and paged ones need bitsandbytes."""
     adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
@@ -316,6 +326,11 @@ class TrainSection(Section):
     report_to: Trackers = ()
     """Trackers that are told of every step and evaluation, by their own libraries (extras of the
     same names; `track` for TensorBoard). A run that goes on goes on in the same run of theirs."""
+
+    @model_validator(mode="after")
+    def _schedule_takes_its_settings(self) -> TrainSection:
+        check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
+        return self
 
     @model_validator(mode="after")
     def _batches_agree(self) -> TrainSection:

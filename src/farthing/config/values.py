@@ -73,6 +73,50 @@ def _or_list(item: Json) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [item, {"type": "array", "items": item}]})
 
 
+_SCHEDULE_KWARGS: dict[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("min_lr_rate", "min_lr", "num_cycles"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": (
+        "num_decay_steps",
+        "decay_type",
+        "warmup_type",
+        "min_lr_ratio",
+        "num_cycles",
+    ),
+}
+"""Settings of a schedule by transformers' names; the others have none."""
+_CURVES = ("cosine", "linear", "1-sqrt")
+
+
+def check_schedule(name: str, kwargs: dict[str, int | float | str]) -> None:
+    """Raises `ValueError` for settings that a schedule has not, or that it lacks."""
+    known = _SCHEDULE_KWARGS.get(name, ())
+    for key, value in kwargs.items():
+        if key not in known:
+            of = f"; it takes {', '.join(known)}" if known else " and takes none"
+            raise ValueError(f"{name} has no `{key}` in lr_scheduler_kwargs{of}")
+        if key in ("decay_type", "warmup_type"):
+            if value not in _CURVES:
+                raise ValueError(f"{key} is one of {', '.join(_CURVES)}, not {value!r}")
+        elif isinstance(value, str) or value < 0:
+            raise ValueError(f"lr_scheduler_kwargs: {key} is a number from 0 on, not {value!r}")
+        elif key in ("min_lr_rate", "min_lr_ratio") and value > 1:
+            raise ValueError(f"lr_scheduler_kwargs: {key} is a share of the learning rate, 0 to 1")
+    if name == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & kwargs.keys()) != 1:
+        raise ValueError(
+            f"{name} needs one of min_lr and min_lr_rate, e.g. lr_scheduler_kwargs:"
+            " {min_lr_rate: 0.1}"
+        )
+    if name == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
+        raise ValueError(
+            f"{name} needs the steps in which the rate comes down at the end, e.g."
+            " lr_scheduler_kwargs: {num_decay_steps: 100}"
+        )
+
+
 Name = Annotated[str, Field(min_length=1)]
 OneOrMany = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Names = Annotated[tuple[Name, ...], OneOrMany, _or_list({"type": "string"})]

@@ -59,6 +59,7 @@ STATE_BYTES = {
     "sgd": 0.0,
     "adagrad": 4.0,
     "rmsprop": 4.0,
+    "adafactor": 0.02,  # a row and a column of a matrix: 4 (a + b) / ab, of one of 512 x 32,000
     "adamw_torch_offload": 0.0,
     "adamw_8bit": 2.03,
     "adamw_bnb_8bit": 2.03,
@@ -192,7 +193,7 @@ def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Stand
         weights,
         gradients,
         gradients if recipe.n_micro_batches > 1 and not stack.frees_gradients else 0.0,
-        n_trained * optimizer_bytes(recipe) * own,
+        n_trained * optimizer_bytes(recipe, adapters) * own,
         _casts_bytes(shape, recipe, adapters),
         _gathered_bytes(shape, recipe) if _gathers(recipe) else 0.0,
         head_gradients,
@@ -235,6 +236,13 @@ def _moments(
     more = _embeddings_working(shape, recipe, held > 0) if adapters is None else 0.0
     is_plain = recipe.optim == "adamw_torch" and not stack.frees_gradients
     step = standing.gradients / (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) if is_plain else 0.0
+    if recipe.optim == "adafactor":  # the update and its factors, of the largest weight
+        largest_weight = max(
+            (w.n_weights for w in shape.weights)
+            if adapters is None
+            else (adapters.r * max(w.n_in, w.n_out) for w, _ in adapters.adapted)
+        )
+        step = 3.0 * recipe.trained_bytes * largest_weight
     beside = _dora_working(recipe, adapters) + _merging_bytes(shape, adapters, largest)
     n_layers = max(1, shape.n_layers + shape.n_decoder_layers)
     of_rows = recipe.trained_bytes * _share_kept(recipe)
@@ -368,13 +376,15 @@ def writing_memory(
     )
 
 
-def optimizer_bytes(recipe: Recipe) -> float:
+def optimizer_bytes(recipe: Recipe, adapters: Adapters | None = None) -> float:
     """State for each trained weight: Adam keeps two moments in the dtype of the weight, 8-bit ones
     two bytes.
 
     Paged state leaves the GPU when room is needed, and off-loaded state was never there, so neither
     counts.
     """
+    if recipe.optim == "adafactor" and adapters is not None:
+        return 4.0 / adapters.r  # of A [r, in] and B [out, r]
     return STATE_BYTES.get(recipe.optim, 2.0 * recipe.trained_bytes)
 
 

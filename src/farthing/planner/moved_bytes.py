@@ -87,9 +87,9 @@ def _update_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> fl
     weight.
     """
     n, b = _n_stepped(shape, recipe, adapters), recipe.trained_bytes
-    state = {"sgd": 0.0, "adamw_torch_offload": -b}.get(
+    state = {"sgd": 0.0, "adamw_torch_offload": -b, "adafactor": 15.0 * b}.get(
         recipe.optim, 4.0 if "8bit" in recipe.optim else 4.0 * b
-    )
+    )  # Adafactor's passes: square 2, epsilon 2, means 2, factors 3, product 3, norm 1, scales 4
     moved = 21.0 * b if recipe.optim == "adamw_torch" else 3.0 * b + state
     clipping = 3.0 * b
     slow = 4.0 if recipe.optim.startswith("paged") else 1.0  # pages come and go over the bus

@@ -405,7 +405,9 @@ def may_be_spread(wanted: JobSpec) -> bool:
     merges = (
         wanted.adapters is not None and wanted.adapters.n_merged
     )  # peft was not tried on experts that are spread
-    in_blocks = wanted.method == "full" and any(word in wanted.optim for word in ("8bit", "paged"))
+    in_blocks = wanted.method == "full" and any(
+        word in wanted.optim for word in ("8bit", "paged", "adafactor")
+    )
     return (
         wanted.may_spread
         and wanted.spreads is not False

@@ -241,7 +241,7 @@ class JobSpec:
         """Of a checkpoint: trained weights and the optimizer's state in fp32."""
         return self.n_trainable * (
             4.0
-            + {"sgd": 0.0, "adagrad": 4.0, "rmsprop": 4.0}.get(
+            + {"sgd": 0.0, "adagrad": 4.0, "rmsprop": 4.0, "adafactor": 0.0}.get(
                 self.optim, 2.0 if "8bit" in self.optim else 8.0
             )
         )

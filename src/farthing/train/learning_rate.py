@@ -41,7 +41,13 @@ def first_schedule(
         return Schedule(
             n_steps,
             n_warmup,
-            schedule(curve, n_warmup_steps=n_warmup, n_steps=n_steps, learning_rate=rate),
+            schedule(
+                curve,
+                n_warmup_steps=n_warmup,
+                n_steps=n_steps,
+                learning_rate=rate,
+                kwargs=train.lr_scheduler_kwargs,
+            ),
         )
     return as_fitted(
         job,
@@ -106,6 +112,7 @@ def as_fitted(job: Job, fit: Fit) -> Schedule:
         holds_until=fit.settles_at,
         n_steps=fit.n_steps,
         learning_rate=job.learning_rate,
+        kwargs=job.train.lr_scheduler_kwargs,
     )
     return Schedule(fit.n_steps, fit.n_warmup_steps, factor, fit)
 

@@ -34,8 +34,9 @@ _STATE_BYTES = {
     "sgd": 0,
     "adagrad": 4,
     "rmsprop": 4,
+    "adafactor": 0,
 }
-_BY_BLOCKS = "8bit", "paged"
+_BY_BLOCKS = "8bit", "paged", "adafactor"
 
 
 def may_be_spread(job: Job, ranks: Ranks) -> bool:

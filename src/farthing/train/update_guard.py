@@ -58,8 +58,10 @@ class UpdateGuard:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         # kernels of bitsandbytes write by address, and no counter hears of it
-        self._is_counted = isinstance(optimizer, torch.optim.SGD | torch.optim.AdamW) or hasattr(
-            optimizer, "keeps_state_on_host"
+        self._is_counted = (
+            isinstance(optimizer, torch.optim.SGD | torch.optim.AdamW)
+            or is_adafactor(optimizer)
+            or hasattr(optimizer, "keeps_state_on_host")
         )
         self._versions: list[int] | None = None
 
@@ -133,14 +135,22 @@ def temporary_bytes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
     not known.
 
     AdamW has the roots of its second moments (`_multi_tensor_adam`: of all weights at once), SGD
-    with decay a copy of a gradient at a time (`_single_tensor_sgd`), fused kernels nothing.
+    with decay a copy of a gradient at a time (`_single_tensor_sgd`), Adafactor the update and its
+    factors, three times a weight; fused kernels nothing.
     """
+    if is_adafactor(optimizer):
+        return 3 * max(weight.nbytes for weight in group["params"])
     if group.get("fused") or not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
         return 0
     of_each = [weight.nbytes for weight in group["params"] if weight.nbytes > SMALL_BYTES]
     if isinstance(optimizer, torch.optim.SGD) or group.get("foreach") is False:
         return max(of_each, default=0)
     return sum(of_each)
+
+
+def is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is transformers' Adafactor, which is not imported for other optimizers."""
+    return type(optimizer).__name__ == "Adafactor"
 
 
 def forget_unscaling(scaler: torch.amp.GradScaler) -> None:

@@ -318,6 +318,11 @@ def optimizer(value: Any) -> str:
 def scheduler(value: Any) -> str:
     """A schedule that farthing has. Raises `Odd`."""
     name = text(value).rpartition("SchedulerType.")[2].lower()
+    if name in ("cosine_with_min_lr", "warmup_stable_decay"):
+        raise Odd(
+            f"{name} needs train.lr_scheduler_kwargs, which is not imported: the default is used"
+            " instead, and the losses will differ"
+        )
     if name not in _choices("lr_scheduler_type"):
         raise Odd(
             f"farthing has no schedule {name}: the default is used instead, and the losses will"
