@@ -1,7 +1,6 @@
 """farthing: fine-tune a language model for the fewest dollars.
 
-From Python: `farthing.plan(job)`, `farthing.fine_tune(job)` and `farthing.load_job(job)`; see
-`farthing.api`.
+From Python: `dir(farthing)` lists what there is; see `farthing.api`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farthing.api import FarthingError, Job, Plan, Receipt, fine_tune, load_job, plan
+    from farthing.api import (
+        FarthingError,
+        Job,
+        Plan,
+        Receipt,
+        evaluate,
+        export_model,
+        fine_tune,
+        generate,
+        history,
+        load_job,
+        plan,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,7 +29,11 @@ __all__ = [
     "Plan",
     "Receipt",
     "__version__",
+    "evaluate",
+    "export_model",
     "fine_tune",
+    "generate",
+    "history",
     "load_job",
     "plan",
 ]

@@ -1,13 +1,14 @@
-"""farthing from Python: `load_job`, `plan` and `fine_tune`, with values where the command line
-prints.
+"""farthing from Python: jobs, plans, runs and what comes after them, with values where the command
+line prints.
 
-Torch is imported by `fine_tune` alone. Refuses to print and to exit: what goes wrong is raised as a
+`load_job` and `plan` import no torch. Refuses to print and to exit: what goes wrong is raised as a
 `FarthingError`, whose message says what, where and what to do.
 """
 
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,7 +23,19 @@ from farthing.errors import FarthingError, InputError
 from farthing.events import Emit, ignore
 from farthing.report import receipt as report
 
-__all__ = ["FarthingError", "Job", "Plan", "Receipt", "fine_tune", "load_job", "plan"]
+__all__ = [
+    "FarthingError",
+    "Job",
+    "Plan",
+    "Receipt",
+    "evaluate",
+    "export_model",
+    "fine_tune",
+    "generate",
+    "history",
+    "load_job",
+    "plan",
+]
 
 JobLike = str | Path | Mapping[str, Any] | Job
 """A job file, its keys and values, or a job that was loaded."""
@@ -30,7 +43,8 @@ JobLike = str | Path | Mapping[str, Any] | Job
 
 def load_job(job: JobLike, overrides: Sequence[str] = ()) -> Job:
     """Read and check a job: a file, or a mapping with the same keys, whose relative names stand in
-    the working folder.
+    the working folder. In a mapping `data`, `data.train` and `data.eval` also take rows: a list of
+    mappings, a `datasets.Dataset` or a pandas `DataFrame`.
 
     `overrides` are `section.key=value`, as `--set` takes them. Raises `JobError` with every problem
     found.
@@ -44,9 +58,27 @@ def load_job(job: JobLike, overrides: Sequence[str] = ()) -> Job:
     if isinstance(job, Mapping):
         import yaml
 
-        text = yaml.safe_dump(dict(job), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(_on_disk(job), sort_keys=False, allow_unicode=True)
         return load.parse_job(text, Path.cwd() / "<job>", list(overrides))
     return load.load_job(job, list(overrides))
+
+
+def _on_disk(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a job with plain values: rows are files in its cache."""
+    from farthing.data.memory import is_rows, write_rows
+
+    folder = Path(job.get("cache_dir") or "~/.cache/farthing").expanduser() / "rows"
+
+    def plain(value: Any) -> Any:
+        if is_rows(value):
+            return str(write_rows(value, folder.absolute()))
+        if isinstance(value, Mapping):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return {str(key): plain(value) for key, value in job.items()}
 
 
 def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:
@@ -96,6 +128,145 @@ def fine_tune(
     finally:
         terminal.close()
     return Receipt(outcome.state, outcome.reason, Path(loaded.output_dir), outcome.receipt)
+
+
+def evaluate(
+    run: str | Path | Receipt,
+    data: Any = None,
+    *,
+    base: bool = False,
+    limit: int | None = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Measure the model of a run on its held-out examples, or on `data`: a file or rows.
+
+    Returns what `farthing eval --json` prints: the metrics under `tuned`, with `base` also those of
+    what the run began with and the gains.
+    """
+    from farthing.after.evaluation import evaluate_run, on_examples
+    from farthing.after.held_out import held_out_of
+    from farthing.model.load import quiet_libraries
+
+    quiet_libraries()
+    folder = _folder_of(run)
+    with tempfile.TemporaryDirectory(prefix="farthing-rows-") as scratch:
+        file = _file_of(data, Path(scratch))
+        held_out = held_out_of(folder, file, limit, trust_remote_code=trust_remote_code)
+        return evaluate_run(
+            folder,
+            on_examples(held_out),
+            with_base=base,
+            trust_remote_code=trust_remote_code,
+            progress=lambda side, done, total: None,
+        )
+
+
+def generate(
+    run: str | Path | Receipt,
+    data: Any,
+    *,
+    max_new_tokens: int = 256,
+    batch_size: int = 16,
+    trust_remote_code: bool = False,
+) -> list[dict[str, Any]]:
+    """What the model of a run says of `data`: a file, rows, or texts.
+
+    Each row comes back in its place with `prediction` and `score`: an answer and the mean
+    log-probability of its tokens, or a class, its probability and those of all as `scores`. A row
+    that can't be read has an `error` instead.
+    """
+    from farthing.after.predict import Predictor
+    from farthing.data.memory import rows_of
+    from farthing.model.load import quiet_libraries
+
+    quiet_libraries()
+    predictor = Predictor(
+        _folder_of(run),
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        trust_remote_code=trust_remote_code,
+    )
+    if isinstance(data, str | Path) and Path(data).is_file():
+        return list(predictor.file(Path(data)))
+    if isinstance(data, str):
+        data = [data]
+    return list(
+        predictor.rows(
+            predictor.row_of(each) if isinstance(each, str) else dict(each)
+            for each in rows_of(data)
+        )
+    )
+
+
+def export_model(
+    run: str | Path | Receipt,
+    output: str | Path,
+    *,
+    format: str = "merged",
+    dtype: str | None = None,
+    bits: str | None = None,
+    max_kl: float | None = None,
+    force: bool = False,
+    data: Any = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Write the model of a run into the new folder `output`, as `farthing export` does: adapter,
+    merged, gguf, fp8, w8a16 or w4a16. Returns what was written and how it was judged.
+    """
+    from farthing.after.quantized import export_as
+
+    with tempfile.TemporaryDirectory(prefix="farthing-rows-") as scratch:
+        return export_as(
+            _folder_of(run),
+            Path(output),
+            format,
+            dtype=dtype,
+            bits=bits,
+            max_kl=max_kl,
+            is_forced=force,
+            data=_file_of(data, Path(scratch)),
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def history(run: str | Path | Receipt) -> list[dict[str, Any]]:
+    """The figures of a run in their order: a row for each step (step, loss, grad_norm, lr,
+    n_targets, n_tokens), for each skipped one, and for each evaluation (step, metrics, is_best).
+    """
+    from farthing.run.folder import LOG
+    from farthing.storage.files import parse_json
+    from farthing.storage.logs import checked
+
+    folder, rows = _folder_of(run), list[dict[str, Any]]()
+    if not (folder / LOG).is_file():
+        raise InputError("no run has left its log here", where=str(folder), to_do="name a run")
+    with open(folder / LOG, "rb") as file:
+        for line in file:
+            text, _ = checked(line)
+            if text is not None:
+                row = parse_json(text)
+                row.pop("examples", None)
+                rows.append(row)
+    return rows
+
+
+def _folder_of(run: str | Path | Receipt) -> Path:
+    """The folder of a run. Raises `InputError`."""
+    folder = run.folder if isinstance(run, Receipt) else Path(run)
+    if not folder.is_dir():
+        raise InputError(
+            "no such run folder", where=str(folder), to_do="name the output_dir of a job"
+        )
+    return folder
+
+
+def _file_of(data: Any, scratch: Path) -> Path | None:
+    """The file that was named, or one of the rows that were given."""
+    from farthing.data.memory import write_rows
+
+    if data is None or isinstance(data, str | Path):
+        return None if data is None else Path(data)
+    return write_rows(data, scratch)
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,22 @@ class Predictor:
                 self.summary.n_failed += "error" in one.found
                 yield one.row | one.found
 
+    def row_of(self, text: str) -> RowValue:
+        """A text as a row: what is asked in a chat, or the input."""
+        if self.speaker.is_chat:
+            return {"messages": [{"role": "user", "content": text}]}
+        name = "input" if self.speaker.task.is_pair else "prompt"
+        if self.speaker.classes:
+            name = self.speaker.task.formats[0].needs[0]
+        own = self._recipe.columns.get(name, name)
+        if not isinstance(own, str) or "{" in own:
+            raise InputError(
+                f"the run's job makes `{name}` of several columns",
+                where="data.columns",
+                to_do="give rows with these columns instead of texts",
+            )
+        return {own: text}
+
     # ---- rows to tokens ----
 
     def _asked(self, window: list[Row | BadRow], source: Source) -> list[_Asked]:

@@ -29,7 +29,7 @@ from farthing.export.folders import (
     trusted_job,
     whole_model,
 )
-from farthing.export.gguf_file import plan_gguf, read_back, write_gguf
+from farthing.export.gguf_file import BITS, K_BITS, plan_gguf, read_back, write_gguf
 from farthing.export.modelfile import modelfile
 from farthing.model.load import ModelChoice, auto_class, load_tokenizer, quiet_libraries
 from farthing.report.card import model_card
@@ -37,6 +37,7 @@ from farthing.report.receipt import build_receipt
 from farthing.run.exported import CARD
 from farthing.storage.files import Json, bytes_below, install_folder
 
+WHOLE = ("adapter", "merged")
 FORMATS = ("gguf", "fp8", "w8a16", "w4a16")
 MOST_EXAMPLES = 200
 MOST_KL = 0.1
@@ -56,6 +57,55 @@ class Wish:
     data: Path | None = None
     """Examples to judge on, instead of the run's own."""
     trust_remote_code: bool = False
+
+
+def export_as(
+    run: Path,
+    folder: Path,
+    form: str,
+    *,
+    dtype: str | None = None,
+    bits: str | None = None,
+    max_kl: float | None = None,
+    is_forced: bool = False,
+    data: Path | None = None,
+    trust_remote_code: bool = False,
+) -> Json:
+    """Write the run's model to the new `folder` as `form`: adapter, merged or one of `FORMATS`.
+
+    Raises `InputError` for what a form has not.
+    """
+    if form not in (*WHOLE, *FORMATS):
+        raise InputError(
+            f"there is no format {form!r}",
+            where="--format",
+            to_do=f"use one of {', '.join((*WHOLE, *FORMATS))}",
+        )
+    given = {
+        "--bits": bits is not None and form != "gguf",
+        "--dtype": dtype is not None and form != "merged",
+        "--max-kl": max_kl is not None and form in WHOLE,
+        "--force": is_forced and form in WHOLE,
+        "--data": data is not None and form in WHOLE,
+    }
+    for name, is_odd in given.items():
+        if is_odd:
+            raise InputError(f"--format {form} has no {name}", where=name, to_do="leave it out")
+    if max_kl is not None and not max_kl >= 0:
+        raise InputError("a limit is 0 or more", where="--max-kl", to_do="e.g. --max-kl 0.1")
+    if form in WHOLE:
+        return export_run(run, folder, form, dtype, trust_remote_code=trust_remote_code)
+    wanted = (bits or "q8_0").lower()
+    if wanted not in (*BITS, *K_BITS):
+        raise InputError(
+            f"there is no {wanted!r}",
+            where="--bits",
+            to_do=f"use one of {', '.join((*BITS, *K_BITS))}",
+        )
+    limit = MOST_KL if max_kl is None else max_kl
+    return export_quantized(
+        run, folder, Wish(form, wanted, limit, is_forced, data, trust_remote_code)
+    )
 
 
 def export_quantized(run: Path, folder: Path, wish: Wish) -> Json:

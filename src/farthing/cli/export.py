@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the model into a new folder."""
     run = run_folder(arguments)
-    _refuse_options(arguments)
+    if arguments.public and not arguments.push:
+        raise InputError("without --push nothing is sent", where="--public", to_do="leave it out")
     written = _publish(run, arguments) if arguments.push else _write(run, arguments)
     if arguments.json:
         print_json(written)
@@ -70,25 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
     if one := written.get("published"):
         print(f"published as hub:{printable(one['to'])}, commit {printable(one['commit'])}")
     return EXIT_FINISHED
-
-
-def _refuse_options(arguments: argparse.Namespace) -> None:
-    """Raises `InputError` for options that the format has not."""
-    given = {
-        "--public without --push": arguments.public and not arguments.push,
-        "--bits": arguments.bits is not None and arguments.format != "gguf",
-        "--dtype": arguments.dtype is not None and arguments.format != "merged",
-        "--max-kl": arguments.max_kl is not None and arguments.format in WHOLE,
-        "--force": arguments.force and arguments.format in WHOLE,
-        "--data": arguments.data is not None and arguments.format in WHOLE,
-    }
-    for name, is_odd in given.items():
-        if is_odd:
-            raise InputError(
-                f"--format {arguments.format} has no {name}", where=name, to_do="leave it out"
-            )
-    if arguments.max_kl is not None and not arguments.max_kl >= 0:
-        raise InputError("a limit is 0 or more", where="--max-kl", to_do="e.g. --max-kl 0.1")
 
 
 def _publish(run: Path, arguments: argparse.Namespace) -> Json:
@@ -120,23 +102,16 @@ def _publish(run: Path, arguments: argparse.Namespace) -> Json:
 
 
 def _write(run: Path, arguments: argparse.Namespace) -> Json:
-    output, trust = Path(arguments.output), arguments.trust_remote_code
-    if arguments.format in WHOLE:
-        from farthing.export.folders import export_run
+    from farthing.after.quantized import export_as
 
-        return export_run(run, output, arguments.format, arguments.dtype, trust_remote_code=trust)
-    from farthing.after.quantized import MOST_KL, Wish, export_quantized
-    from farthing.export.gguf_file import BITS, K_BITS
-
-    bits = (arguments.bits or "q8_0").lower()
-    if bits not in (*BITS, *K_BITS):
-        raise InputError(
-            f"there is no {bits!r}",
-            where="--bits",
-            to_do=f"use one of {', '.join((*BITS, *K_BITS))}",
-        )
-    max_kl = MOST_KL if arguments.max_kl is None else arguments.max_kl
-    data = None if arguments.data is None else Path(arguments.data)
-    return export_quantized(
-        run, output, Wish(arguments.format, bits, max_kl, arguments.force, data, trust)
+    return export_as(
+        run,
+        Path(arguments.output),
+        arguments.format,
+        dtype=arguments.dtype,
+        bits=arguments.bits,
+        max_kl=arguments.max_kl,
+        is_forced=arguments.force,
+        data=None if arguments.data is None else Path(arguments.data),
+        trust_remote_code=arguments.trust_remote_code,
     )

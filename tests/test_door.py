@@ -1,0 +1,146 @@
+"""What comes after a run, from Python: evaluate, generate, export_model, history; rows in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+
+import farthing
+import workshop
+from farthing.cli import main
+from farthing.errors import DataError, InputError
+from workshop import make_folder, rows_of
+
+
+def job_of(folder: Path, family: str, data: Any, **train: Any) -> dict[str, Any]:
+    """The keys of a small job of rows in memory."""
+    make_folder(folder / "base", family, pretrained=True)
+    return {
+        "task": workshop.TASK[family],
+        "model": {"model_name_or_path": folder / "base"},
+        "data": data,
+        "method": "full",
+        "where": {"device": "cpu"},
+        "output_dir": folder / "run",
+        "cache_dir": str(folder / "cache"),
+        "train": {"max_steps": 4, "global_batch_size": 8, "learning_rate": 0.01, **train},
+    }
+
+
+def as_frame(rows: list[dict[str, Any]]) -> Any:
+    return pandas.DataFrame(rows)
+
+
+FORMS = {"list": list, "dataset": datasets.Dataset.from_list, "frame": as_frame}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_in_memory_train_as_a_file_of_them(form: str, tmp_path: Path) -> None:
+    rows = rows_of("llama", 24)
+    receipt = farthing.fine_tune(job_of(tmp_path, "llama", FORMS[form](rows)), quiet=True)
+    assert receipt.state == "finished"
+    of_file = workshop.make_job(
+        tmp_path / "file", "llama", rows=rows, pretrained=True, max_steps=4, warmup_ratio=0.03
+    )
+    of_file = of_file.model_copy(
+        update={
+            "model": of_file.model.model_copy(
+                update={"model_name_or_path": str(tmp_path / "base")}
+            ),
+            "train": of_file.train.model_copy(update={"lr_scheduler_type": "linear"}),
+        }
+    )
+    workshop.train(of_file)
+    ours = [row["loss"] for row in farthing.history(receipt) if "loss" in row]
+    assert ours == workshop.losses_of(of_file)
+    again = farthing.fine_tune(job_of(tmp_path, "llama", FORMS[form](rows)), quiet=True)
+    assert again.reason.startswith("it was finished already")
+
+
+def test_train_and_eval_may_both_be_rows(tmp_path: Path) -> None:
+    rows = rows_of("bert", 30)
+    data = {"train": rows, "eval": datasets.Dataset.from_list(rows[:6])}
+    receipt = farthing.fine_tune(job_of(tmp_path, "bert", data), quiet=True)
+    evaluated = [row for row in farthing.history(receipt) if "metrics" in row]
+    assert evaluated[-1]["metrics"]["n_examples"] == 6
+    steps = [row for row in farthing.history(receipt) if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert {"loss", "lr", "grad_norm", "n_tokens"} <= set(steps[0])
+
+
+def test_values_of_numpy_and_pandas_become_plain(tmp_path: Path) -> None:
+    from farthing.data.memory import write_rows
+
+    frame = pandas.DataFrame({"text": ["a", None], "label": [1, 2], "x": [0.5, float("nan")]})
+    rows = [{"v": np.float32(2.0), "w": np.array([1, 2]), "n": pandas.NA, "t": (1, "b")}]
+    read = [
+        [json.loads(line) for line in write_rows(value, tmp_path).read_text().splitlines()]
+        for value in (frame, rows)
+    ]
+    assert read[0] == [{"text": "a", "label": 1, "x": 0.5}, {"label": 2}]
+    assert read[1] == [{"v": 2.0, "w": [1, 2], "t": [1, "b"]}]
+    assert write_rows(rows, tmp_path) == write_rows(rows, tmp_path)
+    assert (write_rows(rows, tmp_path).stat().st_mode & 0o077) == 0 or (
+        tmp_path.stat().st_mode & 0o077
+    ) == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([{"text": "a", "label": pandas.Timestamp("2026-01-01")}], "`label` is a Timestamp"),
+        ([{"text": b"raw", "label": "a"}], "row 1: `text` is a bytes"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_list([{"a": 1}])}), "several sets"),
+        (pandas.DataFrame({"text": []}), "there are no rows"),
+    ],
+)
+def test_rows_that_no_file_can_hold_are_refused(data: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=words):
+        farthing.load_job(job_of(tmp_path, "bert", {"train": data}))
+
+
+def test_sources_with_keys_of_their_own_are_still_sources(tmp_path: Path) -> None:
+    from farthing.tiny import write_jsonl
+
+    path = write_jsonl(tmp_path / "a.jsonl", rows_of("llama", 4))
+    job = farthing.load_job(job_of(tmp_path, "llama", {"train": [{"path": path, "weight": 2.0}]}))
+    assert job.data.of_train[0].weight == 2.0
+
+
+def test_what_comes_after_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of("bert", 36)
+    job = job_of(tmp_path, "bert", {"train": rows, "eval": rows[:9]}, learning_rate=0.001)
+    receipt = farthing.fine_tune(job, quiet=True)
+    run = str(tmp_path / "run")
+    found = farthing.evaluate(receipt, base=True)
+    assert main(["eval", run, "--base", "--json"]) == 0
+    assert found == json.loads(capsys.readouterr().out)
+    assert farthing.evaluate(run, rows[:5])["n_examples"] == 5
+    answers = farthing.generate(run, [row["text"] for row in rows[:4]])
+    assert answers == farthing.generate(run, pandas.DataFrame(rows[:4]).drop(columns="label"))
+    assert set(answers[0]["scores"]) == {"food", "sport", "weather"}
+    written = farthing.export_model(run, tmp_path / "out")
+    assert written["format"] == "merged"
+    assert (tmp_path / "out/model.safetensors").is_file()
+    with pytest.raises(InputError, match="has no --bits"):
+        farthing.export_model(run, tmp_path / "more", bits="q8_0")
+    with pytest.raises(InputError, match="no format"):
+        farthing.export_model(run, tmp_path / "more", format="onnx")
+    for call in (farthing.history, farthing.evaluate):
+        with pytest.raises(InputError, match="no such run folder"):
+            call(tmp_path / "nowhere")
+
+
+def test_a_text_is_asked_as_the_run_was_trained(tmp_path: Path) -> None:
+    rows = rows_of("llama", 16)
+    receipt = farthing.fine_tune(job_of(tmp_path, "llama", rows), quiet=True)
+    prompt = rows[0]["prompt"]
+    one = farthing.generate(receipt, prompt, max_new_tokens=5)
+    assert one == farthing.generate(receipt, [{"prompt": prompt}], max_new_tokens=5)
+    assert one[0]["prompt"] == prompt
