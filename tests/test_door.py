@@ -1,4 +1,4 @@
-"""What comes after a run, from Python: evaluate, generate, export_model, history; rows in memory."""
+"""What comes after a run, from Python: evaluate, generate, export_model, history; rows too."""
 
 from __future__ import annotations
 
