@@ -157,7 +157,7 @@ def compare_gradients(case: dict[str, Any], folder: Path, seed: int) -> dict[str
             method=method,
             where={
                 "gpus": n,
-                "same_bits": "auto" if n > 1 else False,
+                "same_bits": n > 1,
                 "strategy": "fsdp" if n > 1 and case["way"] != "replicated" else "ddp",
             },
             train={

@@ -91,7 +91,7 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
     import farthing.train.run as run
     import farthing.train.saver as saver
     import farthing.train.setup as setup
-    from farthing.train.ranks import Ranks
+    from farthing.dist import reduce
     from farthing.train.step import Steps
 
     place, what, victim = Path(folder), case["what"], case["victim"]
@@ -158,7 +158,7 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
             "tokenizing": (setup, "tokenize"),
             "loading": (run, "build_model"),
             "step": (Steps, "_gradient_scale"),
-            "sums": (Ranks, "sum_bucket"),
+            "sums": (reduce.AllReduce, "finish"),
             "rehearsal": (Steps, "_rehearse"),
             "writing": (checkpoint, "save_file"),
             "update": (Steps, "_update"),

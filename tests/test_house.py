@@ -92,7 +92,7 @@ def test_three_files_talk_to_other_processes_of_a_run() -> None:
             path.read_text(encoding="utf-8"),
         )
     ]
-    assert talks == ["train.meeting", "train.ranks", "train.spread"]
+    assert talks == ["dist.fsdp", "dist.ranks", "dist.reduce", "dist.rendezvous"]
 
 
 WINGS = (
@@ -111,6 +111,7 @@ WINGS = (
         "report",
         "export",
         "launch",
+        "dist",
         "train",
         "after",
         "doctor",

@@ -23,8 +23,8 @@ from farthing.planner import recipe as recipe_wing
 from farthing.planner.confidence import speed_error
 from farthing.planner.inputs import estimate_of
 from farthing.planner.ranking import TIE
-from farthing.planner.recipe import LABELLED, POSITIONS, Recipe, n_lanes_of
-from farthing.planner.search import CPU_TOKENS, UNDECIDED, budgets, decide
+from farthing.planner.recipe import LABELLED, POSITIONS, Recipe
+from farthing.planner.search import CPU_TOKENS, budgets, decide
 from farthing.planner.software import Torch
 from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.spot import Interruptions
@@ -624,24 +624,6 @@ def test_a_model_too_large_for_one_gpu_is_divided() -> None:
         "needs"
         in refused(decide(replace(large, method="qlora"), [place("RTX 4090", 4.0, 8)])).reason
     )
-
-
-def test_the_plan_cuts_a_step_into_as_many_parts_as_the_trainer() -> None:
-    from farthing.train.lanes import n_lanes_for
-
-    for n in range(2, 17):
-        assert n_lanes_of("lora", n) == n_lanes_for(n, True)
-        assert n_lanes_of("full", n) == n_lanes_for(n, False)
-    shares = [
-        replace(recipe_wing.Recipe("lora", UNDECIDED, "", 8), n_gpus=n).share_of_gpu
-        for n in range(1, 9)
-    ]
-    assert shares == [1, 1 / 2, 1 / 2, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 1 / 8], (
-        "three are no quicker than two"
-    )
-    two = only(decide(wanted_of(global_batch=8), [place("A100-80GB", 4.0, 2)])).recipe
-    assert two.lanes_of_gpu == 2
-    assert two.n_micro_batches >= 2, "a micro-batch has examples of one lane"
 
 
 # ---- advice that can be followed ----

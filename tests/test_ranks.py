@@ -21,12 +21,15 @@ import numpy as np
 import pytest
 import torch
 
+import farthing.dist.reduce
 import farthing.train.run
-import farthing.train.sending
 from farthing.cli.command import main
 from farthing.config.job import Job
 from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.row_table import rows_of as table_of
+from farthing.dist import reduce
+from farthing.dist.ranks import GO_ON, LEAVE, Ranks
+from farthing.dist.reduce import AllReduce, FixedOrder, add_up, n_slots_for, nodes_of, slots_of
 from farthing.errors import EXIT_INTERRUPTED, InputError, RunInterruptedError
 from farthing.local.measurements import MEASUREMENTS, append_measurement, read_measurements
 from farthing.model.forward import Forward
@@ -34,11 +37,8 @@ from farthing.run.folder import SETTINGS, kept
 from farthing.run.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.settings import Settings
 from farthing.train.forecast import WRITE_BYTES_PER_S, reserve_with_start_s
-from farthing.train.joining import with_lanes
-from farthing.train.lanes import LaneSums, Piece, add_up, lanes_of, n_lanes_for, nodes_of
-from farthing.train.ranks import GO_ON, LEAVE, Ranks
+from farthing.train.joining import with_slots
 from farthing.train.run import Outcome, opened_attempt
-from farthing.train.sending import Sending, buckets_of
 from farthing.train.step import Steps
 from patience import until
 from together import on_ranks
@@ -195,143 +195,153 @@ def gradients_of(lane: int, n: int = 5) -> list[torch.Tensor | None]:
     return [None if (lane + at) % 3 == 0 or at == n - 1 else each for at, each in enumerate(drawn)]
 
 
-def summed_on(n_ranks: int, n_lanes: int) -> list[torch.Tensor | None]:
-    """The gradients of all lanes as ranks add them up: each its lanes, then the subtrees of all."""
+class Seated:
+    """A rank of `n` that sends nothing: each sum is noted, and stays what it was."""
+
+    is_spread = trains_rows = False
+    device = torch.device("cpu")
+    together = staticmethod(contextlib.nullcontext)
+
+    def __init__(self, index: int = 0, n: int = 2) -> None:
+        self.index, self.n, self.n_sums = index, n, 0
+
+
+def summed_on(n_ranks: int, n_slots: int) -> list[torch.Tensor | None]:
+    """The gradients of all slots as ranks add them up: each its slots, then the subtrees of all."""
     weights = [torch.zeros(4, 3) for _ in range(5)]
     nodes: list[dict[Any, torch.Tensor]] = [{} for _ in weights]
     has = [0] * len(weights)
     for rank in range(n_ranks):
-        sums = LaneSums(n_lanes, weights, lanes_of(rank, n_ranks, n_lanes))
-        for lane in sums.lanes:
-            sums.up_to(lane)
-            for weight, gradient in zip(weights, gradients_of(lane), strict=True):
+        reducer = FixedOrder(Seated(rank, n_ranks), weights, n_slots)  # type: ignore[arg-type]
+        slots = slots_of(rank, n_ranks, n_slots)
+        for slot in slots:
+            reducer.slot(slot)
+            for weight, gradient in zip(weights, gradients_of(slot), strict=True):
                 weight.grad = gradient
-        for some in ([3, 0], [4, 1, 2]):  # the last lane, in buckets
-            sums.end(some)
-        has = [max(a, b) for a, b in zip(has, sums.has_gradient, strict=True)]
-        for at, of_weight in enumerate(sums.nodes):
-            for node, gradient in zip(nodes_of(sums.lanes, n_lanes), of_weight, strict=True):
+        has = [max(a, b) for a, b in zip(has, reducer.end(has_failed=False), strict=True)]
+        for at, of_weight in enumerate(reducer.nodes):
+            for node, gradient in zip(nodes_of(slots, n_slots), of_weight, strict=True):
                 nodes[at][node] = torch.zeros(4, 3) if gradient is None else gradient
-    return [add_up(of, n_lanes) if has[at] else None for at, of in enumerate(nodes)]
+    return [add_up(of, n_slots) if has[at] else None for at, of in enumerate(nodes)]
 
 
 def test_sums_are_the_same_bits_on_any_number_of_ranks() -> None:
-    for n_lanes in (2, 3, 4, 5, 8):
-        alone = summed_on(1, n_lanes)
+    for n_slots in (2, 3, 4, 5, 8):
+        alone = summed_on(1, n_slots)
         assert alone[-1] is None, "nobody has a gradient of the last"
-        for n_ranks in range(2, n_lanes + 1):
-            for mine, other in zip(alone, summed_on(n_ranks, n_lanes), strict=True):
+        for n_ranks in range(2, n_slots + 1):
+            for mine, other in zip(alone, summed_on(n_ranks, n_slots), strict=True):
                 assert (mine is None) == (other is None)
                 assert mine is None or mine.numpy().tobytes() == other.numpy().tobytes()  # type: ignore[union-attr]
 
 
-class Sends:
-    """Ranks that note what is sent, and send nothing."""
+class Work:
+    """A sum that is under way."""
 
-    n, index, is_spread, device = 2, 0, False, torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[tuple[int, ...], list[bool]]] = []
-
-    def sum_bucket(self, bucket: list[Piece], sums: LaneSums) -> None:
-        has = [
-            bool(sums.nodes[piece.at] and sums.nodes[piece.at][0] is not None) for piece in bucket
-        ]
-        self.sent.append((tuple(bucket), has))
-
-    together = staticmethod(contextlib.nullcontext)
+    def wait(self) -> None:
+        """It is there."""
 
 
+CASES = ("whole", "unused", "fails under way", "fails before", "nothing to do")
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
 def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(
-    monkeypatch: pytest.MonkeyPatch,
+    overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others wait for each of them: one that has failed, has no micro-batch or no use for a weight
     must send as many.
     """
-    monkeypatch.setattr("farthing.train.sending.pays_early", lambda ranks, weights: True)
-    monkeypatch.setattr("farthing.train.sending.BUCKET", 9)
-    sent = {}
-    for case in (
-        "whole",
-        "unused",
-        "fails under way",
-        "fails before",
-        "fails in the second lane",
-        "nothing to do",
-    ):
+    monkeypatch.setattr(reduce, "BUCKET", 9)
+    sent: dict[str, list[torch.Tensor]] = {}
+    for case in CASES:
+        of_case = sent.setdefault(case, [])
+
+        def all_reduce(
+            flat: torch.Tensor, async_op: bool, of_case: list[torch.Tensor] = of_case
+        ) -> Work:
+            assert async_op
+            of_case.append(flat)
+            return Work()
+
+        monkeypatch.setattr(reduce.dist, "all_reduce", all_reduce)
         layers = [torch.nn.Linear(3, 3) for _ in range(3)]
         weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
-        ranks = Sends()
-        sums = LaneSums(4, weights, range(2))
-        sending = Sending(ranks, sums)  # type: ignore[arg-type]
-        if case == "fails in the second lane":
-            layers[0](torch.ones(1, 3)).sum().backward()
-            sums.up_to(1)
+        reducer = AllReduce(Seated(), weights)  # type: ignore[arg-type]
+        reducer._overlaps = overlaps
         x = torch.ones(1, 3)
         if case in ("whole", "unused", "fails under way"):
             for layer in [layers[0], layers[2]] if case == "unused" else layers:
                 x = layer(x)
                 if case == "fails under way" and layer is layers[1]:
                     x.register_hook(lambda gradient: 1 / 0)
-            sending.last_pass_begins()
+            reducer.last_backward_begins()
             with contextlib.suppress(ZeroDivisionError):
                 x.sum().backward()
-        n_early = len(sending._under_way)
-        has = sending.passes_end(has_failed=case.startswith("fails"))
-        sending.wait()
-        sending.finish(has)
-        sent[case] = [bucket for bucket, _ in ranks.sent]
-        assert n_early == {"whole": 6, "unused": 2, "fails under way": 2}.get(case, 0)
-        if not case.startswith("fails"):
-            assert has == [
-                int(case == "whole" or (case == "unused" and at not in (2, 3))) for at in range(6)
-            ]
-        assert not any(weight.grad is not None for weight in weights)
+        assert len(of_case) == (
+            {"whole": 6, "unused": 2, "fails under way": 2}.get(case, 0) if overlaps else 0
+        )
+        own = [None if weight.grad is None else weight.grad.clone() for weight in weights]
+        has = reducer.end(has_failed=case.startswith("fails"))
+        if case in ("whole", "unused"):
+            unused = (2, 3) if case == "unused" else ()
+            assert has == [int(at not in unused) for at in range(6)]
+        reducer.finish(has)
+        for weight, used, gradient in zip(weights, has, own, strict=True):
+            assert (weight.grad is not None) == bool(used)
+            assert gradient is None or weight.grad is None or torch.equal(weight.grad, gradient)
     assert len(sent["whole"]) == 6
-    assert all(each == sent["whole"] for each in sent.values())
+    sizes = [[len(flat) for flat in sent[case]] for case in CASES]
+    assert all(each == sizes[0] for each in sizes)
+    assert all(not flat.any() for flat in sent["fails before"])
+
+
+def test_gradients_of_passes_that_do_not_count_are_forgotten() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    for reducer in (AllReduce(Seated(), [weight]), FixedOrder(Seated(n=1), [weight], 2)):  # type: ignore[arg-type]
+        weight.grad = torch.ones(3)
+        with reducer.aside():
+            weight.grad = torch.full((3,), 7.0)
+        if isinstance(reducer, FixedOrder):
+            reducer.finish(reducer.end(has_failed=False))
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_large_gradients_are_sent_in_pieces_and_written_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that sums take a few buckets of memory, and not some times the largest weight."""
-    monkeypatch.setattr("farthing.train.sending.BUCKET", 9)
+    monkeypatch.setattr(reduce, "BUCKET", 9)
     weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((7, 4), (3,), (0,), (5, 2))]
     gradients = [torch.randn(weight.shape) for weight in weights]
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient.clone()
     own = [weight.grad.data_ptr() for weight in weights if weight.grad is not None]
-    sums = LaneSums(2, weights, range(1))
-    sums.end(range(4))
-    ranks, sent, sizes = Ranks(), list[torch.Tensor](), []
-    ranks.n = 2
+    sent, sizes = list[torch.Tensor](), []
 
     def to_all(
         got: torch.Tensor, mine: torch.Tensor, *shares: Any
     ) -> None:  # the other has no gradient at all
         sent[:] = mine.view(2, -1)
+        sizes.append(mine.numel())
         got.zero_()[: len(got) // 2] = sent[0]
 
-    monkeypatch.setattr("farthing.train.ranks.dist.all_to_all_single", to_all)
+    monkeypatch.setattr(reduce.dist, "all_to_all_single", to_all)
     monkeypatch.setattr(
-        "farthing.train.ranks._all_gather",
-        lambda flat, mine: flat.copy_(torch.cat([mine, sent[1]])),
+        reduce, "_all_gather", lambda flat, mine: flat.copy_(torch.cat([mine, sent[1]]))
     )
-    for bucket in buckets_of(range(4), weights):
-        sizes.append(sum(piece.end - piece.start for piece in bucket))
-        ranks.sum_bucket(bucket, sums)
-    assert sum(sizes) == 41
-    assert max(sizes) == 9
+    reducer = FixedOrder(Seated(), weights, 2)  # type: ignore[arg-type]
+    reducer.finish(reducer.end(has_failed=False))
+    assert max(sizes) == 10
     assert [weight.grad.data_ptr() for weight in weights if weight.grad is not None] == own
     assert all(
         torch.equal(weight.grad, each) for weight, each in zip(weights, gradients, strict=True)
     )  # type: ignore[arg-type]
-    assert sums.nodes == [[]] * 4
 
 
-def test_lanes_are_as_many_as_ranks_or_as_many_as_share_bits() -> None:
-    assert [n_lanes_for(n, True) for n in (1, 2, 3, 4, 5, 8, 9)] == [4, 4, 4, 4, 8, 8, 9]
-    assert [n_lanes_for(n, False) for n in (1, 2, 8)] == [1, 2, 8]
+def test_slots_are_as_many_as_share_bits() -> None:
+    assert [n_slots_for(n) for n in (1, 2, 3, 4, 5, 8, 9)] == [4, 4, 4, 4, 8, 8, 9]
 
 
 # ---- words between processes ----
@@ -393,7 +403,7 @@ def test_nothing_is_begun_again_where_a_rank_was_asked_to_leave_before_the_first
 
 def lora_job(folder: Path, **keys: Any) -> Job:
     method = {"name": "lora", "lora_r": 2, "lora_dropout": 0.1}
-    where = {"gpus": 1, "patience_s": 60, **keys.pop("where", {})}
+    where = {"gpus": 1, "patience_s": 60, "same_bits": True, **keys.pop("where", {})}
     settings = {
         "n_rows": 29,
         "eval_rows": rows_of("llama", 9, 5),
@@ -416,8 +426,14 @@ def run(
     """Train the job on this rank; `mishap` is (rank, step, what): kill, leave, no room."""
     heard, take = Heard(), Steps._take
     if sends_early:  # as where gradients are large and there are GPUs
-        farthing.train.sending.BUCKET = 50  # less than some gradients have numbers
-        farthing.train.sending.pays_early = lambda ranks, weights: ranks.n > 1
+        reduce.BUCKET = 50  # less than some gradients have numbers
+        begin = AllReduce.begin
+
+        def begins(reducer: AllReduce) -> None:
+            reducer._overlaps = True
+            begin(reducer)
+
+        AllReduce.begin = begins  # type: ignore[method-assign]
     if mishap is not None and mishap[0] == rank:
         happened: list[int] = []
 
@@ -489,7 +505,7 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
 ) -> None:
     alone, four, others = (lora_job(tmp_path / name) for name in ("alone", "four", "others"))
     assert [each["code"] for each in train_on(1, tmp_path, alone)] == [0]
-    found = train_on(4, tmp_path, four, sends_early=True)
+    found = train_on(4, tmp_path, four)
     assert [each["code"] for each in found] == [0] * 4
     assert "ranks" in json.dumps(found[0]["receipt"]), "waiting for others is on the bill"
     killed = train_on(2, tmp_path, others, [1, 4, "kill"])
@@ -515,7 +531,7 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
     held, whole = [each["held"][0] for each in found], found[0]["held"][1]
     assert sum(held) == whole, "each rank holds its rows of the layers' frozen weights"
     assert max(held) < 0.5 * whole
-    assert (kept(Path(alone.output_dir) / SETTINGS) or {})["lanes"] == 4
+    assert (kept(Path(alone.output_dir) / SETTINGS) or {})["slots"] == 4
     for step in (2, 6):
         assert sha256_at(alone, step) == sha256_at(four, step) == sha256_at(others, step)
     assert log_of(alone) == log_of(four) == log_of(others)
@@ -544,7 +560,7 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
     """Memory that runs out on the second makes both halve; who is asked to leave takes the first
     along, after a save.
     """
-    job = lora_job(tmp_path / "a", save_steps=100)
+    job = lora_job(tmp_path / "a", save_steps=100, where={"same_bits": False})
     found = train_on(2, tmp_path, job, [1, 1, "no room"], sends_early=True)
     assert [each["code"] for each in found] == [0, 0]
     assert (
@@ -556,27 +572,24 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
     assert sha256_at(job, 3), "the steps that were taken are saved"
 
 
-def test_a_run_of_one_lane_goes_on_with_more_to_rounding_and_says_so(tmp_path: Path) -> None:
+def test_a_run_of_one_slot_goes_on_with_more_to_rounding_and_says_so(tmp_path: Path) -> None:
     job, heard, two = lora_job(tmp_path), Heard(), Ranks()
     two.n = 2
 
-    def lanes_to_use(
-        job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit: Any
-    ) -> int | None:
-        return with_lanes(job, ranks, settings, has_begun, emit).lanes
+    def slots(job: Job, ranks: Ranks, settings: Settings, has_begun: bool) -> int:
+        return with_slots(job, ranks, settings, has_begun, heard).slots
 
-    assert lanes_to_use(job, Ranks(), Settings(), True, heard) == 1
+    assert slots(job, Ranks(), Settings(), True) == 1
     assert not heard
-    assert lanes_to_use(job, two, Settings(), True, heard) == 4
+    assert slots(job, two, Settings(), True) == 4
     assert "equal to rounding" in heard.warnings
     assert "no GPU" not in heard.warnings
     anywhere = job.model_copy(update={"where": job.where.model_copy(update={"device": "auto"})})
-    lanes_to_use(anywhere, two, Settings(), False, heard)
+    slots(anywhere, two, Settings(), False)
     assert "no GPU is here: 2 processes share the processor" in heard.warnings
-    assert lanes_to_use(job, Ranks(), Settings(lanes=4), True, heard) == 4, (
-        "on fewer it stays as it was cut"
-    )
-    assert lanes_to_use(make_job(tmp_path / "plain"), Ranks(), Settings(), False, heard) == 1
+    assert slots(job, Ranks(), Settings(slots=4), True) == 4, "on fewer it stays as it was cut"
+    plain = make_job(tmp_path / "plain")
+    assert slots(plain, Ranks(), Settings(), False) == slots(plain, two, Settings(), False) == 0
 
 
 # ---- who sits where, and how processes end together ----
@@ -697,9 +710,9 @@ def test_who_is_done_and_waits_for_a_first_rank_that_hangs_says_so(
     def leave(code: int) -> None:
         raise KeyError(code)
 
-    monkeypatch.setattr("farthing.train.ranks.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("farthing.train.ranks.dist.all_reduce", all_reduce)
-    monkeypatch.setattr("farthing.train.ranks.os._exit", leave)
+    monkeypatch.setattr("farthing.dist.ranks.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("farthing.dist.ranks.dist.all_reduce", all_reduce)
+    monkeypatch.setattr("farthing.dist.ranks.os._exit", leave)
     with pytest.raises(SystemExit if code is None else KeyError) as ended:
         ranks._beat()
     assert code is None or ended.value.args == (code,)

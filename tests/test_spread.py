@@ -22,6 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import farthing.train.run
 import farthing.train.setup
 from farthing.config.job import Job
+from farthing.dist.fsdp import How, Spread
+from farthing.dist.ranks import NoRoomLeft, Ranks
 from farthing.errors import InputError, ModelError
 from farthing.local import machine
 from farthing.model.forward import Forward
@@ -33,11 +35,9 @@ from farthing.run.parts import Shared, files_of, read_part
 from farthing.storage.files import DamagedFileError, verify_folder
 from farthing.train.estimate import estimated
 from farthing.train.joining import joined
-from farthing.train.ranks import NoRoomLeft, Ranks
 from farthing.train.rehearsal import dearest_step
 from farthing.train.run import opened_attempt
 from farthing.train.setup import build_model, open_examples, open_inputs
-from farthing.train.spread import How, Spread
 from farthing.train.step import Steps
 from farthing.train.strategy import read_where_it_differs, resident_bytes, spread_weights
 from together import on_ranks
@@ -591,14 +591,6 @@ def test_auto_spreads_what_leaves_no_room_on_one_gpu(
         assert len(spread) == n_spread
         assert ("leave no room" in str(heard)) == bool(n_spread)
     assert spread == [How(True, 2, torch.bfloat16)]
-
-
-def test_jobs_of_earlier_versions_say_sharding(tmp_path: Path) -> None:
-    job = make_job(tmp_path, where={"sharding": "frozen"})
-    assert job.where.strategy == "fsdp"
-    assert make_job(tmp_path, where={"sharding": "none"}).where.strategy == "ddp"
-    with pytest.raises(InputError, match="strategy"):
-        make_job(tmp_path, where={"sharding": "frozen", "strategy": "ddp"})
 
 
 # ---- files of rows ----

@@ -34,9 +34,9 @@ class Settings:
     """Of norms, rotations and gated feed-forwards: torch or liger."""
     precision: str | None = None
     """Of the forward pass: bf16, fp16 or fp32."""
-    lanes: int | None = None
+    slots: int = 0
     """Columns of a step's micro-batches, whose gradients are added up in a fixed order, whichever
-    of several GPUs computes them."""
+    of several GPUs computes them. 0: one for each GPU, and added up in any order."""
     probed: bool = False
     """Whether tokens, checkpointing and tile are what a probe has found quickest."""
     least_tokens: int = 0

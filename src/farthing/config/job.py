@@ -401,9 +401,9 @@ class WhereSection(Section):
     """Several GPUs: one that does not answer for so long is lost, and the run goes on with those
     that are left.
     """
-    same_bits: Literal["auto"] | bool = "auto"
-    """Several GPUs: gradients are added up in an order that does not depend on how many there are.
-    auto: for adapters; in full training it takes memory for more gradients."""
+    same_bits: bool = False
+    """Several GPUs: gradients are added up in an order that does not depend on how many there are,
+    after the backward passes. In full training it takes memory for more gradients."""
     strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
     """Several GPUs. ddp: each has all weights. fsdp: weights, gradients and optimizer state are
     spread over them, and gathered layer by layer; of method: lora the frozen weights. hsdp: spread

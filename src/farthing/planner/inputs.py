@@ -336,7 +336,7 @@ def _may_spread(job: Job) -> bool:
     is_adapter = job.method.name != "full"
     is_generated = task_of(job.task).is_pair and job.train.predict_with_generate
     is_kept = is_adapter and begins_from_base(job.method.init_lora_weights)
-    asks_for_bits = job.where.same_bits is True and not is_adapter
+    asks_for_bits = job.where.same_bits and not is_adapter
     return not (is_generated or is_kept or asks_for_bits or job.train.torch_compile is True)
 
 

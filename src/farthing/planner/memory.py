@@ -180,8 +180,7 @@ def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Stand
     weights = own * of_trained + _share_kept(recipe) * (
         _weights_bytes(shape, recipe, adapters) - of_trained
     )
-    # beside the part of a step that is being computed: the sums of those that this GPU has computed
-    gradients = (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) * of_trained * own
+    gradients = of_trained * own
     head_gradients = (
         shape.n_head_matmul * recipe.trained_bytes / _shards(recipe) if adapters is None else 0.0
     )
@@ -235,7 +234,7 @@ def _moments(
     )
     more = _embeddings_working(shape, recipe, held > 0) if adapters is None else 0.0
     is_plain = recipe.optim == "adamw_torch" and not stack.frees_gradients
-    step = standing.gradients / (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) if is_plain else 0.0
+    step = standing.gradients if is_plain else 0.0
     if recipe.optim == "adafactor":  # the update and its factors, of the largest weight
         largest_weight = max(
             (w.n_weights for w in shape.weights)

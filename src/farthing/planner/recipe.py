@@ -35,16 +35,6 @@ TO_SET: dict[str, tuple[str, ...]] = {
     FSDP: ("where.gpus: all", "where.strategy: fsdp"),
 }
 """What a job says for each."""
-_LANES = 4, 8
-
-
-def n_lanes_of(method: str, n_gpus: int) -> int:
-    """How many parts a step of several GPUs is computed in: `where.same_bits` and `train.lanes`
-    have why.
-    """
-    if n_gpus == 1 or method == "full":
-        return n_gpus
-    return next((n for n in _LANES if n_gpus <= n), n_gpus)
 
 
 @dataclass(frozen=True)
@@ -268,21 +258,9 @@ class Recipe:
         return replace(self, settings=replace(self.settings, **changed))
 
     @property
-    def lanes_of_gpu(self) -> int:
-        """Parts of a step that one GPU computes, one after the other."""
-        return (
-            -(-n_lanes_of(self.method, self.n_gpus) // self.n_gpus)
-            if self.stack.keeps_adapters_whole
-            else 1
-        )
-
-    @property
     def share_of_gpu(self) -> float:
-        """Of a step, that the busiest GPU computes: of four parts on three GPUs one has two."""
-        n_lanes = (
-            n_lanes_of(self.method, self.n_gpus) if self.stack.keeps_adapters_whole else self.n_gpus
-        )
-        return self.lanes_of_gpu / n_lanes
+        """Of a step, that one GPU computes."""
+        return 1 / self.n_gpus
 
     @property
     def to_set(self) -> tuple[str, ...]:

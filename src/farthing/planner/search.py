@@ -27,7 +27,7 @@ from farthing.planner.memory import (
 )
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
-from farthing.planner.recipe import DDP, FSDP, NONE, Recipe, n_lanes_of
+from farthing.planner.recipe import DDP, FSDP, NONE, Recipe
 from farthing.planner.speed import StepTime, Work, micro_batch_cost, step_time, work_of
 from farthing.planner.spot import Interruptions, prior
 from farthing.planner.types import UNCALIBRATED, Answer, Assumptions, JobSpec, Place, Plan, Rejected
@@ -387,7 +387,7 @@ def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
     if not is_cuda:
         return sorted({longest, max(longest, FEWEST_TOKENS), max(longest, CPU_TOKENS)})
     found, most = [longest], FEWEST_TOKENS
-    n_each = -(-wanted.global_batch // n_lanes_of(wanted.method, n_gpus))
+    n_each = -(-wanted.global_batch // n_gpus)
     of_step = (
         wanted.lengths.largest_step(n_each) if wanted.is_packed else n_each * longest
     )  # padding counts

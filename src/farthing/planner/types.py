@@ -19,7 +19,7 @@ from farthing.models.shapes import Shape
 from farthing.models.tiles import WRITES_MORE
 from farthing.models.weights import Adapters
 from farthing.planner.memory import Memory
-from farthing.planner.recipe import Recipe, Stack, n_lanes_of, stack_for
+from farthing.planner.recipe import Recipe, Stack, stack_for
 from farthing.planner.software import Torch, host_note, why_no_code
 from farthing.planner.speed import Calibration, Device, StepTime, device_of
 from farthing.planner.spot import Expected
@@ -174,20 +174,14 @@ class JobSpec:
 
     def cut(self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Cut:
         """The part of a step that one GPU takes, in micro-batches of at most so many tokens."""
-        n_lanes = n_lanes_of(self.method, n_gpus)
-        cut = self.lengths.cut(
-            micro_batch_tokens,
-            -(-self.global_batch // n_lanes),
-            is_packed=self.is_packed,
-            cost=cost,
-        )
-        return cut._replace(n_micro_batches=cut.n_micro_batches * -(-n_lanes // n_gpus))
+        batch = -(-self.global_batch // n_gpus)
+        return self.lengths.cut(micro_batch_tokens, batch, is_packed=self.is_packed, cost=cost)
 
     def largest(
         self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU
     ) -> Largest:
         """The largest micro-batch that one GPU takes."""
-        batch = -(-self.global_batch // n_lanes_of(self.method, n_gpus))
+        batch = -(-self.global_batch // n_gpus)
         return self.lengths.largest(micro_batch_tokens, batch, is_packed=self.is_packed, cost=cost)
 
     def eval_cut(self, micro_batch_tokens: int, cost: MicroBatchCost = ON_CPU) -> Cut:

@@ -17,6 +17,7 @@ import torch
 
 from farthing.config.job import Job
 from farthing.data.batches import Batches
+from farthing.dist.ranks import Ranks
 from farthing.events import Emit, Warned
 from farthing.local.measurements import Record
 from farthing.model.activation_checkpointing import MemoryNeed
@@ -29,7 +30,6 @@ from farthing.run.mirror import Mirror
 from farthing.run.signals import Notice
 from farthing.settings import Settings
 from farthing.storage.logs import SummedLines
-from farthing.train.ranks import Ranks
 from farthing.train.schedule import Schedule
 from farthing.train.setup import Examples, Inputs
 from farthing.train.state import Progress

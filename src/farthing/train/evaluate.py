@@ -17,12 +17,12 @@ from farthing.data.batches import collate
 from farthing.data.packing import target_lengths_of
 from farthing.data.token_set import TokenSet
 from farthing.device_memory import is_out_of_memory
+from farthing.dist.ranks import Ranks
 from farthing.errors import RunInterruptedError
 from farthing.metrics import Metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
 from farthing.tasks.task import Evaluated
-from farthing.train.ranks import Ranks
 
 
 class Writing(NamedTuple):

@@ -23,6 +23,8 @@ import torch
 
 from farthing.config.job import Job, LimitsSection
 from farthing.data.packing import MicroBatchCost
+from farthing.dist.ranks import Ranks
+from farthing.dist.reduce import n_slots_for
 from farthing.errors import (
     EXIT_CRASH,
     DiskFullError,
@@ -38,9 +40,7 @@ from farthing.run.group import STORE, not_followed, seat_in
 from farthing.settings import Settings
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.attempt import Attempt, Context
-from farthing.train.lanes import n_lanes_for
 from farthing.train.learning_rate import as_fitted
-from farthing.train.ranks import Ranks
 from farthing.train.schedule import Fit, keep_fit
 
 
@@ -158,12 +158,10 @@ def must_be_the_same(
         )
 
 
-def with_lanes(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit: Emit) -> Settings:
-    """The settings with how many lanes the run's steps have: as before, more where there are more
-    ranks than that.
-
-    A run of one process whose job names no GPUs has one lane, and is computed as if there were no
-    others. `has_begun`: earlier attempts knew the examples, and have cut steps as `settings` say.
+def with_slots(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit: Emit) -> Settings:
+    """The settings with how many slots the run's steps have where `where.same_bits` asks for them:
+    as before, more where there are more ranks than that. `has_begun`: earlier attempts knew the
+    examples, and have cut steps as `settings` say.
     """
     wanted, seat = job.where.gpus, ranks.seat
     if isinstance(wanted, int) and seat.by != "farthing" and wanted not in (seat.n, seat.n_local):
@@ -176,20 +174,19 @@ def with_lanes(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit
             " this is meant"
         )
         emit(Warned(text))
-    if not (job.method.name != "full" if job.where.same_bits == "auto" else job.where.same_bits):
-        return replace(settings, lanes=ranks.n)
-    before = settings.lanes or (1 if has_begun else None)
+    if not job.where.same_bits:
+        return replace(settings, slots=0)
+    before = settings.slots or (1 if has_begun else None)
     if before is not None and ranks.n <= before:
-        return replace(settings, lanes=before)
-    is_shared = job.where.gpus is not None or bool(ranks.seat.by) or job.where.same_bits is True
-    n_lanes = n_lanes_for(ranks.n, is_shared)
+        return replace(settings, slots=before)
+    n_slots = n_slots_for(ranks.n)
     if before is not None:
         text = (
-            f"the run's steps were shared out among {before}, now among {n_lanes}: equal to"
+            f"the run's steps were shared out among {before}, now among {n_slots}: equal to"
             " rounding, not to the bit"
         )
         emit(Warned(text))
-    return replace(settings, lanes=n_lanes)
+    return replace(settings, slots=n_slots)
 
 
 def take_over(attempt: Attempt) -> None:

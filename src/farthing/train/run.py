@@ -96,7 +96,7 @@ from farthing.train.joining import (
     must_be_the_same,
     take_over,
     tell_of_launchers,
-    with_lanes,
+    with_slots,
 )
 from farthing.train.loop import loop, note_news
 from farthing.train.measure import leave_measured
@@ -457,6 +457,8 @@ def _claim(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    if not job.where.same_bits:
+        machine["processes"] = str(context.ranks.n)
     return claim(
         context.folder,
         inputs.identity,
@@ -608,7 +610,7 @@ def _open(
             job, context.folder, inputs, numerics, examples, held_out, emit, ranks.n
         )
         settings = first_settings(job, context, inputs, numerics, examples, estimate)
-        settings = with_lanes(job, ranks, settings, has_begun, emit)
+        settings = with_slots(job, ranks, settings, has_begun, emit)
         if ranks.is_first:
             lead(context)
         settings = Settings.from_json(ranks.tell_all(settings.to_json()))

@@ -29,6 +29,8 @@ from farthing.data.packing import target_lengths_of
 from farthing.data.read import Source, open_sources
 from farthing.data.token_set import LINE_BITS, Recipe, TokenSet, notes_of
 from farthing.data.tokens import tokenize
+from farthing.dist.ranks import Ranks
+from farthing.dist.reduce import reduce_bytes
 from farthing.errors import DataError, HardwareError
 from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
 from farthing.model.activation_checkpointing import (
@@ -64,8 +66,6 @@ from farthing.train.ancestor import ancestor_identity
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.published import published_as
-from farthing.train.ranks import Ranks
-from farthing.train.sending import sums_bytes
 from farthing.train.update_guard import MODEL_TO_DO, out_of_memory_said, update_bytes
 from farthing.units import plural
 
@@ -543,9 +543,11 @@ def settle_checkpointing(
         (sample_of(1), sample_of(2)),
         Beside(
             largest_tokens=n_tokens,
-            accumulates=has_several or bool(settings.lanes and settings.lanes > 1),
+            accumulates=has_several or settings.slots > ranks.n,
             optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
-            update_bytes=max(update_bytes(optimizer), sums_bytes(ranks, trained)) if is_cuda else 0,
+            update_bytes=max(update_bytes(optimizer), reduce_bytes(ranks, trained))
+            if is_cuda
+            else 0,
             free_bytes=free_bytes,
             head=Linear(2 * head - twice, (twice - head) / max(1, n_tokens)),
             autocast=(

@@ -29,6 +29,8 @@ from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.data.row_table import Table, rows_of
 from farthing.data.token_set import TokenSet
 from farthing.device_memory import first_line, is_out_of_memory
+from farthing.dist.ranks import GO_ON, Ranks, refuse
+from farthing.dist.reduce import reducer_of, slots_of
 from farthing.errors import RunInterruptedError
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.casts import add_up
@@ -36,9 +38,6 @@ from farthing.model.forward import Forward, Host
 from farthing.model.hardware import free_cached, pinned
 from farthing.run.ledger import Meter
 from farthing.settings import Settings
-from farthing.train.lanes import LaneSums, lanes_of
-from farthing.train.ranks import GO_ON, Ranks, refuse
-from farthing.train.sending import Sending
 from farthing.train.update_guard import (
     UpdateGuard,
     forget_unscaling,
@@ -159,8 +158,9 @@ class Steps:
         self._n_freed = 0
         self._is_agreed = False
         self._update_guard = UpdateGuard(self.optimizer)
-        self.n_lanes = self.settings.lanes or 1
-        self._lanes = lanes_of(self.ranks.index, self.ranks.n, self.n_lanes)
+        self.n_lanes = self.settings.slots or self.ranks.n
+        self._lanes = slots_of(self.ranks.index, self.ranks.n, self.n_lanes)
+        self._reducer = reducer_of(self.ranks, self.trained, self.settings.slots)
 
     @property
     def n_ahead(self) -> int:
@@ -276,25 +276,24 @@ class Steps:
         `RunInterruptedError`,
         `torch.OutOfMemoryError`.
         """
-        gradients, sums, word = LaneSums(self.n_lanes, self.trained, self._lanes), Sums(), GO_ON
-        sending = Sending(self.ranks, gradients)
+        sums, word, reducer = Sums(), GO_ON, self._reducer
+        reducer.begin()
         try:
-            sums = self.accumulate(
-                self._micro_batches_of(step), gradients, sending.last_pass_begins
-            )
-            self._keep_up(step, sums, gradients)
+            sums = self.accumulate(self._micro_batches_of(step), shared=True)
+            self._keep_up(step, sums)
             reserve_for_update(self.optimizer)
         except Exception as error:
             word = self.ranks.word_for(error)
         of_ranks = [
             sums.n_computed if rank == self.ranks.index else 0 for rank in range(self.ranks.n)
         ]
-        has_gradient = sending.passes_end(word != GO_ON)
+        has_gradient = reducer.end(word != GO_ON)
         word, marks = self.ranks.agree(word, [*of_ranks, *has_gradient])
-        sending.wait()
+        if word != GO_ON:
+            reducer.give_up()
         refuse(word)
         self._is_agreed = self.ranks.n > 1  # from here on no rank can take the step again by itself
-        sending.finish(marks[self.ranks.n :])
+        reducer.finish(marks[self.ranks.n :])
         table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
         places = {cell.number: place for place, cell in enumerate(table.cells)}
         losses = torch.zeros(len(places), device=self.forward.numerics.device)
@@ -304,57 +303,51 @@ class Steps:
         sums.n_computed = sum(marks[: self.ranks.n])
         return sums
 
-    def _keep_up(self, step: int, sums: Sums, gradients: LaneSums) -> None:
+    def _keep_up(self, step: int, sums: Sums) -> None:
         """Where weights are spread: go through the model as often as the busiest rank, for nothing.
         Raises `RunInterruptedError`.
         """
         if not self.ranks.is_spread:
             return
-        gradients.up_to(self._lanes.stop)  # what comes now is not counted
         table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
         n_lanes, ranks = self.n_lanes, self.ranks
         n_most = max(
-            len(table.of_lanes(lanes_of(rank, ranks.n, n_lanes))) for rank in range(ranks.n)
+            len(table.of_lanes(slots_of(rank, ranks.n, n_lanes))) for rank in range(ranks.n)
         )
         small = MicroBatch(step, sums.examples, table.cells[-1].examples, {}, True)
-        for _ in range(n_most - len(sums.losses)):
-            again = replace(small, arrays=self.forward.collate(self.tokens, small.examples))
-            self.accumulate(iter([again]), counts=False)
-            if not ranks.trains_rows:
-                for weight in self.trained:
+        with self._reducer.aside():
+            for _ in range(n_most - len(sums.losses)):
+                for weight in [] if ranks.trains_rows else self.trained:
                     weight.grad = None
+                again = replace(small, arrays=self.forward.collate(self.tokens, small.examples))
+                self.accumulate(iter([again]), counts=False)
         if self.should_stop():
             raise RunInterruptedError("stopped within a step; it is taken again")
 
     def accumulate(
         self,
         micro_batches: Iterator[MicroBatch],
-        gradients: LaneSums | None = None,
-        last_pass_begins: Callable[[], None] = lambda: None,
+        *,
+        shared: bool = False,
         counts: bool = True,
     ) -> Sums:
         """Add up the gradients of a step's micro-batches, each divided by the targets of all, or
         zeros where they do not count. Raises `RunInterruptedError`.
 
-        With `gradients` those of each lane are kept apart there, and dropout follows from the place
-        in the table;
-        `last_pass_begins` is called before the step's last backward pass.
+        Where the step is `shared` the reducer hears of each micro-batch, and dropout follows from
+        the place in the table.
         """
         first, casts = next(micro_batches, None), self.forward.casts
         if first is None:
             return Sums()
         micro_batches = itertools.chain([first], micro_batches)
         if casts is None or self.settings.compiled:
-            return self._accumulate(micro_batches, gradients, last_pass_begins, counts)
+            return self._accumulate(micro_batches, shared=shared, counts=counts)
         with casts.kept(adds=self.ranks.n == 1, several=not first.is_last):
-            return self._accumulate(micro_batches, gradients, last_pass_begins, counts)
+            return self._accumulate(micro_batches, shared=shared, counts=counts)
 
     def _accumulate(
-        self,
-        micro_batches: Iterator[MicroBatch],
-        gradients: LaneSums | None,
-        last_pass_begins: Callable[[], None],
-        counts: bool,
+        self, micro_batches: Iterator[MicroBatch], *, shared: bool, counts: bool
     ) -> Sums:
         sums = Sums()
         for micro_batch in micro_batches:
@@ -363,8 +356,8 @@ class Steps:
                     micro_batch.step_examples,
                     self.tokens.n_targets(micro_batch.step_examples),
                 )
-            if gradients is not None:
-                gradients.up_to(micro_batch.lane)
+            if shared:
+                self._reducer.slot(micro_batch.lane)
                 if not len(micro_batch.examples):
                     continue
                 seed_everything(self.seed, micro_batch.step, micro_batch.number)
@@ -374,8 +367,8 @@ class Steps:
             with self.meter.span("compute"):
                 loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
             forward_s = self.meter.spans["compute"] - before_s
-            if micro_batch.is_last:
-                last_pass_begins()
+            if shared and micro_batch.is_last:
+                self._reducer.last_backward_begins()
             with self.meter.span("compute"), self.ranks.computing():
                 self.scaler.scale(loss / sums.n_targets if counts else 0.0 * loss).backward()
                 add_up()

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from farthing.config.job import Job
+from farthing.dist.ranks import Ranks
 from farthing.errors import InputError
 from farthing.events import Emit, Note
 from farthing.models.weights import begins_from_base
 from farthing.tasks.registry import task_of
-from farthing.train.ranks import Ranks
 from farthing.units import plural, say_bytes
 
 SHARE = 0.8
@@ -80,7 +80,7 @@ def spread_weights(
         raise InputError(
             f"the weights can't be spread: {why[0]}", where=f"where.strategy: {way}", to_do=why[1]
         )
-    from farthing.train.spread import How  # takes FSDP2 along, which other runs have no use for
+    from farthing.dist.fsdp import How  # takes FSDP2 along, which other runs have no use for
 
     n_shards = _n_shards(ranks) if way == "hsdp" else ranks.n
     gathers_in = autocast if autocast == torch.bfloat16 else None
@@ -128,7 +128,7 @@ def why_not_spread(job: Job, autocast: torch.dtype | None = None) -> tuple[str, 
             "layers are not compiled where their weights are gathered",
             "leave train.torch_compile out, or use ddp",
         )
-    if is_full and job.where.same_bits is True:
+    if is_full and job.where.same_bits:
         return (
             "sums over spread gradients are equal to rounding, and where.same_bits asks for more",
             "leave where.same_bits out, or use ddp",

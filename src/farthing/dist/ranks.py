@@ -1,6 +1,4 @@
-"""The processes that share a run, and all that they say to each other. Only this file, `meeting.py`
-and `spread.py` import
-`torch.distributed`.
+"""The processes that share a run, and all that they say to each other.
 
 Words (decisions, counts, plain values) go over gloo, gradients over NCCL where there are GPUs. What
 depends on a clock, a disk or a measurement is decided by the first rank and told to all; what
@@ -32,12 +30,11 @@ from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, HardwareError, RunIn
 from farthing.run.checkpoint import Part
 from farthing.run.group import EXIT_RANK_LOST, Seat
 from farthing.run.parts import Shared
+from farthing.dist.rendezvous import JOIN_HERE_S, RankLostError, bounded, lost, meet
 from farthing.run.stillness import Stillness
-from farthing.train.lanes import LaneSums, Piece, add_up, lanes_of, nodes_of
-from farthing.train.meeting import JOIN_HERE_S, RankLostError, bounded, lost, meet
 
 if TYPE_CHECKING:
-    from farthing.train.spread import How, Spread
+    from farthing.dist.fsdp import How, Spread
 
 GO_ON, NO_ROOM, LEAVE = range(3)
 """Words of a step, the worst last: all is well; memory ran out; someone asked us to leave."""
@@ -52,9 +49,6 @@ STILL_S = 600.0
 _GONE = 1000
 EXIT_NO_ROOM = 77
 """What a rank without memory tells the others; no process ends with it."""
-_all_gather = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # its name before torch 2.13
 
 
 class NoRoomLeft(RankLostError):
@@ -238,7 +232,7 @@ class Ranks:
     def spread(self, model: nn.Module, how: How) -> None:
         """Leave each rank its rows of the weights, by FSDP2; those of a layer are gathered while it
         computes. All come to the device. Raises `ModelError` where the model can't be spread."""
-        from farthing.train.spread import Spread
+        from farthing.dist.fsdp import Spread
 
         self.bring(model.buffers())
         self.spreads = Spread(model, self.device, self.index, self.n, how, self.bring)
@@ -270,12 +264,12 @@ class Ranks:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """What fails over spread weights may have failed because another rank is gone: then the
-        beat ends this process in order."""
+        """What fails may have failed because another rank is gone: then the beat ends this process
+        in order."""
         try:
             yield
         except RuntimeError as error:
-            if self.is_spread and self.n > 1 and not is_out_of_memory(error):
+            if self.n > 1 and not is_out_of_memory(error):
                 self._wait_until(lambda: False, 4 * BEAT_S)
             raise
 
@@ -503,51 +497,6 @@ class Ranks:
                 told[each] = whole
             if not self.is_first:
                 parts[name].restore(told, values)
-
-    def sum_bucket(self, bucket: Sequence[Piece], sums: LaneSums) -> None:
-        """Leave the gradients of all lanes, added up by the tree, with these pieces of the weights
-        on every rank. Pieces of a weight come in order, and are written over its gradients: what is
-        taken besides is some times the bucket.
-
-        Each rank adds up a slice, then the slices go to all. A rank that has one lane sends 2 (n -
-        1) / n of the gradient, as in a ring. What a rank does not have counts as zeros. Called
-        within `together`.
-        """
-        like = sums.weights[bucket[0].at]
-        size = -(-sum(piece.end - piece.start for piece in bucket) // self.n)  # of a slice
-        held = [
-            nodes_of(lanes_of(rank, self.n, sums.n_lanes), sums.n_lanes) for rank in range(self.n)
-        ]
-        n_own = len(held[self.index])
-        mine = like.new_zeros(n_own, size * self.n)
-        place = 0
-        for at, start, end in bucket:
-            for row, gradient in zip(mine, sums.nodes[at], strict=False):
-                if gradient is not None:
-                    row[place : place + end - start].copy_(gradient.reshape(-1)[start:end])
-            place += end - start
-        sent = mine.view(n_own, self.n, size).transpose(0, 1).reshape(-1)
-        got = like.new_empty(sum(len(nodes) for nodes in held) * size)
-        self.n_sums += 2
-        dist.all_to_all_single(
-            got, sent, [len(nodes) * size for nodes in held], [n_own * size] * self.n
-        )
-        slices = dict(
-            zip([node for nodes in held for node in nodes], got.view(-1, size), strict=True)
-        )
-        flat = like.new_empty(size * self.n)
-        _all_gather(flat, add_up(slices, sums.n_lanes).contiguous())
-        place = 0
-        for at, start, end in bucket:
-            weight = sums.weights[at]
-            if start == 0:
-                weight.grad = sums.room_for(at)
-            assert weight.grad is not None
-            weight.grad.view(-1)[start:end] = flat[place : place + end - start]
-            place += end - start
-            if end == weight.numel():
-                sums.nodes[at] = []
-
 
 def refuse(word: int) -> None:
     """Raise what the worst of all ranks' words stands for. Raises `RunInterruptedError`,

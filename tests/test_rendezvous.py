@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from farthing.cli.command import main
+from farthing.dist import rendezvous
+from farthing.dist.ranks import Ranks
+from farthing.dist.rendezvous import RankLostError, meet
 from farthing.errors import EXIT_INTERRUPTED, DiskFullError, InputError
 from farthing.run.group import EXIT_RANK_LOST, STORE, Elastic, Seat, seat_in
 from farthing.settings import Settings
-from farthing.train import joining, meeting
-from farthing.train.joining import with_lanes
-from farthing.train.meeting import RankLostError, meet
-from farthing.train.ranks import Ranks
+from farthing.train import joining
+from farthing.train.joining import with_slots
 from patience import until
 from test_ranks import child, lora_job
 from workshop import Heard, job_file
@@ -142,14 +143,14 @@ def test_a_seat_that_another_run_has_is_not_taken(host: Any) -> None:
 def test_who_does_not_come_is_named(
     host: Any, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
-    monkeypatch.setattr(meeting, "JOIN_S", 0.1)
-    monkeypatch.setattr(meeting, "JOIN_HERE_S", 0.1)
-    monkeypatch.setattr(meeting, "SAY_AFTER_S", 0.05)
+    monkeypatch.setattr(rendezvous, "JOIN_S", 0.1)
+    monkeypatch.setattr(rendezvous, "JOIN_HERE_S", 0.1)
+    monkeypatch.setattr(rendezvous, "SAY_AFTER_S", 0.05)
     monkeypatch.setattr(
-        meeting, "BEYOND_S", 300.0
+        rendezvous, "BEYOND_S", 300.0
     )  # by a clock that runs by itself, and it ends this process
     clock = Clock()
-    monkeypatch.setattr(meeting, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
     host.set("seat-0", json.dumps(["cpu", ""]))
     with pytest.raises(RankLostError, match=r"2 did not come within 0 s \(rank 2, 3\)") as lost:
         meet(Seat(1, 4, by="srun"), CPU, 0.1)
@@ -172,7 +173,7 @@ def test_who_does_not_come_is_named(
 def test_more_processes_than_gpus_are_refused_by_all_and_told_by_the_first(
     others: list[str], says: str, host: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(meeting, "_who", lambda device: ("cuda", "here GPU-a"))
+    monkeypatch.setattr(rendezvous, "_who", lambda device: ("cuda", "here GPU-a"))
     host.set("seat-0", json.dumps(others))
     if not says:
         meet(Seat(1, 2, by="torchrun"), CPU, 5.0)
@@ -193,7 +194,7 @@ def test_a_launcher_that_starts_more_than_the_job_says_is_told_of(tmp_path: Path
     ):
         heard, ranks = Heard(), Ranks()
         ranks.seat, ranks.n = seat, seat.n
-        with_lanes(job, ranks, Settings(), False, heard)
+        with_slots(job, ranks, Settings(), False, heard)
         assert says in heard.warnings
         assert says or "where.gpus" not in heard.warnings
 
@@ -279,13 +280,13 @@ def test_what_torch_would_wait_for_without_end_is_ended_in_words(
 ) -> None:
     """torch's store waits for ever for a program that listens at its port and says nothing."""
     ended: list[int] = []
-    monkeypatch.setattr("farthing.train.meeting.os._exit", ended.append)
-    with meeting.bounded(Seat(1, 2, by="srun"), 0.05, "nobody answers"):
+    monkeypatch.setattr("farthing.dist.rendezvous.os._exit", ended.append)
+    with rendezvous.bounded(Seat(1, 2, by="srun"), 0.05, "nobody answers"):
         until(lambda: ended)
     assert ended == [EXIT_INTERRUPTED]
     assert "rank 1 of 2 could not meet the others: nobody answers" in capfd.readouterr().err
     before = set(threading.enumerate())
-    with meeting.bounded(Seat(1, 2, by="srun"), 600.0, "nobody answers"):
+    with rendezvous.bounded(Seat(1, 2, by="srun"), 600.0, "nobody answers"):
         (timer,) = set(threading.enumerate()) - before
     timer.join(60.0)
     assert not timer.is_alive(), "nobody waits for what is over"

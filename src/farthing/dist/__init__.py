@@ -1,0 +1,1 @@
+"""Several processes that share a run: how they meet, what they say, and how gradients are summed."""
