@@ -104,7 +104,7 @@ class Ranks:
         asks_to_leave: Callable[[], bool],
         waiting: Callable[[], contextlib.AbstractContextManager[None]],
         at_loss: Callable[[], None],
-        may_be_still: Callable[[], bool],
+        may_be_still: Callable[[], bool] = lambda: False,
     ) -> None:
         """From now on tell the others when this one is asked to leave, wait in `waiting`, and call
         `at_loss` on the first rank before it ends because another one is lost."""
