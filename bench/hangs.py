@@ -6,6 +6,7 @@ imported; the call after which it hangs leaves a file `hung`.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 WAYS = {
@@ -85,4 +86,5 @@ def hanging(
     place.mkdir(parents=True, exist_ok=True)
     code = _CODE.format(settings=settings, way=WAYS[way])
     (place / "sitecustomize.py").write_text(code, encoding="utf-8")
-    return {"PYTHONPATH": str(place)}
+    others = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(place), *([others] if others else [])])}

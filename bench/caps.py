@@ -1,0 +1,188 @@
+"""Runs that hang or are slow in some phase, under a small cap: each must end within it, and soon.
+
+    python bench/caps.py --seeds 20 --first-seed 0 [--json]
+
+A seed draws a phase, what happens there (the main thread sleeps, Python's lock is held, the process
+is stopped, a file never answers, the phase is slow), one process or two ranks, and a cap. `farthing
+train` runs as a command. Reported: the exit code, seconds past the cap, what the bill says, whether
+processes are left, and whether anything untrained was exported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from farthing.run.accounts import read_ledger
+from farthing.tiny import demo_rows, write_jsonl
+from hangs import hanging
+from small_models import make_model_folder
+
+PHASES = {
+    "reading": "farthing.train.setup:open_sources",
+    "tokenizing": "farthing.train.setup:tokenize",
+    "loading": "farthing.train.run:build_model",
+    "restoring": "farthing.train.run:restore",
+    "step": "farthing.train.loop:take_step",
+    "evaluation": "farthing.train.evaluation:evaluate",
+    "saving": "farthing.run.checkpoint:commit_folder",
+    "export": "farthing.train.saver:export_model",
+    "receipt": "farthing.train.run:leave_receipt",
+}
+WAYS = ("sleep", "lock", "stop", "fifo", "slow")
+USD_PER_HOUR = 3.6
+LATE_S = 10.0
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """What happens in which phase, on how many ranks, under which cap."""
+    dice = random.Random(seed)
+    case = {
+        "seed": seed,
+        "phase": dice.choice(sorted(PHASES)),
+        "way": dice.choice(WAYS),
+        "n_ranks": dice.choice((1, 1, 1, 2)),
+        "cap_s": dice.uniform(25, 40),
+        "slow_s": dice.choice((5.0, 15.0, 60.0)),
+        "patience_s": dice.choice((3.0, 60.0)),
+    }
+    return case
+
+
+def job_in(folder: Path, case: dict[str, Any]) -> Path:
+    """The job of a case."""
+    rows = demo_rows(64, 0)
+    make_model_folder(folder / "base", [" ".join(row.values()) for row in rows], "llama")
+    write_jsonl(folder / "data.jsonl", rows)
+    values = {
+        "task": "causal-lm",
+        "model": {"model_name_or_path": "./base", "init": "random"},
+        "data": {"train": "data.jsonl", "eval_fraction": 0.2},
+        "method": "full",
+        "train": {
+            "max_steps": 1_000_000,
+            "global_batch_size": 8,
+            "eval_strategy": "steps",
+            "eval_steps": 20,
+            "save_steps": 10,
+            "probe": False,
+        },
+        "limits": {"max_usd": case["cap_s"] / 3600 * USD_PER_HOUR},
+        "where": {
+            "device": "cpu",
+            "usd_per_hour": USD_PER_HOUR,
+            "gpus": case["n_ranks"],
+            "patience_s": case["patience_s"],
+        },
+        "output_dir": "./run",
+        "cache_dir": "./cache",
+    }
+    (folder / "job.yaml").write_text(json.dumps(values), encoding="utf-8")
+    return folder / "job.yaml"
+
+
+def play(case: dict[str, Any]) -> dict[str, Any]:
+    """One case; its outcome beside what was drawn."""
+    with tempfile.TemporaryDirectory(prefix="farthing-caps-") as name:
+        folder = Path(name)
+        job = job_in(folder, case)
+        environ = hanging(folder, PHASES[case["phase"]], case["way"], slow_s=case["slow_s"])
+        began = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "farthing", "train", str(job)],
+            env={**os.environ, **environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        seen: set[psutil.Process] = set()
+        while process.poll() is None and time.monotonic() - began < case["cap_s"] + 60:
+            try:
+                seen |= set(psutil.Process(process.pid).children(recursive=True))
+            except psutil.Error:
+                break
+            time.sleep(0.2)
+        wall_s = time.monotonic() - began
+        process.kill()
+        words = process.communicate()[1].decode(errors="replace").strip().splitlines()
+        left = [each.pid for each in seen if _is_there(each)]
+        accounts = read_ledger(folder / "run" / "ledger.jsonl").ordered
+        exported = folder / "run" / "model"
+        steps = max([account.step for account in accounts], default=0)
+        return {
+            **case,
+            "hung": (folder / "hung").exists(),
+            "code": process.returncode,
+            "late_s": round(wall_s - case["cap_s"], 2),
+            "billed_late_s": round(sum(each.wall_s for each in accounts) - case["cap_s"], 2),
+            "steps": steps,
+            "processes_left": len(left),
+            "exported_untrained": exported.exists() and steps == 0,
+            "words": words[-1][:160] if words else "",
+        }
+
+
+def _is_there(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def faults_of(found: dict[str, Any]) -> list[str]:
+    """What is wrong with an outcome."""
+    wrong = []
+    if found["code"] != 3:
+        wrong.append(f"exit code {found['code']}")
+    if found["late_s"] > LATE_S:
+        wrong.append(f"ended {found['late_s']:.1f} s after the cap")
+    if found["billed_late_s"] > LATE_S:
+        wrong.append(f"billed {found['billed_late_s']:.1f} s more than the cap")
+    if found["processes_left"]:
+        wrong.append(f"{found['processes_left']} processes left")
+    if found["exported_untrained"]:
+        wrong.append("exported what was not trained")
+    return wrong
+
+
+def main() -> int:
+    """Play the seeds; 1 where one has a fault."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    outcomes = []
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+        found = play(draw(seed))
+        found["faults"] = faults_of(found)
+        outcomes.append(found)
+        if not arguments.json:
+            what = f"{found['way']} in {found['phase']}, {found['n_ranks']} rank(s)"
+            verdict = "; ".join(found["faults"]) or f"ended {found['late_s']:+.1f} s from the cap"
+            print(f"{seed}: {what}: {verdict}", flush=True)
+    bad = [found for found in outcomes if found["faults"]]
+    worst = max(found["late_s"] for found in outcomes)
+    if arguments.json:
+        print(
+            json.dumps(
+                {"n": len(outcomes), "n_bad": len(bad), "most_late_s": worst, "outcomes": outcomes},
+                indent=1,
+            )
+        )
+    else:
+        print(f"{len(outcomes)} runs, {len(bad)} with a fault, latest {worst:+.1f} s from the cap")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
