@@ -8,6 +8,8 @@ import errno
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import survive
 import workshop
 from farthing.cli import main
 from farthing.config.load import load_job
-from farthing.errors import EXIT_MISTAKE, InputError, RunBusyError
+from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, InputError, RunBusyError
 from farthing.events import Note, Restored, StepTaken
 from farthing.run import checkpoint as checkpoint_module
 from farthing.run import mirror as replica
@@ -152,7 +154,7 @@ def test_a_disk_that_fails_while_a_run_is_brought_back_is_said_in_words(
     job_in(tmp_path, "run", max_steps=6)
     monkeypatch.setattr(replica.Mirror, "bring_back", failing(errno.EIO))
     words = ["train", str(tmp_path / "run.yaml"), "--set", f"output_store={tmp_path}/store"]
-    assert main(words) == EXIT_MISTAKE
+    assert main(words) == EXIT_INTERRUPTED
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert "the disk fails: Input/output error" in said
@@ -336,10 +338,56 @@ def test_a_file_server_that_forgets_us_in_the_middle_of_a_run_is_said_in_words(
         return real(job, tell, **more)
 
     monkeypatch.setattr(run_module, "train", forgotten)
-    assert main(["train", str(tmp_path / "run.yaml")]) == EXIT_MISTAKE
+    assert main(["train", str(tmp_path / "run.yaml")]) == EXIT_INTERRUPTED
     said = capsys.readouterr().err
     assert "Stale file handle" in said
     assert "Traceback" not in said
     monkeypatch.undo()
     assert train(load_job(tmp_path / "run.yaml"), quiet).exit_code == 0
     assert survive.result_of(tmp_path / "run")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_run_folder_of_another_user_is_named(tmp_path: Path) -> None:
+    """Each verb runs once as root, which imports what it needs, and once as nobody."""
+    theirs = tmp_path / "theirs"
+    path = workshop.job_file(tmp_path / "job", max_steps=1, output_dir=str(theirs))
+    code = (
+        "import os, sys\nfrom farthing.cli import main\n"
+        f"job, run = {str(path)!r}, {str(theirs)!r}\n"
+        "verbs = [['train', job], ['report', run], ['runs', run], ['watch', run]]\n"
+        "assert [main(words) for words in verbs] == [0] * len(verbs)\n"
+        "os.chmod(run, 0o700)\nos.seteuid(65534)\n"
+        "print('codes', *[main(words) for words in verbs])\n"
+    )
+    for folder in (tmp_path, *tmp_path.parents[:3], tmp_path / "job", tmp_path / "job" / "base"):
+        folder.chmod(0o755)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.splitlines()[-1] == "codes 2 2 2 2", done.stderr
+    assert done.stderr.count("this user may not read or write it") == 4, done.stderr
+
+
+def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workshop.job_file(tmp_path, max_steps=6)
+    assert main(["train", str(path)]) == 0
+    log = tmp_path / "run" / "log.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2].replace(b'"n_tokens": ', b'"n_tokens": 9')
+    log.write_bytes(b"".join(lines))
+    for verb in (["train", str(path)], ["report", str(tmp_path / "run")]):
+        capsys.readouterr()
+        assert main(verb) == 0
+        assert "1 damaged line, left out" in capsys.readouterr().out
+
+
+def test_a_model_file_that_is_a_pipe_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workshop.job_file(tmp_path, max_steps=1, pretrained=True)
+    (tmp_path / "base" / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "base" / "model.safetensors")
+    assert main(["train", str(path)]) == EXIT_MISTAKE
+    assert "this is no file" in capsys.readouterr().err

@@ -114,8 +114,10 @@ class RunBusyError(InputError):
     """Another process holds the run folder."""
 
 
-class DiskFullError(InputError):
-    """The disk can't hold what the run will write."""
+class DiskFullError(FarthingError):
+    """The disk can't hold what the run will write: the same command goes on when there is room."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 class StoreUnavailableError(FarthingError):
@@ -130,7 +132,7 @@ class FeedsUnavailableError(InputError):
     """No price feed could be reached: what is known of prices stays as it is."""
 
 
-class SaveError(FarthingError):
+class SaveError(DiskFullError):
     """Several checkpoints in a row could not be written."""
 
 

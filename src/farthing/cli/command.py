@@ -17,7 +17,13 @@ from pathlib import Path
 from farthing.cli.console import complain, discard, print_json, write
 from farthing.cli.parser import parse
 from farthing.device_memory import in_words, set_allocator
-from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, FarthingError
+from farthing.errors import (
+    EXIT_CRASH,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    FarthingError,
+    InputError,
+)
 from farthing.printable import printable_lines
 from farthing.run.guard import guarded
 
@@ -76,6 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FINISHED
 
 
+def _forbidden(error: BaseException) -> FarthingError | None:
+    """What the operating system does not let this user read or write."""
+    if not isinstance(error, PermissionError):
+        return None
+    return InputError(
+        f"this user may not read or write it ({error.strerror or error})",
+        where=str(error.filename or ""),
+        to_do="run as its owner, or name a folder of your own",
+    )
+
+
 def _run(words: Sequence[str]) -> int:
     arguments, verb = parse(words)
     set_allocator(os.environ)  # before torch is imported
@@ -89,7 +106,7 @@ def _run(words: Sequence[str]) -> int:
         if isinstance(error, BrokenPipeError) and not getattr(verb, "GOES_ON_UNREAD", False):
             raise  # where a verb goes on when nobody reads, a broken pipe is not that of stdout
         _last[:] = [error]
-        said = error if isinstance(error, FarthingError) else in_words(error)
+        said = error if isinstance(error, FarthingError) else in_words(error) or _forbidden(error)
         if said is not None:
             if as_json:
                 print_json(said.as_dict())

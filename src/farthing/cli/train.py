@@ -243,8 +243,7 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
 
     try:
         with handled(leave):  # until the run itself listens
-            with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
-                from farthing.train.run import train
+            from farthing.train.run import train
 
             gc.freeze()  # what the loop looks through later is what the run has made
             outcome = train(job, terminal, allow_restart=arguments.allow_restart, begun=attempt)
@@ -258,7 +257,9 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: i
     of the last one is printed."""
     import tempfile
 
+    from farthing.run.folder import LEDGER
     from farthing.run.group import Elastic, environ_of, until_it_ends
+    from farthing.run.ledger import bill_tail
     from farthing.run.supervisor import Child, Supervisor, begin
 
     words = [
@@ -284,7 +285,7 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: i
                     [*words, *once], stdout=out, environ=environ_of(seat, slot, place, os.environ)
                 )
 
-            return Elastic(n_ranks, start_rank, complain)
+            return Elastic(n_ranks, start_rank, complain, lambda: bill_tail(folder / LEDGER))
 
         def emptied(file: IO[bytes]) -> IO[bytes] | None:
             if not arguments.json:

@@ -295,6 +295,11 @@ def _look_at_folder(folder: Path, *, needs_weights: bool) -> None:
             where=str(folder),
             to_do="name a folder in Hugging Face format",
         )
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*.json")):
+        if not path.is_file():  # a pipe or a device would be read for ever
+            raise ModelError(
+                "this is no file", where=str(path), to_do="copy the model's files into the folder"
+            )
     try:
         is_object = isinstance(json.loads((folder / CONFIG).read_text(encoding="utf-8-sig")), dict)
     except (OSError, ValueError, RecursionError):

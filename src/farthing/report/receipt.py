@@ -115,6 +115,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         usd_per_million_tokens=bill.usd / (log.n_tokens / 1e6) if log.n_tokens else None,
         spans=_spans(bill),
         ledger=_trust(found),
+        damaged_log_lines=log.n_damaged,
         checkpoints=_checkpoints(job, estimate, accounts, bill.wall_s),
         attempts=[_attempt(a) for a in accounts],
         notices=[_notice(each, a) for a in accounts for each in a.notices],

@@ -257,6 +257,8 @@ def _of_trouble(receipt: Receipt) -> dict[str, str]:
         facts["ledger"] = (
             f"[yellow]damaged[/], {plural(trust.n_broken_lines, 'broken line')}; {lost}"
         )
+    if receipt.damaged_log_lines:
+        facts["log"] = f"[yellow]{plural(receipt.damaged_log_lines, 'damaged line')}[/], left out"
     if receipt.skipped_steps:
         facts["skipped"] = (
             f"{plural(receipt.skipped_steps, 'step')} whose loss or gradient was not a number"

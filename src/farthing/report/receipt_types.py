@@ -174,6 +174,7 @@ class Receipt:
     usd_per_million_tokens: float | None
     spans: list[Span]
     ledger: Trust | None
+    damaged_log_lines: int
     checkpoints: Saves
     attempts: list[Json]
     notices: list[Json]

@@ -25,7 +25,7 @@ _STEP = re.compile(
     rb'\{"step": (\d+), "loss": ([^,]+), "grad_norm": [^,]+, "lr": [^,]+,'
     rb' "n_targets": (\d+), "n_tokens": (\d+), "examples": \['
 )
-_VERSION, _END_BYTES = 1, 512
+_VERSION, _END_BYTES = 2, 512
 _WORTH_BYTES = 1 << 20
 """A digest is written anew when so much has been added to the log: less is read in no time."""
 
@@ -98,6 +98,8 @@ class TrainingLog:
     evaluations: list[Json] = field(default_factory=list)
     has_sums: bool = False
     """Whether a line with a checksum was seen: from there on lines without one are damaged."""
+    n_damaged: int = 0
+    """Lines that are left out. One that a kill has torn at the end is not counted."""
 
     def add_step(self, step: int, loss: float | None, n_targets: int, n_tokens: int) -> None:
         """A step was taken."""
@@ -112,6 +114,7 @@ class TrainingLog:
         line, has_sum = checked(whole)
         self.has_sums |= has_sum
         if line is None or (self.has_sums and not has_sum):
+            self.n_damaged += bool(whole.strip()) and whole.endswith(b"\n")
             return
         match = _STEP.match(line)
         if match is not None and line.endswith(b"]}"):
@@ -141,11 +144,14 @@ class TrainingLog:
             return
 
 
-def read_log(path: Path) -> TrainingLog:
-    """The log at `path`; an empty one where there is none."""
-    log = TrainingLog()
+def read_log(path: Path, *, whole: bool = False) -> TrainingLog:
+    """The log at `path`; an empty one where there is none. `whole`: every line is looked at, also
+    those that a digest knows.
+    """
+    log, begin = TrainingLog(), 0
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        log, begin = _from_digest(path, file) or (log, 0)
+        if not whole:
+            log, begin = _from_digest(path, file) or (log, 0)
         file.seek(begin)
         for line in file:
             log.add_line(line)

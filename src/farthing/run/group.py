@@ -271,7 +271,15 @@ class Elastic:
     The steps stay the same: what a step is made of does not depend on how many share it.
     """
 
-    def __init__(self, n: int, start: Start, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        n: int,
+        start: Start,
+        say: Callable[[str], None],
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`at_end` is called when all processes of an attempt have ended."""
+        self._at_end = at_end
         self._slots = list(range(n))
         self._start, self._say = start, say
         self._asked_to_leave = False
@@ -296,6 +304,7 @@ class Elastic:
         while True:
             group = self._group
             group.wait()
+            self._at_end()
             lost = group.lost
             codes, n = group.codes.values(), len(self._slots)
             has_ended = not {EXIT_MISTAKE, EXIT_LIMIT}.isdisjoint(codes)

@@ -30,11 +30,11 @@ from farthing.run.signals import heeded
 
 PIPE = "FARTHING_GUARD"
 """The environment variable with the file descriptor to which a worker writes."""
-KILLED_AFTER_S = 6.5
+KILLED_AFTER_S = 5.75
 """Seconds past a limit at which a worker is killed that has not ended itself."""
 ORPHANS_S = 30.0
 """Seconds that attempts may take to save whose supervisor has died."""
-LAST_WORDS_S = 3.0
+LAST_WORDS_S = 2.5
 """Seconds that the ledger and the receipt of a killed worker may take."""
 SECOND_THOUGHTS_S = 10.0
 """Seconds in which somebody at the terminal may keep `when_done` from running."""
@@ -42,6 +42,7 @@ DONE = "when_done.json"
 """In the run folder once `when_done` was run, until another attempt begins."""
 _DONE_AFTER = (EXIT_FINISHED, EXIT_CRASH, EXIT_MISTAKE, EXIT_LIMIT)
 _TICK_S = 0.5
+_is_worker = False
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
@@ -57,6 +58,11 @@ def tell(**words: Any) -> None:
 def is_guarded() -> bool:
     """Whether another process watches this one."""
     return PIPE in os.environ
+
+
+def guard_of_this() -> int | None:
+    """The process that has forked this one to watch it, whose age counts too."""
+    return os.getppid() if _is_worker else None
 
 
 def pipe_to_hand_on() -> tuple[int, ...]:
@@ -93,7 +99,8 @@ class Told:
             self.when_done = str(words.get("when_done") or self.when_done)
             if (left_s := words.get("left_s", "")) != "":
                 self.heard_at = time.monotonic()
-                self.ends_at = time.monotonic() + (float("inf") if left_s is None else left_s)
+                ends_at = time.monotonic() + (float("inf") if left_s is None else left_s)
+                self.ends_at = min(self.ends_at, ends_at)  # what was spent is not given back
             if (left_s := words.get("deadline_s", "")) != "":
                 self.deadline_at = seconds_since_boot() + (
                     float("inf") if left_s is None else left_s
@@ -119,6 +126,8 @@ def guarded(work: Callable[[], int], last_words: Callable[[Path, str, float], No
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        global _is_worker
+        _is_worker = True
         os.close(reads)
         _follow(parent)
         os.environ[PIPE] = str(writes)

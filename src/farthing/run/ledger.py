@@ -32,7 +32,7 @@ from farthing.run.accounts import (
     merge,
     read_ledger,
 )
-from farthing.run.watcher import Watcher, watch
+from farthing.run.guard import guard_of_this
 from farthing.storage.files import Json, keep_aside, write_text
 
 # The spans, in the order of the receipt, and what each is.
@@ -60,12 +60,15 @@ than a hundredth of it.
 """
 N_LONG = 8  # newest attempts whose lines are kept with all their detail
 MARGIN_BYTES, BLOCK_BYTES = 4096, 512
+MOST_TAIL_S = 3600.0
+"""Seconds that a killed process can have gone without a line; more is a clock that was set."""
 
 
 def seconds_since_process_start() -> float:
     """Age of this process in seconds: what imports and start-up have cost before the meter existed."""  # noqa: E501
     try:  # the kernel counts from the boot, as a clock that jumps does not
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        stat = Path(f"/proc/{guard_of_this() or 'self'}/stat").read_text()
+        ticks = int(stat.rpartition(")")[2].split()[19])
         age = seconds_since_boot() - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         import psutil
@@ -186,7 +189,6 @@ class Ledger:
         self._is_withdrawn = False
         self._newest: Json = {}
         self._is_kept_aside = False
-        self._watcher: Watcher | None = None
         self._mine = Account(LOST, id=uuid.uuid4().hex[:12])
         self._past: dict[int, Account] = {}
         self._witnesses = list(witnesses)
@@ -305,8 +307,6 @@ class Ledger:
 
     def beat(self, *, at_once: bool = False) -> None:
         """Say that time goes on, if nothing was said for a while."""
-        if self._watcher is not None:
-            return
         if at_once or self._meter.wall_s - self._last_line_at >= self._beat_s():
             self.write()
 
@@ -325,35 +325,6 @@ class Ledger:
 
         self._beats = threading.Thread(target=beats, name="ledger", daemon=True)
         self._beats.start()
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within the block, in which libraries are loaded, another process beats for this one, see
-        `watcher`.
-        """
-        with self._meter.lock:  # so that the fork finds it free
-            if self._file is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # no process can be started: the thread has to do
-                    self._watcher = watch(self._watch, self._file, SOONEST_BEAT_S)
-        try:
-            yield
-        finally:
-            with self._meter.lock:
-                self._stop_watching()
-
-    def _watch(self) -> None:
-        self._watcher = None  # here, in the watching process
-        with contextlib.suppress(OSError):
-            self.write()
-
-    def _stop_watching(self) -> None:
-        if self._watcher is not None:
-            self._watcher.stop()
-            self._watcher = None
-            mine = [a for a in read_ledger(self._path).accounts.values() if a.id == self._mine.id]
-            self._mine.line = max([self._mine.line, *(account.line for account in mine)])
 
     def committed(self, step: int) -> None:
         """Note that the checkpoint of `step` is safe on disk."""
@@ -386,7 +357,6 @@ class Ledger:
         with self._meter.lock:
             if self._is_withdrawn:
                 return
-            self._stop_watching()
             mine, wall_s = self._mine, self._meter.wall_s
             mine.at, mine.state, mine.line = self._meter.now, state or mine.state, mine.line + 1
             mine.started_at = mine.started_at or mine.at - wall_s
@@ -485,7 +455,6 @@ class Ledger:
         """
         with self._meter.lock:
             self._is_withdrawn = True
-            self._stop_watching()
             if self._file is not None:
                 self._forget_file()
                 if self._past:
@@ -523,6 +492,12 @@ def end_for(path: Path, state: str, late_s: float) -> None:
     if accounts and accounts[-1].ended == "killed":
         last = accounts[-1]
         late_s = max(0.0, min(late_s, time.time() - last.at))
-        last.state, last.line, last.at = state, last.line + 1, last.at + late_s
+        last.state, last.line, last.at = state or last.state, last.line + 1, last.at + late_s
         last.spans["idle"] = last.spans.get("idle", 0.0) + late_s
         write_text(path, as_lines(accounts))
+
+
+def bill_tail(path: Path) -> None:
+    """Put on the bill what a process cost that hung before it was killed just now."""
+    with contextlib.suppress(OSError):
+        end_for(path, "", MOST_TAIL_S)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +40,7 @@ from farthing.storage.files import cannot_write, make_private, only_writer, swee
 from farthing.storage.mounts import bucket_mount_of
 from farthing.units import plural, say_seconds, say_usd
 
-_OUTPUT_DIR = re.compile(
-    r"""^output_dir:[ ]+(?:"([^"\\\n]*)"|'([^'\n]*)'|([\w./~-][^\n#:'"{}\[\]]*?))[ ]*(?:[ ]\#[^\n]*)?$""",  # noqa: E501
-    re.MULTILINE,
-)
+MOST_JOB_CHARS = 1 << 20
 _counted_by: set[int] = set()
 """The process, once its age is on a bill."""
 PAUSED = "FARTHING_PAUSED_S"
@@ -203,20 +199,24 @@ def opened_early(stack: contextlib.ExitStack, job: Path, overrides: Sequence[str
 
 
 def likely_folder(job: Path, overrides: Sequence[str]) -> Path | None:
-    """The `output_dir` of a job file where it is a plain word on a line of its own, or of the
-    command line.
+    """The `output_dir` of a job file, or of the command line, before anything else of it is looked
+    at; None where it has none.
     """
+    import yaml
+
     try:
-        with open(job, encoding="utf-8-sig") as file:
-            lines = _OUTPUT_DIR.findall(file.read(1 << 20))
         given = [text.partition("=")[2] for text in overrides if text.startswith("output_dir=")]
         if given:
-            lines = _OUTPUT_DIR.findall(f"output_dir: {given[-1]}")
-        if len(lines) != 1:
+            base, name = Path.cwd(), yaml.safe_load(given[-1])
+        else:
+            text = job.read_text(encoding="utf-8-sig")
+            if len(text) > MOST_JOB_CHARS:
+                return None  # whoever reads the job refuses it
+            base, name = job.resolve().parent, yaml.safe_load(text)["output_dir"]
+        if not isinstance(name, str):
             return None
-        base = Path.cwd() if given else job.resolve().parent
-        return Path(os.path.abspath(base / Path("".join(lines[0])).expanduser()))
-    except (OSError, ValueError, RuntimeError):
+        return Path(os.path.abspath(base / Path(name).expanduser()))
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, yaml.YAMLError):
         return None
 
 

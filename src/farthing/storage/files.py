@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
-from farthing.errors import DiskFullError, InputError, RunBusyError, RunChangedError
+from farthing.errors import DiskFullError, FarthingError, InputError, RunBusyError, RunChangedError
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
@@ -452,7 +452,7 @@ def only_writer(folder: Path) -> Iterator[None]:
         yield
 
 
-def _not_held(folder: Path, error: OSError) -> InputError:
+def _not_held(folder: Path, error: OSError) -> FarthingError:
     """Why a folder could not be held against other processes."""
     if isinstance(error, BlockingIOError):
         pid = ""
@@ -473,10 +473,11 @@ def _not_held(folder: Path, error: OSError) -> InputError:
     return cannot_write(folder, error)
 
 
-def cannot_write(folder: Path, error: OSError) -> DiskFullError:
+def cannot_write(folder: Path, error: OSError) -> FarthingError:
     """What it means for a run that its folder takes no file."""
-    return DiskFullError(
+    is_forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return (InputError if is_forbidden else DiskFullError)(
         f"the run folder can't be written: {error.strerror or error}",
         where=str(folder),
-        to_do="make room there, or choose another output_dir",
+        to_do=f"{'' if is_forbidden else 'make room there, or '}choose another output_dir",
     )

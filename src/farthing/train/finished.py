@@ -14,8 +14,10 @@ from pathlib import Path
 from farthing.config.job import Job
 from farthing.errors import FarthingError
 from farthing.report.receipt import Receipt, build_receipt, leave_receipt
+from farthing.report.training_log import read_log
 from farthing.run.exported import CARD, damage_of
 from farthing.run.folder import (
+    LOG,
     MODEL,
     RECEIPT,
     RUN,
@@ -81,6 +83,8 @@ def receipt_of_finished(job: Job) -> Receipt | None:
         )
         if not is_same or damage_of(folder) is not None or not (folder / MODEL / CARD).is_file():
             return None
-        return build_receipt(folder) if (folder / RECEIPT).exists() else leave_receipt(folder)
+        log = read_log(folder / LOG, whole=True)
+        is_written = (folder / RECEIPT).exists()
+        return build_receipt(folder, log) if is_written else leave_receipt(folder, log)
     except (DamagedFileError, OSError, ValueError, KeyError, TypeError, FarthingError):
         return None
