@@ -30,12 +30,12 @@ from typing import Any
 from fake_clouds import FAULTS, World
 from farthing.config.job import Job
 from farthing.errors import EXIT_MISTAKE, InputError
-from farthing.launch.ask import Ask
 from farthing.launch.clients import RunPod, Vast
 from farthing.launch.http import Api
 from farthing.launch.inputs import Packed
 from farthing.launch.prepare import S3_KEYS, Prepared, Wishes
 from farthing.launch.registry import TARGETS
+from farthing.launch.request import LaunchRequest
 from farthing.launch.supervise import Launch
 from farthing.prices.offers import Billing, Offer
 from farthing.run.accounts import Account
@@ -140,7 +140,7 @@ def supervise(
     api = Api("https://api.example", {"Authorization": "Bearer key"}, send=send, sleep=world.sleep)
     driver = RunPod(api) if world.provider == "runpod" else Vast(api)
 
-    def make_ask(number: int, offer: Offer, accounts: list[Account]) -> Ask:
+    def make_ask(number: int, offer: Offer, accounts: list[Account]) -> LaunchRequest:
         ask = prepared.ask(number, offer, ledger, accounts, world.now)
         world.asks[ask.name] = ask
         return ask

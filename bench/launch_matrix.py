@@ -27,7 +27,7 @@ from farthing.config.job import Job
 from farthing.launch.inputs import Packed
 from farthing.launch.prepare import Prepared, Wishes
 from farthing.launch.registry import PROVIDERS, TARGETS, called
-from farthing.launch.supervise import Spent
+from farthing.launch.supervise import NoBudgetError
 from farthing.prices.catalog import read_catalog
 from farthing.prices.offers import Billing, Offer
 from farthing.run.machines import MachineLedger
@@ -116,7 +116,7 @@ def outcome_of(target: str, offer: Offer) -> dict[str, Any]:
     prepared = prepared_on(target, offer)
     try:
         ask = prepared.ask(1, prepared.offers[0], _nobody(), [], 1.8e9)
-    except Spent as error:
+    except NoBudgetError as error:
         return row | {"state": "refused", "why": str(error)}
     files = prepared.target.render(ask)
     wrong = RULES[target](files)

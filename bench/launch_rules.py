@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from farthing.launch.ask import SCRIPT
+from farthing.launch.request import SCRIPT
 from farthing.launch.targets import (
     hf_jobs,
     kubernetes,

@@ -156,7 +156,7 @@ def all_cases(every_family: bool = False) -> Iterator[Case]:
 # ---- a case ----
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """What is refused in words, or can't be."""
 
 
@@ -177,7 +177,7 @@ def model_folder(folder: Path, case: Case) -> Path:
         small_model(case.family, case.task, config).save_pretrained(draft)
         make_framing_tokenizer(draft, case.task)
     except Exception as error:
-        raise Refused(f"no small model is made: {type(error).__name__}") from error
+        raise RefusedError(f"no small model is made: {type(error).__name__}") from error
     with contextlib.suppress(OSError):  # another process was quicker
         draft.rename(base)
     return base
@@ -312,7 +312,7 @@ class Watch:
 
 
 def rehearse(case: Case, folder: Path) -> str:
-    """What happened, in words. Raises `Refused`, or what the run raises."""
+    """What happened, in words. Raises `RefusedError`, or what the run raises."""
     heard: list[Event] = []
 
     def leave_after_a_step(event: Event) -> None:
@@ -335,7 +335,7 @@ def rehearse(case: Case, folder: Path) -> str:
         words = " ".join(str(error).split())
         if CRASH in words:  # a model of transformers that has failed for whatever reason
             raise AssertionError(words) from error
-        raise Refused(words) from error
+        raise RefusedError(words) from error
     finally:
         shutil.rmtree(here, ignore_errors=True)
     if states != ["interrupted", "finished"]:
@@ -389,7 +389,7 @@ def ended(case: Case, folder: Path) -> tuple[str, str]:
             if case.family == "liger"
             else rehearse(case, folder)
         )
-    except Refused as reason:
+    except RefusedError as reason:
         return "refused", str(reason).replace(str(folder), "...")
     except Exception as error:
         at = [

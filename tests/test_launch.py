@@ -25,17 +25,17 @@ from fake_clouds import FAULTS, World
 from farthing.cli import main
 from farthing.config.job import Job
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, InputError, RunBusyError
-from farthing.launch import aboard as aboard_module
-from farthing.launch.aboard import Aboard
-from farthing.launch.ask import CREATED_AT
+from farthing.launch import agent as agent_module
+from farthing.launch.agent import HostAgent
 from farthing.launch.clients import RunPod
-from farthing.launch.driver import Refused, Unclear
+from farthing.launch.driver import RefusedError, UnclearError
 from farthing.launch.http import Api
 from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
 from farthing.launch.prepare import S3_KEYS, Wishes, prepare
 from farthing.launch.registry import TARGETS
+from farthing.launch.request import CREATED_AT
 from farthing.launch.session import Session
-from farthing.launch.supervise import Spent
+from farthing.launch.supervise import NoBudgetError
 from farthing.launch.words import Speaker, StoreWords
 from farthing.prices.offers import Billing, Offer
 from farthing.run.accounts import Account
@@ -499,7 +499,7 @@ def test_after_the_cap_nothing_is_asked_for(demo: Path) -> None:
     account = Account(
         1, state="killed", started_at=1.0, spans={"compute": 3600.0}, usd_per_hour=1.999
     )
-    with pytest.raises(Spent, match=r"limits.max_usd \(\$2.00\)"):
+    with pytest.raises(NoBudgetError, match=r"limits.max_usd \(\$2.00\)"):
         prepared.ask(1, prepared.offers[0], ledger, [account], NOW.timestamp())
 
 
@@ -538,7 +538,7 @@ def test_a_request_that_makes_something_is_never_sent_twice(server: Any) -> None
     base, handler = server
     api = Api(base, {"Authorization": "Bearer key"}, sleep=lambda seconds: None)
     handler.answers += [(500, "oops"), (200, "{}")]
-    with pytest.raises(Unclear, match="status 500"):
+    with pytest.raises(UnclearError, match="status 500"):
         api.ask("POST", "/make", {}, n_tries=1)
     assert len(handler.seen) == 1
     assert api.ask("GET", "/list") == {}
@@ -554,15 +554,15 @@ def test_answers_of_a_provider_are_told_apart(server: Any) -> None:
         *[(200, "<html>")] * 3,
         (400, '{"msg": "no_such_ask"}'),
     ]
-    with pytest.raises(Refused, match="status 302"):
+    with pytest.raises(RefusedError, match="status 302"):
         api.ask("GET", "/list")
-    with pytest.raises(Refused, match="who are you") as refused:
+    with pytest.raises(RefusedError, match="who are you") as refused:
         api.ask("GET", "/list")
     assert refused.value.is_final
     assert api.ask("DELETE", "/one") is None, "gone already"
-    with pytest.raises(Unclear, match="not JSON"):
+    with pytest.raises(UnclearError, match="not JSON"):
         api.ask("GET", "/list")
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedError) as refused:
         api.ask("PUT", "/asks/1/", {}, n_tries=1)
     assert refused.value.is_stock
     assert not refused.value.is_final
@@ -572,7 +572,7 @@ def test_answers_of_a_provider_are_told_apart(server: Any) -> None:
 
 
 def test_nobody_listening_is_unclear() -> None:
-    with pytest.raises(Unclear, match="no answer"):
+    with pytest.raises(UnclearError, match="no answer"):
         Api("http://127.0.0.1:9", {}, sleep=lambda seconds: None).ask("GET", "/")
 
 
@@ -677,7 +677,7 @@ class Child:
 
 def _aboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0, **facts: Any
-) -> tuple[Aboard, list[Child]]:
+) -> tuple[HostAgent, list[Child]]:
     monkeypatch.chdir(tmp_path)
     children: list[Child] = []
 
@@ -685,9 +685,9 @@ def _aboard(
         children.append(Child(words, code))
         return children[-1]
 
-    monkeypatch.setattr(aboard_module, "begin", begin)
+    monkeypatch.setattr(agent_module, "begin", begin)
     return (
-        Aboard(
+        HostAgent(
             Path("job.yaml"), {**FACTS, "store": str(tmp_path / "store"), **facts}, lambda: 10_000.0
         ),
         children,
@@ -732,7 +732,7 @@ def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_fold
     with only_writer(tmp_path / "store"):
         thread = threading.Thread(target=stay.run)
         monkeypatch.setattr(
-            "farthing.launch.aboard.signal.signal", lambda number, handler: None
+            "farthing.launch.agent.signal.signal", lambda number, handler: None
         )  # not in a thread
         thread.start()
         thread.join(1.0)

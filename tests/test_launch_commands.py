@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from farthing.launch.ask import Ask
 from farthing.launch.commands import CommandDriver
-from farthing.launch.driver import Refused, Seen, Unclear
+from farthing.launch.driver import InstanceStatus, RefusedError, UnclearError
+from farthing.launch.request import LaunchRequest
 from farthing.launch.target import Commands
 from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
 from farthing.run.machines import Machine
@@ -38,13 +38,13 @@ FAILED = {
     "status": {"conditions": [{"type": "Failed", "status": "True"}]},
 }
 PATH = "projects/p/locations/us-central1/customJobs/7"
-CASES: dict[str, tuple[Commands, str, str, str, Seen, list[str]]] = {
+CASES: dict[str, tuple[Commands, str, str, str, InstanceStatus, list[str]]] = {
     "slurm": (
         slurm.COMMANDS,
         "17;cluster",
         "17",
         f"17|{NAME}|PENDING\n16|other|RUNNING\n",
-        Seen(NAME, "17", is_waiting=True),
+        InstanceStatus(NAME, "17", is_waiting=True),
         ["scancel --full 17"],
     ),
     "kubernetes": (
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Commands, str, str, str, Seen, list[str]]] = {
         f"configmap/{NAME}\njob.batch/{NAME}",
         NAME,
         json.dumps({"items": [JOB]}),
-        Seen(NAME, NAME),
+        InstanceStatus(NAME, NAME),
         [f"kubectl delete job,configmap {NAME} --namespace ml --ignore-not-found --wait=false"],
     ),
     "kubernetes, failed": (
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Commands, str, str, str, Seen, list[str]]] = {
         f"job.batch/{NAME}",
         NAME,
         json.dumps({"items": [FAILED]}),
-        Seen(NAME, NAME, is_over=True, is_paid=False),
+        InstanceStatus(NAME, NAME, is_over=True, is_paid=False),
         [],
     ),
     "vertex": (
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Commands, str, str, str, Seen, list[str]]] = {
         PATH,
         PATH,
         json.dumps([{"displayName": NAME, "name": PATH, "state": "JOB_STATE_RUNNING"}]),
-        Seen(NAME, PATH),
+        InstanceStatus(NAME, PATH),
         [f"gcloud ai custom-jobs cancel {PATH} --project=p --region=us-central1"],
     ),
     "skypilot": (
@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Commands, str, str, str, Seen, list[str]]] = {
         "Managed job submitted",
         NAME,
         json.dumps([{"job_id": 3, "job_name": NAME, "status": "ManagedJobStatus.RUNNING"}]),
-        Seen(NAME, "3"),
+        InstanceStatus(NAME, "3"),
         [f"sky jobs cancel --yes --name {NAME}"],
     ),
     "skypilot, done": (
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Commands, str, str, str, Seen, list[str]]] = {
         "",
         NAME,
         json.dumps([{"job_id": 3, "job_name": NAME, "status": "SUCCEEDED"}]),
-        Seen(NAME, "3", is_over=True, code=0, is_paid=False),
+        InstanceStatus(NAME, "3", is_over=True, code=0, is_paid=False),
         [],
     ),
     "hf": (
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Commands, str, str, str, Seen, list[str]]] = {
         "6a1b",
         "6a1b",
         json.dumps([{"id": "6a1b", "labels": {"name": NAME}, "status": {"stage": "RUNNING"}}]),
-        Seen(NAME, "6a1b"),
+        InstanceStatus(NAME, "6a1b"),
         ["hf jobs cancel 6a1b --namespace team"],
     ),
 }
@@ -153,7 +153,7 @@ def test_a_job_is_made_found_and_ended(
     (programs / "listed").write_text(listed)
     target = case.partition(",")[0]
     driver = CommandDriver(commands, lambda ask: files_of(target, programs), restarts=True)
-    ask: Ask = ask_of(target)
+    ask: LaunchRequest = ask_of(target)
     assert driver.create(ask, 1.0) == number
     machine = Machine(NAME, id=number)
     assert driver.look(machine) == expected
@@ -184,7 +184,7 @@ def test_what_can_not_be_read_is_unclear(programs: Path) -> None:
         hf_jobs.commands(""),
     ):
         driver = CommandDriver(commands, lambda ask: programs, restarts=True)
-        with pytest.raises(Unclear):
+        with pytest.raises(UnclearError):
             driver.look(Machine(NAME))
 
 
@@ -193,8 +193,8 @@ def test_a_command_that_fails_is_unclear_and_one_that_is_not_there_refused(
 ) -> None:
     (programs / "bin" / "sbatch").write_text("#!/bin/sh\necho 'Socket timed out' >&2\nexit 1\n")
     driver = CommandDriver(slurm.COMMANDS, lambda ask: programs, restarts=True)
-    with pytest.raises(Unclear, match="Socket timed out"):
+    with pytest.raises(UnclearError, match="Socket timed out"):
         driver.create(ask_of("slurm"), 1.0)
     monkeypatch.setenv("PATH", str(programs))
-    with pytest.raises(Refused, match="no command `sbatch`"):
+    with pytest.raises(RefusedError, match="no command `sbatch`"):
         driver.create(ask_of("slurm"), 1.0)

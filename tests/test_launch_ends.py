@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from farthing.launch.ask import CREATED_AT, Ask
+from farthing.launch.request import CREATED_AT, LaunchRequest
 from farthing.launch.targets import runpod, vast, vertex
 from farthing.prices.offers import Billing, Offer
 from patience import titles_of_processes, until
@@ -71,7 +71,7 @@ def console(tmp_path: Path) -> Iterator[type[Console]]:
         server.shutdown()
 
 
-def ask_for(most_s: int) -> Ask:
+def ask_for(most_s: int) -> LaunchRequest:
     """A machine for a job."""
     offer = Offer(
         "Vast.ai",
@@ -87,7 +87,7 @@ def ask_for(most_s: int) -> Ask:
         date(2026, 11, 22),
         Billing("Vast.ai"),
     )
-    return Ask(
+    return LaunchRequest(
         "farthing-12345678-1",
         "vast",
         "",

@@ -24,10 +24,10 @@ import launch_chains
 import slurm_cluster
 import ssh_machines
 from farthing.config.load import load_job
-from farthing.launch.ask import Ask
-from farthing.launch.driver import Seen, Unclear
+from farthing.launch.driver import InstanceStatus, UnclearError
 from farthing.launch.host_driver import LOOK, HostDriver
 from farthing.launch.prepare import Wishes, prepare
+from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
 from farthing.prices.offers import Billing, Offer
 from farthing.run.machines import Machine
@@ -58,7 +58,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostDriver:
     return HostDriver(["local"])
 
 
-def ask_for(text: str, most_s: int = 60) -> Ask:
+def ask_for(text: str, most_s: int = 60) -> LaunchRequest:
     """A machine that runs a job of this text."""
     offer = Offer(
         "this machine",
@@ -74,7 +74,7 @@ def ask_for(text: str, most_s: int = 60) -> Ask:
         date(2026, 11, 22),
         Billing(""),
     )
-    return Ask(
+    return LaunchRequest(
         "farthing-12345678-1",
         "local",
         "",
@@ -87,12 +87,12 @@ def ask_for(text: str, most_s: int = 60) -> Ask:
     )
 
 
-def machine_of(ask: Ask, number: str = "") -> Machine:
+def machine_of(ask: LaunchRequest, number: str = "") -> Machine:
     """As the ledger has it."""
     return Machine(ask.name, id=number, instance="local")
 
 
-def over(host: HostDriver, ask: Ask) -> Seen:
+def over(host: HostDriver, ask: LaunchRequest) -> InstanceStatus:
     """How it ended."""
     return until(lambda: (seen := host.look(machine_of(ask))) is not None and seen.is_over and seen)  # type: ignore[no-any-return]
 
@@ -193,7 +193,7 @@ def test_no_secret_is_in_a_list_of_processes(host: HostDriver) -> None:
 
 def test_a_host_that_is_not_there_is_unclear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FARTHING_SSH", "false")
-    with pytest.raises(Unclear):
+    with pytest.raises(UnclearError):
         HostDriver(["nowhere"]).look(Machine("farthing-12345678-1", instance="nowhere"))
     assert HostDriver(["nowhere"]).names("farthing-12345678") == {}
 

@@ -18,13 +18,13 @@ import pytest
 
 from fake_clouds import World
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, DiskFullError, InputError
-from farthing.launch import aboard as aboard_module
-from farthing.launch.aboard import Aboard
-from farthing.launch.ask import Ask
+from farthing.launch import agent as agent_module
+from farthing.launch.agent import HostAgent
 from farthing.launch.clients import Lambda, RunPod, Vast
-from farthing.launch.driver import Driver, Seen, Unclear
+from farthing.launch.driver import Driver, InstanceStatus, UnclearError
 from farthing.launch.http import Api
 from farthing.launch.prepare import S3_KEYS
+from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
 from farthing.launch.supervise import Launch
 from farthing.launch.words import StoreWords, Word
@@ -153,14 +153,14 @@ def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(aboard_module, "fetch_inputs", full)
+    monkeypatch.setattr(agent_module, "fetch_inputs", full)
     facts = {
         "name": "farthing-1-1",
         "store": str(tmp_path / "store"),
         "inputs": "x",
         "boot_limit_s": 600.0,
     }
-    assert Aboard(Path("job.yaml"), facts).run() == EXIT_INTERRUPTED
+    assert HostAgent(Path("job.yaml"), facts).run() == EXIT_INTERRUPTED
     word = StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1")
     assert (word.code, "No space left" in word.why) == (EXIT_INTERRUPTED, True)
 
@@ -178,7 +178,7 @@ class Hosts(Driver):
     def __init__(self, world: World) -> None:
         self.world, self.made, self.gone = world, dict[str, float](), set[str]()
 
-    def create(self, ask: Ask, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> str:
         """A machine."""
         self.made[ask.name] = self.world.now
         return ask.name
@@ -188,11 +188,11 @@ class Hosts(Driver):
         """For how long the first one has trained, or still does."""
         return self.world.now - self.made["farthing-1-1"]
 
-    def look(self, machine: Machine) -> Seen | None:
+    def look(self, machine: Machine) -> InstanceStatus | None:
         """The first one is not reached."""
         if machine.number == 1 and self.holds_s > 100:
-            raise Unclear("no route to host")
-        return None if machine.name in self.gone else Seen(machine.name, machine.id)
+            raise UnclearError("no route to host")
+        return None if machine.name in self.gone else InstanceStatus(machine.name, machine.id)
 
     def names(self, prefix: str) -> dict[str, str]:
         """None is known by name alone."""
@@ -225,7 +225,7 @@ def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(
     world.of = word_of  # type: ignore[method-assign]
     prepared = prepared_for("runpod", tmp_path / "run", 400.0, 0.4)
 
-    def make_ask(number: int, offer: Any, accounts: Any) -> Ask:
+    def make_ask(number: int, offer: Any, accounts: Any) -> LaunchRequest:
         return replace(
             prepared.ask(number, offer, ledger, accounts, world.now), name=f"farthing-1-{number}"
         )
@@ -330,7 +330,7 @@ def test_a_list_that_is_none_is_no_answer(client: Any, answer: str) -> None:
     driver = client(
         Api("https://x", {}, send=lambda *_: (200, answer.encode()), sleep=lambda s: None)
     )
-    with pytest.raises(Unclear):
+    with pytest.raises(UnclearError):
         driver.names("farthing-1")
 
 
@@ -389,12 +389,12 @@ def test_what_was_begun_is_known_though_the_connection_was_cut_in_that_moment(
         begun = next(n for n, line in enumerate(lines) if line.startswith("setsid"))
         end = next(n for n in range(begun, len(lines)) if lines[n].rstrip().endswith("&"))
         tell(where, "".join(lines[: end + 1]))
-        raise Unclear("cut off")
+        raise UnclearError("cut off")
 
     ask = ask_for("forever")
     with monkeypatch.context() as patch:
         patch.setattr(host, "tell", cut)
-        with pytest.raises(Unclear):
+        with pytest.raises(UnclearError):
             host.create(ask, 1.0)
     seen = until(lambda: host.look(machine_of(ask)))
     assert not seen.is_over

@@ -88,9 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show what would be done, or do it."""
     if arguments.aboard:
-        from farthing.launch.aboard import go_aboard
+        from farthing.launch.agent import run_agent
 
-        return go_aboard(arguments.job, arguments.aboard)
+        return run_agent(arguments.job, arguments.aboard)
     gc.disable()
     try:
         session = _session(arguments)
@@ -177,11 +177,11 @@ def _where_it_is(job: Any, arguments: argparse.Namespace) -> str | None:
 
 def _show_dry(session: Any, arguments: argparse.Namespace) -> int:
     from farthing.launch.session import dry_view, said
-    from farthing.launch.supervise import Spent
+    from farthing.launch.supervise import NoBudgetError
 
     try:
         ask = session.next_ask()
-    except Spent as error:
+    except NoBudgetError as error:
         raise InputError(str(error), where="limits", to_do="raise the limit") from None
     folder = session.write(ask)
     view = dry_view(session, ask, folder, sorted(session.files_of(ask)))

@@ -9,13 +9,13 @@ import shutil
 from collections.abc import Iterator
 
 from farthing.errors import Check, InputError
-from farthing.launch.ask import PLAIN_IMAGE
 from farthing.launch.clients import connect
 from farthing.launch.commands import run_command
-from farthing.launch.driver import Refused, Unclear
+from farthing.launch.driver import RefusedError, UnclearError
 from farthing.launch.host_driver import HostDriver
 from farthing.launch.prepare import S3_KEYS
 from farthing.launch.registry import find_target
+from farthing.launch.request import PLAIN_IMAGE
 from farthing.launch.target import Target
 from farthing.run.machines import Machine
 
@@ -100,7 +100,7 @@ def _login(command: str, to_do: str) -> Check:
             if run_command(command.split()).strip()
             else f"`{command}` fails: nobody is logged in"
         )
-    except (Unclear, Refused) as error:
+    except (UnclearError, RefusedError) as error:
         why = str(error)
     return _ok("login", not why, why or f"`{command}` works", to_do)
 
@@ -110,7 +110,7 @@ def _answers(target: Target) -> Check:
     try:
         connect(target.name).look(Machine("farthing-none"))
         return Check("login", "ok", "the key is taken")
-    except (Unclear, Refused, InputError) as error:
+    except (UnclearError, RefusedError, InputError) as error:
         return Check(
             "login", "failed", str(error).splitlines()[0], "check the key, and what it may do"
         )
@@ -121,7 +121,7 @@ def _hosts(at: str) -> Iterator[Check]:
     for host in at.split(","):
         try:
             there = HostDriver([host]).tell(host, script)
-        except (Unclear, Refused) as error:
+        except (UnclearError, RefusedError) as error:
             yield Check(
                 host,
                 "failed",

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask, values_of
-from farthing.launch.driver import Driver, Refused, Seen, Unclear, refusal
+from farthing.launch.driver import Driver, InstanceStatus, RefusedError, UnclearError, refusal
 from farthing.launch.http import Api
+from farthing.launch.request import CREATED_AT, ENDS_AT, LaunchRequest, values_of
 from farthing.launch.targets import lambda_cloud, runpod, vast
 from farthing.run.machines import Machine
 from farthing.storage.files import Json
@@ -47,11 +47,13 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _understood() -> Iterator[None]:
-    """An answer of another form than a provider's own says nothing. Raises `Unclear`."""
+    """An answer of another form than a provider's own says nothing. Raises `UnclearError`."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise Unclear(f"an answer that can't be read ({type(error).__name__}: {error})") from error
+        raise UnclearError(
+            f"an answer that can't be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 class Client(Driver):
@@ -67,7 +69,7 @@ class RunPod(Client):
     """
 
     @_understood()
-    def create(self, ask: Ask, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> str:
         """See `Driver`."""
         ends = datetime.fromtimestamp(asked_at + ask.most_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         request = json.loads(runpod.render(ask)[runpod.REQUEST])
@@ -79,11 +81,11 @@ class RunPod(Client):
             raise refusal(why)
         made = next(iter((answer.get("data") or {}).values()), None)
         if not made:
-            raise Refused("no such machine is free", is_stock=True)
+            raise RefusedError("no such machine is free", is_stock=True)
         return str(made["id"])
 
     @_understood()
-    def listed(self, prefix: str) -> list[Seen]:
+    def listed(self, prefix: str) -> list[InstanceStatus]:
         """See `Driver`."""
         answer = _sure(self._api, "GET", "/v2/pods")
         pods = (
@@ -102,7 +104,7 @@ class Vast(Client):
     """Instances: searched, asked for, and given a scheduled deletion at once."""
 
     @_understood()
-    def create(self, ask: Ask, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> str:
         """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer
         refused.
         """
@@ -111,7 +113,7 @@ class Vast(Client):
             _sure(self._api, "POST", "/api/v0/bundles/", json.loads(files[vast.SEARCH])) or {}
         ).get("offers") or []
         if not found:
-            raise Refused("no host offers it at this price now", is_stock=True)
+            raise RefusedError("no host offers it at this price now", is_stock=True)
         body = filled(
             json.loads(files[vast.CREATE]),
             {**values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"},
@@ -125,9 +127,9 @@ class Vast(Client):
         )
         try:
             self.secure(made)
-        except (Refused, Unclear) as error:
+        except (RefusedError, UnclearError) as error:
             self.destroy(made)
-            raise Refused(
+            raise RefusedError(
                 f"its end could not be scheduled ({error}), so it was destroyed at once"
             ) from error
         return made.id
@@ -141,12 +143,12 @@ class Vast(Client):
             self._api.ask(
                 "POST", "/api/v0/commands/schedule_job/", filled(vast.END_REQUEST, values)
             )
-        except Refused as error:
+        except RefusedError as error:
             if "status 422" not in str(error):
                 raise
 
     @_understood()
-    def listed(self, prefix: str) -> list[Seen]:
+    def listed(self, prefix: str) -> list[InstanceStatus]:
         """See `Driver`. Page by page."""
         found: list[Json] = []
         path = "/api/v1/instances/?limit=25"
@@ -177,7 +179,7 @@ class Lambda(Client):
     ends_by_itself = False
 
     @_understood()
-    def create(self, ask: Ask, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> str:
         """See `Driver`."""
         body = json.loads(lambda_cloud.render(ask)[lambda_cloud.REQUEST])
         values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
@@ -188,11 +190,11 @@ class Lambda(Client):
         answer = self._api.ask("POST", "/api/v1/instance-operations/launch", body, n_tries=1) or {}
         made = (answer.get("data") or {}).get("instance_ids") or []
         if not made:
-            raise Unclear("an answer without an instance")
+            raise UnclearError("an answer without an instance")
         return str(made[0])
 
     @_understood()
-    def listed(self, prefix: str) -> list[Seen]:
+    def listed(self, prefix: str) -> list[InstanceStatus]:
         """See `Driver`."""
         found = (_sure(self._api, "GET", "/api/v1/instances") or {}).get("data") or []
         return _seen(found, "name", "status", over=("unhealthy",), gone=("terminated", "preempted"))
@@ -209,22 +211,23 @@ class Lambda(Client):
 
 def _seen(
     rows: list[Json], name: str, state: str, *, over: Sequence[str], gone: Sequence[str] = ()
-) -> list[Seen]:
+) -> list[InstanceStatus]:
     """Machines as a provider lists them, by the names of its fields."""
     left = [row for row in rows if row.get(state) not in gone]
     return [
-        Seen(str(row.get(name)), str(row["id"]), is_over=row.get(state) in over) for row in left
+        InstanceStatus(str(row.get(name)), str(row["id"]), is_over=row.get(state) in over)
+        for row in left
     ]
 
 
 def _sure(api: Api, method: str, path: str, body: Any = None) -> Any:
     """The answer to a question or a deletion: a refusal of those leaves open what there is. Raises
-    `Unclear`.
+    `UnclearError`.
     """
     try:
         return api.ask(method, path, body)
-    except Refused as error:
-        raise Unclear(str(error)) from error
+    except RefusedError as error:
+        raise UnclearError(str(error)) from error
 
 
 def connect(target: str) -> Driver:

@@ -2,7 +2,7 @@
 read.
 
 The user's own login is used; nothing of it is read or kept. Refuses to guess: a command that fails
-may have done its work, so it is `Unclear`, and the job is looked for by its name.
+may have done its work, so it is `UnclearError`, and the job is looked for by its name.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from farthing.launch.ask import Ask
-from farthing.launch.driver import Driver, Refused, Seen, Unclear
+from farthing.launch.driver import Driver, InstanceStatus, RefusedError, UnclearError
+from farthing.launch.request import LaunchRequest
 from farthing.launch.target import Commands
 from farthing.run.machines import Machine
 
@@ -24,22 +24,24 @@ class CommandDriver(Driver):
 
     is_paid_in_queue, late_s, may_refuse_twice = False, 30.0, True
 
-    def __init__(self, commands: Commands, files: Callable[[Ask], Path], *, restarts: bool) -> None:
+    def __init__(
+        self, commands: Commands, files: Callable[[LaunchRequest], Path], *, restarts: bool
+    ) -> None:
         self._commands, self._files, self.restarts = commands, files, restarts
 
-    def create(self, ask: Ask, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> str:
         """See `Driver`. Secrets are in this process' environment, where the command finds them."""
         return (
             self._commands.id_of(run_command(self._commands.submit(ask, self._files(ask))))
             or ask.name
         )
 
-    def listed(self, prefix: str) -> list[Seen]:
+    def listed(self, prefix: str) -> list[InstanceStatus]:
         """See `Driver`."""
         try:
             return self._commands.parse(run_command(self._commands.listing(prefix)))
         except (ValueError, KeyError, TypeError) as error:
-            raise Unclear(
+            raise UnclearError(
                 f"its list of jobs can't be read ({type(error).__name__}: {error})"
             ) from error
 
@@ -55,25 +57,27 @@ class CommandDriver(Driver):
 def ended(
     words: Sequence[str], said: str = "", timeout_s: float = TIMEOUT_S, who: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """A command that has read `said` and ended. Raises `Refused` where there is none, `Unclear`
-    where it takes too long.
+    """A command that has read `said` and ended. Raises `RefusedError` where there is none,
+    `UnclearError` where it takes too long.
     """
     try:
         return subprocess.run(
             list(words), input=said, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except FileNotFoundError as error:
-        raise Refused(
+        raise RefusedError(
             f"there is no command `{words[0]}` here: see `farthing doctor --target`"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise Unclear(f"{who or f'`{words[0]}`'} has not answered in {timeout_s:.0f} s") from error
+        raise UnclearError(
+            f"{who or f'`{words[0]}`'} has not answered in {timeout_s:.0f} s"
+        ) from error
 
 
 def run_command(words: Sequence[str]) -> str:
-    """What a command of the user's prints. Raises as `ended`, and `Unclear` where it fails."""
+    """What a command of the user's prints. Raises as `ended`, and `UnclearError` where it fails."""
     done = ended(words)
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[-300:]
-        raise Unclear(f"`{words[0]}` ended with {done.returncode}: {said}")
+        raise UnclearError(f"`{words[0]}` ended with {done.returncode}: {said}")
     return done.stdout

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from farthing.launch.ask import Ask
+from farthing.launch.request import LaunchRequest
 from farthing.run.machines import Machine
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Nothing was made, and the provider said why. `is_stock`: it may have one later; `is_final`:
     it is the account.
     """
@@ -21,13 +21,13 @@ class Refused(Exception):
         self.is_stock, self.is_final = is_stock, is_final
 
 
-def refusal(why: str) -> Refused:
+def refusal(why: str) -> RefusedError:
     """A refusal by what the provider says: whether there is none at the moment, or whether the
     account may have none.
     """
     low = why.lower()
     is_stock = any(word in low for word in _STOCK)
-    return Refused(
+    return RefusedError(
         why, is_stock=is_stock, is_final=not is_stock and any(word in low for word in _ACCOUNT)
     )
 
@@ -53,12 +53,12 @@ _ACCOUNT = (
 )
 
 
-class Unclear(Exception):
+class UnclearError(Exception):
     """No answer, or one that does not say whether it was done."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class InstanceStatus:
     """A machine as its provider shows it."""
 
     name: str
@@ -73,16 +73,18 @@ class Seen:
     """Whether it costs money; what does not is gone."""
 
 
-def job_seen(
+def job_status(
     name: str, number: str, is_over: bool, *, waits: bool = False, code: int | None = None
-) -> Seen:
+) -> InstanceStatus:
     """A job of a queue: what is over is not paid for any more."""
-    return Seen(name, number, is_over=is_over, code=code, is_waiting=waits, is_paid=not is_over)
+    return InstanceStatus(
+        name, number, is_over=is_over, code=code, is_waiting=waits, is_paid=not is_over
+    )
 
 
 class Driver:
-    """A target. Every call may raise `Unclear`. What is written out here is shared by those that
-    list their machines.
+    """A target. Every call may raise `UnclearError`. What is written out here is shared by those
+    that list their machines.
     """
 
     is_paid_in_queue = True
@@ -100,20 +102,20 @@ class Driver:
     may_refuse_twice = False
     """Whether a deletion may fail for a machine that is over, so that it is looked for first."""
 
-    def create(self, ask: Ask, asked_at: float) -> str:
-        """Make the machine; its id. Raises `Refused` where nothing was made."""
+    def create(self, ask: LaunchRequest, asked_at: float) -> str:
+        """Make the machine; its id. Raises `RefusedError` where nothing was made."""
         raise NotImplementedError
 
     def secure(self, machine: Machine) -> None:
         """Give a machine its end, where that is a request of its own that may not have been sent.
-        Raises `Refused`.
+        Raises `RefusedError`.
         """
 
-    def listed(self, prefix: str) -> list[Seen]:
+    def listed(self, prefix: str) -> list[InstanceStatus]:
         """The machines of a launch, and maybe others."""
         raise NotImplementedError
 
-    def look(self, machine: Machine) -> Seen | None:
+    def look(self, machine: Machine) -> InstanceStatus | None:
         """The machine by its name, None where there is none. Of jobs begun again under one name the
         last one counts.
         """

@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from farthing.launch.ask import CREATED_AT, SCRIPT, Ask, home_of, script_of, values_of
 from farthing.launch.commands import ended
-from farthing.launch.driver import Driver, Refused, Seen, Unclear
+from farthing.launch.driver import Driver, InstanceStatus, RefusedError, UnclearError
+from farthing.launch.request import CREATED_AT, SCRIPT, LaunchRequest, home_of, script_of, values_of
 from farthing.run.machines import Machine
 
 HERE = "local"
@@ -65,7 +65,7 @@ sh "$0/{SCRIPT}" > "$0/log.txt" 2>&1 < /dev/null; echo $? > "$0/code.new"; mv "$
 """The session itself says which it is: whoever began it may be cut off before."""
 
 
-class Unreached(Unclear):
+class UnreachableError(UnclearError):
     """Nothing came as far as the host: whether a machine is at work there is not known, but a new
     one was not made.
     """
@@ -82,19 +82,19 @@ class HostDriver(Driver):
         self._hosts, self._home = list(hosts), home_of(shared)
 
     def tell(self, host: str, script: str) -> str:
-        """What a shell there prints. Raises `Unclear`."""
+        """What a shell there prints. Raises `UnclearError`."""
         program = shlex.split(os.environ.get("FARTHING_SSH", "ssh"))
         words = ["sh", "-s"] if host == HERE else [*program, *SSH_OPTIONS, "--", host, "sh -s"]
         done = ended(words, script, PATIENT_S, host)
         if done.returncode == 255 and (found := _NEVER_THERE.search(done.stderr)):
-            raise Unreached(f"{host}: {found[0].strip()}")
+            raise UnreachableError(f"{host}: {found[0].strip()}")
         if done.returncode:
-            raise Unclear(
+            raise UnclearError(
                 f"{host}: {' '.join(done.stderr.split())[-200:] or f'exit code {done.returncode}'}"
             )
         return done.stdout
 
-    def create(self, ask: Ask, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> str:
         """See `Driver`. A script of that name which runs already is left to run: this is the same
         request again.
         """
@@ -121,11 +121,11 @@ cat "$d/pid"
 """
         try:
             said = self.tell(ask.offer.instance, script)
-        except Unreached as error:
-            raise Refused(str(error)) from error
+        except UnreachableError as error:
+            raise RefusedError(str(error)) from error
         return said.split()[-1] if said.split() else ask.name
 
-    def look(self, machine: Machine) -> Seen | None:
+    def look(self, machine: Machine) -> InstanceStatus | None:
         """See `Driver`."""
         script = (
             f'{LOOK}\nd={self._home}/{machine.name}\n[ -e "$d/pid" ] && echo "$(cat "$d/pid") $(one'
@@ -135,7 +135,7 @@ cat "$d/pid"
         if not words:
             return None
         code = int(words[2]) if len(words) > 2 and words[2].isdigit() else None
-        return Seen(
+        return InstanceStatus(
             machine.name,
             words[0],
             is_over=words[1] != "alive",
@@ -151,7 +151,7 @@ for d in {self._home}/{prefix}-*; do
   [ -e "$d/pid" ] && [ "$(one "$d")" = alive ] && echo "$(basename "$d") $(cat "$d/pid")"
 done; true"""
         for host in self._hosts:
-            with contextlib.suppress(Unclear):
+            with contextlib.suppress(UnclearError):
                 found |= {
                     name: f"{host} {n}"
                     for name, n in re.findall(r"(\S+) (\d+)", self.tell(host, script))

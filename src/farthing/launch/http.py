@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from farthing.launch.driver import Unclear, refusal
+from farthing.launch.driver import UnclearError, refusal
 from farthing.storage.files import parse_json
 
 TIMEOUT_S = 30.0
@@ -59,8 +59,8 @@ class Api:
     def ask(self, method: str, path: str, body: Any = None, *, n_tries: int = 3) -> Any:
         """The answer. With `n_tries` 1 nothing is sent twice: for requests that make something.
 
-        Raises `Refused` (4xx: the provider will not), `Unclear` (no answer, 5xx, or one that is not
-        JSON).
+        Raises `RefusedError` (4xx: the provider will not), `UnclearError` (no answer, 5xx, or one
+        that is not JSON).
         """
         data = None if body is None else json.dumps(body).encode()
         why = ""
@@ -83,7 +83,7 @@ class Api:
             why = f"status {status}: {_words(text)}"
             if 300 <= status < 500 and status not in (408, 429):
                 raise refusal(why)
-        raise Unclear(why)
+        raise UnclearError(why)
 
 
 def _words(text: bytes) -> str:

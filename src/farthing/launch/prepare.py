@@ -22,10 +22,10 @@ import farthing
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
 from farthing.errors import InputError
-from farthing.launch.ask import GRACE_S, PLAIN_IMAGE, Ask
 from farthing.launch.inputs import Packed, inputs_key, pack
 from farthing.launch.registry import HERE, PROVIDERS, called, find_target, refuse_nowhere, target_of
-from farthing.launch.supervise import Patience, Spent
+from farthing.launch.request import GRACE_S, PLAIN_IMAGE, LaunchRequest
+from farthing.launch.supervise import NoBudgetError, Patience
 from farthing.launch.target import Target
 from farthing.planner.inputs import Asked, study_job
 from farthing.planner.types import Plan
@@ -119,8 +119,8 @@ class Prepared:
         ledger: MachineLedger,
         accounts: Sequence[Account],
         now: float,
-    ) -> Ask:
-        """What to ask for as the machine of this number. Raises `Spent`."""
+    ) -> LaunchRequest:
+        """What to ask for as the machine of this number. Raises `NoBudgetError`."""
         rate, limits = offer.usd_per_hour or 0.0, self.job.limits
         rows = bill_by_machine(list(ledger.machines.values()), accounts, now)
         overhead_usd = sum(row["usd"] - row["usd_of"]["train"] for row in rows)
@@ -141,7 +141,7 @@ class Prepared:
             lasts["limits.deadline"] = limits.deadline.timestamp() - now
         which = min(lasts, key=lambda name: lasts[name])
         if lasts[which] < boot_s + LEAST_USE_S:
-            raise Spent(
+            raise NoBudgetError(
                 f"{which} leaves {say_seconds(max(0.0, lasts[which]))} of {offer.provider}"
                 f" {offer.gpu or offer.instance}: not enough to boot ({say_seconds(boot_s)}) and"
                 f" train; {say_usd(spent_usd)} were spent"
@@ -163,7 +163,7 @@ class Prepared:
         other = [each for each in self.offers if each != offer]
         calls = called(self.target, offer)
         assert calls is not None  # others were left out
-        return Ask(
+        return LaunchRequest(
             name=name,
             target=self.target.name,
             at=self.at,

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from farthing.config.job import Job
 from farthing.errors import FarthingError, InputError, RunBusyError, StoreUnavailableError
-from farthing.launch.ask import Ask, values_of
 from farthing.launch.clients import connect
 from farthing.launch.commands import CommandDriver
-from farthing.launch.driver import Driver, Refused, Unclear
+from farthing.launch.driver import Driver, RefusedError, UnclearError
 from farthing.launch.host_driver import HostDriver
 from farthing.launch.inputs import inputs_key, send_inputs, with_token_sets
 from farthing.launch.prepare import TEARDOWN_S, Prepared, launch_id_of, secrets_of
+from farthing.launch.request import LaunchRequest, values_of
 from farthing.launch.supervise import Launch, Patience
 from farthing.launch.words import StoreWords
 from farthing.prices.offers import Offer, boot_of
@@ -56,7 +56,7 @@ class Session:
 
     # ---- files ----
 
-    def files_of(self, ask: Ask) -> dict[str, str]:
+    def files_of(self, ask: LaunchRequest) -> dict[str, str]:
         """What is written for a machine, checked. Raises `InputError` for files that the target
         would not take.
         """
@@ -70,7 +70,7 @@ class Session:
             )
         return files
 
-    def write(self, ask: Ask) -> Path:
+    def write(self, ask: LaunchRequest) -> Path:
         """The files of a machine in the run folder: `launch/NAME/`, readable by their owner alone."""  # noqa: E501
         folder = make_private(make_private(self.folder / FOLDER) / ask.name)
         for name, text in self.files_of(ask).items():
@@ -79,8 +79,8 @@ class Session:
 
     # ---- dry ----
 
-    def next_ask(self) -> Ask:
-        """What would be asked for first. Raises `Spent`."""
+    def next_ask(self) -> LaunchRequest:
+        """What would be asked for first. Raises `NoBudgetError`."""
         accounts, first = self._local_accounts(), self.prepared.offers[0]
         return self.prepared.ask(
             self.ledger.next_number, first, self.ledger, accounts, self.clock()
@@ -140,7 +140,7 @@ class Session:
         """The machines of this launch as the target shows them. Raises `InputError`."""
         try:
             return driver.names(self.prepared.launch_id)
-        except (Unclear, Refused) as error:
+        except (UnclearError, RefusedError) as error:
             name = self.prepared.target.title
             raise InputError(
                 f"{name} does not answer ({error})", where="--on", to_do="try again when it does"
@@ -199,7 +199,7 @@ class Session:
         """
         try:
             self.words(LOOK_S).ask_to_stop(is_wanted=True)
-        except Unclear as error:
+        except UnclearError as error:
             self.say(
                 f"the store does not answer ({error}): a process that watches elsewhere is not"
                 " told, end it yourself"
@@ -209,7 +209,7 @@ class Session:
     def _launch(
         self, driver: Driver, patience: Patience | None, sleep: Callable[[float], None] = time.sleep
     ) -> Launch:
-        def make_ask(number: int, offer: Offer, accounts: list[Account]) -> Ask:
+        def make_ask(number: int, offer: Offer, accounts: list[Account]) -> LaunchRequest:
             ask = self.prepared.ask(number, offer, self.ledger, accounts, self.clock())
             self.write(ask)
             return ask
@@ -250,7 +250,7 @@ class Session:
         if deadline is None or not offer.is_spot or not steady:
             return True
         done = 0.0
-        with contextlib.suppress(Unclear):
+        with contextlib.suppress(UnclearError):
             done = min(1.0, self.words(LOOK_S).committed() / max(1, self.prepared.n_steps))
         needed_s = (
             min(plan.wall_s for plan in steady) * (1.0 - done)
@@ -323,7 +323,7 @@ class Session:
             if commits:
                 words = [account.as_row() for account in self.words().accounts()]
                 take_newest(store, self.folder, commits, words, self.say)
-        except (StoreError, FarthingError, Unclear, OSError) as error:
+        except (StoreError, FarthingError, UnclearError, OSError) as error:
             self.say(f"the run is in the store, and could not be brought back: {error}")
 
     def standing(self) -> Json:
@@ -335,7 +335,7 @@ class Session:
             words = self.words(LOOK_S)
             self.ledger.take_over(words.kept(), to_disk=False)
             accounts, step = words.accounts() or accounts, words.committed()
-        except Unclear as error:
+        except UnclearError as error:
             asked = f"the store does not answer ({error})"
         rows = bill_by_machine(list(self.ledger.machines.values()), accounts, now)
         there: dict[str, str] | None = None
@@ -368,7 +368,7 @@ class Session:
         newest: Machine = machines[-1]
         try:
             return self.words().log(newest.name) or self.driver().log(newest)
-        except (Unclear, Refused) as error:
+        except (UnclearError, RefusedError) as error:
             raise InputError(
                 f"nobody gives its words ({error})", where=newest.name, to_do="try again"
             ) from error
@@ -383,14 +383,14 @@ def where_it_is(job: Job, *, only_open: bool) -> str | None:
     """
     ledger = MachineLedger(Path(job.output_dir))
     if not (only_open or ledger.machines) and job.output_store:
-        with contextlib.suppress(Unclear):
+        with contextlib.suppress(UnclearError):
             store = Retrying(open_store(job.output_store), LOOK_S)
             ledger.take_over(StoreWords(lambda: store, launch_id_of(job)).kept(), to_disk=False)
     known = ledger.open or ([] if only_open else list(ledger.machines.values()))
     return (known[-1].on or known[-1].target or None) if known else None
 
 
-def dry_view(session: Session, ask: Ask, folder: Path, files: Sequence[str]) -> Json:
+def dry_view(session: Session, ask: LaunchRequest, folder: Path, files: Sequence[str]) -> Json:
     """What would be rented, for how long at most, the bill and what ends it, as plain values."""
     prepared, offer, rate = session.prepared, ask.offer, ask.usd_per_hour
     target, plan, boot = prepared.target, prepared.plans.get(offer), boot_of(offer.provider)
@@ -432,7 +432,7 @@ def dry_view(session: Session, ask: Ask, folder: Path, files: Sequence[str]) -> 
     }
 
 
-def notes_of(prepared: Prepared, ask: Ask) -> list[str]:
+def notes_of(prepared: Prepared, ask: LaunchRequest) -> list[str]:
     """What somebody should know before saying yes."""
     target, store = prepared.target, prepared.job.output_store
     notes = {

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, InputError
-from farthing.launch.ask import Ask
-from farthing.launch.driver import Driver, Refused, Unclear
+from farthing.launch.driver import Driver, RefusedError, UnclearError
+from farthing.launch.request import LaunchRequest
 from farthing.launch.words import StoreWords, Word
 from farthing.prices.offers import Offer
 from farthing.run.accounts import Account
@@ -55,12 +55,12 @@ class Patience:
     """Machines in a row that saved nothing new."""
 
 
-class Spent(Exception):
+class NoBudgetError(Exception):
     """The rest of the cap, of the hours or of the time until the deadline buys no further machine."""  # noqa: E501
 
 
-MakeAsk = Callable[[int, Offer, list[Account]], Ask]
-"""(number, offer, attempts so far) -> what to ask for. Raises `Spent`."""
+MakeAsk = Callable[[int, Offer, list[Account]], LaunchRequest]
+"""(number, offer, attempts so far) -> what to ask for. Raises `NoBudgetError`."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Launch:
         self._until_clear(self._take_over, "the store")
         self._refuse_what_has_no_price()
         self._refuse_what_is_elsewhere()
-        self._until_clear(self._take_in_strangers, "the provider")
+        self._until_clear(self._adopt_orphans, "the provider")
         current = self._adopted()
         while not self._is_stopped():
             if current is None and self._is_finished():
@@ -122,7 +122,7 @@ class Launch:
                 return self._closed(EXIT_FINISHED)
             try:
                 current = current or self._rent()
-            except Spent as error:
+            except NoBudgetError as error:
                 self._say(str(error))
                 return self._closed(EXIT_LIMIT)
             if current is None and self._out_of_stock and n_rounds < self.patience.n_stock_rounds:
@@ -147,8 +147,8 @@ class Launch:
             )  # by one that we have lost
             if may_be_held:
                 ending = replace(ending, code=EXIT_INTERRUPTED)
-            self._leave(current, ending)
-            self._dismiss(current)
+            self._release(current, ending)
+            self._terminate(current)
             if may_be_held:
                 self._sleep(self.patience.stock_s)
             current = None
@@ -167,7 +167,7 @@ class Launch:
         self._prefix = prefix
         try:
             self._take_over()
-        except Unclear:
+        except UnclearError:
             pass
         except InputError as error:  # lines that are damaged; machines are found by their names too
             self._say(str(error))
@@ -175,11 +175,11 @@ class Launch:
         for machine in self._ledger.open:
             if machine.created_at is None and not self._found(machine):
                 continue
-            self._leave(machine, Ending("stopped by the user"))
+            self._release(machine, Ending("stopped by the user"))
         self._closed(0)
 
     def _is_stopped(self) -> bool:
-        with contextlib.suppress(Unclear):
+        with contextlib.suppress(UnclearError):
             return self._words.is_stopped()
         return False
 
@@ -192,7 +192,7 @@ class Launch:
         while True:
             try:
                 return work()
-            except Unclear as error:
+            except UnclearError as error:
                 self._say(f"{who} does not answer ({error}): nothing is rented until it does")
                 self._sleep(self.patience.poll_s)
 
@@ -233,7 +233,7 @@ class Launch:
                 self._words.keep(name, rows)
                 self._n_shared[name] = len(rows)
 
-    def _take_in_strangers(self) -> None:
+    def _adopt_orphans(self) -> None:
         """Put machines of this launch that are there and in no line of the ledger into it: another
         folder asked for them.
         """
@@ -261,11 +261,11 @@ class Launch:
         """
         waiting = [machine for machine in self._ledger.open if machine.left_at is None]
         for machine in waiting[:-1]:
-            self._leave(machine, Ending("a younger machine took the run over"))
-            self._dismiss(machine)
+            self._release(machine, Ending("a younger machine took the run over"))
+            self._terminate(machine)
         if not waiting:
             for machine in self._ledger.open:
-                self._dismiss(machine)
+                self._terminate(machine)
             return None
         machine = waiting[-1]
         if (machine.created_at is None and not self._found(machine)) or not self._is_secured(
@@ -276,7 +276,7 @@ class Launch:
         return machine
 
     def _rent(self) -> Machine | None:
-        """The next machine, made; None where no offer is left. Raises `Spent`."""
+        """The next machine, made; None where no offer is left. Raises `NoBudgetError`."""
         while offer := self._next_offer():
             number = self._ledger.next_number
             ask = self._make_ask(number, offer, self._accounts())
@@ -305,7 +305,7 @@ class Launch:
                     f"{ask.name}: made ({offer.provider} {offer.instance or offer.gpu}, id {made})"
                 )
                 return machine
-            except Refused as error:
+            except RefusedError as error:
                 self._ledger.note(ask.name, "refused", self._clock(), why=str(error))
                 self._say(f"{ask.name}: refused by {offer.provider}: {error}")
                 if error.is_final:
@@ -314,7 +314,7 @@ class Launch:
                         str(error), where=offer.provider, to_do="mend it there, then launch again"
                     ) from error
                 (self._out_of_stock if error.is_stock else self._left_out).add(offer)
-            except Unclear as error:
+            except UnclearError as error:
                 self._say(
                     f"{ask.name}: {offer.provider} gave no clear answer ({error}); looking for it"
                     " by name"
@@ -357,7 +357,7 @@ class Launch:
                         why="no such machine came into being",
                     )
                     return False
-            except Unclear as error:
+            except UnclearError as error:
                 if not is_said:
                     self._say(
                         f"{machine.name}: {error}; nothing else is asked for until it is known"
@@ -371,11 +371,11 @@ class Launch:
         try:
             self._driver.secure(machine)
             return True
-        except (Refused, Unclear) as error:
-            self._leave(
+        except (RefusedError, UnclearError) as error:
+            self._release(
                 machine, Ending(f"it could not be given its end ({error})", leaves_offer_out=True)
             )
-            self._dismiss(machine)
+            self._terminate(machine)
             return False
 
     # ---- a machine at work ----
@@ -397,7 +397,7 @@ class Launch:
                     beat_at = awake
                 if word.beat != beat:
                     beat, beat_at = word.beat, awake
-            except Unclear:
+            except UnclearError:
                 pass
             if word.code is not None and not (
                 self._driver.restarts and word.code == EXIT_INTERRUPTED
@@ -427,7 +427,7 @@ class Launch:
                         f"not booted after {say_seconds(now - machine.asked_at)}",
                         leaves_offer_out=True,
                     )
-            except Unclear:
+            except UnclearError:
                 if awake - answered_at > self.patience.lost_s:
                     return Ending(f"no answer for {say_seconds(awake - answered_at)}")
             if machine.booted_at is not None and awake - beat_at > self.patience.silent_s:
@@ -439,7 +439,7 @@ class Launch:
     def _last_word(self, machine: Machine) -> int | None:
         """The exit code of a machine that runs no more, from its words, which may be a moment late."""  # noqa: E501
         for _ in range(2):
-            with contextlib.suppress(Unclear):
+            with contextlib.suppress(UnclearError):
                 if (code := self._words.of(machine.name).code) is not None:
                     return code
             self._sleep(self.patience.poll_s)
@@ -447,7 +447,7 @@ class Launch:
 
     # ---- giving back ----
 
-    def _leave(self, machine: Machine, ending: Ending) -> None:
+    def _release(self, machine: Machine, ending: Ending) -> None:
         if machine.left_at is None:
             self._ledger.note(machine.name, "left", self._clock(), code=ending.code, why=ending.why)
             usd = say_usd(machine.usd(self._clock()))
@@ -467,7 +467,7 @@ class Launch:
             ]
             self._offers = [offer for offer in self._offers if offer not in same] + same
 
-    def _dismiss(self, machine: Machine) -> None:
+    def _terminate(self, machine: Machine) -> None:
         """Ask for the deletion until it is confirmed. Where machines may overlap only a while: then
         the next is asked for meanwhile, and this one is asked again at every look."""
         began, pause_s = self._clock(), self.patience.poll_s / 2
@@ -489,7 +489,7 @@ class Launch:
             if seen is not None and seen.is_paid:
                 return False
             why = machine.why
-        except Unclear:
+        except UnclearError:
             end = machine.asked_at + machine.most_s + 300
             if not (self._driver.ends_by_itself and machine.most_s and self._clock() > end):
                 return False
@@ -516,9 +516,9 @@ class Launch:
         for machine in self._ledger.open:
             if machine.left_at is not None:
                 self._is_gone(machine)
-        with contextlib.suppress(Unclear):
+        with contextlib.suppress(UnclearError):
             self._share()
-        with contextlib.suppress(Unclear):
+        with contextlib.suppress(UnclearError):
             for name, found in self._driver.names(self._prefix).items():
                 machine = self._ledger.machines.get(name) or Machine(name)
                 if not machine.is_open or machine.asked_at == 0.0:
@@ -540,7 +540,7 @@ class Launch:
                 break
             self._sleep(self.patience.poll_s)
             self._sweep()
-        with contextlib.suppress(Unclear):
+        with contextlib.suppress(UnclearError):
             self._share()
         return code
 
@@ -549,7 +549,7 @@ class Launch:
     def _committed(self) -> int:
         try:
             return self._words.committed()
-        except Unclear:
+        except UnclearError:
             return max((machine.committed for machine in self._ledger.machines.values()), default=0)
 
     def _accounts(self) -> list[Account]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farthing.launch.ask import Ask
-from farthing.launch.driver import Seen
+from farthing.launch.driver import InstanceStatus
+from farthing.launch.request import LaunchRequest
 from farthing.run.machines import Machine
 
 Files = dict[str, str]
@@ -18,11 +18,11 @@ Files = dict[str, str]
 class Commands:
     """A command of the target's own: argument lists, and how to read what they print."""
 
-    submit: Callable[[Ask, Path], Sequence[str]]
+    submit: Callable[[LaunchRequest, Path], Sequence[str]]
     """Files of the launch lie in the folder."""
     id_of: Callable[[str], str]
     listing: Callable[[str], Sequence[str]]
-    parse: Callable[[str], list[Seen]]
+    parse: Callable[[str], list[InstanceStatus]]
     destroy: Callable[[Machine], Sequence[str]]
     log: Callable[[Machine], Sequence[str]]
 
@@ -33,7 +33,7 @@ class Target:
 
     name: str
     title: str
-    render: Callable[[Ask], Files]
+    render: Callable[[LaunchRequest], Files]
     ends: str
     """What ends the machine when every process of ours is dead; empty where nothing does."""
     is_rented: bool = False

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from farthing.errors import InputError
-from farthing.launch.driver import Unclear
+from farthing.launch.driver import UnclearError
 from farthing.run.accounts import Account, accounts_of, read_ledger
 from farthing.run.commits import list_commits
 from farthing.run.folder import LEDGER
@@ -51,7 +51,7 @@ class StoreWords:
     only that.
 
     `opened` gives the store anew for each question, which so has a deadline of its own. Every call
-    may raise `Unclear`.
+    may raise `UnclearError`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StoreWords:
         try:
             yield self._opened()
         except StoreError as error:
-            raise Unclear(str(error)) from error
+            raise UnclearError(str(error)) from error
 
     def of(self, name: str) -> Word:
         """The newest of a machine."""
@@ -92,7 +92,7 @@ class StoreWords:
             return f"{self._launch}/{STOP}" in store.list(f"{self._launch}/")
 
     def ask_to_stop(self, *, is_wanted: bool) -> None:
-        """Leave word that the launch be stopped, or take it back. Raises `Unclear`."""
+        """Leave word that the launch be stopped, or take it back. Raises `UnclearError`."""
         with self._store() as store:
             if is_wanted:
                 store.create(f"{self._launch}/{STOP}", json.dumps({"at": time.time()}).encode())

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from farthing.launch.ask import SCRIPT, Ask, script_of
-from farthing.launch.driver import Seen, job_seen
+from farthing.launch.driver import InstanceStatus, job_status
+from farthing.launch.request import SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Commands, Files, Target
 
 CALL = "run_job.json"
 _OVER = {"COMPLETED": 0, "CANCELED": None, "ERROR": None, "DELETED": None}
 
 
-def render(ask: Ask) -> Files:
+def render(ask: LaunchRequest) -> Files:
     """The arguments of its `run_job`. `ask.at` is the namespace. The default limit is 30 minutes,
     so one is always set.
     """
@@ -31,7 +31,7 @@ def render(ask: Ask) -> Files:
     return {CALL: json.dumps(call, indent=1) + "\n", SCRIPT: script_of(ask)}
 
 
-def _submit(ask: Ask, folder: Path) -> list[str]:
+def _submit(ask: LaunchRequest, folder: Path) -> list[str]:
     call = json.loads((folder / CALL).read_text(encoding="utf-8"))
     words = [
         "--flavor",
@@ -52,14 +52,14 @@ def _submit(ask: Ask, folder: Path) -> list[str]:
     return ["hf", "jobs", "run", *words, call["image"], *call["command"]]
 
 
-def _parse(text: str) -> list[Seen]:
+def _parse(text: str) -> list[InstanceStatus]:
     found = []
     for job in json.loads(text or "[]"):
         status = job.get("status") or {}
         stage = str(status.get("stage") if isinstance(status, dict) else status)
         name, is_over = (job.get("labels") or {}).get("name", job.get("name", "")), stage in _OVER
         code = _OVER.get(stage) if is_over else None
-        found.append(job_seen(name, job["id"], is_over, waits=stage == "SCHEDULING", code=code))
+        found.append(job_status(name, job["id"], is_over, waits=stage == "SCHEDULING", code=code))
     return found
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from farthing.launch.ask import SCRIPT, Ask, script_of
+from farthing.launch.request import SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Files, Target
 
 
-def render(ask: Ask) -> Files:
+def render(ask: LaunchRequest) -> Files:
     """The script; it goes there by the standard input of a shell, with the values of the secrets
     before it.
     """

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from farthing.launch.ask import GRACE_S, SCRIPT, Ask, script_of
-from farthing.launch.driver import Seen, job_seen
+from farthing.launch.driver import InstanceStatus, job_status
+from farthing.launch.request import GRACE_S, SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Commands, Files, Target
 from farthing.storage.files import Json
 
@@ -22,7 +22,7 @@ SECRET = "farthing"
 MOST_CONFIG_BYTES = 1 << 20
 
 
-def render(ask: Ask) -> Files:
+def render(ask: LaunchRequest) -> Files:
     """A ConfigMap and a Job. `ask.at` is NAMESPACE, or NAMESPACE/CLAIM for a volume that holds the
     run folder.
     """
@@ -102,7 +102,7 @@ def check(files: Mapping[str, str]) -> list[str]:
     return [f"{MANIFEST}: a ConfigMap holds 1 MiB at most"] if is_too_long else []
 
 
-def _parse(text: str) -> list[Seen]:
+def _parse(text: str) -> list[InstanceStatus]:
     found = []
     for item in json.loads(text)["items"]:
         status = item.get("status", {})
@@ -110,7 +110,7 @@ def _parse(text: str) -> list[Seen]:
         name, is_over = item["metadata"]["name"], bool(kinds & {"Complete", "Failed"})
         waits = not status.get("ready") and not is_over
         found.append(
-            job_seen(name, name, is_over, waits=waits, code=0 if "Complete" in kinds else None)
+            job_status(name, name, is_over, waits=waits, code=0 if "Complete" in kinds else None)
         )
     return found
 

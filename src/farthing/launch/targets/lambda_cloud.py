@@ -8,14 +8,14 @@ import json
 import re
 from collections.abc import Mapping
 
-from farthing.launch.ask import SCRIPT, Ask, script_of
+from farthing.launch.request import SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Files, Target
 
 REQUEST = "launch.json"
 MOST_USER_DATA_BYTES = 1_000_000
 
 
-def render(ask: Ask) -> Files:
+def render(ask: LaunchRequest) -> Files:
     """The request. `ask.at` is REGION/SSH_KEY; the values of secrets are put before the script when
     it is sent.
     """

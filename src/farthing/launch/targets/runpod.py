@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 
-from farthing.launch.ask import CREATED_AT, ENDS_AT, SCRIPT, Ask, script_of
+from farthing.launch.request import CREATED_AT, ENDS_AT, SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Files, Target
 from farthing.storage.files import Json
 
@@ -19,7 +19,7 @@ START = json.dumps({"entrypoint": ["sh", "-c"], "cmd": [_COMMAND]})
 """In place of the image's ENTRYPOINT and CMD; a plain string would be arguments to the former."""
 
 
-def render(ask: Ask) -> Files:
+def render(ask: LaunchRequest) -> Files:
     """The request. Spot is a bid at the planned price, on demand is what is listed; secrets are
     those of the account.
     """

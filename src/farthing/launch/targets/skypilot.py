@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from farthing.launch.ask import SCRIPT, Ask, script_of
-from farthing.launch.driver import Seen, job_seen
+from farthing.launch.driver import InstanceStatus, job_status
+from farthing.launch.request import SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Commands, Files, Target
 from farthing.storage.files import Json
 
@@ -39,7 +39,7 @@ _OVER = [
 ]
 
 
-def render(ask: Ask) -> Files:
+def render(ask: LaunchRequest) -> Files:
     """The task, `ordered` by farthing's ranking (`any_of` is a set, which it sorts anew), and a
     configuration without the user's cloud credentials on hosts of strangers. The run has a
     `timeout` of its own: SkyPilot has none on the wall."""
@@ -73,13 +73,13 @@ def _resource(offer: Any, gpu: str) -> Json:
     return {"infra": infra, "accelerators": f"{gpu}:{offer.n_gpus}", "use_spot": offer.is_spot}
 
 
-def _submit(ask: Ask, folder: Path) -> list[str]:
+def _submit(ask: LaunchRequest, folder: Path) -> list[str]:
     secrets = [word for name in ask.secrets for word in ("--secret", name)]
     config = ["--config", str(folder / CONFIG)]
     return ["sky", "jobs", "launch", "--yes", "--detach-run", *config, *secrets, str(folder / TASK)]
 
 
-def _parse(text: str) -> list[Seen]:
+def _parse(text: str) -> list[InstanceStatus]:
     jobs = json.loads(text)
     found = []
     for job in jobs if isinstance(jobs, list) else jobs.get("jobs", []):
@@ -87,7 +87,9 @@ def _parse(text: str) -> list[Seen]:
         name = str(job.get("job_name") or job.get("name"))
         code = {"SUCCEEDED": 0, "FAILED_SETUP": 2, "FAILED_PRECHECKS": 2}.get(state)
         waits = state in ("PENDING", "SUBMITTED", "STARTING", "RECOVERING")
-        found.append(job_seen(name, str(job.get("job_id")), state in _OVER, waits=waits, code=code))
+        found.append(
+            job_status(name, str(job.get("job_id")), state in _OVER, waits=waits, code=code)
+        )
     return found
 
 

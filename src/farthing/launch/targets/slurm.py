@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from farthing.launch.ask import GRACE_S, Ask, script_of
-from farthing.launch.driver import Seen, job_seen
+from farthing.launch.driver import InstanceStatus, job_status
+from farthing.launch.request import GRACE_S, LaunchRequest, script_of
 from farthing.launch.target import Commands, Files, Target
 from farthing.run.machines import Machine
 
@@ -23,7 +23,7 @@ _OVER = [
 ]
 
 
-def render(ask: Ask) -> Files:
+def render(ask: LaunchRequest) -> Files:
     """The batch script. `ask.at` is the partition, `ask.folder` the run folder, which all nodes
     see.
     """
@@ -50,15 +50,15 @@ def render(ask: Ask) -> Files:
     return {BATCH: f'#!/bin/sh\n{head}{body}{again}exit "$code"\n'}
 
 
-def _rows(text: str) -> list[Seen]:
+def _rows(text: str) -> list[InstanceStatus]:
     rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
     return [
-        job_seen(name, number, state in _OVER, waits=state in ("PENDING", "REQUEUED"))
+        job_status(name, number, state in _OVER, waits=state in ("PENDING", "REQUEUED"))
         for number, name, state in rows
     ]
 
 
-def _submit(ask: Ask, folder: Path) -> list[str]:
+def _submit(ask: LaunchRequest, folder: Path) -> list[str]:
     return ["sbatch", "--parsable", str(folder / BATCH)]
 
 

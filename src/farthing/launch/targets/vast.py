@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 
-from farthing.launch.ask import CREATED_AT, ENDS_AT, SCRIPT, Ask, script_of
+from farthing.launch.request import CREATED_AT, ENDS_AT, SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Files, Target
 from farthing.storage.files import Json
 
@@ -54,7 +54,7 @@ trap end_it EXIT
 {script.removeprefix("#!/bin/sh" + chr(10))}"""
 
 
-def render(ask: Ask) -> Files:
+def render(ask: LaunchRequest) -> Files:
     """Three requests: an offer lives for seconds, so it is searched for when it is wanted. With
     `price` it is a bid.
 

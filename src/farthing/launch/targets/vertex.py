@@ -6,8 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
-from farthing.launch.ask import SCRIPT, Ask, script_of
-from farthing.launch.driver import Seen, job_seen
+from farthing.launch.driver import InstanceStatus, job_status
+from farthing.launch.request import SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Commands, Files, Target
 from farthing.storage.files import Json
 
@@ -26,7 +26,7 @@ _SECRET = (
 """Prints a secret of Secret Manager, read as the job's service account."""
 
 
-def with_secrets(ask: Ask) -> str:
+def with_secrets(ask: LaunchRequest) -> str:
     """The script of the machine, which first fetches its secrets by their names: the document has
     no place for them.
     """
@@ -40,7 +40,7 @@ def with_secrets(ask: Ask) -> str:
     return f"{head}\nread={shlex.quote(_SECRET)}\n{lines}{rest}" if lines else script
 
 
-def render(ask: Ask) -> Files:
+def render(ask: LaunchRequest) -> Files:
     """The job. `ask.at` is PROJECT/REGION, with /SERVICE_ACCOUNT where that is another than the
     default.
 
@@ -89,9 +89,9 @@ def render(ask: Ask) -> Files:
     }
 
 
-def _parse(text: str) -> list[Seen]:
+def _parse(text: str) -> list[InstanceStatus]:
     return [
-        job_seen(
+        job_status(
             job["displayName"],
             job["name"],
             job["state"] in _OVER,
@@ -117,7 +117,7 @@ def commands(at: str) -> Commands:
     ]
     of = 'resource.type="ml_job" AND resource.labels.job_id='
 
-    def submit(ask: Ask, folder: Path) -> list[str]:
+    def submit(ask: LaunchRequest, folder: Path) -> list[str]:
         labels = f"--labels=farthing-launch={ask.launch_id}"
         config = f"--config={folder / 'job_spec.json'}"
         return [

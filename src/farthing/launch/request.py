@@ -1,9 +1,9 @@
 """What is asked of a target, in plain values: all that a renderer knows, and the script that every
 machine runs.
 
-An `Ask` holds names of secrets, never their values. What is known only when a machine is made (the
-time, the secrets) stands in the files as ${NAME} and is filled in on the way out. Refuses to touch
-files, clocks and the network.
+An `LaunchRequest` holds names of secrets, never their values. What is known only when a machine is
+made (the time, the secrets) stands in the files as ${NAME} and is filled in on the way out. Refuses
+to touch files, clocks and the network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MARK = "END_OF_FARTHING_FILE"
 
 
 @dataclass(frozen=True)
-class Ask:
+class LaunchRequest:
     """One machine for one run."""
 
     name: str
@@ -95,7 +95,7 @@ def home_of(shared: str) -> str:
     return f"{shlex.quote(shared)}/launch" if shared else '"${FARTHING_HOME:-$HOME/.farthing}"'
 
 
-def script_of(ask: Ask) -> str:
+def script_of(ask: LaunchRequest) -> str:
     """What a machine runs, as a POSIX shell script: bring farthing, train, end in time. Its exit
     code is the run's.
 

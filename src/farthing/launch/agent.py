@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, RunBusyError
-from farthing.launch.ask import CREATED_AT, GRACE_S
 from farthing.launch.inputs import fetch_inputs
+from farthing.launch.request import CREATED_AT, GRACE_S
 from farthing.launch.words import Speaker
 from farthing.run.signals import handled
 from farthing.run.supervisor import begin
@@ -31,7 +31,7 @@ BEAT_S, MOST_LOG_BYTES = 30.0, 65536
 STORE_S = 600.0
 
 
-class Aboard:
+class HostAgent:
     """One stay on a machine. `facts` are the ask's; `job` is the job file beside."""
 
     def __init__(self, job: Path, facts: Json, clock: Callable[[], float] = time.time) -> None:
@@ -161,8 +161,8 @@ class Aboard:
                 return
 
 
-def go_aboard(job: str, told: str) -> int:
-    """Run the job on this machine as the script of an `Ask` has it told in a file beside; the exit
-    code.
+def run_agent(job: str, told: str) -> int:
+    """Run the job on this machine as the script of an `LaunchRequest` has it told in a file beside;
+    the exit code.
     """
-    return Aboard(Path(job), read_json(Path(told))).run()
+    return HostAgent(Path(job), read_json(Path(told))).run()
