@@ -11,11 +11,20 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from farthing.launch.driver import Driver, InstanceStatus, RefusedError, UnclearError, refusal
+from farthing.launch.driver import (
+    Created,
+    Driver,
+    InstanceStatus,
+    OutOfStockError,
+    ProviderError,
+    RefusedError,
+    UnclearError,
+    refusal,
+)
 from farthing.launch.http import Api
 from farthing.launch.request import CREATED_AT, ENDS_AT, LaunchRequest, values_of
 from farthing.launch.targets import lambda_cloud, runpod, vast
@@ -62,6 +71,11 @@ class Client(Driver):
     def __init__(self, api: Api) -> None:
         self._api = api
 
+    @property
+    def clock_offset_s(self) -> float:
+        """See `Driver`."""
+        return self._api.clock_offset_s
+
 
 class RunPod(Client):
     """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of
@@ -69,7 +83,7 @@ class RunPod(Client):
     """
 
     @_understood()
-    def create(self, ask: LaunchRequest, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """See `Driver`."""
         ends = datetime.fromtimestamp(asked_at + ask.most_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         request = json.loads(runpod.render(ask)[runpod.REQUEST])
@@ -81,8 +95,8 @@ class RunPod(Client):
             raise refusal(why)
         made = next(iter((answer.get("data") or {}).values()), None)
         if not made:
-            raise RefusedError("no such machine is free", is_stock=True)
-        return str(made["id"])
+            raise OutOfStockError("no such machine is free")
+        return Created(str(made["id"]), _price(made.get("costPerHr")))
 
     @_understood()
     def listed(self, prefix: str) -> list[InstanceStatus]:
@@ -93,7 +107,14 @@ class RunPod(Client):
             if isinstance(answer, dict)
             else answer or []
         )
-        return _seen(pods, "name", "status", over=("EXITED", "ERROR"), gone=("TERMINATED",))
+        return _seen(
+            pods,
+            "name",
+            "status",
+            over=("EXITED", "ERROR"),
+            gone=("TERMINATED",),
+            price=lambda row: row.get("costPerHr"),
+        )
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
@@ -104,7 +125,7 @@ class Vast(Client):
     """Instances: searched, asked for, and given a scheduled deletion at once."""
 
     @_understood()
-    def create(self, ask: LaunchRequest, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer
         refused.
         """
@@ -113,7 +134,7 @@ class Vast(Client):
             _sure(self._api, "POST", "/api/v0/bundles/", json.loads(files[vast.SEARCH])) or {}
         ).get("offers") or []
         if not found:
-            raise RefusedError("no host offers it at this price now", is_stock=True)
+            raise OutOfStockError("no host offers it at this price now")
         body = filled(
             json.loads(files[vast.CREATE]),
             {**values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"},
@@ -127,12 +148,12 @@ class Vast(Client):
         )
         try:
             self.secure(made)
-        except (RefusedError, UnclearError) as error:
+        except ProviderError as error:
             self.destroy(made)
             raise RefusedError(
                 f"its end could not be scheduled ({error}), so it was destroyed at once"
             ) from error
-        return made.id
+        return Created(made.id, None if ask.offer.is_spot else _price(found[0].get("dph_total")))
 
     def secure(self, machine: Machine) -> None:
         """See `Driver`. Status 422: such a job is there already."""
@@ -158,7 +179,13 @@ class Vast(Client):
             if not answer.get("next_token"):
                 break
             path = f"/api/v1/instances/?limit=25&after_token={answer['next_token']}"
-        return _seen(found, "label", "actual_status", over=("exited", "offline", "dead"))
+        return _seen(
+            found,
+            "label",
+            "actual_status",
+            over=("exited", "offline", "dead"),
+            price=lambda row: row.get("dph_total"),
+        )
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
@@ -179,7 +206,7 @@ class Lambda(Client):
     ends_by_itself = False
 
     @_understood()
-    def create(self, ask: LaunchRequest, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """See `Driver`."""
         body = json.loads(lambda_cloud.render(ask)[lambda_cloud.REQUEST])
         values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
@@ -191,13 +218,20 @@ class Lambda(Client):
         made = (answer.get("data") or {}).get("instance_ids") or []
         if not made:
             raise UnclearError("an answer without an instance")
-        return str(made[0])
+        return Created(str(made[0]))
 
     @_understood()
     def listed(self, prefix: str) -> list[InstanceStatus]:
         """See `Driver`."""
         found = (_sure(self._api, "GET", "/api/v1/instances") or {}).get("data") or []
-        return _seen(found, "name", "status", over=("unhealthy",), gone=("terminated", "preempted"))
+        return _seen(
+            found,
+            "name",
+            "status",
+            over=("unhealthy",),
+            gone=("terminated", "preempted"),
+            price=lambda row: row["instance_type"]["price_cents_per_hour"] / 100,
+        )
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
@@ -210,19 +244,46 @@ class Lambda(Client):
 
 
 def _seen(
-    rows: list[Json], name: str, state: str, *, over: Sequence[str], gone: Sequence[str] = ()
+    rows: list[Json],
+    name: str,
+    state: str,
+    *,
+    over: Sequence[str],
+    gone: Sequence[str] = (),
+    price: Callable[[Json], Any],
 ) -> list[InstanceStatus]:
     """Machines as a provider lists them, by the names of its fields."""
-    left = [row for row in rows if row.get(state) not in gone]
-    return [
-        InstanceStatus(str(row.get(name)), str(row["id"]), is_over=row.get(state) in over)
-        for row in left
-    ]
+    found = []
+    for row in rows:
+        if row.get(state) in gone:
+            continue
+        try:
+            usd_per_hour = _price(price(row))
+        except (LookupError, TypeError):
+            usd_per_hour = None
+        found.append(
+            InstanceStatus(
+                str(row.get(name)),
+                str(row["id"]),
+                is_over=row.get(state) in over,
+                usd_per_hour=usd_per_hour,
+            )
+        )
+    return found
+
+
+def _price(value: Any) -> float | None:
+    """Dollars an hour as a provider tells them; None for what is no price."""
+    try:
+        usd = float(value)
+    except (TypeError, ValueError):
+        return None
+    return usd if 0 < usd < 100_000 else None
 
 
 def _sure(api: Api, method: str, path: str, body: Any = None) -> Any:
-    """The answer to a question or a deletion: a refusal of those leaves open what there is. Raises
-    `UnclearError`.
+    """The answer to a question or a deletion, whose refusal settles nothing. Raises `UnclearError`,
+    `UnauthorizedError`.
     """
     try:
         return api.ask(method, path, body)

@@ -1,22 +1,37 @@
 """Targets that have a command of their own: it is run, as the user would, and what it prints is
 read.
 
-The user's own login is used; nothing of it is read or kept. Refuses to guess: a command that fails
-may have done its work, so it is `UnclearError`, and the job is looked for by its name.
+The user's own login is used; nothing of it is read or kept. A command that fails may have done its
+work: that is an `UnclearError`, and the job is looked for by its name.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from farthing.launch.driver import Driver, InstanceStatus, RefusedError, UnclearError
+from farthing.launch.driver import (
+    Created,
+    Driver,
+    InstanceStatus,
+    RefusedError,
+    TimedOutError,
+    UnauthorizedError,
+    UnclearError,
+)
 from farthing.launch.request import LaunchRequest
 from farthing.launch.target import Commands
 from farthing.run.machines import Machine
 
 TIMEOUT_S = 180.0
+_NO_LOGIN = re.compile(
+    r"unauthorized|unauthenticated|not logged in|must be logged in|permission.?denied|forbidden"
+    r"|invalid (user )?(access )?(token|credentials)|reauthentication",
+    re.IGNORECASE,
+)
+"""What commands print where the login is missing, has expired or may not do this."""
 
 
 class CommandDriver(Driver):
@@ -29,12 +44,10 @@ class CommandDriver(Driver):
     ) -> None:
         self._commands, self._files, self.restarts = commands, files, restarts
 
-    def create(self, ask: LaunchRequest, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """See `Driver`. Secrets are in this process' environment, where the command finds them."""
-        return (
-            self._commands.id_of(run_command(self._commands.submit(ask, self._files(ask))))
-            or ask.name
-        )
+        printed = run_command(self._commands.submit(ask, self._files(ask)))
+        return Created(self._commands.id_of(printed) or ask.name)
 
     def listed(self, prefix: str) -> list[InstanceStatus]:
         """See `Driver`."""
@@ -69,7 +82,7 @@ def ended(
             f"there is no command `{words[0]}` here: see `farthing doctor --target`"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise UnclearError(
+        raise TimedOutError(
             f"{who or f'`{words[0]}`'} has not answered in {timeout_s:.0f} s"
         ) from error
 
@@ -79,5 +92,6 @@ def run_command(words: Sequence[str]) -> str:
     done = ended(words)
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[-300:]
-        raise UnclearError(f"`{words[0]}` ended with {done.returncode}: {said}")
+        why = f"`{words[0]}` ended with {done.returncode}: {said}"
+        raise UnauthorizedError(why) if _NO_LOGIN.search(said) else UnclearError(why)
     return done.stdout

@@ -6,30 +6,56 @@ Refuses to decide anything: `supervise` does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from farthing.launch.request import LaunchRequest
 from farthing.run.machines import Machine
 
 
-class RefusedError(Exception):
-    """Nothing was made, and the provider said why. `is_stock`: it may have one later; `is_final`:
-    it is the account.
-    """
-
-    def __init__(self, why: str, *, is_stock: bool = False, is_final: bool = False) -> None:
-        super().__init__(why)
-        self.is_stock, self.is_final = is_stock, is_final
+class ProviderError(Exception):
+    """What came of a request to a provider."""
 
 
-def refusal(why: str) -> RefusedError:
-    """A refusal by what the provider says: whether there is none at the moment, or whether the
-    account may have none.
-    """
+class RefusedError(ProviderError):
+    """Nothing was made or changed, and the provider gave a reason."""
+
+
+class OutOfStockError(RefusedError):
+    """The provider has no such machine now; it may have one later."""
+
+
+class NotFoundError(RefusedError):
+    """The provider knows nothing of this name."""
+
+
+class UnauthorizedError(ProviderError):
+    """The provider does not accept the credentials, or the account may not do this."""
+
+
+class UnclearError(ProviderError):
+    """No answer, or one that does not tell whether the request was carried out."""
+
+
+class TimedOutError(UnclearError):
+    """The provider did not answer in time."""
+
+
+class RateLimitedError(UnclearError):
+    """The provider asks for fewer requests."""
+
+
+class ServerError(UnclearError):
+    """The provider failed."""
+
+
+def refusal(why: str, status: int = 400) -> ProviderError:
+    """The error of a refusal, by its HTTP status and by the provider's words."""
     low = why.lower()
-    is_stock = any(word in low for word in _STOCK)
-    return RefusedError(
-        why, is_stock=is_stock, is_final=not is_stock and any(word in low for word in _ACCOUNT)
-    )
+    if any(word in low for word in _STOCK):
+        return OutOfStockError(why)
+    if status in (401, 402, 403) or any(word in low for word in _ACCOUNT):
+        return UnauthorizedError(why)
+    return NotFoundError(why) if status == 404 else RefusedError(why)
 
 
 _STOCK = (
@@ -41,20 +67,7 @@ _STOCK = (
     "no instances",
     "stock",
 )
-_ACCOUNT = (
-    "status 401",
-    "status 402",
-    "status 403",
-    "insufficient",
-    "credit",
-    "balance",
-    "unauthorized",
-    "api key",
-)
-
-
-class UnclearError(Exception):
-    """No answer, or one that does not say whether it was done."""
+_ACCOUNT = ("insufficient", "credit", "balance", "unauthorized", "api key")
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,15 @@ class InstanceStatus:
     """In a queue, where nothing is paid."""
     is_paid: bool = True
     """Whether it costs money; what does not is gone."""
+    usd_per_hour: float | None = None
+    """What the provider charges for it; None where it does not tell."""
+
+
+class Created(NamedTuple):
+    """A machine that was made. `usd_per_hour` is None where the answer does not tell the price."""
+
+    id: str
+    usd_per_hour: float | None = None
 
 
 def job_status(
@@ -83,8 +105,8 @@ def job_status(
 
 
 class Driver:
-    """A target. Every call may raise `UnclearError`. What is written out here is shared by those
-    that list their machines.
+    """A target. Every call may raise `UnclearError` and `UnauthorizedError`. The methods with a
+    body serve targets that list their machines.
     """
 
     is_paid_in_queue = True
@@ -102,8 +124,13 @@ class Driver:
     may_refuse_twice = False
     """Whether a deletion may fail for a machine that is over, so that it is looked for first."""
 
-    def create(self, ask: LaunchRequest, asked_at: float) -> str:
-        """Make the machine; its id. Raises `RefusedError` where nothing was made."""
+    @property
+    def clock_offset_s(self) -> float:
+        """Seconds that the provider's clock, by which it bills, is ahead of this machine's."""
+        return 0.0
+
+    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
+        """Make the machine. Raises `RefusedError` where nothing was made."""
         raise NotImplementedError
 
     def secure(self, machine: Machine) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from farthing.launch.commands import ended
-from farthing.launch.driver import Driver, InstanceStatus, RefusedError, UnclearError
+from farthing.launch.driver import Created, Driver, InstanceStatus, RefusedError, UnclearError
 from farthing.launch.request import CREATED_AT, SCRIPT, LaunchRequest, home_of, script_of, values_of
 from farthing.run.machines import Machine
 
@@ -94,7 +94,7 @@ class HostDriver(Driver):
             )
         return done.stdout
 
-    def create(self, ask: LaunchRequest, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """See `Driver`. A script of that name which runs already is left to run: this is the same
         request again.
         """
@@ -123,7 +123,7 @@ cat "$d/pid"
             said = self.tell(ask.offer.instance, script)
         except UnreachableError as error:
             raise RefusedError(str(error)) from error
-        return said.split()[-1] if said.split() else ask.name
+        return Created(said.split()[-1] if said.split() else ask.name)
 
     def look(self, machine: Machine) -> InstanceStatus | None:
         """See `Driver`."""

@@ -24,8 +24,8 @@ from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.launch.inputs import Packed, inputs_key, pack
 from farthing.launch.registry import HERE, PROVIDERS, called, find_target, refuse_nowhere, target_of
-from farthing.launch.request import GRACE_S, PLAIN_IMAGE, LaunchRequest
-from farthing.launch.supervise import NoBudgetError, Patience
+from farthing.launch.request import GRACE_S, PLAIN_IMAGE, LaunchRequest, least_s
+from farthing.launch.supervise import TEARDOWN_S, NoBudgetError, Patience
 from farthing.launch.target import Target
 from farthing.planner.inputs import Asked, study_job
 from farthing.planner.types import Plan
@@ -35,11 +35,7 @@ from farthing.run.machines import MachineLedger, bill_by_machine
 from farthing.storage.files import Json
 from farthing.units import say_seconds, say_usd
 
-TEARDOWN_S = 120
-"""Kept back of every cap: from the end of training to the confirmed deletion."""
 NO_LIMIT_S = 366 * 86400
-LEAST_USE_S = 60.0
-"""A machine that could train for less is not rented."""
 SETTINGS = [
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT_URL_S3",
@@ -122,9 +118,17 @@ class Prepared:
     ) -> LaunchRequest:
         """What to ask for as the machine of this number. Raises `NoBudgetError`."""
         rate, limits = offer.usd_per_hour or 0.0, self.job.limits
-        rows = bill_by_machine(list(ledger.machines.values()), accounts, now)
-        overhead_usd = sum(row["usd"] - row["usd_of"]["train"] for row in rows)
-        spent_usd = overhead_usd + sum(account.usd for account in accounts)
+        trained_usd = sum(account.usd for account in accounts)
+        machines = [each for each in ledger.machines.values() if not each.is_refused]
+        elsewhere = [
+            account
+            for account in accounts
+            if not any(
+                each.asked_at <= account.started_at < (each.gone_at or now) for each in machines
+            )
+        ]
+        spent_usd = ledger.usd(now) + sum(account.usd for account in elsewhere)
+        overhead_usd = spent_usd - trained_usd
         reserve_usd = TEARDOWN_S / 3600 * rate
         boot_s = boot_of(offer.provider).seconds if self.target.is_rented else 0.0
         lasts = {"": float(NO_LIMIT_S)}
@@ -140,7 +144,7 @@ class Prepared:
         if limits.deadline is not None:
             lasts["limits.deadline"] = limits.deadline.timestamp() - now
         which = min(lasts, key=lambda name: lasts[name])
-        if lasts[which] < boot_s + LEAST_USE_S:
+        if lasts[which] < least_s(boot_s):
             raise NoBudgetError(
                 f"{which} leaves {say_seconds(max(0.0, lasts[which]))} of {offer.provider}"
                 f" {offer.gpu or offer.instance}: not enough to boot ({say_seconds(boot_s)}) and"
@@ -160,7 +164,6 @@ class Prepared:
             "reserve_usd": round(reserve_usd, 6) if has_cap else 0.0,
         }
         is_here = self.target.name in (*OWN_FOLDERS, "ssh")
-        other = [each for each in self.offers if each != offer]
         calls = called(self.target, offer)
         assert calls is not None  # others were left out
         return LaunchRequest(
@@ -170,6 +173,7 @@ class Prepared:
             offer=offer,
             usd_per_hour=rate,
             most_s=int(lasts[which]),
+            left_usd=None if limits.max_usd is None else limits.max_usd - spent_usd,
             job_text=self._job_text(offer),
             aboard=aboard,
             gpu_id=calls.gpu_id,
@@ -182,9 +186,6 @@ class Prepared:
             settings={
                 name: os.environ[name] for name in SETTINGS if _is_plain(os.environ.get(name))
             },
-            fallbacks=tuple(
-                (each, found.gpu_id) for each in other if (found := called(self.target, each))
-            )[:9],
         )
 
     def _job_text(self, offer: Offer) -> str:

@@ -43,6 +43,8 @@ class LaunchRequest:
     usd_per_hour: float
     most_s: int
     """Seconds from the request until the provider ends it, whoever of us is still alive."""
+    left_usd: float | None
+    """What of the cap was left before it; None without a cap in dollars."""
     job_text: str
     aboard: Json
     """What `farthing launch --aboard` is told there."""
@@ -59,9 +61,6 @@ class LaunchRequest:
     """Names of environment variables."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that are no secrets."""
-    fallbacks: tuple[tuple[Offer, str], ...] = ()
-    """The next offers of the ranking with their GPU's names, for targets that choose among several.
-    """
 
     @property
     def on(self) -> str:
@@ -72,6 +71,15 @@ class LaunchRequest:
     def launch_id(self) -> str:
         """The part of the name that all machines of a launch share."""
         return self.name.rpartition("-")[0]
+
+
+LEAST_USE_S = 60.0
+"""A machine that could train for less is not rented."""
+
+
+def least_s(boot_s: float) -> float:
+    """Seconds that a machine must be worth: it boots, trains a while, and has its grace to save."""
+    return boot_s + LEAST_USE_S + GRACE_S
 
 
 def values_of(names: Sequence[str], who: str = "the machine") -> dict[str, str]:

@@ -19,7 +19,7 @@ from farthing.config.job import Job
 from farthing.errors import FarthingError, InputError, RunBusyError, StoreUnavailableError
 from farthing.launch.clients import connect
 from farthing.launch.commands import CommandDriver
-from farthing.launch.driver import Driver, RefusedError, UnclearError
+from farthing.launch.driver import Driver, ProviderError, UnauthorizedError, UnclearError
 from farthing.launch.host_driver import HostDriver
 from farthing.launch.inputs import inputs_key, send_inputs, with_token_sets
 from farthing.launch.prepare import TEARDOWN_S, Prepared, launch_id_of, secrets_of
@@ -140,7 +140,13 @@ class Session:
         """The machines of this launch as the target shows them. Raises `InputError`."""
         try:
             return driver.names(self.prepared.launch_id)
-        except (UnclearError, RefusedError) as error:
+        except UnauthorizedError as error:
+            raise InputError(
+                f"{self.prepared.target.title} refuses the credentials ({error})",
+                where="environment",
+                to_do="export a valid key",
+            ) from error
+        except ProviderError as error:
             name = self.prepared.target.title
             raise InputError(
                 f"{name} does not answer ({error})", where="--on", to_do="try again when it does"
@@ -368,7 +374,7 @@ class Session:
         newest: Machine = machines[-1]
         try:
             return self.words().log(newest.name) or self.driver().log(newest)
-        except (UnclearError, RefusedError) as error:
+        except ProviderError as error:
             raise InputError(
                 f"nobody gives its words ({error})", where=newest.name, to_do="try again"
             ) from error

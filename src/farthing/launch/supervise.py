@@ -19,7 +19,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, InputError
-from farthing.launch.driver import Driver, RefusedError, UnclearError
+from farthing.launch.driver import (
+    Driver,
+    InstanceStatus,
+    OutOfStockError,
+    RefusedError,
+    UnauthorizedError,
+    UnclearError,
+)
 from farthing.launch.request import LaunchRequest
 from farthing.launch.words import StoreWords, Word
 from farthing.prices.offers import Offer
@@ -53,6 +60,14 @@ class Patience:
     """... and how often."""
     n_in_vain: int = 3
     """Machines in a row that saved nothing new."""
+
+
+GAP_S = 30.0
+"""A watcher that did nothing for longer may have been suspended: others may have taken over."""
+TEARDOWN_S = 120
+"""Kept back of every cap: from the end of training to the confirmed deletion."""
+MOST_REPRICED = 2
+"""An offer whose price rises this often on the way is left out."""
 
 
 class NoBudgetError(Exception):
@@ -89,7 +104,8 @@ class Launch:
         sleep: Callable[[float], None],
     ) -> None:
         self._ledger, self._driver, self._make_ask, self._words = ledger, driver, make_ask, words
-        self._offers, self._say, self._clock, self._sleep = list(offers), say, clock, sleep
+        self._offers, self._say, self._sleep = list(offers), say, sleep
+        self._own_clock = clock
         self.patience = Patience()
         self.may_take: Callable[[Offer], bool] = lambda offer: True
         """Whether an offer will do at this moment: spot is left out when the deadline is near."""
@@ -98,19 +114,23 @@ class Launch:
         gone.
         """
         self.awake: Callable[[], float] = clock
-        """Seconds that count for patience: nobody was listening while this machine was suspended.
-        """
+        """Seconds that also pass while this machine is suspended, and that nobody sets."""
+        self.reclaim: Callable[[], None] = lambda: None
+        """Make sure that this launch is still ours to watch. Raises `RunInterruptedError`."""
         self._left_out: set[Offer] = set()
         self._out_of_stock: set[Offer] = set()
         self._n_shared: dict[str, int] = {}
         """How many lines of each machine the store has."""
+        self._n_repriced: dict[tuple[str, str, bool], int] = {}
         self._prefix = self._trouble_said = ""
+        self._held_at = self._n_gaps = 0.0
+        self._locked_at: float | None = None
 
     def run(self, prefix: str) -> int:
         """Until the run has ended or cannot go on; the exit code. `prefix` begins the name of each
         of our machines.
         """
-        self._prefix, n_rounds = prefix, 0
+        self._prefix, n_rounds, self._held_at = prefix, 0, self.awake()
         self._until_clear(self._take_over, "the store")
         self._refuse_what_has_no_price()
         self._refuse_what_is_elsewhere()
@@ -134,6 +154,7 @@ class Launch:
                 )
                 self._out_of_stock.clear()
                 self._sleep(pause_s)
+                self._hold()
                 continue
             if current is None:
                 self._say(
@@ -151,6 +172,7 @@ class Launch:
             self._terminate(current)
             if may_be_held:
                 self._sleep(self.patience.stock_s)
+                self._hold()
             current = None
             if ending.code is not None and ending.code != EXIT_INTERRUPTED:
                 return self._closed(ending.code)
@@ -162,13 +184,17 @@ class Launch:
         self._say("stopped, as somebody asked with --stop")
         return self._closed(EXIT_INTERRUPTED)
 
-    def stop(self, prefix: str) -> None:
-        """Destroy every machine of the launch, and ask until each is confirmed to be gone."""
-        self._prefix = prefix
+    def stop(self, prefix: str) -> bool:
+        """Destroy every machine of the launch, and ask until each is confirmed to be gone. False
+        where the store could not be read: it may know of machines that are not known here.
+        """
+        self._prefix, self._held_at = prefix, self.awake()
+        is_whole = True
         try:
             self._take_over()
-        except UnclearError:
-            pass
+        except UnclearError as error:
+            is_whole = False
+            self._say(f"the store does not answer ({error}): only machines known here are stopped")
         except InputError as error:  # lines that are damaged; machines are found by their names too
             self._say(str(error))
         self._refuse_what_is_elsewhere()
@@ -177,11 +203,61 @@ class Launch:
                 continue
             self._release(machine, Ending("stopped by the user"))
         self._closed(0)
+        return is_whole
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(UnclearError):
             return self._words.is_stopped()
         return False
+
+    def _clock(self) -> float:
+        """The time of day by the provider's clock, by which it bills; ours where it tells none."""
+        return self._own_clock() + self._driver.clock_offset_s
+
+    def _hold(self) -> None:
+        """After a gap: make sure that the launch is still ours, and read what others did meanwhile.
+
+        A suspended watcher may wake beside one that took over; nothing may be made or destroyed by
+        what it remembers.
+        """
+        if self.awake() - self._held_at > GAP_S:
+            self.reclaim()
+            self._until_clear(self._take_over, "the store")
+            self._n_gaps += 1
+        self._held_at = self.awake()
+
+    def _asked(self, call: Callable[[], T]) -> T:
+        """The provider's answer. Raises `UnclearError`, and `InputError` once the credentials have
+        been refused for a while.
+        """
+        try:
+            answer = call()
+        except UnauthorizedError as error:
+            now = self.awake()
+            self._locked_at = now if self._locked_at is None else self._locked_at
+            if not self._ledger.open or now - self._locked_at >= self.patience.lost_s:
+                raise self._locked_out(error) from error
+            raise UnclearError(str(error)) from error
+        self._locked_at = None
+        return answer
+
+    def _locked_out(self, error: Exception) -> InputError:
+        """The provider refuses the credentials: what is still billed, and until when."""
+        still = [
+            f"{machine.name} is still billed at {say_usd(machine.usd_per_hour)} an hour"
+            + (
+                f", {say_seconds(max(0.0, machine.asked_at + machine.most_s - self._clock()))} more"
+                " at the most"
+                if self._driver.ends_by_itself and machine.most_s
+                else ", and nothing ends it"
+            )
+            for machine in self._ledger.open
+        ]
+        return InputError(
+            "; ".join([f"the provider refuses the credentials ({error})", *still]),
+            where="environment",
+            to_do="export a valid key, then: farthing launch attach JOB, or farthing launch stop JOB",
+        )
 
     # ---- a new machine ----
 
@@ -237,7 +313,7 @@ class Launch:
         """Put machines of this launch that are there and in no line of the ledger into it: another
         folder asked for them.
         """
-        there = self._driver.names(self._prefix)
+        there = self._asked(lambda: self._driver.names(self._prefix))
         for name, number in there.items():
             known = self._ledger.machines.get(name)
             if known is None and name.rpartition("-")[2].isdigit():
@@ -278,6 +354,7 @@ class Launch:
     def _rent(self) -> Machine | None:
         """The next machine, made; None where no offer is left. Raises `NoBudgetError`."""
         while offer := self._next_offer():
+            self._hold()
             number = self._ledger.next_number
             ask = self._make_ask(number, offer, self._accounts())
             now = self._clock()
@@ -293,6 +370,8 @@ class Launch:
                 gpu=offer.gpu,
                 is_spot=offer.is_spot,
                 usd_per_hour=ask.usd_per_hour,
+                price_source=f"{offer.source}, {offer.date.isoformat()}",
+                left_usd=ask.left_usd,
                 most_s=ask.most_s,
                 is_paid_in_queue=self._driver.is_paid_in_queue,
                 committed=self._committed(),
@@ -300,29 +379,91 @@ class Launch:
             self._until_clear(self._share, "the store")
             try:
                 made = self._driver.create(ask, now)
-                self._ledger.note(ask.name, "created", self._clock(), id=made)
-                self._say(
-                    f"{ask.name}: made ({offer.provider} {offer.instance or offer.gpu}, id {made})"
+                self._ledger.note(
+                    ask.name,
+                    "created",
+                    self._clock(),
+                    id=made.id,
+                    **({} if made.usd_per_hour is None else {"usd_per_hour": made.usd_per_hour}),
                 )
-                return machine
-            except RefusedError as error:
+                price = machine.usd_per_hour
+                self._say(
+                    f"{ask.name}: made ({offer.provider} {offer.instance or offer.gpu}, id"
+                    f" {made.id}), {say_usd(price)} an hour, {machine.price_from}"
+                )
+                with contextlib.suppress(UnclearError):
+                    self._take_price(machine, self._asked(lambda: self._driver.look(machine)))
+                if not self._is_too_dear(machine):
+                    self._tell_price(machine)
+                    return machine
+                self._send_back(machine, offer)
+            except (RefusedError, UnauthorizedError) as error:
                 self._ledger.note(ask.name, "refused", self._clock(), why=str(error))
                 self._say(f"{ask.name}: refused by {offer.provider}: {error}")
-                if error.is_final:
+                if isinstance(error, UnauthorizedError):
                     self._closed(EXIT_MISTAKE)
                     raise InputError(
                         str(error), where=offer.provider, to_do="mend it there, then launch again"
                     ) from error
-                (self._out_of_stock if error.is_stock else self._left_out).add(offer)
+                is_stock = isinstance(error, OutOfStockError)
+                (self._out_of_stock if is_stock else self._left_out).add(offer)
             except UnclearError as error:
                 self._say(
                     f"{ask.name}: {offer.provider} gave no clear answer ({error}); looking for it"
                     " by name"
                 )
                 if self._found(machine) and self._is_secured(machine):
-                    return machine
-                self._left_out.add(offer)
+                    if not self._is_too_dear(machine):
+                        self._tell_price(machine)
+                        return machine
+                    self._send_back(machine, offer)
+                else:
+                    self._left_out.add(offer)
         return None
+
+    # ---- the price that is charged ----
+
+    def _take_price(self, machine: Machine, seen: InstanceStatus | None) -> None:
+        """Book the price that the provider tells, where it is another than the one known."""
+        price = None if seen is None else seen.usd_per_hour
+        if price is None or (
+            machine.charged and abs(price - machine.usd_per_hour) <= 1e-4 * machine.usd_per_hour
+        ):
+            return
+        is_other = abs(price - machine.usd_per_hour) > 1e-4 * machine.usd_per_hour
+        known = machine.usd_per_hour
+        self._ledger.note(machine.name, "priced", self._clock(), usd_per_hour=price)
+        if is_other:
+            self._say(
+                f"{machine.name}: the provider charges {say_usd(price)} an hour, not"
+                f" {say_usd(known)}"
+            )
+            self._tell_price(machine)
+
+    def _tell_price(self, machine: Machine) -> None:
+        with contextlib.suppress(UnclearError):
+            self._words.tell_price(machine.name, machine.usd_per_hour)
+
+    def _is_too_dear(self, machine: Machine) -> bool:
+        """Whether the machine's own end would come after the cap, at the price that is charged."""
+        if machine.left_usd is None or not machine.most_s:
+            return False
+        most_usd = (machine.most_s + TEARDOWN_S) / 3600 * machine.usd_per_hour
+        return most_usd > machine.left_usd * (1 + 1e-6) + 1e-6
+
+    def _send_back(self, machine: Machine, offer: Offer) -> None:
+        """End a machine that costs more than the cap allows, before it trains; its offer comes last
+        from now on, at the price that was charged.
+        """
+        price = machine.usd_per_hour
+        why = f"{say_usd(price)} an hour instead of {say_usd(offer.usd_per_hour or 0.0)}"
+        self._release(machine, Ending(f"{why}: the cap does not allow it for that long"))
+        self._terminate(machine)
+        of = offer.provider, offer.instance, offer.is_spot
+        self._n_repriced[of] = self._n_repriced.get(of, 0) + 1
+        self._offers = [each for each in self._offers if each != offer]
+        if self._n_repriced[of] <= MOST_REPRICED and offer.usd_per_hour:
+            self._offers.append(replace(offer, usd=offer.usd * price / offer.usd_per_hour))
 
     def _next_offer(self) -> Offer | None:
         out = self._left_out | self._out_of_stock
@@ -340,9 +481,10 @@ class Launch:
         until = max(machine.asked_at, began) + self._driver.late_s
         while True:
             try:
-                seen = self._driver.look(machine)
+                seen = self._asked(lambda: self._driver.look(machine))
                 if seen is not None:
                     self._ledger.note(machine.name, "created", self._clock(), id=seen.id)
+                    self._take_price(machine, seen)
                     return True
                 if self._clock() >= until and began - machine.asked_at > self._driver.late_s:
                     at = min(began, machine.asked_at + machine.most_s) if machine.most_s else began
@@ -365,11 +507,12 @@ class Launch:
                     )
                 is_said = True
             self._sleep(self.patience.poll_s)
+            self._hold()
 
     def _is_secured(self, machine: Machine) -> bool:
         """Whether a machine that was found has its end; one that has none is destroyed."""
         try:
-            self._driver.secure(machine)
+            self._asked(lambda: self._driver.secure(machine))
             return True
         except (RefusedError, UnclearError) as error:
             self._release(
@@ -384,16 +527,23 @@ class Launch:
         """Until it has left, is lost or has to go."""
         is_paid = self._driver.is_paid_in_queue
         n_absent, was_seen, answered_at, beat, beat_at = 0, False, self.awake(), "", self.awake()
+        began, n_gaps = self.awake(), self._n_gaps
+        is_ours = abs(self._clock() - machine.asked_at) < self.patience.boot_s
+        # an adopted machine was asked for by another clock: its age counts from its adoption
         while True:
+            self._hold()
+            if n_gaps != self._n_gaps:  # nobody was listening meanwhile
+                n_gaps, answered_at, beat_at = self._n_gaps, self.awake(), self.awake()
             self._sweep()
             if self._is_stopped():
                 return Ending("stopped by the user")
             now, awake, word = self._clock(), self.awake(), Word()
+            age = now - machine.asked_at if is_ours else awake - began
             try:
                 word = self._words.of(machine.name)
                 if word.has_booted and machine.booted_at is None:
                     self._ledger.note(machine.name, "booted", now)
-                    self._say(f"{machine.name}: booted after {say_seconds(now - machine.asked_at)}")
+                    self._say(f"{machine.name}: booted after {say_seconds(age)}")
                     beat_at = awake
                 if word.beat != beat:
                     beat, beat_at = word.beat, awake
@@ -404,10 +554,11 @@ class Launch:
             ):
                 return Ending(word.why or f"left with {word.code}", word.code)
             try:
-                seen = self._driver.look(machine)
+                seen = self._asked(lambda: self._driver.look(machine))
+                self._take_price(machine, seen)
                 answered_at, was_seen = awake, was_seen or seen is not None
                 n_absent = n_absent + 1 if seen is None else 0
-                if n_absent >= 3 and (was_seen or now - machine.asked_at > self._driver.late_s):
+                if n_absent >= 3 and (was_seen or age > self._driver.late_s):
                     return Ending(
                         "taken away" if machine.booted_at else "gone before it had booted"
                     )
@@ -421,10 +572,10 @@ class Launch:
                 elif (
                     is_paid
                     and machine.booted_at is None
-                    and now - machine.asked_at > self.patience.boot_s
+                    and age > self.patience.boot_s
                 ):
                     return Ending(
-                        f"not booted after {say_seconds(now - machine.asked_at)}",
+                        f"not booted after {say_seconds(age)}",
                         leaves_offer_out=True,
                     )
             except UnclearError:
@@ -432,9 +583,18 @@ class Launch:
                     return Ending(f"no answer for {say_seconds(awake - answered_at)}")
             if machine.booted_at is not None and awake - beat_at > self.patience.silent_s:
                 return Ending(f"it has said nothing for {say_seconds(self.patience.silent_s)}")
-            if is_paid and machine.most_s and now - machine.asked_at > machine.most_s + 60:
+            if self._is_at_cap(machine):
+                return Ending("the cap is reached at the price that is charged", EXIT_LIMIT)
+            if is_paid and machine.most_s and age > machine.most_s + 60:
                 return Ending("its time is over", EXIT_LIMIT)
             self._sleep(self.patience.poll_s)
+
+    def _is_at_cap(self, machine: Machine) -> bool:
+        """Whether the machine has to end now for the cap to hold until it is confirmed gone."""
+        if machine.left_usd is None:
+            return False
+        soon = self._clock() + self.patience.poll_s + TEARDOWN_S / 2
+        return machine.usd(soon) > machine.left_usd
 
     def _last_word(self, machine: Machine) -> int | None:
         """The exit code of a machine that runs no more, from its words, which may be a moment late."""  # noqa: E501
@@ -479,13 +639,15 @@ class Launch:
                 )
                 return
             self._sleep(pause_s)
+            self._hold()
             pause_s = min(60.0, pause_s * 2)
 
     def _is_gone(self, machine: Machine) -> bool:
         """Ask once for its deletion, and whether it is gone."""
         try:
-            self._driver.destroy(machine)
-            seen = self._driver.look(machine)
+            self._hold()
+            self._asked(lambda: self._driver.destroy(machine))
+            seen = self._asked(lambda: self._driver.look(machine))
             if seen is not None and seen.is_paid:
                 return False
             why = machine.why
@@ -519,11 +681,18 @@ class Launch:
         with contextlib.suppress(UnclearError):
             self._share()
         with contextlib.suppress(UnclearError):
-            for name, found in self._driver.names(self._prefix).items():
-                machine = self._ledger.machines.get(name) or Machine(name)
-                if not machine.is_open or machine.asked_at == 0.0:
+            for name, found in self._asked(lambda: self._driver.names(self._prefix)).items():
+                if not self._is_known(name):
+                    self.reclaim()
+                    self._take_over()  # whoever took this launch over has written it down
+                if not self._is_known(name):
                     self._say(f"{name} should not be there: destroying it")
+                    machine = self._ledger.machines.get(name) or Machine(name)
                     self._driver.destroy(replace(machine, id=found))
+
+    def _is_known(self, name: str) -> bool:
+        machine = self._ledger.machines.get(name)
+        return machine is not None and machine.is_open and machine.asked_at > 0.0
 
     def _closed(self, code: int) -> int:
         """Wait until every machine is confirmed to be gone, then the code. A host of one's own that
@@ -539,6 +708,7 @@ class Launch:
                 )
                 break
             self._sleep(self.patience.poll_s)
+            self._hold()
             self._sweep()
         with contextlib.suppress(UnclearError):
             self._share()

@@ -9,7 +9,7 @@ anybody.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from farthing.storage.files import Json, fsync_path, make_private
 from farthing.storage.logs import SummedLines
 
 MACHINES = "machines.jsonl"
-EVENTS = ("asked", "created", "refused", "booted", "left", "gone")
+EVENTS = ("asked", "created", "refused", "priced", "booted", "left", "gone")
 _BILLED = (
     *("name", "target", "provider", "instance", "gpu", "is_spot", "id", "usd_per_hour"),
-    *("state", "why", "asked_at", "gone_at"),
+    *("state", "why", "asked_at", "gone_at", "price_from"),
 )
 
 
@@ -41,6 +41,11 @@ class Machine:
     gpu: str = ""
     is_spot: bool = False
     usd_per_hour: float = 0.0
+    """The newest price that is known: the provider's own, else the planned one."""
+    price_source: str = ""
+    """Where the planned price is from, with its date."""
+    left_usd: float | None = None
+    """What of the cap was left when it was asked for; None without a cap in dollars."""
     is_paid_in_queue: bool = True
     """Whether money is counted from the request on; False for queues, where it is from the start.
     """
@@ -54,6 +59,8 @@ class Machine:
     booted_at: float | None = None
     left_at: float | None = None
     gone_at: float | None = None
+    charged: list[tuple[float, float]] = field(default_factory=list)
+    """What the provider charges: (from when, dollars an hour), the oldest first."""
     is_refused: bool = False
     """Nothing was made."""
     code: int | None = None
@@ -85,8 +92,25 @@ class Machine:
         return max(0.0, (now if self.gone_at is None else self.gone_at) - start)
 
     def usd(self, now: float) -> float:
-        """Dollars up to `now`."""
-        return self.billed_s(now) / 3600 * self.usd_per_hour
+        """Dollars up to `now`, at the prices that were charged; at the planned one where the
+        provider tells none.
+        """
+        end = now if self.gone_at is None else self.gone_at
+        start = end - self.billed_s(now)
+        prices = self.charged or [(start, self.usd_per_hour)]
+        total = 0.0
+        for n, (since, price) in enumerate(prices):
+            begins = max(start, since) if n else start
+            ends = prices[n + 1][0] if n + 1 < len(prices) else end
+            total += max(0.0, min(end, ends) - begins) / 3600 * price
+        return total
+
+    @property
+    def price_from(self) -> str:
+        """Who told the price."""
+        if self.charged:
+            return "the provider"
+        return f"assumed: {self.price_source}" if self.price_source else "assumed"
 
 
 class MachineLedger:
@@ -161,6 +185,8 @@ class MachineLedger:
             "gpu",
             "is_spot",
             "usd_per_hour",
+            "price_source",
+            "left_usd",
             "most_s",
             "is_paid_in_queue",
             "committed",
@@ -170,9 +196,11 @@ class MachineLedger:
         ):
             if key in row:
                 setattr(machine, key, row[key])
+        if event in ("created", "priced") and "usd_per_hour" in row:
+            machine.charged.append((at, float(row["usd_per_hour"])))
         if event == "refused":
             machine.is_refused = True
-        elif event in EVENTS:
+        elif event in EVENTS and event != "priced":
             setattr(machine, f"{event}_at", at)
         return machine
 
@@ -229,13 +257,14 @@ def bill_by_machine(
             seconds[part] = min(parts[part], left_s)
             left_s -= seconds[part]
         seconds["idle"] = left_s
+        usd = machine.usd(now)
         rows.append(
             {
                 **{name: getattr(machine, name) for name in _BILLED},
                 "wall_s": total_s,
-                "usd": machine.usd(now),
+                "usd": usd,
                 "seconds": seconds,
-                "usd_of": {part: s / 3600 * machine.usd_per_hour for part, s in seconds.items()},
+                "usd_of": {part: usd * s / max(total_s, 1e-9) for part, s in seconds.items()},
             }
         )
     return rows
