@@ -1,7 +1,7 @@
 """Scripted clouds that nobody bills for: the HTTP of RunPod and Vast.ai over a clock of their own,
 with faults by order.
 
-A machine here boots, trains, saves and leaves as farthing aboard a real one would, in virtual
+A machine here boots, trains, saves and leaves as farthing on a real one would, in virtual
 seconds, so that hundreds of faulty launches take a minute. What a machine has really cost is kept
 here, apart from the ledger of the launch.
 """
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
+from email.utils import format_datetime
 from typing import Any
 
+import httpx
+
+from farthing.launch.driver import UnclearError
 from farthing.launch.words import Word
 from farthing.run.accounts import Account
 
@@ -35,6 +38,14 @@ FAULTS = (
     "the API is away",
     "its end can't be scheduled",
     "refused for good",
+    "costs more than listed",
+    "costs three times as much",
+    "costs less than listed",
+    "gets dearer on the way",
+    "too many requests",
+    "server errors",
+    "the key is refused",
+    "the store is away",
 )
 BOOT_S, STEP_S, SAVE_EVERY = 120.0, 10.0, 12
 
@@ -52,6 +63,8 @@ class Machine:
     own_end: float | None
     """When what runs on it deletes it, where it does: not before it has booted."""
     most_train_usd: float
+    prices: list[tuple[float, float]] = field(default_factory=list)
+    """(from when, dollars an hour) as they are charged."""
     gone_at: float | None = None
     why_gone: str = ""
     left: tuple[int, str] | None = None
@@ -74,8 +87,15 @@ class World:
     saved: int = 0
     n_double: int = 0
     away_until: float = 0.0
+    refuses: tuple[float, float, int] = (0.0, 0.0, 0)
+    """(from, until, status) of answers that are none."""
+    store_away_until: float = 0.0
     n_created: int = 0
     stopped: bool = False
+    holder: int = 0
+    """Whose launch it is: the last process that claimed it."""
+    told: dict[str, float] = field(default_factory=dict)
+    """The price that each machine was told."""
     lines: dict[str, list[Any]] = field(default_factory=dict)
     """What the store has of each machine."""
     asks: dict[str, Any] = field(default_factory=dict)
@@ -131,7 +151,13 @@ class World:
         machine.trained_s += step_s
         if machine.trained_s % (SAVE_EVERY * STEP_S) < step_s:
             self.saved = min(self.n_steps, self.saved + SAVE_EVERY)
-        spent = sum(each.trained_s for each in self.machines) / 3600 * self.usd_per_hour
+        is_dearer = machine.fault == "gets dearer on the way" and machine.trained_s > 200
+        if is_dearer and len(machine.prices) == 1:
+            machine.prices.append((self.now, 1.5 * self.usd_per_hour))
+        spent = sum(
+            each.trained_s / 3600 * self.told.get(each.name, self.usd_per_hour)
+            for each in self.machines
+        )
         if self.saved >= self.n_steps:
             machine.left = (0, "finished")
         elif spent >= machine.most_train_usd:
@@ -158,11 +184,11 @@ class World:
 
     def usd_of(self, machine: Machine) -> float:
         """What a machine has cost up to now, counted from its making."""
-        return (
-            ((self.now if machine.gone_at is None else machine.gone_at) - machine.made_at)
-            / 3600
-            * self.usd_per_hour
-        )
+        end, total = self.now if machine.gone_at is None else machine.gone_at, 0.0
+        for n, (since, price) in enumerate(machine.prices):
+            until = machine.prices[n + 1][0] if n + 1 < len(machine.prices) else end
+            total += max(0.0, min(end, until) - since) / 3600 * price
+        return total
 
     @property
     def usd(self) -> float:
@@ -171,8 +197,19 @@ class World:
 
     # ---- the store (StoreWords) ----
 
+    def _store(self) -> None:
+        if self.now < self.store_away_until:
+            self.sleep(2.0)
+            raise UnclearError("the store is away")
+
+    def tell_price(self, name: str, usd_per_hour: float) -> None:
+        """See `StoreWords`."""
+        self._store()
+        self.told[name] = usd_per_hour
+
     def of(self, name: str) -> Word:
         """See `farthing.launch.words.StoreWords`."""
+        self._store()
         machine = next((each for each in reversed(self.machines) if each.name == name), None)
         if (
             machine is None
@@ -188,14 +225,17 @@ class World:
 
     def is_stopped(self) -> bool:
         """See `StoreWords`."""
+        self._store()
         return self.stopped
 
     def committed(self) -> int:
         """See `StoreWords`."""
+        self._store()
         return self.saved
 
     def accounts(self) -> list[Account]:
         """See `StoreWords`."""
+        self._store()
         trained = [
             (n, machine)
             for n, machine in enumerate(self.machines, 1)
@@ -209,44 +249,67 @@ class World:
                 else "running",
                 started_at=machine.trained_from or 0.0,
                 spans={"compute": machine.trained_s},
-                usd_per_hour=self.usd_per_hour,
+                usd_per_hour=self.told.get(machine.name, self.usd_per_hour),
             )
             for n, machine in trained
         ]
 
     def keep(self, name: str, rows: list[Any]) -> None:
         """See `StoreWords`."""
+        self._store()
         self.lines[name] = list(rows)
 
     def kept(self) -> dict[str, list[Any]]:
         """See `StoreWords`."""
+        self._store()
         return {name: list(rows) for name, rows in self.lines.items()}
 
     # ---- HTTP ----
 
-    def send(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, seconds: float
-    ) -> tuple[int, bytes]:
-        """A `Transport`: one request."""
-        path = "/" + url.split("://", 1)[1].split("/", 1)[1]
-        self.requests.append((method, path, (body or b"").decode()))
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        """One request."""
+        method, path, body = request.method, request.url.raw_path.decode(), request.content
+        self.requests.append((method, path, body.decode()))
         self.sleep(0.2)
         if self.now < self.away_until:
-            self.sleep(seconds)
-            raise TimeoutError("away")
-        status, value = getattr(self, f"_{self.provider}")(
-            method, path, json.loads(body) if body else None
+            self.sleep(30.0)
+            raise httpx.ReadTimeout("away")
+        since, until, status = self.refuses
+        if since <= self.now < until:
+            value: Any = {"error": "not now"}
+        else:
+            try:
+                status, value = getattr(self, f"_{self.provider}")(
+                    method, path, json.loads(body) if body else None
+                )
+            except TimeoutError as error:
+                raise httpx.ReadTimeout(str(error)) from error
+        return httpx.Response(
+            status,
+            headers={"Date": format_datetime(datetime.fromtimestamp(self.now, UTC), usegmt=True)},
+            content=b"" if value is None else json.dumps(value).encode(),
         )
-        return status, b"" if value is None else json.dumps(value).encode()
 
     def _make(self, name: str, ends_at: float | None, own_end: float | None) -> Machine:
         fault = self.script[self.n_created] if self.n_created < len(self.script) else ""
         ask = self.asks[name]
         boot_usd = BOOT_S / 3600 * self.usd_per_hour
-        aboard = ask.aboard
-        cap = aboard["max_usd"] - aboard["overhead_usd"] - aboard["reserve_usd"] - boot_usd
+        told = ask.told
+        cap = told["max_usd"] - told["overhead_usd"] - told["reserve_usd"] - boot_usd
         number = str(1000 + len(self.machines))
-        return Machine(number, name, fault, self.now, self.usd_per_hour, ends_at, own_end, cap)
+        times = {
+            "costs more than listed": 1.3,
+            "costs three times as much": 3.0,
+            "costs less than listed": 0.6,
+        }
+        listed = ask.usd_per_hour
+        price = listed * times[fault] if fault in times else listed
+        if fault in times:
+            # the same host asks the same price again
+            self.script.insert(self.n_created + 1, "")
+        machine = Machine(number, name, fault, self.now, price, ends_at, own_end, cap)
+        machine.prices = [(self.now, price)]
+        return machine
 
     def _create(
         self, name: str, ends_at: float | None, own_end: float | None, refusal: Any, made: Any
@@ -265,6 +328,15 @@ class World:
         self.machines.append(machine)
         if fault == "the API is away":
             self.away_until = self.now + 240
+        for name, status, after, lasts in (
+            ("too many requests", 429, 60, 200),
+            ("server errors", 503, 60, 200),
+            ("the key is refused", 401, 300, 100),
+        ):
+            if fault == name:
+                self.refuses = (self.now + after, self.now + after + lasts, status)
+        if fault == "the store is away":
+            self.store_away_until = self.now + 300
         if fault == "create answers 500 after creating":
             return 500, {"error": "internal"}
         if fault == "create never answers after creating":
@@ -296,6 +368,10 @@ class World:
         machine.gone_at, machine.why_gone = self.now, "destroyed"
         return 200, {"success": True}
 
+    def _charged(self, number: str) -> float:
+        machine = next(each for each in self.machines if each.id == number)
+        return machine.prices[-1][1]
+
     def _runpod(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         if path == "/graphql":
             pod = body["variables"]["input"]
@@ -315,17 +391,57 @@ class World:
                 ends,
                 None,
                 refusal,
-                lambda number: (200, {"data": {kind: {"id": number}}}),
+                lambda number: (
+                    200,
+                    {"data": {kind: {"id": number, "costPerHr": self._charged(number)}}},
+                ),
             )
         if method == "DELETE":
             return self._end(path.rsplit("/", 1)[1])
         return 200, {
-            "pods": [{"id": m.id, "name": m.name, "status": "RUNNING"} for m in self._listed()]
+            "pods": [
+                {
+                    "id": m.id,
+                    "name": m.name,
+                    "status": "RUNNING",
+                    "costPerHr": self._charged(m.id),
+                }
+                for m in self._listed()
+            ]
+        }
+
+    def _lambda(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/api/v1/instance-operations/launch":
+
+            def refusal(is_stock: bool) -> tuple[int, Any]:
+                why = "insufficient-capacity" if is_stock else "invalid api key"
+                return (400 if is_stock else 403), {"error": why}
+
+            return self._create(
+                body["name"],
+                None,
+                None,
+                refusal,
+                lambda number: (200, {"data": {"instance_ids": [number]}}),
+            )
+        if path == "/api/v1/instance-operations/terminate":
+            status, value = self._end(body["instance_ids"][0])
+            return (200 if status == 404 else status), value
+        return 200, {
+            "data": [
+                {
+                    "id": m.id,
+                    "name": m.name,
+                    "status": "active",
+                    "instance_type": {"price_cents_per_hour": 100 * self._charged(m.id)},
+                }
+                for m in self._listed()
+            ]
         }
 
     def _vast(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         if path == "/api/v0/bundles/":
-            return 200, {"offers": [{"id": 77, "dph_total": 0.4}]}
+            return 200, {"offers": [{"id": 77}]}
         if path.startswith("/api/v0/asks/"):
 
             def refusal(is_stock: bool) -> tuple[int, Any]:
@@ -358,7 +474,12 @@ class World:
             return self._end(path.rstrip("/").rsplit("/", 1)[1])
         return 200, {
             "instances": [
-                {"id": int(m.id), "label": m.name, "actual_status": "running"}
+                {
+                    "id": int(m.id),
+                    "label": m.name,
+                    "actual_status": "running",
+                    "dph_total": self._charged(m.id),
+                }
                 for m in self._listed()
             ]
         }

@@ -210,14 +210,15 @@ def _skypilot(files: Mapping[str, str]) -> list[str]:
         skypilot.TASK,
         "name",
         "run",
-        "resources.ordered.0.accelerators",
-        "resources.ordered.0.infra",
+        "resources.accelerators",
+        "resources.infra",
     )
     recovery = (task.get("resources") or {}).get("job_recovery") or {}
     if recovery.get("recover_on_exit_codes") != [75] or recovery.get("max_restarts_on_errors") != 0:
         found.append(f"{skypilot.TASK}: 75, and nothing else, has to begin the job again")
-    if "any_of" in (task.get("resources") or {}):
-        found.append(f"{skypilot.TASK}: `any_of` loses the order of the offers; use `ordered`")
+    for several in ("any_of", "ordered"):
+        if several in (task.get("resources") or {}):
+            found.append(f"{skypilot.TASK}: `{several}` may rent another price than the cap's")
     if any((task.get("secrets") or {}).values()):
         found.append(f"{skypilot.TASK}: the value of a secret stands in it")
     if "\ntimeout --signal=TERM" not in task.get("run", ""):

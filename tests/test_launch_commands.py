@@ -106,7 +106,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = f"""#!/bin/sh
 echo "$(basename "$0") $*" >> {tmp_path}/called
 case "$*" in
-  *list*|*get*|*queue*|*ps*|*format=%i*) cat {tmp_path}/listed ;;
+  *" list "*|*" get "*|*" queue "*|*" ps "*|*format=%i*) cat {tmp_path}/listed ;;
   *cancel*|*delete*|*--full*) ;;
   *show*) echo "   StdOut={tmp_path}/log" ;;
   *logs*|*logging*) cat {tmp_path}/log ;;
@@ -154,7 +154,7 @@ def test_a_job_is_made_found_and_ended(
     target = case.partition(",")[0]
     driver = CommandDriver(commands, lambda ask: files_of(target, programs), restarts=True)
     ask: LaunchRequest = ask_of(target)
-    assert driver.create(ask, 1.0) == number
+    assert driver.create(ask, 1.0).id == number
     machine = Machine(NAME, id=number)
     assert driver.look(machine) == expected
     assert driver.look(Machine("farthing-12345678-2")) is None

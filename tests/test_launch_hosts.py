@@ -135,7 +135,7 @@ def test_a_script_runs_on_its_own_and_its_exit_code_is_kept(
     host: HostDriver, tmp_path: Path
 ) -> None:
     ask = ask_for("leave")
-    number = host.create(ask, 1_800_000_000.0)
+    number = host.create(ask, 1_800_000_000.0).id
     seen = over(host, ask)
     assert (seen.id, seen.code, seen.is_paid) == (number, 75, False)
     assert host.log(machine_of(ask)).strip() == "secret is 18 long, asked at 1800000000"
@@ -147,8 +147,8 @@ def test_a_script_runs_on_its_own_and_its_exit_code_is_kept(
 
 def test_the_same_request_again_does_not_start_it_twice(host: HostDriver) -> None:
     ask = ask_for("forever")
-    number = host.create(ask, 1.0)
-    assert host.create(ask, 2.0) == number
+    number = host.create(ask, 1.0).id
+    assert host.create(ask, 2.0).id == number
     assert host.names("farthing-12345678") == {ask.name: f"local {number}"}
     until(lambda: "listening" in host.log(machine_of(ask)))
     host.destroy(machine_of(ask))

@@ -43,19 +43,21 @@ def job(tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monke
 
 def answer(capsys: Any, job: Path, *words: str) -> tuple[int, str]:
     """The exit code, and what was said on both."""
-    code = main(["launch", str(job), *words])
+    action = [word for word in words if word in ("status", "logs", "stop", "attach")]
+    rest = [word for word in words if word not in action]
+    code = main(["launch", *action, str(job), *rest])
     said = capsys.readouterr()
     return code, said.out + said.err
 
 
-@pytest.mark.parametrize("verb", ["--logs", "--stop", "--attach"])
+@pytest.mark.parametrize("verb", ["logs", "stop", "attach"])
 def test_what_was_never_launched_is_not_looked_for_at_a_provider(
     job: Path, verb: str, capsys: Any
 ) -> None:
     code, said = answer(capsys, job, verb)
     assert (code, len(said.splitlines())) == (EXIT_MISTAKE, 2)
     assert "nothing was launched from this folder, nor by way of this store" in said
-    assert answer(capsys, job, "--status") == (EXIT_FINISHED, "nothing was launched yet\n")
+    assert answer(capsys, job, "status") == (EXIT_FINISHED, "nothing was launched yet\n")
 
 
 def test_a_launch_is_looked_for_where_its_machine_is(
@@ -73,10 +75,10 @@ def test_a_launch_is_looked_for_where_its_machine_is(
         usd_per_hour=1.0,
     )
     ledger.note("farthing-1-1", "created", time.time(), id="pod")
-    code, said = answer(capsys, job, "--stop", "--set", "output_store=s3://bucket/run")
+    code, said = answer(capsys, job, "stop", "--set", "output_store=s3://bucket/run")
     assert (code, "RUNPOD_API_KEY is not set" in said) == (EXIT_MISTAKE, True)
     too_little = (
-        "--stop",
+        "stop",
         "--set",
         "output_store=s3://bucket/run",
         "--set",
@@ -87,10 +89,10 @@ def test_a_launch_is_looked_for_where_its_machine_is(
     assert "RUNPOD_API_KEY is not set" in answer(capsys, job, *too_little)[1], (
         "needs neither an offer nor the data"
     )
-    code, said = answer(capsys, job, "--stop", "--on", "ssh:nowhere")
+    code, said = answer(capsys, job, "stop", "--on", "ssh:nowhere")
     assert (code, "farthing-1-1 of this launch is at runpod" in said) == (EXIT_MISTAKE, True)
     code, said = answer(capsys, job, "--yes", "--on", "ssh:nowhere")
-    assert (code, "go on with --on runpod" in said) == (EXIT_MISTAKE, True), said
+    assert (code, "name it: --on runpod" in said) == (EXIT_MISTAKE, True), said
     assert [machine.state for machine in MachineLedger(job.parent / "run").open] == ["created"], (
         "not taken for gone"
     )
@@ -109,12 +111,12 @@ def test_another_folder_finds_the_launch_by_the_store(
     code, said = answer(
         capsys, job, "--yes", "--on", "ssh:a", "--set", f"output_dir={job.parent}/first"
     )
-    assert (code, "no longer watched: farthing-" in said, "--stop destroys" in said) == (
+    assert (code, "STILL BILLED: farthing-" in said, "launch stop JOB" in said) == (
         EXIT_INTERRUPTED,
         True,
         True,
     )
-    code, said = answer(capsys, job, "--status", "--set", f"output_dir={job.parent}/second")
+    code, said = answer(capsys, job, "status", "--set", f"output_dir={job.parent}/second")
     assert code == EXIT_FINISHED
     assert "asked    machines by ssh a" in said, (
         "known by the store, and asked for over ssh without --on"

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -21,7 +22,7 @@ from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, DiskFullError, Inpu
 from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.clients import Lambda, RunPod, Vast
-from farthing.launch.driver import Driver, InstanceStatus, UnclearError
+from farthing.launch.driver import Created, Driver, InstanceStatus, UnclearError
 from farthing.launch.http import Api
 from farthing.launch.prepare import S3_KEYS
 from farthing.launch.request import LaunchRequest
@@ -48,33 +49,24 @@ def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machine
     """A lid is closed for an hour while a machine trains; the network comes back a minute after the
     lid was opened.
     """
-    world, asleep_s = World("runpod", n_steps=600), 0.0
-    real, send = World.sleep, World.send
+    world = World("runpod", n_steps=600)
+    real, handle = World.sleep, World.handle
     slept: list[float] = []
 
     def sleep(self: World, seconds: float) -> None:
-        nonlocal asleep_s
         real(self, seconds)
         if world.saved > 24 and not slept:
             slept.append(world.now)
             real(self, 3600.0)
-            asleep_s += 3600.0
             slept.append(world.now)
 
-    def send_where_there_is_a_network(self: World, *words: Any) -> Any:
+    def handle_where_there_is_a_network(self: World, request: Any) -> Any:
         if slept and world.now < slept[1] + 60:
-            raise OSError("no network yet")
-        return send(self, *words)
+            raise httpx.ConnectError("no network yet")
+        return handle(self, request)
 
     monkeypatch.setattr(World, "sleep", sleep)
-    monkeypatch.setattr(World, "send", send_where_there_is_a_network)
-    made = Launch.__init__
-
-    def init(self: Launch, *args: Any, **more: Any) -> None:
-        made(self, *args, **more)
-        self.awake = lambda: world.now - asleep_s
-
-    monkeypatch.setattr(Launch, "__init__", init)
+    monkeypatch.setattr(World, "handle", handle_where_there_is_a_network)
     run = tmp_path / "run"
     assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE) == EXIT_FINISHED
     assert len(slept) == 2
@@ -90,8 +82,6 @@ def test_a_clock_that_is_set_ends_no_machine(
     for jump in (2 * 86400.0, -2 * 86400.0):
         monkeypatch.setattr(time, "time", lambda jump=jump: real + jump)
         assert abs(session.clock() - before) < 60
-    monkeypatch.setenv("RUNPOD_API_KEY", "key")
-    assert session._launch(session.driver(), None).awake is time.monotonic
 
 
 # ---- a disk without room ----
@@ -135,7 +125,9 @@ def test_nothing_is_rented_that_can_not_be_written_down_before(
     monkeypatch.setattr(
         Session,
         "driver",
-        lambda self: RunPod(Api("https://x", {}, send=world.send, sleep=world.sleep)),
+        lambda self: RunPod(
+            Api("https://x", {}, transport=httpx.MockTransport(world.handle), sleep=world.sleep)
+        ),
     )
     monkeypatch.setattr(Session, "_opened", LocalStore(tmp_path / "store"))
     monkeypatch.setattr(
@@ -159,6 +151,7 @@ def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
         "store": str(tmp_path / "store"),
         "inputs": "x",
         "boot_limit_s": 600.0,
+        "usd_per_hour": 1.0,
     }
     assert HostAgent(Path("job.yaml"), facts).run() == EXIT_INTERRUPTED
     word = StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1")
@@ -178,10 +171,10 @@ class Hosts(Driver):
     def __init__(self, world: World) -> None:
         self.world, self.made, self.gone = world, dict[str, float](), set[str]()
 
-    def create(self, ask: LaunchRequest, asked_at: float) -> str:
+    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """A machine."""
         self.made[ask.name] = self.world.now
-        return ask.name
+        return Created(ask.name)
 
     @property
     def holds_s(self) -> float:
@@ -225,9 +218,9 @@ def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(
     world.of = word_of  # type: ignore[method-assign]
     prepared = prepared_for("runpod", tmp_path / "run", 400.0, 0.4)
 
-    def make_ask(number: int, offer: Any, accounts: Any) -> LaunchRequest:
+    def make_ask(number: int, offer: Any, accounts: Any, now: float) -> LaunchRequest:
         return replace(
-            prepared.ask(number, offer, ledger, accounts, world.now), name=f"farthing-1-{number}"
+            prepared.ask(number, offer, ledger, accounts, now), name=f"farthing-1-{number}"
         )
 
     ledger = MachineLedger(tmp_path / "run")
@@ -328,7 +321,12 @@ def test_stop_ends_every_machine_though_what_the_store_knows_of_them_is_damaged(
 )
 def test_a_list_that_is_none_is_no_answer(client: Any, answer: str) -> None:
     driver = client(
-        Api("https://x", {}, send=lambda *_: (200, answer.encode()), sleep=lambda s: None)
+        Api(
+            "https://x",
+            {},
+            transport=httpx.MockTransport(lambda _: httpx.Response(200, content=answer)),
+            sleep=lambda s: None,
+        )
     )
     with pytest.raises(UnclearError):
         driver.names("farthing-1")

@@ -1,135 +1,130 @@
-"""`farthing launch`: take a job to a machine elsewhere, watch it there, and give the machine back.
-Dry unless --yes.
-"""
+"""`farthing launch`: run a job on a rented or remote machine, watch it, give it back."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from farthing import clock
 from farthing.cli.console import print_json, write
-from farthing.cli.parser import add_job_arguments
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, InputError
+from farthing.cli.parser import add_set_argument
+from farthing.errors import (
+    EXIT_CRASH,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_LIMIT,
+    InputError,
+)
 from farthing.printable import printable, printable_lines
 
 GOES_ON_UNREAD = True
 """A machine is watched and given back, whether what is printed is read or not."""
 NOTHING_YET = "nothing was launched yet"
 NOTHING = {"kind": "farthing launch", "machines": [], "usd": 0.0}
+ACTIONS = ("status", "logs", "stop", "attach")
+AGENT = "agent"
+"""What a rented machine runs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing launch`."""
-    add_job_arguments(parser)
-    add = parser.add_argument
-    text = (
-        "local, ssh:HOST, slurm, kubernetes, vertex:PROJECT/REGION, skypilot, runpod, vast,"
-        " lambda:REGION/KEY, hf"
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="[status|logs|stop|attach] JOB",
+        help=(
+            "job file (YAML). status: machines, dollars, progress. logs: the end of the output of"
+            " the newest machine. stop: destroy all machines and wait for the confirmation. attach:"
+            " watch a launch that began before"
+        ),
     )
+    add_set_argument(parser)
+    add = parser.add_argument
+    add("--yes", action="store_true", help="rent and train; without it, a dry run")
     add(
         "--on",
         metavar="TARGET",
-        help=f"{text} (default: by which the best planned offer is rented)",
+        help=(
+            "local, ssh:HOST, slurm, kubernetes, vertex:PROJECT/REGION, skypilot, runpod, vast,"
+            " lambda:REGION/KEY, hf (default: provider of the cheapest plan)"
+        ),
     )
     add(
         "--offer",
         metavar="OFFER",
-        help='a rank or a name of `farthing plan`: 3, "RTX 4090 spot", RunPod/L40S',
+        help='rank or name in `farthing plan`: 3, "RTX 4090 spot", RunPod/L40S',
     )
     add(
-        "--yes",
+        "--attended",
         action="store_true",
-        help="rent and train; without it files are written and the bill is shown",
+        help=(
+            "allow providers without auto-termination; billing continues if this process is killed"
+        ),
     )
-    add(
-        "--status",
-        action="store_true",
-        help="the machines of this launch, what each has cost, and how far the run is",
-    )
-    add("--logs", action="store_true", help="the end of what the newest machine has printed")
-    add(
-        "--stop",
-        action="store_true",
-        help="destroy its machines, and ask until each is confirmed to be gone",
-    )
-    add("--attach", action="store_true", help="go on watching a launch that was begun before")
-    add(
-        "--attended", action="store_true", help="rent where nothing but this process ends a machine"
-    )
-    add("--image", default="", help="container image with farthing in it")
+    add("--image", default="", help="container image with farthing installed")
     add(
         "--install",
         default="",
         metavar="REQUIREMENT",
-        help="what pip installs where farthing is missing",
+        help="pip requirement to install in place of this farthing",
     )
-    add(
-        "--disk",
-        type=int,
-        default=100,
-        metavar="GB",
-        help="disk of a rented machine (default: 100)",
-    )
+    add("--disk", type=int, default=100, metavar="GB", help="disk of a rented machine (100)")
     add(
         "--boot-limit",
         type=float,
         default=10.0,
         metavar="MIN",
-        help="minutes until a machine has to be up (default: 10)",
+        help="minutes in which a machine must boot (10)",
     )
-    add("--prices", metavar="FILE", help="use only the prices of this CSV file")
-    add("--aboard", metavar="FILE", help=argparse.SUPPRESS)
+    add("--prices", metavar="FILE", help="use only the prices in this CSV file")
     add("--json", action="store_true", help="print the result as JSON; progress goes to stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show what would be done, or do it."""
-    if arguments.aboard:
+    first, *rest = arguments.words
+    if first == AGENT and len(rest) == 2:
         from farthing.launch.agent import run_agent
 
-        return run_agent(arguments.job, arguments.aboard)
+        return run_agent(*rest)
+    action, words = (first, rest) if first in ACTIONS else ("", arguments.words)
+    if len(words) != 1:
+        raise InputError(
+            f"{len(words)} job files", where="launch", to_do="name one: farthing launch job.yaml"
+        )
+    if action and arguments.yes:
+        raise InputError("only one can be done", where=f"{action}, --yes", to_do="leave one")
+    arguments.job = words[0]
     gc.disable()
     try:
-        session = _session(arguments)
+        session = _session(arguments, action)
         if session is None:
             print_json(NOTHING) if arguments.json else print(NOTHING_YET)
             return EXIT_FINISHED
-        if arguments.status:
+        if action == "status":
             return _show_standing(session, as_json=arguments.json)
-        if arguments.logs:
+        if action == "logs":
             print(printable_lines(session.log()))
             return EXIT_FINISHED
-        if not (arguments.yes or arguments.stop or arguments.attach):
+        if not (arguments.yes or action):
             return _show_dry(session, arguments)
     finally:
         gc.enable()
-    return _do(session, arguments)
+    return _do(session, action, arguments)
 
 
-def _session(arguments: argparse.Namespace) -> Any:
+def _session(arguments: argparse.Namespace, action: str) -> Any:
     """The launch of a job; None where its standing is asked for and nothing was launched."""
     from farthing.config.load import load_job
     from farthing.config.preflight import look_over
     from farthing.launch.prepare import Wishes, prepare
     from farthing.launch.session import Session
 
-    if (
-        sum(
-            map(
-                bool,
-                (arguments.status, arguments.logs, arguments.stop, arguments.attach, arguments.yes),
-            )
-        )
-        > 1
-    ):
-        raise InputError(
-            "only one can be done",
-            where="--yes, --status, --logs, --stop, --attach",
-            to_do="leave one",
-        )
     for name, value, low, high in (
         ("--disk", arguments.disk, 10, 20_000),
         ("--boot-limit", arguments.boot_limit, 1, 120),
@@ -137,10 +132,11 @@ def _session(arguments: argparse.Namespace) -> Any:
         if not low <= value <= high:
             raise InputError(f"{value:g}", where=name, to_do=f"give {low} to {high}")
     job = load_job(arguments.job, arguments.set)
-    if not (arguments.status or arguments.logs or arguments.stop):
+    asks = action in ("", "attach")
+    if asks:
         look_over(job, only_plans=True)
-    on, boot_s = arguments.on or _where_it_is(job, arguments), arguments.boot_limit * 60
-    if on is None and arguments.status:
+    on, boot_s = arguments.on or _where_it_is(job, arguments, action), arguments.boot_limit * 60
+    if on is None and action == "status":
         return None
     wishes = Wishes(
         on,
@@ -151,25 +147,21 @@ def _session(arguments: argparse.Namespace) -> Any:
         boot_s,
         arguments.prices,
     )
-    asks = not (arguments.status or arguments.logs or arguments.stop)
     prepared = prepare(job, wishes, clock.now().replace(microsecond=0), asks=asks)
     return Session(prepared, lambda text: write(f"farthing: {printable_lines(text)}"))
 
 
-def _where_it_is(job: Any, arguments: argparse.Namespace) -> str | None:
+def _where_it_is(job: Any, arguments: argparse.Namespace, action: str) -> str | None:
     """Where the machines of the launch are: nobody has to name the target twice. Raises
-    `InputError`.
+    `InputError`, and `StoreUnavailableError` where a store that does not answer might know.
     """
     from farthing.launch.session import where_it_is
 
-    about_it = [
-        f"--{name}" for name in ("status", "logs", "stop", "attach") if getattr(arguments, name)
-    ]
-    on = None if arguments.offer else where_it_is(job, only_open=not about_it)
-    if on is None and about_it and about_it != ["--status"]:
+    on = None if arguments.offer else where_it_is(job, only_open=not action)
+    if on is None and action in ("logs", "stop", "attach"):
         raise InputError(
             "nothing was launched from this folder, nor by way of this store",
-            where=about_it[0],
+            where=action,
             to_do="launch with --yes, or name where to look: --on TARGET",
         )
     return on
@@ -189,32 +181,44 @@ def _show_dry(session: Any, arguments: argparse.Namespace) -> int:
         print_json(view)
     else:
         print("\n".join(map(printable, said(view))))
-        print("\nnothing was rented; the same with --yes does it")
+        print("\nDry run: nothing was rented. --yes rents and trains.")
     return EXIT_FINISHED
 
 
-def _do(session: Any, arguments: argparse.Namespace) -> int:
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the watch as Ctrl-C does."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _do(session: Any, action: str, arguments: argparse.Namespace) -> int:
     from farthing.report.receipt import leave_receipt
     from farthing.run.folder import LEDGER
     from farthing.units import say_usd
 
     code = EXIT_FINISHED
-    try:
-        if arguments.stop:
-            session.stop()
-        else:
-            code = session.run(
-                is_attended=arguments.attended,
-                tokenize=lambda: _token_sets(session.prepared.job),
-                is_new=not arguments.attach,
-            )
-    except KeyboardInterrupt:
-        open_ = ", ".join(machine.name for machine in session.ledger.open) or "none"
-        write(
-            f"farthing: no longer watched: {open_}; --attach goes on watching, --stop destroys what"
-            " there is"
-        )
-        return EXIT_INTERRUPTED
+    with _interruptible():
+        try:
+            if action == "stop":
+                code = EXIT_FINISHED if session.stop() else EXIT_CRASH
+            else:
+                code = session.run(
+                    is_attended=arguments.attended,
+                    tokenize=lambda: _token_sets(session.prepared.job),
+                    is_new=action != "attach",
+                )
+        except KeyboardInterrupt:
+            return _left_alone(session)
     standing = session.standing()
     if (session.folder / LEDGER).exists() and not session.prepared.folder:
         leave_receipt(session.folder)
@@ -224,41 +228,74 @@ def _do(session: Any, arguments: argparse.Namespace) -> int:
     for row in standing["machines"]:
         parts = ", ".join(f"{name} {say_usd(usd)}" for name, usd in row["usd_of"].items() if usd)
         _say(
-            f"{row['name']}  {row['provider']} {row['instance']}  {say_usd(row['usd'])}  ({parts}) "
-            f" {row['why']}"
+            f"{row['name']}  {row['provider']} {row['instance']}  {say_usd(row['usd'])} "
+            f"({parts}; {say_usd(row['usd_per_hour'])} an hour, {row['price_from']})  {row['why']}"
         )
     has_receipt = (session.folder / LEDGER).exists()
     where = f"; `farthing report {standing['run']}` has the receipt" if has_receipt else ""
     _say(f"{say_usd(standing['usd'])} in all{where}")
+    _say_still_billed(standing)
     if code == EXIT_LIMIT:
-        write("farthing: stopped by a limit; raise it and launch again to go on")
+        write("farthing: stopped by a limit; raise it and launch again to continue")
     return code
+
+
+def _left_alone(session: Any) -> int:
+    """The watch was interrupted. Machines that nothing else ends are ended now; of the others the
+    price, the latest end and the commands are printed.
+    """
+    job = session.prepared.job.output_dir
+    if session.ledger.open and not session.driver().ends_by_itself:
+        write(
+            "farthing: nothing else ends the machine, so it is ended now; interrupt again to leave"
+        )
+        try:
+            session.stop()
+        except (KeyboardInterrupt, InputError) as error:
+            write(f"farthing: {error or 'interrupted'}")
+    for line in session.open_in_words():
+        write(f"farthing: STILL BILLED: {printable(line)}")
+    if session.ledger.open:
+        write(
+            "farthing: `farthing launch attach JOB` watches again, `farthing launch stop JOB` ends"
+            f" what there is ({job})"
+        )
+    return EXIT_INTERRUPTED
 
 
 def _show_standing(session: Any, *, as_json: bool) -> int:
     from farthing.units import say_seconds, say_usd
 
     standing = session.standing()
+    code = EXIT_CRASH if standing["not_known"] else EXIT_FINISHED
     if as_json:
         print_json(standing)
-        return EXIT_FINISHED
+        return code
     for row in standing["machines"]:
         _say(
             f"{row['name']}  {row['state']:8} {row['provider']} {row['instance']} "
-            f" {say_seconds(row['wall_s'])}  {say_usd(row['usd'])}  {row['why']}"
+            f" {say_seconds(row['wall_s'])}  {say_usd(row['usd'])} "
+            f" ({say_usd(row['usd_per_hour'])} an hour, {row['price_from']})  {row['why']}"
         )
-    if not standing["machines"]:
+    if not standing["machines"] and not standing["not_known"]:
         print(NOTHING_YET)
     strays = sorted(
         set(standing["there_now"] or {}) - {row["name"] for row in standing["machines"]}
     )
     for name in strays:
-        _say(f"{name}  there, and in no line of this folder: --stop destroys it")
-    if standing["not_known"]:
-        _say(f"not asked: {standing['not_known']}")
+        _say(f"{name}  there, and in no line of this folder: farthing launch stop destroys it")
     if standing["committed_step"] is not None:
         print(f"saved up to step {standing['committed_step']:,}; {say_usd(standing['usd'])} so far")
-    return EXIT_FINISHED
+    _say_still_billed(standing)
+    if standing["not_known"]:
+        write(f"farthing: could not ask: {printable(standing['not_known'])}")
+        write("farthing: the above is what this folder knows; there may be more")
+    return code
+
+
+def _say_still_billed(standing: Any) -> None:
+    for each in standing["still_billed"]:
+        _say(f"still billed: {each['what']}  (ends with: {each['ends']})")
 
 
 def _say(text: str) -> None:

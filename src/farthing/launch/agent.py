@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, RunBusyError
 from farthing.launch.inputs import fetch_inputs
-from farthing.launch.request import CREATED_AT, GRACE_S
+from farthing.launch.request import CREATED_AT, GRACE_S, LEAST_USE_S
 from farthing.launch.words import Speaker
 from farthing.run.signals import handled
 from farthing.run.supervisor import begin
@@ -39,6 +39,7 @@ class HostAgent:
         self.store: Store = open_store(facts["store"])
         self.speaker = Speaker(self.store, facts["name"])
         self.boot_s = self._boot_s()
+        self.usd_per_hour = float(facts["usd_per_hour"])
         self._child: subprocess.Popen[bytes] | None = None
         self._was_told = False
 
@@ -60,9 +61,7 @@ class HostAgent:
         if facts.get("max_usd") is None:
             return None
         elsewhere = (
-            facts["overhead_usd"]
-            + facts["reserve_usd"]
-            + self.boot_s / 3600 * facts["usd_per_hour"]
+            facts["overhead_usd"] + facts["reserve_usd"] + self.boot_s / 3600 * self.usd_per_hour
         )
         return max(0.0, round(facts["max_usd"] - elsewhere, 6))
 
@@ -77,6 +76,7 @@ class HostAgent:
                         Retrying(self.store, STORE_S), self.facts["inputs"], self.job.parent
                     )
                 self._until_free()
+                self.usd_per_hour = self.speaker.price() or self.usd_per_hour
                 if not self._was_told:
                     code, why = self._train()
             except (FarthingError, OSError) as error:  # of a disk: another machine may do better
@@ -99,10 +99,15 @@ class HostAgent:
                 time.sleep(0.5)
 
     def _train(self) -> tuple[int, str]:
-        ends_at = time.monotonic() + max(0.0, self.facts["most_s"] - self.boot_s - GRACE_S)
-        with open("log.aboard.txt", "ab") as log:
+        left_s = self.facts["most_s"] - self.boot_s - GRACE_S
+        if left_s < LEAST_USE_S:
+            return EXIT_LIMIT, f"booting left {max(0.0, left_s):.0f} s to train: too little"
+        ends_at = time.monotonic() + left_s
+        with open("log.agent.txt", "ab") as log:
             cap = [] if self.max_usd is None else ["--set", f"limits.max_usd={self.max_usd!r}"]
             cap += ["--set", "when_done=null"]  # who has rented the machine gives it back
+            if self.usd_per_hour != self.facts["usd_per_hour"]:
+                cap += ["--set", f"where.usd_per_hour={self.usd_per_hour!r}"]
             self._child = begin(
                 ["train", str(self.job), "--retry", *cap],
                 stdout=subprocess.PIPE,
@@ -125,7 +130,7 @@ class HostAgent:
             threads[0].join(10.0)
             done.set()
             threads[1].join(60.0)
-        if is_over and code == EXIT_INTERRUPTED:
+        if is_over and code in (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM):
             return EXIT_LIMIT, "the machine's time is over: as much as the cap buys"
         code = code if code >= 0 else 128 - code
         return code, f"`farthing train` ended with {code}"
@@ -153,7 +158,7 @@ class HostAgent:
             is_last = done.wait(BEAT_S if n else 1.0)
             n += 1
             with contextlib.suppress(OSError):
-                with open("log.aboard.txt", "rb") as file:
+                with open("log.agent.txt", "rb") as file:
                     file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_LOG_BYTES))
                     text = file.read().decode("utf-8", "replace")
                 self.speaker.beat(f"{text}\n[{n}]\n")
@@ -162,7 +167,5 @@ class HostAgent:
 
 
 def run_agent(job: str, told: str) -> int:
-    """Run the job on this machine as the script of an `LaunchRequest` has it told in a file beside;
-    the exit code.
-    """
+    """Run the job on this machine as a file beside it tells; the exit code."""
     return HostAgent(Path(job), read_json(Path(told))).run()

@@ -11,28 +11,31 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-import farthing
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
 from farthing.errors import InputError
-from farthing.launch.inputs import Packed, inputs_key, pack
+from farthing.launch.inputs import INPUTS, Packed, inputs_key, pack
 from farthing.launch.registry import HERE, PROVIDERS, called, find_target, refuse_nowhere, target_of
-from farthing.launch.request import GRACE_S, PLAIN_IMAGE, LaunchRequest, least_s
+from farthing.launch.request import FETCH, GRACE_S, PLAIN_IMAGE, LaunchRequest, least_s
 from farthing.launch.supervise import TEARDOWN_S, NoBudgetError, Patience
 from farthing.launch.target import Target
+from farthing.launch.wheel import FETCHER, fetch_script, wheel_of_this
 from farthing.planner.inputs import Asked, study_job
 from farthing.planner.types import Plan
 from farthing.prices.offers import Billing, Offer, boot_of
 from farthing.run.accounts import Account
-from farthing.run.machines import MachineLedger, bill_by_machine
-from farthing.storage.files import Json
+from farthing.run.machines import MachineLedger
+from farthing.storage.files import Json, cannot_write, make_private, write_text
 from farthing.units import say_seconds, say_usd
 
 NO_LIMIT_S = 366 * 86400
@@ -45,6 +48,18 @@ SETTINGS = [
     "HF_HUB_OFFLINE",
 ]
 GOOGLE = ("gs://", "gcs://")
+TRACKER_KEYS = {"wandb": ("WANDB_API_KEY",), "mlflow": ("MLFLOW_TRACKING_URI",)}
+"""Variables without which a tracker can't be told anything from another machine."""
+TRACKER_SECRETS = {
+    "wandb": ("WANDB_ENTITY", "WANDB_PROJECT", "WANDB_BASE_URL"),
+    "mlflow": (
+        "MLFLOW_TRACKING_USERNAME",
+        "MLFLOW_TRACKING_PASSWORD",
+        "MLFLOW_TRACKING_TOKEN",
+        "MLFLOW_EXPERIMENT_NAME",
+    ),
+}
+"""Those that travel where they are set."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 OF_PLACE = (
     "device",
@@ -60,6 +75,7 @@ OF_PLACE = (
 """What `where` says of this machine, or of which one to rent; the rest is about the run, and goes
 along.
 """
+LAUNCH_ID = "launch/id"
 OWN_FOLDERS = ("local", "slurm")
 """Targets whose machines see the files of this one: nothing has to travel."""
 
@@ -152,10 +168,10 @@ class Prepared:
             )
         name = f"{self.launch_id}-{number}"
         has_cap = limits.max_usd is not None
-        aboard = {
+        told = {
             "name": name,
             "store": self.job.output_store or self.job.output_dir,
-            "inputs": inputs_key(self.launch_id) if self.travels and self.packed.files else None,
+            "inputs": inputs_key(self.launch_id) if self.travels else None,
             "most_s": int(lasts[which]),
             "boot_limit_s": self.wishes.boot_s,
             "usd_per_hour": rate,
@@ -175,11 +191,12 @@ class Prepared:
             most_s=int(lasts[which]),
             left_usd=None if limits.max_usd is None else limits.max_usd - spent_usd,
             job_text=self._job_text(offer),
-            aboard=aboard,
+            told=told,
             gpu_id=calls.gpu_id,
             machine_type=calls.machine_type,
             image="" if is_here else self.wishes.image or PLAIN_IMAGE,
-            install=self.wishes.install or f"farthing[{_extra(self.job)}]=={farthing.__version__}",
+            install=self._install(offer),
+            fetch=self._fetch(),
             disk_gb=self.wishes.disk_gb,
             folder=self.folder,
             secrets=secrets_of(self.job, self.target),
@@ -187,6 +204,24 @@ class Prepared:
                 name: os.environ[name] for name in SETTINGS if _is_plain(os.environ.get(name))
             },
         )
+
+    def _install(self, offer: Offer) -> str:
+        """Shell commands that install farthing: what the user names, else the wheel of this very
+        farthing, never a bare name.
+        """
+        pip = "python3 -m pip install --quiet"
+        if self.wishes.install:
+            return f"{pip} {shlex.quote(self.wishes.install)}"
+        what = f"./{wheel_of_this().name}[{','.join(extras_of(self.job, offer.n_gpus))}]"
+        brought = f"{pip} {FETCHER} && python3 {FETCH} && " if self._fetch() else ""
+        return f"{brought}{pip} {shlex.quote(what)}"
+
+    def _fetch(self) -> str:
+        """The script that brings the wheel; empty where it lies beside the job already."""
+        if self.wishes.install or not self.travels:
+            return ""
+        wheel = wheel_of_this()
+        return fetch_script(wheel, self.job.output_store or "", f"{INPUTS}/sha256-{wheel.sha256}")
 
     def _job_text(self, offer: Offer) -> str:
         """The job as the machine reads it: its own price, and paths that are there."""
@@ -220,11 +255,27 @@ def _shares(target: Target, at: str) -> bool:
 
 
 def launch_id_of(job: Job) -> str:
-    """`farthing-` and eight hex digits of where the run is kept: one run, one launch, from whatever
-    machine.
+    """`farthing-` and eight hex digits: of the store that keeps the run, so that it is one launch
+    from whatever machine; without a store, drawn once and kept in the run folder, since two folders
+    of two machines may have one path.
     """
-    where = _one_spelling(job.output_store or os.path.abspath(job.output_dir))
-    return f"farthing-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+    if job.output_store:
+        where = _one_spelling(job.output_store)
+        return f"farthing-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+    path = Path(job.output_dir) / LAUNCH_ID
+    try:
+        known = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        known = ""
+    if re.fullmatch(r"[0-9a-f]{8}", known):
+        return f"farthing-{known}"
+    drawn = secrets.token_hex(4)
+    try:
+        make_private(make_private(path.parent.parent) / path.parent.name)
+        write_text(path, f"{drawn}\n")
+    except OSError as error:
+        raise cannot_write(path.parent, error) from error
+    return f"farthing-{drawn}"
 
 
 def _one_spelling(place: str) -> str:
@@ -237,8 +288,17 @@ def _one_spelling(place: str) -> str:
     return os.path.realpath(path)
 
 
-def _extra(job: Job) -> str:
-    return "gcs" if (job.output_store or "").startswith(GOOGLE) else "s3"
+def extras_of(job: Job, n_gpus: int) -> tuple[str, ...]:
+    """The extras of farthing that the job needs on a machine."""
+    store = job.output_store or ""
+    needs = {
+        "s3": store.startswith(("s3://", "s3a://")),
+        "gcs": store.startswith(GOOGLE),
+        "gpu": n_gpus > 0,
+        "track": "tensorboard" in job.train.report_to,
+        **{name: name in job.train.report_to for name in ("wandb", "mlflow", "trackio")},
+    }
+    return tuple(name for name, is_so in needs.items() if is_so)
 
 
 def _is_plain(value: str | None) -> bool:
@@ -251,11 +311,14 @@ def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
     there is one here.
     """
     names = [name for name in ("HF_TOKEN",) if os.environ.get(name)]
+    for tracker in job.train.report_to:
+        names += TRACKER_KEYS.get(tracker, ())
+        names += [name for name in TRACKER_SECRETS.get(tracker, ()) if os.environ.get(name)]
     if (job.output_store or "").startswith(("s3://", "s3a://")):
         is_strangers = target.is_rented or target.name == "kubernetes"
         names += [name for name in S3_KEYS if is_strangers or os.environ.get(name)]
         names += [name for name in ("AWS_SESSION_TOKEN",) if os.environ.get(name)]
-    return tuple(sorted(names))
+    return tuple(sorted(set(names)))
 
 
 # ---- what may be launched ----
@@ -306,7 +369,7 @@ def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
             int(job.where.device != "cpu"),
             "",
             "",
-            job.where.spot,
+            job.where.spot and target.name != "hf",
             "machine_hour",
             job.usd_per_hour,
             words,
@@ -426,7 +489,7 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
         else ""
     )
     is_google = (store or "").startswith(GOOGLE) and target.name not in ("vertex", "skypilot")
-    told = next(
+    secret = next(
         (name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None
     )
     refusals = (
@@ -459,9 +522,21 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
             "set limits.max_usd, e.g. --set limits.max_usd=5",
         ),
         (
-            told is not None,
+            job.model.from_run is not None and not _shares(target, at),
+            "the weights of another run do not travel",
+            f"model.from_run: {job.model.from_run}",
+            "farthing export that run, and name the exported folder as the model",
+        ),
+        (
+            bool(job.usd_per_hour == 0) and limits.max_usd is not None and target.name == "hf",
+            "a cap in dollars does not hold without a price",
+            "where.usd_per_hour",
+            "give the price of the flavor, or limits.max_hours in place of limits.max_usd",
+        ),
+        (
+            secret is not None,
             "an address with a password, key or signature does not travel",
-            without_secrets(told or ""),
+            without_secrets(secret or ""),
             "give the address without it, and the key in the environment of the machine",
         ),
     )

@@ -23,7 +23,7 @@ PLAIN_IMAGE = "pytorch/pytorch:2.10.0-cuda12.8-cudnn9-runtime"
 GRACE_S = 120
 """Between a polite end and a hard one: for the last checkpoint and its way to the store."""
 CREATED_AT, ENDS_AT = "FARTHING_CREATED_AT", "FARTHING_ENDS_AT"
-JOB, ABOARD, SCRIPT = "job.yaml", "aboard.json", "run.sh"
+JOB, TOLD, FETCH, SCRIPT = "job.yaml", "told.json", "fetch.py", "run.sh"
 _MARK = "END_OF_FARTHING_FILE"
 
 
@@ -43,17 +43,19 @@ class LaunchRequest:
     usd_per_hour: float
     most_s: int
     """Seconds from the request until the provider ends it, whoever of us is still alive."""
-    left_usd: float | None
-    """What of the cap was left before it; None without a cap in dollars."""
     job_text: str
-    aboard: Json
-    """What `farthing launch --aboard` is told there."""
+    told: Json
+    """What farthing is told there beside the job."""
     gpu_id: str = ""
     """The GPU or the instance as the provider calls it."""
     machine_type: str = ""
     image: str = ""
     install: str = ""
-    """What pip installs where the machine has no farthing yet."""
+    """Shell commands that install farthing where the machine has none."""
+    left_usd: float | None = None
+    """What of the cap was left before it; None without a cap in dollars."""
+    fetch: str = ""
+    """The script `fetch.py` of those commands; empty where they need none."""
     disk_gb: int = 100
     folder: str = ""
     """A folder that all machines of the target share, where there is no store."""
@@ -112,18 +114,17 @@ def script_of(ask: LaunchRequest) -> str:
     could listen) becomes 75, interrupted.
     """
     folder = f"{home_of(ask.folder)}/{ask.name}"
-    install = (
-        f"python3 -m pip install --quiet {shlex.quote(ask.install)}" if ask.install else "false"
-    )
+    install = f"{{ {ask.install}; }}" if ask.install else "false"
+    fetch = _file(FETCH, ask.fetch) if ask.fetch else ""
     return f"""#!/bin/sh
 # {ask.name}: trains, and ends after {ask.most_s} seconds at the latest.
 umask 077
 child=
 trap '[ -z "$child" ] && exit 75; kill -TERM "$child" 2>/dev/null' TERM INT HUP USR1
 mkdir -p {folder} && cd {folder} || exit 2
-{_file(JOB, ask.job_text)}{_file(ABOARD, json.dumps(ask.aboard, indent=1, sort_keys=True))}\
+{_file(JOB, ask.job_text)}{_file(TOLD, json.dumps(ask.told, indent=1, sort_keys=True))}{fetch}\
 command -v farthing >/dev/null 2>&1 || {install} || {{ echo "farthing can't be installed here" >&2; exit 2; }}
-timeout --signal=TERM --kill-after={GRACE_S} {ask.most_s} farthing launch {JOB} --aboard {ABOARD} &
+timeout --signal=TERM --kill-after={GRACE_S} {ask.most_s} farthing launch agent {JOB} {TOLD} &
 child=$!
 wait "$child"
 code=$?

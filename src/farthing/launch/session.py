@@ -16,21 +16,29 @@ from functools import cached_property
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.errors import FarthingError, InputError, RunBusyError, StoreUnavailableError
+from farthing.errors import (
+    FarthingError,
+    InputError,
+    RunBusyError,
+    RunInterruptedError,
+    StoreUnavailableError,
+)
 from farthing.launch.clients import connect
 from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Driver, ProviderError, UnauthorizedError, UnclearError
 from farthing.launch.host_driver import HostDriver
-from farthing.launch.inputs import inputs_key, send_inputs, with_token_sets
+from farthing.launch.inputs import INPUTS, Packed, inputs_key, send_inputs, with_token_sets
 from farthing.launch.prepare import TEARDOWN_S, Prepared, launch_id_of, secrets_of
 from farthing.launch.request import LaunchRequest, values_of
 from farthing.launch.supervise import Launch, Patience
+from farthing.launch.wheel import wheel_of_this
 from farthing.launch.words import StoreWords
+from farthing.planner.types import Plan
 from farthing.prices.offers import Offer, boot_of
 from farthing.run.accounts import Account, read_ledger
 from farthing.run.commits import list_commits, take_newest
 from farthing.run.folder import LEDGER, run_id_of
-from farthing.run.ledger import steady_clock
+from farthing.run.ledger import seconds_since_boot, steady_clock
 from farthing.run.machines import Machine, MachineLedger, bill_by_machine
 from farthing.storage.files import Json, cannot_write, make_private, only_writer, write_text
 from farthing.storage.lease import Lease, LeaseLostError
@@ -75,6 +83,9 @@ class Session:
         folder = make_private(make_private(self.folder / FOLDER) / ask.name)
         for name, text in self.files_of(ask).items():
             write_text(folder / name, text)
+        if self.prepared.folder and self.prepared.target.name != "local":
+            wheel = wheel_of_this()
+            (folder / wheel.name).write_bytes(wheel.content)
         return folder
 
     # ---- dry ----
@@ -107,7 +118,7 @@ class Session:
         driver = self.driver()
         if not is_new and not self.ledger.open and not self._there(driver):
             raise InputError(
-                "no machine of this launch is there", where="--attach", to_do="rent one with --yes"
+                "no machine of this launch is there", where="attach", to_do="rent one with --yes"
             )
         if self.prepared.target.is_rented and not (driver.ends_by_itself or is_attended):
             raise InputError(
@@ -123,12 +134,15 @@ class Session:
         make_private(self.folder)
         make_private(self.folder / FOLDER)
         with only_writer(self.folder / FOLDER):
-            if self.prepared.travels and self.prepared.packed.files:
+            self._there(driver)  # whoever refuses the key refuses it before anything is sent
+            if self.prepared.travels:
                 self._send(tokenize)
-            with self._only_watcher() as sleep:
+            with self._only_watcher() as (sleep, reclaim):
                 self.words().ask_to_stop(is_wanted=False)
+                launch = self._launch(driver, patience, sleep)
+                launch.reclaim = reclaim
                 try:
-                    code = self._launch(driver, patience, sleep).run(self.prepared.launch_id)
+                    code = launch.run(self.prepared.launch_id)
                 except (
                     OSError
                 ) as error:  # of the files that stand before a request: nothing was rented by it
@@ -153,12 +167,14 @@ class Session:
             ) from error
 
     @contextlib.contextmanager
-    def _only_watcher(self) -> Iterator[Callable[[float], None]]:
+    def _only_watcher(self) -> Iterator[tuple[Callable[[float], None], Callable[[], None]]]:
         """Hold the launch against processes on other machines, by a lease in the store as the run
-        itself is held; gives a
-        `sleep` that keeps it. Raises `RunBusyError`, `StoreUnavailableError`."""
+        itself is held; gives a `sleep` that keeps it and a call that makes sure of it. Raises
+        `RunBusyError`, `StoreUnavailableError`.
+        """
         if self.prepared.job.output_store is None:
-            yield time.sleep  # all who could watch see the run folder, and its lock
+            # all who could watch see the run folder, and its lock
+            yield time.sleep, lambda: None
             return
         place = f"{self.prepared.job.output_store.rstrip('/')}/launch/{self.prepared.launch_id}"
 
@@ -171,19 +187,29 @@ class Session:
             return RunBusyError(
                 f"another process watches this launch ({error})",
                 where=str(self.prepared.job.output_store),
-                to_do="let it, or end it; --status and --stop work from anywhere",
+                to_do="let it, or end it; launch status and launch stop work from anywhere",
             )
+
+        def reclaim() -> None:
+            """Raises `RunInterruptedError`, `UnclearError`."""
+            try:
+                lease.renew(store())
+            except LeaseLostError as error:
+                raise RunInterruptedError(
+                    f"another process has taken this launch over ({error}); its machines are left"
+                    " to it",
+                    where=str(self.prepared.job.output_store),
+                    to_do="farthing launch status JOB shows them",
+                ) from error
+            except StoreError as error:
+                raise UnclearError(f"the store does not answer ({error})") from error
 
         def sleep(seconds: float) -> None:
             time.sleep(seconds)
-            if time.monotonic() - lease.renewed_at > LEASE_S / 3:
-                try:
-                    lease.renew(store())
-                except LeaseLostError as error:
-                    raise busy(error) from error
-                except StoreError:
-                    # tried again at the next look; without a store nobody else can take it either
-                    pass
+            if seconds_since_boot() - lease.renewed_at > LEASE_S / 3:
+                # without a store nobody else can take the launch either
+                with contextlib.suppress(UnclearError):
+                    reclaim()
 
         try:
             lease.claim(store(), lambda: False)
@@ -194,14 +220,14 @@ class Session:
                 f"the store does not answer ({error})", to_do="try again when it does"
             ) from error
         try:
-            yield sleep
+            yield sleep, reclaim
         finally:
             with contextlib.suppress(StoreError, LeaseLostError):
                 lease.release(store())
 
-    def stop(self, patience: Patience | None = None) -> None:
+    def stop(self, patience: Patience | None = None) -> bool:
         """Tell whoever watches, destroy every machine of the launch, and ask until each is
-        confirmed to be gone.
+        confirmed to be gone. False where the store could not be read.
         """
         try:
             self.words(LOOK_S).ask_to_stop(is_wanted=True)
@@ -210,13 +236,20 @@ class Session:
                 f"the store does not answer ({error}): a process that watches elsewhere is not"
                 " told, end it yourself"
             )
-        self._launch(self.driver(), patience).stop(self.prepared.launch_id)
+        launch = self._launch(self.driver(), patience, patient_s=LOOK_S)
+        return launch.stop(self.prepared.launch_id)
 
     def _launch(
-        self, driver: Driver, patience: Patience | None, sleep: Callable[[float], None] = time.sleep
+        self,
+        driver: Driver,
+        patience: Patience | None,
+        sleep: Callable[[float], None] = time.sleep,
+        patient_s: float = STORE_S,
     ) -> Launch:
-        def make_ask(number: int, offer: Offer, accounts: list[Account]) -> LaunchRequest:
-            ask = self.prepared.ask(number, offer, self.ledger, accounts, self.clock())
+        def make_ask(
+            number: int, offer: Offer, accounts: list[Account], now: float
+        ) -> LaunchRequest:
+            ask = self.prepared.ask(number, offer, self.ledger, accounts, now)
             self.write(ask)
             return ask
 
@@ -225,7 +258,7 @@ class Session:
             driver,
             self.prepared.offers,
             make_ask,
-            self.words(),
+            self.words(patient_s),
             say=self.say,
             clock=self.clock,
             sleep=sleep,
@@ -234,7 +267,7 @@ class Session:
         launch.may_take, launch.reaches, launch.awake = (
             self._is_in_time,
             self._reaches,
-            time.monotonic,
+            seconds_since_boot,
         )
         return launch
 
@@ -268,7 +301,14 @@ class Session:
         )
 
     def _send(self, tokenize: Callable[[], list[Path]]) -> None:
-        packed = with_token_sets(self.prepared.packed, tokenize())
+        packed = self.prepared.packed
+        if packed.files:
+            packed = with_token_sets(packed, tokenize())
+        if not self.prepared.wishes.install:
+            wheel = wheel_of_this()
+            path = make_private(self.folder / FOLDER) / wheel.name
+            path.write_bytes(wheel.content)
+            packed = Packed((*packed.files, (path, f"{INPUTS}/{wheel.name}")), packed.values)
         self.say(
             f"inputs: {len(packed.files)} files, {say_bytes(packed.n_bytes)}; the store gets what"
             " it lacks"
@@ -317,6 +357,20 @@ class Session:
 
     # ---- afterwards, and meanwhile ----
 
+    def open_in_words(self) -> list[str]:
+        """Each machine that may still be billed, with its price and its latest end."""
+        ends_by_itself, now = self.driver().ends_by_itself, self.clock()
+        words = []
+        for machine in self.ledger.open:
+            left_s = max(0.0, machine.asked_at + machine.most_s - now)
+            until = (
+                f"{say_seconds(left_s)} more at the most"
+                if ends_by_itself and machine.most_s
+                else "until somebody ends it"
+            )
+            words.append(f"{machine.name}, {say_usd(machine.usd_per_hour)} an hour, {until}")
+        return words
+
     def bring_back(self) -> None:
         """The run's files and its model from the store into the run folder, where that holds none
         of another run.
@@ -337,18 +391,21 @@ class Session:
         is.
         """
         now, accounts, step, asked = self.clock(), self._local_accounts(), None, ""
+        stored: int | None = None
         try:
             words = self.words(LOOK_S)
             self.ledger.take_over(words.kept(), to_disk=False)
             accounts, step = words.accounts() or accounts, words.committed()
-        except UnclearError as error:
+            if self.prepared.job.output_store is not None:
+                stored = sum(entry.n_bytes for entry in self._store(LOOK_S).list("").values())
+        except (UnclearError, StoreError) as error:
             asked = f"the store does not answer ({error})"
         rows = bill_by_machine(list(self.ledger.machines.values()), accounts, now)
         there: dict[str, str] | None = None
         try:
             there = self._there(self.driver())
         except InputError as error:
-            asked = asked or str(error).splitlines()[0]
+            asked = "; ".join(filter(None, (asked, str(error).splitlines()[0])))
         return {
             "kind": "farthing launch",
             "launch": self.prepared.launch_id,
@@ -360,12 +417,39 @@ class Session:
             "not_known": asked,
             "committed_step": step,
             "usd": sum(row["usd"] for row in rows),
+            "still_billed": self._still_billed(rows, stored),
         }
+
+    def _still_billed(self, rows: Sequence[Json], stored: int | None) -> list[Json]:
+        """What costs money though no process runs, and what ends each."""
+        target, store = self.prepared.target, self.prepared.job.output_store
+        found = [
+            {
+                "what": f"{row['name']}: {say_usd(row['usd_per_hour'])} an hour",
+                "ends": "farthing launch stop JOB",
+            }
+            for row in rows
+            if row["state"] not in ("gone", "refused")
+        ]
+        if stored:
+            found.append(
+                {
+                    "what": f"{say_bytes(stored)} in {store}",
+                    "ends": "delete the prefix there once you have the model",
+                }
+            )
+        if target.keeps_billing and rows:
+            found.append({"what": target.keeps_billing[0], "ends": target.keeps_billing[1]})
+        return found
 
     def log(self) -> str:
         """The end of what the newest machine has printed: from the store, else from the target.
         Raises `InputError`.
         """
+        try:
+            self.ledger.take_over(self.words(LOOK_S).kept(), to_disk=False)
+        except UnclearError as error:
+            self.say(f"the store does not answer ({error}): only machines known here are looked at")
         machines = list(self.ledger.machines.values())
         if not machines:
             raise InputError(
@@ -385,15 +469,26 @@ def where_it_is(job: Job, *, only_open: bool) -> str | None:
     cost money, else of all.
 
     None where none is known. Without a machine in this folder the store is asked, unless only open
-    ones are wanted.
+    ones are wanted. Raises `StoreUnavailableError` where it does not answer.
     """
     ledger = MachineLedger(Path(job.output_dir))
     if not (only_open or ledger.machines) and job.output_store:
-        with contextlib.suppress(UnclearError):
-            store = Retrying(open_store(job.output_store), LOOK_S)
+        store = Retrying(open_store(job.output_store), LOOK_S)
+        try:
             ledger.take_over(StoreWords(lambda: store, launch_id_of(job)).kept(), to_disk=False)
+        except UnclearError as error:
+            raise StoreUnavailableError(
+                f"nobody knows whether something was launched: the store does not answer ({error})",
+                where=job.output_store,
+                to_do="try again when it does, or name where to look: --on TARGET",
+            ) from error
     known = ledger.open or ([] if only_open else list(ledger.machines.values()))
     return (known[-1].on or known[-1].target or None) if known else None
+
+
+def paid_s(plan: Plan) -> float:
+    """Seconds of a plan that are paid for beside the boot: waiting for spot capacity is free."""
+    return plan.wall_s - plan.seconds.get("setup", 0.0) - plan.seconds.get("waiting", 0.0)
 
 
 def dry_view(session: Session, ask: LaunchRequest, folder: Path, files: Sequence[str]) -> Json:
@@ -402,7 +497,7 @@ def dry_view(session: Session, ask: LaunchRequest, folder: Path, files: Sequence
     target, plan, boot = prepared.target, prepared.plans.get(offer), boot_of(offer.provider)
     seconds = {
         "boot": boot.seconds if target.is_rented else 0.0,
-        **({} if plan is None else {"train": plan.wall_s - plan.seconds.get("setup", 0.0)}),
+        **({} if plan is None else {"train": paid_s(plan)}),
         "teardown": float(TEARDOWN_S) if target.is_rented else 0.0,
     }
     of_offer = ("provider", "instance", "gpu", "n_gpus", "region", "is_spot")
@@ -451,13 +546,13 @@ def notes_of(prepared: Prepared, ask: LaunchRequest) -> list[str]:
         f"{store} has to be the same folder on every host": (
             target.name == "ssh" and store and "://" not in store
         ),
-        "SkyPilot's controller is a machine of its own, billed by its cloud and not counted here": (
-            target.name == "skypilot"
+        f"{target.keeps_billing[0] if target.keeps_billing else ''} is not counted here": (
+            target.keeps_billing
         ),
         "the secrets have to be in Secret Manager of the project, each by the name of its variable": (  # noqa: E501
             target.name == "vertex" and ask.secrets
         ),
-        f"image: {ask.image}, on which pip installs {ask.install}; --image names your own": (
+        f"image: {ask.image}, on which this farthing is installed; --image names your own": (
             ask.image and not prepared.wishes.image
         ),
         f"the price is the lowest of many hosts' on {ask.offer.date}: it may not be had": (

@@ -18,11 +18,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, InputError
+from farthing.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_LIMIT,
+    EXIT_MISTAKE,
+    InputError,
+    RunInterruptedError,
+)
 from farthing.launch.driver import (
     Driver,
     InstanceStatus,
     OutOfStockError,
+    ProviderError,
     RefusedError,
     UnauthorizedError,
     UnclearError,
@@ -74,8 +82,8 @@ class NoBudgetError(Exception):
     """The rest of the cap, of the hours or of the time until the deadline buys no further machine."""  # noqa: E501
 
 
-MakeAsk = Callable[[int, Offer, list[Account]], LaunchRequest]
-"""(number, offer, attempts so far) -> what to ask for. Raises `NoBudgetError`."""
+MakeAsk = Callable[[int, Offer, list[Account], float], LaunchRequest]
+"""(number, offer, attempts so far, now) -> what to ask for. Raises `NoBudgetError`."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,9 @@ class Launch:
         self._out_of_stock: set[Offer] = set()
         self._n_shared: dict[str, int] = {}
         """How many lines of each machine the store has."""
+        self._is_ending = False
+        """Everything is to be destroyed, whoever knows of it."""
+        self._price_seen_at: dict[str, float] = {}
         self._n_repriced: dict[tuple[str, str, bool], int] = {}
         self._prefix = self._trouble_said = ""
         self._held_at = self._n_gaps = 0.0
@@ -181,14 +192,14 @@ class Launch:
                     f"{plural(self._in_vain(), 'machine')} in a row saved nothing new: stopped"
                 )
                 return self._closed(EXIT_INTERRUPTED if ending.code is None else ending.code)
-        self._say("stopped, as somebody asked with --stop")
+        self._say("stopped by `farthing launch stop`")
         return self._closed(EXIT_INTERRUPTED)
 
     def stop(self, prefix: str) -> bool:
         """Destroy every machine of the launch, and ask until each is confirmed to be gone. False
         where the store could not be read: it may know of machines that are not known here.
         """
-        self._prefix, self._held_at = prefix, self.awake()
+        self._prefix, self._held_at, self._is_ending = prefix, self.awake(), True
         is_whole = True
         try:
             self._take_over()
@@ -220,7 +231,7 @@ class Launch:
         A suspended watcher may wake beside one that took over; nothing may be made or destroyed by
         what it remembers.
         """
-        if self.awake() - self._held_at > GAP_S:
+        if self.awake() - self._held_at > GAP_S and not self._is_ending:
             self.reclaim()
             self._until_clear(self._take_over, "the store")
             self._n_gaps += 1
@@ -256,7 +267,7 @@ class Launch:
         return InputError(
             "; ".join([f"the provider refuses the credentials ({error})", *still]),
             where="environment",
-            to_do="export a valid key, then: farthing launch attach JOB, or farthing launch stop JOB",
+            to_do="export a valid key, then: farthing launch attach JOB, or launch stop JOB",
         )
 
     # ---- a new machine ----
@@ -290,7 +301,7 @@ class Launch:
                     f"the line of {machine.name} that says what it costs is damaged: the cap can't"
                     " be held",
                     where=str(self._ledger.folder / MACHINES),
-                    to_do="bring the file back from a copy, or end what there is with --stop",
+                    to_do="bring the file back from a copy, or end what there is: launch stop",
                 )
 
     def _refuse_what_is_elsewhere(self) -> None:
@@ -300,7 +311,7 @@ class Launch:
                 raise InputError(
                     f"{machine.name} of this launch is at {on}",
                     where="--on",
-                    to_do=f"go on with --on {on}, or end it: --on {on} --stop",
+                    to_do=f"name it: --on {on}, or end it: farthing launch stop JOB --on {on}",
                 )
 
     def _share(self) -> None:
@@ -356,8 +367,8 @@ class Launch:
         while offer := self._next_offer():
             self._hold()
             number = self._ledger.next_number
-            ask = self._make_ask(number, offer, self._accounts())
-            now = self._clock()
+            accounts, now = self._accounts(), self._clock()
+            ask = self._make_ask(number, offer, accounts, now)
             machine = self._ledger.note(
                 ask.name,
                 "asked",
@@ -386,13 +397,13 @@ class Launch:
                     id=made.id,
                     **({} if made.usd_per_hour is None else {"usd_per_hour": made.usd_per_hour}),
                 )
+                self._hold_or_undo(machine)
                 price = machine.usd_per_hour
                 self._say(
                     f"{ask.name}: made ({offer.provider} {offer.instance or offer.gpu}, id"
                     f" {made.id}), {say_usd(price)} an hour, {machine.price_from}"
                 )
-                with contextlib.suppress(UnclearError):
-                    self._take_price(machine, self._asked(lambda: self._driver.look(machine)))
+                self._look_at_price(machine)
                 if not self._is_too_dear(machine):
                     self._tell_price(machine)
                     return machine
@@ -421,18 +432,41 @@ class Launch:
                     self._left_out.add(offer)
         return None
 
+    def _hold_or_undo(self, machine: Machine) -> None:
+        """A machine made by a watcher that was suspended meanwhile is nobody's: end it at once."""
+        try:
+            self._hold()
+        except RunInterruptedError:
+            why = "made after another process had taken over"
+            self._ledger.note(machine.name, "left", self._clock(), why=why)
+            with contextlib.suppress(ProviderError):
+                self._driver.destroy(machine)
+                self._ledger.note(machine.name, "gone", self._clock(), why=why)
+            with contextlib.suppress(UnclearError):
+                self._words.keep(machine.name, self._ledger.rows[machine.name])
+            raise
+
     # ---- the price that is charged ----
+
+    def _look_at_price(self, machine: Machine) -> None:
+        with contextlib.suppress(UnclearError):
+            self._take_price(machine, self._asked(lambda: self._driver.look(machine)))
 
     def _take_price(self, machine: Machine, seen: InstanceStatus | None) -> None:
         """Book the price that the provider tells, where it is another than the one known."""
         price = None if seen is None else seen.usd_per_hour
+        now = self._clock()
+        since = self._price_seen_at.get(machine.name, now)
+        if price is not None:
+            self._price_seen_at[machine.name] = now
         if price is None or (
             machine.charged and abs(price - machine.usd_per_hour) <= 1e-4 * machine.usd_per_hour
         ):
             return
         is_other = abs(price - machine.usd_per_hour) > 1e-4 * machine.usd_per_hour
         known = machine.usd_per_hour
-        self._ledger.note(machine.name, "priced", self._clock(), usd_per_hour=price)
+        at = since if price > known else now  # a rise counts from the last look at the old price
+        self._ledger.note(machine.name, "priced", at, usd_per_hour=price)
         if is_other:
             self._say(
                 f"{machine.name}: the provider charges {say_usd(price)} an hour, not"
@@ -463,7 +497,7 @@ class Launch:
         self._n_repriced[of] = self._n_repriced.get(of, 0) + 1
         self._offers = [each for each in self._offers if each != offer]
         if self._n_repriced[of] <= MOST_REPRICED and offer.usd_per_hour:
-            self._offers.append(replace(offer, usd=offer.usd * price / offer.usd_per_hour))
+            self._offers.append(offer._replace(usd=offer.usd * price / offer.usd_per_hour))
 
     def _next_offer(self) -> Offer | None:
         out = self._left_out | self._out_of_stock
@@ -569,11 +603,7 @@ class Launch:
                     )
                 if seen is not None and seen.is_waiting:
                     beat_at = awake
-                elif (
-                    is_paid
-                    and machine.booted_at is None
-                    and age > self.patience.boot_s
-                ):
+                elif is_paid and machine.booted_at is None and age > self.patience.boot_s:
                     return Ending(
                         f"not booted after {say_seconds(age)}",
                         leaves_offer_out=True,
@@ -682,7 +712,7 @@ class Launch:
             self._share()
         with contextlib.suppress(UnclearError):
             for name, found in self._asked(lambda: self._driver.names(self._prefix)).items():
-                if not self._is_known(name):
+                if not self._is_known(name) and not self._is_ending:
                     self.reclaim()
                     self._take_over()  # whoever took this launch over has written it down
                 if not self._is_known(name):
@@ -704,7 +734,7 @@ class Launch:
                 names = ", ".join(machine.name for machine in self._ledger.open)
                 self._say(
                     f"not confirmed gone, and counted until it is: {names}; `farthing launch"
-                    " --stop` asks again"
+                    " stop` asks again"
                 )
                 break
             self._sleep(self.patience.poll_s)

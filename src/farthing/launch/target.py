@@ -51,5 +51,7 @@ class Target:
     """How that command is used, by what stands behind the colon of --on."""
     picks_gpus: bool = False
     """Whether a GPU has to have a name in facts/launch.csv to be had there."""
+    keeps_billing: tuple[str, str] | None = None
+    """What it bills beside the machines, and what ends that."""
     check: Callable[[Mapping[str, str]], list[str]] = lambda files: []
     """What of the files the target would refuse for something that the user has said."""

@@ -5,6 +5,7 @@ they print, how they left.
     launch/NAME/log.txt       the end of what was printed, anew every half minute: it is the beat
     too
     launch/NAME/left.json     the exit code, and why
+    launch/NAME/price.json    what the provider charges for it, told by whoever watches
     launch/LAUNCH/machines/NAME.json   the lines of a machine: other folders of the run count on
     from there
     launch/LAUNCH/stop.json   somebody wants the launch stopped, and whoever watches it heeds that
@@ -33,6 +34,7 @@ from farthing.storage.lease import newest_words
 from farthing.storage.objects import NoSuchObject, Store, StoreError, get_json
 
 BOOTED, LOG, LEFT, STOP, MACHINES = "booted.json", "log.txt", "left.json", "stop.json", "machines"
+PRICE = "price.json"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,12 @@ class StoreWords:
             why=str(left.get("why") or "")[:200],
             beat="" if log is None else f"{log.n_bytes} {log.at}",
         )
+
+    def tell_price(self, name: str, usd_per_hour: float) -> None:
+        """Leave the price that the provider charges where the machine finds it."""
+        text = json.dumps({"usd_per_hour": usd_per_hour})
+        with self._store() as store:
+            put_text(store, f"launch/{name}/{PRICE}", text)
 
     def log(self, name: str) -> str:
         """The end of what a machine has printed; empty where it has not yet."""
@@ -164,6 +172,13 @@ class Speaker:
         with contextlib.suppress(StoreError):
             self._store.remove([f"{self._place}/{LEFT}"])
         self._put(BOOTED, json.dumps({"at": time.time()}))
+
+    def price(self) -> float | None:
+        """Dollars an hour that this machine costs, where whoever watches has told them."""
+        with contextlib.suppress(StoreError, NoSuchObject, KeyError, TypeError, ValueError):
+            told = float(get_json(self._store, f"{self._place}/{PRICE}")["usd_per_hour"])
+            return told if 0 < told < 100_000 else None
+        return None
 
     def beat(self, log: str) -> None:
         """The newest of what was printed."""

@@ -1,6 +1,4 @@
-"""SkyPilot: a managed job over farthing's own ranking of offers, begun again after 75 and after a
-lost machine.
-"""
+"""SkyPilot: a managed job on one offer at a time, begun again after 75 and after a lost machine."""
 
 from __future__ import annotations
 
@@ -40,15 +38,14 @@ _OVER = [
 
 
 def render(ask: LaunchRequest) -> Files:
-    """The task, `ordered` by farthing's ranking (`any_of` is a set, which it sorts anew), and a
-    configuration without the user's cloud credentials on hosts of strangers. The run has a
-    `timeout` of its own: SkyPilot has none on the wall."""
-    resources = [_resource(offer, gpu) for offer, gpu in ((ask.offer, ask.gpu_id), *ask.fallbacks)]
-    unique = [resource for at, resource in enumerate(resources) if resource not in resources[:at]]
+    """The task, for one resource: the cap and the time limit are those of its price. A
+    configuration keeps the user's cloud credentials off hosts of strangers. The run has a `timeout`
+    of its own: SkyPilot has none on the wall.
+    """
     task: Json = {
         "name": ask.name,
         "resources": {
-            "ordered": unique,
+            **_resource(ask.offer, ask.gpu_id),
             "disk_size": max(50, ask.disk_gb),
             "job_recovery": {"recover_on_exit_codes": [75], "max_restarts_on_errors": 0},
         }

@@ -1,0 +1,92 @@
+"""farthing itself on its way to a machine: a wheel of the very code that runs here.
+
+A rented machine that installed farthing by its name would run whatever an index has under that
+name, beside the keys of the store. So the wheel travels by checksum, as data and models do.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import zipfile
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import farthing
+from farthing.errors import InputError
+
+FETCHER = "obstore==0.12.1"
+"""The library by which a machine without farthing reads the store."""
+_SKIPPED = {"__pycache__"}
+_WHEN = (2020, 1, 1, 0, 0, 0)
+"""The same files make the same wheel, to the byte."""
+
+
+class Wheel(NamedTuple):
+    """A built wheel."""
+
+    name: str
+    content: bytes
+    sha256: str
+
+
+@cache
+def wheel_of_this() -> Wheel:
+    """The wheel of the package that is running. Raises `InputError` where nothing tells what it
+    needs.
+    """
+    try:
+        about = metadata.distribution("farthing")
+    except metadata.PackageNotFoundError:
+        raise InputError(
+            "farthing runs from a folder without its metadata, so it can't be packed",
+            where=str(Path(farthing.__file__).parent),
+            to_do="pip install -e . there, or name an image with farthing in it: --image",
+        ) from None
+    info = f"farthing-{farthing.__version__}.dist-info"
+    root = Path(farthing.__file__).parent
+    files = {
+        f"farthing/{path.relative_to(root).as_posix()}": path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not _SKIPPED & set(path.parts) and path.suffix != ".pyc"
+    }
+    files[f"{info}/METADATA"] = (about.read_text("METADATA") or "").encode()
+    files[f"{info}/WHEEL"] = (
+        b"Wheel-Version: 1.0\nGenerator: farthing\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nfarthing = farthing.cli:entry\n"
+    rows = [f"{name},{_digest(content)},{len(content)}" for name, content in files.items()]
+    files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,", ""]).encode()
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            entry = zipfile.ZipInfo(name, _WHEN)
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
+    content = packed.getvalue()
+    name = f"farthing-{farthing.__version__}-py3-none-any.whl"
+    return Wheel(name, content, hashlib.sha256(content).hexdigest())
+
+
+def _digest(content: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    return f"sha256={digest}"
+
+
+def fetch_script(wheel: Wheel, store: str, key: str) -> str:
+    """A Python script that brings the wheel from the store, an address or a folder; it fails where
+    the bytes are not those that were sent.
+    """
+    address = store if "://" in store else f"file://{store}"
+    for short, long in (("gcs://", "gs://"), ("s3a://", "s3://"), ("local://", "file://")):
+        address = address.replace(short, long) if address.startswith(short) else address
+    return f"""import hashlib, pathlib
+import obstore, obstore.store
+data = bytes(obstore.get(obstore.store.from_url({address!r}), {key!r}).bytes())
+if hashlib.sha256(data).hexdigest() != {wheel.sha256!r}:
+    raise SystemExit("the wheel in the store is not the one that was sent")
+pathlib.Path({wheel.name!r}).write_bytes(data)
+"""
