@@ -298,11 +298,9 @@ def is_good(case: dict[str, Any]) -> bool:
         (off_usd > -near_usd or unseen) and (off_usd < near_usd or is_away)
     )
     ended = not case["returns"] or (case["code"] is not None and not case["open"])
-    kept = (
-        case["leaked"] == 0
-        and case["double"] == 0
-        and (case["over_usd"] <= 1e-9 or (is_away and is_attended))
-    )
+    is_excused = unseen or (is_away and is_attended)
+    is_in_cap = case["over_usd"] <= 1e-9 or is_excused
+    kept = case["leaked"] == 0 and case["double"] == 0 and is_in_cap
     return kept and ended and counted
 
 
@@ -329,13 +327,9 @@ def main() -> int:
         "left_loading": sum(case["left_loading"] for case in cases),
         "double_trainers": sum(case["double"] > 0 for case in cases),
         "most_over_usd": max(
-            (
-                case["over_usd"]
-                for case in cases
-                if case["provider"] != "lambda" or not case["kinds"]
-            ),
-            default=0.0,
+            [0.0, *(case["over_usd"] for case in cases if not case["kinds"] or not is_good(case))]
         ),
+        "most_over_while_away_usd": max([0.0, *(case["over_usd"] for case in cases)]),
         "machines": sum(case["n_machines"] for case in cases),
         "blows": sum(len(case["kinds"]) for case in cases),
         "finished": sum(case["code"] == 0 for case in cases),

@@ -105,7 +105,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     script = f"""#!/bin/sh
 echo "$(basename "$0") $*" >> {tmp_path}/called
-case "$*" in
+case " $* " in
   *" list "*|*" get "*|*" queue "*|*" ps "*|*format=%i*) cat {tmp_path}/listed ;;
   *cancel*|*delete*|*--full*) ;;
   *show*) echo "   StdOut={tmp_path}/log" ;;

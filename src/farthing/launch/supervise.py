@@ -131,6 +131,8 @@ class Launch:
         """How many lines of each machine the store has."""
         self._is_ending = False
         """Everything is to be destroyed, whoever knows of it."""
+        self._acknowledged_at: dict[str, float] = {}
+        """When the provider first acknowledged the deletion of a machine."""
         self._price_seen_at: dict[str, float] = {}
         self._n_repriced: dict[tuple[str, str, bool], int] = {}
         self._prefix = self._trouble_said = ""
@@ -235,6 +237,7 @@ class Launch:
             self.reclaim()
             self._until_clear(self._take_over, "the store")
             self._n_gaps += 1
+            self._locked_at = None
         self._held_at = self.awake()
 
     def _asked(self, call: Callable[[], T]) -> T:
@@ -433,10 +436,16 @@ class Launch:
         return None
 
     def _hold_or_undo(self, machine: Machine) -> None:
-        """A machine made by a watcher that was suspended meanwhile is nobody's: end it at once."""
+        """A machine made by a watcher that was suspended meanwhile is ended at once, unless whoever
+        took over has adopted it.
+        """
         try:
             self._hold()
         except RunInterruptedError:
+            with contextlib.suppress(UnclearError):
+                told = self._words.kept().get(machine.name, [])
+                if any(row.get("event") == "created" for row in told):
+                    raise
             why = "made after another process had taken over"
             self._ledger.note(machine.name, "left", self._clock(), why=why)
             with contextlib.suppress(ProviderError):
@@ -677,16 +686,16 @@ class Launch:
         try:
             self._hold()
             self._asked(lambda: self._driver.destroy(machine))
+            acknowledged_at = self._acknowledged_at.setdefault(machine.name, self._clock())
             seen = self._asked(lambda: self._driver.look(machine))
             if seen is not None and seen.is_paid:
                 return False
-            why = machine.why
+            why, at = machine.why, acknowledged_at
         except UnclearError:
             end = machine.asked_at + machine.most_s + 300
             if not (self._driver.ends_by_itself and machine.most_s and self._clock() > end):
                 return False
-            why = f"{machine.why}; nobody answered, its own end is past"
-        at = self._clock()
+            why, at = f"{machine.why}; nobody answered, its own end is past", self._clock()
         if (
             self._driver.ends_by_itself and machine.most_s
         ):  # where it was gone long before we looked

@@ -1,0 +1,388 @@
+"""What a machine costs is what its provider charges; no launch forgets one, and none says that it
+looked where it could not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from fake_clouds import World
+from farthing.cli import main
+from farthing.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_LIMIT,
+    InputError,
+    RunInterruptedError,
+)
+from farthing.launch.clients import Lambda, RunPod, Vast
+from farthing.launch.driver import (
+    RateLimitedError,
+    ServerError,
+    TimedOutError,
+    UnauthorizedError,
+)
+from farthing.launch.http import Api
+from farthing.launch.prepare import S3_KEYS, extras_of, launch_id_of, secrets_of
+from farthing.launch.registry import TARGETS
+from farthing.launch.request import least_s
+from farthing.launch.wheel import fetch_script, wheel_of_this
+from farthing.run.machines import Machine, MachineLedger, bill_by_machine
+from launch_faults import Fate, prepared_for, supervise
+
+ALIVE = Fate(None, is_before=False)
+
+
+@pytest.fixture(autouse=True)
+def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in S3_KEYS:
+        monkeypatch.setenv(name, "no key")
+
+
+# ---- the price that is charged ----
+
+
+@pytest.mark.parametrize("provider", ["runpod", "vast", "lambda"])
+@pytest.mark.parametrize("fault", ["costs more than listed", "costs three times as much"])
+def test_a_machine_that_the_cap_does_not_allow_at_its_price_is_ended_before_it_trains(
+    provider: str, fault: str, tmp_path: Path
+) -> None:
+    world, run = World(provider, n_steps=120, script=[fault]), tmp_path / "run"
+    assert supervise(world, prepared_for(provider, run, 0.7, 0.4), run, ALIVE) == EXIT_FINISHED
+    dear, other = world.machines
+    assert (dear.trained_s, other.saved if hasattr(other, "saved") else world.saved) == (0.0, 120)
+    ledger = MachineLedger(run)
+    first, second = ledger.machines.values()
+    assert first.usd_per_hour == pytest.approx(0.52 if "more" in fault else 1.2)
+    assert (first.price_from, second.usd_per_hour) == ("the provider", 0.4)
+    assert "the cap does not allow it" in first.why
+    assert world.usd <= 0.7
+    assert ledger.usd(world.now) == pytest.approx(world.usd, rel=0.02)
+
+
+def test_a_cheaper_machine_is_booked_at_its_price_and_the_machine_is_told(tmp_path: Path) -> None:
+    world, run = World("runpod", n_steps=120, script=["costs less than listed"]), tmp_path / "run"
+    assert supervise(world, prepared_for("runpod", run, 0.7, 0.4), run, ALIVE) == EXIT_FINISHED
+    ledger = MachineLedger(run)
+    assert ledger.usd(world.now) == pytest.approx(world.usd, rel=0.01)
+    assert list(world.told.values()) == [pytest.approx(0.24)]
+    rows = bill_by_machine(list(ledger.machines.values()), world.accounts(), world.now)
+    assert rows[0]["usd_per_hour"] == pytest.approx(0.24)
+    assert sum(rows[0]["usd_of"].values()) == pytest.approx(rows[0]["usd"])
+
+
+def test_a_machine_that_gets_dearer_ends_at_the_cap(tmp_path: Path) -> None:
+    world, run = World("lambda", n_steps=10**9, script=["gets dearer on the way"]), tmp_path / "run"
+    assert supervise(world, prepared_for("lambda", run, 0.7, 0.4), run, ALIVE) == EXIT_LIMIT
+    assert 0.55 < world.usd <= 0.7
+    assert MachineLedger(run).usd(world.now) == pytest.approx(world.usd, rel=0.02)
+
+
+def test_prices_of_one_machine_are_added_up_by_when_they_held() -> None:
+    machine = Machine("a-1", 1, usd_per_hour=1.0, asked_at=1000.0)
+    assert (machine.usd(4600.0), machine.price_from) == (1.0, "assumed")
+    machine.charged = [(1060.0, 2.0), (2800.0, 4.0)]
+    machine.gone_at = 4600.0
+    assert machine.usd(9e9) == pytest.approx(0.5 * 2.0 + 0.5 * 4.0), "the first from the beginning"
+
+
+def test_a_price_that_no_provider_tells_says_where_it_is_from(tmp_path: Path) -> None:
+    ledger = MachineLedger(tmp_path)
+    ledger.note("a-1", "asked", 1.0, number=1, usd_per_hour=2.0, price_source="a list, 2026-01-02")
+    assert ledger.machines["a-1"].price_from == "assumed: a list, 2026-01-02"
+
+
+def test_a_machine_has_to_be_worth_its_boot_some_training_and_its_grace() -> None:
+    assert least_s(100.0) == 100.0 + 60.0 + 120.0
+
+
+# ---- answers that are none ----
+
+
+def api_of(status: int, headers: dict[str, str] | None = None) -> Api:
+    return Api(
+        "https://x",
+        {},
+        transport=httpx.MockTransport(
+            lambda _: httpx.Response(status, json={"error": "no"}, headers=headers or {})
+        ),
+        sleep=lambda s: None,
+        clock=lambda: 1_000_000_000.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (401, UnauthorizedError),
+        (403, UnauthorizedError),
+        (429, RateLimitedError),
+        (500, ServerError),
+        (503, ServerError),
+    ],
+)
+@pytest.mark.parametrize("client", [RunPod, Vast, Lambda])
+def test_errors_of_a_provider_are_told_apart(client: Any, status: int, kind: type) -> None:
+    with pytest.raises(kind):
+        client(api_of(status)).names("farthing-1")
+    with pytest.raises(kind):
+        client(api_of(status)).destroy(Machine("farthing-1-1", id="7"))
+
+
+def test_no_answer_in_time_is_an_error_of_its_own() -> None:
+    def slow(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("slow", request=request)
+
+    api = Api("https://x", {}, transport=httpx.MockTransport(slow), sleep=lambda s: None)
+    with pytest.raises(TimedOutError):
+        api.ask("GET", "/")
+
+
+def test_time_is_the_providers_by_whose_clock_it_bills() -> None:
+    api = api_of(500, {"Date": "Sun, 09 Sep 2001 01:50:00 GMT"})
+    with pytest.raises(ServerError):
+        api.ask("GET", "/")
+    assert api.clock_offset_s == 200.0
+
+
+def test_refused_credentials_end_a_launch_before_anything_is_rented(tmp_path: Path) -> None:
+    world, run = World("runpod", refuses=(0.0, 9e9, 401)), tmp_path / "run"
+    before = world.now
+    with pytest.raises(InputError, match="refuses the credentials"):
+        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
+    assert world.machines == []
+    assert world.now - before < 60, "it is not asked for ever"
+
+
+def test_credentials_that_are_refused_on_the_way_name_what_is_still_billed(tmp_path: Path) -> None:
+    world, run = World("runpod", n_steps=10**9), tmp_path / "run"
+    world.refuses = (world.now + 600, 9e18, 403)
+    with pytest.raises(InputError, match=r"still billed at \$0.40 an hour, .* more at the most"):
+        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
+    assert world.n_alive == 1
+    assert len(MachineLedger(run).open) == 1, "not taken for gone"
+
+
+# ---- more than one of us ----
+
+
+@pytest.mark.parametrize("n", range(3, 40, 4))
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_watcher_that_wakes_beside_one_that_took_over_destroys_nothing(
+    n: int, is_before: bool, tmp_path: Path
+) -> None:
+    world = World("runpod", n_steps=600)
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    alive: list[list[str]] = []
+
+    def meanwhile() -> None:
+        world.sleep(900)
+        from launch_faults import Killed
+
+        with pytest.raises(Killed):
+            supervise(world, prepared, tmp_path / "b", Fate(30, is_before=False), holder=2)
+        alive.append([machine.name for machine in world.machines if machine.gone_at is None])
+
+    fate = Fate(n, is_before=is_before, kind="suspend", meanwhile=meanwhile)
+    try:
+        code = supervise(world, prepared, tmp_path / "a", fate, holder=1)
+    except RunInterruptedError:
+        code = EXIT_INTERRUPTED
+    if alive:
+        assert code == EXIT_INTERRUPTED
+        left = [machine.name for machine in world.machines if machine.gone_at is None]
+        assert left == alive[0], "the machine of the one that took over trains on"
+    assert world.n_double == 0
+
+
+@pytest.mark.parametrize("skew_s", [-2 * 86400.0, 130.0, 2 * 86400.0])
+def test_a_watcher_whose_clock_is_off_evicts_nobody(skew_s: float, tmp_path: Path) -> None:
+    from launch_faults import Killed
+
+    world = World("runpod", n_steps=240)
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    with pytest.raises(Killed):
+        supervise(world, prepared, tmp_path / "a", Fate(40, is_before=False))
+    assert world.n_alive == 1
+    code = supervise(world, prepared, tmp_path / "b", ALIVE, skew_s=skew_s, holder=2)
+    assert (code, len(world.machines), world.n_alive) == (EXIT_FINISHED, 1, 0)
+    assert MachineLedger(tmp_path / "b").usd(world.now) == pytest.approx(world.usd, rel=0.01)
+
+
+# ---- nothing else ends a machine ----
+
+
+@pytest.mark.parametrize("n", range(2, 60, 9))
+def test_a_signal_ends_what_nothing_else_would_end(n: int, tmp_path: Path) -> None:
+    world, run = World("lambda", n_steps=10**6), tmp_path / "run"
+    fate = Fate(n, is_before=False, kind="signal")
+    prepared = prepared_for("lambda", run, 40.0, 0.4)
+    assert supervise(world, prepared, run, fate) == EXIT_INTERRUPTED
+    assert world.n_alive == 0
+    assert MachineLedger(run).open == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_the_command_names_what_is_still_billed(
+    number: int, tmp_path: Path, tiny_folders: dict[str, Path]
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho 'Connection reset by peer' >&2; sleep 0.2; exit 255\n")
+    ssh.chmod(0o755)
+    job = job_at(tmp_path, tiny_folders, output_store=str(tmp_path / "store"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "farthing", "launch", str(job), "--yes", "--on", "ssh:a"],
+        env={**os.environ, "FARTHING_SSH": str(ssh)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "no clear answer" in line:
+            process.send_signal(number)
+            break
+    rest = process.stderr.read()
+    assert process.wait(120) == EXIT_INTERRUPTED, (lines, rest)
+    assert "STILL BILLED: farthing-" in rest
+    assert "farthing launch stop JOB" in rest
+
+
+# ---- what could not be asked ----
+
+
+def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
+    (folder / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
+    values = {
+        "task": "causal-lm",
+        "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
+        "data": "./data.jsonl",
+        "method": "full",
+        "limits": {"max_usd": 2},
+        "output_dir": "./run",
+        "cache_dir": "./cache",
+        "where": {"device": "cpu", "usd_per_hour": 1},
+        **more,
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(values))
+    return folder / "job.yaml"
+
+
+def test_a_status_that_could_not_look_does_not_say_that_nothing_was_launched(
+    tmp_path: Path,
+    tiny_folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("farthing.launch.session.LOOK_S", 0.1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    job = job_at(tmp_path, tiny_folders, output_store="s3://bucket/run")
+    assert main(["launch", "status", str(job)]) != EXIT_FINISHED
+    said = capsys.readouterr()
+    assert "nothing was launched yet" not in said.out + said.err
+    assert "the store does not answer" in said.err
+    assert main(["launch", "status", str(job), "--on", "ssh:a", "--json"]) == 1
+    assert "the store does not answer" in json.loads(capsys.readouterr().out)["not_known"]
+    assert main(["launch", "stop", str(job), "--on", "local"]) == 1
+    assert "only machines known here are stopped" in capsys.readouterr().err
+
+
+# ---- what travels ----
+
+
+def test_the_wheel_is_this_farthing_and_the_same_every_time(tmp_path: Path) -> None:
+    wheel = wheel_of_this()
+    assert hashlib.sha256(wheel.content).hexdigest() == wheel.sha256
+    path = tmp_path / wheel.name
+    path.write_bytes(wheel.content)
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        assert "farthing/facts/prices.csv" in names
+        assert not any("__pycache__" in name for name in names)
+        assert b"farthing = farthing.cli:entry" in archive.read(
+            next(name for name in names if name.endswith("entry_points.txt"))
+        )
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*install, "--target", str(tmp_path / "there"), str(path)], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import farthing; print(farthing.__file__)"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "there")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(tmp_path / "there" / "farthing" / "__init__.py")
+
+
+def test_a_machine_fetches_the_wheel_from_the_store_by_its_checksum(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    wheel, store = wheel_of_this(), tmp_path / "store"
+    key = f"inputs/sha256-{wheel.sha256}"
+    (store / "inputs").mkdir(parents=True)
+    (store / key).write_bytes(wheel.content)
+    here = tmp_path / "machine"
+    here.mkdir()
+    script = fetch_script(wheel, str(store), key)
+    subprocess.run([sys.executable, "-c", script], cwd=here, check=True)
+    assert (here / wheel.name).read_bytes() == wheel.content
+    (store / key).write_bytes(wheel.content[:-1] + b"x")
+    (here / wheel.name).unlink()
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=here, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "not the one that was sent" in done.stderr
+    assert not (here / wheel.name).exists()
+
+
+def test_nothing_is_installed_by_a_bare_name(tmp_path: Path) -> None:
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    ledger = MachineLedger(tmp_path / "run")
+    ask = prepared.ask(1, prepared.offers[0], ledger, [], 1_800_000_000.0)
+    assert ask.install.endswith("./farthing-0.1.0-py3-none-any.whl[s3,gpu]'")
+    assert wheel_of_this().sha256 in ask.fetch
+    assert "farthing==" not in ask.install + ask.fetch
+
+
+def test_what_the_job_reports_to_goes_along(
+    tmp_path: Path, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from farthing.config.load import load_job
+
+    job = load_job(
+        job_at(
+            tmp_path,
+            tiny_folders,
+            train={"report_to": ["wandb", "tensorboard"]},
+            output_store="s3://b/run",
+        )
+    )
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    assert {"WANDB_API_KEY", "WANDB_PROJECT"} <= set(secrets_of(job, TARGETS["runpod"]))
+    assert extras_of(job, 1) == ("s3", "gpu", "track", "wandb")
+    assert extras_of(job, 0) == ("s3", "track", "wandb")
+
+
+def test_two_volumes_at_one_path_are_two_launches(
+    tmp_path: Path, tiny_folders: dict[str, Path]
+) -> None:
+    from farthing.config.load import load_job
+
+    job = load_job(job_at(tmp_path, tiny_folders))
+    first = launch_id_of(job)
+    assert launch_id_of(job) == first, "kept in the run folder"
+    (tmp_path / "run" / "launch" / "id").unlink()  # another volume is mounted there
+    assert launch_id_of(job) != first
