@@ -253,7 +253,10 @@ def run_case(seed: int) -> dict[str, Any]:
             if code not in (None, EXIT_INTERRUPTED):
                 break
             world.sleep(dice.choice((1, 30, 400, 4000)))
-        if code is None and returns:  # the last watcher lost the launch to one that died
+        last = MachineLedger(folders[-1])
+        is_left = code == EXIT_MISTAKE and bool(last.open)  # until its user exports a valid key
+        last.close()
+        if returns and (code is None or is_left):
             code = live(n_lives, Fate(None, is_before=False))
         if not returns:
             world.sleep(40 * 3600)

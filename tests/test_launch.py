@@ -711,6 +711,8 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
         "--retry",
         "--set",
         "limits.max_usd=3.8",
+        "--set",
+        "when_done=null",
     ]  # 5 - 1 - 0.1 - 100 s
     words = StoreWords(lambda: LocalStore(tmp_path / "store"))
     assert words.of("farthing-1-1").code == 0
