@@ -182,7 +182,7 @@ def reading_of(job: Job, day: str) -> tuple[LightTokenizer, Recipe]:
     Raises `ModelError`.
     """
     folder = _tokenizer_folder(job)
-    tokenizer = light_tokenizer(folder, _template_of_job(job))
+    tokenizer = light_tokenizer(folder, _template_of_job(job), job.model.new_tokens)
     recipe = Recipe(
         task=job.task,
         max_length=_max_length(job, folder),

@@ -74,6 +74,10 @@ class ModelSection(Section):
     rope_scaling: dict[str, Any] | None = None
     """Other rotary positions than the model's, as transformers has them: {rope_type: linear,
     factor: 4.0}. They go into the exported configuration."""
+    new_tokens: Names = ()
+    """Tokens that the vocabulary gets besides: the embeddings grow as transformers'
+    `resize_token_embeddings` has it, are trained and exported. An adapter has to train embeddings
+    and output layer whole: method.modules_to_save."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Needs a Hub `revision` of 40 hex digits, or a local
     folder.
@@ -618,6 +622,7 @@ class Job(Section):
         }
         flat |= {"task": self.task, "model.init": self.model.init}
         flat |= {"model.rope_scaling": self.model.rope_scaling} if self.model.rope_scaling else {}
+        flat |= {"model.new_tokens": self.model.new_tokens} if self.model.new_tokens else {}
         return dict(json.loads(json.dumps(flat)))
 
 

@@ -52,12 +52,14 @@ class LightTokenizer:
     """Names of its chat templates, where it has several and none is the default."""
 
 
-def light_tokenizer(folder: Path | None, chat_template: str | None) -> LightTokenizer:
+def light_tokenizer(
+    folder: Path | None, chat_template: str | None, new_tokens: Sequence[str] = ()
+) -> LightTokenizer:
     """The tokenizer in a folder (tokenizer.json, or a SentencePiece model); without one, a token
     for every 4 characters.
     """
     template, others = chat_template or own_template(folder), _own_templates(folder)
-    tokenizer = _from_folder(folder, _settings(folder)[1])
+    tokenizer = _from_folder(folder, _settings(folder)[1], new_tokens)
     if template is None and others:
         return replace(tokenizer, chat_template=None, other_templates=tuple(others))
     return replace(
@@ -91,9 +93,11 @@ def _own_templates(folder: Path | None) -> Json:
     return found | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
 
 
-def _from_folder(folder: Path | None, specials: dict[str, str]) -> LightTokenizer:
+def _from_folder(
+    folder: Path | None, specials: dict[str, str], new_tokens: Sequence[str]
+) -> LightTokenizer:
     if folder is not None and (folder / "tokenizer.json").is_file():
-        return _from_json(folder, specials)
+        return _from_json(folder, specials, new_tokens)
     model = (
         next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
         if folder
@@ -128,7 +132,7 @@ def _settings(folder: Path | None) -> tuple[Json, dict[str, str]]:
     return found, specials
 
 
-def _from_json(folder: Path, specials: dict[str, str]) -> LightTokenizer:
+def _from_json(folder: Path, specials: dict[str, str], new_tokens: Sequence[str]) -> LightTokenizer:
     from tokenizers import Tokenizer
 
     try:
@@ -141,6 +145,7 @@ def _from_json(folder: Path, specials: dict[str, str]) -> LightTokenizer:
         ) from error
     own.no_truncation()
     own.no_padding()
+    own.add_tokens(list(new_tokens))
 
     def encode(texts: list[str], special: bool) -> Sequence[Encoding]:
         return own.encode_batch(texts, add_special_tokens=special)

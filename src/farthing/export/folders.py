@@ -258,6 +258,11 @@ def _base_of(job: Json, tuned: Json, dtype: torch.dtype, trust_remote_code: bool
         seed=job["train"]["seed"],
         label_names=() if task_of(job["task"]).labels is None else _label_names(tuned),
         pad_id=(tuned.get("text_config") or tuned).get("pad_token_id"),
+        n_words=(
+            (tuned.get("text_config") or tuned).get("vocab_size")
+            if section.get("new_tokens")
+            else None
+        ),
     )
 
 

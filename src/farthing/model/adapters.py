@@ -213,6 +213,41 @@ def refuse_unreached(model: Any, adapter: Adapter, task: str) -> None:
             )
 
 
+def word_layers(model: Any) -> tuple[tuple[str, ...], ...]:
+    """The names of embeddings with a row for each word, and of output layers with a score for each,
+    where there are such.
+    """
+    n_words = model.get_input_embeddings().num_embeddings
+    embeddings, outputs = dict[str, None](), dict[str, None]()
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and module.num_embeddings == n_words:
+            embeddings[leaf] = None
+        elif module is model.get_output_embeddings():
+            outputs[leaf] = None
+    return tuple(tuple(names) for names in (embeddings, outputs) if names)
+
+
+def refuse_untrained_words(model: Any, layers: Iterable[Iterable[str]]) -> None:
+    """Refuse an adapter that leaves the rows of new words as they were drawn: of each of `layers`
+    one name has to be trained. Raises `ModelError`.
+    """
+    trained = {
+        part
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+        for part in name.split(".")
+    }
+    lacking = [next(iter(names)) for names in layers if not trained & set(names)]
+    if lacking:
+        raise ModelError(
+            f"the new tokens would stay as they were drawn: `{'`, `'.join(lacking)}` is not"
+            " trained",
+            where="model.new_tokens",
+            to_do=f"set method.modules_to_save: [{', '.join(lacking)}], or method: full",
+        )
+
+
 def new_heads(model: Any) -> list[str]:
     """Top-level modules outside the pretrained body: what a task put on top of it."""
     body = getattr(model, "base_model_prefix", "")

@@ -55,6 +55,8 @@ class ModelChoice:
     trust_remote_code: bool = False
     rope_scaling: dict[str, Any] | None = None
     """Instead of that of the configuration."""
+    new_tokens: tuple[str, ...] = ()
+    """That the tokenizer gets besides its own."""
 
     @property
     def is_local(self) -> bool:
@@ -146,6 +148,8 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
         )
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
+    if choice.new_tokens:
+        _add_tokens(tokenizer, choice.new_tokens)
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -166,6 +170,18 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
             else default_template(bool(first_tokens(tokenizer)))
         )
     return tokenizer
+
+
+def _add_tokens(tokenizer: Any, new: tuple[str, ...]) -> None:
+    """Raises `ModelError` for tokens that are there already."""
+    known = tokenizer.get_vocab()
+    if there := [token for token in new if token in known]:
+        raise ModelError(
+            f"the tokenizer has a token {there[0]!r} already",
+            where="model.new_tokens",
+            to_do="leave it out: it is trained as it is",
+        )
+    tokenizer.add_tokens(list(dict.fromkeys(new)))
 
 
 def set_languages(
@@ -264,18 +280,25 @@ def load_model(
     label_names: tuple[str, ...] = (),
     pad_id: int | None = None,
     in_four_bits: FourBits | None = None,
+    n_words: int | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> PreTrainedModel:
     """The model in `dtype` on the CPU, or in 4 bits on the device of `in_four_bits`, but for its
     head.
 
     A new classification head, or all of it with `init: random`, is drawn from `seed`; so is one
-    whose classes are not `label_names` in this order. With `init: hollow` there are no weights,
+    whose classes are not `label_names` in this order, and the embeddings of words up to `n_words`.
+    With `init: hollow` there are no weights,
     see `hollow`. Raises `ModelError`.
     """
     labels = task_of(task).labels
     _tell_padding(config, pad_id)
     trained_for = class_names(config)
+    text_config = config.get_text_config()
+    grows = n_words is not None and n_words > text_config.vocab_size
+    if grows and choice.init != "pretrained":
+        config = copy.deepcopy(config)
+        config.get_text_config().vocab_size = n_words
     if labels is not None:
         config = copy.deepcopy(config)
         labels.set_head(config, label_names)
@@ -315,6 +338,9 @@ def load_model(
                 **four_bit,
             )
             _body_must_be_whole(model, loaded, task, choice.name)
+            if grows:
+                torch.manual_seed(seed)
+                model.resize_token_embeddings(n_words)
             if label_names and in_models_order(label_names, trained_for) != list(label_names):
                 _draw_output_again(model, loaded, seed, trained_for, warn)
     except Exception as error:
@@ -424,7 +450,7 @@ def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], choice: Mod
             where=name,
             to_do="use a model with a tokenizer of its own",
         )
-    if len(tokenizer) > n_words:
+    if len(tokenizer) - len(choice.new_tokens) > n_words:
         raise ModelError(
             f"the tokenizer has {len(tokenizer):,} tokens, the model embeds {n_words:,}",
             where=name,

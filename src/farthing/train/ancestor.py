@@ -99,6 +99,7 @@ _MEANING = (
     "method.use_dora",
     "model.init",
     "model.rope_scaling",
+    "model.new_tokens",
     "model (content)",
     "tokenizer (content)",
     "train.seed",

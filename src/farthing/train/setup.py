@@ -41,7 +41,13 @@ from farthing.model.activation_checkpointing import (
     Sample,
     choose_checkpointing,
 )
-from farthing.model.adapters import Adapter, add_adapter, refuse_unreached
+from farthing.model.adapters import (
+    Adapter,
+    add_adapter,
+    refuse_unreached,
+    refuse_untrained_words,
+    word_layers,
+)
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, why_not_deterministic
 from farthing.model.load import (
@@ -83,6 +89,7 @@ def model_choice(job: Job) -> ModelChoice:
         section.attn_implementation,
         section.trust_remote_code,
         section.rope_scaling,
+        section.new_tokens,
     )
 
 
@@ -448,6 +455,7 @@ def build_model(
         label_names=label_names,
         pad_id=inputs.pad_id,
         in_four_bits=FourBits(numerics.device, method.modules_to_save) if quantize else None,
+        n_words=len(inputs.tokenizer) if inputs.choice.new_tokens else None,
         warn=warn,
     )
     if inputs.recipe.target_lang:
@@ -464,7 +472,9 @@ def build_model(
             method.init_lora_weights,
             method.lora_bias,
         )
+        ends = word_layers(model) if inputs.choice.new_tokens else ()
         model = add_adapter(model, adapter, job.task, job.train.seed)
+        refuse_untrained_words(model, ends)
     if not quantize and not on_host:
         model.to(numerics.device)
     if reads:
