@@ -117,6 +117,7 @@ WINGS = (
         "doctor",
     ),
     "api",
+    "search",
     "cli",
 )
 """From the ground up: a wing imports from those before it. Files at the top level are the ground,

@@ -27,6 +27,7 @@ VERBS = {
     "init": "write a commented starter job, the demo, or the JSON Schema of job files",
     "plan": "where to run a job: does it fit, how long, how many dollars, and why not elsewhere",
     "train": "start a job, or continue it where it was interrupted",
+    "search": "try settings of a job under one cap, and keep the best: successive halving",
     "launch": (
         "take a job to a machine elsewhere: rented, watched, given back; shows what it would do"
         " unless --yes"

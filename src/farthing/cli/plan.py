@@ -163,9 +163,31 @@ def _view(arguments: argparse.Namespace) -> View:
         torch=arguments.torch,
     )
     study = study_job(job, asked, now=now)
-    return plan_view(
+    view = plan_view(
         study, runs, figures, traffic, arguments.runs, _dollars(arguments.paid, "--paid")
     )
+    return {**view, "search": _search_bill(job, arguments)} if job.search.is_asked else view
+
+
+def _search_bill(job: Any, arguments: argparse.Namespace) -> Any:
+    """What the job costs as a search; None where its trials can't be planned."""
+    from farthing.search.bill import priced
+    from farthing.search.run import MOST_TRIALS, check
+
+    check(job)
+    bill = priced(
+        job,
+        arguments.job,
+        gpu=arguments.gpu,
+        provider=arguments.provider,
+        region=arguments.region,
+        kind=arguments.offers,
+        max_gpus=arguments.max_gpus,
+        prices=arguments.prices,
+        n_examples=arguments.examples,
+        mean_tokens=arguments.mean_tokens,
+    )
+    return bill and bill.of(bill.n_trials(MOST_TRIALS))
 
 
 def _impossible(arguments: argparse.Namespace, view: View) -> InputError:
@@ -224,9 +246,13 @@ def _draw(arguments: argparse.Namespace, view: View, impossible: InputError | No
     if not is_asked and arguments.all:
         table.draw_plan(console, view, limit)
     elif not is_asked:
-        draw_brief(console, view, _next_step(arguments, view["best"]), limit)
+        draw_brief(console, view, _next_step(arguments, view), limit)
     if is_asked or not arguments.all:
         table.draw_beside(console, view)
+    if view.get("search"):
+        from farthing.cli.search import draw_bill
+
+        draw_bill(console, view["search"])
     lines = service_lines(view)
     if not arguments.all:
         lines = [lines[-1]] if view["paid"] else []
@@ -234,19 +260,20 @@ def _draw(arguments: argparse.Namespace, view: View, impossible: InputError | No
         console.print(f"  {escape(line)}" if number else f"\n[bold]{escape(line)}[/]")
 
 
-def _next_step(arguments: argparse.Namespace, best: Any) -> str:
+def _next_step(arguments: argparse.Namespace, view: View) -> str:
     """The command that takes the job to the best choice; empty where there is none."""
     from farthing.launch.registry import PROVIDERS
 
+    best, verb = view["best"], "search" if view.get("search") else "train"
     if best is None:
         return ""
     to_set = [key.replace(": ", "=") for key in best["recipe"]["to_set"]]
     changes = [word for each in (*arguments.set, *to_set) for word in ("--set", each)]
     words = " ".join(shlex.quote(word) for word in (arguments.job, *changes))
     if best["kind"] == "here":
-        return f"farthing train {words}"
+        return f"farthing {verb} {words}"
     if best["kind"] == "own":
-        return f"on that machine: farthing train {words}"
+        return f"on that machine: farthing {verb} {words}"
     if any(best["provider"] in providers for providers in PROVIDERS.values()):
         offer = (
             f"{best['provider']}/{best['n_gpus']}x"

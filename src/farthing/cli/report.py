@@ -25,6 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the receipt or the comparison; a damaged exported model is named on stderr."""
+    from farthing.search.receipt import is_search
+
+    if is_search(Path(arguments.folder)) and not arguments.baseline:
+        return _show_search(arguments)
     from farthing.report.receipt import build_receipt, compare
     from farthing.run.exported import damage_of
 
@@ -58,4 +62,21 @@ def run(arguments: argparse.Namespace) -> int:
             draw_comparison(rich_console(), comparisons[0])
         else:
             draw_receipt(rich_console(), receipts[0])
+    return EXIT_FINISHED
+
+
+def _show_search(arguments: argparse.Namespace) -> int:
+    """The receipt of a search, or its page."""
+    from farthing.cli.search import draw
+    from farthing.search.page import search_page
+    from farthing.search.receipt import read_receipt
+
+    receipt = read_receipt(Path(arguments.folder))
+    if arguments.html:
+        write_page(Path(arguments.html), search_page(receipt))
+        write(f"wrote {arguments.html}")
+    if arguments.json:
+        print_json(receipt)
+    elif not arguments.html:
+        draw(rich_console(), receipt)
     return EXIT_FINISHED

@@ -6,6 +6,7 @@ files and the network.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from datetime import datetime
@@ -427,6 +428,78 @@ class WhereSection(Section):
     machine this is seen to be; where it can't be seen, all of them, with spot: true; else none."""
 
 
+class Range(Section):
+    """Values between two bounds, both included; whole numbers where both bounds are."""
+
+    low: int | Number
+    high: int | Number
+    log: bool = False
+    """Draw evenly by order of magnitude."""
+    step: int | Number | None = None
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Range:
+        if not self.low < self.high:
+            raise ValueError(f"low {self.low:g} is not below high {self.high:g}")
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise ValueError("log needs a low above 0, and no step")
+        if self.step is not None and self.step <= 0:
+            raise ValueError("a step is above 0")
+        return self
+
+
+class SearchSection(Section):
+    """What `farthing search` varies. `limits` cap the whole search. Needs farthing[search]."""
+
+    vary: dict[str, Range | Annotated[tuple[Any, ...], Field(min_length=1)]] = {}
+    """Key of this job -> its choices, such as [8, 16, 32], or a range, such as {low: 1.0e-5,
+    high: 1.0e-3, log: true}."""
+    sampler: Literal["tpe", "random", "grid"] = "tpe"
+    """How Optuna draws settings. tpe learns from earlier scores; grid needs choices everywhere."""
+    trials: Positive | None = None
+    """Settings to try. Default: as many as the plan expects the cap to pay for."""
+    reduction_factor: Annotated[Whole, Field(ge=2)] = 3
+    """Successive halving continues the best 1 of so many trials at each rung."""
+    min_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.1
+    """Least share of its steps that a trial takes before it is compared. 1: every trial in full."""
+    seed: Annotated[Whole, Field(ge=0, lt=2**32)] = 0
+    stop_at: dict[str, Number] = {}
+    """{accuracy: 0.85}: end at the first model that reaches it on evaluation examples that no
+    choice was made on. Smaller models are tried first."""
+    data_fraction: tuple[Annotated[Number, Field(gt=0, le=1)], ...] = ()
+    """Shares of the training data that the winner's settings are trained on as well, to estimate
+    what more data adds. Two or more besides all of it."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the job is a search."""
+        return bool(self.vary or self.data_fraction)
+
+    @model_validator(mode="after")
+    def _keys_can_vary(self) -> SearchSection:
+        for key, values in self.vary.items():
+            section, _, name = key.partition(".")
+            known = ("model", "data", "method", "train")
+            if section not in known or (name and name not in KEYS[section]):
+                near = difflib.get_close_matches(
+                    key, [f"{one}.{other}" for one in known for other in KEYS[one]], n=1
+                )
+                to_do = f"did you mean {near[0]}?" if near else f"use keys of {', '.join(known)}"
+                raise ValueError(f"`{key}` is no key that can vary; {to_do}")
+            if section == "train" and name in ("eval_strategy", "eval_steps", *_SCORED_BY):
+                raise ValueError(f"`{key}` decides how trials are scored; set it for all of them")
+            if self.sampler == "grid" and isinstance(values, Range) and values.step is None:
+                raise ValueError(f"a grid needs choices for `{key}`; list them, or give a step")
+        if len(self.stop_at) > 1:
+            raise ValueError("stop_at takes one metric")
+        if self.data_fraction and len({*self.data_fraction} - {1.0}) < 2:
+            raise ValueError("data_fraction needs two shares below 1, such as [0.25, 0.5]")
+        return self
+
+
+_SCORED_BY = ("metric_for_best_model", "greater_is_better", "fit_schedule_to_budget")
+
+
 def _short(key: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str | list) else value)
 
@@ -441,6 +514,7 @@ class Job(Section):
     train: TrainSection = TrainSection()
     limits: LimitsSection = LimitsSection()
     where: WhereSection = WhereSection()
+    search: SearchSection = SearchSection()
     output_dir: Name
     """The run folder: checkpoints, logs, the receipt and the trained model."""
     output_store: Name | None = None

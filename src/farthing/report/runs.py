@@ -22,6 +22,8 @@ from farthing.report.receipt import build_receipt
 from farthing.report.receipt_types import Receipt
 from farthing.run.folder import CHECKPOINTS, LEDGER, MODEL
 
+SEARCH_LOG = "search.jsonl"
+"""In the folder of a search."""
 _NOT_LOOKED_INTO = {CHECKPOINTS, MODEL, "tensorboard", ".git", "node_modules", "__pycache__"}
 
 
@@ -75,6 +77,8 @@ def _found(folder: Path) -> Iterator[tuple[Path, bool]]:
             continue
         if LEDGER in files:
             yield Path(where), False
+        if SEARCH_LOG in files and "trials" in folders:
+            folders.remove("trials")  # its ledger has their seconds
         folders[:] = [name for name in folders if name not in _NOT_LOOKED_INTO]
 
 

@@ -164,6 +164,12 @@ def train(
     valid.
     """
     refuse_cap_without_price(job)
+    if job.search.is_asked:
+        raise InputError(
+            "this job is a search of settings",
+            where="search",
+            to_do="run `farthing search` with it, or take `search:` out",
+        )
     quiet_libraries()
     with contextlib.ExitStack() as stack:
         ranks, job = stack.enter_context(joined(job))

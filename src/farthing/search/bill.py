@@ -1,0 +1,208 @@
+"""What a search will cost: the plans of its trials, at the rungs that each is expected to reach.
+
+Settings that change no cost share a plan. The planner is asked for whole trainings; a trial takes
+its share of the training and evaluation, and every process its start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from farthing import api
+from farthing.config.job import Job
+from farthing.errors import InputError
+from farthing.search.halving import Rungs, interval, least_difference, rungs_of
+from farthing.search.space import draw, job_of, n_choices, values_with
+from farthing.storage.files import Json
+
+FREE = {
+    *("learning_rate", "weight_decay", "seed", "warmup_ratio", "warmup_steps", "warmup_epochs"),
+    *("lr_scheduler_type", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("label_smoothing_factor", "neftune_noise_alpha", "lora_alpha", "lora_dropout"),
+    *("use_rslora", "init_lora_weights", "loraplus_lr_ratio"),
+}
+"""Keys whose value changes no cost."""
+MOST_PLANS = 6
+N_DRAWN = 24
+KEPT_BACK = 0.15
+"""Of the cap, for restarts and for trials that cost more than planned."""
+OF_TRAINING = ("training", "checkpoints")
+SEGMENT_SHARE = 0.1
+"""Of a start, that each further segment of a trial takes to load its model again."""
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What searches of any size would cost, by machine."""
+
+    job: Job
+    plans: Mapping[str, Sequence[Mapping[str, Any]]]
+    """By machine: its choice in the plan of each kind of trial."""
+    n_parameters: Mapping[str, int]
+    """By model that is a choice."""
+    n_eval: int
+
+    def of(self, n_trials: int) -> Json:
+        """The bill of so many trials."""
+        rungs = self._rungs(n_trials)
+        rows = [self._row(name, choices, n_trials) for name, choices in self.plans.items()]
+        rows.sort(key=lambda row: (row["usd"], row["hours"]))
+        section = self.job.search
+        best = rows[0] if rows else None
+        here = next((row for row in rows if row["kind"] == "here"), None)
+        return {
+            "trials": n_trials,
+            "rungs": [
+                {"fraction": fraction, "trials": n}
+                for fraction, n in zip(rungs.fractions, rungs.n_trials(n_trials), strict=True)
+            ],
+            "full_trainings": rungs.full_runs(n_trials),
+            "n_settings": n_choices(section) if section.vary else 1,
+            "max_usd": self.job.limits.max_usd,
+            "machines": rows,
+            "best": best,
+            "here": here,
+            "n_parameters": dict(self.n_parameters),
+            "n_eval": self.n_eval,
+            "warnings": self._warnings(n_trials, here or best),
+        }
+
+    def n_trials(self, most: int) -> int:
+        """Trials of the search: as the job says, as the cap allows, or `most`; no more than there
+        are settings.
+        """
+        section = self.job.search
+        wanted = section.trials or self.affordable or most
+        n = n_choices(section) if section.vary else 1
+        return wanted if n is None else min(wanted, n)
+
+    @property
+    def affordable(self) -> int | None:
+        """Trials that the cap pays for on this machine, or on the cheapest one; None without a cap
+        or a price.
+        """
+        cap_usd = self.job.limits.max_usd
+        rows = [self._row(name, choices, 1) for name, choices in self.plans.items()]
+        there = [row for row in rows if row["kind"] == "here"] or rows
+        if cap_usd is None or not there:
+            return None
+        name = min(there, key=lambda row: row["usd"])["name"]
+        if self._row(name, self.plans[name], 1)["usd"] <= 0:
+            return None
+        n, most = 1, n_choices(self.job.search) or 1000
+        room = cap_usd * (1 - KEPT_BACK)
+        while n < most and self._row(name, self.plans[name], n + 1)["usd"] <= room:
+            n += 1
+        return n
+
+    def _rungs(self, n_trials: int) -> Rungs:
+        section = self.job.search
+        return rungs_of(section.reduction_factor, section.min_fraction, n_trials)
+
+    def _row(self, name: str, choices: Sequence[Mapping[str, Any]], n_trials: int) -> Json:
+        """What a machine takes for it: the mean over kinds of trials."""
+        rungs = self._rungs(n_trials)
+        at_rungs, runs = rungs.n_trials(n_trials), rungs.full_runs(n_trials)
+        n_kinds, first = len(choices), choices[0]
+        if self.job.search.data_fraction:
+            runs += sum(share for share in self.job.search.data_fraction if share < 1)
+
+        def mean(*names: str) -> float:
+            return sum(row["seconds"].get(each, 0) for row in choices for each in names) / n_kinds
+
+        evaluations = 1 / rungs.fractions[0]
+        of_one = mean("evaluation") / max(1, first["n_evaluations"])
+        start_s, export_s = mean("start-up"), mean("export") * at_rungs[-1]
+        others_s = sum(
+            seconds
+            for part, seconds in first["seconds"].items()
+            if part not in (*OF_TRAINING, "evaluation", "start-up", "export")
+        )
+        wall_s = runs * (mean(*OF_TRAINING) + evaluations * of_one) + export_s + others_s
+        wall_s += start_s * (1 + SEGMENT_SHARE * (sum(at_rungs) - 1))
+        spread = [each / max(first["hours"], 1e-12) for each in first["hours_range"]]
+        hours = wall_s / 3600
+        rate = first["total_usd"] / max(first["hours"], 1e-12) if first["total_usd"] else 0.0
+        return {
+            "name": name,
+            "kind": first["kind"],
+            "usd": hours * rate,
+            "usd_range": [hours * rate * each for each in spread],
+            "hours": hours,
+            "hours_range": [hours * each for each in spread],
+            "usd_of_one_full_training": sum(row["total_usd"] for row in choices) / n_kinds,
+        }
+
+    def _warnings(self, n_trials: int, row: Mapping[str, Any] | None) -> list[str]:
+        found = []
+        metric = (self.job.train.metric_for_best_model or "loss").removeprefix("eval_")
+        if interval(metric, 0.8, self.n_eval) is not None:
+            found.append(
+                f"{self.n_eval:,} evaluation examples: two settings whose {metric} differs by less"
+                f" than {100 * least_difference(self.n_eval):.1f} points can't be told apart"
+            )
+        cap_usd, factor = self.job.limits.max_usd, self.job.search.reduction_factor
+        if cap_usd is not None and row is not None and row["usd"] > cap_usd:
+            found.append(
+                f"the cap of ${cap_usd:g} pays for {self.affordable or 0} trials, not {n_trials}:"
+                " the search would stop before it has a winner"
+            )
+        if n_trials < factor:
+            found.append(
+                f"{n_trials} trials can't be told apart by halving: fewer than the"
+                f" reduction_factor of {factor}"
+            )
+        return found
+
+
+def priced(job: Job, place: str, **asked: Any) -> Bill | None:
+    """The bill of a search; None where its trials can't be planned. `asked` as for `api.plan`."""
+    views = []
+    sizes: dict[str, int] = {}
+    seen: set[str] = set()
+    for settings in _samples(job):
+        kind = str({key: settings[key] for key in settings if key.split(".")[-1] not in FREE})
+        if kind in seen or len(seen) >= MOST_PLANS:
+            continue
+        seen.add(kind)
+        values = {key: part for key, part in values_with(job, settings).items() if key != "limits"}
+        with contextlib.suppress(InputError):
+            plan = api.plan(job_of(values, place), **asked)
+            views.append(plan.view)
+            model = settings.get("model", settings.get("model.model_name_or_path"))
+            if model is not None:
+                sizes[str(model)] = plan.view["job"]["n_parameters"]
+    if not views:
+        return None
+    plans = {
+        name: choices
+        for name in {row["name"]: None for row in views[0]["plans"]}
+        if (choices := _on(name, views))
+    }
+    return Bill(job, plans, sizes, views[0]["job"]["n_eval_examples"])
+
+
+def _on(name: str, views: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The choice of a machine in every plan; none where it can't do one of them."""
+    found: list[Mapping[str, Any]] = []
+    for view in views:
+        row = next((row for row in view["plans"] if row["name"] == name), None)
+        if row is None:
+            return []
+        found.append({**row, "n_evaluations": view["job"]["n_evaluations"]})
+    return found
+
+
+def _samples(job: Job) -> list[Json]:
+    """Settings as a search would begin with; of a small grid all, so that no model is left out."""
+    section = job.search.model_copy(update={"sampler": "random"})
+    found: list[Json] = []
+    for number in range(N_DRAWN if section.vary else 0):
+        settings = draw(section, number, [(each, None) for each in found], greater_is_better=True)
+        if settings is None:
+            break
+        found.append(settings)
+    return found or [{}]

@@ -1,0 +1,100 @@
+"""Rungs, survivors and the noise of a score: arithmetic on plain values.
+
+Successive halving (Jamieson and Talwalkar 2016), with the rungs and the 1/eta rule of ASHA (Li et
+al. 2020). A rung is complete before the next one begins, so that who survives does not depend on
+which machine was faster, and the bill is known before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Z_95 = 1.959964
+IN_UNIT_INTERVAL = {
+    *("accuracy", "f1", "precision", "recall", "exact_match", "rouge1", "rouge2", "rougeL"),
+}
+"""Metrics that are means of values from 0 to 1, or nearly so."""
+
+
+@dataclass(frozen=True)
+class Rungs:
+    """Where trials are compared. Rung r is at `fractions[r]` of a trial's steps; the last is 1."""
+
+    factor: int
+    fractions: tuple[float, ...]
+
+    @property
+    def n(self) -> int:
+        """How many there are."""
+        return len(self.fractions)
+
+    def n_trials(self, n: int) -> list[int]:
+        """Trials at each rung of a bracket that begins with `n`."""
+        return [max(1, n // self.factor**rung) for rung in range(self.n)]
+
+    def full_runs(self, n: int) -> float:
+        """Training of a bracket of `n` trials, in full trainings of one."""
+        before = (0.0, *self.fractions)
+        return sum(
+            count * (self.fractions[rung] - before[rung])
+            for rung, count in enumerate(self.n_trials(n))
+        )
+
+
+def rungs_of(factor: int, min_fraction: float, n_trials: int) -> Rungs:
+    """As many rungs as `min_fraction` allows and `n_trials` fill."""
+    most = math.floor(math.log(1 / min_fraction) / math.log(factor) + 1e-9)
+    filled = math.floor(math.log(n_trials) / math.log(factor) + 1e-9)
+    n = max(0, min(most, filled))
+    return Rungs(factor, tuple(float(factor) ** -(n - rung) for rung in range(n + 1)))
+
+
+def ranked(scores: Mapping[int, float | None], *, greater_is_better: bool) -> list[int]:
+    """Trials from the best score to the worst; those without a score are left out. Of equal ones
+    the earlier is first.
+    """
+    sign = -1 if greater_is_better else 1
+    there = [
+        (sign * score, trial)
+        for trial, score in scores.items()
+        if score is not None and math.isfinite(score)
+    ]
+    return [trial for _, trial in sorted(there)]
+
+
+def best_score(
+    rows: Sequence[Mapping[str, float]], metric: str, *, greater_is_better: bool, best: bool
+) -> float | None:
+    """The score of a trial's evaluations up to now: of the best one, or of the last."""
+    values = [row.get(metric) for row in rows]
+    there = [value for value in values if value is not None and math.isfinite(value)]
+    if not there or (values and values[-1] is None):  # what is not a number loses
+        return None
+    if not best:
+        return there[-1]
+    return max(there) if greater_is_better else min(there)
+
+
+def interval(metric: str, score: float, n_examples: int) -> tuple[float, float] | None:
+    """95 % interval of a score from the size of its evaluation set (Wilson 1927); None where the
+    metric has no bounds, as a loss.
+
+    A mean of values within 0 and 1 varies at most as much as a share does.
+    """
+    if metric not in IN_UNIT_INTERVAL or n_examples < 1:
+        return None
+    z2 = Z_95**2
+    middle = (score + z2 / (2 * n_examples)) / (1 + z2 / n_examples)
+    half = (
+        Z_95
+        / (1 + z2 / n_examples)
+        * math.sqrt(score * (1 - score) / n_examples + z2 / (4 * n_examples**2))
+    )
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def least_difference(n_examples: int, score: float = 0.8) -> float:
+    """How far apart two scores must be to differ at 95 %, each on `n_examples`."""
+    return Z_95 * math.sqrt(2 * score * (1 - score) / max(1, n_examples))

@@ -1,0 +1,279 @@
+"""What a search has cost and found, from its record: `search.json`, its page, the winner's job."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import farthing
+from farthing.errors import InputError
+from farthing.run.folder import kept_job
+from farthing.search.curve import gain
+from farthing.search.halving import interval, ranked
+from farthing.search.page import search_page
+from farthing.search.record import SearchRecord, folder_of
+from farthing.storage.files import Json, read_json, write_json, write_text
+
+SEARCH = "search.json"
+PAGE = "search.html"
+WINNER = "winner.yaml"
+KIND = "farthing search"
+NEXT_ROWS = 1000
+
+
+def is_search(folder: Path) -> bool:
+    """Whether a folder is that of a search."""
+    return (folder / SEARCH).is_file()
+
+
+def read_receipt(folder: Path) -> Json:
+    """The receipt of a search. Raises `InputError` where it is damaged."""
+    try:
+        return dict(read_json(folder / SEARCH))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(
+            "the receipt of this search can't be read",
+            where=str(folder / SEARCH),
+            to_do="remove it and run `farthing search` again: it is written anew from search.jsonl",
+        ) from error
+
+
+def leave_receipt(max_usd: float | None, folder: Path, record: SearchRecord, usd: float) -> Json:
+    """Write the receipt, the page and the winner's job; returns the receipt."""
+    receipt = {**build(folder, record, usd), "max_usd": max_usd}
+    if receipt["winner"] is not None:
+        leave_winner(folder, receipt["winner"]["trial"])
+    write_json(folder / SEARCH, receipt)
+    write_text(folder / PAGE, search_page(receipt))
+    return receipt
+
+
+def leave_winner(folder: Path, trial: int) -> None:
+    """The winner's job: it resumes the trial, or trains it for longer."""
+    values = kept_job(folder_of(folder, trial))
+    values = {key: value for key, value in values.items() if key not in ("limits", "search")}
+    text = f"# Trial {trial} of the search in {folder}.\n" + yaml.safe_dump(values, sort_keys=False)
+    write_text(folder / WINNER, text)
+
+
+def build(folder: Path, record: SearchRecord, usd: float) -> Json:
+    """The receipt as plain values; `usd` is what the search has cost in all."""
+    header, metric = record.header, record.header["metric"]
+    greater = header["greater_is_better"]
+    trials = [_trial(record, trial, metric) for trial in sorted(record.settings)]
+    known = [each for each in trials if each["score"] is not None and each["part_of"] is None]
+    order = _order(known, greater)
+    held = [trial for trial, row in record.confirmed.items() if _holds(row, record)]
+    if held:
+        order = [*held, *(trial for trial in order if trial not in held)]
+    by_number = {each["trial"]: each for each in trials}
+    winner = by_number[order[0]] if order else None
+    rungs = _by_rung(record)
+    in_trials_usd = sum(each["usd"] for each in trials)
+    plan = header["plan"] or {}
+    machine = plan.get("here") or plan.get("best") or {}
+    receipt: Json = {
+        "kind": KIND,
+        "version": farthing.__version__,
+        "folder": str(folder),
+        "state": record.ended.get("state", "running"),
+        "reason": record.ended.get("reason", ""),
+        "metric": metric,
+        "greater_is_better": greater,
+        "usd": usd,
+        "usd_in_trials": in_trials_usd,
+        "usd_besides_trials": max(0.0, usd - in_trials_usd),
+        "planned_usd": machine.get("usd"),
+        "planned_usd_range": machine.get("usd_range"),
+        "n_trials": header["n_trials"],
+        "varied": sorted({key for each in trials for key in each["settings"]}),
+        "trials": trials,
+        "rungs": rungs,
+        "winner": winner,
+        "margin": _margin(winner, [by_number[trial] for trial in order[1:]], greater),
+        "front": _front(known, greater),
+        "saved": _saved(record, trials),
+        "confirmed": list(record.confirmed.values()),
+        "gains": _gains(record, winner, greater),
+        "is_trained_in_full": winner is not None and winner["fraction"] == 1.0,
+        "next": _next(folder, winner),
+    }
+    return receipt
+
+
+def _trial(record: SearchRecord, trial: int, metric: str) -> Json:
+    row = record.newest(trial)
+    score, n = row.get("score"), row.get("n_examples") or 0
+    return {
+        "trial": trial,
+        "settings": record.settings[trial],
+        "part_of": record.parts.get(trial),
+        "state": row.get("state", "not begun"),
+        "reason": row.get("reason", "") if row.get("state") in ("failed", "diverged") else "",
+        "fraction": row.get("fraction", 0.0),
+        "score": score,
+        "interval": interval(metric, score, n) if score is not None else None,
+        "n_examples": n,
+        "usd": row.get("usd", 0.0),
+        "step": row.get("step"),
+        "n_steps": row.get("n_steps"),
+        "epochs": row.get("epochs"),
+        "curve": row.get("curve", []),
+        "serving_usd_per_month": row.get("serving_usd_per_month"),
+    }
+
+
+def _order(trials: Sequence[Json], greater: bool) -> list[int]:
+    """Trials from the best on: those that were trained further come first."""
+    found: list[int] = []
+    for fraction in sorted({each["fraction"] for each in trials}, reverse=True):
+        scores = {each["trial"]: each["score"] for each in trials if each["fraction"] == fraction}
+        found += ranked(scores, greater_is_better=greater)
+    return found
+
+
+def _holds(row: Mapping[str, Any], record: SearchRecord) -> bool:
+    wanted = record.header["asked"]["search.stop_at"].get(row["metric"])
+    if wanted is None or row["score"] is None:
+        return False
+    return bool(row["score"] >= wanted if row["is_greater_better"] else row["score"] <= wanted)
+
+
+def _by_rung(record: SearchRecord) -> list[Json]:
+    """What each rung has cost: of every trial what it added to its bill there."""
+    found: dict[int, Json] = {}
+    for (trial, rung), row in sorted(record.results.items()):
+        before = record.results.get((trial, rung - 1), {}).get("usd", 0.0)
+        at = found.setdefault(
+            rung, {"rung": rung, "fraction": row["fraction"], "n_trials": 0, "usd": 0.0}
+        )
+        at["n_trials"] += 1
+        at["usd"] += row["usd"] - before
+    return [found[rung] for rung in sorted(found)]
+
+
+def _margin(winner: Json | None, others: Sequence[Json], greater: bool) -> Json | None:
+    """By how much the winner is better than the next one, and whether that is within noise."""
+    if winner is None or not others:
+        return None
+    second = others[0]
+    better_by = (winner["score"] - second["score"]) * (1 if greater else -1)
+    both = winner["interval"], second["interval"]
+    within = None
+    if None not in both and winner["fraction"] == second["fraction"]:
+        halves = [(each[1] - each[0]) / 2 for each in both]
+        within = better_by < math.hypot(*halves)
+    return {
+        "second": second["trial"],
+        "better_by": better_by,
+        "is_as_far_trained": winner["fraction"] == second["fraction"],
+        "is_within_noise": within,
+    }
+
+
+def _front(trials: Sequence[Json], greater: bool) -> list[int]:
+    """Trials that no other beats in score for as few dollars."""
+    sign = -1 if greater else 1
+    found: list[int] = []
+    best = math.inf
+    for each in sorted(trials, key=lambda one: (one["usd"], sign * one["score"])):
+        if sign * each["score"] < best:
+            best = sign * each["score"]
+            found.append(each["trial"])
+    return found
+
+
+def _saved(record: SearchRecord, trials: Sequence[Json]) -> Json:
+    """Against the same trials as separate runs, in dollars.
+
+    stopping: training the others in full, at their own pace. promotion: training again, up to its
+    last rung, what was promoted. sharing: tokenizing once more for every trial.
+    """
+    rate = record.header["usd_per_hour"] / 3600
+    own = [each for each in trials if each["part_of"] is None and each["fraction"] > 0]
+    stopping = sum(
+        each["usd"] / each["fraction"] - each["usd"] for each in own if each["state"] == "paused"
+    )
+    promotion = sum(
+        record.results[trial, rung - 1]["usd"]
+        for trial, rung in record.results
+        if rung > 0 and (trial, rung - 1) in record.results
+    )
+    tokenizing = [
+        (row.get("spans") or {}).get("tokenize", 0.0)
+        for (_, rung), row in sorted(record.results.items())
+        if rung == 0
+    ]
+    sharing = sum(max(tokenizing) - each for each in tokenizing) * rate if tokenizing else 0.0
+    return {"stopping_usd": stopping, "promotion_usd": promotion, "sharing_usd": sharing}
+
+
+def _gains(record: SearchRecord, winner: Json | None, greater: bool) -> list[Json]:
+    """What more rows, and another epoch, should add to the winner."""
+    parts = {trial for trial, of in record.parts.items() if winner and of == winner["trial"]}
+    if winner is None or not parts:
+        return []
+    n_train = record.counts["n_train"]
+    points = [
+        (record.settings[trial]["data.max_train_samples"], row["score"], row["n_examples"])
+        for trial in sorted(parts)
+        if (row := record.newest(trial)) and row["score"] is not None
+    ]
+    points.append((n_train, winner["score"], winner["n_examples"]))
+    found = []
+    epochs = winner["epochs"] or 0.0
+    per_epoch_usd = winner["usd"] / epochs if epochs else None
+    with contextlib.suppress(InputError):
+        more = min(NEXT_ROWS, n_train)
+        rows = gain(
+            [point[:2] for point in points],
+            n_train + more,
+            [_error(record.header["metric"], score, n) for _, score, n in points],
+            greater_is_better=greater,
+        )
+        usd = winner["usd"] * more / n_train
+        found.append({"of": "rows", "more": more, "usd": usd, **_json(rows)})
+    curve = [(step, score) for step, score in winner["curve"] if score is not None]
+    with contextlib.suppress(InputError):
+        if epochs >= 1 and curve:
+            each = epochs / winner["n_steps"]
+            rows = gain(
+                [(step * each, score) for step, score in curve],
+                epochs + 1,
+                [
+                    _error(record.header["metric"], score, winner["n_examples"])
+                    for _, score in curve
+                ],
+                greater_is_better=greater,
+            )
+            found.append({"of": "epochs", "more": 1, "usd": per_epoch_usd, **_json(rows)})
+    return found
+
+
+def _error(metric: str, score: float, n: int) -> float:
+    """Standard error of a score; 0 where it is not known."""
+    bounds = interval(metric, score, n)
+    return 0.0 if bounds is None else (bounds[1] - bounds[0]) / (2 * 1.96)
+
+
+def _json(found: Any) -> Json:
+    return {"likely": found.likely, "low": found.low, "high": found.high}
+
+
+def _next(folder: Path, winner: Json | None) -> list[str]:
+    """Commands for the winner."""
+    if winner is None:
+        return []
+    if winner["fraction"] < 1.0:
+        return [f"farthing train {folder / WINNER}"]
+    run = folder_of(folder, winner["trial"])
+    return [
+        f"farthing eval {run}",
+        f"farthing export {run}",
+        f"farthing train NEW_JOB.yaml --from {run}",
+    ]

@@ -1,0 +1,185 @@
+"""Settings of trials: drawn by Optuna, and put into the job.
+
+A trial's settings follow from the seed, its number and the scores of earlier batches, so that a
+search which is begun again draws the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from farthing.config.job import Job, Range, SearchSection
+from farthing.config.load import SHORTHAND, parse_job
+from farthing.errors import InputError
+from farthing.storage.files import Json
+
+Scored = tuple[Json, float | None]
+"""Settings, and their score; None: they failed."""
+MOST_DRAWS = 20
+
+
+def n_choices(section: SearchSection) -> int | None:
+    """How many settings there are; None where a range has no end of them."""
+    n = 1
+    for values in section.vary.values():
+        if isinstance(values, Range):
+            if values.step is None and not _is_whole(values):
+                return None
+            n *= int((values.high - values.low) / (values.step or 1) + 1e-9) + 1
+        else:
+            n *= len(values)
+    return n
+
+
+def draw(
+    section: SearchSection, number: int, before: Sequence[Scored], *, greater_is_better: bool
+) -> Json | None:
+    """The settings of a trial, none of those `before`; None where all were tried."""
+    optuna = _optuna()
+    space = _distributions(optuna, section)
+    tried = {_key(settings) for settings, _ in before}
+    n = n_choices(section)
+    if n is not None and len(tried) >= n:
+        return None
+    for attempt in range(MOST_DRAWS):
+        kind = section.sampler if attempt < MOST_DRAWS - 1 else "grid"
+        sampler = _sampler(optuna, kind, seed_of(section.seed, number, attempt))
+        study = optuna.create_study(
+            direction="maximize" if greater_is_better else "minimize", sampler=sampler
+        )
+        for settings, score in before:
+            study.add_trial(_as_trial(optuna, section, space, settings, score))
+        asked = study.ask(space)
+        settings = {key: _value(section, key, asked.params[key]) for key in space}
+        if _key(settings) not in tried:
+            return settings
+    return None
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed of several numbers, the same on every machine."""
+    import numpy as np
+
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise InputError(
+            "optuna is not installed, which draws the settings of a search",
+            where="search",
+            to_do="pip install 'farthing[search]'",
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _sampler(optuna: Any, kind: str, seed: int) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what Optuna still calls experimental
+        if kind == "grid":
+            return optuna.samplers.BruteForceSampler(seed=seed)
+        if kind == "random":
+            return optuna.samplers.RandomSampler(seed=seed)
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=5)
+
+
+def _distributions(optuna: Any, section: SearchSection) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, values in section.vary.items():
+        if not isinstance(values, Range):
+            found[key] = optuna.distributions.CategoricalDistribution(list(range(len(values))))
+        elif _is_whole(values):
+            found[key] = optuna.distributions.IntDistribution(
+                int(values.low), int(values.high), log=values.log, step=int(values.step or 1)
+            )
+        else:
+            found[key] = optuna.distributions.FloatDistribution(
+                values.low, values.high, log=values.log, step=values.step
+            )
+    return found
+
+
+def _is_whole(values: Range) -> bool:
+    return all(isinstance(each, int) for each in (values.low, values.high, values.step or 1))
+
+
+def _value(section: SearchSection, key: str, drawn: Any) -> Any:
+    values = section.vary[key]
+    return drawn if isinstance(values, Range) else values[drawn]
+
+
+def _as_trial(
+    optuna: Any, section: SearchSection, space: Mapping[str, Any], settings: Json, score: Any
+) -> Any:
+    """What Optuna is told of a trial. One that failed is pruned before its first score, which TPE
+    takes for the worst.
+    """
+    parameters = {}
+    for key, value in settings.items():
+        values = section.vary[key]
+        parameters[key] = value if isinstance(values, Range) else list(values).index(value)
+    states = optuna.trial.TrialState
+    return optuna.trial.create_trial(
+        state=states.PRUNED if score is None else states.COMPLETE,
+        value=score,
+        params=parameters,
+        distributions=dict(space),
+    )
+
+
+def _key(settings: Json) -> str:
+    return json.dumps(settings, sort_keys=True, default=str)
+
+
+def values_with(job: Job, settings: Json) -> dict[str, Any]:
+    """The job of a trial as plain values: what the job says, with these settings."""
+    values = _plain(job.model_dump(mode="python", exclude_unset=True))
+    values.pop("search", None)
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        own = values.setdefault(section, {})
+        if name:
+            own[name] = value
+        elif isinstance(value, Mapping):
+            values[section] = dict(value)
+        else:
+            own[SHORTHAND[section]] = value
+        if key in ("data", "data.train"):
+            values["data"].pop("of_train", None)
+    return dict(values)
+
+
+def job_of(values: Mapping[str, Any], place: str) -> Job:
+    """The checked job of a trial; relative names stand beside `place`. Raises `JobError`."""
+    import yaml
+
+    return parse_job(yaml.safe_dump(dict(values), sort_keys=False), Path(place))
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and lists of what YAML knows."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def by_model(section: SearchSection) -> list[SearchSection]:
+    """A search for each model that is a choice, in the order given; the search itself where none
+    is.
+    """
+    key = next((key for key in ("model", "model.model_name_or_path") if key in section.vary), None)
+    values = section.vary.get(key or "")
+    if key is None or isinstance(values, Range) or values is None:
+        return [section]
+    return [
+        section.model_copy(update={"vary": {**section.vary, key: (value,)}}) for value in values
+    ]

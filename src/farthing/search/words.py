@@ -1,0 +1,83 @@
+"""A search in sentences."""
+
+from __future__ import annotations
+
+from farthing.storage.files import Json
+from farthing.units import plural, say_usd
+
+
+def in_words(receipt: Json) -> list[str]:
+    """The receipt in sentences, the winner first."""
+    lines = []
+    metric, winner, margin = receipt["metric"], receipt["winner"], receipt["margin"]
+    if winner is not None:
+        lines.append(f"winner: trial {winner['trial']}, {metric} {score_in_words(winner)}")
+        if winner["fraction"] < 1.0:
+            lines.append(f"trained for {100 * winner['fraction']:.0f} % of its steps only")
+    if margin is not None:
+        noise = {True: ", within noise", False: ", beyond noise", None: ""}
+        unit = 100 if winner["interval"] else 1
+        said = f"{unit * margin['better_by']:.3g}{' points' if unit == 100 else ''}"
+        other = "" if margin["is_as_far_trained"] else ", which was trained less"
+        lines.append(
+            f"better than trial {margin['second']} by {said}"
+            f"{noise[margin['is_within_noise']]}{other}"
+        )
+    for row in receipt["confirmed"]:
+        lines.append(
+            f"trial {row['trial']}: {row['metric']} {row['score']:.4g} on {row['n_examples']:,}"
+            " examples that no choice was made on"
+        )
+    for each in receipt["gains"]:
+        what = f"{each['more']:,} more rows" if each["of"] == "rows" else "another epoch"
+        scale, of = (100, "points") if winner and winner["interval"] else (1, metric)
+        basis = "" if each["of"] == "rows" else " (by the curve within this run)"
+        lines.append(
+            f"{what} should add {scale * each['low']:.2g} to {scale * each['high']:.2g} {of}"
+            f" for {say_usd(each['usd'])}{basis}"
+        )
+    saved = receipt["saved"]
+    lines.append(
+        f"saved {say_usd(saved['stopping_usd'])} by stopping trials,"
+        f" {say_usd(saved['promotion_usd'])} by promoting from checkpoints,"
+        f" {say_usd(saved['sharing_usd'])} by tokenizing once"
+    )
+    return lines
+
+
+def score_in_words(trial: Json) -> str:
+    """A score with its interval, where it has one."""
+    if trial["score"] is None:
+        return ""
+    bounds = trial["interval"]
+    return f"{trial['score']:.4g}" + (f" ({bounds[0]:.3g} to {bounds[1]:.3g})" if bounds else "")
+
+
+def dollars_in_words(receipt: Json) -> str:
+    """What it cost, of which cap, and what was planned."""
+    said = f"{say_usd(receipt['usd'])} for {len(receipt['trials'])} trials"
+    if receipt["max_usd"] is not None:
+        said += f" of the cap of {say_usd(receipt['max_usd'])}"
+    if receipt["planned_usd"]:
+        said += f"; {say_usd(receipt['planned_usd'])} were planned"
+    return said
+
+
+def setting_in_words(trial: Json, key: str) -> str:
+    """A setting of a trial, numbers short."""
+    value = trial["settings"].get(key, "")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def bill_in_words(bill: Json) -> list[str]:
+    """How a search would go, and what to know before."""
+    rungs = ", ".join(
+        f"{each['trials']} for {100 * each['fraction']:.0f} % of their steps"
+        for each in bill["rungs"]
+    )
+    settings = "" if bill["n_settings"] is None else f" of {bill['n_settings']:,} settings"
+    return [
+        f"search: {plural(bill['trials'], 'trial')}{settings}: {rungs}; as much training as"
+        f" {bill['full_trainings']:.1f} trials in full",
+        *bill["warnings"],
+    ]

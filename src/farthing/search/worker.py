@@ -1,0 +1,170 @@
+"""The process that trains trials: segments of runs, one after another, so that libraries are
+imported once.
+
+It reads a task a line and answers in lines. It ends when its parent does. A trial is stopped at its
+rung by interrupting it there: it saves, and the next segment resumes it to the bit. Refuses to
+decide anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from farthing.errors import EXIT_INTERRUPTED, FarthingError, RunInterruptedError
+from farthing.events import Evaluated, Event, Restored, Warned, ignore
+from farthing.report.receipt import build_receipt
+from farthing.search.space import job_of
+from farthing.storage.files import Json
+
+Tell = Callable[[Json], None]
+
+
+def serve() -> None:
+    """Do tasks until there are no more. What libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    tasks: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_listen, args=(sys.stdin, tasks), daemon=True).start()
+
+    def tell(row: Json) -> None:
+        answers.write(json.dumps(row, default=str) + "\n")
+        answers.flush()
+
+    while True:
+        task = json.loads(tasks.get())
+        try:
+            done = _DO[task["do"]](task, tell)
+        except FarthingError as error:
+            done = {"state": "failed", "kind": type(error).__name__, **error.as_dict()}
+        except Exception as error:  # of a model's code, a library: the trial's own
+            done = {"state": "failed", "kind": "crash", "error": f"{type(error).__name__}: {error}"}
+        tell({"done": done})
+
+
+def _listen(lines: IO[str], tasks: queue.Queue[str]) -> None:
+    for line in lines:
+        tasks.put(line)
+    os._exit(EXIT_INTERRUPTED)  # nobody waits for the answer; what was committed is whole
+
+
+def train_segment(task: Json, tell: Tell) -> Json:
+    """Train a trial until its rung, and how it stands there."""
+    from farthing.train.run import train
+
+    job = job_of(task["values"], task["place"])
+    n_steps = task["n_steps"] or _n_steps(job)
+    every = max(1, math.ceil(n_steps * task["first_fraction"]))
+    until = n_steps if task["times"] is None else min(n_steps, every * task["times"])
+    job = job.model_copy(
+        update={
+            "train": job.train.model_copy(update={"eval_strategy": "steps", "eval_steps": every})
+        }
+    )
+    folder, is_paused = Path(job.output_dir), False
+
+    def pause(step: int) -> None:
+        nonlocal is_paused
+        if until <= step and until < n_steps:
+            is_paused = True
+            raise RunInterruptedError(f"paused at step {until}")
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Evaluated):
+            tell({"step": event.step, "n_steps": n_steps, "metrics": event.log_row()})
+            pause(event.step)
+        elif isinstance(event, Restored) and event.step in _evaluated(folder):
+            pause(event.step)
+        elif isinstance(event, Warned):
+            tell({"warning": event.text})
+
+    outcome = train(job, on_event)
+    state = "paused" if is_paused else outcome.state
+    receipt = outcome.receipt
+    rows = [row for row in receipt.curves.evaluation if row["step"] <= until]
+    _free_memory()
+    return {
+        "state": state,
+        "reason": outcome.reason,
+        "step": receipt.steps,
+        "n_steps": n_steps,
+        "evaluations": rows,
+        "spans": {span.name: span.seconds for span in receipt.spans},
+        "serving_usd_per_month": receipt.serving and receipt.serving.usd_per_month,
+        "epochs": receipt.epochs,
+    }
+
+
+def _evaluated(folder: Path) -> set[int]:
+    return {int(row["step"]) for row in build_receipt(folder).curves.evaluation}
+
+
+def _n_steps(job: Any) -> int:
+    """Steps of the whole job, by its examples."""
+    from farthing.data.batches import Batches
+    from farthing.train.setup import open_examples, open_inputs
+
+    train, _ = open_examples(job, open_inputs(job, ignore), ignore, lambda: False)
+    batches = Batches(train.indices, job.global_batch_size, job.train.seed, train.weights)
+    return job.train.max_steps or math.ceil(job.train.num_train_epochs * batches.steps_per_epoch)
+
+
+def count_examples(task: Json, tell: Tell) -> Json:
+    """How many examples a job trains on and evaluates with."""
+    from farthing.train.setup import open_examples, open_inputs
+
+    job = job_of(task["values"], task["place"])
+    train, held_out = open_examples(job, open_inputs(job, ignore), ignore, lambda: False)
+    n_held_out = 0 if held_out is None else len(held_out.indices)
+    return {"state": "finished", "n_train": len(train.indices), "n_eval": n_held_out}
+
+
+def confirm(task: Json, tell: Tell) -> Json:
+    """Metrics of a trial's model on the evaluation examples that no choice was made on: those
+    behind the first `skip`.
+    """
+    from farthing.after.evaluation import evaluate_run, on_examples
+    from farthing.after.held_out import HeldOut
+    from farthing.train.setup import open_examples, open_inputs
+
+    job = job_of(task["values"], task["place"])
+    inputs = open_inputs(job, ignore)
+    _, held_out = open_examples(job, inputs, ignore, lambda: False)
+    assert held_out is not None
+    indices = held_out.indices[task["skip"] :]
+    examples = HeldOut(job, inputs, held_out.tokens, indices, "examples no choice was made on")
+    found = evaluate_run(
+        Path(job.output_dir),
+        on_examples(examples),
+        with_base=False,
+        trust_remote_code=job.model.trust_remote_code,
+        progress=lambda side, done, total: None,
+    )
+    return {"state": "finished", "metrics": found["tuned"], "n_examples": len(indices)}
+
+
+def _free_memory() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+_DO: dict[str, Callable[[Json, Tell], Json]] = {
+    "train": train_segment,
+    "count": count_examples,
+    "confirm": confirm,
+}
+
+if __name__ == "__main__":
+    serve()

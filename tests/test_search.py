@@ -1,0 +1,223 @@
+"""Searches: halving, drawn settings, bills, and a search that is killed and resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from farthing.config.job import SearchSection
+from farthing.config.load import load_job
+from farthing.errors import InputError, JobError, RunChangedError
+from farthing.search.bill import priced
+from farthing.search.curve import gain
+from farthing.search.halving import best_score, interval, least_difference, ranked, rungs_of
+from farthing.search.run import search
+from farthing.search.space import draw, n_choices
+from workshop import job_file
+
+RATES = [1.0e-9, 3.0e-3, 3.0e-4, 1.0e9]
+
+
+def test_rungs_are_powers_of_the_factor_and_end_at_the_whole() -> None:
+    rungs = rungs_of(3, 0.1, 27)
+    assert rungs.fractions == pytest.approx((1 / 9, 1 / 3, 1))
+    assert rungs.n_trials(27) == [27, 9, 3]
+    assert rungs.full_runs(27) == pytest.approx(27 / 9 + 9 * (2 / 9) + 3 * (2 / 3))
+    assert rungs_of(3, 0.1, 4).n == 2
+    assert rungs_of(2, 1.0, 8).fractions == (1.0,)
+
+
+def test_what_is_no_number_loses() -> None:
+    scores = {0: 0.5, 1: None, 2: float("nan"), 3: 0.9, 4: 0.5}
+    assert ranked(scores, greater_is_better=True) == [3, 0, 4]
+    assert ranked(scores, greater_is_better=False) == [0, 4, 3]
+    rows: list[dict[str, Any]] = [{"loss": 2.0}, {"loss": 1.0}, {"loss": 3.0}]
+    assert best_score(rows, "loss", greater_is_better=False, best=True) == 1.0
+    assert best_score(rows, "loss", greater_is_better=False, best=False) == 3.0
+    assert best_score([*rows, {"loss": None}], "loss", greater_is_better=False, best=True) is None
+
+
+def test_scores_have_the_noise_of_their_evaluation_set() -> None:
+    assert interval("accuracy", 0.8, 100) == pytest.approx((0.711, 0.867), abs=1e-3)
+    assert interval("loss", 1.5, 100) is None
+    assert least_difference(400) == pytest.approx(0.0554, abs=1e-4)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
+def test_settings_follow_from_the_seed_and_what_was_scored(sampler: str) -> None:
+    vary = {"train.learning_rate": [1e-4, 1e-3, 1e-2], "method": ["full", "lora"]}
+    section = SearchSection.model_validate({"vary": vary, "sampler": sampler, "seed": 3})
+    assert n_choices(section) == 6
+    drawn: list[tuple[dict[str, Any], float | None]] = []
+    for number in range(6):
+        settings = draw(section, number, drawn, greater_is_better=False)
+        assert settings == draw(section, number, drawn, greater_is_better=False)
+        assert settings is not None
+        assert settings not in [each for each, _ in drawn]
+        drawn.append((settings, None if number == 2 else 1.0 / (number + 1)))
+    assert draw(section, 6, drawn, greater_is_better=False) is None
+
+
+def test_a_range_is_drawn_within_its_bounds() -> None:
+    vary = {"method.lora_r": {"low": 4, "high": 64, "log": True}}
+    section = SearchSection.model_validate({"vary": vary, "sampler": "random"})
+    drawn = [draw(section, number, [], greater_is_better=True) for number in range(20)]
+    ranks = [each["method.lora_r"] for each in drawn if each]
+    assert all(isinstance(rank, int) and 4 <= rank <= 64 for rank in ranks)
+    assert len(set(ranks)) > 5
+
+
+def test_a_power_law_is_found_again_and_not_taken_further_than_twice() -> None:
+    points = [(n, 0.9 - 2.0 * n**-0.5) for n in (250, 500, 1000)]
+    found = gain(points, 2000, [0.0, 0.0, 0.0], greater_is_better=True)
+    assert found.likely == pytest.approx(2.0 * (1000**-0.5 - 2000**-0.5), rel=0.05)
+    noisy = gain(points, 2000, [0.02, 0.02, 0.02], greater_is_better=True)
+    assert noisy.low < found.likely < noisy.high
+    with pytest.raises(InputError, match="more than twice"):
+        gain(points, 2001, [0.0, 0.0, 0.0], greater_is_better=True)
+    with pytest.raises(InputError, match="three points"):
+        gain(points[:2], 600, [0.0, 0.0], greater_is_better=True)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"vary": {"train.learning_rat": [1]}}, "did you mean train.learning_rate"),
+        ({"vary": {"limits.max_usd": [1]}}, "no key that can vary"),
+        ({"vary": {"train.eval_steps": [1]}}, "decides how trials are scored"),
+        ({"vary": {"train.learning_rate": []}}, "name at least one"),
+        ({"vary": {"train.learning_rate": {"low": 3, "high": 1}}}, "not below"),
+        ({"sampler": "grid", "vary": {"train.weight_decay": {"low": 0, "high": 0.1}}}, "grid"),
+        ({"vary": {"method": ["full"]}, "data_fraction": [0.5]}, "two shares"),
+    ],
+)
+def test_a_section_that_can_not_be_searched_is_refused(
+    section: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(JobError, match=words):
+        load_job(job_of(tmp_path, section))
+
+
+SEARCH = {
+    "trials": 4,
+    "vary": {"train.learning_rate": RATES},
+    "sampler": "grid",
+    "reduction_factor": 2,
+    "min_fraction": 0.25,
+}
+
+
+def job_of(folder: Path, section: dict[str, Any] = SEARCH, **keys: Any) -> Path:
+    """A job of four settings, of which one fails and one learns nothing."""
+    keys = {"max_steps": 8, "data": {"eval_fraction": 0.2}, "limits": {"max_usd": 5}, **keys}
+    path = job_file(folder, **keys)
+    job = yaml.safe_load(path.read_text(encoding="utf-8"))
+    path.write_text(yaml.safe_dump({**job, "search": section}), encoding="utf-8")
+    return path
+
+
+def weights_of(folder: Path) -> dict[str, str]:
+    """SHA-256 of the weights of every checkpoint and model of a search."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.glob("trials/*/model/*.safetensors"))
+    }
+
+
+def told(receipt: Any) -> Any:
+    """What must not depend on kills."""
+    keys = ("trial", "settings", "state", "score", "fraction", "curve")
+    return [{key: each[key] for key in keys} for each in receipt["trials"]]
+
+
+def test_the_best_settings_win_whatever_happens_meanwhile(tmp_path: Path) -> None:
+    path = job_of(tmp_path / "straight")
+    outcome = search(load_job(path), path)
+    receipt, folder = outcome.receipt, tmp_path / "straight" / "run"
+    assert (outcome.state, outcome.exit_code) == ("finished", 0)
+    assert receipt["winner"]["settings"] == {"train.learning_rate": 3.0e-3}
+    assert receipt["winner"]["fraction"] == 1.0
+    by_rate = {each["settings"]["train.learning_rate"]: each for each in receipt["trials"]}
+    failed = by_rate[1.0e9]
+    assert failed["state"] in ("failed", "diverged")
+    assert failed["score"] is None
+    assert failed["usd"] > 0
+    assert [each["n_trials"] for each in receipt["rungs"]] == [4, 2, 1]
+    in_rungs = sum(each["usd"] for each in receipt["rungs"])
+    assert in_rungs == pytest.approx(receipt["usd_in_trials"])
+    assert receipt["usd_in_trials"] <= receipt["usd"] <= 5
+    assert receipt["front"][-1] == receipt["winner"]["trial"]
+    page = (folder / "search.html").read_text(encoding="utf-8")
+    assert "Learning curves" in page
+    assert "0.003" in page
+    assert load_job(folder / "winner.yaml").train.learning_rate == 3.0e-3
+    winner = f"trials/{receipt['winner']['trial']:03d}/model/model.safetensors"
+    assert list(weights_of(folder)) == [winner]
+
+    ledger = (folder / "ledger.jsonl").read_bytes()
+    assert search(load_job(path), path).receipt == json.loads(json.dumps(receipt))
+    assert (folder / "ledger.jsonl").read_bytes() == ledger, "asking again costs nothing"
+    with pytest.raises(RunChangedError, match=r"train\.seed"):
+        search(load_job(path, ["train.seed=7"]), path)
+
+    cap_usd = 0.012  # 12 seconds: less than all trials take
+    other = job_of(tmp_path / "other", limits={"max_usd": cap_usd})
+    stopped = search(load_job(other), other)
+    assert (stopped.state, stopped.exit_code) == ("limit", 3)
+    assert stopped.receipt["usd"] <= cap_usd
+    for n_lines in (3, 7):
+        kill_when(other, n_lines)
+    resumed = search(load_job(other, ["limits.max_usd=5"]), other)
+    assert told(resumed.receipt) == told(receipt)
+    assert resumed.receipt["winner"]["trial"] == receipt["winner"]["trial"]
+    assert weights_of(tmp_path / "other" / "run") == weights_of(folder)
+
+
+def kill_when(path: Path, n_lines: int) -> None:
+    """Kill a search without notice when its record has so many lines."""
+    words = ["search", str(path), "--set", "limits.max_usd=5"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "farthing", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    record = path.parent / "run" / "search.jsonl"
+    while child.poll() is None:
+        if record.exists() and record.read_bytes().count(b"\n") >= n_lines:
+            os.kill(child.pid, signal.SIGKILL)
+            break
+        time.sleep(0.01)
+    child.wait()
+
+
+def test_a_search_is_priced_before(tmp_path: Path) -> None:
+    job = load_job(job_of(tmp_path))
+    bill = priced(job, str(tmp_path / "job.yaml"))
+    assert bill is not None
+    found = bill.of(bill.n_trials(27))
+    assert found["trials"] == 4
+    assert [each["trials"] for each in found["rungs"]] == [4, 2, 1]
+    assert found["full_trainings"] == pytest.approx(4 / 4 + 2 / 4 + 1 / 2)
+    assert found["here"]["usd"] > 0
+    poor = priced(load_job(job_of(tmp_path), ["limits.max_usd=0.001"]), str(tmp_path / "job.yaml"))
+    assert poor is not None
+    assert "would stop" in " ".join(poor.of(4)["warnings"])
+
+
+def test_a_cap_that_pays_for_one_trial_is_refused(tmp_path: Path) -> None:
+    section = {key: value for key, value in SEARCH.items() if key != "trials"}
+    path = job_of(tmp_path, section, limits={"max_usd": 0.001})
+    with pytest.raises(InputError, match="nothing to compare"):
+        search(load_job(path), path)
+    assert not (tmp_path / "run").exists()
