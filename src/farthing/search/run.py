@@ -41,7 +41,7 @@ from farthing.search.space import by_model, draw, n_choices, values_with
 from farthing.storage.files import Json, make_private, write_text
 from farthing.storage.objects import NoSuchObject, Retrying, open_store
 from farthing.tasks.registry import task_of
-from farthing.units import say_usd
+from farthing.train.budget import limits_left, refuse_cap_without_price
 
 MOST_TRIALS = 27
 """Where neither the job, the choices nor the cap says how many."""
@@ -159,6 +159,7 @@ def check(job: Job) -> None:
             "leave it out: every trial has the schedule of its full length",
         ),
     ]
+    refuse_cap_without_price(job)
     for is_wrong, (what, where), to_do in problems:
         if is_wrong:
             raise InputError(what, where=where, to_do=to_do)
@@ -395,7 +396,7 @@ class _Search:
         }
         self.tell({"trial": trial, "rung": rung, "n_rungs": rungs.n})
         answer = self._ask(task, trial)
-        if answer["state"] == "limit":
+        if answer["state"] == "limit" or answer.get("kind") == "LimitError":
             raise _LimitError(self._left()[1])
         rows = answer.get("evaluations", [])
         keeps_best = self.job.train.load_best_model_at_end
@@ -478,17 +479,8 @@ class _Search:
 
     def _left(self) -> tuple[float, str]:
         """Seconds until the first limit of the search, and that limit."""
-        limits, rate, ledger = self.job.limits, self.job.usd_per_hour / 3600, self.ledger
-        found = [(math.inf, "")]
-        if limits.max_usd is not None and rate > 0:
-            left_usd = limits.max_usd - ledger.spent_usd
-            found.append((left_usd / rate, f"the cap of {say_usd(limits.max_usd)}"))
-        if (hours := limits.most_hours()) is not None:
-            found.append((hours * 3600 - ledger.spent_s, f"the cap of {hours:g} hours"))
-        if limits.deadline is not None:
-            when = limits.deadline.isoformat(sep=" ", timespec="minutes")
-            found.append((limits.deadline.timestamp() - ledger.now, f"the deadline {when}"))
-        return min(found)
+        first = min(limits_left(self.job, self.ledger), default=None, key=lambda each: each.seconds)
+        return (math.inf, "") if first is None else (first.seconds, first.limit)
 
     def _keep_limits(self) -> None:
         """Kill the trials when a limit is reached, however slow they start or save: what they have
