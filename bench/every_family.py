@@ -42,7 +42,6 @@ import farthing.train.run
 from farthing.config.load import load_job
 from farthing.errors import FarthingError, InputError
 from farthing.export.folders import export_run
-from farthing.model.embedding_gradients import add_by_rows
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.load import quiet_libraries
@@ -308,7 +307,6 @@ def compare(path: Path, row: dict[str, Any], method: str) -> None:
 
         use_low_rank(model)
     forward = Forward(model, job.task, inputs.pad_id, numerics)
-    add_by_rows(model)
     row["how"] = (
         "packed"
         if forward.is_packed

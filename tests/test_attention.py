@@ -423,7 +423,7 @@ def test_boundaries_and_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPa
     batch = flat(model, documents)
     seen: list[Any] = []
     made: list[Any] = []
-    real, mask = attention_kernels._per_document, attention_kernels.causal_mask
+    real, mask = attention_kernels.per_document, attention_kernels.causal_mask
 
     def watched(*args: Any, **kwargs: Any) -> Tensor:
         seen.append(args[3])

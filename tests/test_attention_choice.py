@@ -27,7 +27,7 @@ from farthing.model.attention_choice import (
     choose,
     padded_groups,
 )
-from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
+from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here, per_document
 from farthing.model.documents import Documents
 from test_attention import Layer, heads
 
@@ -296,7 +296,7 @@ def test_a_micro_batch_with_dropout_takes_few_calls(monkeypatch: pytest.MonkeyPa
     KERNELS["padded"](*tensors, Documents.of(lengths), How(False, 0.3, dropout=0.1))
     assert len(calls) <= 3
     calls.clear()
-    KERNELS["documents"](*tensors, Documents.of(lengths), How(False, 0.3, dropout=0.1))
+    per_document(*tensors, Documents.of(lengths), How(False, 0.3, dropout=0.1))
     assert len(calls) > 30
 
 

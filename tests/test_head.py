@@ -249,43 +249,6 @@ def test_what_needs_no_gradient_gets_none_and_costs_none() -> None:
     assert products.count == 1
 
 
-class Asked(TorchDispatchMode):
-    """Counts what is asked of oneDNN."""
-
-    n = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.n += func.overloadpacket == ONE_DNN
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("spread", [1.0, 300.0])
-def test_a_lean_head_is_as_right_as_another(spread: float) -> None:
-    hidden, weight, bias, labelled = parts()
-    with torch.no_grad():
-        weight.mul_(
-            spread
-        )  # at 300 the chances of most words are zero in fp32, their logarithms are not
-    exact = [one.detach().double().requires_grad_() for one in (hidden, weight, bias)]
-    wanted = plain(*exact, labelled)  # type: ignore[arg-type]
-    with Asked() as asked:
-        loss = head_loss(hidden, weight, bias, labelled, How(7))
-    assert asked.n == 8, "two products of each of four tiles"
-    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=CLOSE)
-    found = torch.autograd.grad(loss, (hidden, weight, bias))
-    names = ("hidden", "weight", "bias")
-    right = dict(zip(names, torch.autograd.grad(wanted, exact), strict=True))
-    assert_same({name: one.double() for name, one in zip(names, found, strict=True)}, right)
-
-
-def test_only_fp32_is_lean() -> None:
-    with Asked() as asked:
-        head_loss(*parts(torch.float64)).backward()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            head_loss(*parts()).backward()
-    assert asked.n == 0
-
-
 def test_a_second_backward_pass_is_refused() -> None:
     hidden, weight, bias, labelled = parts()
     loss = head_loss(hidden, weight, bias, labelled)

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farthing.model import half_attention
 from farthing.model.attention_kernels import How, causal_mask, over_documents, plain_attention
 from farthing.model.documents import Documents, owners_of
 from farthing.model.head import find_head
@@ -44,9 +43,8 @@ from farthing.model.last_layer import (
     last_layer,
 )
 from farthing.model.loss import inner_of
-from farthing.model.norms import use_one_pass
+from farthing.model.norms import use_one_kernel
 from farthing.model.pairs import Sides, take_documents
-from farthing.model.short_attention import is_for
 from farthing.models.families import DECODERS, ENCODERS, PACKED, WHY_NOT_PACKED
 from farthing.tasks.registry import task_of
 
@@ -120,7 +118,7 @@ def go_packed(model: Any) -> None:
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation != NAME:
             part.set_attn_implementation(NAME)
     take_documents(inner_of(model))
-    use_one_pass(inner_of(model))
+    use_one_kernel(inner_of(model))
 
 
 def first_position(config: Any) -> int:
@@ -255,17 +253,7 @@ def attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # [T, H, D] with tokens outermost: how every kernel and the projections around it lay them out
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    is_plain = window is None and softcap is None
-    is_short = is_plain and is_for(
-        queries, keys, documents, has_bias=bias is not None, causal=causal
-    )
-    is_half = (
-        is_plain
-        and bias is None
-        and not dropout
-        and half_attention.is_for(queries, documents, causal=causal)
-    )
-    how = How(causal, scale, window, dropout, softcap, bias, is_short, is_half)
+    how = How(causal, scale, window, dropout, softcap, bias)
     out = over_documents(queries, keys, values, documents, how)
     return out[None], None
 

@@ -1,11 +1,11 @@
 """The kernels that attend to documents laid end to end: `over_documents` takes the one that
 `choose` names.
 
-On a CPU each run of equally long documents is one call of `scaled_dot_product_attention`, or is
-taken in blocks. On CUDA one kernel takes all documents: `torch.nn.attention.varlen`, flash-attn or
-flex attention; where none of them can (dropout without flash-attn, GPUs before Ampere), documents
-are padded in as few calls as pay. What the kernels of CUDA are called with is tested, and the
-padded one's answers; no kernel was ever run on a GPU.
+On a CPU each run of equally long documents is one call of `scaled_dot_product_attention`. On CUDA
+one kernel takes all documents: `torch.nn.attention.varlen`, flash-attn or flex attention; where
+none of them can (dropout without flash-attn, GPUs before Ampere), documents are padded in as few
+calls as pay. What the kernels of CUDA are called with is tested, and the padded one's answers; no
+kernel was ever run on a GPU.
 
 All have one form: query [T, Hq, D], key and value [K, Hk, D], the documents and a `How` -> [T, Hq,
 D]; a document's last query is at its last key. Refuses dropout and caps in kernels that have none:
@@ -33,12 +33,9 @@ from farthing.model.attention_choice import (
     choose,
     padded_groups,
 )
-from farthing.model.cpu_attention import blocked_attention, is_quicker_in_blocks
 from farthing.model.documents import Documents, owners_of, sent
-from farthing.model.half_attention import half_attention
 from farthing.model.hardware import find_compiler
 from farthing.model.programs import in_programs
-from farthing.model.short_attention import short_attention
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -56,10 +53,6 @@ class How:
     bias: Tensor | None = None
     """[1, Hq, L, L], added to scores by the places of query and key in their document, of which
     none is longer than L; minus infinity where a causal query does not see."""
-    is_short: bool = False
-    """Whether `short_attention` may be taken: `is_for` has said so."""
-    is_half: bool = False
-    """Whether `half_attention` may be taken, which goes before it."""
 
 
 def over_documents(
@@ -85,12 +78,10 @@ def keys_as_seen(tokens: Tensor, documents: Documents) -> Tensor:
 
 def choose_kernel(query: Tensor, how: How) -> str:
     """The name in `KERNELS` of the quickest that is here and can do what is asked of these queries."""  # noqa: E501
-    if how.is_half or how.is_short:
-        return "half" if how.is_half else "short"
+    if query.device.type == "cpu":
+        return "documents"
     if how.bias is not None:
         return "padded"
-    if query.device.type != "cuda":
-        return "documents"
     asked = Asked(
         DTYPES[query.dtype],
         query.shape[-1],
@@ -119,7 +110,7 @@ def here(device: torch.device, is_deterministic: bool) -> Machine:
 # ---- documents by runs, on a CPU ----
 
 
-def _per_document(
+def per_document(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
 ) -> Tensor:
     """Each run of equally long documents as one batch.
@@ -156,17 +147,12 @@ def _even(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: 
         )  # where it is causal, the bias hides what comes later
     length, keys = query.shape[2], key.shape[2]
     mask, is_cut = None, how.causal and how.window is not None and keys > how.window
-    in_blocks = (
-        how.softcap is None and not how.dropout and not is_cut and is_quicker_in_blocks(query, keys)
-    )
     is_plain = (
         keys == length and how.softcap is None
     )  # sdpa's own causal mask begins at the first key
-    if is_cut or (how.causal and length > 1 and not is_plain and not in_blocks):
+    if is_cut or (how.causal and length > 1 and not is_plain):
         make = functools.partial(causal_mask, keys, how.window, query.device, length)
         mask = documents.once((length, keys, how.window), make)
-    if in_blocks:
-        return blocked_attention(query, key, value, causal=how.causal, scale=how.scale)
     if how.softcap is not None:
         return plain_attention(query, key, value, mask, how)
     return _sdpa(query, key, value, mask, how, is_causal=how.causal and mask is None and length > 1)
@@ -229,14 +215,6 @@ def causal_mask(n_keys: int, window: int | None, device: Any, n_queries: int) ->
     before = n_keys - n_queries
     seen = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(before)
     return seen if window is None else seen.triu(before + 1 - window)
-
-
-def _short(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
-    return short_attention(query, key, value, documents, how.scale, how.bias, how.dropout)
-
-
-def _half(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
-    return half_attention(query, key, value, documents, causal=how.causal, scale=how.scale)
 
 
 # ---- documents padded in as few calls as pay ----
@@ -482,9 +460,7 @@ def _flex_kernel(
 
 
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Documents, How], Tensor]] = {
-    "half": _half,
-    "short": _short,
-    "documents": _per_document,
+    "documents": per_document,
     "padded": _padded,
     "varlen": _varlen_kernel,
     "flash": _flash_kernel,

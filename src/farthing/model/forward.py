@@ -33,6 +33,7 @@ from farthing.data.packing import (
 )
 from farthing.data.prefix_sharing import WORTH, collate_shared, saved_by_sharing, split_shared
 from farthing.data.token_set import TokenSet
+from farthing.model import cpu
 from farthing.model.attention import (
     can_go_packed,
     can_share,
@@ -101,6 +102,8 @@ class Forward:
         self.why_padded = can_go_packed(model, task) if may_go_packed else other
         if self.why_padded is None:
             go_packed(model)
+            if numerics.device.type == "cpu":
+                cpu.use(inner_of(model))
         self.of = task_of(task)
         head = find_head(model, task) if self.of.scores_tokens else None
         if isinstance(head, Head) and not head.is_matrix and label_smoothing:

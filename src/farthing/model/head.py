@@ -40,9 +40,6 @@ from farthing.models.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_til
 from farthing.tasks.registry import task_of
 
 TILE = 1024  # positions whose whole logits are taken at once
-HAS_ONE_DNN = torch.backends.mkldnn.is_available() and hasattr(
-    torch.ops.mkldnn, "_linear_pointwise"
-)
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,6 @@ class How:
     expected to be, e.g. the loss scale divided by the targets of the step. Gradients are multiplied
     by it, and the backward pass only makes up the difference: in fp16, whose gradients would vanish
     unscaled, it has to be given; bf16 and fp32 can do without."""
-    is_lean: bool = False
-    """Where all is fp32 on a CPU: products by oneDNN, which are up to a fifth quicker than torch's
-    own (docs/log.md), and one exponential for each logit."""
 
 
 def head_loss(
@@ -82,19 +76,13 @@ def head_loss(
     tile = how.tile_tokens or default_tile_tokens(
         n_words, device, width if weight.requires_grad else 0
     )
-    is_fp32 = hidden.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(
-        device
-    )
-    how = replace(how, tile_tokens=tile, is_lean=device == "cpu" and is_fp32 and HAS_ONE_DNN)
+    how = replace(how, tile_tokens=tile)
     loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled, how, torch.is_grad_enabled())
     return loss
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, is_lean: bool) -> Tensor:
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """rows [n, i], weight [o, i], bias [o] -> [n, o], without a gradient."""
-    if is_lean:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-        return out
     found = torch.mm(rows, weight.t())
     return found if bias is None else found.add_(bias)
 
@@ -143,11 +131,11 @@ class _HeadLoss(torch.autograd.Function):
             for start in range(0, n, tile):
                 part = slice(start, start + tile)
                 inputs = hidden.index_select(0, positions[part]).to(computed)
-                scores = _product(inputs, matrix, shift, how.is_lean)
+                scores = _product(inputs, matrix, shift)
                 into = None if log_probs is None else log_probs[part]
                 total += _to_gradients(scores, targets[part], how, wants, summed, into)
                 if grad_hidden is not None:
-                    grad_hidden[part] = _product(scores, matrix.t(), None, how.is_lean)
+                    grad_hidden[part] = torch.mm(scores, matrix)
                 if grad_weight is not None:
                     _add_product(grad_weight, scores.t(), inputs, product, is_first=start == 0)
                 if grad_bias is not None:
@@ -183,17 +171,6 @@ class _HeadLoss(torch.autograd.Function):
         if of_weight is not None:
             of_weight = of_weight.to(ctx.dtypes[1])
         return of_hidden, of_weight, of_bias, None, None, None
-
-
-def _chances(scores: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """(softmax of scores [t, V], its logarithm at words [t, 1]), with one exponential for each
-    score.
-    """
-    chances = torch.softmax(scores, -1)
-    of_all = (
-        scores.amax(-1, keepdim=True) - chances.amax(-1, keepdim=True).log_()
-    )  # logarithm of the sum
-    return chances, scores.gather(1, words) - of_all
 
 
 def _to_gradients(
@@ -239,17 +216,12 @@ def _block_to_gradients(
         how.gradient_scale,
     )
     is_simple = cap is None and not smooth and not isinstance(scale, Tensor) and scale == 1
-    if is_simple and wants and how.is_lean:
-        chances, of_words = _chances(block, words)
-        block.copy_(chances)
-    else:
-        bent = block if cap is None else torch.tanh(block.to(summed) / cap)
-        logs = torch.log_softmax(bent if cap is None else bent * cap, -1, dtype=summed)
-        of_words = logs.gather(1, words)
+    bent = block if cap is None else torch.tanh(block.to(summed) / cap)
+    logs = torch.log_softmax(bent if cap is None else bent * cap, -1, dtype=summed)
+    of_words = logs.gather(1, words)
     of_all = logs.sum() if smooth else None
     if wants and is_simple:  # softmax minus one at the word, which is rounded only once
-        if not how.is_lean:
-            torch.exp(logs, out=block)
+        torch.exp(logs, out=block)
         block.scatter_(1, words, torch.expm1(of_words).to(block.dtype))
     elif wants:
         gradient = logs.exp_()

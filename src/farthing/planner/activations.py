@@ -242,7 +242,7 @@ def scores_per_pair(shape: Shape, recipe: Recipe, is_cuda: bool) -> float:
     if _is_biased(shape, recipe):
         # softmax in fp32, its copy in the precision of the run, what is dropped of it, and the rest
         c = recipe.compute_bytes
-        if c == 4 and not is_cuda:  # what is dropped is dropped again (model/short_attention.py)
+        if c == 4 and not is_cuda:  # what is dropped is dropped again (model/cpu.py)
             return shape.n_heads * 8.0
         return shape.n_heads * (4.0 + (c if c < 4 else 0) + (1 if is_cuda else c) + c)
     if _is_math(shape, is_cuda):

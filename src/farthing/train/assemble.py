@@ -21,7 +21,6 @@ from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_lay
 from farthing.model.adapters import count_parameters
 from farthing.model.casts import Casts
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
-from farthing.model.embedding_gradients import add_by_rows
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.flops import flops_per_token, recomputed_of_forward, recomputed_share
 from farthing.model.forward import Forward
@@ -154,8 +153,6 @@ def _computed(
     forward.tile_tokens = settings.tile_tokens
     forward.micro_batch_cost = MicroBatchCost(settings.least_tokens, settings.more_tokens)
     forward.within = context.ranks.within
-    if not context.ranks.is_spread:
-        add_by_rows(model)
     if (
         numerics.device.type == "cuda"
         and numerics.autocast is not None

@@ -1,0 +1,363 @@
+"""What is only for CPUs gives what transformers and torch give: attention of packed documents and
+norms, in fp32 and in bf16.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import workshop
+from farthing.model import cpu
+from farthing.model.attention import attend
+from farthing.model.attention_kernels import How, plain_attention
+from farthing.model.documents import Documents
+from farthing.model.norms import KINDS
+
+HEADS, WIDTH = 4, 16
+CLOSE = 1e-2  # of the whole: bf16 has eight bits
+LENGTHS, SEEN = (5, 1, 9, 3), (4, 7, 1, 6)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu() -> None:
+    """Packed documents are computed by what is here, as behind the first model on a CPU."""
+    cpu.use(nn.Module())
+
+
+# ---- bf16 ----
+
+
+def halves(n: int, n_heads: int = HEADS) -> Tensor:
+    """Random [n, heads, width] in bf16."""
+    return torch.randn(n, n_heads, WIDTH).bfloat16().requires_grad_()
+
+
+def by_formula(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, causal: bool, scale: float
+) -> Tensor:
+    """Softmax attention of each document in double precision."""
+    found, groups = [], query.shape[1] // key.shape[1]
+    parts = zip(
+        query.split(documents.lengths),
+        key.repeat_interleave(groups, 1).split(documents.key_lengths),
+        value.repeat_interleave(groups, 1).split(documents.key_lengths),
+        strict=True,
+    )
+    for q, k, v in parts:
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        if causal:
+            later = torch.ones(len(q), len(k), dtype=torch.bool).triu_(len(k) - len(q) + 1)
+            scores = scores.masked_fill(later, -torch.inf)
+        found.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "key_lengths", "n_shared"),
+    [
+        ((1, 143, 20, 300, 64, 65), None, 1),
+        ((2, 130, 1), (70, 141, 300), 2),
+        ((700,), None, 4),
+        ((3, 2), None, 1),
+    ],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_answers_and_gradients_are_those_of_the_formula(
+    lengths: tuple[int, ...], key_lengths: tuple[int, ...] | None, n_shared: int, causal: bool
+) -> None:
+    torch.manual_seed(0)
+    documents = Documents.of(lengths, "cpu", key_lengths, reads_others=True)
+    n_keys = sum(documents.key_lengths)
+    given = [
+        halves(sum(lengths)),
+        halves(n_keys, HEADS // n_shared),
+        halves(n_keys, HEADS // n_shared),
+    ]
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    passed = torch.randn(sum(lengths), HEADS, WIDTH).bfloat16()
+    out = cpu._Blocks.apply(*given, documents, causal, 0.3)  # type: ignore[no-untyped-call]
+    right = by_formula(*exact, documents, causal, 0.3)  # type: ignore[no-untyped-call]
+    found = [out, *torch.autograd.grad(out, given, passed)]
+    wanted = [right, *torch.autograd.grad(right, exact, passed.double())]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert one.isfinite().all()
+        assert float((one.detach() - other.detach()).norm() / other.detach().norm()) < CLOSE
+
+
+def test_a_document_has_nothing_of_the_next() -> None:
+    torch.manual_seed(0)
+    documents = Documents.of((130, 90))
+    given = [halves(220) for _ in range(3)]
+    changed = [
+        torch.cat([tensor[:130], tensor[130:] * 3 + 1]).detach().requires_grad_()
+        for tensor in given
+    ]
+    passed = torch.randn(220, HEADS, WIDTH).bfloat16()
+    found = []
+    for tensors in (given, changed):
+        out = cpu._Blocks.apply(*tensors, documents, False, 0.3)  # type: ignore[call-arg]
+        found.append(
+            [out[:130], *(grad[:130] for grad in torch.autograd.grad(out, tensors, passed))]
+        )
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+class Products(TorchDispatchMode):
+    """Collects shapes of products in bf16 that are made in the block: oneDNN keeps code for each."""  # noqa: E501
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Does what was asked."""
+        if "mm" in func.__name__ and args[0].dtype == torch.bfloat16:
+            self.shapes.add(
+                (
+                    func.__name__,
+                    *((one.shape, one.stride()) for one in args if torch.is_tensor(one)),
+                )
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def entry(documents: Documents, *, causal: bool, bias: Tensor | None = None) -> Tensor:
+    """Through the entry that models call, in bf16, and back: the gradient of the queries."""
+    module = torch.nn.Module()
+    n = sum(documents.lengths)
+    query, key, value = (torch.randn(1, 8, n, 16, requires_grad=True) for _ in range(3))
+    more = {} if bias is None else {"position_bias": bias}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = attend(
+            module,
+            query,
+            key,
+            value,
+            None,
+            is_causal=causal,
+            documents=documents,
+            scaling=0.25,
+            **more,
+        )
+    out.float().sum().backward()
+    assert query.grad is not None
+    return query.grad
+
+
+@pytest.mark.parametrize("kind", ["looks back", "looks both ways", "bias"])
+def test_documents_of_all_lengths_are_multiplied_in_few_shapes(kind: str) -> None:
+    """A shape costs 0.65 MiB until the process ends. These 87 lengths took 800 before, 768 where
+    all is seen.
+    """
+    longest = 100 if kind == "bias" else 600
+    bias = torch.randn(1, 8, longest, longest) if kind == "bias" else None
+    lengths = [*range(1, longest, 7), longest]
+    with Products() as products:
+        for start in range(0, len(lengths), 9):
+            entry(Documents.of(lengths[start : start + 9]), causal=kind == "looks back", bias=bias)
+    assert len(products.shapes) <= (0 if kind == "bias" else 7 * 8 * 3)
+
+
+def test_sizes_are_few_and_hardly_larger() -> None:
+    for n in range(1, 5000):
+        size = cpu.few_sizes(n)
+        assert n <= size < n + max(16, n / 8)
+        assert cpu.few_sizes(size) == size
+    assert len({cpu.few_sizes(n) for n in range(1, 2049)}) == 40
+
+
+@pytest.mark.parametrize("change", ["in reach", "fp32", "long", "short"])
+def test_blocks_are_for_bf16_of_some_lengths(change: str) -> None:
+    documents = Documents.of((2049 if change == "long" else 64 if change == "short" else 65, 3))
+    query = torch.zeros(1, 1, 1, dtype=torch.float32 if change == "fp32" else torch.bfloat16)
+    blocks, short = cpu.takes_blocks, cpu.takes_short
+    assert blocks(query, documents, How(False, 1.0)) == (change == "in reach")
+    assert blocks(query, documents, How(True, 1.0)) == (change in ("in reach", "short"))
+    assert not blocks(query, documents, How(True, 1.0, dropout=0.1))
+    assert short(query, query, documents, How(False, 1.0, bias=torch.zeros(())))
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(1, HEADS, 40, 40)])
+def test_short_documents_in_bf16_are_multiplied_in_fp32(bias: Tensor | None) -> None:
+    torch.manual_seed(0)
+    documents = Documents.of((7, 40, 1))
+    given = [halves(48) for _ in range(3)]
+    passed = torch.randn(48, HEADS, WIDTH).bfloat16()
+
+    def attended(tensors: list[Tensor]) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = cpu._Short.apply(*tensors, bias, documents, 0.3, 0.0)  # type: ignore[call-arg]
+        return [out, *torch.autograd.grad(out, tensors, passed.to(out.dtype))]
+
+    exact = attended([tensor.detach().float().requires_grad_() for tensor in given])
+    for one, other in zip(attended(given), exact, strict=True):
+        assert torch.equal(one, other.bfloat16())
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_a_run_in_bf16_that_was_stopped_has_the_losses_of_one_that_was_not(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {
+        "family": family,
+        "max_steps": 3,
+        "save_steps": 1,
+        "probe": False,
+        "bf16": True,
+    }
+    stopped, whole = (workshop.make_job(tmp_path / name, **keys) for name in ("stopped", "whole"))
+    with monkeypatch.context() as before:
+        before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 1)
+        workshop.train(stopped)
+    workshop.change_facts(Path(stopped.output_dir), finished=None, sealed=None)
+    assert {workshop.train(job).state for job in (stopped, whole)} == {"finished"}
+    assert workshop.losses_of(stopped) == workshop.losses_of(whole)
+
+
+# ---- fp32 ----
+
+
+def tokens(n: int, heads: int = 2, width: int = 4) -> Tensor:
+    """[n, heads, width] of random numbers that are trained."""
+    return torch.randn(n, heads, width, requires_grad=True)
+
+
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+    """The same in plain operations, a document at a time."""
+    found = []
+    parts = (
+        query.split(documents.lengths),
+        key.split(documents.key_lengths),
+        value.split(documents.key_lengths),
+    )
+    for q, k, v in zip(*parts, strict=True):
+        one = plain_attention(*(each.transpose(0, 1)[None] for each in (q, k, v)), None, how)
+        found.append(one[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("reads_others", [False, True])
+def test_short_documents_are_attended_to_as_one_at_a_time(
+    has_bias: bool, reads_others: bool
+) -> None:
+    seen = SEEN if reads_others else LENGTHS
+    documents = Documents.of(
+        LENGTHS, "cpu", seen if reads_others else None, reads_others=reads_others
+    )
+    query, key, value = tokens(sum(LENGTHS)), tokens(sum(seen)), tokens(sum(seen))
+    bias = torch.randn(1, 2, 9, 9)
+    if not reads_others:
+        bias = bias + torch.full((9, 9), -torch.inf).triu_(1)  # and looks back only
+    bias.requires_grad_()
+    how = How(False, 0.7, bias=bias if has_bias else None)
+    inputs = (query, key, value, *([bias] if has_bias else []))
+    assert cpu.takes_short(query, key, documents, how)
+    wanted = one_by_one(query, key, value, documents, how)
+    found = cpu.attend(query, key, value, documents, how)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    given = torch.randn_like(wanted)
+    pairs = zip(
+        torch.autograd.grad(found, inputs, given),
+        torch.autograd.grad(wanted, inputs, given),
+        strict=True,
+    )
+    for own, plain in pairs:
+        torch.testing.assert_close(own, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_dropped_of_weights_is_dropped_of_their_gradients() -> None:
+    documents = Documents.of(LENGTHS)
+    query, key, value = (tokens(sum(LENGTHS)).detach().double().requires_grad_() for _ in range(3))
+
+    def drawn(*inputs: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return cpu.attend(*inputs, documents, How(False, 0.5, dropout=0.4))
+
+    # in double precision the softmax's backward pass is asked for fp32, so differences are taken of
+    # the values alone
+    direction = torch.randn_like(value)
+    step = 1e-4
+    numeric = (
+        drawn(query, key, value + step * direction) - drawn(query, key, value - step * direction)
+    ) / (2 * step)
+    given = torch.randn_like(numeric)
+    (of_value,) = torch.autograd.grad(drawn(query, key, value), value, given)
+    torch.testing.assert_close((of_value * direction).sum(), (given * numeric).sum())
+    assert not torch.equal(
+        drawn(query, key, value), cpu.attend(query, key, value, documents, How(False, 0.5))
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["fp16", "long", "causal", "shared keys", "shared heads"],
+)
+def test_documents_one_by_one_are_for_short_ones(change: str) -> None:
+    lengths = (200, 4) if change == "long" else LENGTHS
+    documents = Documents.of(lengths)
+    if change == "shared keys":
+        documents = Documents.of((2, 2), "cpu", (2, 4), torch.tensor([0, 1, 0, 1, 2, 3]).numpy())
+    query = tokens(sum(lengths)).to(torch.float16 if change == "fp16" else torch.float32)
+    key = query[:, :1] if change == "shared heads" else query
+    assert not cpu.takes_short(query, key, documents, How(change == "causal", 1.0))
+
+
+def kinds() -> list[Any]:
+    """The classes that `KINDS` names, where this version of transformers has them."""
+    families = (
+        "exaone4",
+        "granite",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "mt5",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "t5",
+        "umt5",
+    )
+    found = {}
+    for family in families:
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        found |= {name: value for name, value in vars(module).items() if name in KINDS}
+    return list(found.values())
+
+
+def test_norms_are_those_of_transformers() -> None:
+    classes = kinds()
+    assert {each.__name__ for each in classes} == KINDS
+    for kind in classes:
+        plain = nn.Sequential(kind(24))
+        with torch.no_grad():
+            plain[0].weight.copy_(torch.randn(24))
+        own = copy.deepcopy(plain)
+        cpu.use(own)
+        assert "forward" in vars(own[0]), kind
+        hidden = torch.randn(3, 7, 24) * 5 + 2
+        results = []
+        for model in (plain, own):
+            given = hidden.clone().requires_grad_()
+            out = model(given)
+            out.sin().sum().backward()
+            results.append((out.detach(), given.grad, model[0].weight.grad))
+        for left, right in zip(*results, strict=True):
+            torch.testing.assert_close(left, right, rtol=2e-5, atol=2e-6)
+        assert torch.equal(own(hidden.bfloat16()), plain(hidden.bfloat16()))  # left to transformers
