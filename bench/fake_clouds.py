@@ -38,6 +38,7 @@ FAULTS = (
     "the API is away",
     "its end can't be scheduled",
     "refused for good",
+    "costs a little more than listed",
     "costs more than listed",
     "costs three times as much",
     "costs less than listed",
@@ -298,6 +299,7 @@ class World:
         cap = told["max_usd"] - told["overhead_usd"] - told["reserve_usd"] - boot_usd
         number = str(1000 + len(self.machines))
         times = {
+            "costs a little more than listed": 1.05,
             "costs more than listed": 1.3,
             "costs three times as much": 3.0,
             "costs less than listed": 0.6,

@@ -36,10 +36,10 @@ def complain(what: object) -> None:
 
 
 def write(text: str) -> None:
-    """To stderr; that nobody reads it changes no exit code."""
+    """To stderr; that nobody reads it changes no exit code. A closed terminal is an `OSError`."""
     try:
         print(text, file=sys.stderr, flush=True)
-    except BrokenPipeError:
+    except OSError:
         discard(sys.stderr)
 
 

@@ -18,6 +18,7 @@ from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_LIMIT,
+    FarthingError,
     InputError,
 )
 from farthing.printable import printable, printable_lines
@@ -219,6 +220,10 @@ def _do(session: Any, action: str, arguments: argparse.Namespace) -> int:
                 )
         except KeyboardInterrupt:
             return _left_alone(session)
+        except Exception:
+            with contextlib.suppress(FarthingError):
+                _say_open(session)
+            raise
     standing = session.standing()
     if (session.folder / LEDGER).exists() and not session.prepared.folder:
         leave_receipt(session.folder)
@@ -244,15 +249,21 @@ def _left_alone(session: Any) -> int:
     """The watch was interrupted. Machines that nothing else ends are ended now; of the others the
     price, the latest end and the commands are printed.
     """
-    job = session.prepared.job.output_dir
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a closed terminal sends two
     if session.ledger.open and not session.driver().ends_by_itself:
-        write(
-            "farthing: nothing else ends the machine, so it is ended now; interrupt again to leave"
-        )
+        write("farthing: nothing else ends the machine, so it is ended now; Ctrl-C again to leave")
         try:
             session.stop()
-        except (KeyboardInterrupt, InputError) as error:
+        except (KeyboardInterrupt, FarthingError, OSError) as error:
             write(f"farthing: {error or 'interrupted'}")
+    _say_open(session)
+    return EXIT_INTERRUPTED
+
+
+def _say_open(session: Any) -> None:
+    """The machines that may still be billed, and the commands for them."""
+    job = session.prepared.job.output_dir
     for line in session.open_in_words():
         write(f"farthing: STILL BILLED: {printable(line)}")
     if session.ledger.open:
@@ -260,7 +271,6 @@ def _left_alone(session: Any) -> int:
             "farthing: `farthing launch attach JOB` watches again, `farthing launch stop JOB` ends"
             f" what there is ({job})"
         )
-    return EXIT_INTERRUPTED
 
 
 def _show_standing(session: Any, *, as_json: bool) -> int:

@@ -19,6 +19,7 @@ from farthing.launch.driver import (
     Created,
     Driver,
     InstanceStatus,
+    NotFoundError,
     OutOfStockError,
     ProviderError,
     RefusedError,
@@ -240,6 +241,7 @@ class Lambda(Client):
             "POST",
             "/api/v1/instance-operations/terminate",
             {"instance_ids": [machine.id]},
+            may_be_gone=True,
         )
 
 
@@ -281,13 +283,15 @@ def _price(value: Any) -> float | None:
     return usd if 0 < usd < 100_000 else None
 
 
-def _sure(api: Api, method: str, path: str, body: Any = None) -> Any:
+def _sure(api: Api, method: str, path: str, body: Any = None, *, may_be_gone: bool = False) -> Any:
     """The answer to a question or a deletion, whose refusal settles nothing. Raises `UnclearError`,
     `UnauthorizedError`.
     """
     try:
         return api.ask(method, path, body)
     except RefusedError as error:
+        if may_be_gone and isinstance(error, NotFoundError):
+            return None
         raise UnclearError(str(error)) from error
 
 

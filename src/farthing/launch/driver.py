@@ -51,9 +51,11 @@ class ServerError(UnclearError):
 def refusal(why: str, status: int = 400) -> ProviderError:
     """The error of a refusal, by its HTTP status and by the provider's words."""
     low = why.lower()
+    if status in (401, 402, 403):
+        return UnauthorizedError(why)
     if any(word in low for word in _STOCK):
         return OutOfStockError(why)
-    if status in (401, 402, 403) or any(word in low for word in _ACCOUNT):
+    if any(word in low for word in _ACCOUNT):
         return UnauthorizedError(why)
     return NotFoundError(why) if status == 404 else RefusedError(why)
 

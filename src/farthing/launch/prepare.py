@@ -26,7 +26,7 @@ from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, pack
 from farthing.launch.registry import HERE, PROVIDERS, called, find_target, refuse_nowhere, target_of
-from farthing.launch.request import FETCH, GRACE_S, PLAIN_IMAGE, LaunchRequest, least_s
+from farthing.launch.request import FETCH, GRACE_S, MOST_OVER, PLAIN_IMAGE, LaunchRequest, least_s
 from farthing.launch.supervise import TEARDOWN_S, NoBudgetError, Patience
 from farthing.launch.target import Target
 from farthing.launch.wheel import FETCHER, fetch_script, wheel_of_this
@@ -145,12 +145,13 @@ class Prepared:
         ]
         spent_usd = ledger.usd(now) + sum(account.usd for account in elsewhere)
         overhead_usd = spent_usd - trained_usd
-        reserve_usd = TEARDOWN_S / 3600 * rate
+        most_rate = rate * MOST_OVER if self.target.is_rented else rate
+        reserve_usd = TEARDOWN_S / 3600 * most_rate
         boot_s = boot_of(offer.provider).seconds if self.target.is_rented else 0.0
         lasts = {"": float(NO_LIMIT_S)}
         if limits.max_usd is not None and rate > 0:
             lasts[f"limits.max_usd ({say_usd(limits.max_usd)})"] = (
-                (limits.max_usd - spent_usd - reserve_usd) / rate * 3600
+                (limits.max_usd - spent_usd - reserve_usd) / most_rate * 3600
             )
         hours = limits.most_hours(max(1, offer.n_gpus))
         if hours is not None:
@@ -212,7 +213,8 @@ class Prepared:
         pip = "python3 -m pip install --quiet"
         if self.wishes.install:
             return f"{pip} {shlex.quote(self.wishes.install)}"
-        what = f"./{wheel_of_this().name}[{','.join(extras_of(self.job, offer.n_gpus))}]"
+        extras = ",".join(extras_of(self.job, offer.n_gpus))
+        what = f"./{wheel_of_this().name}{f'[{extras}]' if extras else ''}"
         brought = f"{pip} {FETCHER} && python3 {FETCH} && " if self._fetch() else ""
         return f"{brought}{pip} {shlex.quote(what)}"
 
@@ -532,6 +534,12 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
             "a cap in dollars does not hold without a price",
             "where.usd_per_hour",
             "give the price of the flavor, or limits.max_hours in place of limits.max_usd",
+        ),
+        (
+            target.is_rented and job.train.push_to_hub and not os.environ.get("HF_TOKEN"),
+            "the machine could not push to the Hub: HF_TOKEN is not set here",
+            "train.push_to_hub",
+            "export HF_TOKEN=... (the login of `hf auth login` is a file, which does not travel)",
         ),
         (
             secret is not None,

@@ -75,6 +75,10 @@ class LaunchRequest:
         return self.name.rpartition("-")[0]
 
 
+MOST_OVER = 1.1
+"""A provider may charge this many times the planned price. A rented machine's end holds the cap at
+that price, so that a small difference sends no machine back.
+"""
 LEAST_USE_S = 60.0
 """A machine that could train for less is not rented."""
 

@@ -134,7 +134,8 @@ class Session:
         make_private(self.folder)
         make_private(self.folder / FOLDER)
         with only_writer(self.folder / FOLDER):
-            self._there(driver)  # whoever refuses the key refuses it before anything is sent
+            with contextlib.suppress(RunInterruptedError):  # the launch itself waits for an answer
+                self._there(driver)  # whoever refuses the key refuses it before anything is sent
             if self.prepared.travels:
                 self._send(tokenize)
             with self._only_watcher() as (sleep, reclaim):
@@ -151,7 +152,9 @@ class Session:
         return code
 
     def _there(self, driver: Driver) -> dict[str, str]:
-        """The machines of this launch as the target shows them. Raises `InputError`."""
+        """The machines of this launch as the target shows them. Raises `InputError` for refused
+        credentials, `RunInterruptedError` for no answer.
+        """
         try:
             return driver.names(self.prepared.launch_id)
         except UnauthorizedError as error:
@@ -162,7 +165,7 @@ class Session:
             ) from error
         except ProviderError as error:
             name = self.prepared.target.title
-            raise InputError(
+            raise RunInterruptedError(
                 f"{name} does not answer ({error})", where="--on", to_do="try again when it does"
             ) from error
 
@@ -390,7 +393,7 @@ class Session:
         """How the launch stands: every machine with its seconds and dollars, and how far the run
         is.
         """
-        now, accounts, step, asked = self.clock(), self._local_accounts(), None, ""
+        accounts, step, asked = self._local_accounts(), None, ""
         stored: int | None = None
         try:
             words = self.words(LOOK_S)
@@ -400,12 +403,15 @@ class Session:
                 stored = sum(entry.n_bytes for entry in self._store(LOOK_S).list("").values())
         except (UnclearError, StoreError) as error:
             asked = f"the store does not answer ({error})"
-        rows = bill_by_machine(list(self.ledger.machines.values()), accounts, now)
         there: dict[str, str] | None = None
+        now = self.clock()
         try:
-            there = self._there(self.driver())
-        except InputError as error:
+            driver = self.driver()
+            there = self._there(driver)
+            now += driver.clock_offset_s
+        except (InputError, RunInterruptedError) as error:
             asked = "; ".join(filter(None, (asked, str(error).splitlines()[0])))
+        rows = bill_by_machine(list(self.ledger.machines.values()), accounts, now)
         return {
             "kind": "farthing launch",
             "launch": self.prepared.launch_id,

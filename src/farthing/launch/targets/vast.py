@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import json
 
-from farthing.launch.request import CREATED_AT, ENDS_AT, SCRIPT, LaunchRequest, script_of
+from farthing.launch.request import (
+    CREATED_AT,
+    ENDS_AT,
+    MOST_OVER,
+    SCRIPT,
+    LaunchRequest,
+    script_of,
+)
 from farthing.launch.target import Files, Target
 from farthing.storage.files import Json
 
 SEARCH, CREATE, END = "search.json", "create.json", "schedule.json"
 INSTANCE = "FARTHING_INSTANCE"
 LEAST_RELIABILITY = 0.95
-MOST_OVER = 1.1
-"""How much more than planned an offer may cost."""
 END_REQUEST: Json = {
     "start_time": f"${{{ENDS_AT}}}",
     "end_time": f"${{{ENDS_AT}_LATER}}",

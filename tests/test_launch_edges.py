@@ -1,0 +1,158 @@
+"""Launches at the edges: a closed terminal, prices that differ a little, providers that forget."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from fake_clouds import World
+from farthing.cli import main
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_MISTAKE
+from farthing.launch.clients import Lambda
+from farthing.launch.driver import OutOfStockError, UnauthorizedError, refusal
+from farthing.launch.http import Api
+from farthing.launch.prepare import S3_KEYS
+from farthing.run.machines import Machine, MachineLedger
+from launch_faults import Fate, Killed, prepared_for, supervise
+
+ALIVE = Fate(None, is_before=False)
+
+
+@pytest.fixture(autouse=True)
+def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in S3_KEYS:
+        monkeypatch.setenv(name, "no key")
+
+
+@pytest.mark.parametrize("provider", ["runpod", "vast", "lambda"])
+def test_a_price_that_differs_a_little_sends_no_machine_back(provider: str, tmp_path: Path) -> None:
+    script = ["costs a little more than listed"]
+    world, run = World(provider, n_steps=120, script=script), tmp_path / "run"
+    assert supervise(world, prepared_for(provider, run, 0.7, 0.4), run, ALIVE) == EXIT_FINISHED
+    assert len(world.machines) == 1
+    ledger = MachineLedger(run)
+    assert [machine.usd_per_hour for machine in ledger.machines.values()] == [0.42]
+    assert ledger.usd(world.now) == pytest.approx(world.usd, rel=0.02)
+
+
+@pytest.mark.parametrize("provider", ["runpod", "vast"])
+def test_the_cap_holds_at_a_higher_price_though_nobody_of_ours_lives(
+    provider: str, tmp_path: Path
+) -> None:
+    script = ["costs a little more than listed"]
+    world, run = World(provider, n_steps=10**9, script=script), tmp_path / "run"
+    with pytest.raises(Killed):
+        supervise(world, prepared_for(provider, run, 0.7, 0.4), run, Fate(40, is_before=False))
+    world.sleep(40 * 3600)
+    assert (world.n_alive, world.usd <= 0.7) == (0, True)
+
+
+def test_refused_credentials_are_not_taken_for_a_lack_of_machines() -> None:
+    assert isinstance(refusal("this API key is not available", 401), UnauthorizedError)
+    assert isinstance(refusal("capacity reservations need a role", 403), UnauthorizedError)
+    assert isinstance(refusal("insufficient-capacity", 400), OutOfStockError)
+
+
+def test_an_instance_that_its_provider_has_forgotten_is_gone() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            return httpx.Response(404, json={"error": "Specified instance does not exist."})
+        return httpx.Response(200, json={"data": []})
+
+    api = Api("https://x", {}, transport=httpx.MockTransport(answer), sleep=lambda s: None)
+    Lambda(api).destroy(Machine("farthing-1-1", id="i1"))
+
+
+# ---- the command ----
+
+STAND_IN = """
+    import signal, sys, time
+    from types import SimpleNamespace
+    import farthing.cli.launch as command
+    from farthing.run.machines import Machine
+
+    machine = Machine("farthing-1-1", usd_per_hour=2.0)
+
+    class Session:
+        prepared = SimpleNamespace(job=SimpleNamespace(output_dir="run"))
+        ledger = SimpleNamespace(open=[machine])
+        def driver(self): return SimpleNamespace(ends_by_itself=False)
+        def run(self, **more):
+            open("watching", "w").close()
+            time.sleep(60)
+        def stop(self):
+            time.sleep(1.5)
+            open("ended", "w").close()
+            self.ledger.open = []
+        def open_in_words(self): return [each.name for each in self.ledger.open]
+
+    sys.exit(command._do(Session(), "", SimpleNamespace(attended=True, json=False)))
+"""
+
+
+def test_a_terminal_that_is_closed_ends_what_nothing_else_would_end(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-c", textwrap.dedent(STAND_IN)])
+    until = time.monotonic() + 60
+    while not (tmp_path / "watching").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    os.close(terminal)  # SIGHUP, and nothing more can be written
+    time.sleep(0.7)
+    for number in (signal.SIGHUP, signal.SIGTERM):  # the shell sends another, a service manager too
+        os.kill(child, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == EXIT_INTERRUPTED
+    assert (tmp_path / "ended").exists()
+
+
+def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
+    (folder / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
+    values = {
+        "task": "causal-lm",
+        "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
+        "data": "./data.jsonl",
+        "method": "full",
+        "limits": {"max_usd": 2},
+        "output_dir": "./run",
+        "output_store": "s3://bucket/run",
+        "cache_dir": "./cache",
+        **more,
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(values))
+    return folder / "job.yaml"
+
+
+def test_a_push_that_could_not_be_done_there_is_refused_before_anything_is_rented(
+    tmp_path: Path,
+    tiny_folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    train = {"push_to_hub": True, "hub_model_id": "me/model"}
+    job = job_at(tmp_path, tiny_folders, train=train)
+    assert main(["launch", str(job), "--on", "runpod"]) == EXIT_MISTAKE
+    assert "HF_TOKEN is not set here" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    assert main(["launch", str(job), "--on", "runpod"]) == EXIT_FINISHED
+
+
+def test_a_machine_that_needs_no_extra_installs_the_wheel_alone(tmp_path: Path) -> None:
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    job = prepared.job.model_copy(update={"output_store": str(tmp_path / "store")})
+    offer = prepared.offers[0]._replace(n_gpus=0)
+    ledger = MachineLedger(tmp_path / "run")
+    ask = replace(prepared, job=job).ask(1, offer, ledger, [], 1e9)
+    assert ask.install.split()[-1] == "./farthing-0.1.0-py3-none-any.whl"  # pip refuses `[]`
