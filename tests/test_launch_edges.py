@@ -42,7 +42,7 @@ def test_a_price_that_differs_a_little_sends_no_machine_back(provider: str, tmp_
     assert supervise(world, prepared_for(provider, run, 0.7, 0.4), run, ALIVE) == EXIT_FINISHED
     assert len(world.machines) == 1
     ledger = MachineLedger(run)
-    assert [machine.usd_per_hour for machine in ledger.machines.values()] == [0.42]
+    assert [each.usd_per_hour for each in ledger.machines.values()] == [pytest.approx(0.42)]
     assert ledger.usd(world.now) == pytest.approx(world.usd, rel=0.02)
 
 
