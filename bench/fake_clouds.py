@@ -427,8 +427,7 @@ class World:
                 lambda number: (200, {"data": {"instance_ids": [number]}}),
             )
         if path == "/api/v1/instance-operations/terminate":
-            status, value = self._end(body["instance_ids"][0])
-            return (200 if status == 404 else status), value
+            return self._end(body["instance_ids"][0])
         return 200, {
             "data": [
                 {

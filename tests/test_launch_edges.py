@@ -156,3 +156,33 @@ def test_a_machine_that_needs_no_extra_installs_the_wheel_alone(tmp_path: Path) 
     ledger = MachineLedger(tmp_path / "run")
     ask = replace(prepared, job=job).ask(1, offer, ledger, [], 1e9)
     assert ask.install.split()[-1] == "./farthing-0.1.0-py3-none-any.whl"  # pip refuses `[]`
+
+
+# ---- two processes, one number ----
+
+
+def asked(ledger: MachineLedger, at: float, **more: Any) -> None:
+    ledger.note("farthing-1-2", "asked", at, number=2, usd_per_hour=1.0, **more)
+
+
+def test_a_request_that_was_never_sent_gives_its_name_to_the_machine_of_another_process(
+    tmp_path: Path,
+) -> None:
+    here, other = MachineLedger(tmp_path / "a"), MachineLedger(tmp_path / "b")
+    asked(here, 1000.0, provider="A")
+    asked(other, 2000.0, provider="B")
+    other.note("farthing-1-2", "created", 2010.0, id="7")
+    here.take_over(other.rows)
+    for ledger in (here, MachineLedger(tmp_path / "a")):
+        (machine,) = ledger.machines.values()
+        assert (machine.name, machine.provider, machine.id) == ("farthing-1-2", "B", "7")
+        assert machine.usd(5600.0) == 1.0
+        assert ledger.rows == other.rows, "so that nothing of it is shared again"
+
+
+def test_a_machine_that_is_asked_for_twice_is_billed_from_the_first_time(tmp_path: Path) -> None:
+    ledger = MachineLedger(tmp_path)
+    asked(ledger, 1000.0)
+    ledger.note("farthing-1-2", "created", 1001.0, id="7")
+    asked(ledger, 1900.0, why="asked for elsewhere")
+    assert ledger.machines["farthing-1-2"].usd(4600.0) == 1.0

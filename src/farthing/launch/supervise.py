@@ -328,6 +328,8 @@ class Launch:
         folder asked for them.
         """
         there = self._asked(lambda: self._driver.names(self._prefix))
+        if set(there) - set(self._ledger.machines):
+            self._take_over()  # another process may have asked for them since
         for name, number in there.items():
             known = self._ledger.machines.get(name)
             if known is None and name.rpartition("-")[2].isdigit():
@@ -390,6 +392,11 @@ class Launch:
                 is_paid_in_queue=self._driver.is_paid_in_queue,
                 committed=self._committed(),
             )
+            try:
+                self._hold()
+            except RunInterruptedError as error:  # the number may be another machine's by now
+                self._ledger.note(ask.name, "refused", self._clock(), why=str(error.what))
+                raise
             self._until_clear(self._share, "the store")
             try:
                 made = self._driver.create(ask, now)

@@ -141,15 +141,16 @@ class MachineLedger:
         """Take in lines of the same run that another folder has written, by machine; those that are
         known are passed over.
 
-        A machine that bears the name of another one here, from before names were shared, gets one
-        that tells them apart.
+        A machine here that was never made gives its name to the other one. A made one keeps it, and
+        the other gets a name that tells them apart.
         """
         for name, rows in elsewhere.items():
             own = self.rows.get(name, rows)
             is_same = (
                 own[:1] == rows[:1] or own[0].get("event") != "asked"
             )  # that line is damaged here
-            to = name if is_same else f"{name}-elsewhere"
+            was_made = {row.get("event") for row in own} - {"asked", "refused"}
+            to = f"{name}-elsewhere" if was_made and not is_same else name
             for row in rows:
                 row = {**row, "machine": to}
                 if row not in self.rows.get(to, []):
@@ -174,8 +175,13 @@ class MachineLedger:
         machine = self.machines.setdefault(
             str(row.get("machine")), Machine(str(row.get("machine")))
         )
-        self.rows.setdefault(machine.name, []).append(row)
         event, at = row.get("event"), float(row.get("at") or 0.0)
+        if event == "asked" and machine.created_at is None:  # see `take_over`
+            machine = self.machines[machine.name] = Machine(machine.name)
+            self.rows[machine.name] = []
+        elif event == "asked":
+            at = min(at, machine.asked_at)
+        self.rows.setdefault(machine.name, []).append(row)
         for key in (
             "number",
             "target",
