@@ -179,7 +179,7 @@ class MachineLedger:
         if event == "asked" and machine.created_at is None:  # see `take_over`
             machine = self.machines[machine.name] = Machine(machine.name)
             self.rows[machine.name] = []
-        elif event == "asked":
+        elif event == "asked" and machine.asked_at:
             at = min(at, machine.asked_at)
         self.rows.setdefault(machine.name, []).append(row)
         for key in (
