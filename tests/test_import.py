@@ -432,7 +432,6 @@ def test_a_trainer_script_with_arguments_of_its_own(tmp_path: Path) -> None:
         8,
         2,
     )
-    assert job.train.eval_steps == 500
 
 
 def test_a_run_script_of_transformers_by_its_command_line(tmp_path: Path) -> None:

@@ -80,7 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write(output: Path, text: str, files: dict[str, str]) -> list[str]:
     """The job and the files that belong to it; overwrites nothing."""
-    wanted = {output: text, **{output.parent / name: content for name, content in files.items()}}
+    named = {name: _free_name(output, name, content) for name, content in files.items()}
+    for name, to in named.items():
+        text = text.replace(name, to)
+    wanted = {output: text} | {
+        output.parent / named[name]: content for name, content in files.items()
+    }
     if not output.parent.is_dir():
         raise InputError("no such folder", where=str(output.parent), to_do="make it first")
     for path, content in wanted.items():
@@ -91,6 +96,14 @@ def _write(output: Path, text: str, files: dict[str, str]) -> list[str]:
     for path, content in wanted.items():
         path.write_text(content, encoding="utf-8")
     return [str(path) for path in wanted]
+
+
+def _free_name(output: Path, name: str, content: str) -> str:
+    """A name for a file beside the job: its own, or one with the job's where another job has it."""
+    path = output.parent / name
+    if not path.exists() or path.read_text(encoding="utf-8", errors="replace") == content:
+        return name
+    return f"{output.stem}-{name}"
 
 
 def _as_json(found: Any, text: str, written: list[str]) -> dict[str, object]:

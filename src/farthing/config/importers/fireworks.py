@@ -69,6 +69,15 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
         reasons(NAME),
         name_of=lambda key: ".".join(snake(part) for part in key.split(".")),
     )
+    for key, value in values.items():
+        if snake(key) == "jinja_template" and isinstance(value, str) and value.strip():
+            out.lines.pop(key, None)
+            out.files["chat_template.jinja"] = value
+            out.put(key, value, "data.chat_template", "chat_template.jinja")
+        elif snake(key) == "early_stop" and value:
+            out.lines.pop(key, None)
+            why = "ends when the evaluation loss rises; set train.early_stopping_patience"
+            out.name(key, value, why, "differs")
     model = values.get("baseModel") or values.get("base_model") or values.get("base-model")
     out.job.setdefault(
         "model.model_name_or_path",

@@ -40,11 +40,6 @@ TABLE: dict[str, To] = {
         "max_train_samples max_eval_samples max_val_samples=max_eval_samples",
     ),
     **rows("data", text, "source_lang target_lang"),
-    "block_size": To(
-        "data.max_length",
-        whole,
-        "documents stay apart here instead of being cut into blocks of this length",
-    ),
     "num_warmup_steps": To("train.warmup_steps", whole),
     "max_train_steps": To("train.max_steps", whole),
     "lr_scheduler": To("train.lr_scheduler_type", scheduler),
@@ -70,7 +65,7 @@ def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
         out.name("(script)", program, f"{program} is a task that farthing does not have", "blocks")
     out.job["task"] = task or _guessed(values)
     if values.get("task_name") and out.job["task"] == CLASSIFICATION.name:
-        task_name = str(values["task_name"])
+        task_name = str(values["task_name"]).lower()
         out.put(
             "task_name",
             task_name,
@@ -78,6 +73,16 @@ def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
             [{"path": "nyu-mll/glue", "name": task_name, **_glue(task_name)}],
         )
     trl.data(values, out)
+    block = values.get("block_size")
+    if block:
+        out.job["data.max_length"] = whole(block)
+        out.name(
+            "block_size",
+            block,
+            "run_clm joins all documents and cuts them into blocks of this length; here documents"
+            " stay apart, and data.max_length is this length",
+            "differs",
+        )
     _columns(values, out)
     hf.warmups(out, values)
     _method(values, out, name)

@@ -45,12 +45,10 @@ def bf16(value: Any) -> bool:
 def reports(value: Any) -> list[str]:
     """The trackers that farthing has. Raises `Odd`."""
     wanted = [] if value in ("none", "None", False) else names(value)
-    if "tensorboard" not in wanted:
-        raise Odd(
-            "farthing logs to its run folder, and to TensorBoard with report_to: tensorboard",
-            "none",
-        )
-    return ["tensorboard"]
+    known = [name for name in wanted if name in ("tensorboard", "wandb", "mlflow", "trackio")]
+    if not known:
+        raise Odd("farthing logs to its run folder; trackers are train.report_to", "none")
+    return known
 
 
 def compiled(value: Any) -> bool | str:
@@ -233,7 +231,7 @@ def trainer_defaults(out: Imported) -> None:
 
 
 _QUERY_AND_VALUE = (
-    (r"(^|[^a-z])m?t5|ul2", "q v"),
+    (r"(^|[^a-z])m?t[05]|byt5|ul2", "q v"),
     (r"deberta-v[23]", "query_proj value_proj"),
     (r"deberta", "in_proj"),
     (r"bert|electra|xlm-r", "query value"),

@@ -29,7 +29,9 @@ from farthing.config.importers import (
 from farthing.config.importers.record import Effect, Imported, Line, flat
 from farthing.config.importers.scripts import (
     MAX_SCRIPT_BYTES,
+    Call,
     Command,
+    Computed,
     calls_of,
     code_of_notebook,
     commands_of,
@@ -62,7 +64,7 @@ _READERS = {
     together.NAME: together.read,
     fireworks.NAME: fireworks.read,
 }
-MAX_DEPTH, MAX_SETTINGS_BYTES = 50, 1 << 20
+MAX_DEPTH, MAX_SETTINGS_BYTES, MAX_NODES = 50, 1 << 20, 100_000
 _MACHINES = (
     "compute_environment",
     "distributed_type",
@@ -155,8 +157,36 @@ def _machines(values: Mapping[str, Any]) -> Imported:
     return out
 
 
+_OTHER_OBJECTIVE = re.compile(
+    r"beta|rl_beta|(dpo|orpo|kto|ppo|grpo|pref|reward|simpo|cpo|rpo|sft_in)_\w+|ref_model\w*"
+    r"|reward_\w+|num_generations|max_prompt_length|max_prompt_len|max_completion_length|use_vllm"
+    r"|precompute_ref_log_probs|center_rewards_coefficient|missing_eos_penalty|total_episodes"
+    r"|steps_per_generation|num_ppo_epochs|kl_coef|loss_weights|teacher_model\w*|ctc_\w+"
+    r"|feature_extractor_name|audio_column_name|speaker_\w+|image_column|freeze_feature_encoder"
+)
+"""Settings that only preference learning, reinforcement learning, distillation and speech have."""
+_ASKED_BY_NAME = {axolotl.NAME, llama_factory.NAME}
+"""Tools whose files say which objective they train; there such settings alone mean nothing."""
+
+
+def _refuse_other_objectives(out: Imported) -> None:
+    """Block settings of another objective: the job would train the same rows as something else."""
+    if out.source in _ASKED_BY_NAME:
+        return
+    for key, line in list(out.lines.items()):
+        name = key.rpartition(".")[2]
+        is_on = line.value not in (None, False, 0, "", "none", [])
+        if not line.became and is_on and _OTHER_OBJECTIVE.fullmatch(name):
+            why = "a setting of preference or reinforcement learning, distillation or speech"
+            out.lines[key] = Line(
+                key, line.value, "", f"{why}, which farthing does not do", "blocks"
+            )
+            return
+
+
 def finish(out: Imported) -> Imported:
     """What every import has to have: a task, a model, and no code of strangers unasked."""
+    _refuse_other_objectives(out)
     out.job.setdefault("task", CAUSAL_LM.name)
     model, revision = (
         out.job.get("model.model_name_or_path"),
@@ -191,6 +221,8 @@ def _settle(out: Imported) -> None:
     other.
     """
     job = out.job
+    if not job.get("data.eval") and not job.get("data.eval_fraction"):
+        _settle_without_evaluation(out)
     if job.get("train.eval_strategy") == "steps" and "train.eval_steps" not in job:
         job["train.eval_steps"] = job.get("train.logging_steps", 500)
         out.defaults["train.eval_steps"] = "Trainer: as often as it logs"
@@ -240,6 +272,20 @@ def _settle(out: Imported) -> None:
                 _drop(
                     out, f"{section}.{named[-1]}", f"farthing can't take it: {message}", "differs"
                 )
+
+
+def _settle_without_evaluation(out: Imported) -> None:
+    """Name what asks for evaluation data where the source names none that can be read."""
+    todo = "no evaluation data is named there: set data.eval, or data.eval_fraction: 0.05"
+    for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):
+        if out.job.get(f"train.{key}"):
+            _drop(out, f"train.{key}", f"{todo}; without it the last step is kept", "differs")
+    for key in ("greater_is_better", "early_stopping_threshold"):
+        if f"train.{key}" in out.job:
+            _drop(out, f"train.{key}", "settles what needs evaluation data")
+    if out.job.get("train.eval_strategy") in ("steps", "epoch") or "train.eval_steps" in out.job:
+        _drop(out, "train.eval_steps", todo)
+        _drop(out, "train.eval_strategy", todo)
 
 
 def _drop(out: Imported, to: str, why: str, effect: Effect = "none") -> None:
@@ -366,6 +412,20 @@ def _refuse_depth(text: str) -> None:
         n_aliases += isinstance(event, yaml.AliasEvent)
         if depth > MAX_DEPTH or n_aliases > 100:
             raise ValueError("nested too deep, or too many aliases")
+    if _n_nodes(yaml.compose(text, Loader=yaml.SafeLoader), {}) > MAX_NODES:
+        raise ValueError("aliases that expand to more values than any settings have")
+
+
+def _n_nodes(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """How many values a document has with its aliases written out."""
+    if id(node) not in known:
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [each for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        known[id(node)] = 1 + sum(_n_nodes(each, known) for each in inner)
+    return known[id(node)]
 
 
 _MARKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -462,6 +522,14 @@ def _script(path: Path, text: str, source: str | None) -> Imported:
     code = code_of_notebook(text, str(path)) if path.suffix.lower() == ".ipynb" else text
     tree = tree_of(code, str(path))
     calls = calls_of(tree)
+    if (service := _service(calls, code)) is not None:
+        return _refuse_strangers(_read(*service, path), service[0], path)
+    if _has_own_loop(calls):
+        raise InputError(
+            "a training loop of its own, whose settings are in its code" + _seen_in_loop(calls),
+            where=str(path),
+            to_do="farthing init JOB writes a job: set learning_rate, epochs and batch there",
+        )
     commands = [command for doc in _docstrings(code) for command in commands_of(doc)]
     source = source or _whose_script(code)
     if script_job.no_settings(calls) and not commands:
@@ -486,6 +554,37 @@ def _script(path: Path, text: str, source: str | None) -> Imported:
     out = Imported(source)
     script_job.read(calls, out)
     return out
+
+
+def _service(calls: list[Call], code: str) -> tuple[str, Json] | None:
+    """A fine-tuning job of OpenAI or Together that a script creates by its Python client."""
+    for call in calls:
+        if call.name.endswith(("fine_tuning.jobs.create", "fine_tuning.create")):
+            name = openai.NAME if ".jobs." in call.name else together.NAME
+            if re.search(r"^\s*(from|import)\s+together\b", code, re.MULTILINE):
+                name = together.NAME
+            return name, {
+                key: str(v) if isinstance(v, Computed) else v for key, v in call.named.items()
+            }
+    return None
+
+
+def _has_own_loop(calls: list[Call]) -> bool:
+    """Whether a script goes backward by itself and no Trainer is there to configure."""
+    return any(call.last == "backward" for call in calls) and not any(
+        call.last.endswith(("Trainer", "TrainingArguments", "SFTConfig")) for call in calls
+    )
+
+
+def _seen_in_loop(calls: list[Call]) -> str:
+    values = [
+        f"{key}={value}"
+        for call in calls
+        if call.last.lower().startswith(("adam", "sgd", "adafactor", "lion"))
+        for key, value in call.named.items()
+        if not isinstance(value, Computed)
+    ]
+    return f" ({', '.join(values)})" if values else ""
 
 
 def _docstrings(code: str) -> list[str]:

@@ -295,19 +295,35 @@ _STARTS = re.compile(
 )
 
 
+_ASSIGNED = (
+    r"^[ \t]*(?:(?:export|local|readonly|declare)[ \t]+)?(\w+)="
+    r"(\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^\s;&|\"']*)"
+)
+"""A shell variable; what is quoted may go over several lines."""
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
+MAX_NESTED = 5
+
+
 def commands_of(text: str) -> Iterator[Command]:
     """Command lines in a shell script or a docstring that start a training with `--key value`
     arguments.
     """
-    joined = re.sub(r"\\\s*\n\s*", " ", text)
-    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=([^\s;&|]+)\s*$", joined, re.MULTILINE))
+    joined = re.sub(r"\\\s*(\n\s*|$)", " ", text)
+    variables = {
+        name: " ".join(value.strip("\"'").split())
+        for name, value in re.findall(_ASSIGNED, joined, re.MULTILINE)
+    }
     for line in joined.split("\n"):
         begins = _STARTS.search(line)
         if begins is None or "--" not in line:
             continue
-        line = re.sub(
-            r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]).strip("\"'"), line
-        )
+        for _ in range(MAX_NESTED):  # a variable may be made of others
+            before = line
+            line = _VARIABLE.sub(
+                lambda match: variables.get(match[1] or match[3], match[2] or match[0]), line
+            )
+            if line == before or len(line) > MAX_SCRIPT_BYTES:
+                break
         try:
             words = shlex.split(line[begins.start() :].strip(" `$>"), comments=True)
         except ValueError:

@@ -1,0 +1,207 @@
+"""Imports that would train something else are refused; what changes a result is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from farthing.cli import main
+from farthing.config.importers.recognise import import_file
+from farthing.errors import InputError
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text, encoding="utf-8")
+    return folder / name
+
+
+BASE = "model_name_or_path: org/m\ndataset_name: org/d\nlearning_rate: 5.0e-7\n"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "beta: 0.1\nloss_type: sigmoid\nmax_length: 1024\nmax_prompt_length: 512\n",
+        "beta: 0.05\nmax_length: 2048\n",
+        "num_generations: 16\nuse_vllm: true\nmax_completion_length: 768\n",
+        "max_prompt_length: 1792\nmax_length: 2048\n",
+        "reward_funcs: [accuracy, format]\nmax_length: 512\n",
+        "precompute_ref_log_probs: true\nmax_length: 512\n",
+        "feature_extractor_name: org/f\nmax_length: 512\n",
+    ],
+)
+def test_a_recipe_of_another_objective_makes_no_job(settings: str, tmp_path: Path) -> None:
+    found = import_file(write(tmp_path, "config.yaml", BASE + settings))
+    assert len(found.blockers) == 1
+    assert main(["import", str(tmp_path / "config.yaml")]) == 2
+
+
+def test_a_setting_that_is_off_blocks_nothing(tmp_path: Path) -> None:
+    text = BASE + "max_length: 512\nuse_vllm: false\nnum_generations: null\n"
+    assert import_file(write(tmp_path, "config.yaml", text)).blockers == []
+
+
+def test_what_stands_in_a_quoted_variable_is_read(tmp_path: Path) -> None:
+    script = """#!/bin/bash
+MODEL="org/model"   # which one
+ARGS="
+  --learning_rate 1e-5
+  --num_train_epochs 7
+"
+OUT='runs/x y'
+python run_clm.py --model_name_or_path "$MODEL" $ARGS --output_dir "${OUT}" --seed ${SEED:-13} \\
+  --train_file data.json \\"""
+    job = import_file(write(tmp_path, "run.sh", script)).job
+    assert job["model.model_name_or_path"] == "org/model"
+    assert (job["train.learning_rate"], job["train.num_train_epochs"]) == (1e-5, 7)
+    assert (job["output_dir"], job["train.seed"]) == ("runs/x y", 13)
+
+
+def test_a_loop_by_hand_is_refused_with_what_is_seen(tmp_path: Path) -> None:
+    script = """import torch
+from transformers import AutoModelForCausalLM
+lr = 3e-3
+num_epochs = 20
+model = AutoModelForCausalLM.from_pretrained("org/m")
+optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+for epoch in range(num_epochs):
+    for batch in loader:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+"""
+    with pytest.raises(InputError, match=r"a training loop of its own.*lr=0.003"):
+        import_file(write(tmp_path, "train.py", script))
+
+
+def test_what_needs_evaluation_data_is_named_where_there_is_none(tmp_path: Path) -> None:
+    text = BASE + (
+        "max_length: 512\neval_strategy: steps\neval_steps: 50\nload_best_model_at_end: true\n"
+        "metric_for_best_model: loss\n"
+    )
+    found = import_file(write(tmp_path, "config.yaml", text))
+    assert not {key for key in found.job if "eval" in key or "best" in key} - {
+        "train.load_best_model_at_end"
+    }
+    assert found.job.get("train.load_best_model_at_end") is not True
+    named = {line.key: line.effect for line in found.named}
+    assert named["load_best_model_at_end"] == "differs"
+    assert named["eval_strategy"] == "none"
+    with_data = import_file(
+        write(
+            tmp_path,
+            "run.sh",
+            (
+                "run_glue.py --model_name_or_path org/m --train_file a.csv --validation_file b.csv"
+                " --load_best_model_at_end --eval_strategy epoch --save_strategy epoch\n"
+            ),
+        )
+    )
+    assert with_data.job["train.load_best_model_at_end"] is True
+
+
+def test_keys_that_were_lost_are_mapped_or_named(tmp_path: Path) -> None:
+    glue = import_file(
+        write(
+            tmp_path,
+            "glue.sh",
+            (
+                "python run_glue.py --model_name_or_path bert-base-cased --task_name MRPC"
+                " --report_to wandb tensorboard\n"
+            ),
+        )
+    )
+    assert glue.job["data.train"][0]["name"] == "mrpc"
+    assert glue.job["data.train"][0]["columns"]["text"] == "{sentence1}\n{sentence2}"
+    assert glue.job["train.report_to"] == ["wandb", "tensorboard"]
+    clm = import_file(
+        write(
+            tmp_path,
+            "clm.sh",
+            ("python run_clm.py --model_name_or_path gpt2 --train_file a.txt --block_size 512\n"),
+        )
+    )
+    assert clm.job["data.max_length"] == 512
+    assert {line.key: line.effect for line in clm.named}["block_size"] == "differs"
+    fireworks = import_file(
+        write(
+            tmp_path,
+            "fw.json",
+            json.dumps(
+                {
+                    "baseModel": "accounts/fireworks/models/qwen2p5-7b",
+                    "dataset": "d",
+                    "displayName": "x",
+                    "earlyStop": True,
+                    "jinjaTemplate": "{{ messages }}",
+                }
+            ),
+        )
+    )
+    assert {line.key: line.effect for line in fireworks.named}["earlyStop"] == "differs"
+    assert fireworks.job["data.chat_template"] == "chat_template.jinja"
+    mt0 = import_file(
+        write(
+            tmp_path,
+            "mt0.yaml",
+            ("model_name_or_path: bigscience/mt0-small\nuse_peft: true\ndataset_name: d\n"),
+        )
+    )
+    assert mt0.job["method.target_modules"] == ["q", "v"]
+
+
+def test_jobs_of_services_are_read_from_their_python_clients(tmp_path: Path) -> None:
+    openai = import_file(
+        write(
+            tmp_path,
+            "openai.py",
+            """from openai import OpenAI
+client = OpenAI()
+client.fine_tuning.jobs.create(
+    training_file="file-abc", model="gpt-4o-mini-2024-07-18", seed=7,
+    hyperparameters={"n_epochs": 2, "batch_size": 4},
+)
+""",
+        )
+    )
+    assert (openai.source, openai.job["train.num_train_epochs"], openai.job["train.seed"]) == (
+        "openai",
+        2,
+        7,
+    )
+    together = import_file(
+        write(
+            tmp_path,
+            "together.py",
+            """from together import Together
+client = Together()
+client.fine_tuning.create(
+    training_file="file-abc.jsonl", model="meta-llama/Meta-Llama-3.1-8B-Instruct-Reference",
+    n_epochs=3, lora=True, learning_rate=1e-5,
+)
+""",
+        )
+    )
+    assert (together.source, together.job["train.learning_rate"]) == ("together", 1e-5)
+    assert together.job["method.name"] == "lora"
+
+
+def test_aliases_that_expand_without_end_are_refused_at_once(tmp_path: Path) -> None:
+    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 11)]
+    path = write(tmp_path, "bomb.yaml", "base_model: org/m\ndatasets: []\n" + "\n".join(rows))
+    assert len(path.read_text()) < 900
+    with pytest.raises(InputError, match="aliases that expand"):
+        import_file(path)
+
+
+def test_two_recipes_with_templates_share_a_folder(tmp_path: Path) -> None:
+    for name, template in (("one", "{{ messages }}1"), ("two", "{{ messages }}2")):
+        recipe = write(tmp_path, f"{name}.in.yaml", BASE + f"chat_template: '{template}'\n")
+        assert main(["import", str(recipe), "-o", str(tmp_path / f"{name}.yaml")]) == 0
+    for name, template in (("one", "{{ messages }}1"), ("two", "{{ messages }}2")):
+        job = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())
+        assert (tmp_path / job["data"]["chat_template"]).read_text() == template
