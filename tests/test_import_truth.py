@@ -95,7 +95,8 @@ def test_what_needs_evaluation_data_is_named_where_there_is_none(tmp_path: Path)
             tmp_path,
             "run.sh",
             (
-                "python run_glue.py --model_name_or_path org/m --train_file a.csv --validation_file b.csv"
+                "python run_glue.py --model_name_or_path org/m --train_file a.csv"
+                " --validation_file b.csv"
                 " --load_best_model_at_end --eval_strategy epoch --save_strategy epoch\n"
             ),
         )
