@@ -27,7 +27,14 @@ from farthing.model.attention_choice import (
     choose,
     padded_groups,
 )
-from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here, per_document
+from farthing.model.attention_kernels import (
+    KERNELS,
+    How,
+    choose_kernel,
+    here,
+    per_document,
+    use_flash_3,
+)
 from farthing.model.documents import Documents
 from test_attention import Layer, heads
 
@@ -298,6 +305,29 @@ def test_a_micro_batch_with_dropout_takes_few_calls(monkeypatch: pytest.MonkeyPa
     calls.clear()
     per_document(*tensors, Documents.of(lengths), How(False, 0.3, dropout=0.1))
     assert len(calls) > 30
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_exact", "asks"), [((9, 0), False, 1), ((9, 0), True, 0), ((8, 0), False, 0)]
+)
+def test_flash_attention_3_is_for_hopper_where_bits_need_not_repeat(
+    capability: tuple[int, int], is_exact: bool, asks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def activate(name: str) -> None:
+        asked.append(name)
+        raise ModuleNotFoundError("flash_attn_interface")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    use_flash_3.cache_clear()
+    here.cache_clear()
+    assert here(torch.device("cuda"), is_exact).capability == capability
+    assert asked == ["FA3"] * asks
+    assert not use_flash_3(), "a package that is not there is no error"
+    use_flash_3.cache_clear()
+    here.cache_clear()
 
 
 # ---- bits that repeat ----

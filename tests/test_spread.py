@@ -223,6 +223,12 @@ def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_be
             {"strategy": "hsdp"},
             [(4, 3), (2, 4), (4, None)],
         ),
+        (  # several micro-batches a rank: copies of rows are summed in the last one
+            "llama",
+            {"global_batch_size": 12, "micro_batch_tokens": 40},
+            {"strategy": "hsdp"},
+            [(4, None)],
+        ),
         ("llama", {"train_ddp": 1}, {}, [(2, 3), (1, None)]),
     ],
 )

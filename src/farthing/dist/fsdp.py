@@ -112,7 +112,7 @@ class Spread:
                 offload_policy=offload,
                 **more,
             )
-        self._root = root
+        self._root: Any = root
         for unit in self._units():
             unit.set_gradient_divide_factor(
                 1.0
@@ -132,6 +132,7 @@ class Spread:
                 )
             self._units()[-1].set_reduce_scatter_unused_params(True)
         self._is_within = self._has_begun = False
+        self._passes_left, self._sums_copies = 1, True
         trained = {
             name: weight for name, weight in model.named_parameters() if weight.requires_grad
         }
@@ -151,10 +152,21 @@ class Spread:
             self._root,
         ]
 
+    def begin_step(self, n_passes: int) -> None:
+        """A step of so many passes, as many on every rank: gradients that copies of the rows have
+        on other machines (HSDP) are summed in the last one alone.
+        """
+        self._passes_left = n_passes
+
     def within(self, compute: Callable[[], Any]) -> Any:
         """What `compute` gives, with the root's weights whole."""
         if self._is_within:
             return compute()
+        if self.trains_rows and torch.is_grad_enabled():
+            self._passes_left -= 1
+            if self._sums_copies != (self._passes_left <= 0):
+                self._sums_copies = not self._sums_copies
+                self._root.set_requires_all_reduce(self._sums_copies)
         self._is_within = self._has_begun = True
         try:
             return self._root(compute)

@@ -97,6 +97,8 @@ def here(device: torch.device, is_deterministic: bool) -> Machine:
     """What there is to attend with on a device."""
     if device.type != "cuda":
         return Machine(device.type)
+    if torch.cuda.get_device_capability(device) == (9, 0) and not is_deterministic:
+        use_flash_3()
     return Machine(
         "cuda",
         torch.cuda.get_device_capability(device),
@@ -466,6 +468,20 @@ KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Documents, How], Tensor]] =
     "flash": _flash_kernel,
     "flex": _flex_kernel,
 }
+
+
+@functools.cache
+def use_flash_3() -> bool:
+    """Let torch's flash attention, varlen among it, be FlashAttention 3; whether it is installed
+    (`flash_attn_interface`) and torch takes it (from 2.13). Never run on a GPU.
+    """
+    try:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, ValueError):
+        return False
+    return True
 
 
 @functools.cache

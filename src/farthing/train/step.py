@@ -278,6 +278,8 @@ class Steps:
         """
         sums, word, reducer = Sums(), GO_ON, self._reducer
         reducer.begin()
+        if self.ranks.spreads is not None:
+            self.ranks.spreads.begin_step(self._n_passes(step))
         try:
             sums = self.accumulate(self._micro_batches_of(step), shared=True)
             self._keep_up(step, sums)
@@ -309,20 +311,25 @@ class Steps:
         """
         if not self.ranks.is_spread:
             return
+        ranks = self.ranks
         table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
-        n_lanes, ranks = self.n_lanes, self.ranks
-        n_most = max(
-            len(table.of_lanes(slots_of(rank, ranks.n, n_lanes))) for rank in range(ranks.n)
-        )
         small = MicroBatch(step, sums.examples, table.cells[-1].examples, {}, True)
         with self._reducer.aside():
-            for _ in range(n_most - len(sums.losses)):
+            for _ in range(self._n_passes(step) - len(sums.losses)):
                 for weight in [] if ranks.trains_rows else self.trained:
                     weight.grad = None
                 again = replace(small, arrays=self.forward.collate(self.tokens, small.examples))
                 self.accumulate(iter([again]), counts=False)
         if self.should_stop():
             raise RunInterruptedError("stopped within a step; it is taken again")
+
+    def _n_passes(self, step: int) -> int:
+        """Micro-batches of the busiest rank."""
+        table, n = (
+            self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens),
+            self.ranks.n,
+        )
+        return max(len(table.of_lanes(slots_of(rank, n, self.n_lanes))) for rank in range(n))
 
     def accumulate(
         self,
