@@ -34,17 +34,10 @@ from torch import Tensor
 from farthing.model.attention_kernels import How, causal_mask, over_documents, plain_attention
 from farthing.model.documents import Documents, owners_of
 from farthing.model.head import find_head
-from farthing.model.last_layer import (
-    KeysKnown,
-    KeysWanted,
-    Seen,
-    computed_for,
-    first_of_each,
-    last_layer,
-)
+from farthing.model.last_layer import last_layer, of_first_tokens
 from farthing.model.loss import inner_of
 from farthing.model.norms import use_one_kernel
-from farthing.model.pairs import Sides, take_documents
+from farthing.model.pairs import Sides, answering, take_documents
 from farthing.models.families import DECODERS, ENCODERS, PACKED, WHY_NOT_PACKED
 from farthing.tasks.registry import task_of
 
@@ -156,11 +149,14 @@ def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
         hidden = body(**inputs).last_hidden_state[0]  # [T, H]
         logits = inner.score(hidden[_last_tokens(batch["input_ids"][0], documents, inner.config)])
         return logits
-    read, last = first_of_each(documents), last_layer(inner)
-    with contextlib.nullcontext() if last is None else computed_for(last, read):
-        first = body(**inputs).last_hidden_state[
-            0, read.positions, None
-        ]  # [N, 1, H]: N documents of their first token
+    starts, last = documents.bounds[:-1].long(), last_layer(inner)
+
+    def answer(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        read = of_first_tokens(last, hidden, documents, attend)
+        return read.new_zeros(hidden.shape).index_copy(1, starts, read)
+
+    with contextlib.nullcontext() if last is None else answering([last], answer):
+        first = body(**inputs).last_hidden_state[0, starts, None]  # [N, 1, H]: N of one token
     logits = inner.classifier(first if kind == "first" else inner.dropout(body.pooler(first)))
     return logits
 
@@ -217,7 +213,7 @@ def attend(
     `is_causal` overrules the module's own. With `documents`, B is 1 and `attention_mask` is not
     looked at.
     """
-    documents: Documents | Sides | Seen | KeysWanted | None = others.pop("documents", None)
+    documents: Documents | Sides | None = others.pop("documents", None)
     sliding_window: int | None = others.pop("sliding_window", None)
     softcap: float | None = others.pop("softcap", None)
     is_causal: bool | None = others.pop("is_causal", None)
@@ -229,12 +225,8 @@ def attend(
             _without_documents(module, query, key, value, attention_mask, scaling, how, others),
             None,
         )
-    if isinstance(documents, KeysWanted):
-        raise KeysKnown(key, value)
     if isinstance(documents, Sides):
         documents = documents.own if causal else documents.across
-    elif isinstance(documents, Seen):
-        key, value, documents = documents.key, documents.value, documents.stretches
     bias: Tensor | None = others.pop("position_bias", None)
     if not causal and sliding_window is not None:
         raise ValueError("a sliding window that looks ahead is not known here")
