@@ -5,9 +5,11 @@ reads any more.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,34 @@ def write_page(path: Path, text: str) -> None:
         raise InputError(what, where=str(path), to_do="name another file") from error
 
 
+class _Terminal:
+    """A stream. One whose terminal was closed (EIO) is a pipe that nobody reads."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _closed_is_broken():
+            return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        with _closed_is_broken():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _closed_is_broken() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise BrokenPipeError from error
+        raise
+
+
 def rich_console(*, stderr: bool = False, goes_on: bool = False) -> Any:
     """A console for people; a log has no edge at column 80. With `goes_on` it is no error when its
     reader is gone.
@@ -67,6 +97,14 @@ def rich_console(*, stderr: bool = False, goes_on: bool = False) -> Any:
     from farthing.report.safe import SafeConsole
 
     class Door(SafeConsole):
+        @property
+        def file(self) -> Any:
+            return _Terminal(super().file)
+
+        @file.setter
+        def file(self, new_file: Any) -> None:
+            self._file = new_file
+
         def on_broken_pipe(self) -> None:
             if not goes_on:
                 raise BrokenPipeError
