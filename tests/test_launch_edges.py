@@ -18,7 +18,7 @@ import yaml
 
 from fake_clouds import World
 from farthing.cli import main
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_MISTAKE
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
 from farthing.launch.clients import Lambda
 from farthing.launch.driver import OutOfStockError, UnauthorizedError, refusal
 from farthing.launch.http import Api
@@ -72,6 +72,27 @@ def test_an_instance_that_its_provider_has_forgotten_is_gone() -> None:
 
     api = Api("https://x", {}, transport=httpx.MockTransport(answer), sleep=lambda s: None)
     Lambda(api).destroy(Machine("farthing-1-1", id="i1"))
+
+
+def test_a_machine_that_came_and_went_while_its_watcher_was_suspended_is_counted(
+    tmp_path: Path,
+) -> None:
+    world, run = World("runpod", script=["create never answers after creating"]), tmp_path / "run"
+    handle, n_looks = world.handle, 0
+
+    def sleepy(request: httpx.Request) -> httpx.Response:
+        nonlocal n_looks
+        n_looks += request.method == "GET" and bool(world.machines)
+        if n_looks == 1:
+            n_looks += 1
+            world.sleep(30_000)
+        return handle(request)
+
+    world.handle = sleepy  # type: ignore[method-assign]
+    code = supervise(world, prepared_for("runpod", run, 0.7, 0.4), run, ALIVE)
+    assert (code, world.usd > 0.6) == (EXIT_LIMIT, True)
+    assert MachineLedger(run).usd(world.now) == pytest.approx(world.usd, rel=0.1)
+    assert world.usd <= 0.7
 
 
 # ---- the command ----

@@ -527,25 +527,31 @@ class Launch:
 
         One that is looked for long after may have been there and gone: it is counted as if it was.
         """
-        began, is_said = self._clock(), False
-        until = max(machine.asked_at, began) + self._driver.late_s
+        began, is_said, late_s = self._clock(), False, self._driver.late_s
+        until = max(machine.asked_at, began) + late_s
+        was_away, last = began - machine.asked_at > late_s, self.awake()
         while True:
             try:
-                seen = self._asked(lambda: self._driver.look(machine))
+                try:
+                    seen = self._asked(lambda: self._driver.look(machine))
+                finally:  # suspended meanwhile?
+                    was_away |= self.awake() - last > late_s + GAP_S
+                    last = self.awake()
                 if seen is not None:
                     self._ledger.note(machine.name, "created", self._clock(), id=seen.id)
                     self._take_price(machine, seen)
                     return True
-                if self._clock() >= until and began - machine.asked_at > self._driver.late_s:
-                    at = min(began, machine.asked_at + machine.most_s) if machine.most_s else began
+                now = self._clock()
+                if now >= until and was_away:
+                    at = min(now, machine.asked_at + machine.most_s) if machine.most_s else now
                     why = "nobody knows whether it was there; counted as if it was"
                     self._ledger.note(machine.name, "gone", at, why=why)
                     return False
-                if self._clock() >= until:
+                if now >= until:
                     self._ledger.note(
                         machine.name,
                         "refused",
-                        self._clock(),
+                        now,
                         why="no such machine came into being",
                     )
                     return False
