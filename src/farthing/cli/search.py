@@ -92,7 +92,13 @@ def draw_bill(console: Any, bill: Any) -> None:
 def draw(console: Any, receipt: Any) -> None:
     """The receipt of a search for the terminal."""
     from farthing.report.safe import escape, table_of
-    from farthing.search.words import dollars_in_words, in_words, score_in_words, setting_in_words
+    from farthing.search.words import (
+        dollars_in_words,
+        in_words,
+        score_in_words,
+        setting_in_words,
+        state_in_words,
+    )
     from farthing.units import plural, say_usd
 
     winner = receipt["winner"]
@@ -106,7 +112,7 @@ def draw(console: Any, receipt: Any) -> None:
             f"{100 * each['fraction']:.0f} %",
             score_in_words(each),
             say_usd(each["usd"]),
-            escape(each["state"] + (f": {each['reason']}"[:120] if each["reason"] else "")),
+            escape(state_in_words(each)[:120]),
         )
         for trial in order
         if (each := by_number[trial])

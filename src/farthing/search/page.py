@@ -22,6 +22,7 @@ def search_page(receipt: Json) -> str:
         in_words,
         score_in_words,
         setting_in_words,
+        state_in_words,
     )
 
     text = (Path(__file__).parent / "page.html.j2").read_text(encoding="utf-8")
@@ -35,8 +36,8 @@ def search_page(receipt: Json) -> str:
             "trained": f"{100 * each['fraction']:.0f} %",
             "score": score_in_words(each),
             "usd": say_usd(each["usd"]),
-            "state": each["state"],
-            "reason": printable(each["reason"])[:200],
+            "state": printable(state_in_words(each))[:200],
+            "is_bad": bool(each["reason"]),
         }
         for each in receipt["trials"]
     ]

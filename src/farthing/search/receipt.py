@@ -12,8 +12,9 @@ import yaml
 
 import farthing
 from farthing.errors import InputError
+from farthing.run.accounts import WORK
 from farthing.run.folder import kept_job
-from farthing.search.curve import gain
+from farthing.search.curve import Gain, gain
 from farthing.search.halving import interval, ranked
 from farthing.search.page import search_page
 from farthing.search.record import SearchRecord, folder_of
@@ -24,6 +25,7 @@ PAGE = "search.html"
 WINNER = "winner.yaml"
 KIND = "farthing search"
 NEXT_ROWS = 1000
+PART = "data.max_train_samples"
 
 
 def is_search(folder: Path) -> bool:
@@ -91,7 +93,9 @@ def build(folder: Path, record: SearchRecord, usd: float) -> Json:
         "planned_usd": machine.get("usd"),
         "planned_usd_range": machine.get("usd_range"),
         "n_trials": header["n_trials"],
-        "varied": sorted({key for each in trials for key in each["settings"]}),
+        "varied": sorted(
+            {key for each in trials if not each["n_rows"] for key in each["settings"]}
+        ),
         "trials": trials,
         "rungs": rungs,
         "winner": winner,
@@ -113,6 +117,7 @@ def _trial(record: SearchRecord, trial: int, metric: str) -> Json:
         "trial": trial,
         "settings": record.settings[trial],
         "part_of": record.parts.get(trial),
+        "n_rows": record.settings[trial].get(PART) if trial in record.parts else None,
         "state": row.get("state", "not begun"),
         "reason": row.get("reason", "") if row.get("state") in ("failed", "diverged") else "",
         "fraction": row.get("fraction", 0.0),
@@ -220,14 +225,17 @@ def _gains(record: SearchRecord, winner: Json | None, greater: bool) -> list[Jso
         return []
     n_train = record.counts["n_train"]
     points = [
-        (record.settings[trial]["data.max_train_samples"], row["score"], row["n_examples"])
+        (record.settings[trial][PART], row["score"], row["n_examples"])
         for trial in sorted(parts)
         if (row := record.newest(trial)) and row["score"] is not None
     ]
     points.append((n_train, winner["score"], winner["n_examples"]))
     found = []
     epochs = winner["epochs"] or 0.0
-    per_epoch_usd = winner["usd"] / epochs if epochs else None
+    spans = record.newest(winner["trial"]).get("spans") or {}
+    training_s = sum(spans.get(name, 0.0) for name in WORK)
+    training_usd = training_s / 3600 * record.header["usd_per_hour"]
+    most = 1 - winner["score"] if greater else winner["score"]
     with contextlib.suppress(InputError):
         more = min(NEXT_ROWS, n_train)
         rows = gain(
@@ -236,8 +244,8 @@ def _gains(record: SearchRecord, winner: Json | None, greater: bool) -> list[Jso
             [_error(record.header["metric"], score, n) for _, score, n in points],
             greater_is_better=greater,
         )
-        usd = winner["usd"] * more / n_train
-        found.append({"of": "rows", "more": more, "usd": usd, **_json(rows)})
+        usd = training_usd * more / n_train
+        found.append({"of": "rows", "more": more, "usd": usd, **_json(rows, most)})
     curve = [(step, score) for step, score in winner["curve"] if score is not None]
     with contextlib.suppress(InputError):
         if epochs >= 1 and curve:
@@ -251,7 +259,9 @@ def _gains(record: SearchRecord, winner: Json | None, greater: bool) -> list[Jso
                 ],
                 greater_is_better=greater,
             )
-            found.append({"of": "epochs", "more": 1, "usd": per_epoch_usd, **_json(rows)})
+            found.append(
+                {"of": "epochs", "more": 1, "usd": training_usd / epochs, **_json(rows, most)}
+            )
     return found
 
 
@@ -261,8 +271,9 @@ def _error(metric: str, score: float, n: int) -> float:
     return 0.0 if bounds is None else (bounds[1] - bounds[0]) / (2 * 1.96)
 
 
-def _json(found: Any) -> Json:
-    return {"likely": found.likely, "low": found.low, "high": found.high}
+def _json(found: Gain, most: float) -> Json:
+    """A gain; no score is better than the best there is."""
+    return {name: min(most, getattr(found, name)) for name in ("likely", "low", "high")}
 
 
 def _next(folder: Path, winner: Json | None) -> list[str]:

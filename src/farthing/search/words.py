@@ -69,6 +69,12 @@ def setting_in_words(trial: Json, key: str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def state_in_words(trial: Json) -> str:
+    """How a trial stands, and why."""
+    rows = f" on {trial['n_rows']:,} rows" if trial["n_rows"] else ""
+    return trial["state"] + rows + (f": {trial['reason']}" if trial["reason"] else "")
+
+
 def bill_in_words(bill: Json) -> list[str]:
     """How a search would go, and what to know before."""
     rungs = ", ".join(

@@ -20,7 +20,8 @@ from typing import IO, Any
 
 from farthing.errors import EXIT_INTERRUPTED, FarthingError, RunInterruptedError
 from farthing.events import Evaluated, Event, Restored, Warned, ignore
-from farthing.report.receipt import build_receipt
+from farthing.report.training_log import read_log
+from farthing.run.folder import LOG
 from farthing.search.space import job_of
 from farthing.storage.files import Json
 
@@ -80,7 +81,9 @@ def train_segment(task: Json, tell: Tell) -> Json:
         if isinstance(event, Evaluated):
             tell({"step": event.step, "n_steps": n_steps, "metrics": event.log_row()})
             pause(event.step)
-        elif isinstance(event, Restored) and event.step in _evaluated(folder):
+        elif isinstance(event, Restored) and event.step in [
+            row["step"] for row in _evaluations(folder)
+        ]:
             pause(event.step)
         elif isinstance(event, Warned):
             tell({"warning": event.text})
@@ -88,7 +91,7 @@ def train_segment(task: Json, tell: Tell) -> Json:
     outcome = train(job, on_event)
     state = "paused" if is_paused else outcome.state
     receipt = outcome.receipt
-    rows = [row for row in receipt.curves.evaluation if row["step"] <= until]
+    rows = [row for row in _evaluations(folder) if row["step"] <= until]
     _free_memory()
     return {
         "state": state,
@@ -102,8 +105,17 @@ def train_segment(task: Json, tell: Tell) -> Json:
     }
 
 
-def _evaluated(folder: Path) -> set[int]:
-    return {int(row["step"]) for row in build_receipt(folder).curves.evaluation}
+def _evaluations(folder: Path) -> list[Json]:
+    """Steps that were evaluated, and the numbers found there."""
+    return [
+        {"step": row["step"]}
+        | {
+            name: value
+            for name, value in row["metrics"].items()
+            if isinstance(value, int | float | None)
+        }
+        for row in read_log(folder / LOG).evaluations
+    ]
 
 
 def _n_steps(job: Any) -> int:
