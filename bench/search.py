@@ -3,11 +3,11 @@ grid is trained in full.
 
     FARTHING_DATA=... python bench/search.py --seeds 10 --first-seed 0 --json result.json
 
-Trials resume to the bit, so the grid's curves say what any search of it would have seen: searches
-of all seeds are replayed on them. Of the first seed one is run, killed five times, and must have
-the trials, the winner and the weights of the replay and of the grid's own run. Compute is training
-in trials of full length. Beside it, at equal compute: Optuna's TPE with separate full runs, and
-random search.
+A seed is that of training and of the search; each has a grid of its own. Trials resume to the bit,
+so the grid's curves say what a search of it would have seen: the search is replayed on them. That
+of the first seed is run, killed five times, and must have the trials, the winner and the weights of
+the replay and of the grid's own run. Compute is training in trials of full length. Beside it, at
+equal compute: Optuna's TPE with separate full runs, and random search.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ VARY = {
     "train.learning_rate": [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2],
     "train.global_batch_size": [16, 32],
 }
-N_TRIALS, N_KILLS = 9, 5
+N_TRIALS, N_KILLS = 12, 5
 
 
 class Task(NamedTuple):
@@ -97,6 +97,7 @@ TASKS = (
 
 def job_file(folder: Path, task: Task, data: Path, seed: int) -> Path:
     """The search's job."""
+    folder.mkdir(parents=True)
     rows = task.rows(data)
     make_model_folder(
         folder / "model", (" ".join(row.values()) for row in rows), task.family, hidden=32
@@ -113,6 +114,7 @@ def job_file(folder: Path, task: Task, data: Path, seed: int) -> Path:
             "metric_for_best_model": task.metric,
             "predict_with_generate": False,
             "probe": False,
+            "seed": seed,
         },
         "search": {"vary": VARY, "trials": N_TRIALS, "seed": seed},
         "where": {"device": "cpu", "usd_per_hour": 0.36},
@@ -243,14 +245,14 @@ def killed(path: Path, n_kills: int) -> int:
 
 
 def measured(task: Task, data: Path, folder: Path, seeds: range) -> dict[str, Any]:
-    """All figures of one task."""
-    path = job_file(folder, task, data, seeds[0])
-    began = time.monotonic()
-    of_grid = grid(folder, path)
-    grid_s = time.monotonic() - began
-    curves, n_grid = Curves(task, of_grid), len(of_grid)
-    rows = []
+    """All figures of one task; of the first seed a search is run as well."""
+    rows: list[dict[str, Any]] = []
+    of_search: dict[str, Any] = {}
     for seed in seeds:
+        place = folder / str(seed)
+        path = job_file(place, task, data, seed)
+        of_grid = grid(place, path)
+        curves, n_grid = Curves(task, of_grid), len(of_grid)
         trials, winner, compute = replayed(curves, seed)
         n_full = max(1, round(compute))
         rows.append(
@@ -262,28 +264,31 @@ def measured(task: Task, data: Path, folder: Path, seeds: range) -> dict[str, An
                 "random_loss": separate(curves, seed, "random", n_full),
             }
         )
-    bill = priced(load_job(path), str(path))
-    n_kills = killed(path, N_KILLS)
-    receipt = read_receipt(folder / "search")
-    trials, winner, _ = replayed(curves, seeds[0])
-    won = receipt["winner"]
+        if not of_search:
+            bill = priced(load_job(path), str(path))
+            n_kills = killed(path, N_KILLS)
+            receipt = read_receipt(place / "search")
+            won = receipt["winner"]
+            weights = sha256_of(folder_of(place / "search", won["trial"]))
+            of_search = {
+                "n_kills": n_kills,
+                "same_trials": [each["settings"] for each in receipt["trials"]] == trials,
+                "same_winner": won["trial"] == winner,
+                "same_weights": weights == of_grid[json.dumps(trials[winner])]["weights"],
+                "usd": receipt["usd"],
+                "planned_usd": None if bill is None else bill.of(N_TRIALS)["here"]["usd"],
+                "max_usd": receipt["max_usd"],
+            }
     return {
         "task": task.name,
         "n_grid": n_grid,
-        "grid_s": grid_s,
+        "n_seeds": len(rows),
         "seeds": rows,
         "within_1_percent": sum(row["loss"] <= 0.01 for row in rows),
         "optuna_within_1_percent": sum(row["optuna_loss"] <= 0.01 for row in rows),
         "random_within_1_percent": sum(row["random_loss"] <= 0.01 for row in rows),
         "compute_share": max(row["compute_share"] for row in rows),
-        "n_kills": n_kills,
-        "same_trials": [each["settings"] for each in receipt["trials"]] == trials,
-        "same_winner": won["trial"] == winner,
-        "same_weights": sha256_of(folder_of(folder / "search", won["trial"]))
-        == of_grid[json.dumps(trials[winner])]["weights"],
-        "usd": receipt["usd"],
-        "planned_usd": None if bill is None else bill.of(N_TRIALS)["here"]["usd"],
-        "max_usd": receipt["max_usd"],
+        **of_search,
     }
 
 
@@ -303,8 +308,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             found.append(measured(task, data, Path(folder), seeds))
-        row = {key: value for key, value in found[-1].items() if key != "seeds"}
-        print(json.dumps(row), flush=True)
+        print(json.dumps(found[-1]), flush=True)
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
 

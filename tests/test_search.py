@@ -23,7 +23,6 @@ from farthing.search.curve import gain
 from farthing.search.halving import best_score, interval, least_difference, ranked, rungs_of
 from farthing.search.run import search
 from farthing.search.space import draw, n_choices
-from small_models import make_model_folder
 from workshop import job_file
 
 RATES = [1.0e-9, 3.0e-3, 3.0e-4, 1.0e9]
@@ -222,33 +221,3 @@ def test_a_cap_that_pays_for_one_trial_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nothing to compare"):
         search(load_job(path), path)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path: Path) -> None:
-    section = {
-        "vary": {"model": ["./large", "./base"], "train.learning_rate": [1.0e-2, 1.0e-9]},
-        "trials": 4,
-        "stop_at": {"accuracy": 0.8},
-        "data_fraction": [0.25, 0.5],
-    }
-    keys = {"family": "bert", "n_rows": 150, "metric_for_best_model": "accuracy", "max_steps": 40}
-    make_model_folder(tmp_path / "large", ["a b c"], "bert", hidden=128, layers=2)
-    path = job_of(tmp_path, section, **keys, data={"eval_fraction": 0.4})
-    outcome = search(load_job(path), path)
-    winner = outcome.receipt["winner"]
-    assert winner["settings"]["model"] == "./base"
-    assert {each["settings"]["model"] for each in outcome.receipt["trials"]} == {"./base"}
-    (confirmed,) = outcome.receipt["confirmed"]
-    assert confirmed["score"] >= 0.8
-    assert confirmed["n_examples"] == 30
-    assert winner["n_examples"] == 30
-    assert winner["interval"][0] < winner["score"]
-
-    section = {**section, "stop_at": {}, "vary": {"train.learning_rate": [1.0e-2, 1.0e-9]}}
-    path = job_of(tmp_path, section, **keys, data={"eval_fraction": 0.4}, output_dir="./more")
-    receipt = search(load_job(path), path).receipt
-    assert sorted(each["n_rows"] for each in receipt["trials"] if each["n_rows"]) == [22, 45]
-    rows, epochs = receipt["gains"]
-    assert (rows["of"], rows["more"], epochs["of"]) == ("rows", 90, "epochs")
-    assert rows["low"] <= rows["likely"] <= rows["high"] <= 1 - receipt["winner"]["score"]

@@ -92,7 +92,7 @@ def _sampler(optuna: Any, kind: str, seed: int) -> Any:
 
 def _distributions(optuna: Any, section: SearchSection) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for key, values in section.vary.items():
+    for key, values in sorted(section.vary.items()):  # whatever the order in the file
         if not isinstance(values, Range):
             found[key] = optuna.distributions.CategoricalDistribution(list(range(len(values))))
         elif _is_whole(values):
