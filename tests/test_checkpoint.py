@@ -364,7 +364,7 @@ def test_a_checkpoint_of_a_newer_farthing_is_refused_with_words(checkpoints: Che
     save(checkpoints, 1)
     path = newest(checkpoints.folder) / "manifest.json"
     write_text(path, seal(json.loads(path.read_text()) | {"schema": 99}))
-    with pytest.raises(RunChangedError, match="newer farthing"):
+    with pytest.raises(RunChangedError, match="another version of farthing"):
         restored(checkpoints.folder)
     assert checkpoints.steps() == [1], (
         "and not set aside: it is fine for the farthing that wrote it"

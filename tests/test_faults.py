@@ -434,7 +434,7 @@ def test_a_commit_of_a_newer_farthing_is_refused_with_words(tmp_path: Path) -> N
     shutil.copytree(GOLDEN / "store", tmp_path / "store")
     (path,) = (tmp_path / "store" / "commits").iterdir()
     path.write_text(seal(unseal(path.read_text(), "it") | {"schema": 99}))
-    with pytest.raises(RunChangedError, match="newer farthing"):
+    with pytest.raises(RunChangedError, match="another version of farthing"):
         mirror_of(open_store(str(tmp_path / "store")), tmp_path / "run").bring_back()
     assert path.exists(), "it is fine for the farthing that wrote it"
 

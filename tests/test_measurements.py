@@ -134,19 +134,6 @@ def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     assert found.n_skipped == len(bad) + 1
 
 
-def test_fields_of_earlier_versions_are_read_under_their_new_names(tmp_path: Path) -> None:
-    path, row = tmp_path / MEASUREMENTS, dataclasses.asdict(some())
-    former = {
-        "checkpoint_every": "every_n_layers",
-        "is_packed": "is_flat",
-    }
-    assert former.keys() <= row.keys()
-    path.write_text(
-        json.dumps({former.get(name, name): value for name, value in row.items()}) + "\n"
-    )
-    assert read_measurements(path) == [some()]
-
-
 def _append(path: Path, name: str) -> None:
     for number in range(40):
         append_measurement(path, some(hardware=f"{name}-{number}", when="w" * 3000))

@@ -25,10 +25,6 @@ STEP_SPANS = ("compute", "optimizer", "data_wait", "host_to_device")
 FEWEST_STEPS = 5  # fewer measured steps say nothing
 _MOST_BYTES = 8 << 20  # of the newest lines that are read: thousands of runs
 _MOST_LINE_BYTES = 64 << 10
-_FORMER_NAMES = {
-    "every_n_layers": "checkpoint_every",
-    "is_flat": "is_packed",
-}
 
 
 @dataclass(frozen=True)
@@ -278,7 +274,6 @@ def _parsed(line: bytes) -> Measurement | None:
     row, _ = read_line(line)
     if row is None or row.get("version") != VERSION:
         return None
-    row = {_FORMER_NAMES.get(name, name): value for name, value in row.items()}
     if not set(row) >= _REQUIRED:
         return None
     row = {name: value for name, value in row.items() if name in _TYPES}

@@ -39,7 +39,7 @@ from farthing.storage.files import (
     make_private,
     read_json,
     read_manifest,
-    refuse_newer,
+    refuse_other,
     seal_file,
     set_aside,
     sweep_drafts,
@@ -244,7 +244,7 @@ class Checkpoints:
 
         Damaged ones are renamed to `.bad`, with a warning. Raises `RunDamagedError` when there were
         some and none is whole,
-        `RunChangedError` when one was written by a newer farthing.
+        `RunChangedError` when one was written by another version of farthing.
         """
         saves = saves_in(self.folder)
         for save in saves:
@@ -315,7 +315,7 @@ class Checkpoints:
 
     def _verify(self, save: Save) -> None:
         folder, manifest = save.folder, read_manifest(save.folder)
-        refuse_newer(manifest, SCHEMA, str(self.folder))
+        refuse_other(manifest, SCHEMA, str(self.folder))
         if manifest.get("step") != save.step:
             raise DamagedFileError(f"its manifest is of step {manifest.get('step')}")
         if manifest.get("run_id") != self._run_id:

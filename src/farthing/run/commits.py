@@ -51,7 +51,7 @@ from farthing.storage.files import (
     discard,
     draft_of,
     make_private,
-    refuse_newer,
+    refuse_other,
     sweep_drafts,
     unseal,
     write_text,
@@ -99,7 +99,7 @@ def read_commit(store: Store, commit: Commit) -> Json:
         manifest = unseal(store.get(commit.key).decode("utf-8"), "its commit")
     except (UnicodeDecodeError, TooLarge) as error:
         raise DamagedFileError(f"its commit can't be read: {error}") from error
-    refuse_newer(manifest, SCHEMA, store.name)
+    refuse_other(manifest, SCHEMA, store.name)
     if [manifest.get(key) for key in Commit._fields] != list(commit):
         raise DamagedFileError("its commit is that of another copy")
     if not isinstance(manifest.get("files"), list):

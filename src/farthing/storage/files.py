@@ -235,16 +235,14 @@ def unseal(text: str, name: str) -> Json:
     return dict(manifest)
 
 
-def refuse_newer(manifest: Json, most: int, where: str) -> None:
-    """Raise `RunChangedError` for a schema that only a newer farthing knows; this one knows those
-    up to `most`.
-    """
-    schema = manifest.get("schema")
-    if isinstance(schema, int) and schema > most:
+def refuse_other(manifest: Json, schema: int, where: str) -> None:
+    """Raise `RunChangedError` for what another version of farthing has written."""
+    found = manifest.get("schema")
+    if found != schema:
         raise RunChangedError(
-            f"written by a newer farthing (schema {schema}, this one reads up to {most})",
+            f"another version of farthing wrote this (schema {found}, not {schema})",
             where=where,
-            to_do="pip install --upgrade farthing",
+            to_do="finish the run with that version, or give the job another output_dir and store",
         )
 
 
