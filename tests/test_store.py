@@ -28,6 +28,7 @@ from farthing.errors import (
 from farthing.events import Event, Exported, Note, Restored, StepTaken
 from farthing.run import mirror as mirror_module
 from farthing.run.accounts import read_ledger
+from farthing.run.commits import take_small
 from farthing.run.folder import COPIES, is_finished, kept
 from farthing.run.mirror import Mirror, Pace
 from farthing.storage import lease as lease_module
@@ -675,6 +676,18 @@ def test_when_every_commit_is_damaged_nothing_restarts_in_silence(
         mirror_of(three_copies, tmp_path / "empty", said).bring_back()
     assert "--allow-restart" in str(error.value)
     assert len(said) == 3
+
+
+def test_what_is_here_and_damaged_is_fetched_again_to_be_looked_at(
+    two_copies: Model, tmp_path: Path
+) -> None:
+    folder = tmp_path / "looked at"
+    folder.mkdir()
+    assert take_small(two_copies, folder, [])
+    whole = (folder / "plan.json").read_bytes()
+    (folder / "plan.json").write_bytes(whole[:-2] + b" \n")
+    assert take_small(two_copies, folder, [])
+    assert (folder / "plan.json").read_bytes() == whole
 
 
 def test_a_store_that_holds_another_run_is_refused(two_copies: Model, tmp_path: Path) -> None:

@@ -142,9 +142,12 @@ def _run(arguments: argparse.Namespace) -> int:
         if seat.n == 1 and is_finished(
             folder
         ):  # else the others wait, and are told as they come together
+            from farthing.run.exported import damaged_checkpoints
             from farthing.train.finished import receipt_of_finished
 
             if done := receipt_of_finished(job):
+                for text in damaged_checkpoints(folder):
+                    complain(text)
                 console = rich_console(stderr=arguments.json)
                 return _show_end(
                     arguments, console, "finished", FINISHED_ALREADY, done, EXIT_FINISHED

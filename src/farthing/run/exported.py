@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from farthing.run.folder import MODEL, RUN
+from farthing.run.folder import CHECKPOINTS, MODEL, RUN, saves_in
 from farthing.storage.files import (
     MANIFEST,
     DamagedFileError,
@@ -33,6 +33,19 @@ def seal_export(draft: Path) -> None:
     (draft / MANIFEST).write_text(
         seal({"kind": "farthing export", "schema": 1, "files": files}), encoding="utf-8"
     )
+
+
+def damaged_checkpoints(run: Path) -> list[str]:
+    """What is wrong with the checkpoints of a finished run, a sentence each. Every byte is read."""
+    said = []
+    for save in saves_in(run / CHECKPOINTS):
+        try:
+            verify_folder(save.folder)
+        except DamagedFileError as error:
+            said.append(
+                f"the checkpoint of step {save.step} is damaged ({error}); the model is whole"
+            )
+    return said
 
 
 def damage_of(run: Path) -> str | None:

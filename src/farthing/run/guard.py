@@ -30,11 +30,11 @@ from farthing.run.signals import heeded
 
 PIPE = "FARTHING_GUARD"
 """The environment variable with the file descriptor to which a worker writes."""
-KILLED_AFTER_S = 5.75
+KILLED_AFTER_S = 5.0
 """Seconds past a limit at which a worker is killed that has not ended itself."""
 ORPHANS_S = 30.0
 """Seconds that attempts may take to save whose supervisor has died."""
-LAST_WORDS_S = 2.5
+LAST_WORDS_S = 2.0
 """Seconds that the ledger and the receipt of a killed worker may take."""
 SECOND_THOUGHTS_S = 10.0
 """Seconds in which somebody at the terminal may keep `when_done` from running."""

@@ -50,7 +50,7 @@ from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.run_page import leave_page
 from farthing.report.training_log import keep_digest, read_log
-from farthing.run.exported import damage_of
+from farthing.run.exported import damage_of, damaged_checkpoints
 from farthing.run.folder import (
     DATA_NOTES,
     EXAMPLES,
@@ -414,6 +414,8 @@ def _why_not_let_in(
     folder, ledger, emit = context.folder, context.ledger, context.emit
     if not clear_damaged_model(folder, emit) and was_finished:
         ledger.withdraw()
+        for text in damaged_checkpoints(folder):
+            _warn(emit, text)
         return "finished", "it was finished already; nothing was trained"
     if reason := why_not_start(job, folder, ledger):
         return "limit", reason

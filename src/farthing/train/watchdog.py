@@ -28,8 +28,8 @@ from farthing.run.guard import tell
 from farthing.run.ledger import Ledger
 from farthing.train.budget import limits_left
 
-RAISED_AFTER_S, ENDED_AFTER_S = 2.0, 4.0
-LAST_WORDS_S = 1.5
+RAISED_AFTER_S, ENDED_AFTER_S = 1.5, 3.5
+LAST_WORDS_S = 1.0
 TICK_S = 0.25
 _SIGNAL = signal.SIGXCPU
 """Interrupts a main thread that sleeps or waits. The handler raises."""
