@@ -33,6 +33,7 @@ from farthing.data.tokens import tokenize
 from farthing.events import Event, Restored, StepTaken
 from farthing.run.checkpoint import Checkpoints, State
 from farthing.run.ledger import seconds_since_process_start
+from farthing.run.parts import read_part
 from farthing.storage.files import commit_folder
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train.setup import open_inputs
@@ -120,7 +121,9 @@ def move_on(run: Path, late: int) -> None:
     checkpoints = Checkpoints(run / "checkpoints", run_id, 2, warn=print)
     step = checkpoints.newest_valid()
     assert step is not None
-    parts = {name: Kept(state) for name, state in checkpoints.read(step).items()}
+    folder = checkpoints.folder_of(step)
+    values = json.loads((folder / "state.json").read_text("utf-8"))
+    parts = {name: Kept((read_part(folder, name), values[name])) for name in values}
     parts["progress"].state()[1].update(step=late, evaluated_step=0)
     checkpoints.save(late, parts, None)
     checkpoints.wait()
