@@ -209,15 +209,16 @@ def test_a_machine_that_is_asked_for_twice_is_billed_from_the_first_time(tmp_pat
     assert ledger.machines["farthing-1-2"].usd(4600.0) == 1.0
 
 
+@pytest.mark.parametrize("options", [[], ["--retry"]])
 def test_a_terminal_that_is_closed_interrupts_training_and_no_more(
-    tmp_path: Path, tiny_folders: dict[str, Path]
+    options: list[str], tmp_path: Path, tiny_folders: dict[str, Path]
 ) -> None:
     train = {"max_steps": 10**6, "logging_steps": 1}
     job = job_at(tmp_path, tiny_folders, train=train, output_store=None, where={"device": "cpu"})
     job.write_text(job.read_text().replace("limits:\n  max_usd: 2\n", ""))
     child, terminal = pty.fork()
     if child == 0:
-        os.execv(sys.executable, [sys.executable, "-m", "farthing", "train", str(job)])
+        os.execv(sys.executable, [sys.executable, "-m", "farthing", "train", str(job), *options])
     said = b""
     while b"step 1/" not in said:
         said += os.read(terminal, 4096)

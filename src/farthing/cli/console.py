@@ -46,9 +46,15 @@ def write(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """A JSON document on stdout; the exit code stays what it is, whether it is read or not."""
+    """A JSON document on stdout."""
+    put(json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def put(text: str) -> None:
+    """To stdout; the exit code stays what it is, whether it is read or not."""
     try:
-        print(json.dumps(value, indent=1, allow_nan=False), flush=True)
+        with _closed_is_broken():
+            print(text, end="", flush=True)
     except BrokenPipeError:
         discard(sys.stdout)
 

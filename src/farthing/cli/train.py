@@ -10,11 +10,10 @@ import gc
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import IO, Any
 
-from farthing.cli.console import complain, print_json, rich_console
+from farthing.cli.console import complain, print_json, put, rich_console
 from farthing.cli.leaving import leave_before_the_start
 from farthing.cli.parser import add_job_arguments
 from farthing.errors import EXIT_FINISHED, EXIT_LIMIT, FarthingError, InputError, JobError
@@ -302,7 +301,7 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: i
         else:
             code = Supervisor(folder, start, complain, tries=arguments.retry).run()
         printed.seek(0)
-        sys.stdout.write(printed.read().decode())
+        put(printed.read().decode())
     return code
 
 
