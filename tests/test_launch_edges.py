@@ -95,6 +95,16 @@ def test_a_machine_that_came_and_went_while_its_watcher_was_suspended_is_counted
     assert world.usd <= 0.7
 
 
+def test_what_is_billed_beside_the_machines_is_in_the_dry_run(
+    tmp_path: Path,
+    tiny_folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = job_at(tmp_path, tiny_folders)
+    assert main(["launch", str(job), "--on", "skypilot"]) == EXIT_FINISHED
+    assert "SkyPilot's jobs controller is not counted here" in capsys.readouterr().out
+
+
 # ---- the command ----
 
 STAND_IN = """

@@ -30,4 +30,5 @@ SSH = Target(
     at="HOST[,HOST...], each as ssh knows it",
     program="ssh",
     install="apt-get install openssh-client",
+    keeps_billing=("a rented host", "its provider, when you end the host there"),
 )

@@ -114,4 +114,5 @@ TARGET = Target(
         " sky check"
     ),
     picks_gpus=True,
+    keeps_billing=("SkyPilot's jobs controller", "`sky status` names it, `sky down` ends it"),
 )
