@@ -219,7 +219,7 @@ def test_a_run_in_bf16_that_was_stopped_has_the_losses_of_one_that_was_not(
     with monkeypatch.context() as before:
         before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 1)
         workshop.train(stopped)
-    workshop.change_facts(Path(stopped.output_dir), finished=None, sealed=None)
+    workshop.change_facts(Path(stopped.output_dir), finished=None)
     assert {workshop.train(job).state for job in (stopped, whole)} == {"finished"}
     assert workshop.losses_of(stopped) == workshop.losses_of(whole)
 

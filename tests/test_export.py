@@ -27,7 +27,7 @@ from farthing.export.folders import export_run
 from farthing.model.adapters import break_ties
 from farthing.model.load import auto_class
 from farthing.run import folder as run_folder
-from farthing.run.exported import damage_of
+from farthing.run.exported import damage_of, seal_export
 from farthing.run.folder import keep_job, kept_job
 from thinned import thinned
 from workshop import Heard, make_job
@@ -112,20 +112,6 @@ def test_a_fully_trained_model_loads_in_the_ordinary_ways(family: str, tmp_path:
     if family != "t5":
         task: Any = "text-generation" if family == "llama" else "text-classification"
         assert transformers.pipeline(task, model=str(folder))("bread")
-
-
-def test_an_adapter_folder_of_an_older_farthing_is_exported_and_merged(tmp_path: Path) -> None:
-    body_of(tmp_path / "base", "bert")
-    job = make_job(tmp_path, "bert", method="lora", pretrained=True, max_steps=2)
-    workshop.train(job)
-    run = Path(job.output_dir)
-    (run / "model/model_config.json").rename(run / "model/config.json")
-    (run / "model/manifest.json").unlink()
-    workshop.change_facts(run, sealed=None)
-    export_run(run, tmp_path / "adapter", "adapter")
-    assert not (tmp_path / "adapter/config.json").exists()
-    export_run(run, tmp_path / "merged", "merged")
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "merged").id2label[0] == "food"
 
 
 # ---- merging where weights are shared ----
@@ -242,8 +228,7 @@ def test_weights_that_a_narrower_dtype_can_not_hold_are_refused(tmp_path: Path) 
     with torch.no_grad():
         model.model.norm.weight.fill_(1e6)
     model.save_pretrained(run / "model")
-    (run / "model/manifest.json").unlink()
-    workshop.change_facts(run, sealed=False)
+    seal_export(run / "model")
     with pytest.raises(ModelError, match="not finite; nothing was kept"):
         export_run(run, tmp_path / "half", "merged", "float16")
     assert not (tmp_path / "half").exists()

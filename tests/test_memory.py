@@ -890,3 +890,21 @@ def test_the_peak_of_writing_is_that_of_generate(
     said = writing_memory(shape, recipe, Largest(n_rows, n_source, n_new), is_cuda=False)
     of_weights = said.parts["weights"]
     assert said.allocated_bytes - of_weights == pytest.approx(alive.peak - of_weights, rel=0.16)
+
+
+def test_copies_of_weights_stay_to_the_end_of_a_step_of_several_micro_batches() -> None:
+    """On a GPU, where they are made once a step; autocast's own go with the forward pass."""
+    shape = shape_of("llama")
+    recipe = replace(
+        FULL, optim="adamw_torch_fused", stack=stack_for("llama", "causal-lm", "bf16", "full")
+    )
+
+    def at_its_peak(*, passes: float, is_cuda: bool) -> tuple[str, int]:
+        of = replace(recipe, micro_batch=None, mean_passes=passes)
+        found = estimate_memory(shape, of, Largest(1, 1, 0), is_cuda=is_cuda)
+        return found.moment, found.parts.get("casts", 0)
+
+    matrices = 2 * shape.n_matmul
+    assert at_its_peak(passes=4.0, is_cuda=True) == ("embeddings", matrices)
+    assert at_its_peak(passes=1.0, is_cuda=True) == ("embeddings", 0)
+    assert at_its_peak(passes=4.0, is_cuda=False) == ("loss", matrices)

@@ -29,8 +29,6 @@ from farthing.model.load import (
     load_model,
     load_tokenizer,
     quiet_libraries,
-    set_languages,
-    speak,
 )
 from farthing.model.same_answers import answers, check_examples, refuse_other_answers
 from farthing.report.card import model_card
@@ -195,10 +193,8 @@ def export_run(
 
 
 def _copy_adapter(run: Path, source: Path, draft: Path) -> None:
-    """The adapter's folder with today's card; that of an older farthing under today's names."""
+    """The adapter's folder with today's card."""
     shutil.copytree(source, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
-    if (draft / "config.json").exists():
-        (draft / "config.json").rename(draft / MODEL_CONFIG)
     (draft / CARD).write_text(model_card(build_receipt(run), is_merged=False), encoding="utf-8")
 
 
@@ -273,10 +269,6 @@ def _adapted(job: Json, source: Path, dtype: torch.dtype, trust_remote_code: boo
     base = _base_of(job, tuned_config(source), dtype, trust_remote_code)
     if (source / GENERATION_CONFIG).exists():
         base.generation_config = GenerationConfig.from_pretrained(source)
-    elif language := job["data"].get("target_lang"):  # an adapter of an older farthing
-        tokenizer = load_tokenizer(ModelChoice(str(source)), None)
-        set_languages(tokenizer, job["task"], job["data"].get("source_lang"), language)
-        speak(base, tokenizer, language)
     with safe_open(source / ADAPTER_WEIGHTS, framework="pt") as weights:
         break_ties(base, weights.keys())
     with (
@@ -336,7 +328,7 @@ def tuned_config(source: Path) -> Json:
     """The configuration of the whole model as it stands beside an adapter. Raises `ModelError`."""
     path = source / MODEL_CONFIG
     if not path.exists():
-        path = source / "config.json"  # where an older farthing has put it
+        path = source / "config.json"  # of a whole model
     try:
         values = read_json(path)
         if not isinstance(values, dict):

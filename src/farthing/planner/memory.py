@@ -129,7 +129,13 @@ def estimate_memory(
     logits = logits_bytes(
         shape, recipe, largest, labelled_share, is_cuda=is_cuda, is_trained=adapters is None
     )
+    # of several micro-batches copies of weights are kept to the end of the step (model/casts.py)
+    is_kept = is_cuda and recipe.stack.shares_inputs and recipe.sharding != FSDP
+    kept = standing.casts if is_kept and standing.held else 0.0
     moments = _moments(shape, recipe, largest, adapters, standing, layers, logits)
+    for name, there in moments.items():
+        if name not in ("forward", "loss", "optimizer"):
+            there["casts"] = max(kept, there.get("casts", 0.0))
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: int(value) for name, value in moments[moment].items() if value >= 1}
     cached = 0.0 if recipe.stack.loss in (TILED, CHUNKED, POSITIONS) else CACHED_LOGITS * logits

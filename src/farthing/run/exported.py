@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from farthing.run.folder import CHECKPOINTS, MODEL, RUN, saves_in
+from farthing.run.folder import CHECKPOINTS, MODEL, saves_in
 from farthing.storage.files import (
     MANIFEST,
     DamagedFileError,
-    read_json,
     seal,
     seal_file,
     verify_folder,
@@ -52,24 +51,13 @@ def damage_of(run: Path) -> str | None:
     """In what way the exported model of a run is not what was written; None where it is whole, or
     there is none.
 
-    Every byte is read. An export without a manifest is that of an older farthing, which can't be
-    judged; where the run knows that it wrote one, that is damage too.
+    Every byte is read.
     """
     folder = run / MODEL
     if not folder.is_dir():
         return None
     try:
-        if not (folder / MANIFEST).exists() and not _wrote_manifest(run):
-            return None
         verify_folder(folder, besides=[CARD])
     except DamagedFileError as error:
         return str(error)
     return None
-
-
-def _wrote_manifest(run: Path) -> bool:
-    """Whether the run finished under a farthing that seals what it exports."""
-    try:
-        return bool(read_json(run / RUN).get("sealed"))
-    except (OSError, ValueError, AttributeError):
-        return False

@@ -371,7 +371,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     if (
         _wait_for_replica(context, state) and state == "finished"
     ):  # else the same command brings the model to the store
-        keep(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
+        keep(folder / RUN, {**run_facts, "finished": True, STAMPS: stamps})
     leave_measured(attempt)
     return state, reason
 
@@ -386,9 +386,7 @@ def _unfinished_where_more_is_asked(job: Job, folder: Path, run_facts: Json) -> 
         if run_facts.get("finished") and any(
             before[key] != getattr(job.train, key) for key in keys
         ):
-            run_facts = {
-                key: value for key, value in run_facts.items() if key not in ("finished", "sealed")
-            }
+            run_facts = {key: value for key, value in run_facts.items() if key != "finished"}
             keep(folder / RUN, run_facts)
     return run_facts
 
