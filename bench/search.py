@@ -143,7 +143,7 @@ def grid(folder: Path, path: Path) -> dict[str, Any]:
             "times": None,
         }
         answer = train_segment(task, lambda row: None)
-        found[json.dumps(settings)] = {
+        found[json.dumps(settings, sort_keys=True)] = {
             "curve": answer["evaluations"],
             "n_steps": answer["n_steps"],
             "weights": sha256_of(run),
@@ -173,7 +173,7 @@ class Curves:
 
     def score(self, settings: dict[str, Any], step_share: float) -> float | None:
         """The score of settings after a share of their steps."""
-        row = self._grid[json.dumps(settings)]
+        row = self._grid[json.dumps(settings, sort_keys=True)]
         rows = [each for each in row["curve"] if each["step"] <= step_share * row["n_steps"] + 1]
         if step_share < 1:
             first = row["curve"][0]["step"]
@@ -185,7 +185,7 @@ class Curves:
         scores = {key: self.score(json.loads(key), 1.0) for key in self._grid}
         known = [score for score in scores.values() if score is not None]
         best = max(known) if self.greater else min(known)
-        mine = scores[json.dumps(settings)]
+        mine = scores[json.dumps(settings, sort_keys=True)]
         return 1.0 if mine is None else abs(mine - best) / abs(best)
 
 
@@ -274,7 +274,8 @@ def measured(task: Task, data: Path, folder: Path, seeds: range) -> dict[str, An
                 "n_kills": n_kills,
                 "same_trials": [each["settings"] for each in receipt["trials"]] == trials,
                 "same_winner": won["trial"] == winner,
-                "same_weights": weights == of_grid[json.dumps(trials[winner])]["weights"],
+                "same_weights": weights
+                == of_grid[json.dumps(trials[winner], sort_keys=True)]["weights"],
                 "usd": receipt["usd"],
                 "planned_usd": None if bill is None else bill.of(N_TRIALS)["here"]["usd"],
                 "max_usd": receipt["max_usd"],

@@ -23,6 +23,7 @@ from farthing.search.curve import gain
 from farthing.search.halving import best_score, interval, least_difference, ranked, rungs_of
 from farthing.search.run import search
 from farthing.search.space import draw, n_choices
+from small_models import make_model_folder
 from workshop import job_file
 
 RATES = [1.0e-9, 3.0e-3, 3.0e-4, 1.0e9]
@@ -99,6 +100,7 @@ def test_a_power_law_is_found_again_and_not_taken_further_than_twice() -> None:
         ({"vary": {"train.learning_rate": {"low": 3, "high": 1}}}, "not below"),
         ({"sampler": "grid", "vary": {"train.weight_decay": {"low": 0, "high": 0.1}}}, "grid"),
         ({"vary": {"method": ["full"]}, "data_fraction": [0.5]}, "two shares"),
+        ({"data_fraction": [0.5, 0.2], "stop_at": {"loss": 1}}, "exclude each other"),
     ],
 )
 def test_a_section_that_can_not_be_searched_is_refused(
@@ -221,3 +223,43 @@ def test_a_cap_that_pays_for_one_trial_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nothing to compare"):
         search(load_job(path), path)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_search_is_refused_where_one_run_is_wanted(tmp_path: Path) -> None:
+    path = job_of(tmp_path)
+    for words in (["train", str(path)], ["launch", str(path), "--on", "local"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "farthing", *words], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2, done.stderr
+        assert "search" in done.stderr
+    assert not (tmp_path / "run" / "trials").exists()
+
+
+@pytest.mark.slow
+def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path: Path) -> None:
+    section = {
+        "vary": {"model": ["./large", "./base"], "train.learning_rate": [1.0e-2, 1.0e-9]},
+        "trials": 4,
+        "stop_at": {"accuracy": 0.1},
+    }
+    keys = {"family": "bert", "n_rows": 150, "metric_for_best_model": "accuracy", "max_steps": 40}
+    make_model_folder(tmp_path / "large", ["a b c"], "bert", hidden=128, layers=2)
+    path = job_of(tmp_path, section, **keys, data={"eval_fraction": 0.4})
+    outcome = search(load_job(path), path)
+    winner = outcome.receipt["winner"]
+    assert winner["settings"]["model"] == "./base"
+    assert {each["settings"]["model"] for each in outcome.receipt["trials"]} == {"./base"}
+    (confirmed,) = outcome.receipt["confirmed"]
+    assert confirmed["score"] >= 0.1
+    assert confirmed["n_examples"] == 30
+    assert winner["n_examples"] == 30
+    assert winner["interval"][0] < winner["score"]
+
+    part = {"vary": {"train.learning_rate": [1.0e-2, 1.0e-9]}, "data_fraction": [0.25, 0.5]}
+    path = job_of(tmp_path, part, **keys, data={"eval_fraction": 0.4}, output_dir="./more")
+    receipt = search(load_job(path), path).receipt
+    assert sorted(each["n_rows"] for each in receipt["trials"] if each["n_rows"]) == [22, 45]
+    (rows,) = receipt["gains"]  # a curve of one evaluation says nothing of epochs
+    assert (rows["of"], rows["more"]) == ("rows", 90)
+    assert rows["low"] <= rows["likely"] <= rows["high"] <= 1 - receipt["winner"]["score"]

@@ -492,6 +492,8 @@ class SearchSection(Section):
                 raise ValueError(f"a grid needs choices for `{key}`; list them, or give a step")
         if len(self.stop_at) > 1:
             raise ValueError("stop_at takes one metric")
+        if self.stop_at and self.data_fraction:
+            raise ValueError("stop_at and data_fraction exclude each other; leave one of them out")
         if self.data_fraction and len({*self.data_fraction} - {1.0}) < 2:
             raise ValueError("data_fraction needs two shares below 1, such as [0.25, 0.5]")
         return self

@@ -332,6 +332,12 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
     A launch that asks for no machine, only after those that there are, needs no plan and no data:
     those may have changed.
     """
+    if job.search.is_asked:
+        raise InputError(
+            "a search is not launched yet: a launch trains one run",
+            where="search",
+            to_do="rent a machine and run `farthing search` there, or take `search:` out",
+        )
     named = find_target(wishes.on) if wishes.on else None
     if named is not None and not asks and named[0].is_rented:
         return Prepared(job, *named, wishes, (), {}, Packed())
