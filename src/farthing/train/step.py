@@ -119,7 +119,7 @@ class StepResult:
         return 0.0 if self._update is None else self._update[0].elapsed_time(self._update[1]) / 1000
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Steps:
     """Takes the steps of a run as its `settings` say, which memory that runs out lowers."""
 
