@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+import farthing
 from farthing.config.job import Job
 from farthing.config.load import job_schema, load_job
 from farthing.config.starter import starter
-from farthing.errors import JobError
+from farthing.errors import InputError, JobError
 from farthing.tiny import DEMO_JOB
 from thinned import thinned
 
@@ -770,3 +771,22 @@ def test_the_job_of_the_readme_is_a_job(tmp_path: Path) -> None:
     assert job.model.model_name_or_path == "Qwen/Qwen2.5-0.5B"
     assert job.limits.max_usd == 5
     assert (job.global_batch_size, job.learning_rate) == (16, 2e-4)
+
+
+@pytest.mark.parametrize("value", ["9" * 5_000, "2024-13-45"], ids=["digits", "date"])
+def test_a_number_or_date_that_nothing_holds_is_a_mistake_in_the_job(
+    value: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"train:\n  max_steps: {value}\n", encoding="utf-8")
+    with pytest.raises(JobError, match="can't be read"):
+        load_job(path)
+    path.write_text("task: causal-lm\n", encoding="utf-8")
+    with pytest.raises(JobError, match="not valid YAML"):
+        load_job(path, [f"train.max_steps={value}"])
+
+
+@pytest.mark.parametrize("value", [object(), 10**5_000], ids=["object", "digits"])
+def test_a_mapping_with_what_no_file_holds_is_refused(value: object) -> None:
+    with pytest.raises(InputError, match="no job file can hold"):
+        farthing.load_job({"train": {"max_steps": value}})

@@ -58,7 +58,14 @@ def load_job(job: JobLike, overrides: Sequence[str] = ()) -> Job:
     if isinstance(job, Mapping):
         import yaml
 
-        text = yaml.safe_dump(_on_disk(job), sort_keys=False, allow_unicode=True)
+        try:
+            text = yaml.safe_dump(_on_disk(job), sort_keys=False, allow_unicode=True)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise InputError(
+                f"a value that no job file can hold: {str(error)[:200]}",
+                where="the mapping of a job",
+                to_do="use text, numbers, true or false, lists and mappings of them",
+            ) from error
         return load.parse_job(text, Path.cwd() / "<job>", list(overrides))
     return load.load_job(job, list(overrides))
 

@@ -66,6 +66,13 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
         _refuse_tangles(text, path)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
+    except ValueError as error:
+        problem = InputError(
+            f"a value that can't be read: {str(error).partition(';')[0]}",
+            where=str(path),
+            to_do="write a smaller number, or a date that exists",
+        )
+        raise JobError([problem]) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -265,8 +272,8 @@ def _override(values: dict[Any, Any], text: str) -> tuple[str, ...]:
     names = tuple(key.strip().split("."))
     try:
         value = yaml.safe_load(raw) if raw else None
-    except yaml.YAMLError as error:
-        raise ValueError(f"the value is not valid YAML: {raw!r}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"the value is not valid YAML: {raw[:80]!r}") from error
     if len(names) == 1 and names[0] in SHORTHAND and not isinstance(value, dict):
         names = (*names, SHORTHAND[names[0]])
     place = values

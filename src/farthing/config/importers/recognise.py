@@ -20,6 +20,7 @@ from farthing.config.importers import (
     axolotl,
     fireworks,
     hf_scripts,
+    home_made,
     llama_factory,
     openai,
     script_job,
@@ -63,6 +64,7 @@ _READERS = {
     openai.NAME: openai.read,
     together.NAME: together.read,
     fireworks.NAME: fireworks.read,
+    home_made.NAME: home_made.read,
 }
 MAX_DEPTH, MAX_SETTINGS_BYTES, MAX_NODES = 50, 1 << 20, 100_000
 _MACHINES = (
@@ -512,7 +514,7 @@ def _whose(values: Mapping[str, Any]) -> str | None:
     for name, all_of, one_of in _MARKS:
         if keys >= set(all_of) and keys & set(one_of):
             return name
-    return None
+    return home_made.NAME if home_made.is_home_made(values) else None
 
 
 # ---- scripts ----
