@@ -25,6 +25,8 @@ from farthing.config.importers.record import (
     whole,
 )
 from farthing.config.importers.shared import NO_COUNT_OF_GPUS, reasons
+from farthing.tasks.causal_lm import CAUSAL_LM
+from farthing.tasks.registry import task_names
 
 NAME = "home-made"
 
@@ -47,12 +49,11 @@ def _supervised(value: Any) -> str:
 
 def _task(value: Any) -> str:
     name = str(value).lower().replace("_", "-")
-    names = {"sft": "causal-lm", "causal-lm": "causal-lm", "language-modeling": "causal-lm"}
-    names |= {"seq2seq": "seq2seq", "summarization": "seq2seq", "translation": "seq2seq"}
-    names |= {"classification": "classification", "text-classification": "classification"}
-    if name not in names:
+    if name in ("sft", "text-generation"):
+        return CAUSAL_LM.name
+    if name not in task_names():
         raise Odd(f"{value}, which farthing does not do", "blocks")
-    return names[name]
+    return name
 
 
 def _each(to: str, convert: Any, keys: str) -> dict[str, To]:
@@ -165,7 +166,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     has_lora = any(key.startswith("method.lora") for key in out.job)
     out.default("method.name", "lora" if has_lora else "full", "a loop without an adapter")
     if "task" not in out.job:
-        out.notes.append("no task is named there: causal-lm is a guess, check it first")
+        out.notes.append(f"no task is named there: {CAUSAL_LM.name} is a guess, check it first")
     out.notes.append("read by its words alone: compare each line with what your loop did")
     if "train.per_device_train_batch_size" in out.job:
         out.notes.append(NO_COUNT_OF_GPUS)
