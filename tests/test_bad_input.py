@@ -318,7 +318,7 @@ BAD = [
         missing_column,
         [
             "train.jsonl: the columns (left, right)",
-            "data.columns: {{prompt: left, completion: right}}",
+            "say which of yours are meant",
         ],
     ),
     (missing_mapped_column, ["train.jsonl: no column `question`", "there are: completion, prompt"]),

@@ -4,7 +4,9 @@ encoded at once.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import json
 import random
 import threading
 import unicodedata
@@ -110,6 +112,24 @@ def row_by_row(
     return ids, [0, *is_target[1:]]
 
 
+def untrimmed(tokenizer: Any) -> Any:
+    """The same tokenizer with offsets that have the blanks before a word, for `row_by_row`."""
+
+    def without(state: Any) -> Any:
+        if isinstance(state, dict):
+            return {
+                key: False if key == "trim_offsets" else without(value)
+                for key, value in state.items()
+            }
+        return [without(each) for each in state] if isinstance(state, list) else state
+
+    twin = copy.deepcopy(tokenizer)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["post_processor"] = without(state["post_processor"])
+    twin._tokenizer = Tokenizer.from_str(json.dumps(state))
+    return twin
+
+
 def change_nothing(rust: Tokenizer) -> None:
     pass
 
@@ -196,7 +216,7 @@ def changed(tiny_folders: dict[str, Path], change: Any, family: str = "llama") -
         (split_by_an_expression, True),
         (swallow_spaces, True),
         (drop_spaces, True),
-        (trim_offsets, False),
+        (trim_offsets, True),
         (put_a_space_before, False),
         (compose_further, False),
     ],
@@ -210,7 +230,8 @@ def test_segments_are_found_as_by_the_map_of_characters(
 ) -> None:
     tokenizer, texts = changed(tiny_folders, change), odd_texts(200)
     assert (bytes_of_tokens(tokenizer.backend_tokenizer) is not None) == is_counted
-    expected = [row_by_row(tokenizer, text, train_on_prompt) for text in texts]
+    twin = untrimmed(tokenizer)
+    expected = [row_by_row(twin, text, train_on_prompt) for text in texts]
     encoded = Encoder(tokenizer, "causal-lm", 1000, 1000, train_on_prompt)(texts)
     found = [(ids.tolist(), is_target.tolist()) for ids, is_target in encoded.examples()]
     assert found == expected
@@ -226,7 +247,7 @@ def test_segments_are_found_as_by_the_map_of_characters(
         assert n_composed < len(texts)
 
 
-@pytest.mark.parametrize("name", ["bert-base-uncased", "t5", "mistral-7b-v0.1", "roberta-base"])
+@pytest.mark.parametrize("name", ["bert-base-uncased", "t5", "mistral-7b-v0.1"])
 def test_tokenizers_that_are_not_of_bytes_keep_their_map(data_dir: Path, name: str) -> None:
     from transformers import AutoTokenizer
 
@@ -238,17 +259,30 @@ def test_tokenizers_that_are_not_of_bytes_keep_their_map(data_dir: Path, name: s
     assert [(ids.tolist(), is_target.tolist()) for ids, is_target in found] == expected
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt-neox-mpt"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox-mpt", "roberta-base"])
 def test_tokenizers_of_bytes_are_known_as_such(
     data_dir: Path, name: str, calls: list[tuple[int, bool]]
 ) -> None:
     from transformers import AutoTokenizer
 
     tokenizer, texts = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / name), odd_texts(150)
-    expected = [row_by_row(tokenizer, text) for text in texts]
+    twin = untrimmed(tokenizer)
+    expected = [row_by_row(twin, text) for text in texts]
     found = Encoder(tokenizer, "causal-lm", 1000, 1000)(texts).examples()
     assert [(ids.tolist(), is_target.tolist()) for ids, is_target in found] == expected
     assert not calls[0][1]
+
+
+def test_blanks_that_begin_a_completion_are_learned_where_offsets_are_trimmed(
+    data_dir: Path,
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / "roberta-base")
+    text = Text((("x = [", False), ("    1,", True)))
+    ((ids, is_target),) = Encoder(tokenizer, "causal-lm", 100, 100)([text]).examples()
+    learned = [int(i) for i, t in zip(ids, is_target, strict=True) if t]
+    assert tokenizer.decode(learned[:-1]) == "    1,"
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 1000])

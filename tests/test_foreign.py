@@ -231,12 +231,33 @@ def test_what_to_do_about_preferences_works(desk: Desk, run: Callable[..., Said]
     assert "data.columns: {messages: chosen}" in run().err
 
 
-def test_a_mapping_is_no_way_around_a_verdict(desk: Desk, run: Callable[..., Said]) -> None:
-    desk.rows([{"question": "a", "answer": "b", "label": i % 2 == 0} for i in range(8)])
-    desk.set("data", columns={"prompt": "question", "completion": "answer"})
+def test_what_the_job_names_wins_over_a_guess(desk: Desk, run: Callable[..., Said]) -> None:
+    desk.rows([{"question": "a", "answer": f"b{i}", "label": i % 2 == 0} for i in range(8)])
     said = run()
     assert said.code == 2
     assert "KTO: column `label` is true" in said.err
+    desk.set("data", columns={"prompt": "question", "completion": "answer"})
+    said = run()
+    assert said.code == 0, said.err
+    assert "`answer` alone is learned, as data.columns says" in " ".join(said.out.split())
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "response": "b", "score": 0.5}, "answers with a score"),
+        ({"prompt": "a", "completion": "b", "rating": 3}, "answers with a score"),
+        ({"instruction": "a", "output": ["good", "bad"]}, "several answers to a prompt"),
+    ],
+)
+def test_scored_and_several_answers_are_named(
+    desk: Desk, run: Callable[..., Said], row: dict[str, Any], words: str
+) -> None:
+    desk.rows([row] * 8)
+    for verb in ("train", "plan", "doctor"):
+        said = run(verb=verb)
+        assert said.code == 2
+        assert words in said.out + said.err, verb
 
 
 # ---- what nobody reads ----

@@ -70,7 +70,7 @@ def test_settings_of_another_tool_than_the_named_one_are_no_job(
         ("none.json", b"[]", "there are no rows in it"),
         ("text.json", b'"words"', "not an array of objects"),
         ("noise.parquet", NOISE, "not a readable Parquet file"),
-        ("notes.txt", b"words", "unknown kind of data file"),
+        ("notes.doc", b"words", "unknown kind of data file"),
         ("folder", None, "a folder"),
         ("link.jsonl", None, "a link to a file that is not there"),
         ("pipe.jsonl", None, "no ordinary file"),

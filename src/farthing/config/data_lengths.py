@@ -23,7 +23,15 @@ from farthing.data.batches import Batches, split_by_input
 from farthing.data.chat import asks_for_the_date
 from farthing.data.lengths import Lengths, from_arrays, from_token_set
 from farthing.data.light_tokenizer import LightTokenizer, light_tokenizer, own_template
-from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
+from farthing.data.read import (
+    KINDS,
+    Source,
+    folder_sha256,
+    is_dataset,
+    is_text_folder,
+    kind_of_file,
+    short_name,
+)
 from farthing.data.rows import Own
 from farthing.data.sample import Sampled, sample_lengths
 from farthing.data.token_set import (
@@ -236,6 +244,9 @@ def _local_sources(names: tuple[str, ...], split: str) -> list[Source]:
                     " data is remembered"
                 ),
             )
+        if is_text_folder(Path(name)):
+            sources.append(Source(short_name(name), "", "texts", Path(name)))
+            continue
         paths = files_of_split(Path(name), split) if Path(name).is_dir() else [Path(name)]
         for path in paths:
             shown = short_name(str(path))

@@ -22,7 +22,7 @@ from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.fetch import refuse_metadata
 from farthing.data.formats import RENDERED
-from farthing.data.read import Source, is_dataset, kind_of_file, short_name
+from farthing.data.read import Source, is_dataset, is_text_folder, kind_of_file, short_name
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Own, Row
 from farthing.data.token_set import Recipe
@@ -155,6 +155,10 @@ def _look_at_data(job: Job, name: str, said: Own, split: str, only_plans: bool) 
         refuse_metadata(name)
     elif not is_dataset(name):
         _look_at_file(job, Path(name), said)
+    elif is_text_folder(Path(name)):
+        _look_at_source(
+            job, Source(short_name(name), "", "texts", Path(name), columns=said.columns)
+        )
     elif Path(name).is_dir():
         for path in _first_of(Path(name), said.split or split):
             _look_at_file(job, path, said)
@@ -180,14 +184,17 @@ def _look_at_file(job: Job, path: Path, said: Own) -> None:
     kind = kind_of_file(path, shown)
     if kind == "json" and path.stat().st_size > _LARGEST_JSON_BYTES:
         return
-    source = Source(shown, "", kind, path, columns=said.columns)
+    _look_at_source(job, Source(shown, "", kind, path, columns=said.columns))
+
+
+def _look_at_source(job: Job, source: Source) -> None:
     rows = list(itertools.islice(source.rows(), _FIRST_ROWS))
     reader = SourceReader(source, Recipe(job.task, 0, columns=dict(job.data.columns)), None)
     reader.look(rows)
     if reader.understood is not None:
         _look_at_values(job.task, source, rows, reader)
     elif not rows:
-        raise DataError("no rows", where=shown, to_do="check how the file was written")
+        raise DataError("no rows", where=source.name, to_do="check how the file was written")
 
 
 def _rows_behind(source: Source, n: int) -> Iterator[Row | BadRow]:

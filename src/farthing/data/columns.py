@@ -331,6 +331,11 @@ _PAIRS = (
 """Columns whose two texts are classified together."""
 
 
+_NEVER_LEARNED = {"negative", "negatives", "neg", "rejected", "id", "index", "url", "source"}
+"""Columns that nobody means to learn, whatever else is there."""
+_POINTERS = ("answer", "gold", "label", "answerkey", "answer_idx", "answer_index", "correct")
+
+
 def suggested(columns: set[str], needs: tuple[str, ...]) -> str:
     """What to write as `data.columns` for a format that needs these: by usual names where they are,
     else by the file's own.
@@ -355,9 +360,13 @@ def suggested(columns: set[str], needs: tuple[str, ...]) -> str:
     if needs[0] == "text" and pair is not None:
         found["text"] = '"' + "\\n".join(f"{{{by_lower[name]}}}" for name in pair) + '"'
         left = {name: own for name, own in left.items() if name not in pair}
-    for standard in needs:
-        if standard not in found and left:
-            found[standard] = left.pop(next(iter(left)))
+    lacking = [standard for standard in needs if standard not in found]
+    if len(lacking) == 1 and len(left) == 1 and not set(left) & _NEVER_LEARNED:
+        found[lacking[0]] = left.pop(next(iter(left)))
+    if "choices" in by_lower and needs[-1] in ("completion", "target", "output"):
+        pointers = [by_lower[name] for name in _POINTERS if name in by_lower]
+        if len(pointers) == 1:
+            found[needs[-1]] = f'"{{{by_lower["choices"]}[{pointers[0]}]}}"'
     if len(found) < len(needs):
         return ""
     return "{" + ", ".join(f"{standard}: {found[standard]}" for standard in needs) + "}"

@@ -98,10 +98,23 @@ def sides_of(tokenizer: Any, *, is_pair: bool) -> tuple[Any, Any]:
 def _copied(tokenizer: Any) -> Any:
     """A copy of the Rust tokenizer, without the truncation and padding that others asked for."""
     rust = tokenizer.backend_tokenizer
-    copied = type(rust).from_str(rust.to_str())
+    state = json.loads(rust.to_str())
+    _keep_blanks(state.get("post_processor"))
+    copied = type(rust).from_str(json.dumps(state))
     copied.no_truncation()
     copied.no_padding()
     return copied
+
+
+def _keep_blanks(step: Any) -> None:
+    """Have offsets begin with the blanks before a word, so that a completion that begins with
+    blanks is learned from its first one.
+    """
+    if isinstance(step, dict):
+        if "trim_offsets" in step:
+            step["trim_offsets"] = False
+        for inner in step.get("processors", ()):
+            _keep_blanks(inner)
 
 
 def first_tokens(tokenizer: Any) -> list[int]:
@@ -352,8 +365,8 @@ def bytes_of_tokens(rust: Any) -> NDArray[np.int32] | None:
     """UTF-8 bytes of the text that each token stands for [n_words]; None where tokens are not just
     pieces of the text.
 
-    They are in byte-level BPE (GPT-2 and after) that adds no space, trims no offsets and normalizes
-    to NFC at most.
+    They are in byte-level BPE (GPT-2 and after) that adds no space and normalizes to NFC at most.
+    Offsets are not asked: a tokenizer that trims them says nothing of the blanks before a word.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -364,10 +377,7 @@ def bytes_of_tokens(rust: Any) -> NDArray[np.int32] | None:
         return steps
 
     model, vocabulary = rust.model, rust.get_vocab(with_added_tokens=False)
-    before, after = (
-        steps(rust.pre_tokenizer, "pretokenizers"),
-        steps(rust.post_processor, "processors"),
-    )
+    before = steps(rust.pre_tokenizer, "pretokenizers")
     is_plain = (
         type(model).__name__ == "BPE"
         and not (
@@ -383,7 +393,6 @@ def bytes_of_tokens(rust: Any) -> NDArray[np.int32] | None:
         and all(step["type"] in ("ByteLevel", "Split", "Digits") for step in before)
         and any(step["type"] == "ByteLevel" for step in before)
         and not any(step.get("add_prefix_space") for step in before)
-        and not any(step.get("trim_offsets") for step in after)
     )
     if not is_plain:
         return None

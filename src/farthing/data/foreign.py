@@ -71,6 +71,7 @@ _CANDIDATES = (
     "options",
 )
 _SCORES = re.compile(r"(^|_)(score|rank|ranking|reward|rating|label)s?$", re.IGNORECASE)
+_SCORE = re.compile(r"(?i)(score|reward|rating|human_score|quality_score|overall_score)s?")
 _ANSWERED = ("messages", "conversations", "completion", "output", "target", "prompt", "instruction")
 _TURNS = ("messages", "conversations", "conversation", "prompt", "instruction", "input")
 # `<image>` as a place for one: at an end of what is said or on a line of its own, and never closed
@@ -96,7 +97,7 @@ def foreign_kind(
         return named if named.to_do else named._replace(to_do=_how_to_keep_the_preferred(row))
     if not task_of(task).scores_tokens:
         return None
-    return _verdict(row, renamed) or _ranked(row) or _in_turns(row)
+    return _verdict(row, renamed) or _ranked(row) or _scored(row) or _in_turns(row)
 
 
 @lru_cache(maxsize=256)
@@ -158,7 +159,36 @@ def _verdict(row: Mapping[str, Any], renamed: Mapping[str, Any]) -> Foreign | No
                 f"keep the rows with good answers in a file without `{name}`; if it is no verdict,"
                 " leave that column out",
                 name,
-                can_be_chosen=False,
+            )
+    return None
+
+
+def _scored(row: Mapping[str, Any]) -> Foreign | None:
+    """An answer with a score beside it, or several answers in a column of one."""
+    if not any(name in row for name in _ANSWERED):
+        return None
+    for name in ("output", "completion", "target", "response", "answer"):
+        value = row.get(name)
+        if (
+            isinstance(value, list)
+            and len(value) > 1
+            and all(isinstance(each, str) for each in value)
+        ):
+            return Foreign(
+                f"several answers to a prompt (`{name}` is a list of {len(value)} texts), which"
+                " farthing can't train on yet",
+                f"write the answer to learn as text in `{name}`",
+                name,
+            )
+    for name, value in row.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and _SCORE.fullmatch(name):
+            return Foreign(
+                f"answers with a score (column `{name}` is {value}), which farthing can't train on"
+                " yet",
+                f"keep the rows to learn in a file without `{name}`, or say which columns are"
+                " learned: data.columns: {prompt: prompt, completion: response}",
+                name,
             )
     return None
 

@@ -7,6 +7,7 @@ token, and says so.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -107,9 +108,34 @@ def _from_folder(
         return _from_sentencepiece(model, specials)
 
     def encode(texts: list[str], special: bool) -> Sequence[Encoding]:
-        return [_Encoded([1] * -(-len(text) // 4), list(range(0, len(text), 4))) for text in texts]
+        return [_Encoded([1] * len(at), at) for at in map(_guessed_tokens, texts)]
 
-    return LightTokenizer("4 characters a token", None, 0, encode, specials, "", is_exact=False)
+    return LightTokenizer("guessed by script", None, 0, encode, specials, "", is_exact=False)
+
+
+CHARACTERS_A_TOKEN, CHARACTERS_A_TOKEN_ELSEWHERE = 4, 2
+"""Of Latin text, and of other alphabets; a character of Chinese, Japanese or Korean is a token."""
+_WIDE = re.compile(
+    r"[\u1100-\u11ff\u2e80-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef]"
+)
+
+
+def _guessed_tokens(text: str) -> list[int]:
+    """Where the tokens of a text begin, by its script."""
+    if text.isascii():
+        return list(range(0, len(text), CHARACTERS_A_TOKEN))
+    found, left = [], 0.0
+    for at, character in enumerate(text):
+        if left <= 0:
+            found.append(at)
+            left += 1.0
+        if character < "\u0250":
+            left -= 1 / CHARACTERS_A_TOKEN
+        elif _WIDE.match(character):
+            left -= 1.0
+        else:
+            left -= 1 / CHARACTERS_A_TOKEN_ELSEWHERE
+    return found
 
 
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import functools
 import gzip
 import hashlib
 import json
@@ -44,7 +45,9 @@ KINDS = {
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
+    ".txt": "texts",
 }
+"""Ending -> kind of file. A text file is one document."""
 MAX_JSON_BYTES = 2 << 30
 _MANY_BYTES, _MOST_UNFOLDING = (
     256 << 20,
@@ -80,7 +83,10 @@ class Source:
     @property
     def n_bytes(self) -> int:
         """Its size, for progress: of the file as it lies, or of the data set's table."""
-        return int(self.dataset.data.nbytes) if self.path is None else self.path.stat().st_size
+        if self.path is None:
+            return int(self.dataset.data.nbytes)
+        files = files_below(self.path) if self.path.is_dir() else [self.path]
+        return sum(file.stat().st_size for file in files)
 
     def rows(self, reading: Reading | None = None) -> Iterator[Row | BadRow]:
         """All rows, in order; `reading` is told how far it has got. Raises `DataError`."""
@@ -114,7 +120,13 @@ class Source:
         if self.kind == "dataset":
             return dataset_rows(self.dataset, reading)
         assert self.path is not None
-        read = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": parquet_rows}[self.kind]
+        read = {
+            "jsonl": _jsonl,
+            "json": _json,
+            "csv": _csv,
+            "parquet": parquet_rows,
+            "texts": _texts,
+        }[self.kind]
         return read(self.path, self.name, reading)
 
 
@@ -141,6 +153,8 @@ def open_sources(
             source = _of_file(
                 fetch(name, cache_dir, progress, warn), without_secrets(name), progress, warn
             )
+        elif is_text_folder(Path(name)):
+            source = Source(short_name(name), folder_sha256(Path(name), ""), "texts", Path(name))
         elif is_dataset(name):
             source = _open_dataset(
                 name, said.split or split, said.name or config_name, cache_dir, warn
@@ -153,6 +167,10 @@ def open_sources(
 
 def _of_file(path: Path, shown: str, progress: Progress, warn: Callable[[str], None]) -> Source:
     kind = kind_of_file(path, shown)
+    if kind == "csv" and (mark := delimiter_of(path)) not in (",", "\t"):
+        warn(f"{shown}: its columns are read as separated by `{mark}`")
+    if kind in ("csv", "jsonl", "json") and encoding_of(path) != "utf-8":
+        warn(f"{shown}: it is not UTF-8, and is read as {encoding_of(path)}")
     if kind == "csv" and (spaced := _spaced_columns(path, shown)):
         warn(
             f"{shown}: spaces around the names of columns are left out:"
@@ -183,6 +201,14 @@ def is_dataset(name: str) -> bool:
     return path.is_dir() or (not path.exists() and not path.is_absolute())
 
 
+def is_text_folder(path: Path) -> bool:
+    """Whether a folder holds text files and no other data: each file is a document."""
+    if not path.is_dir():
+        return False
+    kinds = {KINDS.get(file.suffix.lower()) for file in files_below(path)} - {None}
+    return kinds == {"texts"}
+
+
 def kind_of_file(path: Path, shown: str) -> str:
     """jsonl, json, csv or parquet. Raises `DataError` when there is no such file, or nothing in it
     that can be read.
@@ -198,7 +224,7 @@ def kind_of_file(path: Path, shown: str) -> str:
         suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
     )
     if kind is None:
-        to_do = f'use one of {", ".join(sorted(KINDS))}; plain text is a .jsonl of {{"text": ...}}'
+        to_do = f"use one of {', '.join(sorted(KINDS))}; a .txt file is one document"
         raise DataError("unknown kind of data file", where=shown, to_do=to_do)
     try:
         if path.stat().st_size == 0:
@@ -345,6 +371,7 @@ class _Bytes:
         self.is_zipped = path.suffix == ".gz"
         self.file: IO[bytes] = gzip.GzipFile(fileobj=self._raw) if self.is_zipped else self._raw  # type: ignore[assignment]
         self._n_bytes = max(1, path.stat().st_size)
+        self._encoding = "utf-8" if self.is_zipped else encoding_of(path)
         reading.share = self._share
         if self.file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):  # type: ignore[attr-defined]
             self.__exit__()
@@ -363,8 +390,15 @@ class _Bytes:
         return 1.0 if self._raw.closed else min(1.0, self._raw.tell() / self._n_bytes)
 
     def readline(self, n_bytes: int) -> bytes:
-        """A line, or as much of it as this."""
-        return self.file.readline(n_bytes)
+        """A line, or as much of it as this, in UTF-8."""
+        return self._utf8(self.file.readline(n_bytes))
+
+    def read(self, n_bytes: int) -> bytes:
+        """As many bytes, in UTF-8."""
+        return self._utf8(self.file.read(n_bytes))
+
+    def _utf8(self, raw: bytes) -> bytes:
+        return raw if self._encoding == "utf-8" else raw.decode(self._encoding).encode()
 
     def skip_line(self, raw: bytes) -> int:
         """Pass over what is left of a line of which `raw` was read; bytes of all of it."""
@@ -437,7 +471,7 @@ def _json(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
     """A JSON array of objects, or one object whose only list is the data (`{"data": [...]}`)."""
     pieces, n_bytes = [], 0
     with _Bytes(path, name, Reading()) as file:
-        while n_bytes <= MAX_JSON_BYTES and (piece := file.file.read(1 << 20)):
+        while n_bytes <= MAX_JSON_BYTES and (piece := file.read(1 << 20)):
             pieces.append(piece)
             n_bytes += len(piece)
             file.check()
@@ -469,8 +503,16 @@ def _json(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
         lists = [value for value in values.values() if isinstance(value, list)]
         values = lists[0] if len(lists) == 1 else values
     if not isinstance(values, list):
+        paths = _lists_in(values) if isinstance(values, dict) else []
         raise DataError(
-            "not an array of objects", where=name, to_do="write [{...}, {...}], or .jsonl"
+            "not an array of objects",
+            where=name,
+            to_do=(
+                f"its lists are {', '.join(paths)}: write the one that holds the rows to a file of"
+                " its own, [{...}, {...}] or .jsonl"
+                if paths
+                else "write [{...}, {...}], or .jsonl"
+            ),
         )
     index = 0
     reading.share = lambda: index / max(1, len(values))
@@ -481,6 +523,17 @@ def _json(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
             yield BadRow(index, too_large(n))
         else:
             yield Row(index, value)
+
+
+def _lists_in(value: RowValue, before: str = "", depth: int = 3) -> list[str]:
+    """Lists within an object, by their path, with how many items each has."""
+    found = []
+    for name, inner in value.items():
+        if isinstance(inner, list):
+            found.append(f"`{before}{name}` ({len(inner)} items)")
+        elif isinstance(inner, dict) and depth:
+            found += _lists_in(inner, f"{before}{name}.", depth - 1)
+    return found[:8]
 
 
 def n_characters(value: Any) -> int:
@@ -559,9 +612,70 @@ def _csv(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
                 yield csv_row(fields, header, line)
 
 
+@functools.cache
+def _first_line(path: Path, changed_ns: int) -> str:
+    opened: Callable[..., IO[bytes]] = gzip.open if path.suffix == ".gz" else open  # type: ignore[assignment]
+    try:
+        with opened(path, "rb") as file:
+            return file.readline(MAX_ROW_BYTES).decode("utf-8-sig", errors="replace")
+    except (OSError, EOFError, zlib.error):
+        return ""
+
+
 def delimiter_of(path: Path) -> str:
-    """What separates the columns of a CSV file."""
-    return "\t" if ".tsv" in path.suffixes else ","
+    """What separates the columns of a CSV file: a comma, or what its first line has instead."""
+    if ".tsv" in path.suffixes:
+        return "\t"
+    line = re.sub(r'"[^"]*"', "", _first_line(path, path.stat().st_mtime_ns))
+    found = [mark for mark in ";\t|" if mark in line]
+    return found[0] if "," not in line and len(found) == 1 else ","
+
+
+_MULTIBYTE = re.compile(rb"[\xc2-\xf4][\x80-\xbf]{1,3}")
+
+
+def encoding_of(path: Path) -> str:
+    """utf-8, or cp1252 for a file that is no UTF-8 anywhere, in three lines at least."""
+    return _encoding_of(path, path.stat().st_mtime_ns, path.stat().st_size)
+
+
+@functools.cache
+def _encoding_of(path: Path, changed_ns: int, n_bytes: int) -> str:
+    n_broken, has_multibyte = 0, False
+    try:
+        with open(path, "rb") as file:
+            for line in iter(lambda: file.readline(1 << 20), b""):
+                if line.isascii():
+                    continue
+                try:
+                    line.decode("utf-8")
+                    has_multibyte = True
+                except UnicodeDecodeError:
+                    n_broken += 1
+                    has_multibyte |= bool(_MULTIBYTE.search(line))
+                    line.decode("cp1252")
+    except (OSError, UnicodeDecodeError):
+        return "utf-8"
+    return "cp1252" if n_broken >= 3 and not has_multibyte else "utf-8"
+
+
+def _texts(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
+    """Each text file as one row, in the order of names; files of white space are passed over."""
+    files = files_below(path) if path.is_dir() else [path]
+    files = [file for file in files if KINDS.get(file.suffix.lower()) == "texts"]
+    done = 0
+    reading.share = lambda: done / max(1, len(files))
+    for done, file in enumerate(files, start=1):
+        if file.stat().st_size > MAX_ROW_BYTES:
+            yield BadRow(done, f"{file.name}: {too_large(file.stat().st_size)}")
+            continue
+        try:
+            text = file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            yield BadRow(done, f"{file.name}: invalid UTF-8 at byte {error.start}")
+            continue
+        if text.strip():
+            yield Row(done, {"text": text})
 
 
 def csv_header(reader: Iterator[list[str]], name: str) -> list[str]:
@@ -578,11 +692,6 @@ def csv_header(reader: Iterator[list[str]], name: str) -> list[str]:
     if len(set(header)) < len(header):
         twice = next(column for column in header if header.count(column) > 1)
         raise DataError(f"column `{twice}` appears twice in the header", where=where, to_do=to_do)
-    if len(header) == 1 and (others := [mark for mark in ";\t|" if mark in header[0]]):
-        what = f"its columns seem to be separated by `{others[0]}`".replace("\t", "<tab>")
-        raise DataError(
-            what, where=where, to_do="write it with commas; one with tabs is called .tsv"
-        )
     return header
 
 

@@ -25,7 +25,15 @@ from numpy.typing import NDArray
 from farthing.data.arrow import bytes_of_rows, open_parquet, table_rows, unreadable
 from farthing.data.encode import Encoder
 from farthing.data.formats import RENDERED, Text
-from farthing.data.read import Source, csv_header, csv_row, delimiter_of, json_row, n_characters
+from farthing.data.read import (
+    Source,
+    csv_header,
+    csv_row,
+    delimiter_of,
+    encoding_of,
+    json_row,
+    n_characters,
+)
 from farthing.data.reader import SourceReader
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
 from farthing.data.token_set import Recipe
@@ -269,7 +277,9 @@ class _Population:
 
 def _population(source: Source) -> _Population:
     assert source.path is not None
-    read = {"jsonl": _lines, "json": _array, "csv": _records, "parquet": _parquet}[source.kind]
+    read = {"jsonl": _lines, "json": _array, "csv": _records, "parquet": _parquet, "texts": _array}[
+        source.kind
+    ]
     try:
         return read(source.path, source)
     except (OSError, EOFError, zlib.error) as error:
@@ -297,6 +307,13 @@ def _content(path: Path) -> tuple[bytes, float]:
     return content, len(content) / size
 
 
+def _utf8_content(path: Path) -> tuple[bytes, float]:
+    content, share = _content(path)
+    if path.suffix != ".gz" and (encoding := encoding_of(path)) != "utf-8":
+        content = content.decode(encoding).encode()
+    return content.removeprefix(b"\xef\xbb\xbf"), share
+
+
 def _whole_lines(file: IO[bytes], start: int) -> bytes:
     file.seek(start)
     block = file.read(_BLOCK_BYTES)
@@ -319,8 +336,7 @@ def _spans(content: bytes, is_csv: bool) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 def _lines(path: Path, source: Source) -> _Population:
-    content, share = _content(path)
-    content = content.removeprefix(b"\xef\xbb\xbf")
+    content, share = _utf8_content(path)
     starts, sizes = _spans(content, is_csv=False)
 
     def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
@@ -337,8 +353,7 @@ def _line(line: bytes, number: int) -> Row | BadRow:
 
 
 def _records(path: Path, source: Source) -> _Population:
-    content, share = _content(path)
-    content = content.removeprefix(b"\xef\xbb\xbf")
+    content, share = _utf8_content(path)
     starts, sizes = _spans(content, is_csv=True)
 
     def fields_from(i: int) -> Iterator[list[str]]:
