@@ -44,7 +44,7 @@ def test_a_folder_of_text_files_is_one_source_of_documents(tmp_path: Path) -> No
 
 
 def test_every_verb_counts_the_same_documents(
-    desk: Desk,
+    desk: Desk,  # noqa: F811
     run: Callable[..., Said],  # noqa: F811
 ) -> None:
     corpus = desk.folder / "corpus"
