@@ -732,6 +732,12 @@ def test_training_is_told_to_leave_before_the_machine_ends(
     assert StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").code == EXIT_LIMIT
 
 
+def test_a_child_that_was_killed_is_told_by_its_signal(tmp_path: Path, monkeypatch: Any) -> None:
+    stay, _ = _on_machine(tmp_path, monkeypatch, code=-9)
+    assert stay.run() == 137
+    assert StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").code == 137
+
+
 def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_folder(
     tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -354,7 +354,6 @@ class Launch:
         waiting = [machine for machine in self._ledger.open if machine.left_at is None]
         for machine in waiting[:-1]:
             self._release(machine, Ending("a younger machine took the run over"))
-            self._terminate(machine)
         if not waiting:
             for machine in self._ledger.open:
                 self._terminate(machine)

@@ -1,0 +1,121 @@
+"""What an adopting watcher ends, how a killed child ends, what is kept back of a deadline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from fake_clouds import Machine as CloudMachine
+from fake_clouds import World
+from farthing.errors import EXIT_FINISHED
+from farthing.launch.prepare import S3_KEYS, Prepared
+from farthing.launch.session import Session
+from farthing.prices.offers import boot_of
+from farthing.run.machines import MachineLedger
+from launch_faults import Fate, prepared_for, supervise
+
+ALIVE = Fate(None, is_before=False)
+
+
+@pytest.fixture(autouse=True)
+def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in S3_KEYS:
+        monkeypatch.setenv(name, "no key")
+
+
+def there(world: World, prepared: Prepared, run: Path, number: int, *events: str) -> CloudMachine:
+    """A machine that an earlier watcher asked for: in its ledger, in the store and in the cloud."""
+    name = f"{prepared.launch_id}-{number}"
+    ledger = MachineLedger(run)
+    ledger.note(
+        name,
+        "asked",
+        world.now,
+        number=number,
+        target="runpod",
+        provider="RunPod",
+        usd_per_hour=0.4,
+        most_s=30_000,
+        left_usd=4.0,
+    )
+    for event in events:
+        ledger.note(name, event, world.now, **({"id": str(number)} if event == "created" else {}))
+    world.keep(name, ledger.rows[name])
+    ledger.close()
+    machine = CloudMachine(str(number), name, "", world.now, 0.4, world.now + 30_000, None, 4.0)
+    machine.prices = [(world.now, 0.4)]
+    world.machines.append(machine)
+    return machine
+
+
+def test_of_two_machines_the_younger_is_adopted_and_the_older_is_ended(tmp_path: Path) -> None:
+    world, run = World("runpod", n_steps=240), tmp_path / "run"
+    prepared = prepared_for("runpod", run, 4.0, 0.4)
+    older = there(world, prepared, run, 1, "created")
+    younger = there(world, prepared, run, 2, "created")
+    began = world.now
+    assert supervise(world, prepared, run, ALIVE) == EXIT_FINISHED
+    assert older.gone_at is not None
+    assert older.gone_at - began < 60, "before the younger one trained"
+    assert (younger.trained_s > 0, len(world.machines), world.n_alive) == (True, 2, 0)
+
+
+def test_a_machine_that_was_left_and_not_ended_is_ended_before_another_is_rented(
+    tmp_path: Path,
+) -> None:
+    world, run = World("runpod", n_steps=24), tmp_path / "run"
+    prepared = prepared_for("runpod", run, 4.0, 0.4)
+    left = there(world, prepared, run, 1, "created", "left")
+    assert supervise(world, prepared, run, ALIVE) == EXIT_FINISHED
+    assert left.gone_at is not None
+    assert left.gone_at <= world.machines[1].made_at
+    assert world.n_alive == 0
+
+
+def with_limits(prepared: Prepared, **limits: object) -> Prepared:
+    """The same launch under other limits."""
+    values = prepared.job.model_dump(exclude_unset=True) | {"limits": limits}
+    return replace(prepared, job=type(prepared.job).model_validate(values))
+
+
+def test_a_deadline_is_the_end_of_a_machine_and_hours_are_those_of_training(
+    tmp_path: Path,
+) -> None:
+    now = datetime(2026, 11, 22, 12, tzinfo=UTC)
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    offer, ledger = prepared.offers[0], MachineLedger(tmp_path / "run")
+    boot_s = boot_of("RunPod").seconds
+    by_deadline = with_limits(prepared, deadline=now + timedelta(hours=2))
+    assert by_deadline.ask(1, offer, ledger, [], now.timestamp()).most_s == 7200
+    by_hours = with_limits(prepared, max_hours=2)
+    asked = by_hours.ask(1, offer, ledger, [], now.timestamp())
+    assert asked.most_s == int(7200 + boot_s + 120 + 120), "boot, grace and teardown come on top"
+
+
+@pytest.mark.parametrize(("more_s", "may"), [(-30.0, False), (30.0, True)])
+def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(
+    more_s: float, may: bool, tmp_path: Path
+) -> None:
+    deadline = datetime(2026, 11, 23, tzinfo=UTC)
+    prepared = with_limits(
+        prepared_for("runpod", tmp_path / "run", 4.0, 0.4), max_usd=4.0, deadline=deadline
+    )
+    spot, steady = prepared.offers[1], prepared.offers[0]
+
+    class Timed:
+        offer, wall_s = steady, 3600.0
+
+    boot_s = boot_of("RunPod").seconds
+    least_s = 1.25 * (3600.0 + boot_s) + 2 * boot_s
+    prepared = replace(
+        prepared,
+        plans={steady: Timed()},  # type: ignore[dict-item]
+        job=prepared.job.model_copy(update={"output_store": str(tmp_path / "store")}),
+    )
+    at = deadline.timestamp() - least_s - more_s
+    session = Session(prepared, lambda text: None, clock=lambda: at)
+    assert session._is_in_time(spot) is may
+    assert session._is_in_time(steady)
