@@ -840,6 +840,7 @@ def test_whatever_a_set_follows_from_changes_its_name(
         {"label_map": {"a": "b"}},
         {"max_bad_rows": 0.02},
         {"label_names": ("a",)},
+        {"model_classes": ("a", "b")},
         {"source_lang": "en"},
         {"target_lang": "de"},
         {"date": "2026-01-01"},

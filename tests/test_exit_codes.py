@@ -55,6 +55,7 @@ VERBS: dict[str, list[str]] = {
     "completion": ["completion", "bash"],
     "profile": ["profile", "job.yaml"],
     "launch": ["launch", "job.yaml"],
+    "search": ["search", "job.yaml"],
     "watch": ["watch", "run"],
     "runs": ["runs"],
     "eval": ["eval", "run"],
@@ -171,6 +172,10 @@ def test_a_wrong_command_line_is_a_mistake(
 ) -> None:
     if verb in ("report", "runs") and wrong[0] == "a":
         pytest.skip("it takes as many as there are")
+    if verb == "launch" and wrong[0] == "a":
+        assert main([*VERBS[verb], *wrong]) == 2
+        assert "name one: farthing launch job.yaml" in capsys.readouterr().err
+        return
     with pytest.raises(SystemExit) as left:
         main([*VERBS[verb], *wrong])
     assert left.value.code == 2

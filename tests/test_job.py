@@ -733,7 +733,7 @@ def test_every_key_is_in_the_schema() -> None:
         "method": "MethodSection",
         "train": "TrainSection",
     }
-    sections |= {"limits": "LimitsSection", "where": "WhereSection"}
+    sections |= {"limits": "LimitsSection", "where": "WhereSection", "search": "SearchSection"}
     for key in all_keys():
         definition = schema if len(key) == 1 else schema["$defs"][sections[key[0]]]
         assert key[-1] in definition["properties"]

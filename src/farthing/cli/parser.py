@@ -24,29 +24,24 @@ from farthing.errors import EXIT_MISTAKE, InputError
 from farthing.printable import printable
 
 VERBS = {
-    "init": "write a commented starter job, the demo, or the JSON Schema of job files",
-    "plan": "where to run a job: does it fit, how long, how many dollars, and why not elsewhere",
-    "train": "start a job, or continue it where it was interrupted",
-    "search": "try settings of a job under one cap, and keep the best: successive halving",
-    "launch": (
-        "take a job to a machine elsewhere: rented, watched, given back; shows what it would do"
-        " unless --yes"
-    ),
-    "probe": (
-        "measure real steps for a minute and find the cheapest settings for a job on this machine"
-    ),
-    "profile": "a few real steps of a job under the profiler: what takes the time, and a trace",
-    "report": "print the receipt of a run, compare two, or write their page",
-    "watch": "look at a run as it goes, from another terminal or machine",
-    "runs": "list runs with their state, dollars and best metric, and what the month has cost",
-    "eval": "measure the model of a run on held-out examples, beside what it began with",
-    "chat": "try the model of a run in the terminal, or with one prompt",
+    "init": "write a commented starter job, a demo, or the JSON Schema of job files",
+    "plan": "show where a job fits, how long it takes and what it costs on every GPU",
+    "train": "start a job, or resume it",
+    "search": "find the best settings of a job under one cap",
+    "launch": "run a job on a cloud or remote machine (dry run unless --yes)",
+    "probe": "time real steps and find the cheapest settings for this machine",
+    "profile": "profile a few real steps, with a trace",
+    "report": "print the receipt of a run, compare two, or write a page",
+    "watch": "follow a run from another terminal or machine",
+    "runs": "list runs with their state, dollars and best metric",
+    "eval": "evaluate the base and the tuned model on held-out examples",
+    "chat": "chat with the model of a run",
     "predict": "label or answer the rows of a file with the model of a run",
-    "export": "write the trained model of a run as an adapter, merged, as GGUF or in fewer bits",
-    "prices": "show what GPUs cost, or refresh the prices from public feeds",
+    "export": "write the model: adapter, merged, GGUF or quantized",
+    "prices": "show GPU prices, or update them from public feeds",
     "doctor": "check this machine, and a job before it starts",
-    "import": "write the job that settings of another tool ask for, with every key mapped or named",
-    "completion": "print a script that completes verbs and options in a shell",
+    "import": "convert a configuration of another tool to a job",
+    "completion": "print a completion script for your shell",
 }
 """What each verb does, in the order of the help."""
 
