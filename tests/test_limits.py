@@ -33,6 +33,7 @@ from farthing.config.job import Job
 from farthing.errors import RunInterruptedError
 from farthing.events import Decided, StepTaken
 from farthing.report.receipt import build_receipt
+from farthing.run.exported import seal_export
 from farthing.run.folder import LEDGER, MODEL, kept
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.signals import Notice
@@ -132,6 +133,7 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
         run.machine.passes(run.costs.export_s)
         run.saving.export_s = run.costs.export_s
         (run.context.folder / MODEL).mkdir(exist_ok=True)
+        seal_export(run.context.folder / MODEL)
         run.disk["model"] = run.progress.step
 
     alone = {"take_step": take_step, "evaluate_run": evaluate_run, "save": save}

@@ -85,7 +85,7 @@ def test_a_fault_is_told_by_its_place_and_a_refusal_by_its_words(
 ) -> None:
     def fails(case: Case, folder: Path) -> str:
         if case.method == "full":
-            raise rehearse_gpu.Refused("no reason")
+            raise rehearse_gpu.RefusedError("no reason")
         raise ValueError("two\nlines")
 
     monkeypatch.setattr(rehearse_gpu, "rehearse", fails)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from farthing.errors import InputError, RunBusyError
+from farthing.errors import InputError, RunTakenError
 from farthing.events import ReadingData, Restored
 from farthing.run import mirror as mirror_module
 from farthing.run.mirror import Pace
@@ -254,7 +254,7 @@ def test_of_two_machines_one_holds_the_bucket(
     first = mirror_of(open_store(address), folder_of_run(tmp_path / "a"), said, pace=pace)
     first.bring_back()
     assert said == [], "the bucket keeps its condition"
-    with pytest.raises(RunBusyError, match="is training this run"):
+    with pytest.raises(RunTakenError, match="is training this run"):
         mirror_of(open_store(address), tmp_path / "b").bring_back()
     assert delivered(first, 1, step_done(tmp_path / "a", 1))
     first.close(2)

@@ -122,7 +122,8 @@ def _meant(name: str, value: Any, known: dict[str, list[str]]) -> tuple[str | No
         return None, value
     if name in ALIASES:
         return ALIASES[name], value
-    homes = [section for section, keys in known.items() if section and name in keys]
+    # a search's own seed or trials are named within its section alone
+    homes = [s for s, keys in known.items() if s not in ("", "search") and name in keys]
     return (f"{homes[0]}.{name}" if len(homes) == 1 else None), value
 
 

@@ -68,6 +68,7 @@ from farthing.storage.mounts import bucket_mount_of
 from farthing.storage.objects import (
     Entry,
     LocalStore,
+    NoSuchBucket,
     NoSuchObject,
     Retrying,
     Store,
@@ -207,7 +208,7 @@ class Mirror:
         except LeaseLostError as error:
             raise self._busy(str(error)) from error
         except StoreRefuses as error:
-            if patient.has_answered:
+            if patient.has_answered and not isinstance(error, NoSuchBucket):
                 raise self._unavailable(error) from error
             raise InputError(
                 f"the store refuses: {error}",

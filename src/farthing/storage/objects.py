@@ -63,6 +63,10 @@ class StoreRefuses(StoreError):
     """The store answered that it won't: credentials, permissions, or no such bucket."""
 
 
+class NoSuchBucket(StoreRefuses):
+    """The bucket of the store does not exist."""
+
+
 class NoSuchObject(StoreError):
     """There is no object of that key."""
 
@@ -299,7 +303,7 @@ class BucketStore:
 
     def _no_bucket(self) -> StoreRefuses:
         """What it means that nothing is found where something is written."""
-        return StoreRefuses(f"{self.name}: there is no such bucket")
+        return NoSuchBucket(f"{self.name}: there is no such bucket")
 
     def _within(self, n_bytes: int, operation: Callable[[], Result]) -> Result:
         """Do it in a thread of its own, which is left to itself when it takes too long. Raises
@@ -460,8 +464,8 @@ def _as_fault(error: BaseException, name: str) -> StoreError:
     if "Checksum" in text or "checksum" in text:
         return Garbled(f"{name}: {text}")
     no_bucket = "NoSuchBucket" in seen or "bucket does not exist" in text
-    if isinstance(error, FileNotFoundError) and not no_bucket:
-        return NoSuchObject(text)
+    if isinstance(error, FileNotFoundError):
+        return NoSuchBucket(f"{name}: {text}") if no_bucket else NoSuchObject(text)
     is_refusal = "Credential" in text or "OSError: Forbidden" in text or code in ("401", "403")
     if isinstance(error, PermissionError | FileNotFoundError) or is_refusal:
         return StoreRefuses(f"{name}: {text}")
