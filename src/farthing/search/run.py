@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from farthing.errors import (
     RunInterruptedError,
 )
 from farthing.run.accounts import read_ledger
-from farthing.run.folder import LEDGER
+from farthing.run.folder import LEDGER, MODEL
 from farthing.run.ledger import Ledger
 from farthing.run.opening import opened
 from farthing.run.signals import handled
@@ -104,8 +105,19 @@ def search(
             record.add("ended", state=state, reason=reason)
             begun.ledger.end(state)
             receipt = leave_receipt(job.limits.max_usd, folder, record, begun.ledger.spent_usd)
+            if state == "finished":
+                _drop_partial_models(folder, receipt)
             store.send()
     return SearchOutcome(state, reason, receipt)
+
+
+def _drop_partial_models(folder: Path, receipt: Json) -> None:
+    """Remove models that a limit made a trial export before its end: which ones there are depends
+    on when the limit was reached.
+    """
+    for trial in receipt["trials"]:
+        if trial["fraction"] != 1.0:
+            shutil.rmtree(folder / "trials" / f"{trial['trial']:03d}" / MODEL, ignore_errors=True)
 
 
 def _finished(job: Job, folder: Path) -> SearchOutcome | None:
