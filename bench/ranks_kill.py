@@ -7,8 +7,9 @@ A seed draws what happens, to which rank of how many, and in which part of the r
 through every pair of mishap and part instead. The processes are started and ended by what `farthing
 train` uses. After each mishap: how long until all processes of the attempt had ended, whether any
 is left, whether the run came to its end by itself, and whether weights, moments and losses are
-those of one process that nothing happened to: to the bit where each has all of an adapter, to
-rounding where full training is spread over them. CPU only.
+those of one process that nothing happened to: to the bit with `where.same_bits`; weights alone,
+to rounding, where `all_reduce` adds up or full training is spread over them. These have no dropout:
+without `where.same_bits` its masks depend on the number of processes. CPU only.
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ MISHAPS = (
     "full disk",
     "slow",
 )
-SAME_BITS = set(MISHAPS) - {"out of memory"}
 
 
 def can_happen(what: str, part: str, way: str) -> bool:
@@ -149,6 +149,7 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
         return commit(folder, filled, facts)
 
     part, commit = case["part"], checkpoint.commit_folder
+    reducer = reduce.FixedOrder if case["same_bits"] else reduce.AllReduce
     if part == "between parts and commit":
         checkpoint.commit_folder = between
     else:
@@ -158,7 +159,7 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
             "tokenizing": (setup, "tokenize"),
             "loading": (run, "build_model"),
             "step": (Steps, "_gradient_scale"),
-            "sums": (reduce.AllReduce, "finish"),
+            "sums": (reducer, "finish"),
             "rehearsal": (Steps, "_rehearse"),
             "writing": (checkpoint, "save_file"),
             "update": (Steps, "_update"),
@@ -205,34 +206,34 @@ def case_of(what: str, part: str, n: int, way: str, drawn: random.Random) -> dic
         else drawn.randrange(n),
         "calls": calls,
         "family": drawn.choice(FAMILIES),
+        "same_bits": way == "replicated" and drawn.random() < 0.5,
     }
 
 
-JOBS: dict[str, dict[str, Any]] = {
-    "replicated": {},
-    "sharded": {"method": {"name": "full", "lora_r": None, "lora_dropout": None}},
-}
-
-
 def make_job_of(
-    folder: Path, base: Path, way: str, family: str, where: dict[str, Any] | None = None
+    folder: Path, base: Path, case: dict[str, Any], where: dict[str, Any] | None = None
 ) -> None:
-    """The job of a way to share weights and a family of models, whose folder is in `base`."""
+    """The job of a case; the folder of its family of models is in `base`."""
+    way, family = case["way"], case["family"]
+    where = {"same_bits": case["same_bits"], **(where or {})}
     rows = rows_for(family, 60, 0)
     if not (base / family).exists():
         make_model_folder(
             base / family, (" ".join(row.values()) for row in rows), family, hidden=32, layers=2
         )
-    train = {"max_steps": N_STEPS, **({"learning_rate": 0.001} if way == "sharded" else {})}
+    train = {"max_steps": N_STEPS, **({} if case["same_bits"] else {"learning_rate": 0.001})}
     train |= {"predict_with_generate": way == "replicated"} if family == "t5" else {}
-    make_job(folder, base / family, where=where or {}, train=train, task=TASKS[family], **JOBS[way])
+    method: dict[str, Any] = {} if case["same_bits"] else {"lora_dropout": 0.0}
+    if way == "sharded":
+        method = {"name": "full", "lora_r": None, "lora_dropout": None}
+    make_job(folder, base / family, where=where, train=train, task=TASKS[family], method=method)
     write_jsonl(folder / "data.jsonl", rows[:45])
     write_jsonl(folder / "eval.jsonl", rows[45:])
 
 
-def is_same(way: str, run: Path, alone: Path) -> bool:
+def is_same(to_the_bit: bool, run: Path, alone: Path) -> bool:
     """Whether a run has come to what one process has, to the bit or to rounding."""
-    if way == "replicated":
+    if to_the_bit:
         return sha256_of(run, N_STEPS) == sha256_of(alone, N_STEPS)
     from farthing.run.parts import read_part
 
@@ -257,7 +258,7 @@ def try_case(case: dict[str, Any], folder: Path, base: Path, alone: Path) -> dic
         "patience_s": PATIENCE_S,
         **({"strategy": "fsdp"} if case["way"] == "sharded" else {}),
     }
-    make_job_of(folder, base, case["way"], case["family"], where)
+    make_job_of(folder, base, case, where)
     case = {**case, "starter": os.getpid()}
     began, children, said = [], [], []
     start = start_of(folder, arm, case, str(folder))
@@ -284,24 +285,22 @@ def try_case(case: dict[str, Any], folder: Path, base: Path, alone: Path) -> dic
         again = Elastic(1, start_of(folder), said.append)
         codes.append(again.wait())
     lives = [child.pid for child in children if child.poll() is None]
-    same = codes[-1] == 0 and is_same(case["way"], folder / "run", alone / "run")
+    same = codes[-1] == 0 and is_same(
+        case["same_bits"] and case["what"] != "out of memory", folder / "run", alone / "run"
+    )
     is_lossless = case["way"] == "replicated" and case["what"] == "out of memory"
     ends = not is_lossless and case["what"] not in ("SIGSTOP 5 s", "slow", "full disk")
     end_s = next_at - fired_at if fired and ends else 0.0
     return {
-        **{key: case[key] for key in ("way", "family", "what", "part", "n", "victim")},
+        **{key: case[key] for key in ("way", "same_bits", "family", "what", "part", "n", "victim")},
         "happened": fired,
         "codes": codes,
         "end_s": round(end_s, 2),
         "n_left": len(lives),
         "went_on_by_itself": code == 0,
-        "same_bits": same,
+        "same": same,
         "said": said,
-        "ok": fired
-        and not lives
-        and codes[-1] == 0
-        and end_s <= PATIENCE_S + MARGIN_S
-        and (same or (case["way"] == "replicated" and case["what"] not in SAME_BITS)),
+        "ok": fired and not lives and codes[-1] == 0 and end_s <= PATIENCE_S + MARGIN_S and same,
     }
 
 
@@ -345,9 +344,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="farthing-ranks-kill-") as top:
         folder, base = Path(top), Path(top) / "base"
         for number, case in enumerate(cases):
-            alone = folder / f"{case['way']}-{case['family']}"
+            alone = folder / f"{case['way']}-{case['same_bits']}-{case['family']}"
             if not alone.exists():
-                make_job_of(alone, base, case["way"], case["family"])
+                make_job_of(alone, base, case)
                 assert Elastic(1, start_of(alone), print).wait() == 0, (
                     alone / "out.txt"
                 ).read_text()

@@ -376,7 +376,7 @@ def claim(
     if moved and not facts.get("finished"):
         warn(
             f"resumed under other conditions ({'; '.join(moved)}): equal to rounding, not to"
-            " the bit"
+            " the bit; dropout may draw other masks"
         )
     if facts["identity"] != now or changed:
         facts["identity"] = now
