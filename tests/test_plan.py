@@ -458,6 +458,18 @@ def test_a_price_a_little_old_is_better_than_twice_the_dollars() -> None:
     assert decide(wanted_of(), [old, near]).plans[0].place is near
 
 
+@pytest.mark.parametrize("age_days", [91, 120, 179, 181])
+@pytest.mark.parametrize(("usd", "is_fresh_first"), [(2.35, True), (2.6, False)])
+def test_no_old_price_comes_first_where_a_fresh_one_is_within_a_fifth(
+    age_days: int, usd: float, is_fresh_first: bool
+) -> None:
+    old = replace(place("A100-80GB", 2.0), price_age_days=age_days)
+    fresh = place("A100-80GB", usd, provider="B")
+    dear = replace(fresh, host_note="drivers of its own")  # it can't be had just so
+    first = decide(wanted_of(), [old, dear]).plans[0]
+    assert (first.place is dear) is is_fresh_first
+
+
 def test_a_cent_is_not_waited_for() -> None:
     quick, slow = place("A100-80GB", 2.0), place("RTX 3090", 0.5)
     asked = wanted_of(max_steps=100)

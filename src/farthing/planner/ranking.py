@@ -19,6 +19,10 @@ TIE, TIE_USD = (
 )  # dollars closer than either are not told apart by estimates that share their error
 
 
+FRESHER_WITHIN = 0.2
+"""The first choice rests on no old price where a fresh one costs at most this much more."""
+
+
 class _Placed(NamedTuple):
     """A plan with what it is ranked by, worked out once."""
 
@@ -81,9 +85,24 @@ def _first_that_can_be_had(priced: Sequence[_Placed]) -> _Placed | None:
         nearly or priced, key=lambda one: (one.plan.is_tight, _high(one), one.name), default=None
     )
     if not can or (nearly and at_worst is not None and _high(at_worst) < can[0].usd):
-        return at_worst
+        return _fresher(at_worst, priced)
     near = itertools.takewhile(lambda one: one.usd <= _most(can[0]), can)
     return min(near, key=lambda one: (one.plan.recipe.n_gpus > 1, one.wall_s, one.usd, one.name))
+
+
+def _fresher(one: _Placed | None, priced: Sequence[_Placed]) -> _Placed | None:
+    """The cheapest plan at a fresh price within reach of one whose price is old; else that one."""
+    if one is None or one.plan.place.price_age_days <= OLD_PRICE_DAYS:
+        return one
+    most = (1 + FRESHER_WITHIN) * one.usd
+    fresh = (
+        each
+        for each in priced
+        if each.plan.place.price_age_days <= OLD_PRICE_DAYS
+        and each.usd <= most
+        and each.plan.is_tight <= one.plan.is_tight
+    )
+    return next(fresh, one)
 
 
 def _high(one: _Placed) -> float:
