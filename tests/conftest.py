@@ -52,14 +52,15 @@ the tests, not to them.
 
 
 def pytest_configure() -> None:
-    """Under nohup SIGHUP is ignored, and processes that tests begin would ignore it too. What is
-    compiled is kept.
+    """Under nohup SIGHUP is ignored, in the background SIGINT; processes that tests begin would
+    ignore them too. What is compiled is kept.
     """
     for name in [name for name in os.environ if name.startswith(OF_OTHERS)]:
         del os.environ[name]
     sys.dont_write_bytecode = False
     gc.disable()  # imports and the tests themselves are no garbage
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -255,8 +255,11 @@ def test_a_signal_to_the_command_names_what_is_still_billed(
         if "no clear answer" in line:
             process.send_signal(number)
             break
-    rest = process.stderr.read()
-    assert process.wait(120) == EXIT_INTERRUPTED, (lines, rest)
+    try:
+        _, rest = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_INTERRUPTED, (lines, rest)
     assert "STILL BILLED: farthing-" in rest
     assert "farthing launch stop JOB" in rest
 

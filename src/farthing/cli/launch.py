@@ -188,12 +188,16 @@ def _show_dry(session: Any, arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the watch as Ctrl-C does."""
+    """SIGTERM and SIGHUP end the watch as Ctrl-C does; one that nohup ignores stays ignored."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    numbers = (signal.SIGTERM, signal.SIGHUP)
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
     before = [signal.signal(number, interrupt) for number in numbers]
     try:
         yield
