@@ -105,6 +105,14 @@ def test_activation_checkpointing_where_memory_has_room(plain: Receipt) -> None:
     assert diagnose(case(plain, {"compute": 100.0}, work)).findings == [], "it would not fit"
 
 
+def test_memory_that_ran_out_is_a_finding_though_its_seconds_are_not_known(plain: Receipt) -> None:
+    events = [{"step": n, "micro_batch_tokens": 8192 >> n} for n in range(1, 10)]
+    finding = only(diagnose(case(plain, {"compute": 100.0}, out_of_memory=events)))
+    assert (finding.area, finding.cause) == ("memory", "memory ran out")
+    assert finding.fix == "train.micro_batch_tokens=16"
+    assert "9 times" in finding.evidence
+
+
 def test_a_few_long_examples_hold_much_of_the_tokens(plain: Receipt) -> None:
     work = {"share_beyond_long": 0.3, "longest": 4096, "long": 512}
     finding = only(diagnose(case(plain, {"compute": 100.0}, work)))

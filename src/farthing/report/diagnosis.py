@@ -148,11 +148,15 @@ def _memory(run: _Run) -> Iterator[Finding]:
         )
     if redone := [event for event in run.receipt.out_of_memory if "micro_batch_tokens" in event]:
         last = redone[-1]
-        yield from run.found(
+        yield Finding(  # what it cost is not measured
+            "",
             "memory ran out",
-            f"{plural(len(redone), 'step')} ran out of memory and were taken again",
+            f"memory ran out {plural(len(redone), 'time')}, and the step was taken again with less",
             f"train.micro_batch_tokens={last['micro_batch_tokens']}",
             "begin with the micro-batch that fits",
+            0.0,
+            0.0,
+            0.0,
             0.0,
         )
 
