@@ -20,7 +20,6 @@ from farthing.units import said_apart, say_seconds, say_usd
 _80_PERCENT = NormalDist().inv_cdf(
     0.9
 )  # standard deviations on either side that hold 80 % of cases
-N_DRAWN = 40  # plans whose chance to meet the deadline is drawn
 
 
 def within_limits(plan: Plan, wanted: JobSpec) -> Plan | Rejected:
@@ -105,8 +104,7 @@ def meet_deadline(
     for plan in plans:  # the cheapest come first
         if plan.spot is None:
             on_demand.setdefault(_machine_key(plan.offer), plan)
-    choices: dict[Any, Choice] = {}
-    for n, plan in enumerate(plans):
+    for plan in plans:
         if plan.spot is None:
             chance = NormalDist(plan.wall_s, _spread_s(plan)).cdf(deadline_s)
             if chance >= wanted.confidence:
@@ -120,26 +118,17 @@ def meet_deadline(
         )
         own = on_demand.get(_machine_key(plan.offer))
         own_usd = own.offer.usd_per_hour if own is not None else None
-        key = round(busy_s), round(before_s), plan.offer.n_gpus, own_usd, hazard(plan.offer)
-        if key not in choices and n < N_DRAWN:
-            n_saves = max(1.0, math.ceil(busy_s / plan.interval_s))
-            save_s = max(1e-3, plan.seconds.get("checkpoints", 0.0) / n_saves)
-            choices[key] = choose(
-                busy_s,
-                SaveSchedule(plan.interval_s, save_s, before_s),
-                hazard(plan.offer),
-                spot_usd_per_h=plan.offer.usd_per_hour or 0.0,
-                on_demand_usd_per_h=own_usd if own_usd is not None else math.inf,
-                deadline_s=max(1.0, deadline_s - before_s),
-                confidence=wanted.confidence,
-            )
-        choice = choices.get(key)
-        if choice is None:  # not drawn: too far down the list
-            if plan.wall_s <= deadline_s:
-                kept.append(plan)
-            else:
-                late.append(_late(plan, None, deadline_s, wanted.confidence))
-            continue
+        n_saves = max(1.0, math.ceil(busy_s / plan.interval_s))
+        save_s = max(1e-3, plan.seconds.get("checkpoints", 0.0) / n_saves)
+        choice = choose(
+            busy_s,
+            SaveSchedule(plan.interval_s, save_s, before_s),
+            hazard(plan.offer),
+            spot_usd_per_h=plan.offer.usd_per_hour or 0.0,
+            on_demand_usd_per_h=own_usd if own_usd is not None else math.inf,
+            deadline_s=max(1.0, deadline_s - before_s),
+            confidence=wanted.confidence,
+        )
         alone = next(way for way in choice.ways if way.kind == "spot")
         if alone.chance >= wanted.confidence:
             kept.append(replace(plan, chance=alone.chance))
@@ -154,14 +143,10 @@ def meet_deadline(
     return kept, late
 
 
-def _late(plan: Plan, chance: float | None, deadline_s: float, confidence: float) -> Rejected:
+def _late(plan: Plan, chance: float, deadline_s: float, confidence: float) -> Rejected:
     """A plan that is not sure enough to be done in time."""
     kind = "spot" if plan.spot is not None else "it"
-    what = (
-        f"{kind} is done by the deadline with {chance:.0%} only"
-        if chance is not None
-        else "spot ends after the deadline"
-    )
+    what = f"{kind} is done by the deadline with {chance:.0%} only"
     needed_s = _confident_s(plan, confidence)
     return Rejected(
         plan.offer, what, _later(needed_s - deadline_s), max(1.0, needed_s / max(deadline_s, 1.0))

@@ -553,15 +553,10 @@ def choose(
     if math.isinf(deadline_s):
         ways.append(Way("spot", spot_usd, likely.wall_s, float(math.isfinite(likely.billed_s))))
     else:
-        alone = draw_paths(work_s, saves, zone, deadline_s=deadline_s, seed=seed)
-        mixed = draw_paths(work_s, saves, zone, deadline_s=deadline_s, seed=seed, falls_back=True)
-        usd = (
-            mixed.spot_s.mean() * spot_usd_per_h + mixed.on_demand_s.mean() * on_demand_usd_per_h
-        ) / 3600
-        ways.append(Way("spot", spot_usd, likely.wall_s, alone.chance_by(deadline_s)))
-        ways.append(
-            Way("mixture", float(usd), float(mixed.wall_s.mean()), mixed.chance_by(deadline_s))
-        )
+        drawn = _drawn(work_s, saves, zone, deadline_s, seed)
+        usd = (drawn.spot_s * spot_usd_per_h + drawn.on_demand_s * on_demand_usd_per_h) / 3600
+        ways.append(Way("spot", spot_usd, likely.wall_s, drawn.chance_alone))
+        ways.append(Way("mixture", usd, drawn.wall_s, drawn.chance))
     sure_ways = [way for way in ways if way.chance >= confidence]
     best = (
         min(sure_ways, key=lambda way: way.usd)
@@ -569,6 +564,33 @@ def choose(
         else max(ways, key=lambda way: (way.chance, -way.usd))
     )
     return Choice(best, _why(best, ways, confidence, bool(sure_ways)), tuple(ways))
+
+
+class _Drawn(NamedTuple):
+    """Means of drawn paths that fall back on demand, and chances to meet the deadline."""
+
+    chance_alone: float
+    """Of spot that does not fall back."""
+    chance: float
+    spot_s: float
+    on_demand_s: float
+    wall_s: float
+
+
+@functools.lru_cache(maxsize=4096)
+def _drawn(
+    work_s: float, saves: SaveSchedule, zone: Interruptions, deadline_s: float, seed: int
+) -> _Drawn:
+    """Hangs on no price, so that offers of one machine share it."""
+    alone = draw_paths(work_s, saves, zone, deadline_s=deadline_s, seed=seed)
+    mixed = draw_paths(work_s, saves, zone, deadline_s=deadline_s, seed=seed, falls_back=True)
+    return _Drawn(
+        alone.chance_by(deadline_s),
+        mixed.chance_by(deadline_s),
+        float(mixed.spot_s.mean()),
+        float(mixed.on_demand_s.mean()),
+        float(mixed.wall_s.mean()),
+    )
 
 
 def _why(best: Way, ways: Sequence[Way], confidence: float, is_sure: bool) -> str:
