@@ -283,6 +283,34 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
     assert link_error(told.step, known.device) < link_error(guessed.step, table.device)
 
 
+@pytest.mark.parametrize(
+    ("version", "build"),
+    [
+        ("2.10.0a0", "b4e4ee81d3.nv25.12"),
+        ("2.12.0.dev20260114", "cu130"),
+        ("2.13.0rc2", ""),
+        ("2.13.0", "git1a2b3c4"),
+    ],
+)
+def test_a_machine_whose_torch_is_no_release_is_planned_on(
+    version: str, build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farthing.planner.inputs.installed_torch", lambda: (version, build))
+    name = "Tesla V100-SXM2-16GB"  # in no wheel of 2.13 that PyPI has
+    machine = Machine("cuda", name, 1, 16 << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
+    job = Job.model_validate({"model": "m", "data": "d", "task": "causal-lm", "output_dir": "run"})
+    wanted = JobSpec(
+        shape=shape_of(),
+        method="lora",
+        optim="adamw_torch_fused",
+        global_batch=16,
+        lengths=from_arrays(np.full(64, 200), source="made"),
+    )
+    place = place_here(wanted, machine, job, [], date(2026, 11, 22))
+    assert isinstance(place, Place)
+    assert place.device.name == "V100-16GB"
+
+
 def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -822,6 +822,52 @@ def test_each_zone_has_its_own_chance() -> None:
     assert [one.offer.zone for one in answer.rejected] == ["bad"]
 
 
+def fleeting(offer: Offer) -> Interruptions:
+    """Capacity that goes within the hour, in each zone after another time."""
+    return Interruptions(Weibull((0.7 + len(offer.zone) / 1000) * H), Weibull(3 * H))
+
+
+def test_spot_that_is_too_unsure_is_refused_however_many_are_cheaper() -> None:
+    last = place("A100-80GB", 1.5, spot=True, zone="z")
+    cheaper = [place("A100-80GB", 1.0, spot=True, zone="z" * n) for n in range(2, 60)]
+    work = wanted_of(n_epochs=20.0)
+    asked = replace(work, deadline_s=1.02 * only(decide(work, [last], hazard=fleeting)).wall_s)
+    assert "only" in refused(decide(asked, [last], hazard=fleeting)).reason
+    answer = decide(asked, [*cheaper, last], hazard=fleeting)
+    assert last.offer not in [plan.offer for plan in answer.plans]
+    assert all(plan.chance is not None for plan in answer.plans)
+
+
+def test_spot_with_on_demand_to_fall_back_on_costs_what_its_own_price_makes_it() -> None:
+    prices = (2.0, 3.0)
+    spots = [place("A100-80GB", usd, spot=True, zone=f"z{i}") for i, usd in enumerate(prices)]
+    own = place("A100-80GB", 9.0)
+    work = wanted_of(n_epochs=20.0)
+    asked = replace(work, deadline_s=1.02 * only(decide(work, spots[:1], hazard=fleeting)).wall_s)
+
+    def usd_of(spot: Place, places: list[Place]) -> float:
+        plans = decide(asked, [*places, own], hazard=fleeting).plans
+        found = next(plan for plan in plans if plan.place is spot)
+        assert found.mixture
+        return found.total_usd
+
+    for spot in spots:
+        assert usd_of(spot, spots) == pytest.approx(usd_of(spot, [spot]))
+    assert usd_of(spots[1], spots) > usd_of(spots[0], spots)
+
+
+def test_runs_that_match_the_formula_leave_context_and_slack_in_what_a_gpu_must_have() -> None:
+    new = place("RTX 4090", 0.5)
+    known = Calibration(n_runs=3, spread=0.08, source="3 runs", extra_bytes=0)
+    asked = wanted_of(micro_batch_tokens=1024, checkpoint_every=1)
+    before, after = (only(decide(asked, [each])) for each in (new, replace(new, calibration=known)))
+    assert after.memory_range.likely == before.memory_range.likely
+    more = replace(new, calibration=replace(known, extra_bytes=1 << 30))
+    assert only(decide(asked, [more])).memory_range.likely == before.memory_range.likely + (1 << 30)
+    # a run is measured by what torch allocates: exactly the formula's is no error
+    assert estimate_of(before, asked).peak_bytes == before.memory.allocated_bytes
+
+
 def test_capacity_that_never_lasts_a_start_is_refused() -> None:
     found = refused(
         decide(

@@ -23,6 +23,7 @@ class Estimate:
     usd: float
     usd_range: list[float]
     peak_bytes: int
+    """As a run measures it: what torch allocates on a GPU, the whole process on a CPU."""
     peak_range_bytes: list[int]
     seconds: dict[str, float]
     """By what they go to; they add up to `wall_s`."""

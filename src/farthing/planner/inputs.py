@@ -31,7 +31,14 @@ from farthing.planner.calibration import calibrate, past_errors
 from farthing.planner.estimate import Estimate
 from farthing.planner.ownership import Owned
 from farthing.planner.search import CPU_TOKENS, decide, recipe_of
-from farthing.planner.software import OLDEST_TORCH, Torch, fp16_risk, parse_torch, runs_in_words
+from farthing.planner.software import (
+    OLDEST_TORCH,
+    Torch,
+    fp16_risk,
+    parse_torch,
+    runs_in_words,
+    torch_of,
+)
 from farthing.planner.speed import Calibration, Device, cpu_device, device_of, step_time, work_of
 from farthing.planner.spot_traces import hazards, read_traces
 from farthing.planner.types import (
@@ -416,9 +423,8 @@ def place_here(
         gpu = gpu_of_device(machine.device_name, machine.memory_bytes)
         if gpu is None:
             return None
-        version, build = installed_torch()
         offer = offer._replace(gpu=gpu.name, ram_gib=float(free_memory_bytes() >> 30))
-        judged = place_of(offer, wanted, torch=Torch(version, build) if version else None)
+        judged = place_of(offer, wanted, torch=torch_of(*installed_torch()))
         if isinstance(judged, Rejected):
             return judged
         precision, note = judged.precision, judged.precision_note
@@ -506,13 +512,15 @@ def estimate_of(plan: Plan, wanted: JobSpec) -> Estimate:
     bare = step_time(
         work_of(shape, recipe, padded, mean, adapters, labelled_share=share), plan.place.device
     ).parts
+    # a run is measured by what torch allocates, without context and slack
+    beside = plan.memory.total_bytes - plan.memory.allocated_bytes
     return Estimate(
         wall_s=plan.wall_s,
         wall_range_s=[hours * 3600 for hours in plan.hours_range.as_list()],
         usd=plan.total_usd,
         usd_range=plan.usd_range.as_list(),
-        peak_bytes=int(plan.memory_range.likely),
-        peak_range_bytes=[int(n) for n in plan.memory_range.as_list()],
+        peak_bytes=int(plan.memory_range.likely) - beside,
+        peak_range_bytes=[int(n) - beside for n in plan.memory_range.as_list()],
         seconds=plan.seconds,
         memory=plan.memory.as_dict(),
         step_s=plan.step.seconds,

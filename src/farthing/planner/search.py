@@ -261,9 +261,9 @@ class _Search:
     def needed_bytes(self, place: Place, memory: Memory) -> int:
         """What a place must have for it: what was measured beside the formula included."""
         extra = place.calibration.extra_bytes
-        if extra is not None:
-            return memory.allocated_bytes + extra
-        return memory.total_bytes + (0 if place.is_cuda else self.assumptions.process_bytes)
+        if place.is_cuda:  # measured is what torch allocated: context and slack come on top
+            return memory.total_bytes + (extra or 0)
+        return memory.allocated_bytes + (self.assumptions.process_bytes if extra is None else extra)
 
     def _choose(self, place: Place, offloads: bool) -> Chosen | Rejected:
         n_gpus = max(1, place.offer.n_gpus)

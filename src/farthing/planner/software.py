@@ -101,6 +101,14 @@ def parse_torch(text: str) -> Torch:
     return torch
 
 
+def torch_of(version: str, build: str) -> Torch | None:
+    """The torch that is installed; None where it is no release with a known build (development
+    versions, NVIDIA's containers, one's own): no table tells which GPUs it has code for.
+    """
+    is_known = re.fullmatch(r"\d+(\.\d+)+", version) and re.fullmatch(rf"({_BUILD})?", build)
+    return Torch(version, build) if is_known else None
+
+
 def build_of(torch: Torch) -> Build:
     """What is in the wheels of a torch; an unknown build is taken for the one that PyPI has."""
     known = _of_version(torch.version)

@@ -339,9 +339,7 @@ def _memory_parts(plan: Plan) -> dict[str, float]:
     they add up.
     """
     known = plan.place.calibration.extra_bytes
-    parts: dict[str, float] = dict(
-        plan.memory.parts if known is not None else plan.memory.as_dict()
-    )
+    parts: dict[str, float] = dict(plan.memory.as_dict())
     rest = plan.memory_range.likely - sum(parts.values())
     if abs(rest) >= 1:
         parts["measured beside the formula" if known is not None else "the process itself"] = rest
