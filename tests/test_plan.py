@@ -470,6 +470,15 @@ def test_no_old_price_comes_first_where_a_fresh_one_is_within_a_fifth(
     assert (first.place is dear) is is_fresh_first
 
 
+def test_a_price_that_the_user_gave_is_taken_however_old_it_is() -> None:
+    given = replace(place("A100-80GB", 2.0), price_age_days=400, is_given_price=True)
+    fresh = place("A100-80GB", 2.2, provider="B")
+    first = decide(wanted_of(), [given, fresh]).plans[0]
+    assert first.place is given
+    plain = decide(wanted_of(), [replace(given, price_age_days=0)]).plans[0]
+    assert first.usd_range == plain.usd_range
+
+
 def test_a_cent_is_not_waited_for() -> None:
     quick, slow = place("A100-80GB", 2.0), place("RTX 3090", 0.5)
     asked = wanted_of(max_steps=100)

@@ -122,6 +122,21 @@ def test_the_short_answer_is_fifteen_lines_and_none_is_broken(
     assert re.search(r"next (rent it at |farthing launch )", words)
 
 
+@pytest.mark.parametrize("day", ["2026-11-22", "2031-01-01"])
+def test_rows_say_how_old_their_prices_are_and_old_ones_name_the_refresh(
+    day: str, job: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FARTHING_TODAY", day)
+    _, out, _ = run(capsys, job, *BIG)
+    lines = out.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.split()[:3] == ["#", "machine", "at"])
+    rows = run_json(capsys, job, *BIG)["plans"][:5]
+    ages = [row["price_age_days"] for row in rows]
+    for age, line in zip(ages, lines[head + 1 : head + 6], strict=True):
+        assert (f"{age}d" in line) is (age >= 30)
+    assert ("farthing prices update" in out) is (max(ages) > 90)
+
+
 def test_a_row_says_how_long_spot_waits_and_what_has_to_be_bought(
     job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

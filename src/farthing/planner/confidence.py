@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from farthing.planner.speed import Device, StepTime
-from farthing.planner.types import OLD_PRICE_DAYS, Place
+from farthing.planner.types import Place
 from farthing.prices.gpus import facts
 
 HUMBLE = (
@@ -105,7 +105,7 @@ def price_error(place: Place) -> tuple[float, float]:
     if place.has_firm_price:
         return 0.0, 0.0
     old = 0.0
-    if place.price_age_days > OLD_PRICE_DAYS:
+    if place.has_old_price:
         old = min(0.9, OLD_PRICE_ERROR * place.price_age_days / 365)
     return old, old + (FROM_PRICE_ERROR if place.is_from_price else 0.0)
 

@@ -155,7 +155,11 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
             "where.device: cpu is of this machine; places with a GPU are planned as with"
             " where.device: auto"
         )
-    places = [place for place in found if isinstance(place, Place)]
+    places = [
+        replace(place, is_given_price=asked.prices is not None or place.is_local)
+        for place in found
+        if isinstance(place, Place)
+    ]
     refused = tuple(place for place in found if isinstance(place, Rejected))
     hazard, law = None, Study.law
     if asked.traces is not None:

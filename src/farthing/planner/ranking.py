@@ -92,13 +92,13 @@ def _first_that_can_be_had(priced: Sequence[_Placed]) -> _Placed | None:
 
 def _fresher(one: _Placed | None, priced: Sequence[_Placed]) -> _Placed | None:
     """The cheapest plan at a fresh price within reach of one whose price is old; else that one."""
-    if one is None or one.plan.place.price_age_days <= OLD_PRICE_DAYS:
+    if one is None or not one.plan.place.has_old_price:
         return one
     most = (1 + FRESHER_WITHIN) * one.usd
     fresh = (
         each
         for each in priced
-        if each.plan.place.price_age_days <= OLD_PRICE_DAYS
+        if not each.plan.place.has_old_price
         and each.usd <= most
         and each.plan.is_tight <= one.plan.is_tight
     )
@@ -120,7 +120,10 @@ def _can_be_had(plan: Plan, most_days: int = OLD_PRICE_DAYS) -> bool:
     what pip installs by itself."""
     is_paid_by_use = up_front(plan) <= (1 + TIE) * plan.total_usd + 0.01
     is_simple = plan.hours_range.high <= plan.offer.billing.most_hours and not plan.place.host_note
-    is_firm = not plan.place.is_from_price and plan.place.price_age_days <= most_days
+    place = plan.place
+    is_firm = not place.is_from_price and (
+        place.is_given_price or place.price_age_days <= most_days
+    )
     return is_firm and is_paid_by_use and is_simple and not plan.is_tight
 
 

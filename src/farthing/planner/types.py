@@ -34,6 +34,7 @@ from farthing.tasks.registry import task_of
 from farthing.units import say_seconds
 
 UNCALIBRATED = Calibration()
+AGED_PRICE_DAYS = 30  # from here on a price is shown with its age
 OLD_PRICE_DAYS = 90  # an older price may have changed
 
 
@@ -287,6 +288,8 @@ class Place:
     """What is to be said of the precision; empty where nothing is."""
     price_age_days: int = 0
     """Since the price was read."""
+    is_given_price: bool = False
+    """Whether the user gave the price, which is then taken as it is, however old."""
     is_part: bool = False
     """Whether the machine has more GPUs than these."""
     has_liger: bool = False
@@ -307,7 +310,12 @@ class Place:
     @property
     def has_firm_price(self) -> bool:
         """Whether the price can be had: not a marketplace's lowest, and not too old."""
-        return not self.is_from_price and self.price_age_days <= OLD_PRICE_DAYS
+        return not self.is_from_price and not self.has_old_price
+
+    @property
+    def has_old_price(self) -> bool:
+        """Whether the price may have changed since it was read."""
+        return self.price_age_days > OLD_PRICE_DAYS and not self.is_given_price
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from farthing.planner.ranking import TIE
-from farthing.planner.types import OLD_PRICE_DAYS
+from farthing.planner.types import AGED_PRICE_DAYS, OLD_PRICE_DAYS
 from farthing.report.plan_beside import UNTRIED_ALONE
 from farthing.report.plan_words import (
-    RENTED,
     has_price,
     hours_in_words,
     limits_in_words,
@@ -80,6 +79,10 @@ def draw_brief(
     if best["recipe"]["precision_note"]:
         facts.add_row("[bold]precision[/]", escape(best["recipe"]["precision_note"]))
     facts.add_row("[bold]check[/]", escape(to_check(best, job)))
+    oldest = max(one["price_age_days"] for one in shown)
+    if oldest > OLD_PRICE_DAYS:
+        words = f"up to {oldest} days old: `farthing prices update` reads newer ones"
+        facts.add_row("[bold]prices[/]", escape(words))
     console.print(facts)
     if next_step:
         console.print(f"[bold]next[/]      {escape(next_step)}", soft_wrap=True)
@@ -151,11 +154,6 @@ def to_check(best: Row, job: Row) -> str:
     if must_buy_more(best):
         usd = say_cost(best["total_usd"])
         return f"the price: you have to buy {say_cost(best['up_front_usd'])}; the run uses {usd}"
-    if best["kind"] in RENTED and best["price_age_days"] > OLD_PRICE_DAYS:
-        return (
-            f"the price: {best['price_age_days']} days old; `farthing prices update` reads newer"
-            " ones"
-        )
     if best["price_is"]:
         return "the price: the lowest of a marketplace; that machine may be taken"
     if best["spot"]:
@@ -206,7 +204,7 @@ def _price_words(one: Row) -> str:
     bought.
     """
     words = [one["price_is"]] if one["price_is"] else []
-    if one["price_age_days"] > OLD_PRICE_DAYS:
+    if one["price_age_days"] >= AGED_PRICE_DAYS:
         words.append(f"{one['price_age_days']}d")
     if must_buy_more(one):
         words.append(f"buy {say_cost(one['up_front_usd'])}")
