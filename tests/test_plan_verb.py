@@ -19,6 +19,7 @@ import yaml
 
 from farthing import cli
 from farthing.config.job import Job
+from farthing.config.load import load_job
 from farthing.local.machine import Cpu, Machine
 from farthing.planner import inputs as study
 from farthing.report.plan_brief import span
@@ -135,6 +136,24 @@ def test_rows_say_how_old_their_prices_are_and_old_ones_name_the_refresh(
     for age, line in zip(ages, lines[head + 1 : head + 6], strict=True):
         assert (f"{age}d" in line) is (age >= 30)
     assert ("farthing prices update" in out) is (max(ages) > 90)
+
+
+def test_the_head_has_an_output_for_each_class_of_the_data(job: str) -> None:
+    values = yaml.safe_load(Path(job).read_text(encoding="utf-8"))
+    rows = [{"text": f"text {n}", "label": f"class {n % 214}"} for n in range(428)]
+    write_jsonl(Path(job).parent / "rows.jsonl", rows)
+    asked = study.Asked(gpu=("T4",), is_local=False)
+    sizes = []
+    for label_map in ({}, {f"class {n}": "other" for n in range(2, 214)}):
+        values |= {
+            "task": "classification",
+            "data": {"train": "rows.jsonl", "label_map": label_map},
+        }
+        Path(job).write_text(yaml.safe_dump(values), encoding="utf-8")
+        found = study.study_job(load_job(job), asked, now=datetime(2026, 11, 22).astimezone())
+        sizes.append(found.wanted.shape)
+    many, three = (shape.n_parameters for shape in sizes)
+    assert many - three == (214 - 3) * sizes[0].hidden
 
 
 def test_a_row_says_how_long_spot_waits_and_what_has_to_be_bought(

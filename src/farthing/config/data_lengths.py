@@ -6,13 +6,16 @@ Refuses to import torch and transformers and to reach the network.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +35,7 @@ from farthing.data.read import (
     kind_of_file,
     short_name,
 )
+from farthing.data.reader import SourceReader
 from farthing.data.rows import Own
 from farthing.data.sample import Sampled, sample_lengths
 from farthing.data.token_set import (
@@ -54,8 +58,11 @@ from farthing.storage.files import (
     sha256_of,
     write_json,
 )
+from farthing.tasks.columns import Unusable
+from farthing.tasks.registry import task_of
 from farthing.units import plural
 
+_LOOKED_AT, _MOST_LABELLED = 64, 200_000  # rows of a file: for its format, and for their labels
 INDEX = "token_index"  # the folder in the cache that tells which token set a job's data became
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 _MOST_TOKENIZER_BYTES = 256 << 20  # a larger json file is none of a tokenizer
@@ -131,6 +138,8 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
         found = replace(
             from_token_set(of, indices, job.task, source=words), notes=notes_of(of.facts)
         )
+        if task_of(job.task).labels is not None:
+            found = replace(found, n_labels=max(1, len(of.label_names)))
         return found if is_exact else replace(found, is_exact=False)
 
     of_train = lengths_of(tokens, train)
@@ -170,9 +179,10 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
             is_exact=False,
             source=words,
         )
-        return replace(lengths, notes=found.notes)
+        return replace(lengths, notes=found.notes, n_labels=n_labels)
 
     data = job.data
+    n_labels = _n_labels(job, tokenizer, recipe)
     train = sampled(data.train, data.of_train, data.train_split)
     if data.eval:
         held_out = lengths_of(
@@ -183,6 +193,27 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
         held_out = lengths_of(train, data.eval_fraction, data.max_eval_samples)
         return lengths_of(train, 1 - data.eval_fraction, data.max_train_samples), held_out
     return lengths_of(train, 1.0, data.max_train_samples), None
+
+
+def _n_labels(job: Job, tokenizer: LightTokenizer, recipe: Recipe) -> int:
+    """Outputs of the head for the labels of the training data; 0 where the task has none."""
+    labels = task_of(job.task).labels
+    if labels is None:
+        return 0
+    found = set[Any]()
+    of_train = job.data.of_train or (Own(),) * len(job.data.train)
+    for name, said in zip(job.data.train, of_train, strict=True):
+        for source in _local_sources((name,), said.split or job.data.train_split):
+            own = replace(source, columns=said.columns, weight=said.weight)
+            reader, rows = SourceReader(own, recipe, tokenizer), own.rows()
+            first = list(itertools.islice(rows, _LOOKED_AT))
+            reader.look(first)
+            for row in itertools.islice(itertools.chain(first, rows), _MOST_LABELLED):
+                if reader.understood is None:  # none of the first could be read
+                    reader.look([row])
+                with contextlib.suppress(Unusable):
+                    found.update(text.label for text in reader.text(row).of_row)
+    return max(1, len(labels.names(found)))
 
 
 def reading_of(job: Job, day: str) -> tuple[LightTokenizer, Recipe]:

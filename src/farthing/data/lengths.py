@@ -100,6 +100,8 @@ class Lengths:
     """Where the lengths are from, in words."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What there is to say of the data: columns that nobody reads, and the like."""
+    n_labels: int = 0
+    """Outputs of a head that scores whole examples; 0: not known, or no such task."""
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

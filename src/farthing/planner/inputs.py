@@ -122,7 +122,9 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     lengths, held_out = _lengths(job, cache_dir, asked.n_examples, asked.mean_tokens)
     notes = [f"model: {where}", f"data: {lengths.source}"]
     notes += list(dict.fromkeys([*lengths.notes, *(held_out.notes if held_out else ())]))
-    wanted = wanted_of(job, shape_of(job, config), lengths, held_out, config=config, now=now)
+    wanted = wanted_of(
+        job, shape_of(job, config, lengths.n_labels or 2), lengths, held_out, config=config, now=now
+    )
     if wanted.method == "qlora" and wanted.shape.n_active:
         n = wanted.shape.n_matmul - wanted.shape.n_packed
         notes.append(f"4 bits: bitsandbytes leaves experts in 16 bits, {say_count(n)} weights")
