@@ -156,6 +156,14 @@ def test_the_head_has_an_output_for_each_class_of_the_data(job: str) -> None:
     assert many - three == (214 - 3) * sizes[0].hidden
 
 
+def test_where_only_spot_is_asked_for_no_method_is_called_impossible(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = run(capsys, job, *BIG, "--offers", "spot", "--all")
+    assert "spot" in out
+    assert "no machine that farthing can train on" not in " ".join(out.split())
+
+
 def test_a_row_says_how_long_spot_waits_and_what_has_to_be_bought(
     job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

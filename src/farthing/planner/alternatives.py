@@ -100,6 +100,8 @@ def other_methods(
     """The first choice for the job by each method, rented at a firm price; None where nothing can."""  # noqa: E501
     every = [plan.offer for plan in answer.plans] + [one.offer for one in answer.rejected]
     offers = _cheapest(one for one in every if one.gpu and one.provider not in NOT_RENTED)
+    if not offers:  # only spot or the lowest of marketplaces was asked for: nothing to compare with
+        return []
     found: list[tuple[str, Plan | None]] = []
     for method in METHODS:
         if method == wanted.method:
