@@ -53,7 +53,7 @@ from farthing.planner.types import (
     place_of,
 )
 from farthing.prices.catalog import Catalog, read_catalog, select_any
-from farthing.prices.gpus import gpu_of_device, gpus
+from farthing.prices.gpus import FACTS, gpu_of_device, gpus
 from farthing.prices.offers import Billing, Offer
 from farthing.storage.files import Json
 from farthing.tasks.registry import task_of
@@ -157,8 +157,9 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
             "where.device: cpu is of this machine; places with a GPU are planned as with"
             " where.device: auto"
         )
+    is_given = asked.prices not in (None, FACTS / "prices.csv")  # not the package's own table
     places = [
-        replace(place, is_given_price=asked.prices is not None or place.is_local)
+        replace(place, is_given_price=is_given or place.is_local)
         for place in found
         if isinstance(place, Place)
     ]
