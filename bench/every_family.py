@@ -47,8 +47,8 @@ from farthing.model.hardware import Numerics
 from farthing.model.load import quiet_libraries
 from farthing.model.loss import decoder_inputs, inner_of
 from farthing.models.shapes import read_shape
-from farthing.tasks.registry import task_of
-from farthing.tasks.task import IGNORED
+from farthing.objectives.objective import IGNORED
+from farthing.objectives.registry import objective_of
 from farthing.tiny import make_tokenizer, write_jsonl
 from farthing.train.run import errors_in_words
 from farthing.train.setup import build_model, open_examples, open_inputs
@@ -157,9 +157,11 @@ def small_config(family: str, task: str) -> Any:
 def small_model(family: str, task: str, config: Any) -> Any:
     """A model of it in fp32, each of its weights so large that it matters."""
     if task == "classification":
-        task_of(task).labels.set_head(config, ("food", "sport", "weather"))
+        objective_of(task).labels.set_head(config, ("food", "sport", "weather"))
     torch.manual_seed(0)
-    model = getattr(transformers, task_of(task).auto_class).from_config(config, dtype=torch.float32)
+    model = getattr(transformers, objective_of(task).auto_class).from_config(
+        config, dtype=torch.float32
+    )
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -184,7 +186,7 @@ def plain_loss(
     model: Any, ids: Tensor, is_target: Tensor, label: int | None, task: str
 ) -> tuple[Tensor, Tensor | None]:
     """(the summed loss of one document, that which the model itself gives or None): ids [T]."""
-    of, own = task_of(task), None
+    of, own = objective_of(task), None
     if of.is_pair:
         source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
         found = model(
@@ -347,7 +349,7 @@ def compare(path: Path, row: dict[str, Any], method: str) -> None:
         row[f"{key} loss"] = theirs / max(
             1,
             sum(int(each[1].sum()) for each in documents_of(tokens))
-            if task_of(job.task).scores_tokens
+            if objective_of(job.task).scores_tokens
             else len(tokens),
         )
         if is_training:
@@ -399,7 +401,7 @@ def run_and_read_back(path: Path, row: dict[str, Any], method: str) -> None:
     row[f"{method} first loss"] = next(each["loss"] for each in log if "loss" in each)
     texts = [torch.tensor([5, 9, 30, 44, 17, 60, 2]), torch.tensor([7, 8, 2])]
     kept = logits_of(Caught.model, texts, job.task)
-    auto = getattr(transformers, task_of(job.task).auto_class)
+    auto = getattr(transformers, objective_of(job.task).auto_class)
     source = run / "model"
     if method == "lora":
         source = run.parent / "merged"
@@ -419,7 +421,7 @@ def plan(path: Path, row: dict[str, Any], n_weights: int) -> None:
     job = load_job(path)
     config = json.loads((path.parent / "base" / "config.json").read_text())
     try:
-        shape = read_shape(config, job.task, 3 if task_of(job.task).labels else 0)
+        shape = read_shape(config, job.task, 3 if objective_of(job.task).labels else 0)
         row["planned parameters off"] = shape.n_parameters - n_weights
     except InputError as error:
         row["plan refused"] = str(error)[:200]
@@ -453,7 +455,7 @@ def look_at(family: str, task: str, folder: Path, *, runs: bool) -> dict[str, An
     try:
         model.save_pretrained(base)
         make_framing_tokenizer(base, task)
-        again = getattr(transformers, task_of(task).auto_class).from_pretrained(
+        again = getattr(transformers, objective_of(task).auto_class).from_pretrained(
             base, dtype=torch.float32
         )
     except Exception as error:

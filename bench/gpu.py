@@ -47,7 +47,7 @@ from on_gpu.work import (
     Scale,
     lengths_of,
     methods_of,
-    task_of,
+    objective_of,
 )
 
 BENCH = Path(__file__).resolve().parent
@@ -259,7 +259,7 @@ def assignments(
                 contestant=who,
                 folder=str(folder),
                 out=str(work / f"{who}-{shape}-{method}-{lengths}"),
-                task=task_of(shape),
+                task=objective_of(shape),
                 method=method,
                 precision="bf16" if torch.cuda.is_available() else "fp32",
                 order=json.loads((folder / "order.json").read_text(encoding="utf-8")),

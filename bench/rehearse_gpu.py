@@ -55,7 +55,7 @@ from farthing.model import attention_kernels
 from farthing.model.attention_choice import FLASH_ATTN
 from farthing.model.load import quiet_libraries
 from farthing.models.families import DECODERS, ENCODERS, FAMILIES, PACKED, WHY_NOT_PACKED
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 from farthing.tiny import write_jsonl
 from farthing.train.step import Steps
 from hollow_gpu import environment
@@ -117,7 +117,7 @@ def known_families() -> Iterator[tuple[str, str]]:
     """(family, task) of all that farthing knows by name. Left out are classifiers of
     encoder-decoder models, which count on the device how often their end token stands in a text:
     nothing is counted on this one."""
-    causal, pairs = {*FAMILIES, *DECODERS, *WHY_NOT_PACKED}, PACKED[task_of("seq2seq").head]
+    causal, pairs = {*FAMILIES, *DECODERS, *WHY_NOT_PACKED}, PACKED[objective_of("seq2seq").head]
     by_task = {"causal-lm": causal, "classification": (causal | ENCODERS) - pairs, "seq2seq": pairs}
     for task, names in by_task.items():
         yield from ((name, task) for name in sorted(names & MAPPINGS[task].keys()))

@@ -31,13 +31,13 @@ import yaml
 
 from farthing.config.job import SearchSection
 from farthing.config.load import load_job
+from farthing.objectives.registry import objective_of
 from farthing.search.bill import priced
 from farthing.search.halving import best_score, ranked, rungs_of
 from farthing.search.receipt import read_receipt
 from farthing.search.record import folder_of
 from farthing.search.space import draw, values_with
 from farthing.search.worker import train_segment
-from farthing.tasks.registry import task_of
 from farthing.tiny import write_jsonl
 from small_models import make_model_folder
 
@@ -48,7 +48,7 @@ VARY = {
 N_TRIALS, N_KILLS = 12, 5
 
 
-class Task(NamedTuple):
+class Objective(NamedTuple):
     """A real task, small enough for a CPU."""
 
     name: str
@@ -89,13 +89,13 @@ def _some(rows: list[dict[str, str]], n: int) -> list[dict[str, str]]:
 
 
 TASKS = (
-    Task("complaints", "bert", "classification", "accuracy", complaints),
-    Task("restaurants", "llama", "causal-lm", "loss", restaurants),
-    Task("prompts", "t5", "seq2seq", "loss", prompts),
+    Objective("complaints", "bert", "classification", "accuracy", complaints),
+    Objective("restaurants", "llama", "causal-lm", "loss", restaurants),
+    Objective("prompts", "t5", "seq2seq", "loss", prompts),
 )
 
 
-def job_file(folder: Path, task: Task, data: Path, seed: int) -> Path:
+def job_file(folder: Path, task: Objective, data: Path, seed: int) -> Path:
     """The search's job."""
     folder.mkdir(parents=True)
     rows = task.rows(data)
@@ -167,8 +167,8 @@ def sha256_of(run: Path) -> str:
 class Curves:
     """What a search sees of the grid."""
 
-    def __init__(self, task: Task, of_grid: dict[str, Any]) -> None:
-        self.greater = task_of(task.kind).metrics[task.metric]
+    def __init__(self, task: Objective, of_grid: dict[str, Any]) -> None:
+        self.greater = objective_of(task.kind).metrics[task.metric]
         self._metric, self._grid = task.metric, of_grid
 
     def score(self, settings: dict[str, Any], step_share: float) -> float | None:
@@ -244,7 +244,7 @@ def killed(path: Path, n_kills: int) -> int:
             raise SystemExit((path.parent / "said.txt").read_text())
 
 
-def measured(task: Task, data: Path, folder: Path, seeds: range) -> dict[str, Any]:
+def measured(task: Objective, data: Path, folder: Path, seeds: range) -> dict[str, Any]:
     """All figures of one task; of the first seed a search is run as well."""
     rows: list[dict[str, Any]] = []
     of_search: dict[str, Any] = {}

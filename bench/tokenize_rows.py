@@ -42,8 +42,8 @@ from farthing.data.packing import collate_packed, split_by_tokens, split_padded
 from farthing.data.read import Row, Source, open_sources
 from farthing.data.token_set import Recipe, TokenSet, open_token_set
 from farthing.data.tokens import tokenize
+from farthing.objectives.columns import Unusable
 from farthing.storage.files import commit_folder
-from farthing.tasks.columns import Unusable
 
 PIECE_TOKENS = 16384
 

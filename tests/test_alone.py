@@ -31,7 +31,7 @@ from farthing.model.load import set_languages, speak
 from farthing.model.loss import decoder_inputs
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.models.families import DECODERS, ENCODERS, PADS_SAFELY
-from farthing.tasks.task import IGNORED
+from farthing.objectives.objective import IGNORED
 from test_packing import token_set
 
 CPU = Numerics(torch.device("cpu"), None)

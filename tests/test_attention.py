@@ -34,7 +34,7 @@ from farthing.model.flops import flops_per_token
 from farthing.model.last_layer import last_layer
 from farthing.models.families import DECODERS, ENCODERS
 from farthing.models.shapes import read_shape
-from farthing.tasks.task import IGNORED
+from farthing.objectives.objective import IGNORED
 from thinned import thinned
 
 CLOSE = 1e-5

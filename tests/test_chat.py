@@ -21,7 +21,7 @@ from farthing.data.sample import sample_lengths
 from farthing.data.token_set import Recipe, notes_of
 from farthing.data.tokens import tokenize
 from farthing.model.load import ModelChoice, load_tokenizer
-from farthing.tasks.columns import Unusable
+from farthing.objectives.columns import Unusable
 from farthing.tiny import write_jsonl
 from thinned import thinned
 

@@ -13,7 +13,7 @@ from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Renderer
 from farthing.data.foreign import foreign_kind
 from farthing.data.formats import converter
 from farthing.data.shown import Shown
-from farthing.tasks.columns import Unusable
+from farthing.objectives.columns import Unusable
 
 PLAIN = (
     "{%- for m in messages %}{{- '<' + m.role + '>' + (m.content or '') + '</s>' }}{%- for call in"

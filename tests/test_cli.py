@@ -25,8 +25,8 @@ import farthing.train.run
 import workshop
 from farthing.cli import main
 from farthing.config.load import job_schema, load_job
+from farthing.objectives.registry import objective_of
 from farthing.run.accounts import as_line, read_ledger
-from farthing.tasks.registry import task_of
 from workshop import job_file, log_of, losses_of
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
@@ -55,7 +55,7 @@ def test_init_writes_a_starter_of_few_keys_that_is_a_valid_job(
     said = out_of(capsys, "init", path, "--task", task)
     job = load_job(path)
     assert job.task == task
-    assert job.train.metric_for_best_model in task_of(task).metrics
+    assert job.train.metric_for_best_model in objective_of(task).metrics
     assert f"wrote {path}" in said
     assert f"farthing doctor {path}" in said
     assert "#" in path.read_text()

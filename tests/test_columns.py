@@ -21,7 +21,7 @@ from farthing.data.formats import converter, recognise, used_columns
 from farthing.data.read import open_sources
 from farthing.data.rows import Row
 from farthing.errors import DataError, JobError
-from farthing.tasks.columns import Unusable
+from farthing.objectives.columns import Unusable
 
 GSM = {"question": "2 + 2?", "chain_of_thought": "Count.", "answer": "4"}
 

@@ -28,8 +28,8 @@ from farthing.data.read import BadRow, Row, Source, open_sources
 from farthing.data.token_set import Recipe, TokenSet, set_key, tokenizer_sha256
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError
-from farthing.tasks.columns import Unusable
-from farthing.tasks.task import IGNORED
+from farthing.objectives.columns import Unusable
+from farthing.objectives.objective import IGNORED
 from farthing.tiny import write_jsonl
 from thinned import thinned
 from workshop import cut

@@ -28,7 +28,7 @@ from farthing.data.rows import BadRow, Reading, Row
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, RunInterruptedError
-from farthing.tasks.task import IGNORED
+from farthing.objectives.objective import IGNORED
 from farthing.tiny import write_jsonl
 from thinned import thinned
 

@@ -33,7 +33,7 @@ from farthing.model.load import ModelChoice, auto_class, check_fits, load_config
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.model.positions import max_positions
 from farthing.models.families import PADS_SAFELY, POSITIONS_AFTER_PADDING
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 from farthing.train.run import errors_in_words
 from test_alone import small
 from workshop import make_job
@@ -47,7 +47,7 @@ def test_losses_and_gradients_are_those_of_transformers_alone(
     task: str, family: str, tmp_path: Path
 ) -> None:
     row = look_at(family, task, tmp_path, runs=False)
-    safe = PADS_SAFELY[task_of(task).head]
+    safe = PADS_SAFELY[objective_of(task).head]
     assert row["outcome"] in (
         ("exact", "lora refused")
         if family in safe

@@ -30,7 +30,7 @@ PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
 
 def test_the_shapes_are_those_of_the_models_they_are_named_after() -> None:
     found = {
-        name: work.shape_of(work.config_of(name), work.task_of(name)).n_parameters
+        name: work.shape_of(work.config_of(name), work.objective_of(name)).n_parameters
         for name in SHAPES
     }
     assert found == {

@@ -33,7 +33,7 @@ from farthing.model.head import (
 )
 from farthing.model.loss import POSITIONS, TARGETS, Labelled, find_labelled, summed_loss
 from farthing.models.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
-from farthing.tasks.task import IGNORED
+from farthing.objectives.objective import IGNORED
 from thinned import thinned
 from traced import Alive
 
@@ -122,7 +122,7 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def task_of(family: str) -> str:
+def objective_of(family: str) -> str:
     return "seq2seq" if family in SEQ2SEQ_FAMILIES else "causal-lm"
 
 
@@ -364,7 +364,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 def test_each_family_has_the_loss_and_gradients_of_the_plain_path(
     family: str, settings: dict[str, Any]
 ) -> None:
-    model, batch, task = make_model(family, **settings), make_batch(), task_of(family)
+    model, batch, task = make_model(family, **settings), make_batch(), objective_of(family)
     assert isinstance(find_head(model, task), Head)
     for smoothing in (0.0, 0.1):
         theirs = summed_loss(model, batch, task, smoothing)[0]
@@ -376,7 +376,7 @@ def test_each_family_has_the_loss_and_gradients_of_the_plain_path(
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "t5"])
 def test_under_autocast_it_is_as_close_as_bf16_allows(family: str) -> None:
-    model, batch, task = make_model(family), make_batch(), task_of(family)
+    model, batch, task = make_model(family), make_batch(), objective_of(family)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs = summed_loss(model, batch, task)[0]
         their_gradients = gradients_of(model, theirs / 5)
@@ -411,7 +411,7 @@ def test_a_frozen_head_under_an_adapter(family: str) -> None:
     model, batch, task = (
         with_lora(make_model(family), task_type=kind),
         make_batch(),
-        task_of(family),
+        objective_of(family),
     )
     assert isinstance(find_head(model, task), Head)
     theirs = summed_loss(model, batch, task)[0]
@@ -546,7 +546,7 @@ def packed(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
 def test_log_probabilities_of_documents_are_those_of_whole_logits(
     family: str, settings: dict[str, Any], is_adapted: bool
 ) -> None:
-    model, batch, task = make_model(family, **settings), make_batch(n_rows=4), task_of(family)
+    model, batch, task = make_model(family, **settings), make_batch(n_rows=4), objective_of(family)
     if family not in ("mbart", "plbart"):  # whose decoder begins with the end of its target
         batch["labels"][2] = IGNORED  # a document without a target
     if is_adapted:

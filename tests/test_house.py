@@ -15,7 +15,7 @@ import pytest
 
 import farthing
 from farthing.cli.parser import VERBS
-from farthing.tasks.registry import task_names
+from farthing.objectives.registry import objective_names
 
 SOURCE = Path(farthing.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -98,7 +98,7 @@ def test_three_files_talk_to_other_processes_of_a_run() -> None:
 WINGS = (
     *(
         "ground",
-        "tasks",
+        "objectives",
         "storage",
         "run",
         "models",
@@ -164,7 +164,7 @@ def test_wings_import_only_from_wings_below() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "tasks",
+        "objectives",
         "storage",
         "run",
         "models",
@@ -186,7 +186,7 @@ def test_wings_without_torch(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", ["tasks", "storage", "run", "model", "data"])
+@pytest.mark.parametrize("name", ["objectives", "storage", "run", "model", "data"])
 def test_wings_that_take_plain_values(name: str) -> None:
     for path in room(name):
         assert not {
@@ -207,7 +207,7 @@ def literals(path: Path) -> list[str]:
 
 
 def test_the_name_of_a_task_stands_in_its_own_file_alone() -> None:
-    names = task_names()
+    names = objective_names()
     is_named = {path: any(text in names for text in literals(path)) for path in FILES}
     assert sorted(path.stem for path, found in is_named.items() if found) == [
         "causal_lm",
@@ -221,8 +221,8 @@ def test_the_name_of_a_task_stands_in_its_own_file_alone() -> None:
     is_spelt = [path for path in FILES if re.search(r"causal-lm|seq2seq", " ".join(literals(path)))]
     assert {module_of(path) for path in is_spelt} <= {
         *in_a_sentence,
-        "tasks.causal_lm",
-        "tasks.seq2seq",
+        "objectives.causal_lm",
+        "objectives.seq2seq",
     }
 
 

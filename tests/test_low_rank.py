@@ -24,7 +24,7 @@ from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import LowRankLinear, leave_low_rank, use_low_rank
 from farthing.model.loss import summed_loss
 from test_attention import model_of
-from test_head import N_WORDS, assert_same, gradients_of, make_batch, make_model, task_of
+from test_head import N_WORDS, assert_same, gradients_of, make_batch, make_model, objective_of
 from thinned import thinned
 from workshop import train
 
@@ -40,7 +40,7 @@ def with_lora(family: str = "llama", model: Any = None, **settings: Any) -> Any:
         "target_modules": "all-linear",
         "init_lora_weights": False,
     } | settings
-    config = peft.LoraConfig(task_type=KINDS[task_of(family)], **settings)
+    config = peft.LoraConfig(task_type=KINDS[objective_of(family)], **settings)
     torch.manual_seed(3)
     wrapped = peft.get_peft_model(
         model if model is not None else make_model(family), config
@@ -66,7 +66,7 @@ def outcome(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits, and gradients of the loss."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
-        loss, logits = summed_loss(model, make_batch(seed=seed), task_of(family))
+        loss, logits = summed_loss(model, make_batch(seed=seed), objective_of(family))
     return logits.detach(), gradients_of(model, loss / 7)
 
 

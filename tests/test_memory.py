@@ -268,7 +268,7 @@ def cut_config(model: str, n_layers: int) -> dict[str, Any]:
     return config
 
 
-def task_of(model: str) -> str:
+def objective_of(model: str) -> str:
     """The task that a family is used for."""
     if model in ("xlm-r", "bert", "distilbert"):
         return "classification"
@@ -279,7 +279,7 @@ def shape_of(model: str, n_layers: int | None = None) -> Shape:
     """The shape of a known model, with a few of its layers or all."""
     config = cut_config(model, n_layers) if n_layers else known_config(NAMES[model])
     assert config is not None
-    task = task_of(model)
+    task = objective_of(model)
     return (
         read_shape(config, task, N_LABELS) if task == "classification" else read_shape(config, task)
     )
@@ -287,7 +287,7 @@ def shape_of(model: str, n_layers: int | None = None) -> Shape:
 
 def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
     """(what the formulas say, what the trace saw)."""
-    task, n_layers = task_of(case.model), 3 if "t5" in case.model else 4
+    task, n_layers = objective_of(case.model), 3 if "t5" in case.model else 4
     if case.model in MIXTURES and not case.every:
         n_layers = 2  # layers are alike, and experts take long to trace
     config, shape = cut_config(case.model, n_layers), shape_of(case.model, n_layers)

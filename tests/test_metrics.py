@@ -23,7 +23,7 @@ from farthing.events import Event, Exported, Saved, Warned
 from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
-from farthing.tasks.registry import task_names, task_of
+from farthing.objectives.registry import objective_names, objective_of
 from farthing.train import evaluation
 from farthing.train.evaluate import evaluate
 from farthing.train.setup import open_examples, open_inputs
@@ -99,14 +99,16 @@ def test_perplexity_is_the_exponential_of_the_loss_and_never_infinite() -> None:
 
 def test_every_metric_of_a_task_has_a_direction() -> None:
     directions = {
-        name: greater for task in task_names() for name, greater in task_of(task).metrics.items()
+        name: greater
+        for task in objective_names()
+        for name, greater in objective_of(task).metrics.items()
     }
     assert {name for name, greater in directions.items() if not greater} == {
         "loss",
         "perplexity",
         "document_loss",
     }
-    assert all(task_of(task).metrics["loss"] is False for task in task_names())
+    assert all(objective_of(task).metrics["loss"] is False for task in objective_names())
 
 
 # ---- measured on models ----

@@ -32,7 +32,7 @@ from farthing.model.attention import first_position, go_packed, packed_logits
 from farthing.model.documents import packed_batch
 from farthing.model.head import language_model_loss
 from farthing.model.loss import summed_loss
-from farthing.tasks.task import IGNORED
+from farthing.objectives.objective import IGNORED
 from thinned import thinned
 
 CLOSE = 1e-5

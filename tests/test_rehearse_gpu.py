@@ -16,14 +16,14 @@ import rehearse_gpu
 from every_family import MAPPINGS
 from farthing.config.job import KEYS
 from farthing.models.families import DECODERS, ENCODERS, PACKED
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 from rehearse_gpu import Case
 
 
 def test_every_family_is_tried_in_every_method_and_precision_packed_and_padded() -> None:
     tried = {(one.family, one.task, one.method, one.precision) for one in rehearse_gpu.all_cases()}
     layouts = {(one.family, one.task, one.layout) for one in rehearse_gpu.all_cases()}
-    pairs = PACKED[task_of("seq2seq").head]
+    pairs = PACKED[objective_of("seq2seq").head]
     families = [
         *itertools.product(DECODERS, ("causal-lm", "classification")),
         *itertools.product(ENCODERS, ("classification",)),

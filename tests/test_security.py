@@ -36,10 +36,10 @@ from farthing.cli import main
 from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.errors import RunChangedError, RunDamagedError
+from farthing.objectives.columns import Unusable
 from farthing.run.checkpoint import Checkpoints
 from farthing.run.folder import keep_job, kept, kept_job
 from farthing.storage.files import seal, unseal, write_text
-from farthing.tasks.columns import Unusable
 from held import Held
 from mirrored import delivered, folder_of_run, mirror_of, step_done
 from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures

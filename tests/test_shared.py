@@ -38,7 +38,7 @@ from farthing.model.attention import DECODERS, ENCODERS, attend, can_share, go_p
 from farthing.model.documents import Documents, packed_batch
 from farthing.model.head import language_model_loss
 from farthing.model.loss import find_labelled, summed_loss
-from farthing.tasks.task import IGNORED
+from farthing.objectives.objective import IGNORED
 from farthing.tiny import write_jsonl
 from test_attention import MAIN, Layer, Waits, assert_same, gradients, heads, model_of
 from test_data import opened, real_tokenizer

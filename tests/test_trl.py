@@ -23,7 +23,7 @@ import pytest
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter
 from farthing.model.load import ModelChoice, load_tokenizer
-from farthing.tasks.columns import Unusable
+from farthing.objectives.columns import Unusable
 from test_chat import GEMMA, MARKED, PHI_3, QWEN_3, WORDS
 
 GOLDEN = Path(__file__).parent / "golden" / "trl_chats.json"

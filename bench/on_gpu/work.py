@@ -158,7 +158,7 @@ def label_names() -> list[str]:
     return [f"class {index}" for index in range(N_CLASSES)]
 
 
-def task_of(shape: str) -> str:
+def objective_of(shape: str) -> str:
     """What it is trained for."""
     return TASKS.get(shape, "causal-lm")
 
@@ -170,7 +170,7 @@ def lengths_of(shape: str) -> tuple[str, ...]:
 
 def methods_of(shape: str) -> tuple[str, ...]:
     """What is trained of it."""
-    return METHODS if task_of(shape) == "causal-lm" else ("full",)
+    return METHODS if objective_of(shape) == "causal-lm" else ("full",)
 
 
 def draw_examples(lengths: str, n_words: int, scale: Scale) -> Drawn:
@@ -208,8 +208,12 @@ def prepare(work: Path, shape: str, scale: Scale) -> None:
         (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
         rows = demo_rows(40)
         make_tokenizer(folder / "model", [row["prompt"] + row["completion"] for row in rows])
-        if task_of(shape) != "causal-lm":
-            name = ("text", "label") if task_of(shape) == "classification" else ("input", "target")
+        if objective_of(shape) != "causal-lm":
+            name = (
+                ("text", "label")
+                if objective_of(shape) == "classification"
+                else ("input", "target")
+            )
             rows = [
                 dict(zip(name, (row["prompt"], row["completion"]), strict=True)) for row in rows
             ]
@@ -221,7 +225,7 @@ def prepare(work: Path, shape: str, scale: Scale) -> None:
         facts = {
             "mean_tokens": float(drawn.lengths.mean()),
             "longest": int(drawn.lengths.max()),
-            "state_bytes": state_bytes(config, task_of(shape)),
+            "state_bytes": state_bytes(config, objective_of(shape)),
             "flops_per_token": {
                 method: flops_per_token(config, method, drawn) for method in methods_of(shape)
             },
@@ -320,7 +324,7 @@ def job_values(
     **train: Any,
 ) -> dict[str, Any]:
     """A job as a person would write it, with nothing set but what all have."""
-    task = task_of(folder.name.partition("-")[0])
+    task = objective_of(folder.name.partition("-")[0])
     lengths = (
         {"max_length": 2048}
         if task == "causal-lm"

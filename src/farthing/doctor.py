@@ -239,7 +239,7 @@ def look_at_data(
     from farthing.data.read import Source, kind_of_file, short_name
     from farthing.data.summary import summarize
     from farthing.data.tokens import Recipe
-    from farthing.tasks.causal_lm import CAUSAL_LM
+    from farthing.objectives.causal_lm import CAUSAL_LM
 
     shown = short_name(str(path))
     if path.is_dir():
@@ -360,7 +360,7 @@ def check_trial(path: Path, overrides: list[str], n_examples: int) -> Iterator[C
 def _first_rows(source: Any, inputs: Any) -> str:
     """What the first rows of a source are, and what of them is not used. Raises `DataError`."""
     from farthing.data.reader import SourceReader
-    from farthing.tasks.columns import Unusable
+    from farthing.objectives.columns import Unusable
 
     rows = list(itertools.islice(source.rows(), _N_ROWS))
     reader, recipe = SourceReader(source, inputs.recipe, inputs.tokenizer), inputs.recipe

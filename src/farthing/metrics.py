@@ -1,4 +1,4 @@
-"""Task metrics from counts and texts. Pure functions of plain values."""
+"""Objective metrics from counts and texts. Pure functions of plain values."""
 
 from __future__ import annotations
 

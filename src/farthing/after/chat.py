@@ -21,10 +21,10 @@ from farthing.errors import FarthingError, InputError
 from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.model.load import ModelChoice, load_tokenizer
+from farthing.objectives.registry import objective_of
 from farthing.planner.software import fp16_risk
 from farthing.run.folder import MODEL
 from farthing.storage.files import Json
-from farthing.tasks.registry import task_of
 
 Message = dict[str, str]
 
@@ -54,7 +54,7 @@ class Speaker:
         self, run: Path, *, is_base: bool = False, trust_remote_code: bool = False
     ) -> None:
         job = trusted_job(run, trust_remote_code)
-        self.job, self.task = job, task_of(job["task"])
+        self.job, self.task = job, objective_of(job["task"])
         make = untrained_model if is_base else trained_model
         numerics = answers_in(run)
         self.model = make(run, numerics.base_dtype, trust_remote_code=trust_remote_code).to(

@@ -22,10 +22,10 @@ from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.export.folders import trained_model, untrained_model, write_card
 from farthing.metrics import Metrics
+from farthing.objectives.registry import objective_of
 from farthing.report.receipt import build_receipt
 from farthing.run.folder import EVALUATION, STANDARD_TASKS, keep, kept
 from farthing.storage.files import DamagedFileError, Json
-from farthing.tasks.registry import task_of
 
 Progress = Callable[[str, int, int], None]
 SIDES = ("base", "tuned")
@@ -57,7 +57,7 @@ class Measure:
 
 def on_examples(held_out: HeldOut) -> Measure:
     """Loss and the task's metrics on held-out examples, in one part."""
-    numerics, better = held_out.numerics(), task_of(held_out.job.task).metrics
+    numerics, better = held_out.numerics(), objective_of(held_out.job.task).metrics
 
     def measured(model: Any, part: str, progress: Callable[[int, int], None]) -> Metrics:
         return held_out.measure(model, numerics, generates=True, emit=progress)

@@ -18,7 +18,7 @@ from torch import Tensor
 from farthing.after.held_out import HeldOut
 from farthing.data.batches import collate
 from farthing.metrics import Metrics
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _scores(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     """Logits [targets, V] in fp64, or [1, C] of a classifier."""
     labels = batch["labels"]
     given = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    of = task_of(task)
+    of = objective_of(task)
     if not of.is_pair:
         given.pop("labels")
     logits = model(**given).logits[0].double().cpu()

@@ -32,10 +32,10 @@ from farthing.errors import DataError, InputError
 from farthing.model.hardware import free_cached
 from farthing.model.load import set_languages
 from farthing.model.positions import max_positions
+from farthing.objectives.columns import Unusable
+from farthing.objectives.objective import class_names
 from farthing.run.folder import began
 from farthing.storage.files import draft_of
-from farthing.tasks.columns import Unusable
-from farthing.tasks.task import class_names
 
 WINDOW = 1024  # rows whose lengths are sorted together
 ADDED = ("prediction", "score", "scores", "finish_reason", "error")

@@ -15,8 +15,8 @@ from farthing.after.held_out import job_of
 from farthing.errors import InputError
 from farthing.metrics import Metrics
 from farthing.model.load import ModelChoice, load_tokenizer
+from farthing.objectives.registry import objective_of
 from farthing.run.folder import MODEL, STANDARD_TASKS
-from farthing.tasks.registry import task_of
 
 
 def standard_tasks(
@@ -35,7 +35,7 @@ def standard_tasks(
             to_do="pip install 'farthing[eval]'",
         ) from error
     job = job_of(run, trust_remote_code)
-    if not task_of(job.task).predicts_next:
+    if not objective_of(job.task).predicts_next:
         raise InputError(
             f"standard tasks are for models that continue a text, not for {job.task}",
             where="--tasks",

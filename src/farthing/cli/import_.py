@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write or print the job; 2 where the file asks for a training that farthing can't do."""
     from farthing.config.importers.job_text import job_text
     from farthing.config.importers.recognise import import_file
-    from farthing.tasks.registry import task_names
+    from farthing.objectives.registry import objective_names
 
     path = Path(arguments.file)
     found = import_file(path, arguments.source)
@@ -62,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
             + "; ".join(f"{line.key} ({line.why})" for line in found.blockers),
             where=str(path),
             to_do=(
-                f"farthing trains {', '.join(task_names())}, on text: import a configuration of"
-                " such a training"
+                f"farthing trains {', '.join(objective_names())}, on text: import a configuration"
+                " of such a training"
             ),
         )
     elif written:

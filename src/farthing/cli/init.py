@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from farthing.errors import EXIT_FINISHED, InputError
+from farthing.objectives.registry import objective_names
 from farthing.printable import printable
-from farthing.tasks.registry import task_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", nargs="?", help="where to write (default: job.yaml; with --demo: demo/)"
     )
-    parser.add_argument("--task", choices=task_names(), default=task_names()[0])
+    parser.add_argument("--task", choices=objective_names(), default=objective_names()[0])
     parser.add_argument(
         "--demo",
         action="store_true",

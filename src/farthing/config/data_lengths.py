@@ -49,6 +49,8 @@ from farthing.data.token_set import (
 from farthing.errors import FarthingError, InputError, ModelError
 from farthing.models.model_config import CONFIG, cached_snapshot, find_config
 from farthing.models.shapes import read_shape
+from farthing.objectives.columns import Unusable
+from farthing.objectives.registry import objective_of
 from farthing.run.folder import began
 from farthing.storage.files import (
     DamagedFileError,
@@ -58,8 +60,6 @@ from farthing.storage.files import (
     sha256_of,
     write_json,
 )
-from farthing.tasks.columns import Unusable
-from farthing.tasks.registry import task_of
 from farthing.units import plural
 
 _LOOKED_AT, _MOST_LABELLED = 64, 200_000  # rows of a file: for its format, and for their labels
@@ -138,7 +138,7 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
         found = replace(
             from_token_set(of, indices, job.task, source=words), notes=notes_of(of.facts)
         )
-        if task_of(job.task).labels is not None:
+        if objective_of(job.task).labels is not None:
             found = replace(found, n_labels=max(1, len(of.label_names)))
         return found if is_exact else replace(found, is_exact=False)
 
@@ -197,7 +197,7 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
 
 def _n_labels(job: Job, tokenizer: LightTokenizer, recipe: Recipe) -> int:
     """Outputs of the head for the labels of the training data; 0 where the task has none."""
-    labels = task_of(job.task).labels
+    labels = objective_of(job.task).labels
     if labels is None:
         return 0
     found = set[Any]()

@@ -44,7 +44,7 @@ from farthing.config.values import (
     known_init,
     with_own,
 )
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 
 class Section(BaseModel):
@@ -615,7 +615,7 @@ class Job(Section):
     @property
     def max_length(self) -> int:
         """Longest input in tokens."""
-        return self.data.max_length or task_of(self.task).max_length
+        return self.data.max_length or objective_of(self.task).max_length
 
     @property
     def goes_on_behind_its_end(self) -> bool:

@@ -24,8 +24,8 @@ from farthing.config.foreign_keys import Foreign, adopt, answer
 from farthing.config.job import KEYS, SECTIONS, Job
 from farthing.data.rows import Own
 from farthing.errors import InputError, JobError
+from farthing.objectives.registry import objective_names, objective_of, standard_columns
 from farthing.storage.files import Json
-from farthing.tasks.registry import standard_columns, task_names, task_of
 
 MAX_JOB_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -338,7 +338,7 @@ def _explain(
         return InputError(f"unknown key `{key}`", where=where, to_do=_meant(loc))
     if kind == "missing":
         to_do = f"add `{loc[-1]}:`" + {
-            "task": " " + " or ".join(", ".join(task_names()).rsplit(", ", 1)),
+            "task": " " + " or ".join(", ".join(objective_names()).rsplit(", ", 1)),
             "model": " a Hub name or a folder",
             "data": " a file, or a section with `train:`",
             "output_dir": " a folder for the run",
@@ -463,12 +463,12 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
                 f"{init} does not go with {names[0]}",
                 "leave one of the two out",
             )
-    if job.data.train_on_prompt and not task_of(job.task).predicts_next:
+    if job.data.train_on_prompt and not objective_of(job.task).predicts_next:
         yield ("data", "train_on_prompt"), f"{job.task} has no prompt to train on", "leave it out"
     if job.train.metric_for_best_model is not None:
         metric, known = (
             job.train.metric_for_best_model.removeprefix("eval_"),
-            task_of(job.task).metrics,
+            objective_of(job.task).metrics,
         )
         if metric not in known:
             near = difflib.get_close_matches(metric, known, n=1)

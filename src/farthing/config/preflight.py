@@ -38,8 +38,8 @@ from farthing.models.model_config import (
     read_from_hub,
 )
 from farthing.models.refused import refuse_model
-from farthing.tasks.columns import Unusable
-from farthing.tasks.registry import task_of
+from farthing.objectives.columns import Unusable
+from farthing.objectives.registry import objective_of
 
 _FIRST_ROWS = 64
 _MOST_ROWS = 20_000  # are read in search of one that can be used
@@ -210,7 +210,7 @@ def _look_at_values(
     what is wrong.
     """
     understood, reason = reader.understood, ""
-    if understood is None or understood.format in RENDERED or task_of(task).labels is not None:
+    if understood is None or understood.format in RENDERED or objective_of(task).labels is not None:
         return  # what chats and labels mean is not known without the tokenizer and the other rows
     for row in itertools.chain(first, _rows_behind(source, len(first))):
         if isinstance(row, Row):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 
 def starter(task: str) -> str:
     """A job file for `task` with its usual keys; every other key has a default that the start of a
     run prints.
     """
-    of = task_of(task)
+    of = objective_of(task)
     model, learning_rate, metric, formats = of.starter
     return f"""\
 # A farthing job. Start it, and continue it after any interruption, with:  farthing train job.yaml

@@ -15,8 +15,8 @@ from pydantic_core import PydanticCustomError
 
 from farthing.data.columns import parts_of, templates_of
 from farthing.data.rows import Own
+from farthing.objectives.registry import find_objective, objective_names
 from farthing.storage.files import Json
-from farthing.tasks.registry import find_task, task_names
 from farthing.units import parse_hours, parse_usd
 
 
@@ -30,8 +30,8 @@ def _known_task(name: Any) -> Any:
     """The name of a task that there is. Raises the error that pydantic has for a value that is none
     of several.
     """
-    if not isinstance(name, str) or find_task(name) is None:
-        *others, last = (repr(name) for name in task_names())
+    if not isinstance(name, str) or find_objective(name) is None:
+        *others, last = (repr(name) for name in objective_names())
         expected = f"{', '.join(others)} or {last}"
         raise PydanticCustomError(
             "literal_error", "Input should be {expected}", {"expected": expected}
@@ -40,7 +40,7 @@ def _known_task(name: Any) -> Any:
 
 
 TaskName = Annotated[
-    str, BeforeValidator(_known_task), Field(json_schema_extra={"enum": list(task_names())})
+    str, BeforeValidator(_known_task), Field(json_schema_extra={"enum": list(objective_names())})
 ]
 Number = Annotated[float, BeforeValidator(_number_is_no_bool)]
 Whole = Annotated[int, BeforeValidator(_number_is_no_bool)]

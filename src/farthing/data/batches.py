@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.token_set import TokenSet
-from farthing.tasks.registry import task_of
-from farthing.tasks.task import Rows
+from farthing.objectives.objective import Rows
+from farthing.objectives.registry import objective_of
 
 
 @dataclass
@@ -130,9 +130,9 @@ def collate(
     tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, pad_id: int
 ) -> dict[str, NDArray[Any]]:
     """Arrays of one micro-batch, padded on the right to its longest example, as its task lays them
-    out: see `Task.pad`.
+    out: see `Objective.pad`.
     """
-    return task_of(task).pad(rows_of(tokens, examples), pad_id)
+    return objective_of(task).pad(rows_of(tokens, examples), pad_id)
 
 
 def rows_of(

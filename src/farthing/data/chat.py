@@ -19,7 +19,7 @@ from typing import Any
 
 from farthing.clock import today
 from farthing.data.rows import RowValue, Segments, Text
-from farthing.tasks.columns import Unusable
+from farthing.objectives.columns import Unusable
 
 # For a tokenizer without a template of its own: readable headers, generation marks around what the
 # model says.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from farthing.data.rows import RowValue
-from farthing.tasks.columns import Unusable
+from farthing.objectives.columns import Unusable
 
 MARKS = ("weight", "train", "training", "loss")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")

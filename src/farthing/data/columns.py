@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from farthing.data.rows import RowValue
-from farthing.tasks.columns import Unusable
+from farthing.objectives.columns import Unusable
 
 Template = str | tuple[str, ...]
 Columns = Mapping[str, Template]

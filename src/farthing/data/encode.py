@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.formats import Text
+from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json
-from farthing.tasks.registry import task_of
 
 
 class Encoding(Protocol):
@@ -144,9 +144,11 @@ class Encoder:
         train_on_prompt: bool = False,
     ) -> None:
         self.tokenizer, self.train_on_prompt = tokenizer, train_on_prompt
-        self.max_length, self._is_one_text = max_length, task_of(task).predicts_next
-        self._limits = (max_length, max_target_length) if task_of(task).is_pair else (max_length,)
-        self._sides = sides_of(tokenizer, is_pair=task_of(task).is_pair)
+        self.max_length, self._is_one_text = max_length, objective_of(task).predicts_next
+        self._limits = (
+            (max_length, max_target_length) if objective_of(task).is_pair else (max_length,)
+        )
+        self._sides = sides_of(tokenizer, is_pair=objective_of(task).is_pair)
         self.bos = first_tokens(tokenizer)
         self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         rust = self._sides[0]

@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from farthing.data.rows import RowValue
+from farthing.objectives.registry import objective_of
 from farthing.storage.files import parse_json
-from farthing.tasks.registry import task_of
 
 LEARNED = ("messages", "conversations", "completion", "output", "target", "text")
 """Standard columns of which the model learns what they say."""
@@ -95,7 +95,7 @@ def foreign_kind(
     named = _by_columns(columns, task)
     if named is not None:
         return named if named.to_do else named._replace(to_do=_how_to_keep_the_preferred(row))
-    if not task_of(task).scores_tokens:
+    if not objective_of(task).scores_tokens:
         return None
     return _verdict(row, renamed) or _ranked(row) or _scored(row) or _in_turns(row)
 
@@ -105,7 +105,7 @@ def _by_columns(columns: tuple[str, ...], task: str) -> Foreign | None:
     media = next((name for name in columns if _MEDIA.match(name)), None)
     if media is not None:
         return _media(f"column `{media}`", media)
-    if not task_of(task).scores_tokens:
+    if not objective_of(task).scores_tokens:
         return None
     pair = [name for name in columns if _PREFERENCE.search(name)]
     if not pair:

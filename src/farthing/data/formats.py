@@ -34,10 +34,10 @@ from farthing.data.columns import (
 from farthing.data.rows import RowValue, Text
 from farthing.data.shown import Shown, leaves_an_answer_empty
 from farthing.errors import DataError, ModelError
+from farthing.objectives.columns import Unusable, kind_of, text_of
+from farthing.objectives.objective import Labels
+from farthing.objectives.registry import format_of, objective_of
 from farthing.storage.files import parse_json
-from farthing.tasks.columns import Unusable, kind_of, text_of
-from farthing.tasks.registry import format_of, task_of
-from farthing.tasks.task import Labels
 
 RENDERED = frozenset({"messages", "conversations", "instruction"})
 """Formats written by a chat template, where a model predicts the next token."""
@@ -87,7 +87,7 @@ def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Und
             )
     read = {name for template in renamed.values() for name in own_columns(template, columns)}
     present = (columns - read) | set(renamed)
-    formats = task_of(task).formats
+    formats = objective_of(task).formats
     may_guess = not renamed
     for each in formats:
         if set(each.needs) <= present:
@@ -105,7 +105,7 @@ def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Und
             f"the columns ({_listed(columns)}) match no format for {task}", where=where, to_do=to_do
         )
     wanted = [" + ".join(each.needs) for each in formats]
-    usual = task_of(task).example_columns
+    usual = objective_of(task).example_columns
     example = suggested(columns, tuple(re.findall(r"(\w+):", usual))) or f"{{{usual}}}"
     raise DataError(
         f"the columns ({_listed(columns)}) match no format for {task}",
@@ -154,8 +154,8 @@ def converter(
     template leaves out of chats.
     """
     shown = shown or Shown()
-    labels = task_of(task).labels
-    is_chat = format_name in RENDERED and task_of(task).predicts_next
+    labels = objective_of(task).labels
+    is_chat = format_name in RENDERED and objective_of(task).predicts_next
 
     @functools.cache
     def reader() -> ChatReader:
@@ -173,7 +173,7 @@ def converter(
 
     read = reader() if is_chat else None
     writes_calls = read is not None and "tool_calls" in read.render.template
-    reads_chats = task_of(task).predicts_next
+    reads_chats = objective_of(task).predicts_next
     of_tokens: dict[str, Callable[[RowValue], Text]] = {
         "messages": lambda row: _chat(_messages(row), _tools_of(row), read, shown),
         "conversations": lambda row: _chat(

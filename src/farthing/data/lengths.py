@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from farthing.data.packing import ON_CPU, MicroBatchCost, split_by_tokens, split_padded
 from farthing.data.token_set import TokenSet
 from farthing.errors import InputError
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 SAMPLE_SIZE = 4096
 # standard deviation of ln(length) where only the mean is known: between a chat set and a set of
@@ -403,7 +403,7 @@ def from_token_set(
     """The exact lengths of a token set, or of the examples `indices` of it."""
     offsets = np.asarray(tokens.offsets)
     lengths = np.diff(offsets)
-    if not task_of(task).scores_tokens:
+    if not objective_of(task).scores_tokens:
         n_targets = np.ones(len(lengths), np.int64)
     else:
         n_targets = np.empty(len(lengths), np.int64)
@@ -417,7 +417,7 @@ def from_token_set(
             n_targets[start : start + _CHUNK] = np.diff(running[around - around[0]])
     if indices is not None:
         lengths, n_targets = lengths[indices], n_targets[indices]
-    if task_of(task).is_pair:
+    if objective_of(task).is_pair:
         return from_arrays(lengths - n_targets, n_targets, source=source)
     return from_arrays(lengths, source=source, n_target_tokens=float(n_targets.sum()))
 

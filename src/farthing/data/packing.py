@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from farthing.data.batches import rows_of
 from farthing.data.encode import sums_of
 from farthing.data.token_set import TokenSet
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 LEAST_SHARE = 0.97
 """Of the computed tokens are useful, where they are padded and more micro-batches cost less than
@@ -222,7 +222,7 @@ def collate_packed(
     Positions begin again at `first_position` in each document. Empty examples are refused. The
     first `skipped` [N] tokens of each example are left out; the others keep their positions.
     """
-    labels_of = task_of(task).packed_labels
+    labels_of = objective_of(task).packed_labels
     if labels_of is None:
         raise ValueError(f"{task} can't be laid flat: pad it")
     n_skipped = np.zeros(len(examples), dtype=np.int64) if skipped is None else skipped

@@ -19,7 +19,7 @@ from farthing.data.rows import BadRow, Row, RowValue
 from farthing.data.shown import Shown
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
-from farthing.tasks.columns import Unusable
+from farthing.objectives.columns import Unusable
 
 
 class SourceReader:

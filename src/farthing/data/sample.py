@@ -38,8 +38,8 @@ from farthing.data.reader import SourceReader
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
-from farthing.tasks.columns import Unusable
-from farthing.tasks.registry import task_of
+from farthing.objectives.columns import Unusable
+from farthing.objectives.registry import objective_of
 
 MOST_ROWS = 2000
 _FEWEST_ROWS, _MOST_BYTES_OF_FEWEST = 250, 64 << 20
@@ -120,7 +120,7 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         )
     tokens = np.clip(np.round(tokens), 1, limit).astype(np.int64)
     pairs = np.clip(np.round(targets), 1, recipe.max_target_length).astype(np.int64)
-    task = task_of(recipe.task)
+    task = objective_of(recipe.task)
     n_labelled = (
         float((pairs if task.is_pair else labelled).sum())
         if task.scores_tokens
@@ -181,7 +181,7 @@ def _tokenized(
     if reader.understood is None:
         return found, counts, 0, reasons
     all_good, picked, stands_for, sizes = good, np.arange(0), None, np.arange(0)
-    if task_of(recipe.task).predicts_next and reader.understood.format in RENDERED:
+    if objective_of(recipe.task).predicts_next and reader.understood.format in RENDERED:
         sizes = np.array([n_characters(row.value) for _, row in good])
         picked, stands_for = _strata(sizes, n_wanted)
         good = [good[i] for i in picked]
@@ -220,7 +220,7 @@ def _of_texts(
     for index, text in enumerate(texts):
         for part, is_target in text.segments:
             characters[index, int(is_target)] += len(part)
-    task = task_of(recipe.task)
+    task = objective_of(recipe.task)
     if recipe.train_on_prompt and task.predicts_next:
         characters = np.column_stack([characters[:, 0] * 0, characters.sum(axis=1)])
     picked, stands_for = _strata(characters.sum(axis=1).astype(np.int64), n_wanted)

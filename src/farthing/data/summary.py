@@ -25,11 +25,11 @@ from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row
 from farthing.data.tokens import Recipe
 from farthing.errors import DataError
-from farthing.tasks.causal_lm import CAUSAL_LM
-from farthing.tasks.classification import CLASSIFICATION
-from farthing.tasks.columns import Unusable
-from farthing.tasks.registry import task_of
-from farthing.tasks.seq2seq import SEQ2SEQ
+from farthing.objectives.causal_lm import CAUSAL_LM
+from farthing.objectives.classification import CLASSIFICATION
+from farthing.objectives.columns import Unusable
+from farthing.objectives.registry import objective_of
+from farthing.objectives.seq2seq import SEQ2SEQ
 
 MOST_CHARACTERS = 8_000_000  # that are tokenized: some seconds
 N_EXAMPLES = 3
@@ -136,7 +136,7 @@ def _task_of(columns: set[str], recipe: Recipe) -> str:
             recognise(columns, task, recipe.columns, "")
         except DataError:
             continue
-        if task_of(task).labels is None or "label" in columns or "text" not in columns:
+        if objective_of(task).labels is None or "label" in columns or "text" not in columns:
             return task
     return CLASSIFICATION.name if "label" in columns else CAUSAL_LM.name
 
@@ -217,8 +217,8 @@ def _count_tokens(texts: list[Text], tokenizer: Any, recipe: Recipe, found: Summ
         "learned_share": float(targets.sum() / max(1, lengths.sum())),
     }
     found.n_too_long = int((lengths > recipe.max_length).sum())
-    if task_of(found.task).labels is not None:
+    if objective_of(found.task).labels is not None:
         found.labels = dict(Counter(str(text.label) for text in texts).most_common(50))
     found.examples = [list(text.segments) for text in kept[:N_EXAMPLES]]
-    if recipe.train_on_prompt and task_of(found.task).predicts_next:
+    if recipe.train_on_prompt and objective_of(found.task).predicts_next:
         found.examples = [[(part, True) for part, _ in example] for example in found.examples]

@@ -36,6 +36,9 @@ from farthing.data.token_set import (
     tokenizer_sha256,
 )
 from farthing.errors import DataError, RunInterruptedError
+from farthing.objectives.columns import Unusable
+from farthing.objectives.objective import Labels, in_models_order
+from farthing.objectives.registry import objective_of
 from farthing.storage.files import (
     DamagedFileError,
     Json,
@@ -45,9 +48,6 @@ from farthing.storage.files import (
     own_folder,
     sweep_drafts,
 )
-from farthing.tasks.columns import Unusable
-from farthing.tasks.registry import task_of
-from farthing.tasks.task import Labels, in_models_order
 
 CHUNK_ROWS = 1024  # that are read together
 MOST_CHARACTERS_TOGETHER = 32 << 20
@@ -165,7 +165,7 @@ def _write(
     should_stop: Callable[[], bool],
 ) -> Json:
     """Fill `draft`; returns the facts of the set for its manifest."""
-    tally, labels = Tally(), _Labels(task_of(recipe.task).labels, recipe)
+    tally, labels = Tally(), _Labels(objective_of(recipe.task).labels, recipe)
     encode = Encoder(
         tokenizer,
         recipe.task,
@@ -285,7 +285,7 @@ def _usable(encoded: Encoded, chunk: _Chunk, recipe: Recipe, tally: Tally) -> ND
     tally.n_too_long += len(long_ones)
     if len(long_ones) and recipe.too_long == "error":
         limits = f"max_length {recipe.max_length}"
-        if task_of(recipe.task).is_pair:
+        if objective_of(recipe.task).is_pair:
             limits += f" or max_target_length {recipe.max_target_length}"
         raise DataError(
             f"longer than {limits}",
@@ -294,7 +294,7 @@ def _usable(encoded: Encoded, chunk: _Chunk, recipe: Recipe, tally: Tally) -> ND
         )
     kept = ~encoded.was_cut if recipe.too_long == "skip" else np.ones(len(chunk.texts), bool)
     tally.n_skipped_long += len(kept) - int(kept.sum())
-    if task_of(recipe.task).scores_tokens:
+    if objective_of(recipe.task).scores_tokens:
         has_target = encoded.n_targets() > 0
         tally.n_without_target += int((kept & ~has_target).sum())
         kept &= has_target

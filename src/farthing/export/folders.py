@@ -31,6 +31,7 @@ from farthing.model.load import (
     quiet_libraries,
 )
 from farthing.model.same_answers import answers, check_examples, refuse_other_answers
+from farthing.objectives.registry import objective_of
 from farthing.report.card import model_card
 from farthing.report.receipt import Receipt, build_receipt
 from farthing.run.exported import CARD, damage_of, seal_export
@@ -43,7 +44,6 @@ from farthing.storage.files import (
     read_json,
     write_text,
 )
-from farthing.tasks.registry import task_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
@@ -252,7 +252,7 @@ def _base_of(job: Json, tuned: Json, dtype: torch.dtype, trust_remote_code: bool
         job["task"],
         dtype=dtype,
         seed=job["train"]["seed"],
-        label_names=() if task_of(job["task"]).labels is None else _label_names(tuned),
+        label_names=() if objective_of(job["task"]).labels is None else _label_names(tuned),
         pad_id=(tuned.get("text_config") or tuned).get("pad_token_id"),
         n_words=(
             (tuned.get("text_config") or tuned).get("vocab_size")

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farthing.errors import InputError
+from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json
-from farthing.tasks.registry import task_of
 from farthing.units import plural
 
 Array = NDArray[np.float32]
@@ -77,7 +77,7 @@ def family_of(config: Any, task: str) -> Family:
     """The family of a model for a task. Raises `InputError` where llama.cpp has none, or computes
     another model.
     """
-    if not task_of(task).predicts_next or config.model_type not in FAMILIES:
+    if not objective_of(task).predicts_next or config.model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         refuse(
             f"GGUF is written of models that continue a text, of the families {known}",

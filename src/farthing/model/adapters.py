@@ -18,7 +18,7 @@ from farthing.errors import ModelError
 from farthing.model.adapter_start import START, base_is_kept, start_tensors, take_start_away
 from farthing.model.loss import logits_of
 from farthing.models.weights import begins_from_base
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
     import peft
 
     _must_know(model, adapter.modules_to_save)
-    has_new_head = not task_of(task).scores_tokens
+    has_new_head = not objective_of(task).scores_tokens
     heads = new_heads(model) if has_new_head else []
     if has_new_head and not adapter.target_modules:
         targets: str | list[str] = _query_and_value(model)
@@ -65,7 +65,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         use_rslora=adapter.use_rslora,
         init_lora_weights={"true": True, "false": False}.get(adapter.init, adapter.init),
         lora_bias=adapter.bias,
-        task_type=task_of(task).peft_type,
+        task_type=objective_of(task).peft_type,
     )
     if targets == "all-linear" and (others := _not_linear(model)):
         config.exclude_modules = others

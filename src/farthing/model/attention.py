@@ -39,7 +39,7 @@ from farthing.model.loss import inner_of
 from farthing.model.norms import use_one_kernel
 from farthing.model.pairs import Sides, answering, take_documents
 from farthing.models.families import DECODERS, ENCODERS, PACKED, WHY_NOT_PACKED
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 NAME = "farthing_varlen"
 
@@ -56,12 +56,12 @@ def can_go_packed(model: Any, task: str) -> str | None:
     inner = inner_of(model)
     config = inner.config
     kind = config.model_type
-    known = PACKED.get(task_of(task).head)
+    known = PACKED.get(objective_of(task).head)
     if kind in WHY_NOT_PACKED:
         return f"{kind}: {WHY_NOT_PACKED[kind]}"
     if known is None or kind not in known:
         return f"{kind}: not among the families whose packed batches are tested"
-    if task_of(task).is_pair:
+    if objective_of(task).is_pair:
         head = find_head(model, task)
         return head if isinstance(head, str) else None
     if not getattr(inner, "_supports_attention_backend", False):
@@ -79,7 +79,7 @@ def can_go_packed(model: Any, task: str) -> str | None:
         return f"{kind}: used as a decoder"
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         return f"{kind}: its scores are biased by the distance of tokens"
-    if not task_of(task).scores_tokens and _head_kind(inner) is None:
+    if not objective_of(task).scores_tokens and _head_kind(inner) is None:
         return f"{kind}: its classification head is not known"
     return None
 
@@ -87,7 +87,7 @@ def can_go_packed(model: Any, task: str) -> str | None:
 def can_share(model: Any, task: str) -> str | None:
     """Why documents can't go on from others in this model, in words; None if they can."""
     kind = inner_of(model).config.model_type
-    if task_of(task).is_pair:
+    if objective_of(task).is_pair:
         return f"{kind}: its sources are read in both directions"
     return (
         f"{kind}: a token's meaning depends on what follows it"
@@ -139,7 +139,7 @@ def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
     """
     documents, inputs = batch["documents"], packed_inputs(batch)
     logits: Tensor
-    if task_of(task).scores_tokens:
+    if objective_of(task).scores_tokens:
         logits = model(**inputs).logits
         return logits
     inner = inner_of(model)

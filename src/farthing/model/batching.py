@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from farthing.errors import ModelError
 from farthing.models.families import PADS_SAFELY
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 
 class BatchingRule(NamedTuple):
@@ -45,7 +45,7 @@ def batching_rule(inner: Any, task: str, *, is_packed: bool) -> BatchingRule | N
     """The rule of a model (without its adapter); None: any examples may be together."""
     config = inner.config
     kind = config.model_type
-    head = task_of(task).head
+    head = objective_of(task).head
     if not is_packed and head in PADS_SAFELY and kind not in PADS_SAFELY[head]:
         return BatchingRule(f"examples of one length at a time: a {kind} may read padding", None)
     limit = longrope_limit(config)

@@ -57,7 +57,7 @@ from farthing.model.last_layer import last_layer
 from farthing.model.loss import POSITIONS, TARGETS, find_labelled, inner_of, summed_loss
 from farthing.model.pairs import collate_pairs, pair_batch, source_states
 from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64."""
@@ -104,7 +104,7 @@ class Forward:
             go_packed(model)
             if numerics.device.type == "cpu":
                 cpu.use(inner_of(model))
-        self.of = task_of(task)
+        self.of = objective_of(task)
         head = find_head(model, task) if self.of.scores_tokens else None
         if isinstance(head, Head) and not head.is_matrix and label_smoothing:
             head = "all positions are scored: the head has an adapter, and labels are smoothed"

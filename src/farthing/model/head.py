@@ -37,7 +37,7 @@ from farthing.model.loss import (
 )
 from farthing.models.families import KNOWN_HEADS
 from farthing.models.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 TILE = 1024  # positions whose whole logits are taken at once
 
@@ -292,7 +292,7 @@ def find_head(model: Any, task: str) -> Head | str:
     """
     inner = inner_of(model)
     family = getattr(getattr(inner, "config", None), "model_type", "")
-    known = KNOWN_HEADS.get(task_of(task).head, frozenset())
+    known = KNOWN_HEADS.get(objective_of(task).head, frozenset())
     if family not in known or not type(inner).__module__.startswith("transformers.models."):
         return (
             f"all positions are scored: the head of a {family or type(inner).__name__} for {task}"
@@ -312,7 +312,7 @@ def find_head(model: Any, task: str) -> Head | str:
         return "all positions are scored: something listens to the head or rewrites its weights"
     if not matrix.weight.is_floating_point():
         return f"all positions are scored: the head's weights are {matrix.weight.dtype}"
-    if task_of(task).is_pair:
+    if objective_of(task).is_pair:
         shift = getattr(inner, "final_logits_bias", None)
         return Head(lambda batch: _decoder_states(inner, batch), linear, None, shift)
     return Head(

@@ -33,14 +33,14 @@ from farthing.model.loss import decoder_inputs
 from farthing.model.positions import max_positions, scale_positions, stretch
 from farthing.model.weights import weights_sha256
 from farthing.models.model_config import TOKENIZERS
+from farthing.objectives.objective import class_names, in_models_order
+from farthing.objectives.registry import objective_of
 from farthing.storage.files import parse_json, sha256_of
-from farthing.tasks.registry import task_of
-from farthing.tasks.task import class_names, in_models_order
 
 
 def auto_class(task: str) -> Any:
     """The class of transformers that loads models for a task."""
-    return getattr(transformers, task_of(task).auto_class)
+    return getattr(transformers, objective_of(task).auto_class)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def set_languages(
     They are the job's, or the tokenizer's own. Raises `ModelError`: a text marked with the wrong
     language would be learned in silence.
     """
-    writes_them = task_of(task).is_pair and hasattr(tokenizer, "set_tgt_lang_special_tokens")
+    writes_them = objective_of(task).is_pair and hasattr(tokenizer, "set_tgt_lang_special_tokens")
     if not writes_them:
         if source or target:
             raise ModelError(
@@ -291,7 +291,7 @@ def load_model(
     With `init: hollow` there are no weights,
     see `hollow`. Raises `ModelError`.
     """
-    labels = task_of(task).labels
+    labels = objective_of(task).labels
     _tell_padding(config, pad_id)
     trained_for = class_names(config)
     text_config = config.get_text_config()
@@ -350,7 +350,7 @@ def load_model(
             raise found from error
         raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
     model.config.use_cache = False
-    if task_of(task).is_pair:
+    if objective_of(task).is_pair:
         pad = (
             getattr(model.config, "pad_token_id", None) or 0
         )  # of nothing but padding some make no inputs
@@ -424,7 +424,7 @@ def _listed(names: tuple[str, ...]) -> str:
 def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
     """Refuse weights that leave a part of the pretrained model to chance. Raises `ModelError`."""
     odd = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
-    if not task_of(
+    if not objective_of(
         task
     ).scores_tokens:  # its head, and the pooler that some encoders come without, are new
         body = f"{model.base_model_prefix}."
@@ -509,7 +509,7 @@ def _without_places(value: Any) -> Any:
 def _head_of(config: Any, choice: ModelChoice, task: str) -> list[str]:
     """The names of a model's classification head or output layer."""
     model = skeleton(auto_class(task), config, trust_remote_code=choice.trust_remote_code)
-    if not task_of(task).scores_tokens:
+    if not objective_of(task).scores_tokens:
         return new_heads(model)
     output = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if module is output]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farthing.errors import ModelError
-from farthing.tasks.registry import task_of
-from farthing.tasks.task import IGNORED
+from farthing.objectives.objective import IGNORED
+from farthing.objectives.registry import objective_of
 
 # keys of a batch that only the loss reads
 POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
@@ -37,7 +37,7 @@ def summed_loss(
     """
     logits = logits_of(model, batch, task)
     labels = batch["labels"]
-    of = task_of(task)
+    of = objective_of(task)
     if of.labels is not None:
         return of.labels.loss(logits, labels, label_smoothing), logits
     labelled = labelled_of(batch, task)
@@ -52,7 +52,7 @@ def summed_loss(
 
 def logits_of(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     """Forward pass without the library's own loss."""
-    inputs, of = inputs_of(batch), task_of(task)
+    inputs, of = inputs_of(batch), objective_of(task)
     if of.is_pair:
         inputs["decoder_input_ids"] = decoder_inputs(inner_of(model), batch["labels"])
     if of.labels is None:
@@ -106,7 +106,7 @@ def labelled_of(batch: dict[str, Tensor], task: str) -> Labelled:
     """The labelled positions of a batch: those that it says, or those of its labels."""
     if POSITIONS in batch:
         return Labelled(batch[POSITIONS], batch[TARGETS])
-    predicts_next = task_of(task).predicts_next
+    predicts_next = objective_of(task).predicts_next
     return find_labelled(
         batch["labels"], predicts_next=predicts_next, position_ids=batch.get("position_ids")
     )

@@ -28,7 +28,7 @@ from farthing.data.batches import collate
 from farthing.data.token_set import TokenSet
 from farthing.model.documents import Batch, Documents
 from farthing.model.loss import decoder_inputs
-from farthing.tasks.task import IGNORED
+from farthing.objectives.objective import IGNORED
 
 Arrays = dict[str, NDArray[np.int64]]
 

@@ -19,9 +19,9 @@ from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter, recognise
 from farthing.data.read import Row, open_sources
 from farthing.errors import FarthingError, ModelError
+from farthing.objectives.columns import Unusable
+from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json
-from farthing.tasks.columns import Unusable
-from farthing.tasks.registry import task_of
 
 N_EXAMPLES, N_ROWS, MOST_TOKENS = 4, 32, 128
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -34,7 +34,7 @@ def check_examples(job: Json, tokenizer: Any, n_words: int) -> list[dict[str, Te
     """What a model takes of a few examples, each [1, T]: the run's first rows that are available
     here, else drawn ids.
     """
-    is_pair = task_of(job["task"]).is_pair
+    is_pair = objective_of(job["task"]).is_pair
     rows = _first_rows(job, tokenizer)
     if not rows:
         dice = torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ def _first_rows(job: Json, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
         for length in encoded.lengths.tolist():
             span = slice(start, start + length)
             targets = encoded.is_target[span].tolist()
-            if length and (not task_of(task).is_pair or 0 < sum(targets) < length):
+            if length and (not objective_of(task).is_pair or 0 < sum(targets) < length):
                 rows.append((encoded.ids[span].tolist(), targets))
             start += length
         return rows

@@ -31,9 +31,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from farthing.tasks.causal_lm import CAUSAL_LM
-from farthing.tasks.classification import CLASSIFICATION
-from farthing.tasks.seq2seq import SEQ2SEQ
+from farthing.objectives.causal_lm import CAUSAL_LM
+from farthing.objectives.classification import CLASSIFICATION
+from farthing.objectives.seq2seq import SEQ2SEQ
 
 
 class Family(NamedTuple):

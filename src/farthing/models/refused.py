@@ -10,7 +10,7 @@ from typing import Any
 
 from farthing.errors import ModelError
 from farthing.models.families import NOT_TRAINED
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 _ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef", "moe_loss_weight")
 
@@ -28,7 +28,7 @@ def left_out_loss(config: Mapping[str, Any], task: str) -> str:
     of two means over all tokens of a step, which does not come apart into micro-batches.
     Classification heads add none of these.
     """
-    if not task_of(task).scores_tokens:
+    if not objective_of(task).scores_tokens:
         return ""
     for part in (config, config.get("text_config") or {}):
         if part.get("output_router_logits"):

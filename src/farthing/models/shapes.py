@@ -18,7 +18,7 @@ from farthing.errors import InputError
 from farthing.models.config_sizes import ConfigSizes, windows_of
 from farthing.models.families import BODY, FAMILIES, Family
 from farthing.models.weights import Adapters, Flops, Weight
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 
 # they change layers or masks in ways not told here
 _NOT_READ = ("add_cross_attention", "use_bidirectional_attention", "mlp_only_layers")
@@ -68,7 +68,7 @@ class Shape(NamedTuple):
     @property
     def scores_tokens(self) -> bool:
         """Whether each token that is scored is held against all words."""
-        return self.task != BODY and task_of(self.task).scores_tokens
+        return self.task != BODY and objective_of(self.task).scores_tokens
 
     @property
     def n_parameters(self) -> int:
@@ -498,7 +498,7 @@ def _family_of(config: Mapping[str, Any], task: str | None) -> tuple[Family, str
             what, where="config.json: model_type", to_do=f"{first}known: {', '.join(FAMILIES)}"
         )
     task = task or next(iter(family.heads))
-    head = BODY if task == BODY else task_of(task).head
+    head = BODY if task == BODY else objective_of(task).head
     if head not in family.heads:
         known = ", ".join(family.heads)
         raise InputError(

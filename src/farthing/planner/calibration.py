@@ -18,12 +18,12 @@ from farthing.data.lengths import Largest, Padded
 from farthing.local.measurements import Measurement, matching
 from farthing.models.shapes import Shape
 from farthing.models.weights import Adapters
+from farthing.objectives.registry import objective_of
 from farthing.planner.confidence import HUMBLE
 from farthing.planner.memory import estimate_memory
 from farthing.planner.recipe import Recipe
 from farthing.planner.speed import Calibration, Device, forward_work, step_time, work_of
 from farthing.settings import Settings
-from farthing.tasks.registry import task_of
 from farthing.units import plural
 
 N_NEWEST = 5
@@ -158,7 +158,10 @@ def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Large
         stack=stack,
     )
     n_examples = m.n_steps * m.global_batch_size
-    mean, target = m.lengths["mean"], m.lengths["mean_target"] if task_of(m.task).is_pair else 0.0
+    mean, target = (
+        m.lengths["mean"],
+        m.lengths["mean_target"] if objective_of(m.task).is_pair else 0.0,
+    )
     tokens = m.n_padded_tokens / n_examples * mean / (mean + target)
     targets = m.n_padded_tokens / n_examples * target / (mean + target)
     spread = (

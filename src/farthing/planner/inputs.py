@@ -26,6 +26,7 @@ from farthing.models.families import FUSED_BY_LIGER
 from farthing.models.model_config import find_config
 from farthing.models.shapes import Shape, read_shape
 from farthing.models.weights import begins_from_base
+from farthing.objectives.registry import objective_of
 from farthing.planner.alternatives import Rung, is_rented, other_methods, what_choices_save
 from farthing.planner.calibration import calibrate, past_errors
 from farthing.planner.estimate import Estimate
@@ -56,7 +57,6 @@ from farthing.prices.catalog import Catalog, read_catalog, select_any
 from farthing.prices.gpus import FACTS, gpu_of_device, gpus
 from farthing.prices.offers import Billing, Offer
 from farthing.storage.files import Json
-from farthing.tasks.registry import task_of
 from farthing.units import say_count
 
 HERE, OWN = "this machine", "own"
@@ -270,7 +270,7 @@ def shape_of(job: Job, config: Json, n_labels: int = 2) -> Shape:
     """The sizes of the job's model with its head. A head for classification is small; two labels
     unless known.
     """
-    return read_shape(config, job.task, 0 if task_of(job.task).scores_tokens else n_labels)
+    return read_shape(config, job.task, 0 if objective_of(job.task).scores_tokens else n_labels)
 
 
 def wanted_of(
@@ -296,7 +296,7 @@ def wanted_of(
     deadline_s = None
     if job.limits.deadline is not None:
         deadline_s = job.limits.deadline.timestamp() - now.timestamp()
-    is_generated = task_of(job.task).is_pair and train.predict_with_generate
+    is_generated = objective_of(job.task).is_pair and train.predict_with_generate
     return JobSpec(
         shape=shape,
         method=method.name,
@@ -348,7 +348,7 @@ def _may_spread(job: Job) -> bool:
     `train.strategy` has the reasons.
     """
     is_adapter = job.method.name != "full"
-    is_generated = task_of(job.task).is_pair and job.train.predict_with_generate
+    is_generated = objective_of(job.task).is_pair and job.train.predict_with_generate
     is_kept = is_adapter and begins_from_base(job.method.init_lora_weights)
     asks_for_bits = job.where.same_bits and not is_adapter
     return not (is_generated or is_kept or asks_for_bits or job.train.torch_compile is True)
@@ -372,7 +372,7 @@ def _lengths(
             return seen.repeated(n_examples), held_out
         n_examples = seen.n_examples
     assert mean_tokens is not None
-    target = mean_tokens / 4 if task_of(job.task).is_pair else None
+    target = mean_tokens / 4 if objective_of(job.task).is_pair else None
     longest = max(job.max_length, int(mean_tokens) + 1)
     return from_mean(n_examples, mean_tokens, longest, mean_target=target), None
 

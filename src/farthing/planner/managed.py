@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cache
 
+from farthing.objectives.registry import objective_of
 from farthing.planner.types import JobSpec
 from farthing.prices.gpus import facts
-from farthing.tasks.registry import task_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def bills(wanted: JobSpec, task: str, model: str, max_length: int, today: date) 
     `model` is a name on the Hub or a folder. A closed model is listed beside the others, as it is
     what one may have now.
     """
-    if not task_of(task).predicts_next:
+    if not objective_of(task).predicts_next:
         return []
     method, name = (
         "full" if wanted.method == "full" else "lora",

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from farthing.objectives.registry import objective_of
 from farthing.planner.confidence import price_error
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe
@@ -25,7 +26,6 @@ from farthing.planner.spot import (
 )
 from farthing.planner.types import Assumptions, JobSpec, Place, Plan, Range, Rejected
 from farthing.prices.offers import Offer, bill, boot_of
-from farthing.tasks.registry import task_of
 
 _STORES = {
     "s3": "AWS",
@@ -225,7 +225,7 @@ class Pricing:
         start_s = known.start_s
         if start_s is None:
             start_s = a.import_s + weights_bytes / a.load_bytes_per_s
-        tokens = task_of(shape.task).n_tokens(
+        tokens = objective_of(shape.task).n_tokens(
             wanted.lengths.n_tokens, wanted.lengths.n_target_tokens
         )
         export_s = (

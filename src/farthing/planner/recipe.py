@@ -14,8 +14,8 @@ from typing import Any
 
 from farthing.data.packing import MicroBatchCost
 from farthing.models.families import ENCODERS, KNOWN_HEADS, PACKED
+from farthing.objectives.registry import objective_of
 from farthing.settings import Settings
-from farthing.tasks.registry import task_of
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -139,7 +139,7 @@ def stack_for(
     A plain head has no adapter and is not trained beside its original; plain adapters are LoRA
     without dropout or DoRA.
     """
-    is_packed = may_go_packed and model_type in PACKED.get(task_of(task).head, ())
+    is_packed = may_go_packed and model_type in PACKED.get(objective_of(task).head, ())
     return replace(
         FARTHING,
         has_autocast=precision != "fp32",
@@ -148,7 +148,7 @@ def stack_for(
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
         is_flash=is_packed and precision != "fp16",
         loss=POSITIONS
-        if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ())
+        if has_plain_head and model_type in KNOWN_HEADS.get(objective_of(task).head, ())
         else LABELLED,
         fuses_adapters=method == "lora" and has_plain_adapters,
         shares_inputs=True,

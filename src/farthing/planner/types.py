@@ -18,6 +18,7 @@ from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.models.shapes import Shape
 from farthing.models.tiles import WRITES_MORE
 from farthing.models.weights import Adapters
+from farthing.objectives.registry import objective_of
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe, Stack, stack_for
 from farthing.planner.software import Torch, host_note, why_no_code
@@ -30,7 +31,6 @@ from farthing.prices.offers import (
     Offer,
     up_front_usd,
 )
-from farthing.tasks.registry import task_of
 from farthing.units import say_seconds
 
 UNCALIBRATED = Calibration()
@@ -222,14 +222,14 @@ class JobSpec:
     @property
     def labelled_share(self) -> float:
         """Share of the tokens that go through the loss."""
-        if not task_of(self.shape.task).predicts_next:
+        if not objective_of(self.shape.task).predicts_next:
             return 1.0
         return min(1.0, self.lengths.n_target_tokens / max(1.0, self.lengths.n_tokens))
 
     @property
     def tokens_per_example(self) -> float:
         """Mean tokens without padding; seq2seq: source and target."""
-        return task_of(self.shape.task).n_tokens(self.lengths.mean, self.lengths.mean_target)
+        return objective_of(self.shape.task).n_tokens(self.lengths.mean, self.lengths.mean_target)
 
     @property
     def save_bytes(self) -> float:

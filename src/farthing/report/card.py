@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from farthing.config.job import Job
+from farthing.objectives.causal_lm import CAUSAL_LM
+from farthing.objectives.registry import objective_of
 from farthing.printable import printable
 from farthing.report.receipt import Receipt
 from farthing.report.receipt_rows import CLASSES, class_rows
 from farthing.storage.files import Json
-from farthing.tasks.causal_lm import CAUSAL_LM
-from farthing.tasks.registry import task_of
 from farthing.units import digits_of, plural, say_bytes, say_count
 
 _BEFORE_TASKS = CAUSAL_LM.name  # what the job of an older run is of, that names none
@@ -35,7 +35,7 @@ def model_card(
     meta = [
         "---",
         f"library_name: {'peft' if is_adapter else 'transformers'}",
-        f"pipeline_tag: {task_of(task).pipeline_tag}",
+        f"pipeline_tag: {objective_of(task).pipeline_tag}",
     ]
     if not is_local:
         meta.append(f"base_model: {base}")
@@ -125,7 +125,7 @@ def _how_to_load(receipt: Receipt, base: str) -> list[str]:
     if (job.get("model") or {}).get("init") == "random":
         words = f"`{base}` has no weights, they were drawn from the seed: take the whole model,"
         return ["", "## Use", "", f"{words} which `farthing export --format merged` writes."]
-    task = task_of(job.get("task", _BEFORE_TASKS))
+    task = objective_of(job.get("task", _BEFORE_TASKS))
     name = task.auto_class
     lines = ["", "## Use", "", "In this folder, with `peft` installed:", "", "```python"]
     has_classes, is_scaled = (

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from farthing.data.formats import RENDERED
 from farthing.data.summary import Summary
+from farthing.objectives.registry import objective_of
 from farthing.report.safe import escape
-from farthing.tasks.registry import task_of
 from farthing.units import plural
 
 MOST_CHARACTERS = 1500  # of an example
@@ -51,7 +51,7 @@ def data_lines(found: Summary) -> list[str]:
     for what, n in found.odd_roles.items():
         rows.append(f"[yellow]odd[/]        {plural(n, 'chat')}: {escape(what)}")
     rows += [f"[yellow]left out[/]   {escape(what)}" for what in found.left_out]
-    if found.format in RENDERED and not found.is_exact and task_of(found.task).predicts_next:
+    if found.format in RENDERED and not found.is_exact and objective_of(found.task).predicts_next:
         rows.append(
             "template   farthing's own; what the model's leaves out is not seen here: name a job,"
             " or --model NAME"
@@ -87,7 +87,7 @@ def _tokens(found: Summary) -> list[str]:
         f" {tokens['median']:,.0f}, nine in ten under {tokens['nine_in_ten']:,.0f}, the longest"
         f" {tokens['longest']:,.0f} ({source})"
     ]
-    if task_of(found.task).labels is None:
+    if objective_of(found.task).labels is None:
         rows.append(f"learned    {tokens['learned_share']:.0%} of the tokens")
     if found.n_too_long:
         rows.append(

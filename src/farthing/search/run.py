@@ -28,6 +28,7 @@ from farthing.errors import (
     InputError,
     RunInterruptedError,
 )
+from farthing.objectives.registry import objective_of
 from farthing.run.accounts import read_ledger
 from farthing.run.folder import LEDGER, MODEL
 from farthing.run.ledger import Ledger
@@ -41,7 +42,6 @@ from farthing.search.record import SEARCH_LOG, SearchRecord, folder_of
 from farthing.search.space import by_model, draw, n_choices, values_with
 from farthing.storage.files import Json, make_private, write_text
 from farthing.storage.objects import NoSuchObject, Retrying, open_store
-from farthing.tasks.registry import task_of
 from farthing.train.budget import limits_left, refuse_cap_without_price
 
 MOST_TRIALS = 27
@@ -143,7 +143,7 @@ def asked_of(job: Job) -> Json:
 
 def check(job: Job) -> None:
     """Raises `InputError` where a job is no search that can be run."""
-    section, known = job.search, task_of(job.task).metrics
+    section, known = job.search, objective_of(job.task).metrics
     problems = [
         (
             not section.is_asked,
@@ -193,7 +193,7 @@ class _Search:
         self.ledger, self.store, self.tell = ledger, store, tell
         self.metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
         greater = job.train.greater_is_better
-        known = task_of(job.task).metrics
+        known = objective_of(job.task).metrics
         self.greater = known[self.metric] if greater is None else greater
         self.workers = [
             Worker(folder / f"worker-{number}.log", environ)
@@ -331,7 +331,7 @@ class _Search:
     def _good_enough(self, trial: int) -> str:
         """That a model holds `stop_at` on examples that no choice was made on; empty if not."""
         ((metric, wanted),) = self.job.search.stop_at.items()
-        better = task_of(self.job.task).metrics[metric]
+        better = objective_of(self.job.task).metrics[metric]
         found = self.record.confirmed.get(trial)
         if found is None:
             values = self._values(trial)

@@ -15,9 +15,9 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.data.lengths import from_token_set
 from farthing.model.hardware import Numerics, hardware_key
+from farthing.objectives.registry import objective_of
 from farthing.settings import Settings
 from farthing.storage.logs import append_line, newest_lines, read_line
-from farthing.tasks.registry import task_of
 from farthing.train.setup import Examples
 
 PROBES = "probes.jsonl"  # in the cache
@@ -72,7 +72,7 @@ def subject_of(job: Job, config: Any, examples: Examples, numerics: Numerics) ->
         precision=numerics.name,
         optim=job.train.optim,
         global_batch_size=job.global_batch_size,
-        mean_tokens=task_of(job.task).n_tokens(lengths.mean, lengths.mean_target),
+        mean_tokens=objective_of(job.task).n_tokens(lengths.mean, lengths.mean_target),
         longest=lengths.longest + lengths.longest_target,
     )
 

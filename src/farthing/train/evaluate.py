@@ -22,7 +22,7 @@ from farthing.errors import RunInterruptedError
 from farthing.metrics import Metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
-from farthing.tasks.task import Evaluated
+from farthing.objectives.objective import Evaluated
 
 
 class Writing(NamedTuple):

@@ -16,7 +16,7 @@ import farthing
 from farthing.data.lengths import from_token_set
 from farthing.local.measurements import Measurement, leave_measurement
 from farthing.model.hardware import peak_bytes
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 from farthing.train.attempt import Attempt
 from farthing.train.autotune_cache import subject_of
 
@@ -64,7 +64,7 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         spans={name: round(seconds, 4) for name, seconds in spans.items()},
         n_eval_examples=0 if attempt.eval_examples is None else len(attempt.eval_examples),
         n_eval_padded_tokens=attempt.n_evaluated_tokens,
-        has_generated=task_of(job.task).is_pair and job.train.predict_with_generate,
+        has_generated=objective_of(job.task).is_pair and job.train.predict_with_generate,
         save_s=spans.get("checkpoint", 0.0),
         export_s=spans.get("export", 0.0),
         start_up_s=spans.get("start_up", 0.0),

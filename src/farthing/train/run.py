@@ -46,6 +46,7 @@ from farthing.model.hardware import (
     taken_bytes,
 )
 from farthing.model.load import quiet_libraries
+from farthing.objectives.registry import objective_of
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.run_page import leave_page
@@ -74,7 +75,6 @@ from farthing.run.opening import Opened, opened
 from farthing.run.signals import Notice
 from farthing.settings import Settings
 from farthing.storage.files import Json, only_writer, set_aside, write_json
-from farthing.tasks.registry import task_of
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
@@ -601,7 +601,7 @@ def _open(
     with contextlib.ExitStack() as stack:
         loading = None
         if (
-            task_of(job.task).labels is None
+            objective_of(job.task).labels is None
         ):  # else the head waits for them; the model is read meanwhile
             loading = stack.enter_context(meanwhile(lambda: build(())))
         if not ranks.is_first:  # it has tokenized, and estimated, for all

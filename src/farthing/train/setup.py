@@ -64,10 +64,10 @@ from farthing.model.load import (
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.model.positions import max_positions
 from farthing.models.refused import refuse_model
+from farthing.objectives.objective import class_names
+from farthing.objectives.registry import objective_of
 from farthing.run.folder import began
 from farthing.settings import Settings
-from farthing.tasks.registry import task_of
-from farthing.tasks.task import class_names
 from farthing.train.ancestor import ancestor_identity
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
@@ -115,7 +115,7 @@ class Inputs:
         text_config = self.config.get_text_config()
         own = (
             getattr(text_config, "pad_token_id", None)
-            if task_of(self.recipe.task).labels is not None
+            if objective_of(self.recipe.task).labels is not None
             else None
         )
         if own is not None and 0 <= own < text_config.vocab_size:
@@ -182,7 +182,7 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
     max_length = job.data.max_length or min([job.max_length, *limits])
     data = job.data
     lengths = {"data.max_length": max_length}
-    task = task_of(job.task)
+    task = objective_of(job.task)
     if task.is_pair:
         lengths["data.max_target_length"] = data.max_target_length
     check_fits(config, tokenizer, lengths, choice)
@@ -481,7 +481,7 @@ def build_model(
         with replace(
             numerics, device=next(model.parameters()).device
         ).autocasting():  # modules that are saved are fp32
-            if task_of(job.task).predicts_next:
+            if objective_of(job.task).predicts_next:
                 refuse_looking_ahead(model, inputs.choice.name)
             if method.name != "full":
                 refuse_unreached(model, adapter, job.task)

@@ -18,7 +18,7 @@ from farthing.dist.ranks import Ranks
 from farthing.errors import InputError
 from farthing.events import Emit, Note
 from farthing.models.weights import begins_from_base
-from farthing.tasks.registry import task_of
+from farthing.objectives.registry import objective_of
 from farthing.units import plural, say_bytes
 
 SHARE = 0.8
@@ -133,7 +133,7 @@ def why_not_spread(job: Job, autocast: torch.dtype | None = None) -> tuple[str, 
             "sums over spread gradients are equal to rounding, and where.same_bits asks for more",
             "leave where.same_bits out, or use ddp",
         )
-    if task_of(job.task).is_pair and job.train.predict_with_generate:
+    if objective_of(job.task).is_pair and job.train.predict_with_generate:
         return (
             "texts of different lengths are written by ranks that have to compute alike",
             "set train.predict_with_generate: false, or use ddp",

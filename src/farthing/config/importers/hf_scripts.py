@@ -21,10 +21,10 @@ from farthing.config.importers.record import (
     whole,
 )
 from farthing.config.importers.shared import reasons
+from farthing.objectives.causal_lm import CAUSAL_LM
+from farthing.objectives.classification import CLASSIFICATION
+from farthing.objectives.seq2seq import SEQ2SEQ
 from farthing.storage.files import Json
-from farthing.tasks.causal_lm import CAUSAL_LM
-from farthing.tasks.classification import CLASSIFICATION
-from farthing.tasks.seq2seq import SEQ2SEQ
 
 NAME = "hf-trainer"
 TABLE: dict[str, To] = {

@@ -25,8 +25,8 @@ from farthing.config.importers.record import (
     whole,
 )
 from farthing.config.importers.shared import NO_COUNT_OF_GPUS, reasons
-from farthing.tasks.causal_lm import CAUSAL_LM
-from farthing.tasks.registry import task_names
+from farthing.objectives.causal_lm import CAUSAL_LM
+from farthing.objectives.registry import objective_names
 
 NAME = "home-made"
 
@@ -51,7 +51,7 @@ def _task(value: Any) -> str:
     name = str(value).lower().replace("_", "-")
     if name in ("sft", "text-generation"):
         return CAUSAL_LM.name
-    if name not in task_names():
+    if name not in objective_names():
         raise Odd(f"{value}, which farthing does not do", "blocks")
     return name
 

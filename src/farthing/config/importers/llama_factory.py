@@ -26,8 +26,8 @@ from farthing.config.importers.record import (
     whole,
 )
 from farthing.config.importers.shared import NO_COUNT_OF_GPUS, reasons
+from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.storage.files import Json
-from farthing.tasks.causal_lm import CAUSAL_LM
 
 NAME = "llama-factory"
 MAX_REGISTRY_BYTES = 16 << 20

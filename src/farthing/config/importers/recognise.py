@@ -40,9 +40,9 @@ from farthing.config.importers.scripts import (
 )
 from farthing.config.job import DataSection, MethodSection, TrainSection
 from farthing.errors import InputError
+from farthing.objectives.causal_lm import CAUSAL_LM
+from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json
-from farthing.tasks.causal_lm import CAUSAL_LM
-from farthing.tasks.registry import task_of
 
 FILL_IN = "FILL-IN/the-model"
 SOURCES = (
@@ -234,7 +234,7 @@ def _settle(out: Imported) -> None:
         _drop(out, "train.fp16", "bf16 is on too, and goes before it")
     metric, known = (
         str(job.get("train.metric_for_best_model", "loss")).removeprefix("eval_"),
-        task_of(str(job["task"])).metrics,
+        objective_of(str(job["task"])).metrics,
     )
     if metric not in known:
         _drop(

@@ -13,10 +13,10 @@ from farthing.config.importers.prompts import CHATML
 from farthing.config.importers.record import Imported, To, flat, read_keys, truth
 from farthing.config.importers.scripts import Call, Computed
 from farthing.config.importers.shared import reasons
+from farthing.objectives.causal_lm import CAUSAL_LM
+from farthing.objectives.classification import CLASSIFICATION
+from farthing.objectives.seq2seq import SEQ2SEQ
 from farthing.storage.files import Json
-from farthing.tasks.causal_lm import CAUSAL_LM
-from farthing.tasks.classification import CLASSIFICATION
-from farthing.tasks.seq2seq import SEQ2SEQ
 
 UNSLOTH = "unsloth"
 ARGUMENTS = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farthing.tasks import columns
-from farthing.tasks.task import IGNORED, Evaluated, Rows, Starter, Task, filled
+from farthing.objectives import columns
+from farthing.objectives.objective import IGNORED, Evaluated, Objective, Rows, Starter, filled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +42,7 @@ def _judge(seen: Evaluated) -> Metrics:
     return {"perplexity": perplexity(seen.loss), "document_loss": seen.document_loss}
 
 
-CAUSAL_LM = Task(
+CAUSAL_LM = Objective(
     name="causal-lm",
     formats=(
         columns.MESSAGES,

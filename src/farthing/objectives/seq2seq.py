@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farthing.tasks import columns
-from farthing.tasks.task import IGNORED, Evaluated, Rows, Starter, Task, filled, is_within
+from farthing.objectives import columns
+from farthing.objectives.objective import (
+    IGNORED,
+    Evaluated,
+    Objective,
+    Rows,
+    Starter,
+    filled,
+    is_within,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +42,7 @@ def _judge(seen: Evaluated) -> Metrics:
     return {"document_loss": seen.document_loss, **texts}
 
 
-SEQ2SEQ = Task(
+SEQ2SEQ = Objective(
     name="seq2seq",
     formats=(columns.INSTRUCTION, columns.PROMPT_COMPLETION, columns.INPUT_TARGET),
     example_columns="prompt: question, completion: answer",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from farthing.tasks.columns import TEXT_LABEL, Unusable, kind_of, text_of
-from farthing.tasks.task import Evaluated, Labels, Rows, Starter, Task
+from farthing.objectives.columns import TEXT_LABEL, Unusable, kind_of, text_of
+from farthing.objectives.objective import Evaluated, Labels, Objective, Rows, Starter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,7 +70,7 @@ def _packed_labels(rows: Rows) -> NDArray[Any]:
     return rows.labels.astype("float32" if rows.labels.dtype.kind == "f" else "int64")
 
 
-CLASSIFICATION = Task(
+CLASSIFICATION = Objective(
     name="classification",
     formats=(TEXT_LABEL,),
     example_columns="text: narrative, label: product",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from farthing.tasks.columns import Format
+from farthing.objectives.columns import Format
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,7 +124,7 @@ class Labels(NamedTuple):
     a scalar in fp32.
     """
     answers: Callable[[Any], Any]
-    """What is kept of scores [N, C] for `Task.judge`: tensors, [N, ...]."""
+    """What is kept of scores [N, C] for `Objective.judge`: tensors, [N, ...]."""
     dtype: str = "int32"
     """What labels are stored as, by numpy's name."""
 
@@ -139,7 +139,7 @@ class Starter(NamedTuple):
     """The columns that are found by name, in words."""
 
 
-class Task(NamedTuple):
+class Objective(NamedTuple):
     """A task: what its rows hold, how they are laid out, what of it is scored and judged, and what
     that costs.
 

@@ -20,18 +20,18 @@ from safetensors.torch import load_file
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.errors import InputError, JobError
-from farthing.tasks import registry
-from farthing.tasks.causal_lm import CAUSAL_LM
-from farthing.tasks.classification import CLASSIFICATION
-from farthing.tasks.registry import (
-    find_task,
+from farthing.objectives import registry
+from farthing.objectives.causal_lm import CAUSAL_LM
+from farthing.objectives.classification import CLASSIFICATION
+from farthing.objectives.objective import Rows
+from farthing.objectives.registry import (
+    find_objective,
     format_of,
+    objective_names,
+    objective_of,
     register,
     standard_columns,
-    task_names,
-    task_of,
 )
-from farthing.tasks.task import Rows
 from held import Held
 from patience import until
 from workshop import job_file, log_of, losses_of, train
@@ -39,8 +39,8 @@ from workshop import job_file, log_of, losses_of, train
 PACKAGE = '''
 """A task that is not farthing's: a number for each text."""
 
-from farthing.tasks.classification import CLASSIFICATION
-from farthing.tasks.columns import Format, Unusable, text_of
+from farthing.objectives.classification import CLASSIFICATION
+from farthing.objectives.columns import Format, Unusable, text_of
 
 
 def read(row, label_map):
@@ -82,7 +82,7 @@ SCORING = CLASSIFICATION._replace(
 NO_TASK = 3
 '''
 ENTRIES = """
-[farthing.tasks]
+[farthing.objectives]
 scoring = scoring_of_texts:SCORING
 broken = scoring_of_texts:NO_TASK
 gone = nowhere_at_all:TASK
@@ -100,7 +100,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     (folder / "scoring_of_texts-1.dist-info/entry_points.txt").write_text(ENTRIES)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))
+    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
     yield folder
     sys.modules.pop("scoring_of_texts", None)
 
@@ -205,29 +205,29 @@ def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(
 
 
 def test_a_package_whose_task_can_not_be_used_is_named(package: Path, tmp_path: Path) -> None:
-    for name, why in (("broken", "no farthing Task"), ("gone", "ModuleNotFoundError")):
+    for name, why in (("broken", "no farthing Objective"), ("gone", "ModuleNotFoundError")):
         with pytest.raises(InputError, match=why):
-            find_task(name)
+            find_objective(name)
     path = write_job(tmp_path)
     path.write_text(path.read_text().replace("scoring", "scorning"))
     with pytest.raises(JobError, match="`task` can't be 'scorning'"):
         load_job(path)
-    assert find_task("nothing") is None
+    assert find_objective("nothing") is None
     with pytest.raises(InputError, match="there is no task `nothing`"):
-        task_of("nothing")
+        objective_of("nothing")
 
 
 def test_a_name_belongs_to_one_task() -> None:
     register(CAUSAL_LM)
     with pytest.raises(ValueError, match="another task"):
         register(CAUSAL_LM._replace(max_length=3))
-    assert task_names()[:3] == ("causal-lm", "seq2seq", "classification")
+    assert objective_names()[:3] == ("causal-lm", "seq2seq", "classification")
 
 
 def test_the_columns_of_all_tasks_are_known() -> None:
     assert format_of("text/label").needs == ("text", "label")
     assert {"messages", "tools", "system", "target", "label"} <= standard_columns()
-    every = [each for name in task_names() for each in task_of(name).formats]
+    every = [each for name in objective_names() for each in objective_of(name).formats]
     assert all(format_of(each.name) == each for each in every), (
         "a form of rows is the same for all tasks"
     )
@@ -238,14 +238,14 @@ def test_micro_batches_are_laid_out_as_each_task_says(name: str) -> None:
     ids, is_target = np.array([5, 6, 7, 8, 9], np.int32), np.array([0, 1, 0, 1, 1], bool)
     labels = np.array([2, 0], np.int32) if name == "classification" else None
     rows = Rows(ids, is_target, np.array([2, 3]), labels)
-    batch = task_of(name).pad(rows, 1)
+    batch = objective_of(name).pad(rows, 1)
     expected = {
         "causal-lm": ([[5, 6, 1], [7, 8, 9]], [[-100, 6, -100], [-100, 8, 9]]),
         "seq2seq": ([[5], [7]], [[6, -100], [8, 9]]),
         "classification": ([[5, 6, 1], [7, 8, 9]], [2, 0]),
     }[name]
     assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == expected
-    flat = task_of(name).packed_labels
+    flat = objective_of(name).packed_labels
     if flat is not None:
         assert (
             flat(rows).tolist()
