@@ -251,6 +251,8 @@ def test_sigterm_exits_with_75_and_the_same_command_finishes(
     assert [row["step"] for row in log_of(load_job(path))] == list(range(1, 41))
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_a_process_that_is_told_to_stop_exits_with_75(tmp_path: Path) -> None:
     path = job_file(tmp_path, max_steps=3000, logging_steps=1)
     process = subprocess.Popen(

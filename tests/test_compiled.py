@@ -288,6 +288,8 @@ def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every: int) -> 
     assert checkpointed < 0.8 * kept
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
     """torch keeps them by thread, and on CUDA what is recomputed is computed in a thread of
     autograd.
@@ -358,6 +360,8 @@ def without(model: Any) -> Any:
     return other
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_padded_batches_and_two_kinds_of_layers() -> None:
     plain = causal_model("gemma2", sliding_window=8, attn_implementation="eager")
     model = copy.deepcopy(plain)

@@ -1130,7 +1130,7 @@ def test_real_pairs_for_t5(data_dir: Path, tmp_path: Path) -> None:
 
 
 @REAL
-@pytest.mark.parametrize("name", ["bert-base-uncased", "roberta-base"])
+@pytest.mark.parametrize("name", thinned(["bert-base-uncased", "roberta-base"], 9))
 def test_real_labels(data_dir: Path, tmp_path: Path, name: str) -> None:
     tokenizer = real_tokenizer(data_dir, name)
     source, rows = head_of(data_dir, "complaints_narratives", 300, tmp_path)

@@ -15,6 +15,7 @@ import farthing
 import workshop
 from farthing.cli import main
 from farthing.errors import DataError, InputError
+from thinned import thinned
 from workshop import make_folder, rows_of
 
 
@@ -40,7 +41,7 @@ def as_frame(rows: list[dict[str, Any]]) -> Any:
 FORMS = {"list": list, "dataset": datasets.Dataset.from_list, "frame": as_frame}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", thinned(FORMS, 9))
 def test_rows_in_memory_train_as_a_file_of_them(form: str, tmp_path: Path) -> None:
     rows = rows_of("llama", 24)
     receipt = farthing.fine_tune(job_of(tmp_path, "llama", FORMS[form](rows)), quiet=True)

@@ -161,7 +161,7 @@ def test_training_goes_on_when_nobody_reads_and_keeps_its_exit_code(tmp_path: Pa
     codes, said = piped("train job.yaml", tmp_path)
     assert (codes[0], "Traceback" in said) == (0, False)
     assert json.loads((tmp_path / "run" / "receipt.json").read_text())["steps"] == 8
-    codes, said = piped("train job.yaml --json --set train.seed=7 2>/dev/null", tmp_path)
+    codes, said = piped("train job.yaml --json --set train.seed=x 2>/dev/null", tmp_path)
     assert codes[0] == 2, "a refusal stays one"
 
 

@@ -63,7 +63,7 @@ PEFT_CLASSES = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+@pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 9))
 def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(
     family: str, tmp_path: Path
 ) -> None:
@@ -245,7 +245,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), thinned(itertools.product(("llama", "t5", "bert"), ("full", "lora")), 3)
+    ("family", "method"), thinned(itertools.product(("llama", "t5", "bert"), ("full", "lora")), 9)
 )
 def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(
     family: str, method: str, tmp_path: Path

@@ -173,7 +173,9 @@ def test_a_log_that_can_not_be_written_ends_the_run_in_words(
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], ids=["gpu", "host"]
+    "error",
+    thinned([torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], 9),
+    ids=["gpu", "host"],
 )
 def test_memory_that_runs_out_in_an_evaluation_halves_it(
     error: BaseException, alone: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

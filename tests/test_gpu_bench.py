@@ -140,6 +140,8 @@ def test_a_step_is_taken_of_models_that_are_no_chat_models(shape: str, tmp_path:
         assert run.progress.n_tokens == drawn.lengths[run.batches.examples_of(0)].sum()
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_flash_attention_of_the_peers_is_found_by_its_name_and_computes_with_torchs_kernel(
     tmp_path: Path,
 ) -> None:
@@ -387,7 +389,7 @@ exit 0
 
 @pytest.mark.parametrize(
     "fails",
-    thinned(["", "--only-ceilings", "tests/test_gpu.py", "--only-ceilings tests/test_gpu.py"], 2),
+    thinned(["", "--only-ceilings", "tests/test_gpu.py", "--only-ceilings tests/test_gpu.py"], 9),
 )
 def test_a_part_that_fails_does_not_keep_the_others_from_running(
     fails: str, tmp_path: Path

@@ -41,6 +41,7 @@ from farthing.launch.request import least_s
 from farthing.launch.wheel import fetch_script, wheel_of_this
 from farthing.run.machines import Machine, MachineLedger, bill_by_machine
 from launch_faults import Fate, prepared_for, supervise
+from thinned import thinned
 
 ALIVE = Fate(None, is_before=False)
 
@@ -234,7 +235,7 @@ def test_a_signal_ends_what_nothing_else_would_end(n: int, tmp_path: Path) -> No
     assert MachineLedger(run).open == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", thinned([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], 9))
 def test_a_signal_to_the_command_names_what_is_still_billed(
     number: int, tmp_path: Path, tiny_folders: dict[str, Path]
 ) -> None:

@@ -700,7 +700,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), thinned(CASES, 4))
+@pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), thinned(CASES, 99))
 def test_samples_of_real_sets(
     file: str,
     task: str,

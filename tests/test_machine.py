@@ -90,6 +90,8 @@ def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[s
     assert " thread" in planner
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="Linux only: a process kept to one core"
 )

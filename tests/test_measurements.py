@@ -303,6 +303,8 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert of_run == [dataclasses.asdict(found)]
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_the_padding_of_an_evaluation_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 # ---- what learns ----
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
+@pytest.mark.parametrize("family", thinned(FAMILIES, 9))
 @pytest.mark.parametrize("method", thinned(["full", *ADAPTERS], 2))
 def test_the_loss_falls_and_only_what_should_be_trained_changes(
     family: str, method: str, tmp_path: Path, watched: Watched
@@ -149,12 +149,15 @@ def test_modules_to_save_are_trained_whole(tmp_path: Path, watched: Watched) -> 
 
 @pytest.mark.parametrize(
     ("family", "saved"),
-    [
-        ("llama", ["lm_head"]),
-        ("llama", ["embed_tokens", "lm_head"]),
-        ("t5", ["lm_head"]),
-        ("bert", ["pooler"]),
-    ],
+    thinned(
+        [
+            ("llama", ["lm_head"]),
+            ("llama", ["embed_tokens", "lm_head"]),
+            ("t5", ["lm_head"]),
+            ("bert", ["pooler"]),
+        ],
+        9,
+    ),
 )
 def test_modules_in_fp32_go_with_a_base_in_half_precision(
     tmp_path: Path, family: str, saved: list[str]
@@ -336,7 +339,7 @@ def test_a_cpu_computes_in_fp32_and_in_bf16_when_asked() -> None:
 # ---- optimizers and schedules ----
 
 
-@pytest.mark.parametrize("optim", thinned(["adamw_torch", "adamw_torch_fused", "sgd"], 2))
+@pytest.mark.parametrize("optim", thinned(["adamw_torch", "adamw_torch_fused", "sgd"], 9))
 def test_every_torch_optimizer_learns(optim: str, tmp_path: Path) -> None:
     job = make_job(
         tmp_path, optim=optim, max_steps=12, learning_rate=0.5 if optim == "sgd" else 0.01
@@ -384,16 +387,19 @@ def test_schedules_are_those_of_transformers_step_by_step(name: str, n_warmup_st
 @pytest.mark.parametrize(
     "name",
     thinned(
-        [
-            "linear",
-            "cosine",
-            "cosine_with_restarts",
-            "polynomial",
-            "constant",
-            "constant_with_warmup",
-            "inverse_sqrt",
-        ],
-        3,
+        thinned(
+            [
+                "linear",
+                "cosine",
+                "cosine_with_restarts",
+                "polynomial",
+                "constant",
+                "constant_with_warmup",
+                "inverse_sqrt",
+            ],
+            3,
+        ),
+        9,
     ),
 )
 def test_every_schedule_trains(name: str, tmp_path: Path) -> None:
@@ -868,7 +874,7 @@ def test_a_schedule_that_can_not_be_followed_is_refused(
         workshop.train(make_job(tmp_path, **keys))
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", thinned(["full", "lora"], 9))
 def test_adafactor_is_that_of_transformers_and_resumes(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

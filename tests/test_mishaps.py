@@ -51,7 +51,7 @@ def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path: Path) ->
     assert [("is off" in warned.text) for warned in heard.of(Warned)] == [True]
 
 
-@pytest.mark.parametrize("most_waiting", [3, 10_000])
+@pytest.mark.parametrize("most_waiting", thinned([3, 10_000], 9))
 def test_a_tracker_that_hangs_is_not_waited_for(
     most_waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from farthing.cli import main
 from farthing.errors import RunChangedError
+from thinned import thinned
 from workshop import Heard, job_file, losses_of, make_job, train
 
 
@@ -20,11 +21,14 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "schedule",
-    [
-        {"lr_scheduler_type": "constant"},
-        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
-        {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2},
-    ],
+    thinned(
+        [
+            {"lr_scheduler_type": "constant"},
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
+            {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2},
+        ],
+        9,
+    ),
 )
 def test_a_finished_run_takes_more_steps(schedule: dict[str, Any], tmp_path: Path) -> None:
     keys: dict[str, Any] = {"n_rows": 40, **schedule}
@@ -49,10 +53,13 @@ def test_fewer_steps_than_were_taken_train_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    [
-        {"lr_scheduler_type": "linear"},
-        {"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.5},
-    ],
+    thinned(
+        [
+            {"lr_scheduler_type": "linear"},
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.5},
+        ],
+        9,
+    ),
 )
 def test_a_schedule_that_knows_its_end_names_the_way_further(
     schedule: dict[str, Any], tmp_path: Path

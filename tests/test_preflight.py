@@ -43,7 +43,7 @@ def in_a_process(folder: Path, *argv: str, **environment: str) -> tuple[int, str
     return done.returncode, out + done.stderr, heavy.split()
 
 
-@pytest.mark.parametrize("verb", thinned(["train", "plan", "doctor", "probe"], 2))
+@pytest.mark.parametrize("verb", thinned(["train", "plan", "doctor", "probe"], 9))
 def test_every_fault_is_told_at_once_and_nothing_heavy_is_imported(verb: str, desk: Desk) -> None:
     desk.rows([{"left": "a", "right": "b"}])
     desk.rows([{"prompt": "a", "chosen": "b", "rejected": "c"}], "eval.jsonl")
@@ -63,7 +63,7 @@ def test_every_fault_is_told_at_once_and_nothing_heavy_is_imported(verb: str, de
     assert left_behind(desk.folder / "run") == set()
 
 
-@pytest.mark.parametrize("verb", thinned(["train", "plan", "doctor", "probe"], 2))
+@pytest.mark.parametrize("verb", thinned(["train", "plan", "doctor", "probe"], 9))
 def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(
     verb: str, desk: Desk
 ) -> None:
@@ -89,25 +89,28 @@ def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(
 @pytest.mark.parametrize(
     ("rows", "words"),
     thinned(
-        [
-            (
-                [
-                    {"question": "is it?", "choices": ["no", "yes"], "answer": i % 2}
-                    for i in range(80)
-                ],
+        thinned(
+            [
                 (
-                    "`completion` is a number, not text",
-                    'completion: "{answer}"}',
-                    '"{choices[answer]}"',
+                    [
+                        {"question": "is it?", "choices": ["no", "yes"], "answer": i % 2}
+                        for i in range(80)
+                    ],
+                    (
+                        "`completion` is a number, not text",
+                        'completion: "{answer}"}',
+                        '"{choices[answer]}"',
+                    ),
                 ),
-            ),
-            (
-                [{"prompt": "is it?", "completion": True}],
-                ("`completion` is true/false, not text", '"{completion}"}'),
-            ),
-            ([{"prompt": "", "completion": "b"}] * 3, ("line 1: `prompt` is empty",)),
-        ],
-        2,
+                (
+                    [{"prompt": "is it?", "completion": True}],
+                    ("`completion` is true/false, not text", '"{completion}"}'),
+                ),
+                ([{"prompt": "", "completion": "b"}] * 3, ("line 1: `prompt` is empty",)),
+            ],
+            2,
+        ),
+        9,
     ),
 )
 def test_values_of_which_none_can_be_used_are_told_before_torch(

@@ -18,6 +18,7 @@ from farthing.printable import printable, printable_lines
 from farthing.report.safe import SafeConsole, escape
 from farthing.tiny import demo_rows
 from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
+from thinned import thinned
 
 CANARY = "a\x1b]0;owned\x07b\r\n\x9b31mfarthing: finished\u202eevil\u2066\x7f[red]c[/red]\u2028d"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]")
@@ -98,7 +99,7 @@ def key(desk: Desk) -> None:
 SPOILS = [reason, columns, name_of_a_file, kind_of_file, label, model, template, key]
 
 
-@pytest.mark.parametrize("spoil", SPOILS, ids=[spoil.__name__ for spoil in SPOILS])
+@pytest.mark.parametrize("spoil", thinned(SPOILS, 9), ids=[spoil.__name__ for spoil in SPOILS])
 def test_refusals_repeat_nothing_that_steers(
     spoil: Callable[[Desk], None], desk: Desk, run: Callable[..., Said]
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from farthing.cli import main
 from farthing.config.job import SearchSection
 from farthing.config.load import load_job
 from farthing.errors import InputError, JobError, RunChangedError
@@ -142,7 +143,7 @@ def told(receipt: Any) -> Any:
     return [{key: each[key] for key in keys} for each in receipt["trials"]]
 
 
-def test_the_best_settings_win_whatever_happens_meanwhile(tmp_path: Path) -> None:
+def test_the_best_settings_win(tmp_path: Path) -> None:
     path = job_of(tmp_path / "straight")
     outcome = search(load_job(path), path)
     receipt, folder = outcome.receipt, tmp_path / "straight" / "run"
@@ -172,6 +173,11 @@ def test_the_best_settings_win_whatever_happens_meanwhile(tmp_path: Path) -> Non
     with pytest.raises(RunChangedError, match=r"train\.seed"):
         search(load_job(path, ["train.seed=7"]), path)
 
+
+@pytest.mark.slow
+def test_a_search_that_is_capped_and_killed_ends_as_one_left_alone(tmp_path: Path) -> None:
+    path = job_of(tmp_path / "straight")
+    receipt = search(load_job(path), path).receipt
     cap_usd = 0.012  # 12 seconds: less than all trials take
     other = job_of(tmp_path / "other", limits={"max_usd": cap_usd})
     stopped = search(load_job(other), other)
@@ -182,7 +188,7 @@ def test_the_best_settings_win_whatever_happens_meanwhile(tmp_path: Path) -> Non
     resumed = search(load_job(other, ["limits.max_usd=5"]), other)
     assert told(resumed.receipt) == told(receipt)
     assert resumed.receipt["winner"]["trial"] == receipt["winner"]["trial"]
-    assert weights_of(tmp_path / "other" / "run") == weights_of(folder)
+    assert weights_of(tmp_path / "other" / "run") == weights_of(tmp_path / "straight" / "run")
 
 
 def kill_when(path: Path, n_lines: int) -> None:
@@ -225,14 +231,13 @@ def test_a_cap_that_pays_for_one_trial_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_search_is_refused_where_one_run_is_wanted(tmp_path: Path) -> None:
+def test_a_search_is_refused_where_one_run_is_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = job_of(tmp_path)
     for words in (["train", str(path)], ["launch", str(path), "--on", "local"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "farthing", *words], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2, done.stderr
-        assert "search" in done.stderr
+        assert main(words) == 2
+        assert "search" in capsys.readouterr().err
     assert not (tmp_path / "run" / "trials").exists()
 
 

@@ -326,7 +326,7 @@ def must_count_the_same(shape: Shape, model: Any, adapter: Adapter) -> None:
     }
 
 
-@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("use_dora", thinned([False, True], 8), ids=["lora", "dora"])
 @pytest.mark.parametrize(
     ("name", "task"), thinned(((name, task) for name, task in CASES if task != "body"), 8)
 )
@@ -501,7 +501,7 @@ def of_sequence(shape: Shape) -> tuple[int, int]:
     return N_TOKENS, N_TARGETS if shape.task == "seq2seq" else 0
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", thinned(COUNTED, 4))
 def test_flops_are_those_that_torch_counts(name: str) -> None:
     for train in (False, True):
         shape, linear, attention = products(name, train)

@@ -246,6 +246,7 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_what_was_decided_for_a_run_holds_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,8 @@ def test_what_was_decided_for_a_run_holds_when_it_goes_on(
     assert workshop.losses_of(cut) == workshop.losses_of(job)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_path: Path) -> None:
     keys: dict[str, Any] = {
         "rows": with_system_prompt(48, 40),

@@ -260,6 +260,8 @@ def test_of_two_machines_one_holds_the_bucket(
     first.close(2)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_a_flipped_object_in_the_bucket_is_detected(
     proxy: GcsProxy, address: str, tmp_path: Path
 ) -> None:
@@ -295,6 +297,8 @@ def test_a_large_file_goes_in_parts_and_comes_back(
     assert (tmp_path / "back").read_bytes() == content
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_training_reads_its_data_from_a_bucket(
     proxy: GcsProxy, address: str, tmp_path: Path
 ) -> None:

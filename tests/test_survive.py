@@ -163,15 +163,18 @@ def test_moments_follow_from_the_seed_and_are_spread() -> None:
 @pytest.mark.parametrize(
     ("kind", "step"),
     thinned(
-        [
-            (StepTaken, 1),
-            (StepTaken, 5),
-            (Evaluating, None),
-            (Tokenizing, None),
-            (Saved, 4),
-            (Decided, None),
-        ],
-        3,
+        thinned(
+            [
+                (StepTaken, 1),
+                (StepTaken, 5),
+                (Evaluating, None),
+                (Tokenizing, None),
+                (Saved, 4),
+                (Decided, None),
+            ],
+            3,
+        ),
+        9,
     ),
 )
 def test_a_stop_signal_at_any_time_can_be_continued(
@@ -203,7 +206,7 @@ def test_a_finished_run_trains_nothing_more(alone: dict[str, Any], tmp_path: Pat
 
 @pytest.mark.parametrize(
     "file",
-    thinned(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"], 2),
+    thinned(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"], 9),
 )
 def test_after_damage_the_run_goes_on_from_the_checkpoint_before(
     file: str, alone: dict[str, Any], tmp_path: Path
@@ -312,6 +315,8 @@ def test_work_that_was_lost_to_a_kill_stays_on_the_bill(tmp_path: Path) -> None:
     assert receipt.tokens == train(job_in(tmp_path, "other"), quiet).receipt.tokens
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_the_receipt_says_how_long_saving_held_the_run_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +384,8 @@ def test_the_receipt_says_how_long_saving_held_the_run_up(
     assert saves.interval_s is None, "by steps, as the job has it"
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_the_receipt_has_the_interval_of_its_checkpoints(tmp_path: Path) -> None:
     planned = train(job_in(tmp_path, "planned", save_steps=None), quiet).receipt
     promise = json.loads((tmp_path / "planned" / "plan.json").read_text())
