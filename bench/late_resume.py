@@ -105,6 +105,7 @@ def write_token_set(folder: Path, n_blocks: int) -> None:
             "targets": np.tile(tokens.targets, n_blocks),
             "offsets": np.concatenate([[0], np.cumsum(lengths)]),
             "lines": (tokens.lines[None] + at * BLOCK).reshape(-1),
+            "target_lengths": np.tile(tokens.target_lengths, n_blocks),
             "groups": np.tile(tokens.groups, n_blocks),
         }
         for name, array in arrays.items():

@@ -241,6 +241,7 @@ def resuming(n: int, folder: Path) -> dict[str, float]:
         "targets": np.ones(16 * n, np.uint8),
         "offsets": np.arange(0, 16 * n + 1, 16),
         "lines": np.arange(n),
+        "target_lengths": np.full(n, 16),
         "groups": np.arange(n, dtype=np.uint64),
     }
 

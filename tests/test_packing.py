@@ -68,6 +68,7 @@ def token_set(
         targets=(at >= np.repeat(n_inputs, lengths)).astype(np.uint8),
         offsets=offsets,
         lines=np.arange(len(lengths)),
+        target_lengths=lengths - n_inputs,
         groups=np.arange(len(lengths), dtype=np.uint64),
         labels=draw.integers(0, n_labels, len(lengths)).astype(np.int32) if n_labels else None,
     )

@@ -60,6 +60,7 @@ def token_set(
         targets=np.concatenate(targets).astype(np.uint8),
         offsets=np.concatenate([[0], np.cumsum([len(row) for row in rows])]),
         lines=np.arange(len(rows)),
+        target_lengths=np.array([each.sum() for each in targets]),
         groups=np.arange(len(rows), dtype=np.uint64),
         labels=None if labels is None else np.array(labels, dtype=np.int32),
     )

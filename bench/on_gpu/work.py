@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from numpy.typing import NDArray
 
 from farthing.events import Event, Note, Warned
 from farthing.models.model_config import known_config
@@ -381,16 +380,18 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     n = len(drawn)
     if drawn.classes is not None:
         facts["label_names"] = label_names()
-    zeros: NDArray[np.int64] = np.zeros(n, np.int64)
     tokens = TokenSet(
-        folder,
-        facts,
-        drawn.ids,
-        drawn.is_target,
-        drawn.offsets,
-        zeros,
-        np.arange(n, dtype=np.uint64),
-        drawn.classes,
+        folder=folder,
+        facts=facts,
+        ids=drawn.ids,
+        targets=drawn.is_target,
+        offsets=drawn.offsets,
+        lines=np.zeros(n, np.int64),
+        target_lengths=np.diff(
+            np.concatenate([[0], np.cumsum(drawn.is_target, dtype=np.int64)])[drawn.offsets]
+        ),
+        groups=np.arange(n, dtype=np.uint64),
+        labels=drawn.classes,
     )
     examples = farthing.train.setup.Examples(tokens, np.arange(n))
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [

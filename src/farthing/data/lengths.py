@@ -24,7 +24,6 @@ SAMPLE_SIZE = 4096
 # standard deviation of ln(length) where only the mean is known: between a chat set and a set of
 # prompts
 SPREAD = 0.6
-_CHUNK = 16_384  # examples
 _N_SIMULATED = 1 << 17  # examples of simulated steps that are only added up
 _N_CUT, _N_CUT_PADDED = (
     2048,
@@ -401,20 +400,9 @@ def from_token_set(
     tokens: TokenSet, indices: NDArray[np.int64] | None, task: str, *, source: str
 ) -> Lengths:
     """The exact lengths of a token set, or of the examples `indices` of it."""
-    offsets = np.asarray(tokens.offsets)
-    lengths = np.diff(offsets)
+    lengths, n_targets = tokens.lengths, tokens.target_lengths
     if not objective_of(task).scores_tokens:
         n_targets = np.ones(len(lengths), np.int64)
-    else:
-        n_targets = np.empty(len(lengths), np.int64)
-        for start in range(
-            0, len(lengths), _CHUNK
-        ):  # the running sum of a few examples, before and after each
-            around = offsets[start : start + _CHUNK + 1]
-            running = np.concatenate(
-                [[0], np.cumsum(tokens.targets[around[0] : around[-1]], dtype=np.int64)]
-            )
-            n_targets[start : start + _CHUNK] = np.diff(running[around - around[0]])
     if indices is not None:
         lengths, n_targets = lengths[indices], n_targets[indices]
     if objective_of(task).is_pair:

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.batches import rows_of
-from farthing.data.encode import sums_of
 from farthing.data.token_set import TokenSet
 from farthing.objectives.registry import objective_of
 
@@ -202,8 +201,7 @@ def _best_split(
 
 def target_lengths_of(tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
     """Target tokens of each of `examples` [n]; the rest of a seq2seq example is its input."""
-    places, lengths = tokens.places_of(examples)
-    return sums_of(tokens.targets[places], lengths)
+    return tokens.target_lengths[examples]
 
 
 def collate_packed(

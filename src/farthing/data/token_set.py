@@ -7,6 +7,7 @@ So a stale set can't be used, and a set that exists is complete. On disk, flat:
     targets.bin  uint8  [n_tokens]      1 where the model must predict the token
     offsets.bin  int64  [n_examples+1]  where each example begins
     lines.bin    int64  [n_examples]    the row it came from: source number * 2^40 + line
+    target_lengths.bin int64 [n_examples] how many of its tokens are targets
     groups.bin   uint64 [n_examples]    hash of the input as it was written: equal inputs are never
     split between train and eval
     labels.bin   int32  [n_examples]    where the task has labels: index into the label names, or
@@ -37,7 +38,7 @@ from farthing.data.foreign import say_ignored
 from farthing.data.read import Source
 from farthing.storage.files import DamagedFileError, Json, read_manifest, verify_folder
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 """Of the files of a token set, and of how rows become texts, tokens and a split."""
 LINE_BITS = 40
 Indices = Sequence[int] | NDArray[np.int64]
@@ -46,6 +47,7 @@ DTYPES: dict[str, Any] = {
     "targets": np.uint8,
     "offsets": np.int64,
     "lines": np.int64,
+    "target_lengths": np.int64,
     "groups": np.uint64,
     "labels": np.int32,
     "inputs": np.uint64,
@@ -92,6 +94,7 @@ class TokenSet:
     targets: NDArray[np.uint8]
     offsets: NDArray[np.int64]
     lines: NDArray[np.int64]
+    target_lengths: NDArray[np.int64]
     groups: NDArray[np.uint64]
     labels: NDArray[Any] | None
     inputs: NDArray[np.uint64] | None = None
@@ -99,7 +102,7 @@ class TokenSet:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @property
+    @functools.cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each example [n_examples]."""
         return np.diff(self.offsets)
@@ -142,7 +145,7 @@ class TokenSet:
         """
         if self.labels is not None:
             return len(indices)
-        return int(self.targets[self.places_of(indices)[0]].sum())
+        return int(self.target_lengths[np.asarray(indices)].sum())
 
     def place(self, index: int) -> str:
         """`file:line` of one example."""

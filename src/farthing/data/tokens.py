@@ -205,7 +205,9 @@ def _write(
             tally.n_rendered += sum(not text.is_raw for text in chunk.texts)
             tally.n_unrolled += sum(len(text.earlier) for text in chunk.texts)
             encoded = encoded.only(kept)
+            target_lengths = encoded.n_targets()
             columns: dict[str, NDArray[Any]] = {
+                "target_lengths": target_lengths,
                 "ids": encoded.ids,
                 "targets": encoded.is_target,
                 "offsets": tally.n_tokens + np.cumsum(encoded.lengths),
@@ -216,7 +218,7 @@ def _write(
                 files[name].write(column.tobytes())
             all_groups.append(columns["groups"])
             tally.n_tokens += len(encoded.ids)
-            tally.n_targets += int(encoded.is_target.sum())
+            tally.n_targets += int(target_lengths.sum())
             progress(tally.n_rows, tally.n_tokens, chunk.share)
     groups = np.concatenate(all_groups)
     if labels.of is not None:
