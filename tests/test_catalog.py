@@ -700,7 +700,7 @@ def test_reading_prices_loads_nothing_heavy() -> None:
         "import sys, datetime, farthing.prices.catalog,"
         " farthing.planner.ownership\nfarthing.prices.catalog.read_catalog(None,"
         " datetime.date(2026, 11, 21))\nheavy = {'torch', 'numpy', 'pydantic', 'yaml', 'rich',"
-        " 'urllib.request', 'difflib', 'dataclasses'}\nassert not heavy & set(sys.modules), heavy &"
+        " 'httpx', 'difflib', 'dataclasses'}\nassert not heavy & set(sys.modules), heavy &"
         " set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -226,7 +226,7 @@ def test_the_name_of_a_task_stands_in_its_own_file_alone() -> None:
     }
 
 
-CLOCKS = {"time", "socket", "http", "urllib.request", "requests", "farthing.prices.feeds"}
+CLOCKS = {"time", "socket", "http", "httpx", "requests", "farthing.prices.feeds"}
 
 
 def test_what_the_planner_says_hangs_on_no_clock_and_no_network() -> None:

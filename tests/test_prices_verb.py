@@ -234,7 +234,7 @@ def test_update_without_a_network_changes_nothing(
 def test_prices_come_without_torch() -> None:
     code = (
         "import sys\nfrom farthing import cli\ncli.main(['prices', '--limit', '3'])\nheavy ="
-        " {'torch', 'transformers', 'numpy', 'pydantic', 'urllib.request'} &"
+        " {'torch', 'transformers', 'numpy', 'pydantic', 'httpx'} &"
         " set(sys.modules)\nassert not heavy, heavy\n"
     )
     done = subprocess.run(

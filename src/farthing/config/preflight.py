@@ -11,10 +11,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import urllib.error
-import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 from farthing.addresses import is_remote
 from farthing.config.data_lengths import files_of_split
@@ -30,6 +29,7 @@ from farthing.errors import DataError, InputError, JobError, ModelError, Preflig
 from farthing.models.model_config import (
     CONFIG,
     TOKENIZERS,
+    HubStatusError,
     ask_hub,
     cached_snapshot,
     find_config,
@@ -374,13 +374,13 @@ def _look_for_data_set(job: Job, name: str) -> None:
     ):
         return
     try:
-        read_from_hub(f"api/datasets/{urllib.parse.quote(name)}")
-    except urllib.error.HTTPError as error:
+        read_from_hub(f"api/datasets/{quote(name)}")
+    except HubStatusError as error:
         if error.code not in (401, 403, 404):
             return
         why = f"the Hub answers {error.code}"
     except (OSError, ValueError) as error:
-        why = str(getattr(error, "reason", None) or error)
+        why = str(error)
     else:
         return
     raise DataError(

@@ -12,11 +12,9 @@ import functools
 import json
 import os
 import re
-import urllib.error
-import urllib.parse
-import urllib.request
 from importlib import resources
 from pathlib import Path
+from urllib.parse import quote
 
 from farthing.errors import ModelError
 from farthing.storage.files import Json
@@ -194,10 +192,10 @@ def ask_hub(
                 " HF_HUB_OFFLINE"
             ),
         )
-    quoted = urllib.parse.quote(revision or "main", safe="")
+    quoted = quote(revision or "main", safe="")
     try:
         content = read_from_hub(f"{name}/resolve/{quoted}/{CONFIG}")
-    except urllib.error.HTTPError as error:
+    except HubStatusError as error:
         if error.code in (401, 403):
             what, to_do = (
                 "the Hub does not show it",
@@ -215,9 +213,8 @@ def ask_hub(
             )
         raise ModelError(what, where=name, to_do=first + to_do) from error
     except (OSError, ValueError) as error:
-        why = getattr(error, "reason", None) or error
         raise ModelError(
-            f"{nowhere}, and the Hub can't be reached ({why})",
+            f"{nowhere}, and the Hub can't be reached ({error})",
             where=name,
             to_do=f"{or_else}check the name or the network, or give a folder with its {CONFIG}",
         ) from error
@@ -228,19 +225,45 @@ def ask_hub(
     return _parsed(content, name)
 
 
+class HubStatusError(OSError):
+    """The Hub answers with an error."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"it answers {code}")
+        self.code = code
+
+
 def read_from_hub(path: str) -> bytes:
-    """The first megabyte and a byte of something small on the Hub: one request. Raises `OSError`,
-    `ValueError`.
+    """The first megabyte and a byte of something small on the Hub: one request. Raises
+    `HubStatusError`, `OSError`, `ValueError`.
     """
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     if not endpoint.startswith(("https://", "http://")):
         raise ValueError("HF_ENDPOINT is no http address")
-    request = urllib.request.Request(f"{endpoint}/{path}", headers={"User-Agent": "farthing"})
+    import httpx  # plans of known models need no network
+
+    headers = {"User-Agent": "farthing", "Accept-Encoding": "identity"}
     token = _hub_token()
-    if token and endpoint.startswith("https://"):  # not sent on to where the Hub redirects
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
-    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-        return bytes(answer.read(_MOST_BYTES + 1))
+    if token and endpoint.startswith("https://"):  # httpx does not send it on to other hosts
+        headers["Authorization"] = f"Bearer {token}"
+    content = b""
+    try:
+        with httpx.stream(
+            "GET",
+            f"{endpoint}/{path}",
+            headers=headers,
+            timeout=_TIMEOUT_S,
+            follow_redirects=True,
+        ) as answer:
+            if answer.is_error:
+                raise HubStatusError(answer.status_code)
+            for piece in answer.iter_raw():
+                content += piece
+                if len(content) > _MOST_BYTES:
+                    break
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise OSError(str(error) or type(error).__name__) from error
+    return content[: _MOST_BYTES + 1]
 
 
 def _hub_token() -> str:

@@ -13,17 +13,18 @@ import contextlib
 import csv
 import io
 import os
+import re
 import tempfile
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
 
 from farthing.addresses import without_secrets
 from farthing.errors import FeedsUnavailableError, InputError
@@ -187,7 +188,7 @@ def _ask(feed: Feed, folder: Path, today: date, timeout_s: float, feed_s: float)
     except InputError as mistake:
         line = mistake.where.rpartition(path.name)[2].strip(":")
         return Outcome(feed, problem=f"{mistake.what}{f' (line {line})' if line else ''}")
-    except (OSError, ValueError, zipfile.BadZipFile, urllib.error.URLError) as error:
+    except (OSError, ValueError, zipfile.BadZipFile, httpx.HTTPError, httpx.InvalidURL) as error:
         return Outcome(feed, problem=_reason(error))
     except (
         Exception
@@ -205,44 +206,39 @@ class _Absent(Exception):
 
 
 def _reason(error: Exception) -> str:
-    reason = getattr(error, "reason", None)
-    text = (
-        f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else str(reason or error)
-    )
-    for trouble in (reason, error):
-        if isinstance(trouble, OSError) and trouble.strerror and text.startswith("[Errno"):
-            text = trouble.strerror
+    text = str(error)
+    if isinstance(error, httpx.HTTPStatusError):
+        text = f"HTTP {error.response.status_code}"
+    text = re.sub(r"^\[Errno -?\d+\] ", "", text)
     return (text or type(error).__name__).splitlines()[0][:200]
 
 
 def _source(feed: Feed) -> str:
     if feed.layout == "gpuhunt-live":
         return f"{feed.provider} by way of gpuhunt"
-    return f"{feed.layout} feed, {urllib.parse.urlsplit(without_secrets(feed.address)).netloc}"
+    return f"{feed.layout} feed, {urlsplit(without_secrets(feed.address)).netloc}"
 
 
 def _download(address: str, timeout_s: float, give_up_at: float) -> bytes:
     """The bytes at an address: over HTTPS (or this machine), bounded in size and time."""
-    parts = urllib.parse.urlsplit(address)
+    parts = urlsplit(address)
     if parts.scheme != "https" and not (
         parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost")
     ):
         raise ValueError(f"{parts.scheme or 'no scheme'} is not used for prices, https is")
-    request = urllib.request.Request(address, headers={"User-Agent": "farthing"})
-    chunks = []
-    n_bytes = 0
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        while chunk := answer.read1(1 << 16):
-            chunks.append(chunk)
-            n_bytes += len(chunk)
-            if n_bytes > MAX_FEED_BYTES:
+    headers = {"User-Agent": "farthing", "Accept-Encoding": "identity"}
+    content = bytearray()
+    with httpx.stream(
+        "GET", address, headers=headers, timeout=timeout_s, follow_redirects=True
+    ) as answer:
+        answer.raise_for_status()
+        for piece in answer.iter_raw():
+            content += piece
+            if len(content) > MAX_FEED_BYTES:
                 raise ValueError(f"larger than {MAX_FEED_BYTES >> 20} MiB")
             if time.monotonic() > give_up_at:
                 raise TimeoutError("it took too long")
-        expected = answer.headers.get("Content-Length")
-    if expected is not None and expected.isdigit() and n_bytes < int(expected):
-        raise OSError(f"cut off after {n_bytes:,} of {int(expected):,} bytes")
-    return b"".join(chunks)
+    return bytes(content)
 
 
 def _gpuhunt_csv(address: str, timeout_s: float, give_up_at: float) -> bytes:
