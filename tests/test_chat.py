@@ -6,6 +6,9 @@ The templates are short forms of what each family sends to its model.
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from farthing.data.read import open_sources
 from farthing.data.sample import sample_lengths
 from farthing.data.token_set import Recipe, notes_of
 from farthing.data.tokens import tokenize
+from farthing.errors import DataError, ModelError
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.objectives.columns import Unusable
 from farthing.tiny import write_jsonl
@@ -464,3 +468,20 @@ def test_a_template_that_leaves_out_what_is_said_is_refused(made: Any, says: str
     )
     with pytest.raises(Unusable, match="leaves out what is said"):
         read(made(template.replace("SAYS", says)), CHAT)
+
+
+def test_a_sentencepiece_model_without_its_package_says_what_to_install(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(data_dir / "tokenizers" / "t5" / "spiece.model", tmp_path)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(DataError, match=r"pip install 'farthing\[sentencepiece\]'"):
+        light_tokenizer(tmp_path, None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "sentencepiece" else found(name, *more),
+    )
+    with pytest.raises(ModelError, match=r"pip install 'farthing\[sentencepiece\]'"):
+        load_tokenizer(ModelChoice(str(tmp_path)), None)

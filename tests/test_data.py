@@ -124,6 +124,15 @@ def test_a_changed_data_set_folder_is_never_stale_even_with_its_old_times(tmp_pa
     assert first.sha256 != second.sha256
 
 
+def test_a_data_set_without_its_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "set").mkdir()
+    with pytest.raises(DataError, match=r"pip install 'farthing\[datasets\]'"):
+        open_sources((str(tmp_path / "set"),), cache_dir=tmp_path, split="train")
+
+
 def test_a_data_set_folder_that_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()

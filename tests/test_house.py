@@ -280,10 +280,11 @@ DISTRIBUTIONS = {
     "compressed_tensors": "compressed-tensors",
     "mlflow": "mlflow-skinny",
     "triton": "torch",
+    "accelerate": "peft",
     "pydantic_core": "pydantic",
 }
-"""Packages whose distribution has another name; triton comes with torch, pydantic_core with
-pydantic.
+"""Packages whose distribution has another name; triton comes with torch, accelerate with peft,
+pydantic_core with pydantic.
 """
 BUILT_BY_HAND = {"flash_attn"}
 """Used where somebody has built it, which no installer does by itself."""

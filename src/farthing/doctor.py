@@ -38,6 +38,8 @@ from farthing.units import plural, say_bytes, say_usd
 
 _N_ROWS = 200  # of each source are looked at
 EXTRAS = {
+    "datasets": ("datasets", "data sets of the Hub and folders of them"),
+    "sentencepiece": ("sentencepiece", "tokenizers without a tokenizer.json"),
     "bitsandbytes": ("gpu", "qlora, 8-bit and paged optimizers"),
     "liger_kernel": ("gpu", "train.use_liger_kernel"),
     "pynvml": ("gpu", "GPU utilisation in the progress line"),
@@ -79,7 +81,7 @@ def check_machine(folder: Path, *, with_device: bool = True) -> Iterator[Check]:
         version,
         "use Python 3.11 or later",
     )
-    for package in ("torch", "transformers", "peft", "datasets"):
+    for package in ("torch", "transformers", "peft"):
         yield Check(package, "ok", importlib.metadata.version(package))
     if with_device:
         yield from _device()

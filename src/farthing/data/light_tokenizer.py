@@ -182,8 +182,14 @@ def _from_json(folder: Path, specials: dict[str, str], new_tokens: Sequence[str]
 
 
 def _from_sentencepiece(path: Path, specials: dict[str, str]) -> LightTokenizer:
-    import sentencepiece
-
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise DataError(
+            "the tokenizer is a SentencePiece model, and sentencepiece is not installed",
+            where=str(path),
+            to_do="pip install 'farthing[sentencepiece]'",
+        ) from error
     own = sentencepiece.SentencePieceProcessor(model_file=str(path))
     is_t5 = path.name == "spiece.model"
 

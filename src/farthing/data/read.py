@@ -248,10 +248,17 @@ def _open_dataset(
         _refuse_leading_out(Path(name))
         for path in sorted(Path(name).rglob("*")):
             _refuse_unfolding(path, short_name(str(path)))
-    import datasets
-
-    datasets.disable_progress_bars()
     shown = short_name(name) if Path(name).is_absolute() else name
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            "no local file, and data sets are read by the package `datasets`, which is not"
+            " installed",
+            where=shown,
+            to_do="check the path, or: pip install 'farthing[datasets]'",
+        ) from error
+    datasets.disable_progress_bars()
     # `datasets` goes by file times, we by bytes: each content has a cache of its own
     content = folder_sha256(Path(name), split) if Path(name).is_dir() else ""
     cache = own_folder(cache_dir / "datasets", warn) / content[:32]

@@ -23,6 +23,7 @@ import yaml
 
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
+from farthing.data.read import is_dataset, is_text_folder
 from farthing.errors import InputError
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, pack
 from farthing.launch.registry import HERE, PROVIDERS, called, find_target, refuse_nowhere, target_of
@@ -294,6 +295,11 @@ def extras_of(job: Job, n_gpus: int) -> tuple[str, ...]:
     """The extras of farthing that the job needs on a machine."""
     store = job.output_store or ""
     needs = {
+        "datasets": any(
+            is_dataset(name) and not is_remote(name) and not is_text_folder(Path(name))
+            for name in (*job.data.train, *job.data.eval)
+        ),
+        "sentencepiece": True,  # which tokenizer a model has is known there
         "s3": store.startswith(("s3://", "s3a://")),
         "gcs": store.startswith(GOOGLE),
         "gpu": n_gpus > 0,

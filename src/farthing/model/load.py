@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import hashlib
+import importlib.util
 import json
 import logging
 import re
@@ -605,9 +606,24 @@ def _must_name_its_own(index: Path) -> None:
         )
 
 
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # of the package above it
+        return False
+
+
 def _in_words(what: str, name: str, error: Exception) -> ModelError:
     """The libraries' long explanations as one line, and what to do."""
     message = " ".join(str(error).split())
+    reads = ("sentencepiece", "tiktoken", "protobuf")  # transformers tries one after the other
+    absent = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
+    if absent and any(name in message.lower() for name in reads):
+        return ModelError(
+            f"{what}: it is a SentencePiece model, and {absent[0]} is not installed",
+            where=name,
+            to_do="pip install 'farthing[sentencepiece]'",
+        )
     if not Path(name).is_absolute() and (
         isinstance(error, OSError) or "connect" in message.lower()
     ):
