@@ -226,7 +226,7 @@ def reading_of(job: Job, day: str) -> tuple[LightTokenizer, Recipe]:
         task=job.task,
         max_length=_max_length(job, folder),
         max_target_length=job.data.max_target_length,
-        too_long=job.data.too_long,
+        too_long=job.too_long,
         train_on_prompt=job.data.train_on_prompt,
         columns=dict(job.data.columns),
         label_map=dict(job.data.label_map),

@@ -18,6 +18,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializeAsAny,
+    WithJsonSchema,
     field_serializer,
     field_validator,
     model_validator,
@@ -44,7 +46,14 @@ from farthing.config.values import (
     known_init,
     with_own,
 )
-from farthing.objectives.registry import objective_of
+from farthing.objectives.objective import Settings
+from farthing.objectives.registry import (
+    find_objective,
+    objective_names,
+    objective_of,
+    read_settings,
+    schema,
+)
 
 
 class Section(BaseModel):
@@ -132,8 +141,10 @@ class DataSection(Section):
     """
     max_target_length: Positive = 128
     """Seq2seq: longest target in tokens, at training and when generating."""
-    too_long: Literal["truncate", "skip", "error"] = "truncate"
-    """What to do with an example over its limit. It is counted whatever is chosen."""
+    too_long: Literal["truncate", "skip", "error"] | None = None
+    """What to do with an example over its limit. It is counted whatever is chosen. Default:
+    truncate; skip where answers are compared or scored, which are never cut.
+    """
     train_on_prompt: bool = False
     """Causal-lm: take the loss on prompt and user tokens too."""
     source_lang: str | None = None
@@ -502,6 +513,10 @@ class SearchSection(Section):
 _SCORED_BY = ("metric_for_best_model", "greater_is_better", "fit_schedule_to_budget")
 
 
+def _settings(given: Any) -> Any:
+    return None if given is None else read_settings(given)
+
+
 def _short(key: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str | list) else value)
 
@@ -510,6 +525,13 @@ class Job(Section):
     """A whole job. Every key besides the first three has a default."""
 
     task: TaskName
+    """What the model learns. Left out where `objective` names it."""
+    objective: Annotated[
+        SerializeAsAny[Settings] | None, BeforeValidator(_settings), WithJsonSchema(schema())
+    ] = None
+    """An objective with keys of its own: {name: dpo, beta: 0.1}. `objective: dpo` is short for
+    `objective: {name: dpo}`.
+    """
     model: Annotated[ModelSection, _short("model_name_or_path")]
     data: Annotated[DataSection, _short("train")]
     method: Annotated[MethodSection, _short("name")] = MethodSection()
@@ -530,6 +552,26 @@ class Job(Section):
     `sudo shutdown -h now`. `farthing train --dry-run` shows it."""
     cache_dir: str | None = None
     """Where tokenized data is kept. Default: ~/.cache/farthing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _objective_is_the_task(cls, values: Any) -> Any:
+        """`objective` names the task; a task with settings has an objective."""
+        if not isinstance(values, dict):
+            return values
+        given, task = values.get("objective"), values.get("task")
+        if given is None:
+            found = find_objective(task) if isinstance(task, str) else None
+            return (
+                values if found is None or found.settings is None else {**values, "objective": task}
+            )
+        name = given.get("name") if isinstance(given, dict) else getattr(given, "name", given)
+        found = find_objective(name) if isinstance(name, str) else None
+        if found is None:
+            return {**values, "task": task or objective_names()[0]}  # the key says what is wrong
+        if task is not None and task not in (name, found.head):
+            raise ValueError(f"task: {task} is another than objective: {name}; leave `task` out")
+        return {**values, "task": name}
 
     @model_validator(mode="after")
     def _a_fitted_schedule_has_a_budget(self) -> Job:
@@ -603,7 +645,8 @@ class Job(Section):
         """
         rate = self.train.learning_rate
         if rate is None:
-            rate = 2e-5 if self.method.name == "full" else 2e-4
+            of_all, of_adapter = objective_of(self.task).learning_rates
+            rate = of_all if self.method.name == "full" else of_adapter
         tuned_for = self.train.learning_rate_batch_size
         return rate * self.global_batch_size / tuned_for if tuned_for else rate
 
@@ -616,6 +659,11 @@ class Job(Section):
     def max_length(self) -> int:
         """Longest input in tokens."""
         return self.data.max_length or objective_of(self.task).max_length
+
+    @property
+    def too_long(self) -> str:
+        """What becomes of an example over its limit."""
+        return self.data.too_long or ("skip" if objective_of(self.task).loss else "truncate")
 
     @property
     def goes_on_behind_its_end(self) -> bool:
@@ -697,6 +745,9 @@ class Job(Section):
             for key, value in keys.items()
         }
         flat |= {"task": self.task, "model.init": self.model.init}
+        if self.objective is not None:
+            settings = self.objective.model_dump(mode="json")
+            flat |= {f"objective.{key}": value for key, value in settings.items()}
         flat |= {"model.rope_scaling": self.model.rope_scaling} if self.model.rope_scaling else {}
         flat |= {"model.new_tokens": self.model.new_tokens} if self.model.new_tokens else {}
         return dict(json.loads(json.dumps(flat)))

@@ -463,8 +463,27 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
                 f"{init} does not go with {names[0]}",
                 "leave one of the two out",
             )
-    if job.data.train_on_prompt and not objective_of(job.task).predicts_next:
+    objective = objective_of(job.task)
+    if job.data.train_on_prompt and (not objective.predicts_next or objective.loss):
         yield ("data", "train_on_prompt"), f"{job.task} has no prompt to train on", "leave it out"
+    if objective.loss and job.data.too_long == "truncate":
+        yield (
+            ("data", "too_long"),
+            f"{job.task} compares whole answers, and none of them is cut",
+            "use skip or error",
+        )
+    if objective.loss and job.train.label_smoothing_factor:
+        yield (
+            ("train", "label_smoothing_factor"),
+            f"{job.task} has no token targets to smooth",
+            "leave it out; some objectives have a key `label_smoothing`",
+        )
+    if objective.is_mismatched and job.global_batch_size == 1:
+        yield (
+            ("train", "global_batch_size"),
+            f"{job.task} compares the examples of a step, and one has no other",
+            "use 4 or more",
+        )
     if job.train.metric_for_best_model is not None:
         metric, known = (
             job.train.metric_for_best_model.removeprefix("eval_"),

@@ -71,8 +71,13 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         "comment",
         "utterance",
     ),
+    "chosen": ("chosen_response", "preferred", "chosen_answer", "accepted", "better"),
+    "rejected": ("rejected_answer", "dispreferred", "worse"),
     "label": (
         "labels",
+        "kto_tag",
+        "is_desirable",
+        "desirable",
         "category",
         "class",
         "sentiment",

@@ -48,6 +48,16 @@ class Encoded(NamedTuple):
     lengths: NDArray[np.int64]
     was_cut: NDArray[np.bool_]
     """Which were longer than the limits."""
+    sequences: NDArray[np.int64] | None = None
+    """[n_examples, k]: tokens of each sequence of an example; None where it is one."""
+
+    def joined(self, n_sequences: int) -> Encoded:
+        """Sequences as examples of so many each."""
+        if n_sequences == 1:
+            return self
+        lengths = self.lengths.reshape(-1, n_sequences)
+        was_cut: NDArray[np.bool_] = self.was_cut.reshape(-1, n_sequences).max(1)
+        return self._replace(lengths=lengths.sum(1), was_cut=was_cut, sequences=lengths)
 
     def examples(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
         """(ids, is_target) of each."""
@@ -65,7 +75,11 @@ class Encoded(NamedTuple):
             return self
         of_token = np.repeat(kept, self.lengths)
         return Encoded(
-            self.ids[of_token], self.is_target[of_token], self.lengths[kept], self.was_cut[kept]
+            self.ids[of_token],
+            self.is_target[of_token],
+            self.lengths[kept],
+            self.was_cut[kept],
+            None if self.sequences is None else self.sequences[kept],
         )
 
 
@@ -144,7 +158,8 @@ class Encoder:
         train_on_prompt: bool = False,
     ) -> None:
         self.tokenizer, self.train_on_prompt = tokenizer, train_on_prompt
-        self.max_length, self._is_one_text = max_length, objective_of(task).predicts_next
+        self.max_length, self._is_one_text = max_length, objective_of(task).reads_answers
+        self._n_sequences = objective_of(task).n_sequences
         self._limits = (
             (max_length, max_target_length) if objective_of(task).is_pair else (max_length,)
         )
@@ -157,14 +172,22 @@ class Encoder:
     def __call__(self, texts: Sequence[Text], asked: list[Asked] | None = None) -> Encoded:
         """The examples of `texts`, in order, cut to the limits; `asked` is `ask(texts)`."""
         asked = self.ask(texts) if asked is None else asked
-        return self._one_text(texts, asked[0]) if self._is_one_text else self._apart(asked)
+        if not self._is_one_text:
+            return self._apart(asked)
+        return self._one_text(self._sequences_of(texts), asked[0]).joined(self._n_sequences)
+
+    def _sequences_of(self, texts: Sequence[Text]) -> Sequence[Text]:
+        if self._n_sequences == 1:
+            return texts
+        return [sequence for text in texts for sequence in text.sequences]
 
     def ask(self, texts: Sequence[Text]) -> list[Asked]:
         """The tokenizer's part for `texts`: one batch, which it spreads over its threads; of input
         and target one each.
         """
         if self._is_one_text:
-            joined = ["".join([part for part, _ in text.segments]) for text in texts]
+            sequences = self._sequences_of(texts)
+            joined = ["".join([part for part, _ in text.segments]) for text in sequences]
             return [self._ask(joined, special=False, with_map=self._sizes is None)]
         asked = []
         for side, limit in enumerate(self._limits):

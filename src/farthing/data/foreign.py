@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from farthing.data.rows import RowValue
-from farthing.objectives.registry import objective_of
+from farthing.objectives.registry import objective_names, objective_of
 from farthing.storage.files import parse_json
 
 LEARNED = ("messages", "conversations", "completion", "output", "target", "text")
@@ -94,7 +94,10 @@ def foreign_kind(
     )
     named = _by_columns(columns, task)
     if named is not None:
-        return named if named.to_do else named._replace(to_do=_how_to_keep_the_preferred(row))
+        to_do = f"{_objectives(is_pair=True)}; {_how_to_keep_the_preferred(row)}"
+        return named if named.to_do else named._replace(to_do=to_do)
+    if objective_of(task).loss is not None:
+        return _in_turns(row)
     if not objective_of(task).scores_tokens:
         return None
     return _verdict(row, renamed) or _ranked(row) or _scored(row) or _in_turns(row)
@@ -105,7 +108,7 @@ def _by_columns(columns: tuple[str, ...], task: str) -> Foreign | None:
     media = next((name for name in columns if _MEDIA.match(name)), None)
     if media is not None:
         return _media(f"column `{media}`", media)
-    if not objective_of(task).scores_tokens:
+    if objective_of(task).loss is not None or not objective_of(task).scores_tokens:
         return None
     pair = [name for name in columns if _PREFERENCE.search(name)]
     if not pair:
@@ -115,10 +118,17 @@ def _by_columns(columns: tuple[str, ...], task: str) -> Foreign | None:
     if not pair:
         return None
     return Foreign(
-        f"preference data (DPO: columns {_listed(pair)}), which farthing can't train on yet",
+        f"preference data (columns {_listed(pair)}), of which {task} would learn both answers",
         "",
         pair[0],
     )
+
+
+def _objectives(*, is_pair: bool) -> str:
+    """Which objectives learn from pairs, or from verdicts on single answers."""
+    found = [each for each in map(objective_of, objective_names()) if each.loss is not None]
+    names = [each.name for each in found if (each.n_sequences > 1) is is_pair]
+    return f"to learn what is preferred, take objective: {' | '.join(names)}"
 
 
 def _how_to_keep_the_preferred(row: Mapping[str, Any]) -> str:
@@ -154,9 +164,10 @@ def _verdict(row: Mapping[str, Any], renamed: Mapping[str, Any]) -> Foreign | No
             and str(value).lower() in _VERDICT_VALUES
         ):
             return Foreign(
-                f"answers with a verdict (KTO: column `{name}` is {str(value).lower()}), which"
-                " farthing can't train on yet",
-                f"keep the rows with good answers in a file without `{name}`; if it is no verdict,"
+                f"answers with a verdict (column `{name}` is {str(value).lower()}), which this task"
+                " would learn whatever it says",
+                f"{_objectives(is_pair=False)}; or keep the rows with good answers in a file"
+                f" without `{name}`; if it is no verdict,"
                 " leave that column out",
                 name,
             )

@@ -159,25 +159,15 @@ def converter(
 
     @functools.cache
     def reader() -> ChatReader:
-        if tokenizer.chat_template is None:
-            names = _listed(set(tokenizer.other_templates))
-            raise ModelError(
-                f"its tokenizer has several chat templates, and none is the default: {names}",
-                where="the chat template",
-                to_do=(
-                    "write the one to learn with to a file, and name that: data.chat_template:"
-                    " FILE.jinja"
-                ),
-            )
-        return ChatReader.of(tokenizer, on)
+        return chat_reader(tokenizer, on)
 
     read = reader() if is_chat else None
     writes_calls = read is not None and "tool_calls" in read.render.template
     reads_chats = objective_of(task).predicts_next
     of_tokens: dict[str, Callable[[RowValue], Text]] = {
-        "messages": lambda row: _chat(_messages(row), _tools_of(row), read, shown),
-        "conversations": lambda row: _chat(
-            _conversations(row, writes_calls), row.get("tools"), read, shown
+        "messages": lambda row: chat_text(messages_of(row), tools_of(row), read, shown),
+        "conversations": lambda row: chat_text(
+            conversations_of(row, writes_calls), row.get("tools"), read, shown
         ),
         "instruction": lambda row: _instruction(row, read, shown),
         "prompt/completion": lambda row: (
@@ -194,13 +184,34 @@ def converter(
         of_tokens[format_name] if labels is None else lambda row: _labelled(row, labels, label_map)
     )
 
+    return checked(one, columns)
+
+
+def chat_reader(tokenizer: Any, on: str) -> ChatReader:
+    """What reads chats by the tokenizer's template. Raises `ModelError` where it has none."""
+    if tokenizer.chat_template is None:
+        names = _listed(set(tokenizer.other_templates))
+        raise ModelError(
+            f"its tokenizer has several chat templates, and none is the default: {names}",
+            where="the chat template",
+            to_do=(
+                "write the one to learn with to a file, and name that: data.chat_template:"
+                " FILE.jinja"
+            ),
+        )
+    return ChatReader.of(tokenizer, on)
+
+
+def checked(one: Callable[[RowValue], Text], columns: Columns) -> Callable[[RowValue], Text]:
+    """`one` of rows under their standard names. It raises `Unusable` for what is not text."""
+
     def convert(row: RowValue) -> Text:
         if columns:
             row = renamed(row, columns)
         text = one(row)
         try:
             for part, _ in itertools.chain(
-                text.segments, *(each.segments for each in text.earlier)
+                text.segments, *text.beside, *(each.segments for each in text.earlier)
             ):
                 if not part.isascii():
                     part.encode()
@@ -228,9 +239,9 @@ def _pair_of_chats(row: RowValue, reader: Callable[[], ChatReader], shown: Shown
     """Prompt and completion as messages, TRL's form: of the turns those of the completion are
     learned.
     """
-    asked = _messages(row, "prompt")
+    asked = messages_of(row, "prompt")
     unlearned = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in asked]
-    return _chat(unlearned + _messages(row, "completion"), _tools_of(row), reader(), shown)
+    return chat_text(unlearned + messages_of(row, "completion"), tools_of(row), reader(), shown)
 
 
 def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
@@ -265,7 +276,7 @@ def _instruction(row: RowValue, read: ChatReader | None, shown: Shown) -> Text:
         {"role": "user", "content": asked},
         {"role": "assistant", "content": answer},
     ]
-    return _chat(
+    return chat_text(
         ([{"role": "system", "content": system}] if system else []) + messages, None, read, shown
     )
 
@@ -275,7 +286,7 @@ def _history(row: RowValue) -> list[RowValue]:
     if row.get("history") in (None, "", [], "[]"):
         return []
     messages = []
-    for turn in _as_list(row["history"], "history"):
+    for turn in as_list(row["history"], "history"):
         if (
             not isinstance(turn, list)
             or len(turn) != 2
@@ -289,12 +300,12 @@ def _history(row: RowValue) -> list[RowValue]:
     return messages
 
 
-def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: Shown) -> Text:
+def chat_text(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: Shown) -> Text:
     """A chat as text. What its owner gave: all that the assistant does not say, or all where only
     it speaks.
     """
     assert read is not None
-    tools = (_as_list(tools, "tools") if tools and tools != "[]" else None) or None
+    tools = (as_list(tools, "tools") if tools and tools != "[]" else None) or None
     if tools:
         tools = [_as_object(each) for each in tools]
     others = [message for message in messages if message["role"] != "assistant"] or messages
@@ -324,7 +335,7 @@ def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: 
     )
 
 
-def _as_list(value: Any, column: str) -> list[Any]:
+def as_list(value: Any, column: str) -> list[Any]:
     if isinstance(value, str):  # CSV, and data sets that store JSON in a string
         try:
             value = parse_json(value)
@@ -363,9 +374,9 @@ def _with_system(messages: list[RowValue], row: RowValue) -> list[RowValue]:
     return messages
 
 
-def _messages(row: RowValue, column: str = "messages") -> list[RowValue]:
+def messages_of(row: RowValue, column: str = "messages") -> list[RowValue]:
     messages = []
-    given = _as_list(row.get(column), column)
+    given = as_list(row.get(column), column)
     for index, message in enumerate(given, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Unusable(f"message {index} has no `role`")
@@ -380,7 +391,7 @@ def _messages(row: RowValue, column: str = "messages") -> list[RowValue]:
             del kept["tool_calls"]
         if "tool_calls" in kept:
             kept["tool_calls"] = [
-                _parsed_arguments(call) for call in _as_list(kept["tool_calls"], "tool_calls")
+                _parsed_arguments(call) for call in as_list(kept["tool_calls"], "tool_calls")
             ]
         messages.append(kept)
     return _with_system(messages, row) if column == "messages" else messages
@@ -397,12 +408,12 @@ def _parsed_arguments(call: Any) -> Any:
         return call
 
 
-def _conversations(row: RowValue, writes_calls: bool) -> list[RowValue]:
+def conversations_of(row: RowValue, writes_calls: bool) -> list[RowValue]:
     """`writes_calls`: what a turn of `function_call` says is a call of a tool, which the template
     writes in its own way.
     """
     messages: list[RowValue] = []
-    for index, turn in enumerate(_as_list(row.get("conversations"), "conversations"), start=1):
+    for index, turn in enumerate(as_list(row.get("conversations"), "conversations"), start=1):
         who, said = (
             (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
         )
@@ -431,12 +442,12 @@ def _calls(said: str, index: int) -> list[RowValue]:
     return calls
 
 
-def _tools_of(row: RowValue) -> Any:
+def tools_of(row: RowValue) -> Any:
     """The tools that a chat may call; OpenAI's older `functions` are tools without their frame."""
     functions = row.get("functions")
     if row.get("tools") or not functions or functions == "[]":
         return row.get("tools")
-    return [{"type": "function", "function": each} for each in _as_list(functions, "functions")]
+    return [{"type": "function", "function": each} for each in as_list(functions, "functions")]
 
 
 def hash_of_input(given: Sequence[str]) -> int:

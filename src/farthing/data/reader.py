@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
+from farthing.data import preference
 from farthing.data.arrow import without_missing
 from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
 from farthing.data.formats import Text, Understood, converter, recognise, used_columns
@@ -20,6 +21,7 @@ from farthing.data.shown import Shown
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.objectives.columns import Unusable
+from farthing.objectives.registry import objective_of
 
 
 class SourceReader:
@@ -72,6 +74,9 @@ class SourceReader:
     def _convert(self) -> Callable[[RowValue], Text]:
         assert self.understood is not None
         recipe, (name, columns, _) = self._recipe, self.understood
+        if objective_of(recipe.task).loss is not None:
+            of_answers = name, columns, recipe.task, self._tokenizer
+            return preference.converter(*of_answers, on=recipe.date, shown=self.shown)
         given = (name, columns, recipe.label_map, self._tokenizer, recipe.task)
         return converter(*given, on=recipe.date, shown=self.shown)
 

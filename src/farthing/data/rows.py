@@ -5,7 +5,7 @@ text, progress.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from farthing.units import say_bytes
@@ -42,7 +42,8 @@ class Text:
     template frames the text, so that the tokenizer's first token and an end-of-sequence token have
     to. `given`: what the row's owner wrote as input, before anything is rendered; rows that agree
     in it are one input. `n_unlearned`: assistant turns that are learned nowhere.
-    `earlier`: further examples of the same row, which come before it.
+    `earlier`: further examples of the same row, which come before it. `beside`: the further
+    sequences of the unit, as `segments`. `value`: its number, where the objective reads one.
     """
 
     segments: Segments
@@ -51,6 +52,13 @@ class Text:
     given: tuple[str, ...] = ()
     n_unlearned: int = 0
     earlier: tuple[Text, ...] = ()
+    beside: tuple[Segments, ...] = ()
+    value: float = 0.0
+
+    @property
+    def sequences(self) -> tuple[Text, ...]:
+        """A text for each sequence of the unit."""
+        return self, *(replace(self, segments=each, beside=()) for each in self.beside)
 
     @property
     def of_row(self) -> tuple[Text, ...]:

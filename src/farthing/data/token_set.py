@@ -12,6 +12,10 @@ So a stale set can't be used, and a set that exists is complete. On disk, flat:
     split between train and eval
     labels.bin   int32  [n_examples]    where the task has labels: index into the label names, or
     another dtype of its own
+    sequences.bin int32 [n_examples,k]  where an example is a unit of k sequences end to end: tokens
+    of each
+    shared.bin   int32 [n_examples,k]   how many it begins with in common with the first
+    values.bin   float32 [n_examples]   where the objective reads a number of each unit
     inputs.bin   uint64 [n_inputs]      the distinct inputs of all rows that could be read, sorted,
     those among them that
                                         became no example: which side of a split an input is on must
@@ -51,6 +55,9 @@ DTYPES: dict[str, Any] = {
     "groups": np.uint64,
     "labels": np.int32,
     "inputs": np.uint64,
+    "sequences": np.int32,
+    "shared": np.int32,
+    "values": np.float32,
 }
 
 
@@ -98,6 +105,10 @@ class TokenSet:
     groups: NDArray[np.uint64]
     labels: NDArray[Any] | None
     inputs: NDArray[np.uint64] | None = None
+    sequences: NDArray[np.int32] | None = None
+    """[n_examples * k], as on disk."""
+    shared: NDArray[np.int32] | None = None
+    values: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -110,9 +121,11 @@ class TokenSet:
     @property
     def content_sha256(self) -> str:
         """Identity of the examples: of every byte that training reads."""
-        names = ("ids.bin", "targets.bin", "offsets.bin", "groups.bin", "labels.bin")
+        columns = ("ids", "targets", "offsets", "groups", "labels", "sequences", "values")
+        names = [f"{column}.bin" for column in columns]
         files = {entry["name"]: entry["sha256"] for entry in self.facts["files"]}
-        content = [[name, files.get(name)] for name in names] + [list(self.label_names)]
+        content = [[name, files[name]] for name in names if name in files]
+        content.append(list(self.label_names))
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
@@ -124,6 +137,20 @@ class TokenSet:
         """Token ids [length] and target mask [length] of one example."""
         span = slice(self.offsets[index], self.offsets[index + 1])
         return self.ids[span], self.targets[span]
+
+    @property
+    def n_sequences(self) -> int:
+        """Of an example."""
+        return 1 if self.sequences is None else len(self.sequences) // max(1, len(self))
+
+    def sequences_of(self, indices: Indices) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the sequences of these examples begin, and the tokens of each [n * k]."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        starts = self.offsets[chosen]
+        if self.sequences is None:
+            return starts, self.offsets[chosen + 1] - starts
+        lengths = self.sequences.reshape(-1, self.n_sequences)[chosen].astype(np.int64)
+        return (starts[:, None] + np.cumsum(lengths, 1) - lengths).ravel(), lengths.ravel()
 
     def places_of(
         self, indices: Indices, skipped: NDArray[np.int64] | int = 0
@@ -140,10 +167,10 @@ class TokenSet:
         return np.arange(lengths.sum()) + np.repeat(starts - stops + lengths, lengths), lengths
 
     def n_targets(self, indices: Indices) -> int:
-        """How many predictions these examples ask for: target tokens, or samples for
-        classification.
+        """How many predictions these examples ask for: target tokens, or units where these are
+        scored or compared.
         """
-        if self.labels is not None:
+        if self.facts.get("counts_units", self.labels is not None):
             return len(indices)
         return int(self.target_lengths[np.asarray(indices)].sum())
 

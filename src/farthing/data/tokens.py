@@ -8,6 +8,7 @@ batch and to know what trains on the examples.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,6 @@ from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Reading, Row
 from farthing.data.token_set import (
     CACHE_VERSION,
-    DTYPES,
     LINE_BITS,
     Recipe,
     TokenSet,
@@ -35,6 +35,7 @@ from farthing.data.token_set import (
     set_key,
     tokenizer_sha256,
 )
+from farthing.data.units import n_shared
 from farthing.errors import DataError, RunInterruptedError
 from farthing.objectives.columns import Unusable
 from farthing.objectives.objective import Labels, in_models_order
@@ -165,7 +166,8 @@ def _write(
     should_stop: Callable[[], bool],
 ) -> Json:
     """Fill `draft`; returns the facts of the set for its manifest."""
-    tally, labels = Tally(), _Labels(objective_of(recipe.task).labels, recipe)
+    objective = objective_of(recipe.task)
+    tally, labels = Tally(), _Labels(objective.labels if objective.reads_labels else None, recipe)
     encode = Encoder(
         tokenizer,
         recipe.task,
@@ -175,7 +177,9 @@ def _write(
     )
     readers: list[SourceReader] = []
     all_groups, all_inputs = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
-    names = [name for name in DTYPES if name not in ("labels", "inputs")]
+    names = ["ids", "targets", "offsets", "lines", "groups"]
+    names += ["sequences", "shared"] * (objective.n_sequences > 1)
+    names += ["values"] * bool(objective.value)
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(open(draft / f"{name}.bin", "wb")) for name in names}
         files["offsets"].write(np.int64(0).tobytes())
@@ -214,6 +218,12 @@ def _write(
                 "lines": (chunk.source_number << LINE_BITS) + np.array(chunk.lines, np.int64)[kept],
                 "groups": np.array(chunk.groups, np.uint64)[kept],
             }
+            if encoded.sequences is not None:
+                columns["sequences"] = encoded.sequences.astype(np.int32)
+                columns["shared"] = n_shared(encoded.ids, encoded.sequences).astype(np.int32)
+            if objective.value is not None:
+                values = [text.value for text in chunk.texts]
+                columns["values"] = np.array(values, np.float32)[kept]
             for name, column in columns.items():
                 files[name].write(column.tobytes())
             all_groups.append(columns["groups"])
@@ -263,6 +273,7 @@ def _facts(
             ]
         ),
         "label_names": labels.names,
+        "counts_units": objective_of(recipe.task).counts_units,
         **(
             {"label_dtype": labels.of.dtype}
             if labels.of is not None and labels.of.dtype != "int32"
@@ -406,7 +417,8 @@ def _chunks(
                     chunk.texts.append(each)
                     chunk.lines.append(row.line)
                     chunk.groups.append(hash_of_input(each.given))
-                    chunk.n_characters += sum([len(part) for part, _ in each.segments])
+                    parts = itertools.chain(each.segments, *each.beside)
+                    chunk.n_characters += sum([len(part) for part, _ in parts])
             yield chunk
 
 

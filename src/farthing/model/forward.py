@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farthing.data import units
 from farthing.data.batches import Batches, collate
+from farthing.data.encode import sums_of
 from farthing.data.packing import (
     ON_CPU,
     MicroBatchCost,
@@ -52,11 +55,13 @@ from farthing.model.head import (
     find_head,
     language_model_loss,
     loss_and_log_probs,
+    target_log_probs,
 )
 from farthing.model.last_layer import last_layer
-from farthing.model.loss import POSITIONS, TARGETS, find_labelled, inner_of, summed_loss
+from farthing.model.loss import find_labelled, inner_of, logits_of, summed_loss
 from farthing.model.pairs import collate_pairs, pair_batch, source_states
 from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
+from farthing.objectives.objective import Answers, OfStep, Settings
 from farthing.objectives.registry import objective_of
 
 Host = dict[str, Any]
@@ -90,10 +95,17 @@ class Forward:
         pad_id: int,
         numerics: Numerics,
         *,
+        settings: Settings | None = None,
         label_smoothing: float = 0.0,
         may_go_packed: bool = True,
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
+        self.settings = settings
+        """Of the objective."""
+        self.references: dict[Path, NDArray[np.float32]] = {}
+        """Of each token set, by its folder: log-probabilities under the reference [n, k], and of
+        the mismatched sequence of each unit [n, k + 1].
+        """
         self.label_smoothing = label_smoothing
         self.tile_tokens: int | None = None
         self.micro_batch_cost: MicroBatchCost = ON_CPU
@@ -132,6 +144,10 @@ class Forward:
         """Computes where the weights are whole: several processes may have a part of them each."""
         self.batching_rule = batching_rule(inner, task, is_packed=self.is_packed)
         self.shares = False
+        self.shares_units = (
+            self.of.n_sequences > 1 and self.is_packed and can_share(model, task) is None
+        )
+        """Whether what the sequences of a unit begin with is computed once."""
         self.noise: EmbeddingNoise | None = None
         self.n_sent_tokens = 0  # computed tokens of everything that was brought to the device
         self.casts: Casts | None = None
@@ -150,7 +166,7 @@ class Forward:
         ascending, that saves nearly as much as the largest; 0 where sharing does not pay).
         """
         self.shares = False
-        if not self.is_packed or self.noise or can_share(self.model, self.task):
+        if self.of.loss or not self.is_packed or self.noise or can_share(self.model, self.task):
             return 0.0, 0
         most = saved_by_sharing(tokens, batches, budgets[-1])
         if most < WORTH:
@@ -162,6 +178,28 @@ class Forward:
         return most, budgets[-1]
 
     # ---- on the host ----
+
+    def lengths_of(self, tokens: TokenSet) -> NDArray[np.int64]:
+        """[n]: the tokens that each example of a set is computed with; of a padded unit as many for
+        each of its sequences.
+        """
+        if self.of.n_sequences == 1:
+            return tokens.lengths
+        assert tokens.sequences is not None
+        if self.shares_units:
+            return tokens.lengths - units.shared_tokens(tokens)
+        if self.is_packed:
+            return tokens.lengths
+        each = tokens.sequences.reshape(len(tokens), -1)
+        return each.max(1).astype(np.int64) * each.shape[1]
+
+    def of_step(self, tokens: TokenSet, examples: NDArray[np.int64]) -> OfStep:
+        """What a step of these examples has, of an objective of units."""
+        k = tokens.n_sequences
+        starts, lengths = tokens.sequences_of(examples)
+        targets = sums_of(tokens.targets[units.ranges(starts, lengths)], lengths)
+        n_targets = targets.reshape(-1, k).sum(0)
+        return OfStep(len(examples), tuple(n_targets.tolist()))
 
     def split(
         self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int
@@ -259,8 +297,9 @@ class Forward:
         if self.shares:
             return split_shared(tokens, examples, micro_batch_tokens)
         if self.is_packed:
-            return split_by_tokens(examples, tokens.lengths, micro_batch_tokens)
-        lengths, targets, places = tokens.lengths[examples], None, np.arange(len(examples))
+            return split_by_tokens(examples, self.lengths_of(tokens), micro_batch_tokens)
+        lengths, targets = self.lengths_of(tokens)[examples], None
+        places = np.arange(len(examples))
         if self.of.is_pair:
             targets = target_lengths_of(tokens, examples)
             lengths = lengths - targets
@@ -271,7 +310,9 @@ class Forward:
 
     def collate(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Host:
         """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""
-        if self.shares:
+        if self.of.loss is not None:
+            arrays = self._collate_units(tokens, examples, units.sequences_of(tokens, examples), 0)
+        elif self.shares:
             arrays = collate_shared(tokens, examples, self.task, self._first_position)
         elif self.is_packed and self.of.is_pair:
             arrays = collate_pairs(self._inner, tokens, examples, self.task, self.pad_id)
@@ -279,16 +320,43 @@ class Forward:
             arrays = collate_packed(tokens, examples, self.task, self._first_position)
         else:
             arrays = collate(tokens, examples, self.task, self.pad_id)
-        if self.of.scores_tokens:
+        if self.of.loss is None and self.of.scores_tokens:
             labelled = find_labelled(
                 torch.from_numpy(arrays["labels"]), predicts_next=self.of.predicts_next
             )
-            arrays |= {POSITIONS: labelled.positions.numpy(), TARGETS: labelled.targets.numpy()}
-        if self.numerics.device.type == "cuda":
-            arrays = {
-                name: pinned(torch.from_numpy(array)).numpy() for name, array in arrays.items()
+            arrays |= {
+                units.POSITIONS: labelled.positions.numpy(),
+                units.TARGETS: labelled.targets.numpy(),
             }
+        return self._pinned(arrays)
+
+    def collate_mismatched(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Host:
+        """Arrays of the mismatched sequences of these examples: see `units.mismatched`."""
+        found = units.mismatched(tokens, examples)
+        return self._pinned(self._collate_units(tokens, examples, found, tokens.n_sequences))
+
+    def _collate_units(
+        self, tokens: TokenSet, examples: NDArray[np.int64], found: units.Sequences, first: int
+    ) -> Host:
+        """`first`: of the columns of references."""
+        arrays = units.collate_units(
+            found,
+            first_position=self._first_position,
+            shares=self.shares_units,
+            pad_id=None if self.is_packed else self.pad_id,
+        )
+        reference = self.references.get(tokens.folder)
+        if reference is not None:
+            own = reference[examples, first : first + found.n_sequences]
+            arrays[units.REFERENCE] = np.ascontiguousarray(own)
+        if tokens.values is not None:
+            arrays[units.VALUES] = tokens.values[examples]
         return arrays
+
+    def _pinned(self, arrays: Host) -> Host:
+        if self.numerics.device.type != "cuda":
+            return arrays
+        return {name: pinned(torch.from_numpy(array)).numpy() for name, array in arrays.items()}
 
     def n_computed(self, arrays: Host) -> int:
         """Tokens that a micro-batch makes the model compute; seq2seq: of both sides."""
@@ -296,7 +364,7 @@ class Forward:
 
     def n_tokens_of(self, tokens: TokenSet, examples: NDArray[np.int64]) -> int:
         """`n_computed` of a micro-batch of these examples, from their lengths."""
-        lengths = tokens.lengths[examples]
+        lengths = self.lengths_of(tokens)[examples]
         if self.is_packed:
             return int(lengths.sum())
         if not self.of.is_pair:
@@ -338,6 +406,60 @@ class Forward:
                 gradient_scale=gradient_scale,
                 tile_tokens=self.tile_tokens,
             )
+
+    @_whole
+    def target_log_probs(self, batch: Batch) -> Tensor:
+        """[s] in fp32: of each target of each sequence of a batch of units, in their order."""
+        self._hear(batch)
+        with self.numerics.autocasting():
+            head = self.why_all_scored or self.head
+            assert head is not None
+            words = target_log_probs(self.model, batch, self.task, head, self.tile_tokens)
+        return words[batch[units.SCORED]]
+
+    def log_probs(self, batch: Batch) -> Tensor:
+        """[m] in fp32: of all targets of each sequence of a batch of units together."""
+        found = self.target_log_probs(batch)
+        empty = found.new_zeros(len(batch[units.N_TARGETS]))
+        return empty.index_add(0, batch[units.OWNERS], found)
+
+    def _scores(self, batch: Batch) -> Tensor:
+        """[m, 1]"""
+        self._hear(batch)
+        with self.numerics.autocasting():
+            if self.is_packed:
+                return packed_logits(self.model, batch, self.task)
+            return logits_of(self.model, batch, self.task)
+
+    def mismatched_ratio(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Tensor:
+        """The sum over these examples' mismatched sequences of the log-ratio to the reference."""
+        batch = self.to_device(self.collate_mismatched(tokens, examples))
+        found = self.log_probs(batch) - batch[units.REFERENCE][:, 0]
+        return found.double().sum()
+
+    @_whole
+    def unit_loss(self, batch: Batch, step: OfStep) -> tuple[Tensor, Tensor]:
+        """(sum of the losses of the units of a batch, [2, F]: sums of the objective's figures, and
+        of how many).
+        """
+        assert self.of.loss is not None
+        scores = log_probs = None
+        k = self.of.n_sequences
+        if self.of.labels is None:
+            log_probs = self.log_probs(batch).reshape(-1, k)
+        else:
+            scores = self._scores(batch).float().reshape(-1, k)
+        answers = Answers(
+            log_probs,
+            batch[units.N_TARGETS].reshape(-1, k),
+            batch.get(units.REFERENCE),
+            scores,
+            batch.get(units.VALUES),
+            step,
+        )
+        loss, figures = self.of.loss(answers, self.settings)
+        found = [torch.stack(figures[name]).detach() for name in self.of.figures]
+        return loss, torch.stack(found, 1).double()
 
     @_whole
     def loss_and_log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -387,8 +509,11 @@ class Forward:
         Where the head is not known, or small, it is the loss itself. The last layer is that of a
         batch with labels everywhere.
         """
-        if self.head is None:
+        if self.head is None and self.of.loss is None:
             return self.loss(batch)
+        if self.head is None:
+            scored = self.of.labels is None
+            return (self.log_probs(batch) if scored else self._scores(batch).float()).sum()
         self._hear(batch)
         with self.numerics.autocasting():
             return self.head.hidden_states(batch).float().sum()

@@ -33,6 +33,7 @@ from farthing.model.loss import (
     inner_of,
     inputs_of,
     labelled_of,
+    logits_of,
     summed_loss,
 )
 from farthing.models.families import KNOWN_HEADS
@@ -171,6 +172,88 @@ class _HeadLoss(torch.autograd.Function):
         if of_weight is not None:
             of_weight = of_weight.to(ctx.dtypes[1])
         return of_hidden, of_weight, of_bias, None, None, None
+
+
+class _LogProbs(torch.autograd.Function):
+    """The log-probability of each target in one pass over tiles, under a head that is not trained:
+    its gradient for the hidden states is kept, [n, h], and scaled in the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labelled: Labelled,
+        how: How,
+        records: bool,
+    ) -> Tensor:
+        """hidden [N, h], weight [V, h], bias [V]; returns [n] in fp32."""
+        positions, targets = labelled.positions, labelled.targets
+        device = hidden.device.type
+        computed = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        )
+        summed = torch.promote_types(computed, torch.float32)
+        n, wants = len(positions), records and ctx.needs_input_grad[0]
+        found = hidden.new_empty(n, dtype=summed)
+        grad_hidden = hidden.new_empty((n, weight.shape[1]), dtype=computed) if wants else None
+        tile = max(1, min(how.tile_tokens or n, n))
+        with torch.autocast(device, enabled=False):
+            matrix = weight.to(computed)
+            shift = None if bias is None else bias.to(computed)
+            for start in range(0, n, tile):
+                part = slice(start, start + tile)
+                inputs = hidden.index_select(0, positions[part]).to(computed)
+                scores = _product(inputs, matrix, shift)
+                _to_gradients(scores, targets[part], how, wants, summed, found[part])
+                if grad_hidden is not None:
+                    torch.mm(scores, matrix, out=grad_hidden[part])
+                del scores
+        ctx.n_rows, ctx.dtype = len(hidden), hidden.dtype
+        ctx.save_for_backward(positions, grad_hidden)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """grad_output [n]; a hidden state may be scored against several targets."""
+        positions, grad_hidden = ctx.saved_tensors
+        rows = (grad_hidden * -grad_output[:, None]).to(ctx.dtype)
+        of_hidden = rows.new_zeros(ctx.n_rows, rows.shape[1]).index_add_(0, positions, rows)
+        return of_hidden, None, None, None, None, None
+
+
+def target_log_probs(
+    model: Any, batch: Batch, task: str, head: Head | str, tile_tokens: int | None = None
+) -> Tensor:
+    """[n] in fp32: the log-probability of each of the batch's labelled targets, differentiable. A
+    position may have several targets. Logits are made a tile at a time, and of a trained head again
+    in the backward pass; where the head is not known, whole.
+    """
+    labelled = labelled_of(batch, task)
+    if isinstance(head, str):
+        logits = logits_of(model, batch, task).flatten(0, 1)
+        parts = zip(labelled.positions.split(TILE), labelled.targets.split(TILE), strict=True)
+        found = [
+            F.cross_entropy(logits[places].float(), words, reduction="none")
+            for places, words in parts
+        ]
+        return -torch.cat(found)
+    states = head.hidden_states(batch)
+    is_trained = head.linear.weight.requires_grad or not head.is_matrix
+    if is_trained and torch.is_grad_enabled():
+        return word_log_probs(states, head, labelled, tile_tokens)
+    if not head.is_matrix:
+        return word_log_probs(states, head, labelled, tile_tokens)
+    rows, weight = states.reshape(-1, states.shape[-1]), head.linear.weight
+    tile = tile_tokens or default_tile_tokens(len(weight), rows.device.type, 0)
+    how = How(tile, head.soft_cap)
+    log_probs: Tensor = _LogProbs.apply(
+        rows, weight, head.bias, labelled, how, torch.is_grad_enabled()
+    )
+    return log_probs
 
 
 def _to_gradients(

@@ -13,12 +13,21 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from farthing.data.units import (
+    N_TARGETS,
+    OWNERS,
+    POSITIONS,
+    REFERENCE,
+    SCORED,
+    TARGETS,
+    VALUES,
+)
 from farthing.errors import ModelError
 from farthing.objectives.objective import IGNORED
 from farthing.objectives.registry import objective_of
 
-# keys of a batch that only the loss reads
-POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
+OF_LOSS = {"labels", POSITIONS, TARGETS, SCORED, OWNERS, N_TARGETS, REFERENCE, VALUES}
+"""Keys of a batch that only the loss reads."""
 
 
 def inner_of(model: Any) -> Any:
@@ -63,9 +72,7 @@ def logits_of(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
 
 def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
     """What of a batch the model takes."""
-    return {
-        name: value for name, value in batch.items() if name not in ("labels", POSITIONS, TARGETS)
-    }
+    return {name: value for name, value in batch.items() if name not in OF_LOSS}
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,25 @@ INPUT_TARGET = Format("input/target", ("input", "target"))
 TEXT_LABEL = Format("text/label", ("text", "label"))
 TEXT = Format("text", ("text",))
 
+_BESIDE = ("system", "tools", "margin")
+PAIRS = (
+    Format("input/preferred", ("input", "preferred_output", "non_preferred_output")),
+    Format("messages/rejected_response", ("messages", "rejected_response"), _BESIDE),
+    Format("messages/rejected_messages", ("messages", "rejected_messages"), _BESIDE),
+    Format("conversations/chosen/rejected", ("conversations", "chosen", "rejected"), _BESIDE),
+    Format(
+        "instruction/chosen/rejected", ("instruction", "chosen", "rejected"), ("input", *_BESIDE)
+    ),
+    Format("prompt/chosen/rejected", ("prompt", "chosen", "rejected"), _BESIDE),
+    Format("messages/chosen/rejected", ("messages", "chosen", "rejected"), _BESIDE),
+    Format("chosen/rejected", ("chosen", "rejected"), _BESIDE),
+)
+VERDICTS = (
+    Format("prompt/completion/label", ("prompt", "completion", "label"), ("tools",)),
+    Format("messages/label", ("messages", "label"), ("tools", "system")),
+    Format("instruction/output/label", ("instruction", "output", "label"), ("input", "system")),
+)
+
 _KINDS = {
     "dict": "an object",
     "list": "a list",

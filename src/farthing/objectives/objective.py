@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict
+
 from farthing.objectives.columns import Format
 
 if TYPE_CHECKING:
@@ -129,6 +131,44 @@ class Labels(NamedTuple):
     """What labels are stored as, by numpy's name."""
 
 
+class Settings(BaseModel):
+    """The keys of an objective in the job: `objective: {name: NAME, ...}`."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+class OfStep(NamedTuple):
+    """What a whole optimizer step has, or a whole evaluation."""
+
+    n_units: int
+    n_targets: tuple[int, ...]
+    """Target tokens of all first sequences, of all second ones ..."""
+    baseline: Any = 0.0
+    """Of objectives with a mismatched pass: see `Objective.is_mismatched`. A scalar."""
+
+
+class Answers(NamedTuple):
+    """What the model says of the n units of a micro-batch, k sequences each: tensors."""
+
+    log_probs: Any
+    """[n, k] in fp32: of all target tokens of a sequence together; None where it has scores."""
+    n_targets: Any
+    """[n, k] in fp32"""
+    reference: Any
+    """[n, k]: `log_probs` of the model as it began; None where the objective needs none."""
+    scores: Any
+    """[n, k] in fp32; None where it has log-probabilities."""
+    values: Any
+    """[n]: the number of each unit, see `Objective.value`; None where the data has none."""
+    step: OfStep
+
+
+Figures = Mapping[str, tuple[Any, Any]]
+"""Of a micro-batch, by name: (sum, of how many). Scalars."""
+
+
 class Starter(NamedTuple):
     """What `farthing init` writes for a task."""
 
@@ -171,12 +211,37 @@ class Objective(NamedTuple):
     is_pair: bool = False
     labels: Labels | None = None
     same_head_as: str = ""
-    """The task whose head it has, where tables of model families name that one."""
+    """The objective whose head it has, where tables of model families name that one."""
+    learning_rates: tuple[float, float] = (2e-5, 2e-4)
+    """(of all weights, of an adapter) where the job gives none."""
+    settings: type[Settings] | None = None
+    """Its keys in the job."""
+    n_sequences: int = 1
+    """Sequences of a unit. A unit is an example of the data: it is never split."""
+    loss: Callable[[Answers, Any], tuple[Any, Figures]] | None = None
+    """(sum of the losses of n units, figures) under its settings, of tensors. The sum is divided by
+    the units of the step. None: the cross-entropy of each target, divided by the targets of the
+    step.
+    """
+    needs_reference: bool = False
+    is_mismatched: bool = False
+    """Whether `OfStep.baseline` is needed: the mean log-ratio to the reference of inputs with
+    answers to others, over all units of the step, at least 0.
+    """
+    figures: tuple[str, ...] = ()
+    """Names of what `loss` finds."""
+    value: Callable[[Mapping[str, Any]], float] | None = None
+    """The number of a row's unit, with standard columns. Raises `Unusable`."""
 
     @property
     def head(self) -> str:
         """Its head, as tables of model families name it."""
         return self.same_head_as or self.name
+
+    @property
+    def counts_units(self) -> bool:
+        """Whether the loss of a step is divided by its examples; else by its target tokens."""
+        return self.loss is not None or self.labels is not None
 
     @property
     def scores_tokens(self) -> bool:
@@ -187,6 +252,16 @@ class Objective(NamedTuple):
     def predicts_next(self) -> bool:
         """Whether a token is predicted from those before it in the same text."""
         return self.labels is None and not self.is_pair
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether each text of the data has a label."""
+        return self.labels is not None and self.loss is None
+
+    @property
+    def reads_answers(self) -> bool:
+        """Whether the data are texts with answers in them; else a text alone, or two apart."""
+        return not self.is_pair and not self.reads_labels
 
     def n_tokens(self, n_input: float, n_target: float) -> float:
         """All tokens, from those of the input (which of one text are all) and those of the target."""  # noqa: E501

@@ -7,11 +7,16 @@ its objective is asked for.
 
 from __future__ import annotations
 
+import difflib
+
+from pydantic import ValidationError
+
 from farthing.errors import InputError
+from farthing.objectives import cpo, dpo, kto, orpo, reward, simpo
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.columns import Format
-from farthing.objectives.objective import Objective
+from farthing.objectives.objective import Objective, Settings
 from farthing.objectives.seq2seq import SEQ2SEQ
 
 ENTRY_POINTS = "farthing.objectives"
@@ -24,7 +29,10 @@ def register(task: Objective) -> None:
         raise ValueError(f"there is another task called {task.name}")
 
 
-for _each in (CAUSAL_LM, SEQ2SEQ, CLASSIFICATION):
+for _each in (
+    *(CAUSAL_LM, SEQ2SEQ, CLASSIFICATION),
+    *(each.OBJECTIVE for each in (dpo, kto, orpo, simpo, cpo, reward)),
+):
     register(_each)
 
 
@@ -70,6 +78,53 @@ def objective_of(name: str) -> Objective:
             f"there is no task `{name}`", where="task", to_do=f"use one of {', '.join(_OBJECTIVES)}"
         )
     return task
+
+
+def read_settings(given: object) -> Settings:
+    """The settings of `objective: NAME`, or `objective: {name: NAME, ...}`. Raises `ValueError`."""
+    values = {"name": given} if isinstance(given, str) else given
+    if isinstance(values, Settings):
+        return values
+    known = [name for name, each in _OBJECTIVES.items() if each.settings]
+    if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+        raise ValueError(f"`name` is missing; use one of {', '.join(known)}")
+    name = values["name"]
+    found = find_objective(name)
+    if found is None or found.settings is None:
+        near = difflib.get_close_matches(name, known, n=1)
+        to_do = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"
+        what = "has no keys of its own: name it as `task:`" if found else "is no objective"
+        raise ValueError(f"`{name}` {what}; {to_do}")
+    try:
+        return found.settings.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(_explained(error, found.settings, name)) from None
+
+
+def schema() -> dict[str, object]:
+    """JSON schema of `objective` in a job."""
+    known = {name: each.settings for name, each in _OBJECTIVES.items() if each.settings}
+    return {
+        "anyOf": [
+            {"type": "string", "enum": list(known)},
+            *(settings.model_json_schema() for settings in known.values()),
+            {"type": "null"},
+        ]
+    }
+
+
+def _explained(error: ValidationError, settings: type[Settings], name: str) -> str:
+    first = error.errors(include_url=False)[0]
+    key = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "extra_forbidden":
+        keys = [each for each in settings.model_fields if each != "name"]
+        near = difflib.get_close_matches(key, keys, n=1)
+        to_do = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(keys)}"
+        return f"{name} has no key `{key}`; {to_do}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "literal_error":
+        message = f"can't be {str(first['input'])[:60]!r}; use {first['ctx']['expected']}"
+    return f"`{key}` {message[:1].lower()}{message[1:]}" if key else message
 
 
 def format_of(name: str) -> Format:

@@ -20,6 +20,7 @@ OF_SPAN = {
     "tokenize": ("start-up", "tokenizing"),
     "load_model": ("start-up", "start-up"),
     "restore": ("start-up", "start-up"),
+    "reference": ("reference pass", "reference"),
     "probe": ("start-up", "start-up"),
     "compile": ("start-up", "training"),
     "data_wait": ("waiting for data", "training"),

@@ -41,6 +41,7 @@ SPANS = {
     "tokenize": "reading and tokenizing data",
     "load_model": "loading the model",
     "restore": "looking for a checkpoint, and reading it",
+    "reference": "scoring answers by the reference",
     "probe": "probing settings",
     "compile": "compiling layers, and the steps in which that happens",
     "data_wait": "waiting for batches",

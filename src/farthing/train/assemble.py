@@ -147,6 +147,7 @@ def _computed(
         job.task,
         inputs.pad_id,
         numerics,
+        settings=job.objective,
         label_smoothing=job.train.label_smoothing_factor,
         may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
     )

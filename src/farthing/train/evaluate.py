@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from farthing.errors import RunInterruptedError
 from farthing.metrics import Metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
-from farthing.objectives.objective import Evaluated
+from farthing.objectives.objective import Evaluated, OfStep
+
+T = TypeVar("T")
 
 
 class Writing(NamedTuple):
@@ -44,15 +46,18 @@ class Found(NamedTuple):
     answers: Tensor | None = None
     predictions: list[str] | None = None
     references: list[str] | None = None
+    figures: Tensor | None = None
+    """[2, F] of an objective of units: see `Forward.unit_loss`."""
 
 
 def with_room(
-    measure: Callable[..., Metrics],
+    measure: Callable[..., T],
     micro_batch_tokens: int,
     longest: int,
     device: torch.device,
     warn: Callable[[str], None] = lambda text: None,
-) -> Metrics:
+    what: str = "the evaluation",
+) -> T:
     """What `measure(micro_batch_tokens=...)` finds. Where memory runs out it is tried once as
     before, then with half as much at once, down to the `longest` example, in tokens."""
     has_freed = False
@@ -65,8 +70,7 @@ def with_room(
         if has_freed:
             micro_batch_tokens = max(longest, micro_batch_tokens // 2)
             warn(
-                f"out of memory in the evaluation; it begins again with {micro_batch_tokens:,}"
-                " tokens at a time"
+                f"out of memory in {what}; it begins again with {micro_batch_tokens:,} tokens at a time"
             )
         free_cached(device)
         has_freed = True
@@ -116,7 +120,17 @@ def evaluate(
 
     try:
         with ranks.all_or_none():
-            found = go_through(forward.split(tokens, examples, micro_batch_tokens), _measure)
+            micro_batches, measure = forward.split(tokens, examples, micro_batch_tokens), _measure
+            if forward.of.loss is not None:
+                step = forward.of_step(tokens, examples)
+                if forward.of.is_mismatched:
+                    found = go_through(micro_batches, _measure_mismatched)
+                    if ranks.n > 1:
+                        found = _of_all(ranks, found, forward.numerics.device)
+                    ratio = _total([each.loss for each in found]) / len(examples)
+                    step = step._replace(baseline=max(0.0, ratio))
+                measure = functools.partial(_measure_units, step=step)
+            found = go_through(micro_batches, measure)
             if writing is not None and forward.of.is_pair:
                 like_lengths = forward.split_to_write(
                     tokens, examples, micro_batch_tokens, writing.max_new_tokens
@@ -135,6 +149,8 @@ def evaluate(
     if not np.isfinite(mean):  # what such scores choose means nothing
         return {"loss": None, "n_examples": len(examples)}
     metrics: Metrics = {"loss": mean, "n_examples": len(examples)}
+    if forward.of.figures:
+        return metrics | _means(forward.of.figures, [each.figures for each in found])
     labels, answers = (
         _fetched([each.labels for each in found]),
         _fetched([each.answers for each in found]),
@@ -163,6 +179,32 @@ def _measure(
         log_probs.device, non_blocking=True
     )
     return Found(number, loss.double(), -(log_probs / n_each).double().sum())
+
+
+def _measure_units(
+    forward: Forward,
+    tokens: TokenSet,
+    micro_batch: NDArray[np.int64],
+    number: int,
+    step: OfStep,
+) -> Found:
+    """One batch of units through the model."""
+    batch = forward.to_device(forward.collate(tokens, micro_batch))
+    loss, figures = forward.unit_loss(batch, step)
+    return Found(number, loss.double(), figures=figures)
+
+
+def _measure_mismatched(
+    forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], number: int
+) -> Found:
+    return Found(number, forward.mismatched_ratio(tokens, micro_batch))
+
+
+def _means(names: tuple[str, ...], parts: list[Tensor | None]) -> Metrics:
+    """The means of the objective's figures; without those that count nothing."""
+    total = torch.stack([part for part in parts if part is not None]).sum(0)
+    found = zip(names, *total.tolist(), strict=True)
+    return {name: value / count for name, value, count in found if count}
 
 
 def write_texts(
@@ -222,7 +264,10 @@ def _of_all(ranks: Ranks, found: list[Found], device: torch.device) -> list[Foun
     of_all = sorted(
         (row for of_rank in ranks.gather(own) for row in of_rank), key=lambda row: row[0]
     )
-    dtypes = {"loss": torch.float64, "of_documents": torch.float64, "labels": None, "answers": None}
+    dtypes = {
+        **dict.fromkeys(("loss", "of_documents", "figures"), torch.float64),
+        **dict.fromkeys(("labels", "answers")),
+    }
 
     def tensor(name: str, value: Any) -> Any:
         as_it_is = name not in dtypes or value is None

@@ -103,6 +103,7 @@ from farthing.train.measure import leave_measured
 from farthing.train.metrics_file import metrics_file
 from farthing.train.prefix_budget import share_prefix
 from farthing.train.published import publish_finished
+from farthing.train.reference import refer, without_references
 from farthing.train.saver import restore
 from farthing.train.settled import first_settings, keep_settings
 from farthing.train.setup import (
@@ -357,6 +358,8 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     meter.enter("restore")
     emit(Working("looking for a checkpoint"))
     run_facts = _begin(attempt, run_facts)
+    if not was_finished:
+        refer(attempt)
     restore(attempt, allow_restart)
     if was_finished or over_limit(job, ledger, reserve_s(attempt)):  # let in to write its model
         take_over(attempt)
@@ -399,6 +402,7 @@ def _compute_along(job: Job, context: Context) -> tuple[str, str]:
     numerics, inputs = _identify(job, context.meter, context.emit)
     must_be_the_same(context, inputs.identity, let_in.identity)
     attempt = _open(job, context, inputs, numerics, let_in.has_begun)
+    refer(attempt)
     take_over(attempt)
     return loop(attempt)
 
@@ -650,6 +654,8 @@ def opened_attempt(job: Job, emit: Emit) -> Iterator[Attempt]:
         attempt = _open(
             job, Context(folder, "probe", meter, ledger, notice, emit), inputs, numerics
         )
+        if attempt.forward.of.needs_reference:
+            without_references(attempt.forward, attempt.train_examples.tokens)
         restore(attempt, allow_restart=False)
         with contextlib.closing(attempt.steps):
             yield attempt

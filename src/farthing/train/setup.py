@@ -193,7 +193,7 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
         task=job.task,
         max_length=max_length,
         max_target_length=data.max_target_length,
-        too_long=data.too_long,
+        too_long=job.too_long,
         train_on_prompt=data.train_on_prompt,
         columns=dict(data.columns),
         label_map=dict(data.label_map),
@@ -201,9 +201,9 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
         source_lang=source_lang,
         target_lang=target_lang,
         model_classes=(
-            class_names(config) if task.labels is not None and choice.init == "pretrained" else ()
+            class_names(config) if task.reads_labels and choice.init == "pretrained" else ()
         ),
-        date=day if task.predicts_next and asks_for_the_date(tokenizer.chat_template) else "",
+        date=day if task.reads_answers and asks_for_the_date(tokenizer.chat_template) else "",
     )
     cache_dir = Path(job.cache_dir or ".")
     opened: dict[str, Any] = {
@@ -529,7 +529,7 @@ def settle_checkpointing(
     state was made; `ahead` has the tokens of the largest micro-batch, and whether a step has
     several.
     """
-    lengths = train.tokens.lengths[train.indices].astype(np.int64)
+    lengths = forward.lengths_of(train.tokens)[train.indices].astype(np.int64)
     # as many pairs for each token as all have together: where scores are kept, they grow with the
     # squares of lengths
     middle = int(train.indices[int(np.argmin(abs(lengths - (lengths**2).sum() / lengths.sum())))])

@@ -36,6 +36,7 @@ from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.casts import add_up
 from farthing.model.forward import Forward, Host
 from farthing.model.hardware import free_cached, pinned
+from farthing.objectives.objective import OfStep
 from farthing.run.ledger import Meter
 from farthing.settings import Settings
 from farthing.train.update_guard import (
@@ -73,11 +74,17 @@ class Sums:
     """
     losses: list[Tensor] = field(default_factory=list)
     """Of each micro-batch: a sum, on the device."""
+    figures: list[Tensor] = field(default_factory=list)
+    """[2, F] of each, of an objective of units: see `Forward.unit_loss`."""
     hosts: list[Host] = field(default_factory=list)
     """Arrays that may still be on their way to the device."""
 
-    def add(self, micro_batch: MicroBatch, loss: Tensor, n_computed: int) -> None:
+    def add(
+        self, micro_batch: MicroBatch, loss: Tensor, n_computed: int, figures: Tensor | None
+    ) -> None:
         """Count a micro-batch."""
+        if figures is not None:
+            self.figures.append(figures)
         self.micro_batches.append(micro_batch.examples)
         self.numbers.append(micro_batch.number)
         self.losses.append(loss)
@@ -98,9 +105,13 @@ class StepResult:
     started_s: float
     sums: Sums
     figures: Tensor
-    """float64 [micro-batches + 1]: what each adds to the mean loss of the step's targets; the
-    gradient norm.
+    """float64 [micro-batches + 1 + 2F]: what each adds to the mean loss of the step's targets; the
+    gradient norm; sums of the objective's figures, and of how many.
     """
+    names: tuple[str, ...] = ()
+    """Of the objective's figures."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Their means, once `read`."""
     _arrived: Any = None
     _update: Any = None
 
@@ -108,9 +119,13 @@ class StepResult:
         """(what each micro-batch adds to the mean loss, gradient norm before clipping); waited for."""  # noqa: E501
         if self._arrived is not None:
             self._arrived.synchronize()
-        *losses, norm = self.figures.tolist()
+        n = len(self.sums.losses)
+        losses, norm, found = self.figures.split([n, 1, 2 * len(self.names)])
+        for name, total, count in zip(self.names, *found.reshape(2, -1).tolist(), strict=True):
+            if count:
+                self.metrics[name] = total / count
         self.sums.hosts.clear()
-        return losses, norm
+        return losses.tolist(), float(norm)
 
     def update_s(self) -> float:
         """Seconds of a GPU for clipping and the update, once `read`; 0 where the host has done it
@@ -154,6 +169,7 @@ class Steps:
         self._feed: Feed | None = None
         self._fed_step = -1
         self._step = 0
+        self._of_step = OfStep(0, ())
         self.ranks.leave_less = self._leave_less
         self._n_freed = 0
         self._is_agreed = False
@@ -222,9 +238,38 @@ class Steps:
             else:
                 self._make_room(step, why)
 
+    def _totals(self, step: int) -> OfStep:
+        """What an objective of units has to know of the whole step."""
+        if self.forward.of.loss is None:
+            return OfStep(0, ())
+        examples = self.batches.examples_of(step)
+        found = self.forward.of_step(self.tokens, examples)
+        if not self.forward.of.is_mismatched:
+            return found
+        return found._replace(baseline=self._baseline(step, len(examples)))
+
+    @torch.no_grad()
+    def _baseline(self, step: int, n_units: int) -> Tensor:
+        """The mean log-ratio to the reference of the step's mismatched sequences, at least 0."""
+        table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
+        own = {cell.number for cell in table.of_lanes(self._lanes)}
+        sums = torch.zeros(
+            len(table.cells), dtype=torch.float64, device=self.forward.numerics.device
+        )
+        n_more = self._n_passes(step) if self.ranks.is_spread else 0
+        for place, cell in enumerate(table.cells):
+            if cell.number in own:
+                with self.meter.span("compute"):
+                    sums[place] = self.forward.mismatched_ratio(self.tokens, cell.examples)
+                n_more -= 1
+        for _ in range(n_more):  # all ranks go through the model as often
+            self.forward.mismatched_ratio(self.tokens, table.cells[-1].examples)
+        return (self.ranks.sum_up(sums).sum() / n_units).clamp(min=0).float()
+
     def _rehearse(self, step: int, adds_up: Callable[[], bool]) -> tuple[int, int]:
         self._is_agreed = False
         seed_everything(self.seed, step)
+        self._of_step = self._totals(step)
         examples = self.batches.examples_of(step)
         largest = self._largest_cell(step)
         arrays = self.forward.collate(self.tokens, largest)
@@ -245,6 +290,7 @@ class Steps:
         started_s, device = self.meter.wall_s, self.forward.numerics.device
         self._is_agreed = False
         seed_everything(self.seed, step)
+        self._of_step = self._totals(step)
         sums = (
             self._accumulate_together(step)
             if self.n_lanes > 1
@@ -255,14 +301,20 @@ class Steps:
         rate = self.learning_rate_at(step)
         self.before_update()
         with self.meter.span("optimizer"):
-            losses = self.ranks.sum_up(torch.stack(sums.losses).double() / sums.n_targets)
+            losses = torch.stack(sums.losses).double() / sums.n_targets
+            names = self.forward.of.figures
+            found = torch.stack(sums.figures).flatten() if names else losses[:0]
+            losses, found = self.ranks.sum_up(torch.cat([losses, found])).split(
+                [len(losses), len(found)]
+            )
+            found = found.reshape(len(losses), 2 * len(names)).sum(0)
             arriving = None  # made before the update: after it nothing may fail
             if device.type == "cuda":
-                arriving = pinned(torch.empty(len(losses) + 1, dtype=losses.dtype))
+                arriving = pinned(torch.empty(len(losses) + 1 + len(found), dtype=losses.dtype))
             began = _now_on(device)
-            figures = self._update(rate, losses)
+            figures = torch.cat([self._update(rate, losses), found])
             update = None if began is None else (began, _now_on(device))
-        taken = StepResult(step, rate, started_s, sums, figures, _update=update)
+        taken = StepResult(step, rate, started_s, sums, figures, names, _update=update)
         if arriving is not None:
             taken.figures = arriving.copy_(figures, non_blocking=True)
             taken._arrived = _now_on(device)
@@ -298,10 +350,15 @@ class Steps:
         reducer.finish(marks[self.ranks.n :])
         table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
         places = {cell.number: place for place, cell in enumerate(table.cells)}
-        losses = torch.zeros(len(places), device=self.forward.numerics.device)
-        for number, loss in zip(sums.numbers, sums.losses, strict=True):
-            losses[places[number]] = loss
+        device, n_figures = self.forward.numerics.device, len(self.forward.of.figures)
+        losses = torch.zeros(len(places), device=device)
+        figures = torch.zeros(len(places), 2, n_figures, dtype=torch.float64, device=device)
+        for at, number in enumerate(sums.numbers):
+            losses[places[number]] = sums.losses[at]
+            if n_figures:
+                figures[places[number]] = sums.figures[at]
         sums.micro_batches, sums.losses = [cell.examples for cell in table.cells], list(losses)
+        sums.figures = list(figures)
         sums.n_computed = sum(marks[: self.ranks.n])
         return sums
 
@@ -372,7 +429,11 @@ class Steps:
                 batch = self.forward.to_device(micro_batch.arrays)
             before_s = self.meter.spans.get("compute", 0.0)
             with self.meter.span("compute"):
-                loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
+                figures: Tensor | None = None
+                if self.forward.of.loss is None:
+                    loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
+                else:
+                    loss, figures = self.forward.unit_loss(batch, self._of_step)
             forward_s = self.meter.spans["compute"] - before_s
             if shared and micro_batch.is_last:
                 self._reducer.last_backward_begins()
@@ -382,7 +443,8 @@ class Steps:
             if self.forward.numerics.device.type == "cpu":
                 sums.forward_s += forward_s
                 sums.compute_s += self.meter.spans["compute"] - before_s
-            sums.add(micro_batch, loss.detach(), self.forward.n_computed(micro_batch.arrays))
+            n_computed = self.forward.n_computed(micro_batch.arrays)
+            sums.add(micro_batch, loss.detach(), n_computed, figures)
             if (
                 self.should_stop() and not self.ranks.is_spread
             ):  # others would wait for their weights
@@ -454,7 +516,7 @@ class Steps:
 
         return rows_of(
             examples,
-            self.tokens.lengths,
+            self.forward.lengths_of(self.tokens),
             micro_batch_tokens,
             self.n_lanes,
             split=lambda some, most: self.forward.split(self.tokens, some, most),
@@ -471,9 +533,8 @@ class Steps:
         ).cells
         if self.n_lanes == 1 and not self.ranks.is_spread:
             return cells[0].examples  # comes first
-        return max(
-            (cell.examples for cell in cells), key=lambda some: int(self.tokens.lengths[some].sum())
-        )
+        lengths = self.forward.lengths_of(self.tokens)
+        return max((cell.examples for cell in cells), key=lambda some: int(lengths[some].sum()))
 
     def largest_of(self, step: int) -> tuple[int, int]:
         """(examples, computed tokens) of the step's largest micro-batch."""

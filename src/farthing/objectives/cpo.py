@@ -1,0 +1,37 @@
+"""Contrastive preference optimisation (Xu et al. 2024): DPO's loss without a reference, and a loss
+of the chosen answers that holds the model near them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from farthing.objectives.objective import Answers, Figures, Settings
+from farthing.objectives.preference import figures_of, nll_of_chosen, objective, softplus
+
+
+class CPO(Settings):
+    """Learn to prefer an answer, and to write it, without a reference."""
+
+    name: Literal["cpo"] = "cpo"
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    loss_type: Literal["sigmoid", "hinge"] = "sigmoid"
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Of sigmoid: share of pairs whose answers are taken to be swapped."""
+    cpo_alpha: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the chosen answers' own loss."""
+
+
+def _loss(answers: Answers, settings: CPO) -> tuple[Any, Figures]:
+    rewards, eps = settings.beta * answers.log_probs, settings.label_smoothing
+    x = rewards[:, 0] - rewards[:, 1]
+    if settings.loss_type == "hinge":
+        loss = (1 - x).clamp(min=0).sum()
+    else:
+        loss = ((1 - eps) * softplus(-x) + eps * softplus(x)).sum()
+    return loss + settings.cpo_alpha * nll_of_chosen(answers), figures_of(answers, rewards)
+
+
+OBJECTIVE = objective(name="cpo", settings=CPO, loss=_loss)

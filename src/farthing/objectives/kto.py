@@ -1,0 +1,104 @@
+"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024): answers with a verdict, desirable or not,
+against how far the model is from its reference on answers to other prompts.
+
+a = ell(y) - ell_ref(y); the baseline is the mean of a over the step's prompts with the answer of
+the row before in the data, at least 0, without a gradient. TRL takes it over each micro-batch; here
+it is of the whole step, however that is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from farthing.objectives import columns
+from farthing.objectives.causal_lm import CAUSAL_LM
+from farthing.objectives.columns import Unusable
+from farthing.objectives.objective import Answers, Figures, Settings, Starter
+from farthing.objectives.preference import divergence
+
+
+class KTO(Settings):
+    """Learn from answers that were accepted or not, held near the model as it began."""
+
+    name: Literal["kto"] = "kto"
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    desirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """The paper asks for weights whose products with the counts of rows are in 1 to 4/3."""
+    undesirable_weight: Annotated[float, Field(ge=0)] = 1.0
+
+
+_YES = {"true", "1", "desirable", "good", "chosen", "yes"}
+_NO = {"false", "0", "undesirable", "bad", "rejected", "no"}
+
+
+def _verdict(row: Mapping[str, Any]) -> float:
+    """1 for a desirable answer, 0 for another."""
+    value = str(row.get("label")).strip().lower().removesuffix(".0")
+    if value not in _YES | _NO:
+        raise Unusable(f"`label` is {row.get('label')!r}; a verdict is true or false")
+    return float(value in _YES)
+
+
+def _loss(answers: Answers, settings: KTO) -> tuple[Any, Figures]:
+    import torch
+
+    ratio = (answers.log_probs - answers.reference)[:, 0]
+    is_good, rewards = answers.values, settings.beta * ratio
+    if settings.loss_type == "kto":
+        x = rewards - settings.beta * answers.step.baseline
+        good, bad = 1 - x.sigmoid(), 1 - (-x).sigmoid()
+    else:
+        good, bad = 1 - rewards.sigmoid(), rewards.sigmoid()
+    weighed = settings.desirable_weight * is_good * good
+    loss = (weighed + settings.undesirable_weight * (1 - is_good) * bad).sum()
+    with torch.no_grad():
+        n_good, n = is_good.sum(), is_good.new_tensor(float(len(is_good)))
+        reward, length = rewards.detach(), answers.n_targets[:, 0]
+        baseline = torch.as_tensor(answers.step.baseline, device=n.device).float()
+        figures = {
+            "rewards/chosen": ((reward * is_good).sum(), n_good),
+            "rewards/rejected": ((reward * (1 - is_good)).sum(), n - n_good),
+            "logps/chosen": ((answers.log_probs[:, 0].detach() * is_good).sum(), n_good),
+            "logps/rejected": (
+                (answers.log_probs[:, 0].detach() * (1 - is_good)).sum(),
+                n - n_good,
+            ),
+            "length/chosen": ((length * is_good).sum(), n_good),
+            "length/rejected": ((length * (1 - is_good)).sum(), n - n_good),
+            "baseline": (baseline * n, n),
+            "kl": (divergence(answers), n),
+        }
+    return loss, figures
+
+
+OBJECTIVE = CAUSAL_LM._replace(
+    name="kto",
+    formats=columns.VERDICTS,
+    example_columns="prompt: question, completion: answer, label: accepted",
+    metrics={"loss": False, "rewards/chosen": True, "rewards/rejected": False},
+    judge=lambda seen: {},
+    same_head_as=CAUSAL_LM.name,
+    starter=Starter(
+        "Qwen/Qwen2.5-0.5B-Instruct", "5.0e-6", "loss", "prompt, completion, label (true | false)"
+    ),
+    learning_rates=(1e-6, 1e-5),
+    settings=KTO,
+    loss=_loss,
+    needs_reference=True,
+    is_mismatched=True,
+    value=_verdict,
+    figures=(
+        "rewards/chosen",
+        "rewards/rejected",
+        "logps/chosen",
+        "logps/rejected",
+        "length/chosen",
+        "length/rejected",
+        "baseline",
+        "kl",
+    ),
+)

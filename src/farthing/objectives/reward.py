@@ -1,0 +1,78 @@
+"""A reward model (Bradley and Terry 1952, as in Ouyang et al. 2022): a score for each answer, the
+chosen one's above the rejected one's.
+
+The head reads the last token, as transformers' sequence classifiers do. Names are those of TRL's
+`RewardTrainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from farthing.objectives.classification import CLASSIFICATION
+from farthing.objectives.columns import Unusable
+from farthing.objectives.objective import Answers, Figures, Settings, Starter
+from farthing.objectives.preference import METRICS, figures_of, objective, softplus
+
+
+class Reward(Settings):
+    """Learn to score answers as people prefer them."""
+
+    name: Literal["reward"] = "reward"
+    center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared sum of both scores, which holds them around 0 (Eisenstein et al.
+    2023).
+    """
+
+
+def _margin(row: Mapping[str, Any]) -> float:
+    """By how much more the chosen answer should score; 0 where the data says nothing."""
+    value = row.get("margin")
+    if value is None or value == "":
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Unusable("`margin` is no number")
+    return float(value)
+
+
+def _set_head(config: Any, names: Any) -> None:
+    config.num_labels, config.id2label, config.label2id = 1, {0: "reward"}, {"reward": 0}
+    config.problem_type = "regression"
+
+
+def _loss(answers: Answers, settings: Reward) -> tuple[Any, Figures]:
+    margin = answers.scores[:, 0] - answers.scores[:, 1]
+    loss = softplus(answers.values - margin).sum()
+    if settings.center_rewards_coefficient:
+        loss = loss + settings.center_rewards_coefficient * answers.scores.sum(1).square().sum()
+    return loss, figures_of(answers, answers.scores)
+
+
+_LABELS = CLASSIFICATION.labels
+assert _LABELS is not None
+OBJECTIVE = objective(
+    name="reward",
+    learning_rates=(1e-5, 1e-4),
+    settings=Reward,
+    loss=_loss,
+    value=_margin,
+    same_head_as=CLASSIFICATION.name,
+    auto_class=CLASSIFICATION.auto_class,
+    peft_type=CLASSIFICATION.peft_type,
+    pipeline_tag=CLASSIFICATION.pipeline_tag,
+    metrics=METRICS,
+    starter=Starter(
+        "Qwen/Qwen2.5-0.5B-Instruct", "1.0e-4", "rewards/accuracies", "prompt, chosen, rejected"
+    ),
+    figures=(
+        "accuracy",
+        "rewards/accuracies",
+        "rewards/margins",
+        "rewards/chosen",
+        "rewards/rejected",
+    ),
+    labels=_LABELS._replace(set_head=_set_head, answers=lambda scores: scores[:, 0]),
+)
