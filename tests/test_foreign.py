@@ -145,8 +145,8 @@ OURS = {
 @pytest.mark.parametrize(
     ("rows", "word"),
     [
-        (PREFERENCES, "DPO"),
-        (VERDICTS, "KTO"),
+        (PREFERENCES, "preference data"),
+        (VERDICTS, "verdict"),
         (RANKED, "ranked"),
         (MEDIA, "images, sound or video"),
     ],
@@ -192,7 +192,7 @@ def test_one_row_of_another_kind_anywhere_refuses_the_file_at_its_line(
     with pytest.raises(DataError) as caught:
         tokenize(sources, tokenizers["llama"], Recipe("causal-lm", 64, max_bad_rows=1.0), tmp_path)
     assert caught.value.where.endswith(f"a.jsonl:{where + 1}")
-    assert "KTO" in caught.value.what
+    assert "answers with a verdict" in caught.value.what
 
 
 VERBS = ("train", "plan", "doctor", "probe")
@@ -206,7 +206,7 @@ def test_a_preference_file_is_refused_by_every_verb(
     desk.set("data", max_bad_rows=1.0)
     said = run(verb=verb)
     assert said.code == 2
-    assert "preference data (DPO" in said.out + said.err
+    assert "preference data (" in said.out + said.err
     assert "Traceback" not in said.err
     assert left_behind(desk.folder / "run") == set()
 
@@ -235,7 +235,7 @@ def test_what_the_job_names_wins_over_a_guess(desk: Desk, run: Callable[..., Sai
     desk.rows([{"question": "a", "answer": f"b{i}", "label": i % 2 == 0} for i in range(8)])
     said = run()
     assert said.code == 2
-    assert "KTO: column `label` is true" in said.err
+    assert "verdict (column `label` is true)" in said.err
     desk.set("data", columns={"prompt": "question", "completion": "answer"})
     said = run()
     assert said.code == 0, said.err

@@ -206,13 +206,20 @@ def literals(path: Path) -> list[str]:
     return [node.value for node in nodes if isinstance(node.value, str)]
 
 
-def test_the_name_of_a_task_stands_in_its_own_file_alone() -> None:
+def test_the_name_of_an_objective_stands_in_its_own_file_alone() -> None:
     names = objective_names()
-    is_named = {path: any(text in names for text in literals(path)) for path in FILES}
+    known = [path for path in FILES if "importers" not in path.parts]  # others' words for theirs
+    is_named = {path: any(text in names for text in literals(path)) for path in known}
     assert sorted(path.stem for path, found in is_named.items() if found) == [
         "causal_lm",
         "classification",
+        "cpo",
+        "dpo",
+        "kto",
+        "orpo",
+        "reward",
         "seq2seq",
+        "simpo",
     ]
     in_a_sentence = {
         "tiny",  # the job of the demo

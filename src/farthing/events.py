@@ -7,8 +7,8 @@ to know who listens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, dataclass_transform
 
 from farthing.settings import Settings
@@ -169,6 +169,8 @@ class StepTaken(Event):
     """So far, over all attempts."""
     usd_to_go: float | None
     s_to_go: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means over the step of what the objective finds besides its loss."""
 
     def log_row(self) -> dict[str, object]:
         """Its line in the log, in the order that `report.training_log` takes apart."""
@@ -176,7 +178,7 @@ class StepTaken(Event):
             name: getattr(self, name)
             for name in ("step", "loss", "grad_norm", "lr", "n_targets", "n_tokens")
         }
-        return {**row, "examples": list(self.examples)}
+        return {**row, **self.metrics, "examples": list(self.examples)}
 
 
 class StepSkipped(Event):

@@ -45,7 +45,7 @@ FILE_ENDINGS = {
         ".xlsx",
     ),
 }
-SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name"}
+SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name", "objective": "name"}
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None) -> Job:

@@ -231,6 +231,9 @@ def _step_line(event: events.StepTaken) -> str:
     """What matters most stands first: a narrow terminal cuts the end."""
     loss = "not a number" if event.loss is None else f"{event.loss:.4f}"
     parts = [f"step {event.step:,}/{event.n_steps:,}", f"loss {loss}"]
+    for name in ("rewards/accuracies", "rewards/margins"):
+        if name in event.metrics:
+            parts.append(f"{name.partition('/')[2]} {event.metrics[name]:.3g}")
     if event.usd > 0:
         parts.append(f"{say_usd(event.usd)} so far")
     if event.s_to_go is not None and event.step < event.n_steps:

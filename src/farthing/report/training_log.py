@@ -25,7 +25,8 @@ _STEP = re.compile(
     rb'\{"step": (\d+), "loss": ([^,]+), "grad_norm": [^,]+, "lr": [^,]+,'
     rb' "n_targets": (\d+), "n_tokens": (\d+), "examples": \['
 )
-_VERSION, _END_BYTES = 2, 512
+_OF_STEP = {"step", "loss", "grad_norm", "lr", "n_targets", "n_tokens", "examples", "crc32"}
+_VERSION, _END_BYTES = 3, 512
 _WORTH_BYTES = 1 << 20
 """A digest is written anew when so much has been added to the log: less is read in no time."""
 
@@ -95,6 +96,8 @@ class TrainingLog:
     n_targets: int = 0
     n_skipped: int = 0
     losses: Curve = field(default_factory=Curve)
+    figures: dict[str, Curve] = field(default_factory=dict)
+    """What the objective finds besides its loss, by name."""
     evaluations: list[Json] = field(default_factory=list)
     has_sums: bool = False
     """Whether a line with a checksum was seen: from there on lines without one are damaged."""
@@ -137,6 +140,9 @@ class TrainingLog:
                 return
             if "examples" in row:
                 self.add_step(row["step"], row["loss"], row["n_targets"], row["n_tokens"])
+                for name in row.keys() - _OF_STEP:
+                    if isinstance(row[name], float):
+                        self.figures.setdefault(name, Curve()).add(row["step"], row[name])
             self.n_skipped += "skipped" in row
             if isinstance(row.get("metrics"), dict) and isinstance(row.get("step"), int):
                 self.evaluations.append(row)
@@ -186,9 +192,10 @@ def _from_digest(path: Path, file: BinaryIO) -> tuple[TrainingLog, int] | None:
         facts = parse_json(text.decode()) if text is not None and has_sum else {}
         if facts["version"] != _VERSION or facts["ends"] != _ends(file, facts["end"]):
             return None
-        return TrainingLog(**{**facts["log"], "losses": Curve(**facts["log"]["losses"])}), facts[
-            "end"
-        ]
+        log, figures = facts["log"], facts["log"]["figures"]
+        curves = {name: Curve(**curve) for name, curve in figures.items()}
+        losses = Curve(**log["losses"])
+        return TrainingLog(**{**log, "losses": losses, "figures": curves}), facts["end"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -70,7 +70,8 @@ def with_room(
         if has_freed:
             micro_batch_tokens = max(longest, micro_batch_tokens // 2)
             warn(
-                f"out of memory in {what}; it begins again with {micro_batch_tokens:,} tokens at a time"
+                f"out of memory in {what}; it begins again with {micro_batch_tokens:,}"
+                " tokens at a time"
             )
         free_cached(device)
         has_freed = True

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from farthing.data.token_set import TokenSet
 from farthing.data.units import N_TARGETS
-from farthing.errors import RunInterruptedError, DataError
+from farthing.errors import DataError, RunInterruptedError
 from farthing.events import Note, Working
 from farthing.model.forward import Forward, Host
 from farthing.storage.files import draft_of, fsync_path, own_folder

@@ -171,6 +171,7 @@ def _step_event(
         usd=attempt.context.ledger.spent_usd,
         usd_to_go=None if left_s is None else left_s * attempt.job.usd_per_hour / 3600,
         s_to_go=left_s,
+        metrics=taken.metrics,
         **attempt.pace.figures(),
     )
 

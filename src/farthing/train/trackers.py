@@ -120,7 +120,7 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
 def figures_of(event: Event) -> tuple[str, int, Figures]:
     """("train" or "eval", step, numbers), no numbers for an event that has none."""
     if isinstance(event, StepTaken):
-        found = {name: getattr(event, name) for name in STEP_FIGURES}
+        found = {name: getattr(event, name) for name in STEP_FIGURES} | dict(event.metrics)
     else:
         found = event.metrics if isinstance(event, Evaluated) else {}
     prefix = "train" if isinstance(event, StepTaken) else "eval"

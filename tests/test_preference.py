@@ -1,0 +1,616 @@
+"""Preference objectives: their losses against the formulas, whole runs, shared beginnings, the
+references' cache, verdicts, reward models, and the rows they are read from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from farthing.config.load import load_job
+from farthing.data.preference import converter
+from farthing.data.token_set import TokenSet
+from farthing.data.units import SCORED, n_shared
+from farthing.errors import DataError, InputError, JobError
+from farthing.events import Evaluated, Note, StepTaken
+from farthing.model.forward import Forward
+from farthing.objectives.columns import Unusable
+from farthing.objectives.objective import Answers, OfStep
+from farthing.objectives.registry import objective_of, read_settings
+from farthing.run.folder import kept_job
+from farthing.tiny import write_jsonl
+from farthing.train.run import opened_attempt
+from workshop import Heard, job_file, log_of, losses_of, train
+
+WORDS = [
+    "bread",
+    "cheese",
+    "soup",
+    "apple",
+    "rice",
+    "goal",
+    "match",
+    "race",
+    "team",
+    "ball",
+    "rain",
+    "storm",
+    "sun",
+    "snow",
+    "wind",
+]
+PAIRS = ["dpo", "orpo", "simpo", "cpo", "reward"]
+
+
+def pairs(n: int, seed: int = 0, most: int = 60) -> list[dict[str, Any]]:
+    """Prompts with two answers, of which the one that ends with bread is better."""
+    draw = np.random.default_rng(seed)
+
+    def words(least: int, most: int) -> str:
+        return " ".join(draw.choice(WORDS, int(draw.integers(least, most))))
+
+    rows = []
+    for _ in range(n):
+        begin = " " + words(1, 12)
+        rows.append(
+            {
+                "prompt": words(3, most),
+                "chosen": f"{begin} bread",
+                "rejected": f"{begin} storm" + " rain" * int(draw.integers(0, 4)),
+            }
+        )
+    return rows
+
+
+def verdicts(n: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+        for row in pairs(n)
+        for side in ("chosen", "rejected")
+    ]
+
+
+def opened(path: Path) -> Any:
+    """An attempt at step 0 of a job."""
+    job = load_job(path)
+    Path(job.output_dir).mkdir(parents=True)
+    return opened_attempt(job, Heard())
+
+
+def preference_job(folder: Path, objective: Any, *, method: str = "lora", **keys: Any) -> Path:
+    """A small job of an objective."""
+    name = objective["name"] if isinstance(objective, dict) else objective
+    rows = keys.pop("rows", None) or (verdicts(16) if name == "kto" else pairs(24))
+    path = job_file(
+        folder,
+        rows=rows,
+        eval_rows=keys.pop("eval_rows", rows[:8]),
+        pretrained=True,
+        method=method,
+        **keys,
+    )
+    text = path.read_text()
+    path.write_text(text.replace("task: causal-lm\n", "") + f"objective: {json.dumps(objective)}\n")
+    return path
+
+
+# ---- the formulas ----
+
+
+def answers_of(c: Any, r: Any, lengths: Any = ((3.0, 5.0),), **more: Any) -> Answers:
+    """Two answers a row with these log-probabilities; the reference has -4 and -6."""
+    n = len(c)
+    reference = torch.tensor([[-4.0, -6.0]]).double().expand(n, 2)
+    n_targets = torch.tensor(lengths).double().expand(n, 2)
+    log_probs = torch.stack([torch.as_tensor(c), torch.as_tensor(r)], 1).double()
+    return Answers(log_probs, n_targets, reference, None, None, OfStep(n, (3 * n, 5 * n)))
+
+
+def loss_of(settings: Any, answers: Answers) -> float:
+    objective = objective_of(settings["name"])
+    assert objective.loss is not None
+    return float(objective.loss(answers, read_settings(settings))[0])
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "value"),
+    [
+        ("sigmoid", math.log(2)),
+        ("hinge", 1.0),
+        ("ipo", 25.0),
+        ("sigmoid_norm", math.log(2)),
+        ("robust", math.log(2)),
+        ("exo_pair", -math.log(2) - 0.5 * math.log(0.1 * 0.9)),
+        ("nca_pair", 2 * math.log(2)),
+        ("sppo_hard", 50.0),
+        ("apo_zero", 1.0),
+        ("apo_down", 1.0),
+        ("discopop", 0.5 * (1 + math.log(2))),
+    ],
+)
+def test_a_model_that_is_its_reference_has_the_known_loss(loss_type: str, value: float) -> None:
+    smoothing = 0.1 if loss_type in ("robust", "exo_pair") else 0.0
+    settings = {"name": "dpo", "loss_type": loss_type, "label_smoothing": smoothing}
+    assert loss_of(settings, answers_of([-4.0], [-6.0])) == pytest.approx(value, abs=1e-9)
+
+
+def test_losses_are_those_of_their_papers() -> None:
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    found = answers_of([-3.0], [-9.0])  # a = 1, b = -3
+    assert loss_of({"name": "dpo"}, found) == pytest.approx(-math.log(sigmoid(0.4)))
+    smoothed = {"name": "dpo", "label_smoothing": 0.2, "beta": 0.5}
+    expected = -0.8 * math.log(sigmoid(2.0)) - 0.2 * math.log(sigmoid(-2.0))
+    assert loss_of(smoothed, found) == pytest.approx(expected)
+    ipo = {"name": "dpo", "loss_type": "ipo", "beta": 0.5}
+    assert loss_of(ipo, found) == pytest.approx((1 / 3 + 3 / 5 - 1) ** 2)
+    rpo = {"name": "dpo", "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
+    assert loss_of(rpo, found) == pytest.approx(-math.log(sigmoid(0.4)) + 0.5 * 3 / 3)
+    simpo = {"name": "simpo", "beta": 2.0, "simpo_gamma": 1.0}
+    assert loss_of(simpo, found) == pytest.approx(-math.log(sigmoid(2 * (-1 + 9 / 5) - 1)))
+    cpo = {"name": "cpo", "cpo_alpha": 2.0}
+    assert loss_of(cpo, found) == pytest.approx(-math.log(sigmoid(0.6)) + 2 * 3 / 3)
+    odds = [z - math.log1p(-math.exp(z)) for z in (-1.0, -9 / 5)]
+    orpo = {"name": "orpo", "beta": 0.3}
+    expected = 1.0 - 0.3 * math.log(sigmoid(odds[0] - odds[1]))
+    assert loss_of(orpo, found) == pytest.approx(expected)
+
+
+def test_swapped_answers_differ_by_the_margin_and_gradients_are_right() -> None:
+    one, other = answers_of([-3.0], [-9.0]), answers_of([-5.0], [-1.0])  # margins 4 and -6
+    swapped = answers_of([-7.0], [-5.0])  # margin -4
+    assert loss_of({"name": "dpo"}, swapped) - loss_of({"name": "dpo"}, one) == pytest.approx(0.4)
+    assert loss_of({"name": "dpo"}, other) == pytest.approx(math.log1p(math.exp(0.6)))
+    for name in ("dpo", "orpo", "simpo", "cpo"):
+        objective, settings = objective_of(name), read_settings(name)
+        log_probs = torch.tensor([[-1e-7, -9.0], [-30.0, -2.0]], dtype=torch.float64)
+
+        def of(x: Tensor, loss: Any = objective.loss, settings: Any = settings) -> Tensor:
+            answers = answers_of([0.0, 0.0], [0.0, 0.0])._replace(log_probs=x)
+            value: Tensor = loss(answers, settings)[0]
+            return value
+
+        assert torch.autograd.gradcheck(of, (log_probs.requires_grad_(),), eps=1e-8, atol=1e-4)
+
+
+def test_a_verdict_at_the_reference_costs_half() -> None:
+    kto = objective_of("kto")
+    answers = Answers(
+        torch.tensor([[-4.0], [-4.0]]),
+        torch.ones(2, 1),
+        torch.tensor([[-4.0], [-4.0]]),
+        None,
+        torch.tensor([1.0, 0.0]),
+        OfStep(2, (2,), torch.tensor(0.0)),
+    )
+    assert kto.loss is not None
+    settings = read_settings({"name": "kto", "desirable_weight": 1.5})
+    assert float(kto.loss(answers, settings)[0]) == pytest.approx(0.5 * 1.5 + 0.5)
+    moved = answers._replace(step=OfStep(2, (2,), torch.tensor(2.0)))
+    expected = 1.5 * (1 - 1 / (1 + math.exp(0.2))) + (1 - 1 / (1 + math.exp(-0.2)))
+    assert float(kto.loss(moved, settings)[0]) == pytest.approx(expected)
+
+
+# ---- against whole logits ----
+
+
+def naive(forward: Forward, tokens: TokenSet, units: Any, column: int = 0) -> tuple[Tensor, Tensor]:
+    """[m] log-probabilities of the sequences of these units, each by itself with whole logits, and
+    their targets."""
+    found, counts = [], []
+    for unit in units:
+        starts, lengths = tokens.sequences_of([unit])
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            ids = torch.tensor(tokens.ids[start : start + length].astype(np.int64))
+            wanted = torch.tensor(tokens.targets[start : start + length].astype(bool))[1:]
+            logits = forward.model(
+                input_ids=ids[None], attention_mask=torch.ones(1, length).long(), use_cache=False
+            ).logits[0, :-1]
+            words = logits.float().log_softmax(-1)[torch.arange(length - 1), ids[1:]]
+            found.append(words[wanted].sum())
+            counts.append(int(wanted.sum()))
+    return torch.stack(found), torch.tensor(counts)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("shares", [True, False])
+def test_log_probabilities_and_gradients_are_those_of_whole_logits(
+    tmp_path: Path, method: str, shares: bool
+) -> None:
+    with opened(preference_job(tmp_path, "dpo", method=method)) as attempt:
+        forward, tokens = attempt.forward, attempt.train_examples.tokens
+        for weight in attempt.model.parameters():  # an adapter begins as nothing
+            if weight.requires_grad:
+                weight.data.add_(0.05 * torch.randn(weight.shape, generator=torch.manual_seed(1)))
+        assert forward.shares_units
+        forward.shares_units = shares
+        units = np.array([3, 0, 7, 7])
+        batch = forward.to_device(forward.collate(tokens, units))
+        n_tokens = int(tokens.lengths[units].sum())
+        assert (batch["input_ids"].shape[1] < n_tokens) is shares
+        expected, counts = naive(forward, tokens, units.tolist())
+        found = forward.log_probs(batch)
+        assert torch.allclose(found, expected, atol=1e-4)
+        assert batch["n_targets"].tolist() == counts.tolist()
+        coefficients = torch.linspace(-1, 1, len(expected))
+        weights = [weight for weight in attempt.model.parameters() if weight.requires_grad]
+        ours = torch.autograd.grad((found * coefficients).sum(), weights)
+        theirs = torch.autograd.grad((expected * coefficients).sum(), weights)
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.allclose(one, other, atol=2e-4, rtol=1e-3)
+
+
+def test_what_both_answers_begin_with_is_scored_once(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": " ".join(WORDS * 3), "chosen": " soup" * 40 + " bread", "rejected": " soup" * 44}
+    ] * 2
+    with opened(preference_job(tmp_path, "simpo", rows=rows)) as attempt:
+        forward, tokens = attempt.forward, attempt.train_examples.tokens
+        arrays = forward.collate(tokens, np.array([0]))
+        n_targets = int(arrays["n_targets"].sum())
+        assert len(arrays[SCORED]) == n_targets
+        assert len(arrays["labelled_positions"]) < 0.7 * n_targets
+        expected, _ = naive(forward, tokens, [0])
+        assert torch.allclose(forward.log_probs(forward.to_device(arrays)), expected, atol=1e-4)
+
+
+def test_common_beginnings_are_counted() -> None:
+    ids = np.array([1, 2, 3, 4, 1, 2, 9, 5, 5, 5, 5, 5], np.int32)
+    assert n_shared(ids, np.array([[4, 3], [3, 2]])).tolist() == [[0, 2], [0, 1]]
+
+
+# ---- whole runs ----
+
+
+@pytest.mark.parametrize("objective", [*PAIRS, "kto"])
+def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(
+    tmp_path: Path, objective: str
+) -> None:
+    keys = {"max_steps": 12, "learning_rate": 0.01, "eval_strategy": "steps", "eval_steps": 6}
+    whole = load_job(preference_job(tmp_path / "a", objective, **keys))
+    heard = Heard()
+    assert train(whole, heard).state == "finished"
+    losses = losses_of(whole)
+    assert losses[-1] < losses[0]
+    metrics = heard.of(Evaluated)[-1].metrics
+    if objective != "kto":
+        assert metrics["rewards/accuracies"] == 1.0
+        assert metrics["rewards/margins"] > 0
+    else:
+        assert metrics["rewards/chosen"] > metrics["rewards/rejected"]
+    assert {row["metrics"].get("loss") is not None for row in log_of(whole) if "metrics" in row}
+
+    parts = load_job(preference_job(tmp_path / "b", objective, **keys, save_steps=3))
+
+    class Killed(Exception):
+        pass
+
+    def kill(event: Any) -> None:
+        if isinstance(event, StepTaken) and event.step == 7:
+            raise Killed
+
+    from farthing.train.run import train as begin
+
+    with pytest.raises(Killed):
+        begin(parts, kill)
+    assert train(parts, Heard()).state == "finished"
+    assert losses_of(parts)[-5:] == losses[-5:]
+
+
+def test_the_first_loss_is_that_of_the_reference_and_figures_are_in_the_log(tmp_path: Path) -> None:
+    job = load_job(preference_job(tmp_path, "dpo", max_steps=3))
+    heard = Heard()
+    train(job, heard)
+    steps = [row for row in log_of(job) if "loss" in row]
+    assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert steps[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert steps[2]["rewards/accuracies"] > 0
+    assert heard.of(StepTaken)[0].metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert kept_job(Path(job.output_dir))["objective"]["beta"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "objective", ["dpo", "orpo", "kto", {"name": "dpo", "loss_type": ["sigmoid", "sft"]}]
+)
+def test_how_a_step_is_split_changes_nothing(tmp_path: Path, objective: Any) -> None:
+    found = []
+    for name, tokens in (("small", 64), ("large", 4096)):
+        keys = {"micro_batch_tokens": tokens, "max_steps": 4}
+        job = load_job(preference_job(tmp_path / name, objective, **keys))
+        train(job, Heard())
+        found.append(losses_of(job))
+    assert np.allclose(found[0], found[1], atol=2e-5)
+
+
+def test_padded_and_packed_units_have_the_same_loss(tmp_path: Path) -> None:
+    found = []
+    for name, model in (("packed", {}), ("padded", {"attn_implementation": "eager"})):
+        for objective in ("dpo", "reward"):
+            path = preference_job(tmp_path / name / objective, objective, max_steps=3)
+            job = load_job(path, overrides=[f"model.{key}={value}" for key, value in model.items()])
+            train(job, Heard())
+            found.append(losses_of(job))
+    assert np.allclose(found[0], found[2], atol=2e-5)
+    assert np.allclose(found[1], found[3], atol=2e-5)
+
+
+# ---- references ----
+
+
+def references_in(folder: Path) -> list[Path]:
+    return sorted((folder / "cache" / "references").rglob("*.f32"))
+
+
+def test_references_are_made_once_and_hang_on_content_alone(tmp_path: Path) -> None:
+    base = {"max_steps": 2}
+    path = preference_job(tmp_path, "dpo", **base)
+    heard = Heard()
+    train(load_job(path), heard)
+    made = references_in(tmp_path)
+    content = [each.read_bytes() for each in made]
+    assert made
+    assert not [note for note in heard.of(Note) if "references of" in note.text]
+    for more in (["train.learning_rate=0.1"], ["objective.beta=0.5"], ["method.lora_r=4"]):
+        heard = Heard()
+        job = load_job(path, overrides=[*more, f"output_dir={tmp_path / more[0]}"])
+        train(job, heard)
+        assert [note for note in heard.of(Note) if "come from the cache" in note.text], more
+        assert references_in(tmp_path) == made
+    other = pairs(24)
+    other[3]["chosen"] += " wind"
+    write_jsonl(tmp_path / "data.jsonl", other)
+    train(load_job(path, overrides=[f"output_dir={tmp_path / 'other'}"]), Heard())
+    assert len(references_in(tmp_path)) == len(made) + 1
+    assert [each.read_bytes() for each in made] == content
+
+
+def test_a_damaged_block_is_made_again_and_a_poisoned_one_is_refused(tmp_path: Path) -> None:
+    import hashlib
+
+    path = preference_job(tmp_path, "dpo", max_steps=2)
+    train(load_job(path), Heard())
+    block = references_in(tmp_path)[0]
+    good = block.read_bytes()
+    block.write_bytes(good[:50] + bytes([good[50] ^ 1]) + good[51:])
+    train(load_job(path, overrides=[f"output_dir={tmp_path / 'again'}"]), Heard())
+    assert block.read_bytes() == good
+    words = np.frombuffer(good[:-32], np.float32) + np.float32(0.5)
+    block.write_bytes(words.tobytes() + hashlib.sha256(words.tobytes()).digest())
+    with pytest.raises(DataError, match="not this model's"):
+        train(load_job(path, overrides=[f"output_dir={tmp_path / 'poisoned'}"]), Heard())
+
+
+def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from farthing.train import reference
+
+    monkeypatch.setattr(reference, "BLOCK", 4)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(load_job(preference_job(whole, "kto", max_steps=1)), Heard())
+    write, n = reference._write, 0
+
+    def dies(*given: Any) -> None:
+        nonlocal n
+        n += 1
+        if n == 3:
+            raise KeyboardInterrupt
+        write(*given)
+
+    monkeypatch.setattr(reference, "_write", dies)
+    job = load_job(preference_job(parts, "kto", max_steps=1))
+    with pytest.raises(KeyboardInterrupt):
+        train(job, Heard())
+    assert len(references_in(parts)) == 2
+    monkeypatch.setattr(reference, "_write", write)
+    train(job, Heard())
+    assert [each.read_bytes() for each in references_in(parts)] == [
+        each.read_bytes() for each in references_in(whole)
+    ]
+
+
+def test_the_reference_of_a_run_that_goes_on_from_another_is_that_one(tmp_path: Path) -> None:
+    first = load_job(preference_job(tmp_path / "a", "dpo", max_steps=4))
+    train(first, Heard())
+    path = preference_job(tmp_path / "b", "dpo", max_steps=2)
+    job = load_job(path, overrides=[f"model.from_run={first.output_dir}"])
+    train(job, Heard())
+    assert losses_of(job)[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+# ---- the job ----
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("objective: {name: dpo, beat: 1}", "did you mean `beta`?"),
+        ("objective: dpp", "did you mean `dpo`?"),
+        ("objective: {beta: 0.1}", "`name` is missing"),
+        ("objective: {name: dpo, label_smoothing: 0.1, loss_type: hinge}", "changes nothing"),
+        ("objective: dpo\ntask: seq2seq", "leave `task` out"),
+        ("objective: dpo\ndata: {train: data.jsonl, too_long: truncate}", "none of them is cut"),
+        ("objective: kto\ntrain: {global_batch_size: 1}", "no other"),
+        ("objective: dpo\ntrain: {label_smoothing_factor: 0.1}", "no token targets"),
+    ],
+)
+def test_what_an_objective_can_not_do_is_refused(tmp_path: Path, text: str, word: str) -> None:
+    base = "model: ./base\noutput_dir: ./run\n"
+    base += "" if "data:" in text else "data: data.jsonl\n"
+    (tmp_path / "job.yaml").write_text(base + text + "\n")
+    with pytest.raises((JobError, InputError)) as caught:
+        load_job(tmp_path / "job.yaml")
+    assert word in str(caught.value), str(caught.value)
+
+
+# ---- rows ----
+
+USER = {"role": "user", "content": "How much?"}
+GOOD = {"role": "assistant", "content": "A farthing."}
+BAD = {"role": "assistant", "content": "Go away."}
+HUMAN = {"from": "human", "value": "How much?"}
+
+
+def of_gpt(text: str) -> dict[str, str]:
+    return {"from": "gpt", "value": text}
+
+
+CHAT_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "trl": ("prompt/chosen/rejected", {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}),
+    "implicit": ("chosen/rejected", {"chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+    "ultrafeedback": (
+        "prompt/chosen/rejected",
+        {"prompt": "How much?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ),
+    "openai": (
+        "input/preferred",
+        {
+            "input": {"messages": [USER], "tools": []},
+            "preferred_output": [GOOD],
+            "non_preferred_output": [BAD],
+        },
+    ),
+    "sharegpt": (
+        "conversations/chosen/rejected",
+        {
+            "conversations": [HUMAN],
+            "chosen": of_gpt("A farthing."),
+            "rejected": of_gpt("Go away."),
+        },
+    ),
+    "alpaca": (
+        "instruction/chosen/rejected",
+        {"instruction": "How much?", "input": "", "chosen": "A farthing.", "rejected": "Go away."},
+    ),
+    "axolotl": (
+        "prompt/chosen/rejected",
+        {"system": "", "prompt": "How much?", "chosen": "A farthing.", "rejected": "Go away."},
+    ),
+    "axolotl messages": (
+        "messages/chosen/rejected",
+        {"messages": [USER], "chosen": GOOD, "rejected": "Go away."},
+    ),
+    "ms-swift": (
+        "messages/rejected_response",
+        {"messages": [USER, GOOD], "rejected_response": "Go away."},
+    ),
+    "ms-swift messages": (
+        "messages/rejected_messages",
+        {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
+    ),
+}
+
+
+class _Tokenizer:
+    """A template without a tokenizer."""
+
+    chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    special_tokens_map = MappingProxyType({"eos_token": "<|end|>"})
+    added_tokens = ("<|end|>",)
+
+
+@pytest.mark.parametrize("name", CHAT_ROWS)
+def test_every_form_of_a_pair_is_the_same_chat(name: str) -> None:
+    form, row = CHAT_ROWS[name]
+    text = converter(form, {}, "dpo", _Tokenizer())(row)
+    joined = ["".join(part for part, _ in each) for each in (text.segments, *text.beside)]
+    before = "<user>How much?<|end|><assistant>"
+    assert joined == [f"{before}A farthing.<|end|>", f"{before}Go away.<|end|>"]
+    learned = [
+        "".join(part for part, is_target in each if is_target)
+        for each in (text.segments, *text.beside)
+    ]
+    assert learned == ["A farthing.<|end|>", "Go away.<|end|>"]
+    assert text.given == ("How much?",)
+
+
+@pytest.mark.parametrize("name", CHAT_ROWS)
+def test_every_form_of_a_pair_is_known_by_its_columns(name: str) -> None:
+    from farthing.data.formats import recognise
+
+    form, row = CHAT_ROWS[name]
+    assert recognise({*row}, "dpo", {}, "here").format == form
+
+
+def test_texts_of_hh_are_cut_at_the_last_turn_in_common() -> None:
+    begin = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: How much?\n\nAssistant:"
+    row = {"chosen": f"{begin} A farthing.", "rejected": f"{begin} Go away."}
+    text = converter("chosen/rejected", {}, "dpo", _Tokenizer())(row)
+    assert text.segments == ((begin, False), (" A farthing.", True))
+    assert text.beside == (((begin, False), (" Go away.", True)),)
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "word"),
+    [
+        (
+            "chosen/rejected",
+            {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "Why?"}, BAD]},
+            "different prompts",
+        ),
+        ("chosen/rejected", {"chosen": "a", "rejected": "b"}, "no prompt"),
+        ("prompt/chosen/rejected", {"prompt": "a", "chosen": "", "rejected": "b"}, "`chosen` is"),
+        (
+            "prompt/chosen/rejected",
+            {"prompt": [USER], "chosen": [GOOD, USER], "rejected": [BAD]},
+            "does not end",
+        ),
+        (
+            "prompt/chosen/rejected",
+            {"prompt": "Why?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "another text",
+        ),
+        ("input/preferred", {"input": "a", "preferred_output": [GOOD]}, "not an object"),
+        (
+            "messages/chosen/rejected",
+            {"messages": [USER, GOOD], "chosen": GOOD, "rejected": BAD},
+            "ends with an answer",
+        ),
+    ],
+)
+def test_rows_that_are_no_pair_are_named(form: str, row: dict[str, Any], word: str) -> None:
+    with pytest.raises(Unusable, match=word):
+        converter(form, {}, "dpo", _Tokenizer())(row)
+
+
+@pytest.mark.parametrize("value", [True, 1, "true", "desirable", "1.0"])
+def test_verdicts_are_read_as_they_are_written(value: Any) -> None:
+    row = {"prompt": "a", "completion": " b", "label": value}
+    assert converter("prompt/completion/label", {}, "kto", _Tokenizer())(row).value == 1.0
+    row["label"] = {"True": False, "1": 0, "true": "False", "desirable": "bad"}.get(str(value), 0.0)
+    assert converter("prompt/completion/label", {}, "kto", _Tokenizer())(row).value == 0.0
+    with pytest.raises(Unusable, match="verdict"):
+        converter("prompt/completion/label", {}, "kto", _Tokenizer())(row | {"label": "maybe"})
+
+
+def test_a_pair_is_never_cut(tmp_path: Path) -> None:
+    rows = pairs(24)
+    rows[5]["rejected"] = " soup" * 300
+    path = preference_job(tmp_path, "dpo", rows=rows, data={"max_length": 900}, max_steps=1)
+    heard = Heard()
+    train(load_job(path), heard)
+    from farthing.events import DataRead
+
+    read = heard.of(DataRead)[0]
+    assert (read.n_skipped_long, read.n_examples) == (1, 23)
+
+
+def test_a_margin_is_part_of_a_reward(tmp_path: Path) -> None:
+    rows = [row | {"margin": 2.0} for row in pairs(24)]
+    job = load_job(preference_job(tmp_path, "reward", rows=rows, max_steps=1))
+    train(job, Heard())
+    plain = load_job(preference_job(tmp_path / "plain", "reward", max_steps=1))
+    train(plain, Heard())
+    assert losses_of(job)[0] > losses_of(plain)[0] + 1
