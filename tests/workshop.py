@@ -171,6 +171,7 @@ def step_taken(**figures: Any) -> StepTaken:
         "step": 1,
         "n_steps": 2,
         "examples": (0,),
+        "metrics": {},
     }
     return StepTaken(**(of_any | figures))
 

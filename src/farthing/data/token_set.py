@@ -42,7 +42,7 @@ from farthing.data.foreign import say_ignored
 from farthing.data.read import Source
 from farthing.storage.files import DamagedFileError, Json, read_manifest, verify_folder
 
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 """Of the files of a token set, and of how rows become texts, tokens and a split."""
 LINE_BITS = 40
 Indices = Sequence[int] | NDArray[np.int64]

@@ -28,6 +28,7 @@ from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Reading, Row
 from farthing.data.token_set import (
     CACHE_VERSION,
+    DTYPES,
     LINE_BITS,
     Recipe,
     TokenSet,
@@ -177,7 +178,8 @@ def _write(
     )
     readers: list[SourceReader] = []
     all_groups, all_inputs = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
-    names = ["ids", "targets", "offsets", "lines", "groups"]
+    seldom = ("labels", "inputs", "sequences", "shared", "values")
+    names = [name for name in DTYPES if name not in seldom]
     names += ["sequences", "shared"] * (objective.n_sequences > 1)
     names += ["values"] * bool(objective.value)
     with contextlib.ExitStack() as stack:
