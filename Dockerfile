@@ -8,12 +8,12 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
 
 FROM base AS cpu
-RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt '.[s3,gcs]'
+RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt .
 WORKDIR /work
 ENTRYPOINT ["farthing"]
 
 # torch's wheels from the package index bring their CUDA with them; the host needs the driver alone
 FROM base AS cuda
-RUN pip install -c constraints.txt '.[gpu,s3,gcs]'
+RUN pip install -c constraints.txt '.[gpu]'
 WORKDIR /work
 ENTRYPOINT ["farthing"]

@@ -27,7 +27,7 @@ install --no-deps for Axolotl's first lines:
                    tokenizers==0.22.2
       with addict fire colorama art numba tomlkit python-dotenv zstandard fastcore posthog
       schedulefree evaluate optimum==1.16.2
-      mistral-common==1.11.5 s3fs gcsfs; nothing is stubbed, none of the packages for GPUs computes
+      mistral-common==1.11.5; nothing is stubbed, none of the packages for GPUs computes
       anything.
 """
 

@@ -1,13 +1,14 @@
 """An HTTP proxy that breaks what it is told to break, in front of a store's emulator.
 
 `proxy.fault` is asked about every request (number from 1, method, path) and names a fault, or None.
-What the emulator does not check itself (the CRC32 of what is sent) is checked here, as S3 does.
+What the emulator does not check itself (the SHA-256 of what is sent) is checked here, as S3 does.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import http.client
 import os
 import signal
@@ -15,7 +16,6 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -110,8 +110,8 @@ class FaultProxy:
             time.sleep(0.3)
         if fault == "flip" and body:
             body = body[:-1] + bytes([body[-1] ^ 1])
-        crc = request.headers.get("x-amz-checksum-crc32")
-        if crc is not None and base64.b64decode(crc) != struct.pack(">I", zlib.crc32(body)):
+        checksum = request.headers.get("x-amz-checksum-sha256")
+        if checksum is not None and base64.b64decode(checksum) != hashlib.sha256(body).digest():
             return self._error(request, 400, "BadDigest")
         status, headers, reply = self._pass_on(request, body)
         if fault == "kill after":

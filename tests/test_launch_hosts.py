@@ -12,6 +12,7 @@ import stat
 import subprocess
 import threading
 import time
+import urllib.request
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -303,9 +304,8 @@ def _cut_off(
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(prepare_module, "SETTINGS", ())  # each machine has its own way to the store
-        import s3fs
-
-        s3fs.S3FileSystem(endpoint_url=f"http://127.0.0.1:{port}").mkdir("bucket")
+        bucket = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
+        urllib.request.urlopen(bucket)
         job = write_job(tmp_path / "job", None)
         job.write_text(job.read_text() + "output_store: s3://bucket/run\n")
         first, _ = fleet.machines

@@ -356,7 +356,7 @@ def test_nothing_is_installed_by_a_bare_name(tmp_path: Path) -> None:
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     ledger = MachineLedger(tmp_path / "run")
     ask = prepared.ask(1, prepared.offers[0], ledger, [], 1_800_000_000.0)
-    assert ask.install.endswith("./farthing-0.1.0-py3-none-any.whl[datasets,sentencepiece,s3,gpu]'")
+    assert ask.install.endswith("./farthing-0.1.0-py3-none-any.whl[datasets,sentencepiece,gpu]'")
     assert wheel_of_this().sha256 in ask.fetch
     assert "farthing==" not in ask.install + ask.fetch
 
@@ -376,8 +376,8 @@ def test_what_the_job_reports_to_goes_along(
     )
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     assert {"WANDB_API_KEY", "WANDB_PROJECT"} <= set(secrets_of(job, TARGETS["runpod"]))
-    assert extras_of(job, 1) == ("sentencepiece", "s3", "gpu", "track", "wandb")
-    assert extras_of(job, 0) == ("sentencepiece", "s3", "track", "wandb")
+    assert extras_of(job, 1) == ("sentencepiece", "gpu", "track", "wandb")
+    assert extras_of(job, 0) == ("sentencepiece", "track", "wandb")
 
 
 def test_two_volumes_at_one_path_are_two_launches(

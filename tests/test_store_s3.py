@@ -26,7 +26,6 @@ from thinned import thinned
 from together import forkserver
 from workshop import Heard, train
 
-pytest.importorskip("s3fs", reason="s3fs is not installed: nothing is tried against S3")
 moto_server = pytest.importorskip(
     "moto.server", reason="moto[s3], flask and flask-cors are not installed: no S3 here"
 )
@@ -73,6 +72,18 @@ def test_s3_behaves_like_the_model_of_a_store(
     proxy: FaultProxy, address: str, tmp_path: Path
 ) -> None:
     behaves_like_a_store(open_store(address), tmp_path)
+
+
+def test_keys_come_from_a_profile_where_the_environment_has_none(
+    proxy: FaultProxy, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    (tmp_path / "keys").write_text("[mine]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    assert open_store(address).create("commits/1", b"first")
+    assert not open_store(address).create("commits/1", b"second")
 
 
 @pytest.mark.parametrize(
@@ -148,10 +159,9 @@ def test_a_fault_that_lasts_ends_in_bounded_time(
     address: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(store_module, "TRY_S", 1.0)
     store = open_store(address)
     store.create("commits/1", b"x" * 100)
-    monkeypatch.setattr(store_module, "TRY_S", 1.0)
-    monkeypatch.setattr(store_module, "LEAST_BYTES_PER_S", 1e9)
     patient = Retrying(store, 3.0, pause_s=0.05)
     proxy.begin(lambda number, method, path: fault)
     with pytest.raises(kind):
@@ -298,13 +308,11 @@ def test_a_kill_at_any_request_of_an_upload_leaves_a_whole_copy(
 def test_training_reads_its_data_from_a_bucket(
     proxy: FaultProxy, address: str, tmp_path: Path
 ) -> None:
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()  # of other tests, with the addresses of their servers
     bucket = address.split("/")[2]
     job = machine(tmp_path, "local", None)
     content = (tmp_path / "data.jsonl").read_bytes()
-    s3fs.S3FileSystem().pipe(f"{bucket}/sets/a.jsonl", content)
+    sets = open_store(f"s3://{bucket}/sets")
+    sets.put("a.jsonl", tmp_path / "data.jsonl")
     assert train(job).exit_code == 0
     data = job.data.model_copy(update={"train": (f"s3://{bucket}/sets/a.jsonl",)})
     remote = job.model_copy(update={"data": data, "output_dir": str(tmp_path / "remote")})
@@ -319,7 +327,8 @@ def test_training_reads_its_data_from_a_bucket(
         train(remote.model_copy(update={"output_dir": str(tmp_path / "again")})).exit_code == 0
     ), "it is in the cache"
     proxy.begin()
-    s3fs.S3FileSystem().pipe(f"{bucket}/sets/a.jsonl", content + content)
+    (tmp_path / "other.jsonl").write_bytes(content + content)
+    sets.put("a.jsonl", tmp_path / "other.jsonl")
     with pytest.raises(InputError, match="content"):
         train(remote)
     missing = data.model_copy(update={"train": (f"s3://{bucket}/sets/b.jsonl",)})

@@ -24,7 +24,7 @@ import pytest
 from farthing.run.group import ATTEMPT, STORE
 
 LIMIT_S = 300.0
-STORES = ("s3fs", "aiobotocore.session", "botocore.endpoint")
+STORES = ("obstore",)
 LIBRARIES = (
     "farthing.train.run",
     "transformers.generation",

@@ -10,7 +10,7 @@ import socket
 
 
 def is_remote(path: str) -> bool:
-    """Whether a data path goes through fsspec: it has a scheme."""
+    """Whether a path is an address: it has a scheme."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", path) is not None
 
 

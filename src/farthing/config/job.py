@@ -54,6 +54,7 @@ from farthing.objectives.registry import (
     read_settings,
     schema,
 )
+from farthing.storage.objects import BUCKETS
 
 
 class Section(BaseModel):
@@ -543,9 +544,9 @@ class Job(Section):
     """The run folder: checkpoints, logs, the receipt and the trained model."""
     output_store: Name | None = None
     """A place of this run alone that outlives the machine: s3://bucket/prefix, gs://bucket/prefix,
-    or a folder. What an empty machine needs to go on is copied there in the background. Credentials
-    and endpoints come from the environment (AWS_PROFILE, AWS_ENDPOINT_URL,
-    GOOGLE_APPLICATION_CREDENTIALS ...), never from the job."""
+    az://container/prefix, or a folder. farthing copies there, in the background, what an empty
+    machine needs to resume. Credentials and endpoints come from the environment (AWS_PROFILE,
+    AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS ...), never from the job."""
     when_done: str | None = None
     """A shell command that `farthing train` runs once on this machine when the run has ended:
     finished, at a limit, after a mistake or a crash, not after an interruption. For example
@@ -598,7 +599,13 @@ class Job(Section):
 
     @field_validator("output_store")
     @classmethod
-    def _store_has_no_secrets(cls, name: str | None) -> str | None:
+    def _is_a_store(cls, name: str | None) -> str | None:
+        scheme = (name or "").partition("://")[0] if is_remote(name or "") else ""
+        if scheme and scheme not in (*BUCKETS, "file"):
+            raise ValueError(
+                f"{scheme}:// is no store; give a folder, s3://bucket/prefix, gs://bucket/prefix or"
+                " az://container/prefix"
+            )
         if name is not None and name != without_secrets(name):
             raise ValueError(
                 "give a URL without user, password and query: credentials go into the environment"

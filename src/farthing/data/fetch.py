@@ -18,15 +18,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from farthing.addresses import is_metadata_host, without_secrets
-from farthing.errors import DataError
+from farthing.errors import DataError, InputError
 from farthing.storage.files import belongs_to_another, own_folder, sha256_of
+from farthing.storage.objects import BUCKETS, BucketStore, NoSuchObject, StoreError
 
-_BUCKETS = (
-    "s3",
+_NO_HOSTS = (
+    *BUCKETS,
     "s3a",
-    "gs",
     "gcs",
-    "az",
     "abfs",
     "abfss",
     "adl",
@@ -55,13 +54,10 @@ def fetch(
     Without a version it is fetched each time and named by its content. `progress(what, bytes done,
     bytes in all or None)`. Raises `DataError`.
     """
-    import fsspec
-
     shown = without_secrets(url)
     refuse_metadata(url)
     try:
-        filesystem, remote = fsspec.core.url_to_fs(url, **_guarded(url))
-        version = _version(filesystem, remote)
+        source = _Object(url) if url.partition("://")[0] in BUCKETS else _File(url)
         folder = own_folder(cache_dir / "downloads", warn)
         endings = "".join(Path(urlsplit(shown).path).suffixes[-2:])
 
@@ -72,36 +68,80 @@ def fetch(
                 hashlib.sha256(f"{asked}\n{version}".encode()).hexdigest()[:32] + endings
             )
 
-        path = named(version) if version else None
+        path = named(source.version) if source.version else None
         if path is not None and path.exists() and belongs_to_another(path):
             path.unlink()
         if path is None or not path.exists():
             draft = folder / f"{uuid.uuid4().hex}.draft-"
             try:
-                _copy(
-                    filesystem,
-                    remote,
-                    draft,
-                    lambda done, total: progress(f"downloading {shown}", done, total),
+                source.copy(
+                    draft, lambda done, total: progress(f"downloading {shown}", done, total)
                 )
                 path = path or named(sha256_of(draft))
                 os.replace(draft, path)
             finally:
                 draft.unlink(missing_ok=True)
         return path
+    except InputError:  # of an address that names no bucket
+        raise
+    except NoSuchObject as error:
+        raise _no_file(shown) from error
+    except StoreError as error:
+        raise DataError(
+            f"can't be read ({_redacted(str(error), url)})",
+            where=shown,
+            to_do="check the address, the network and the credentials",
+        ) from error
     except ImportError as error:
         scheme = url.split(":", 1)[0]
-        extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme, "")
-        to_do = (
-            f"pip install 'farthing[{extra}]'"
-            if extra
-            else f"install the fsspec package for {scheme}://"
-        )
         raise DataError(
-            f"{scheme}:// needs a package that is not installed", where=shown, to_do=to_do
+            f"{scheme}:// needs a package that is not installed",
+            where=shown,
+            to_do=f"install the fsspec package for {scheme}://",
         ) from error
     except Exception as error:  # every fsspec backend has errors of its own
         raise _in_words(error, url, shown) from error
+
+
+class _Object:
+    """An object in a bucket."""
+
+    def __init__(self, url: str) -> None:
+        folder, _, self._key = url.rpartition("/")
+        self._store = BucketStore(folder)
+        entry = self._store.head(self._key)
+        self._n_bytes, self.version = entry.n_bytes, entry.tag
+
+    def copy(self, draft: Path, progress: Callable[[int, int | None], None]) -> None:
+        """Write its bytes to a file, part by part."""
+        done = 0
+
+        def add(n_bytes: int) -> None:
+            nonlocal done
+            done += n_bytes
+            progress(done, self._n_bytes)
+
+        self._store.fetch(self._key, draft, self._n_bytes, add)
+
+
+class _File:
+    """A file that fsspec reaches."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self._filesystem, self._remote = fsspec.core.url_to_fs(url, **_guarded(url))
+        self.version = _version(self._filesystem, self._remote)
+
+    def copy(self, draft: Path, progress: Callable[[int, int | None], None]) -> None:
+        """Write its bytes to a file, piece by piece."""
+        done = 0
+        with self._filesystem.open(self._remote, "rb") as source, open(draft, "wb") as target:
+            total = getattr(source, "size", None)
+            while piece := source.read(_PIECE_BYTES):
+                target.write(piece)
+                done += len(piece)
+                progress(done, total if isinstance(total, int) and total > 0 else None)
 
 
 def refuse_metadata(url: str) -> None:
@@ -109,7 +149,7 @@ def refuse_metadata(url: str) -> None:
     credentials.
     """
     for scheme, place in re.findall(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)", url):
-        if scheme.lower().rpartition(":")[2] not in _BUCKETS and is_metadata_host(_host_of(place)):
+        if scheme.lower().rpartition(":")[2] not in _NO_HOSTS and is_metadata_host(_host_of(place)):
             raise _metadata_error(without_secrets(url))
 
 
@@ -149,18 +189,6 @@ async def _client(**settings: Any) -> Any:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(socket_factory=guarded_socket), timeout=wait, **settings
     )
-
-
-def _copy(
-    filesystem: Any, remote: str, draft: Path, progress: Callable[[int, int | None], None]
-) -> None:
-    done = 0
-    with filesystem.open(remote, "rb") as source, open(draft, "wb") as target:
-        total = getattr(source, "size", None)
-        while piece := source.read(_PIECE_BYTES):
-            target.write(piece)
-            done += len(piece)
-            progress(done, total if isinstance(total, int) and total > 0 else None)
 
 
 def _version(filesystem: Any, remote: str) -> str:
@@ -210,10 +238,14 @@ def _in_words(error: Exception, url: str, shown: str) -> DataError:
         if not isinstance(cause, FileNotFoundError) and getattr(cause, "status", 0) != 404
     ]
     if isinstance(error, FileNotFoundError) and not others:
-        return DataError("no such file", where=shown, to_do="check the address in `data:`")
+        return _no_file(shown)
     first = others[0] if isinstance(error, FileNotFoundError) else error
     what = f"can't be read ({type(first).__name__}: {_redacted(str(first), url)})"
     return DataError(what, where=shown, to_do="check the address, the network and the credentials")
+
+
+def _no_file(shown: str) -> DataError:
+    return DataError("no such file", where=shown, to_do="check the address in `data:`")
 
 
 def _no_connection(cause: BaseException) -> str:

@@ -48,7 +48,7 @@ SETTINGS = [
     "HF_ENDPOINT",
     "HF_HUB_OFFLINE",
 ]
-GOOGLE = ("gs://", "gcs://")
+GOOGLE_KEY = "GOOGLE_SERVICE_ACCOUNT_KEY"
 TRACKER_KEYS = {"wandb": ("WANDB_API_KEY",), "mlflow": ("MLFLOW_TRACKING_URI",)}
 """Variables without which a tracker can't be told anything from another machine."""
 TRACKER_SECRETS = {
@@ -62,6 +62,15 @@ TRACKER_SECRETS = {
 }
 """Those that travel where they are set."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+STORE_KEYS = {
+    "s3": (S3_KEYS, ("AWS_SESSION_TOKEN",)),
+    "gs": ((), (GOOGLE_KEY,)),
+    "az": (
+        ("AZURE_STORAGE_ACCOUNT_NAME",),
+        ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY"),
+    ),
+}
+"""By scheme: what a machine needs to reach the store, and what else travels where it is set."""
 OF_PLACE = (
     "device",
     "usd_per_hour",
@@ -286,22 +295,19 @@ def _one_spelling(place: str) -> str:
     /mnt/run.
     """
     scheme, is_url, path = place.rpartition("://")
-    if is_url and scheme not in ("file", "local"):
-        return f"{'gs' if scheme == 'gcs' else scheme}://{'/'.join(filter(None, path.split('/')))}"
+    if is_url and scheme != "file":
+        return f"{scheme}://{'/'.join(filter(None, path.split('/')))}"
     return os.path.realpath(path)
 
 
 def extras_of(job: Job, n_gpus: int) -> tuple[str, ...]:
     """The extras of farthing that the job needs on a machine."""
-    store = job.output_store or ""
     needs = {
         "datasets": any(
             is_dataset(name) and not is_remote(name) and not is_text_folder(Path(name))
             for name in (*job.data.train, *job.data.eval)
         ),
         "sentencepiece": True,  # which tokenizer a model has is known there
-        "s3": store.startswith(("s3://", "s3a://")),
-        "gcs": store.startswith(GOOGLE),
         "gpu": n_gpus > 0,
         "track": "tensorboard" in job.train.report_to,
         **{name: name in job.train.report_to for name in ("wandb", "mlflow", "trackio")},
@@ -322,10 +328,10 @@ def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
     for tracker in job.train.report_to:
         names += TRACKER_KEYS.get(tracker, ())
         names += [name for name in TRACKER_SECRETS.get(tracker, ()) if os.environ.get(name)]
-    if (job.output_store or "").startswith(("s3://", "s3a://")):
-        is_strangers = target.is_rented or target.name == "kubernetes"
-        names += [name for name in S3_KEYS if is_strangers or os.environ.get(name)]
-        names += [name for name in ("AWS_SESSION_TOKEN",) if os.environ.get(name)]
+    needed, others = STORE_KEYS.get((job.output_store or "").partition("://")[0], ((), ()))
+    is_strangers = target.is_rented or target.name == "kubernetes"
+    names += [name for name in needed if is_strangers or os.environ.get(name)]
+    names += [name for name in others if os.environ.get(name)]
     return tuple(sorted(set(names)))
 
 
@@ -494,15 +500,17 @@ def most_gpus(job: Job) -> int:
 def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
     """Raise `InputError` for what can be told without a plan."""
     store, title, limits = job.output_store, target.title, job.limits
-    is_folder = store is not None and (
-        not is_remote(store) or store.startswith(("file:", "local:", "memory:"))
-    )
+    is_folder = store is not None and (not is_remote(store) or store.startswith("file:"))
     also = (
         " (or --on kubernetes:NAMESPACE/CLAIM, with the run folder on that volume)"
         if target.name == "kubernetes"
         else ""
     )
-    is_google = (store or "").startswith(GOOGLE) and target.name not in ("vertex", "skypilot")
+    has_no_google_key = (
+        (store or "").startswith("gs://")
+        and target.name not in ("vertex", "skypilot")
+        and not os.environ.get(GOOGLE_KEY)
+    )
     secret = next(
         (name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None
     )
@@ -520,13 +528,10 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
             "name a bucket: s3://bucket/prefix, gs://bucket/prefix",
         ),
         (
-            target.is_rented and is_google,
+            target.is_rented and has_no_google_key,
             f"credentials of Google Cloud are a file, which does not travel to {title}",
             f"output_store: {store}",
-            (
-                "use s3:// (Google's buckets speak it too, by AWS_ENDPOINT_URL and HMAC keys), or"
-                " --on vertex"
-            ),
+            f'export {GOOGLE_KEY}="$(cat key.json)" of a service account, or use --on vertex',
         ),
         (
             target.is_rented

@@ -81,8 +81,6 @@ def fetch_script(wheel: Wheel, store: str, key: str) -> str:
     the bytes are not those that were sent.
     """
     address = store if "://" in store else f"file://{store}"
-    for short, long in (("gcs://", "gs://"), ("s3a://", "s3://"), ("local://", "file://")):
-        address = address.replace(short, long) if address.startswith(short) else address
     return f"""import hashlib, pathlib
 import obstore, obstore.store
 data = bytes(obstore.get(obstore.store.from_url({address!r}), {key!r}).bytes())

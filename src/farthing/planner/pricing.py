@@ -30,9 +30,7 @@ from farthing.prices.offers import Offer, bill, boot_of
 _STORES = {
     "s3": "AWS",
     "gs": "GCP",
-    "gcs": "GCP",
     "az": "Azure",
-    "abfs": "Azure",
 }  # whose own machines pay no egress to them
 WORST = 10.0  # of what is likely: the upper end of a range that has none
 CRASH_EVERY_S = 7 * 86400.0  # of a machine that is not taken away, by assumption: a week

@@ -566,7 +566,7 @@ class Mirror:
 
     def _is_old(self, key: str, entry: Entry) -> bool:
         is_mine = key.startswith(f"data/{self._lease.epoch:08d}-")
-        return is_mine or (entry.at is not None and time.time() - entry.at > SAFE_AGE_S)
+        return is_mine or time.time() - entry.at > SAFE_AGE_S
 
     # ---- at the end ----
 

@@ -1,10 +1,9 @@
-"""Where copies are kept that outlive a machine: a local folder, or a bucket that fsspec reaches.
+"""Where copies are kept that outlive a machine: a folder, or a bucket of S3, Google or Azure.
 
 Six operations on objects, named by relative keys. An object is written whole or not at all, and
 `create` writes only where nothing was: all that commits and leases need. `LocalStore` and
 `BucketStore` try each operation once, within a time limit; `Retrying` tries again, with a deadline
-of its own. Refuses to know what the objects mean, and to take credentials from anywhere but the
-environment, or what the cloud's own library finds there.
+of its own. Credentials come from the environment, or from where the cloud keeps them on a machine.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import contextlib
 import errno
 import os
 import random
+import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime
-from functools import partial
-from importlib import import_module
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -30,28 +29,15 @@ from farthing.storage.files import DRAFT, Json, draft_of, fsync_path, parse_json
 
 TRY_S = 30.0
 MOST_SMALL_BYTES = 16 << 20  # of what is read whole: leases and commits
+PART_BYTES, N_AT_ONCE = 8 << 20, 4  # large objects travel in parts
 LEAST_BYTES_PER_S = 250e3  # a transfer slower than this is broken off and tried again
+MOST_PARTS = 9000  # S3 takes 10,000
 PAUSE_S, MOST_PAUSE_S, MOST_TRIES = 0.5, 20.0, 8
 MOST_REFUSALS = 5
-
-# The libraries' own retries are few: parts of a large object are worth one, all else is for
-# `Retrying`.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {
-        "config_kwargs": {
-            "connect_timeout": 5,
-            "read_timeout": TRY_S,
-            "retries": {"max_attempts": 0},
-        }
-    },
-    "gs": {"consistency": "md5"},  # of what arrived, held against what was sent
-}
-_SAME = {"s3a": "s3", "gcs": "gs"}
-# gcsfs asks by gRPC what kind of bucket it is unless told not to: no call here needs to know, and
-# where gRPC is blocked each waits for a minute
-_ENVIRONMENT = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-_LIBRARY_TRIES = 2
-_EXTRA = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
+BUCKETS = ("s3", "gs", "az")
+# What the library's errors have no classes for, or not for each request: its text is matched.
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
+_REFUSAL = re.compile("status code: 40[13]|redirect|[Cc]redential|token request|privileges")
 Result = TypeVar("Result")
 
 
@@ -81,12 +67,12 @@ class TooLarge(Garbled):
 
 @dataclass(frozen=True)
 class Entry:
-    """An object in a list: its size, and when it was written in seconds since 1970 (None where
-    unknown).
-    """
+    """What a list says of an object: its size, and when it was written in seconds since 1970."""
 
     n_bytes: int
-    at: float | None = None
+    at: float
+    tag: str = ""
+    """Another one where the content is another."""
 
 
 class Store(Protocol):
@@ -123,19 +109,15 @@ def open_store(address: str) -> Store:
     if not is_remote(address):
         return LocalStore(Path(address))
     protocol, _, path = address.partition("://")
-    if protocol in ("file", "local"):
+    if protocol == "file":
         return LocalStore(Path(path))
-    try:
-        return BucketStore(address)
-    except (ImportError, ValueError) as error:
-        package = _EXTRA.get(protocol)
+    if protocol not in BUCKETS:
         raise InputError(
-            f"this store can't be reached from here: {error}",
+            f"{protocol}:// is no store",
             where=f"output_store: {without_secrets(address)}",
-            to_do=f"pip install {package}"
-            if package
-            else "use a folder, s3://, gs:// or another scheme fsspec knows",
-        ) from error
+            to_do="name a folder, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
+        )
+    return BucketStore(address)
 
 
 class LocalStore:
@@ -161,7 +143,6 @@ class LocalStore:
         return False
 
     def put(self, key: str, path: Path) -> None:
-        """See `Store`."""
         final = self._path(key)
         with _draft_for(final) as draft:
             shutil.copyfile(path, draft)
@@ -169,19 +150,16 @@ class LocalStore:
             os.replace(draft, final)
 
     def get(self, key: str) -> bytes:
-        """See `Store`."""
         with _os_faults(self._path(key)):
             _refuse_larger(self._path(key).stat().st_size, MOST_SMALL_BYTES, key)
             return self._path(key).read_bytes()
 
     def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        """See `Store`."""
         with _os_faults(self._path(key)):
             _refuse_larger(self._path(key).stat().st_size, n_bytes, key)
             shutil.copyfile(self._path(key), path)
 
     def list(self, prefix: str) -> dict[str, Entry]:
-        """See `Store`."""
         found = {}
         with _os_faults(self.root):
             for path in self._path(prefix).rglob("*"):
@@ -194,7 +172,6 @@ class LocalStore:
         return found
 
     def remove(self, keys: Iterable[str]) -> None:
-        """See `Store`."""
         for key in keys:
             with _os_faults(self.root):
                 path = self._path(key)
@@ -207,134 +184,141 @@ class LocalStore:
 
 
 class BucketStore:
-    """A bucket (or anything else) that fsspec reaches.
+    """A bucket of S3 (or what speaks it), Google Cloud Storage or Azure Blob Storage.
 
-    `create` is the bucket's own condition (If-None-Match, a generation match) where the library can
-    express it as mode="create". Where it can't, the key is looked up first and what was written is
-    read back: two writers at the same instant can then both believe that they were first until they
-    read.
+    `create` is the bucket's own condition: If-None-Match, or a generation match. Raises
+    `InputError` for an address or a configuration that names no bucket.
     """
 
     def __init__(self, address: str) -> None:
-        protocol = address.partition("://")[0]
-        options = _OPTIONS.get(_SAME.get(protocol, protocol), {})
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        import fsspec  # a third of a second, which a folder does not take
+        from obstore.exceptions import BaseError
 
-        kind = fsspec.get_filesystem_class(protocol)
         self.name = without_secrets(address.rstrip("/"))
-        self._fs = kind(skip_instance_cache=True, use_listings_cache=False, **options)
-        self._root = str(kind._strip_protocol(address)).rstrip("/")
-        if hasattr(self._fs, "retries"):
-            self._fs.retries = _LIBRARY_TRIES
-        # gcsfs fixes its six tries, 33 s of pauses, when its class is made
-        request = getattr(getattr(kind, "_request", None), "__wrapped__", None)
-        if _SAME.get(protocol, protocol) == "gs" and request is not None:
-            self._fs._request = import_module("gcsfs.retry").retry_request(retries=_LIBRARY_TRIES)(
-                request.__get__(self._fs)
-            )
+        part_s = N_AT_ONCE * PART_BYTES / LEAST_BYTES_PER_S
+        try:
+            self._small, self._bulk = _client(address, TRY_S), _client(address, TRY_S + part_s)
+        except (BaseError, ValueError) as error:
+            to_do = "check the address, and the variables of the environment with the credentials"
+            if "Account must be specified" in str(error):
+                to_do = "export AZURE_STORAGE_ACCOUNT_NAME=..., and AZURE_STORAGE_ACCOUNT_KEY=..."
+            raise InputError(_first_line(error), where=self.name, to_do=to_do) from error
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `Store`."""
-        path = self._path(key)
-        try:
-            self._within(len(data), lambda: self._fs.pipe_file(path, data, mode="create"))
+        with contextlib.suppress(FileExistsError), self._faults(is_write=True):
+            self._small.put(key, data, mode="create")
             return True
-        except _Exists:
-            return False
-        except NoSuchObject as error:
-            raise self._no_bucket() from error
-        except _CanNot:
-            if self._within(0, lambda: self._fs.exists(path)):
-                return False
-            self._within(len(data), lambda: self._fs.pipe_file(path, data))
-            return self.get(key) == data
+        return False
 
     def put(self, key: str, path: Path) -> None:
-        """See `Store`."""
-        n_bytes = path.stat().st_size
-        try:
-            if n_bytes < 1 << 20:  # one request, whatever the library does with files
-                data = path.read_bytes()
-                self._within(n_bytes, lambda: self._fs.pipe_file(self._path(key), data))
-            else:
-                self._within(n_bytes, lambda: self._fs.put_file(str(path), self._path(key)))
-        except NoSuchObject as error:
-            raise self._no_bucket() from error
+        part_bytes = max(PART_BYTES, path.stat().st_size // MOST_PARTS)
+        with self._faults(is_write=True):
+            self._bulk.put(key, path, chunk_size=part_bytes, max_concurrency=N_AT_ONCE)
 
     def get(self, key: str) -> bytes:
-        """See `Store`."""
-        path = self._path(key)
-        _refuse_larger(self._within(0, lambda: self._fs.size(path)), MOST_SMALL_BYTES, key)
-        return bytes(self._within(1 << 20, lambda: self._fs.cat_file(path)))
+        with self._faults():
+            found = self._small.get(key)
+            _refuse_larger(found.meta["size"], MOST_SMALL_BYTES, key)
+            return bytes(found.bytes())
 
-    def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        """See `Store`."""
-        _refuse_larger(self._within(0, lambda: self._fs.size(self._path(key))), n_bytes, key)
-        self._within(n_bytes, lambda: self._fs.get_file(self._path(key), str(path)))
+    def head(self, key: str) -> Entry:
+        """What a list would say of an object. Raises `NoSuchObject`."""
+        with self._faults():
+            return _entry_of(self._small.head(key))
+
+    def fetch(
+        self,
+        key: str,
+        path: Path,
+        n_bytes: int,
+        progress: Callable[[int], None] = lambda n_bytes: None,
+    ) -> None:
+        """See `Store`. `progress` gets the size of each part. Raises `OSError` where `path` can't
+        be written.
+        """
+        size = self.head(key).n_bytes
+        _refuse_larger(size, n_bytes, key)
+        path.write_bytes(b"")
+
+        def fetch_part(start: int) -> None:
+            with self._faults():
+                end = min(start + PART_BYTES, size)
+                data = self._bulk.get_range(key, start=start, end=end)
+            with open(path, "r+b") as file:
+                file.seek(start)
+                file.write(data)
+            progress(end - start)
+
+        with ThreadPoolExecutor(N_AT_ONCE) as pool:
+            list(pool.map(fetch_part, range(0, size, PART_BYTES)))
 
     def list(self, prefix: str) -> dict[str, Entry]:
-        """See `Store`."""
-        folder = self._path(prefix.rstrip("/"))
-
-        def find() -> dict[str, Json]:
-            self._fs.invalidate_cache()
-            try:
-                return dict(self._fs.find(folder, detail=True))
-            except FileNotFoundError:
-                return {}
-
-        start = len(self._root.lstrip("/")) + 1
-        return {
-            name.lstrip("/")[start:]: Entry(int(facts["size"]), _seconds_of(facts))
-            for name, facts in self._within(0, find).items()
-            if facts.get("type") != "directory"
-        }
+        with self._faults():
+            found = self._small.list(prefix).collect()
+        return {each["path"]: _entry_of(each) for each in found}
 
     def remove(self, keys: Iterable[str]) -> None:
-        """See `Store`."""
         for key in keys:
-            with contextlib.suppress(NoSuchObject):
-                self._within(0, partial(self._fs.rm_file, self._path(key)))
+            with contextlib.suppress(NoSuchObject), self._faults():
+                self._small.delete(key)
 
-    def _path(self, key: str) -> str:
-        return f"{self._root}/{key}"
+    @contextlib.contextmanager
+    def _faults(self, *, is_write: bool = False) -> Iterator[None]:
+        """What the library's errors mean here. Raises `StoreError`, and `FileExistsError` where a
+        condition does not hold."""
+        from obstore import exceptions
 
-    def _no_bucket(self) -> StoreRefuses:
-        """What it means that nothing is found where something is written."""
-        return NoSuchBucket(f"{self.name}: there is no such bucket")
-
-    def _within(self, n_bytes: int, operation: Callable[[], Result]) -> Result:
-        """Do it in a thread of its own, which is left to itself when it takes too long. Raises
-        `StoreError`.
-        """
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                outcome.append((operation(), None))
-            except BaseException as error:
-                outcome.append((None, error))
-
-        limit_s = TRY_S + n_bytes / LEAST_BYTES_PER_S
-        thread = threading.Thread(target=run, name="store operation", daemon=True)
-        thread.start()
-        thread.join(limit_s)
-        if not outcome:
-            raise StoreError(f"{self.name}: no answer in {limit_s:.0f} s")
-        result, error = outcome[0]
-        if error is not None:
-            raise _as_fault(error, self.name) from error
-        return result
+        try:
+            yield
+        except StoreError:
+            raise
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            raise FileExistsError from error
+        except (exceptions.BaseError, OSError, ValueError) as error:
+            text = str(error)
+            is_absent = isinstance(error, FileNotFoundError)
+            if (is_absent and is_write) or _NO_BUCKET.search(text):
+                raise NoSuchBucket(f"{self.name}: there is no such bucket") from error
+            if is_absent:
+                raise NoSuchObject(_first_line(error)) from error
+            kind = StoreRefuses if _REFUSAL.search(text) else StoreError
+            raise kind(f"{self.name}: {_first_line(error)}") from error
 
 
-class _Exists(StoreError):
-    """A conditional write found an object."""
+def _entry_of(meta: Any) -> Entry:
+    return Entry(meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
 
 
-class _CanNot(StoreError):
-    """The library has no conditional write."""
+def _client(address: str, request_s: float) -> Any:
+    """A client of a bucket, whose requests end within a time and are tried twice."""
+    from obstore.store import from_url
+
+    options: dict[str, Any] = {
+        "client_options": {
+            "timeout": timedelta(seconds=request_s),
+            "connect_timeout": timedelta(seconds=min(5.0, request_s)),
+            "allow_http": True,  # where the environment names such an endpoint
+        },
+        "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=request_s)},
+    }
+    if address.startswith("s3://"):
+        options["checksum_algorithm"] = "SHA256"  # of each request, held against what arrived
+        if not os.environ.get("AWS_ACCESS_KEY_ID"):
+            with contextlib.suppress(ImportError, ValueError):  # profiles and logins of ~/.aws
+                from obstore.auth.boto3 import Boto3CredentialProvider
+
+                options["credential_provider"] = Boto3CredentialProvider()
+    return from_url(address, **options)
+
+
+def _first_line(error: BaseException) -> str:
+    """An error of the library without its source, and without the queries that sign addresses."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    if asked := re.search(r"https?://([^/\s?]+)\S* in .* - (.*)", first):
+        what = asked[2].partition(": <")[0].partition("status code: ")
+        if "error sending request" in what[0]:
+            return f"no connection to {asked[1]}"
+        return f"{asked[1]} answers {what[2]}" if what[2] else f"{asked[1]}: {what[0]}"
+    return re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", first)[:300]
 
 
 class Retrying:
@@ -368,23 +352,18 @@ class Retrying:
         return self._retried(lambda: self._store.create(key, data) or self._store.get(key) == data)
 
     def put(self, key: str, path: Path) -> None:
-        """See `Store`."""
         self._retried(lambda: self._store.put(key, path))
 
     def get(self, key: str) -> bytes:
-        """See `Store`."""
         return self._retried(lambda: self._store.get(key))
 
     def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        """See `Store`."""
         self._retried(lambda: self._store.fetch(key, path, n_bytes))
 
     def list(self, prefix: str) -> dict[str, Entry]:
-        """See `Store`."""
         return self._retried(lambda: self._store.list(prefix))
 
     def remove(self, keys: Iterable[str]) -> None:
-        """See `Store`."""
         keys = list(keys)
         self._retried(lambda: self._store.remove(keys))
 
@@ -450,43 +429,8 @@ def _draft_for(final: Path) -> Iterator[Path]:
         fsync_path(final.parent)
 
 
-def _as_fault(error: BaseException, name: str) -> StoreError:
-    """What an error of fsspec and the libraries below it means here."""
-    if isinstance(error, StoreError):
-        return error
-    text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    code = str(getattr(error, "code", None) or getattr(error, "status", None) or "")
-    seen = f"{text} {code} {getattr(error.__cause__, 'response', '')}"
-    if isinstance(error, FileExistsError) or "PreconditionFailed" in seen or "412" in code:
-        return _Exists(text)
-    if isinstance(error, NotImplementedError) or (isinstance(error, TypeError) and "mode" in text):
-        return _CanNot(text)
-    if "Checksum" in text or "checksum" in text:
-        return Garbled(f"{name}: {text}")
-    no_bucket = "NoSuchBucket" in seen or "bucket does not exist" in text
-    if isinstance(error, FileNotFoundError):
-        return NoSuchBucket(f"{name}: {text}") if no_bucket else NoSuchObject(text)
-    is_refusal = "Credential" in text or "OSError: Forbidden" in text or code in ("401", "403")
-    if isinstance(error, PermissionError | FileNotFoundError) or is_refusal:
-        return StoreRefuses(f"{name}: {text}")
-    return StoreError(f"{name}: {text}")
-
-
-def _seconds_of(facts: Json) -> float | None:
-    for key in ("LastModified", "updated", "mtime", "created"):
-        value = facts.get(key)
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = datetime.fromisoformat(value)
-        if isinstance(value, datetime):
-            return value.timestamp()
-        if isinstance(value, int | float):
-            return float(value)
-    return None
-
-
-def _refuse_larger(n_bytes: int | None, most: int, key: str) -> None:
-    if n_bytes is not None and n_bytes > most:
+def _refuse_larger(n_bytes: int, most: int, key: str) -> None:
+    if n_bytes > most:
         raise TooLarge(f"{key} has {n_bytes:,} bytes, no more than {most:,} are expected")
 
 

@@ -1,0 +1,262 @@
+"""The copy of a run in Google Cloud Storage and in Azure Blob Storage, behind a proxy that breaks
+things.
+
+Google's bucket is moto's S3, whose XML requests are the same but for the name of the condition.
+Azure is `azure_server`.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import threading
+import uuid
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+from azure_server import ACCOUNT, KEY, AzureServer
+from farthing.errors import InputError, RunTakenError
+from farthing.events import ReadingData, Restored
+from farthing.run import mirror as mirror_module
+from farthing.run.mirror import Pace
+from farthing.storage import objects as store_module
+from farthing.storage.objects import Retrying, StoreError, StoreRefuses, open_store
+from fault_proxy import FaultProxy
+from mirrored import IN_TROUBLE, delivered, folder_of_run, mirror_of, step_done
+from test_store import behaves_like_a_store, machine, same_result, stop_after
+from workshop import Heard, train
+
+moto_server = pytest.importorskip(
+    "moto.server", reason="moto[s3], flask and flask-cors are not installed: no buckets here"
+)
+
+
+class GoogleProxy(FaultProxy):
+    """Names Google's condition as S3 does."""
+
+    def _pass_on(
+        self, request: BaseHTTPRequestHandler, body: bytes
+    ) -> tuple[int, list[tuple[str, str]], bytes]:
+        if request.headers.get("x-goog-if-generation-match") == "0":
+            request.headers["If-None-Match"] = "*"
+        return super()._pass_on(request, body)
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[int]:
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield server.get_host_and_port()[1]
+    server.stop()
+
+
+@pytest.fixture(params=["gs", "az"])
+def cloud(
+    request: pytest.FixtureRequest, moto: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[FaultProxy, str]]:
+    """A proxy in front of a bucket, and the address of a run in it."""
+    bucket = f"bucket{uuid.uuid4().hex[:8]}"
+    if request.param == "gs":
+        connection = http.client.HTTPConnection("127.0.0.1", moto)
+        connection.request("PUT", f"/{bucket}")
+        assert connection.getresponse().status == 200
+        with GoogleProxy(moto) as proxy:
+            monkeypatch.setenv("GOOGLE_BASE_URL", proxy.url)
+            monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "canary-of-a-secret")
+            yield proxy, f"gs://{bucket}/runs/one"
+    else:
+        with AzureServer(bucket) as server, FaultProxy(server.port) as proxy:
+            monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", proxy.url)
+            monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", ACCOUNT)
+            monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
+            yield proxy, f"az://{bucket}/runs/one"
+
+
+def test_a_bucket_behaves_like_the_model_of_a_store(
+    cloud: tuple[FaultProxy, str], tmp_path: Path
+) -> None:
+    behaves_like_a_store(open_store(cloud[1]), tmp_path)
+
+
+def test_of_many_that_create_an_object_at_once_one_does(cloud: tuple[FaultProxy, str]) -> None:
+    outcomes: list[bool] = []
+    threads = [
+        threading.Thread(
+            target=lambda i=i: outcomes.append(open_store(cloud[1]).create("commits/1", b"%d" % i))  # type: ignore[misc]
+        )
+        for i in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == [False] * 5 + [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "method"),
+    [("503", "PUT"), ("reset", "PUT"), ("lost reply", "PUT"), ("truncate", "GET"), ("503", "GET")],
+)
+def test_a_fault_that_passes_is_waited_out(
+    fault: str, method: str, cloud: tuple[FaultProxy, str], tmp_path: Path
+) -> None:
+    """The first three requests of a kind fail: a write happens once, and what is read is what was
+    written.
+    """
+    proxy, address = cloud
+    n_left = 3
+
+    def trouble(number: int, its_method: str, path: str) -> str | None:
+        nonlocal n_left
+        if its_method != method or n_left == 0:
+            return None
+        n_left -= 1
+        return fault
+
+    store = Retrying(open_store(address), 20, pause_s=0.01)
+    (tmp_path / "file").write_bytes(b"x" * 5000)
+    if method == "GET":
+        assert store.create("commits/1", b"mine")
+        store.put("data/1", tmp_path / "file")
+    proxy.begin(trouble)
+    if method == "PUT":
+        assert store.create("commits/1", b"mine"), "a lost reply is no other writer"
+        n_left = 3
+        store.put("data/1", tmp_path / "file")
+    else:
+        assert store.get("commits/1") == b"mine"
+        n_left = 3
+        store.fetch("data/1", tmp_path / "back", 5000)
+        assert (tmp_path / "back").read_bytes() == b"x" * 5000
+    assert n_left == 0
+    proxy.begin()
+    assert store.get("commits/1") == b"mine"
+    assert not store.create("commits/1", b"other")
+    assert store.get("data/1") == b"x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("503", StoreError), ("403", StoreRefuses), ("hang", StoreError)]
+)
+def test_a_fault_that_lasts_ends_in_bounded_time(
+    fault: str,
+    kind: type[Exception],
+    cloud: tuple[FaultProxy, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proxy, address = cloud
+    monkeypatch.setattr(store_module, "TRY_S", 1.0)
+    store = open_store(address)
+    store.create("commits/1", b"x" * 100)
+    patient = Retrying(store, 3.0, pause_s=0.05)
+    proxy.begin(lambda number, method, path: fault)
+    with pytest.raises(kind) as error:
+        patient.get("commits/1")
+    assert proxy.n_requests < 40
+    assert "canary" not in str(error.value)
+
+
+def test_a_bucket_that_is_not_there_or_refuses_is_said_at_the_start(
+    cloud: tuple[FaultProxy, str], tmp_path: Path
+) -> None:
+    proxy, address = cloud
+    with pytest.raises(InputError, match=r"the store refuses.*no such bucket"):
+        mirror_of(open_store(f"{address[:2]}://no-such-bucket-here/x"), tmp_path / "a").bring_back()
+    proxy.begin(lambda number, method, path: "403")
+    with pytest.raises(InputError, match="the store refuses"):
+        mirror_of(open_store(address), tmp_path / "b").bring_back()
+
+
+def test_of_two_machines_one_holds_the_bucket(
+    cloud: tuple[FaultProxy, str], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    pace = Pace(renew_s=0.2, lease_s=10.0)
+    first = mirror_of(open_store(cloud[1]), folder_of_run(tmp_path / "a"), said, pace=pace)
+    first.bring_back()
+    assert said == [], "the bucket keeps its condition"
+    with pytest.raises(RunTakenError, match="is training this run"):
+        mirror_of(open_store(cloud[1]), tmp_path / "b").bring_back()
+    assert delivered(first, 1, step_done(tmp_path / "a", 1))
+    first.close(2)
+
+
+def test_a_large_file_goes_in_parts_and_comes_back(
+    cloud: tuple[FaultProxy, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "PART_BYTES", 5 << 20)
+    content = bytes(range(256)) * (48 << 10) + b"end"
+    (tmp_path / "large").write_bytes(content)
+    store = Retrying(open_store(cloud[1]), 60, pause_s=0.05)
+    cloud[0].begin()
+    store.put("data/large", tmp_path / "large")
+    assert sum(method == "PUT" for method, _ in cloud[0].requests) >= 3
+    assert store.list("data/")["data/large"].n_bytes == len(content)
+    store.fetch("data/large", tmp_path / "back", len(content))
+    assert (tmp_path / "back").read_bytes() == content
+
+
+def test_training_reads_its_data_from_a_bucket(
+    cloud: tuple[FaultProxy, str], tmp_path: Path
+) -> None:
+    sets = f"{cloud[1].rpartition('/runs')[0]}/sets"
+    job = machine(tmp_path, "local", None)
+    n_bytes = (tmp_path / "data.jsonl").stat().st_size
+    open_store(sets).put("a.jsonl", tmp_path / "data.jsonl")
+    assert train(job).exit_code == 0
+    data = job.data.model_copy(update={"train": (f"{sets}/a.jsonl",)})
+    remote = job.model_copy(update={"data": data, "output_dir": str(tmp_path / "remote")})
+    heard = Heard()
+    assert train(remote, heard).exit_code == 0
+    assert same_result(tmp_path / "local", tmp_path / "remote") == []
+    assert heard.of(ReadingData)[0] == ReadingData(f"downloading {sets}/a.jsonl", n_bytes, n_bytes)
+    missing = data.model_copy(update={"train": (f"{sets}/b.jsonl",)})
+    with pytest.raises(InputError, match="no such file"):
+        train(remote.model_copy(update={"data": missing, "output_dir": str(tmp_path / "missing")}))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
+    cloud: tuple[FaultProxy, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every twentieth request meets another fault; the result is that of a run that was left
+    alone.
+    """
+    faults = ["503", "reset", "lost reply", "slow", "truncate"]
+
+    def trouble(number: int, method: str, path: str) -> str | None:
+        return faults[number // 20 % len(faults)] if number % 20 == 0 else None
+
+    monkeypatch.setattr(mirror_module, "PACE", IN_TROUBLE)
+    assert train(machine(tmp_path, "alone", None)).exit_code == 0
+    cloud[0].begin(trouble)
+    assert train(machine(tmp_path, "first", cloud[1]), stop_after(3)).exit_code == 75
+    heard = Heard()
+    last = train(machine(tmp_path, "second", cloud[1]), heard)
+    assert last.exit_code == 0
+    assert [event.step for event in heard.of(Restored)] == [3]
+    assert same_result(tmp_path / "alone", tmp_path / "second") == []
+    assert [attempt["ended"] for attempt in last.receipt.attempts] == ["interrupted", "finished"]
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert b"canary-of-a-secret" not in content
+            assert base64.b64decode(KEY) not in content
+
+
+def test_an_azure_store_without_an_account_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(InputError, match="AZURE_STORAGE_ACCOUNT_NAME"):
+        open_store("az://container/run")
+
+
+@pytest.mark.parametrize("scheme", ["memory", "gcs", "s3a", "abfs", "hdfs", "sftp", "https"])
+def test_a_scheme_that_is_no_store_is_refused_by_name(scheme: str) -> None:
+    with pytest.raises(InputError, match=f"{scheme}:// is no store"):
+        open_store(f"{scheme}://bucket/run")
