@@ -47,7 +47,7 @@ class Shelf:
 
     def list(self, prefix: str) -> dict[str, Entry]:
         seen = list(self.objects)[: len(self.objects) - self.late]
-        return {key: Entry(1) for key in seen if key.startswith(prefix)}
+        return {key: Entry(1, 0.0) for key in seen if key.startswith(prefix)}
 
     def remove(self, keys: list[str]) -> None:
         for key in keys:
