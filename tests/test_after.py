@@ -68,6 +68,7 @@ def test_base_and_tuned_are_measured_on_the_same_examples(
     assert main(["export", str(run), "--output", str(tmp_path / "out"), "--format", "adapter"]) == 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_interrupted_goes_on_with_what_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +123,7 @@ def two_tasks(
     return replace(whole, **{**tasks, **others})
 
 
+@pytest.mark.slow
 def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +177,7 @@ def test_a_cap_that_is_spent_is_kept(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (run / "evaluation.json").exists()
 
 
+@pytest.mark.slow
 def test_data_of_ones_own_is_measured_instead(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

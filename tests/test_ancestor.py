@@ -86,6 +86,7 @@ def test_the_first_loss_is_that_of_the_ancestors_weights(tmp_path: Path) -> None
     )  # one batch holds all rows
 
 
+@pytest.mark.slow
 def test_it_goes_on_and_stays_the_same_run_when_the_ancestor_is_gone(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"method": "lora", "max_steps": 4, "n_rows": 24, "save_steps": 2}
     workshop.train(make_job(tmp_path, "llama", **keys))
@@ -95,6 +96,7 @@ def test_it_goes_on_and_stays_the_same_run_when_the_ancestor_is_gone(tmp_path: P
     assert workshop.train(job).state == "finished"
 
 
+@pytest.mark.slow
 def test_another_step_is_another_run(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"method": "lora", "max_steps": 4, "n_rows": 24, "save_steps": 2}
     workshop.train(make_job(tmp_path, "llama", **keys))
@@ -176,6 +178,7 @@ def test_a_damaged_checkpoint_or_another_method_is_refused(tmp_path: Path) -> No
         workshop.train(second(tmp_path, "run", method="lora", **keys))
 
 
+@pytest.mark.slow
 def test_the_verb_takes_a_run_and_its_receipt_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

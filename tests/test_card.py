@@ -69,6 +69,7 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
         assert rows[span["what"]] == [shown[span["what"]][-3], shown[span["what"]][-1]]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_price_has_no_dollars_on_its_card(tmp_path: Path) -> None:
     job = make_job(tmp_path, max_steps=1, where={"usd_per_hour": 0})
     workshop.train(job)
@@ -113,6 +114,7 @@ def run_in(folder: Path, family: str = "llama", **keys: Any) -> None:
     assert main(["train", str(job_file(folder, family, **keys))]) == 0
 
 
+@pytest.mark.slow
 def test_runs_of_different_tasks_are_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +126,7 @@ def test_runs_of_different_tasks_are_not_compared(
     )
 
 
+@pytest.mark.slow
 def test_a_run_without_a_price_is_compared_in_all_but_dollars(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +146,7 @@ def test_a_run_without_a_price_is_compared_in_all_but_dollars(
     assert "costs" not in said.replace("cost ", "")
 
 
+@pytest.mark.slow
 def test_runs_on_other_data_and_of_other_lengths_say_what_can_not_be_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

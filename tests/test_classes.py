@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from thinned import thinned
 from workshop import Heard, log_of, make_job, rows_of, train
 
 NAMES = ["weather", "food", "sport"]
@@ -47,7 +48,7 @@ def trained(folder: Path, base: Path, rows: list[dict[str, Any]], **keys: Any) -
     return next(row["metrics"] for row in log_of(job) if "metrics" in row), heard
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", thinned(["full", "lora"], 9))
 def test_a_trained_head_keeps_its_classes(method: str, classifier: Path, tmp_path: Path) -> None:
     rows = rows_of("bert", 60)
     metrics, heard = trained(tmp_path, classifier, rows, method=method)
@@ -123,6 +124,7 @@ def test_integer_labels_stay_in_numeric_order(tmp_path: Path) -> None:
     assert config["id2label"] == {str(n): str(n) for n in range(12)}
 
 
+@pytest.mark.slow
 def test_what_is_evaluated_is_the_plain_loss(tmp_path: Path) -> None:
     """Under label smoothing too: perplexity is exp of it, and `farthing eval` measures the same."""
     from farthing.after.held_out import held_out_of

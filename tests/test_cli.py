@@ -27,6 +27,7 @@ from farthing.cli import main
 from farthing.config.load import job_schema, load_job
 from farthing.objectives.registry import objective_of
 from farthing.run.accounts import as_line, read_ledger
+from thinned import thinned
 from workshop import job_file, log_of, losses_of
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
@@ -185,11 +186,14 @@ def test_a_mistake_exits_with_2_and_is_one_json_document_too(
 
 @pytest.mark.parametrize(
     ("limit", "raised"),
-    [
-        ({"max_usd": "$0.000001"}, "limits.max_usd=5"),
-        ({"max_hours": "0.001s"}, "limits.max_hours=1"),
-        ({"deadline": "2001-01-01T00:00:00"}, "limits.deadline=2999-01-01T00:00:00"),
-    ],
+    thinned(
+        [
+            ({"max_usd": "$0.000001"}, "limits.max_usd=5"),
+            ({"max_hours": "0.001s"}, "limits.max_hours=1"),
+            ({"deadline": "2001-01-01T00:00:00"}, "limits.deadline=2999-01-01T00:00:00"),
+        ],
+        9,
+    ),
 )
 def test_a_limit_stops_with_3_and_a_higher_one_goes_on(
     limit: dict[str, str], raised: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -402,6 +406,7 @@ def test_report_reads_the_folder_of_a_killed_run(
     assert "not finished, can be continued" in said
 
 
+@pytest.mark.slow
 def test_report_compares_two_runs_in_words(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -441,6 +446,7 @@ def test_report_of_what_is_no_run_exits_with_2(
 # ---- export ----
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 def test_a_merged_model_answers_as_base_and_adapter_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -473,6 +479,7 @@ def test_a_merged_model_answers_as_base_and_adapter_do(
         assert tokenizer.eos_token == "</s>"
 
 
+@pytest.mark.slow
 def test_an_adapter_on_random_weights_merges_into_the_same_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -508,7 +515,7 @@ def test_a_classifier_keeps_the_names_of_its_classes(
         torch.testing.assert_close(merged(IDS).logits, beside(IDS).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", thinned(["full", "lora"], 9))
 def test_a_seq2seq_model_writes_the_same_before_and_after_export(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,7 +569,7 @@ def test_export_refuses_what_it_can_not_do(
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("folder", ["run/model", "merged"])
+@pytest.mark.parametrize("folder", thinned(["run/model", "merged"], 9))
 def test_the_model_card_holds_metadata_metrics_and_receipt(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

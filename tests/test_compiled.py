@@ -241,6 +241,7 @@ def test_documents_of_any_lengths_are_served_by_the_first_programs() -> None:
     assert 2 <= made <= 4, "a graph on each side of attention, for all three layers together"
 
 
+@pytest.mark.slow
 def test_evaluation_is_computed_as_ever_and_compiles_nothing() -> None:
     plain = flat(causal_model())
     leave_to_compiler(plain)
@@ -324,6 +325,7 @@ def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_flex_attention_is_one_program_also_with_as_many_blocks_as_heads() -> None:
     """Four heads, and four blocks of 128 tokens in the first batch: torch takes sizes that are
     equal once for one size.

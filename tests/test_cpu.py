@@ -155,6 +155,7 @@ def entry(documents: Documents, *, causal: bool, bias: Tensor | None = None) -> 
     return query.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", thinned(["looks back", "looks both ways", "bias"], 9))
 def test_documents_of_all_lengths_are_multiplied_in_few_shapes(kind: str) -> None:
     """A shape costs 0.65 MiB until the process ends. These 87 lengths took 800 before, 768 where
@@ -205,6 +206,7 @@ def test_short_documents_in_bf16_are_multiplied_in_fp32(bias: Tensor | None) -> 
         assert torch.equal(one, other.bfloat16())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", thinned(["bert", "t5"], 9))
 def test_a_run_in_bf16_that_was_stopped_has_the_losses_of_one_that_was_not(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

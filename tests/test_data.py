@@ -1098,6 +1098,7 @@ def test_real_completions_are_learned_exactly(data_dir: Path, tmp_path: Path, na
     assert n_exact > 0.9 * len(tokens)  # the rest have a token that spans prompt and completion
 
 
+@pytest.mark.slow
 @REAL
 @pytest.mark.parametrize("name", thinned(["gpt2", "mistral-7b-v0.1"], 2))
 def test_real_chats_learn_what_the_assistant_says(
@@ -1119,6 +1120,7 @@ def test_real_chats_learn_what_the_assistant_says(
             assert same_text(learned(tokens, tokenizer, index), said)
 
 
+@pytest.mark.slow
 @REAL
 def test_real_pairs_for_t5(data_dir: Path, tmp_path: Path) -> None:
     tokenizer = real_tokenizer(data_dir, "t5")

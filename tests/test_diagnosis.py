@@ -217,6 +217,7 @@ def test_loss_that_still_falls_and_training_that_went_on_for_too_long(plain: Rec
     assert diagnose(flat).advice == []
 
 
+@pytest.mark.slow
 def test_the_command_for_another_epoch_is_one_that_works(tmp_path: Path) -> None:
     job = make_job(
         tmp_path, "llama", max_steps=12, n_rows=40, eval_steps=4, data={"eval_fraction": 0.3}

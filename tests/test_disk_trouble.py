@@ -106,6 +106,7 @@ def test_a_bucket_that_looks_like_a_folder_is_known(
     assert mounts.bucket_mount_of(place) is None
 
 
+@pytest.mark.slow
 def test_no_run_begins_in_a_bucket_and_one_that_did_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +251,7 @@ def test_old_checkpoints_that_can_not_be_removed_end_no_run(
     assert checkpoints.steps() == [8, 7, 6], "once it can be, it is"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_a_run_whose_checkpoints_here_are_all_damaged_goes_on_from_the_copy_in_its_store(
     tmp_path: Path,

@@ -114,6 +114,7 @@ def test_sources_with_keys_of_their_own_are_still_sources(tmp_path: Path) -> Non
     assert job.data.of_train[0].weight == 2.0
 
 
+@pytest.mark.slow
 def test_what_comes_after_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of("bert", 36)
     job = job_of(tmp_path, "bert", {"train": rows, "eval": rows[:9]}, learning_rate=0.001)

@@ -247,6 +247,7 @@ def test_segments_are_found_as_by_the_map_of_characters(
         assert n_composed < len(texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(["bert-base-uncased", "t5", "mistral-7b-v0.1"], 99))
 def test_tokenizers_that_are_not_of_bytes_keep_their_map(data_dir: Path, name: str) -> None:
     from transformers import AutoTokenizer
@@ -259,6 +260,7 @@ def test_tokenizers_that_are_not_of_bytes_keep_their_map(data_dir: Path, name: s
     assert [(ids.tolist(), is_target.tolist()) for ids, is_target in found] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(["gpt2", "gpt-neox-mpt", "roberta-base"], 99))
 def test_tokenizers_of_bytes_are_known_as_such(
     data_dir: Path, name: str, calls: list[tuple[int, bool]]

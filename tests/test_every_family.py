@@ -55,6 +55,7 @@ def test_losses_and_gradients_are_those_of_transformers_alone(
     ), row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["prophetnet"])
 def test_a_family_that_reads_padding_beside_a_text_gets_texts_of_one_length(
     family: str, tmp_path: Path

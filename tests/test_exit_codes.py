@@ -156,6 +156,7 @@ def test_a_reader_of_stdout_that_stops_reading_causes_no_crash(command: str, ben
     assert piped(command, bench) == ([0, 0], "")
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_nobody_reads_and_keeps_its_exit_code(tmp_path: Path) -> None:
     workshop.job_file(tmp_path, max_steps=8, logging_steps=1)
     codes, said = piped("train job.yaml", tmp_path)

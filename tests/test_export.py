@@ -133,7 +133,7 @@ def test_a_fully_trained_model_loads_in_the_ordinary_ways(family: str, tmp_path:
             ("t5", {"target_modules": ["q", "embed_tokens"]}),
             ("t5", {"target_modules": ["q"], "modules_to_save": ["lm_head"]}),
         ],
-        4,
+        9,
     ),
 )
 def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(
@@ -310,6 +310,7 @@ DAMAGE: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_a_damaged_model_is_named_and_written_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,6 +343,7 @@ def test_a_damaged_model_is_named_and_written_again(
     assert not heard.of(Exported)
 
 
+@pytest.mark.slow
 def test_the_best_step_is_what_is_written_again(tmp_path: Path) -> None:
     rows = workshop.rows_of("llama", 16)
     others = [{**row, "completion": rows[-1 - i]["completion"]} for i, row in enumerate(rows)]

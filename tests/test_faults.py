@@ -114,6 +114,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_loses_nothing(
     assert ends_like(alone, small_disk / "run")
 
 
+@pytest.mark.slow
 def test_a_quota_that_stops_checkpoints_keeps_the_old_ones_and_ends_the_run_in_words(
     alone: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +227,7 @@ def test_an_evaluation_without_room_for_one_example_is_said(
 # ---- data ----
 
 
+@pytest.mark.slow
 def test_bad_rows_are_left_out_alike_by_every_attempt(tmp_path: Path) -> None:
     """Also by one whose cache is empty and has to read them again."""
     job = job_in(tmp_path, "alone")
@@ -289,6 +291,7 @@ def test_a_stop_signal_within_an_upload_is_heard_and_the_copy_is_whole(
     assert same_result(tmp_path / "alone", tmp_path / "second") == []
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_emptied_in_the_middle_of_a_run_gets_a_whole_copy_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

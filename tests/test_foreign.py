@@ -263,6 +263,7 @@ def test_scored_and_several_answers_are_named(
 # ---- what nobody reads ----
 
 
+@pytest.mark.slow
 def test_columns_that_nobody_reads_are_named_by_every_verb(
     desk: Desk, run: Callable[..., Said]
 ) -> None:

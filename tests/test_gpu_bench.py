@@ -387,6 +387,7 @@ exit 0
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fails",
     thinned(["", "--only-ceilings", "tests/test_gpu.py", "--only-ceilings tests/test_gpu.py"], 9),
@@ -424,6 +425,7 @@ def test_a_part_that_fails_does_not_keep_the_others_from_running(
     assert "every part ran" not in done.stdout
 
 
+@pytest.mark.slow
 def test_what_has_no_time_is_said_at_the_end(tmp_path: Path) -> None:
     done = call("right", str(tmp_path), "--minutes", "0")
     assert done.returncode == 0

@@ -113,6 +113,7 @@ def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
     assert [row["loss"] for row in rows if "examples" in row] == losses_of(alone)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_fails_in_a_restore_says_nothing_against_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +274,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(job.output_dir)
 
 
+@pytest.mark.slow
 def test_an_evaluation_afterwards_goes_on_with_less_where_memory_runs_out(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,7 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path) -> None:
     assert train(job).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_in_another_precision_is_said(tmp_path: Path) -> None:
     job = make_job(tmp_path, **KEYS)
     train(job, LeavesAt(step=3))
@@ -217,6 +218,7 @@ def test_weights_that_are_the_same_file_are_read_once(
 # ---- before anything was saved ----
 
 
+@pytest.mark.slow
 def test_a_failed_check_leaves_the_bill_and_nothing_else(tmp_path: Path) -> None:
     make_job(tmp_path, **KEYS)
     path = tmp_path / "job.yaml"
@@ -423,7 +425,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", thinned(DAMAGES.values(), 3), ids=DAMAGES.keys())
+@pytest.mark.parametrize("damage", thinned(DAMAGES.values(), 20), ids=DAMAGES.keys())
 def test_a_run_with_damaged_files_ends_as_one_without(
     damage: Callable[[Path], None], stopped: tuple[Path, Job], tmp_path: Path
 ) -> None:
@@ -437,6 +439,7 @@ def test_a_run_with_damaged_files_ends_as_one_without(
     assert are_equal(job, untouched)
 
 
+@pytest.mark.slow
 def test_a_damaged_line_of_the_log_is_said_and_the_others_are_kept(
     stopped: tuple[Path, Job], tmp_path: Path
 ) -> None:

@@ -266,6 +266,7 @@ def typos(word: str, rng: random.Random) -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", thinned(range(3), 3))
 def test_a_typo_of_any_key_is_answered_with_that_key(read: Any, seed: int) -> None:
     rng = random.Random(seed)

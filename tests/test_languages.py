@@ -42,6 +42,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", thinned(["full", "lora"], 9))
 @pytest.mark.parametrize("family", thinned(CODES, 4))
 def test_a_model_of_every_form_answers_in_the_language_it_was_taught(

@@ -105,6 +105,7 @@ def test_dry_run_writes_files_shows_the_bill_and_rents_nothing(demo: Path, capsy
     )
 
 
+@pytest.mark.slow
 def test_dry_run_takes_no_torch_and_no_library_of_a_vendor(demo: Path) -> None:
     code = (
         f"import sys; from farthing.cli import main\nassert main(['launch', {str(demo)!r}, '--on',"
@@ -841,7 +842,7 @@ def test_every_target_has_a_page_and_every_page_is_about_one() -> None:
     assert pages == {"hosts" if name in ("local", "ssh") else name for name in TARGETS}
 
 
-@pytest.mark.parametrize("command", _commands())
+@pytest.mark.parametrize("command", thinned(_commands(), 3))
 def test_commands_of_the_pages_work(
     command: str, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

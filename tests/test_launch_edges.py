@@ -220,6 +220,7 @@ def test_a_machine_that_is_asked_for_twice_is_billed_from_the_first_time(tmp_pat
     assert ledger.machines["farthing-1-2"].usd(4600.0) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", thinned([[], ["--retry"]], 9))
 def test_a_terminal_that_is_closed_interrupts_training_and_no_more(
     options: list[str], tmp_path: Path, tiny_folders: dict[str, Path]

@@ -307,6 +307,7 @@ def test_a_status_that_could_not_look_does_not_say_that_nothing_was_launched(
 # ---- what travels ----
 
 
+@pytest.mark.slow
 def test_the_wheel_is_this_farthing_and_the_same_every_time(tmp_path: Path) -> None:
     wheel = wheel_of_this()
     assert hashlib.sha256(wheel.content).hexdigest() == wheel.sha256

@@ -317,6 +317,7 @@ def guess_of_all(job: Job) -> Lengths:
     return read_lengths(job.model_copy(update={"data": data}), cache_dir=Path("nowhere"))[0]
 
 
+@pytest.mark.slow
 def test_every_token_that_a_run_computes_is_foreseen(tmp_path: Path) -> None:
     for family in ("llama", "t5"):
         rows = rows_of(family, 96) if family == "t5" else demo_rows(96)
@@ -700,6 +701,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), thinned(CASES, 99))
 def test_samples_of_real_sets(
     file: str,
@@ -751,6 +753,7 @@ def test_samples_of_real_sets(
         assert mine.tokens == pytest.approx(its.tokens, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_room_works_without_torch_and_transformers(data_dir: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom farthing.config.job import Job\n"

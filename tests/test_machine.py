@@ -62,6 +62,7 @@ def on_its_own(code: str, **environment: str) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
     thinned(

@@ -336,6 +336,7 @@ def test_the_padding_of_an_evaluation_is_counted(
         assert found.n_eval_padded_tokens == each
 
 
+@pytest.mark.slow
 def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
     job = make_job(tmp_path, n_rows=32, max_steps=30, save_steps=5)
 
@@ -463,6 +464,7 @@ def test_a_run_never_fails_for_its_measurement(
     assert read_measurements(Path(job.cache_dir) / MEASUREMENTS) == []
 
 
+@pytest.mark.slow
 def test_measuring_changes_nothing_of_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

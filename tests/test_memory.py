@@ -390,6 +390,7 @@ def test_the_peak_is_that_of_the_loop(case: Traced) -> None:
     agree(case, is_ours=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_large_blocks")
 @pytest.mark.parametrize("case", thinned(MIXED, 99), ids=named)
 @pytest.mark.parametrize("is_ours", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -180,7 +180,7 @@ def named(case: Case) -> str:
 
 
 @pytest.mark.usefixtures("_large_blocks")
-@pytest.mark.parametrize("case", thinned(CASES, 4), ids=named)
+@pytest.mark.parametrize("case", thinned(CASES, 99), ids=named)
 def test_the_need_judged_from_two_short_documents_is_the_peak_of_a_step(case: Case) -> None:
     agree(case)
 

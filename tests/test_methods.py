@@ -226,7 +226,7 @@ def test_unknown_modules_to_save_are_refused_in_words(tmp_path: Path) -> None:
 # ---- precision ----
 
 
-@pytest.mark.parametrize("method", thinned(["full", "lora"], 2))
+@pytest.mark.parametrize("method", thinned(["full", "lora"], 9))
 def test_bf16_keeps_frozen_weights_in_bf16_and_trained_ones_in_fp32(
     method: str, tmp_path: Path, watched: Watched
 ) -> None:
@@ -349,6 +349,7 @@ def test_every_torch_optimizer_learns(optim: str, tmp_path: Path) -> None:
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
+@pytest.mark.slow
 def test_fused_and_plain_adamw_agree_to_rounding(tmp_path: Path) -> None:
     plain, fused = (
         make_job(tmp_path / optim, optim=optim, max_steps=8)
@@ -739,6 +740,7 @@ def test_a_frozen_embedding_stays_out_of_the_backward_pass(tmp_path: Path) -> No
     assert not out[0].requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", thinned(FAMILIES, 3))
 def test_training_with_and_without_checkpointing_ends_in_the_same_weights(
     family: str, tmp_path: Path
@@ -815,6 +817,7 @@ def test_settings_of_a_schedule_are_those_of_transformers(
     ]
 
 
+@pytest.mark.slow
 def test_a_run_follows_its_schedule_to_the_least_rate(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr", "max_steps": 8}
     keys |= {"lr_scheduler_kwargs": {"min_lr_rate": 0.25}, "warmup_steps": 0}

@@ -24,6 +24,7 @@ from test_survive import job_in, quiet
 from thinned import thinned
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_losses_and_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +141,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(
     assert steps == sorted(steps, reverse=True)
 
 
+@pytest.mark.slow
 def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

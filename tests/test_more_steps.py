@@ -51,6 +51,7 @@ def test_fewer_steps_than_were_taken_train_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], weight) for name, weight in weights_of(tmp_path).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     thinned(

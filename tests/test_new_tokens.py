@@ -105,6 +105,7 @@ def test_the_trained_rows_are_exported_merged_and_resumed(method: Any, tmp_path:
     assert losses_of(again) == losses_of(job)
 
 
+@pytest.mark.slow
 def test_the_answers_of_a_run_know_them(tmp_path: Path, capsys: Any) -> None:
     job = job_of(tmp_path, max_steps=2)
     train(job)

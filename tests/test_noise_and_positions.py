@@ -70,6 +70,7 @@ def test_each_document_has_noise_by_its_own_length(is_packed: bool, tmp_path: Pa
         assert 0.9 * most < float(part.detach().abs().max()) <= most * (1 + 1e-4)
 
 
+@pytest.mark.slow
 def test_a_noisy_run_resumes_to_the_bit_and_exports_without_noise(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"method": "lora", "max_steps": 6, "n_rows": 24}
     whole = make_job(tmp_path / "a", neftune_noise_alpha=5, **keys)
@@ -145,6 +146,7 @@ def test_stretched_positions_take_longer_texts(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_biases_of_an_adapter_are_trained_and_merged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

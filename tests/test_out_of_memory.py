@@ -357,6 +357,7 @@ def test_memory_that_runs_out_once_is_survived_to_the_bit(
     assert (f"out of memory ({GONE})" in heard.warnings) != said_nothing
 
 
+@pytest.mark.slow
 def test_an_update_that_was_begun_is_never_taken_again_or_saved(
     untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +393,7 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(
     assert losses == untouched[False][1]
 
 
+@pytest.mark.slow
 def test_a_device_that_stays_full_halves_after_it_was_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -311,6 +311,7 @@ def real_lengths(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", thinned([32, 128], 99))
 @pytest.mark.parametrize(("costs", "least"), [(0, LEAST_SHARE), (ON_CPU.more_tokens, 0.92)])
 def test_almost_all_computed_tokens_of_real_sets_are_useful(

@@ -283,6 +283,7 @@ def test_twenty_losses_do_not_depend_on_the_cut(task: str, tmp_path: Path) -> No
         assert curve == pytest.approx(curves[0], rel=CLOSE)
 
 
+@pytest.mark.slow
 def test_the_last_partial_batch_of_an_epoch_is_divided_by_its_own_targets(tmp_path: Path) -> None:
     job = job_for(
         "causal-lm", tmp_path, global_batch_size=32, max_steps=4

@@ -137,6 +137,7 @@ def test_memory_of_weights_that_are_spread_is_within_5_percent(published: dict[s
     assert errors[round(0.9 * len(errors))] < 0.10
 
 
+@pytest.mark.slow
 def test_a_source_that_had_no_say_in_the_constants_of_time_is_met_without_bias(
     published: dict[str, Any],
 ) -> None:

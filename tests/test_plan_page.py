@@ -199,6 +199,7 @@ def test_choices_between_two_times_that_have_a_name_are_drawn(view: dict[str, An
 # ---- labels ----
 
 
+@pytest.mark.slow
 def test_no_label_overlaps_another_or_hides_a_point() -> None:
     draw = random.Random(0)
     n_placed = 0

@@ -77,6 +77,7 @@ def test_answers_of_a_batch_are_those_of_one_row_at_a_time(family: str, tmp_path
     ), "a target that is there is not looked at"
 
 
+@pytest.mark.slow
 def test_the_score_is_the_mean_log_probability_of_the_answer(tmp_path: Path) -> None:
     run = run_of(tmp_path, "llama")
     row = predicted(run, [{"prompt": "name: The Mill; food:"}], "--max-tokens", "6")[0]
@@ -93,6 +94,7 @@ def test_the_score_is_the_mean_log_probability_of_the_answer(tmp_path: Path) -> 
     assert row["score"] == pytest.approx(sum(log_probs) / len(log_probs), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_chat_is_asked_as_it_was_in_training(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This one."}]
     run = run_of(tmp_path, "llama", rows=[{"messages": turns}] * 16)

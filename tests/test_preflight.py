@@ -185,7 +185,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
 
 @pytest.mark.parametrize(
     ("status", "words"),
-    thinned([(404, "no such model"), (401, "does not show it"), (503, "answers 503")], 2),
+    thinned([(404, "no such model"), (401, "does not show it"), (503, "answers 503")], 9),
 )
 def test_the_hub_is_asked_once_for_a_model(
     status: int, words: str, desk: Desk, hub: type[Hub]

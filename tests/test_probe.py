@@ -208,6 +208,7 @@ def test_a_setting_that_no_probe_writes_is_not_used(bad: dict[str, Any], tmp_pat
     assert known_settings(tmp_path / PROBES, SUBJECT) is None
 
 
+@pytest.mark.slow
 def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,6 +244,7 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     assert "chosen:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
     assert main(["probe", str(job_file(tmp_path, max_steps=3)), "--seconds", "5"]) == 0
     for key, value in (("micro_batch_tokens", 99), ("probe", False)):

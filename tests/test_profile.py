@@ -58,6 +58,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**profiled, "n_operations": counted}
 
 
+@pytest.mark.slow
 def test_a_step_is_named_forward_and_backward(found: dict[str, Any]) -> None:
     parts = {part["name"]: part["step_s"] for part in found["parts"]}
     assert {

@@ -184,6 +184,7 @@ def test_positions_that_are_stretched_by_a_factor_are_said_to_llama_cpp(tmp_path
     assert fields["llama.rope.scaling.factor"].contents() == 4.0
 
 
+@pytest.mark.slow
 def test_without_the_package_it_is_said_how_to_get_it(
     trained: Path,
     tmp_path: Path,
@@ -321,6 +322,7 @@ def test_what_transformers_does_not_load_compressed_is_refused_by_its_family(
         plan_compressed(config, task, form)
 
 
+@pytest.mark.slow
 def test_a_folder_that_lacks_weights_is_not_kept(
     trained: Path,
     tmp_path: Path,

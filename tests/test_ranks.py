@@ -368,6 +368,7 @@ def words(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_rank_hears_the_same(tmp_path: Path) -> None:
     found = on_ranks(3, tmp_path, words)
     assert found[0] == found[1] == found[2]

@@ -54,6 +54,7 @@ def steps_of(model: Any, optimizer: torch.optim.Optimizer, n: int = 5) -> torch.
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
 
 
+@pytest.mark.slow
 def test_lora_plus_moves_as_in_peft(tiny_folders: dict[str, Path]) -> None:
     from peft.optimizers import create_loraplus_optimizer
 
@@ -91,6 +92,7 @@ def stopped_and_resumed(folder: Path, **keys: Any) -> Any:
     return job
 
 
+@pytest.mark.slow
 def test_lora_plus_moves_b_faster_and_resumes_to_the_bit(tmp_path: Path) -> None:
     method = {"name": "lora", "lora_r": 4, "loraplus_lr_ratio": 8}
     whole = make_job(tmp_path / "a", "llama", method=method, max_steps=6, n_rows=24)
@@ -159,6 +161,7 @@ def test_an_adapter_that_begins_as_part_of_the_weights_moves_as_in_peft(
     assert count_parameters(ours)["adapter"] == count_parameters(theirs)["adapter"]
 
 
+@pytest.mark.slow
 def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export_fits_the_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +199,7 @@ def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export
     export_run(run, tmp_path / "merged", "merged")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     thinned([("adagrad", torch.optim.Adagrad), ("rmsprop", torch.optim.RMSprop)], 9),

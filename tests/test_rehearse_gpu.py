@@ -57,6 +57,7 @@ def test_a_torch_without_cuda_is_refused_in_words(capsys: pytest.CaptureFixture[
     assert "make rehearse-gpu" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_case_whose_process_dies_fails_and_the_others_are_still_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

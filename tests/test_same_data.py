@@ -86,6 +86,7 @@ def test_a_run_goes_on_with_the_date_it_began_with(
     )
 
 
+@pytest.mark.slow
 def test_a_plan_sees_the_date_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FARTHING_TODAY", "2026-05-02")
     job = dated_job(tmp_path, "run")

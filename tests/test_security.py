@@ -139,6 +139,7 @@ def files_with_secrets(folder: Path) -> dict[str, list[str]]:
     return {path: names for path, names in found.items() if names}
 
 
+@pytest.mark.slow
 def test_no_secret_of_the_environment_gets_out(
     secrets: None,
     tmp_path: Path,

@@ -99,6 +99,7 @@ def test_the_plan_stays_as_it_was_and_the_settings_are_lowered(
     assert Settings.from_json(outcome.receipt.settings) == lowered
 
 
+@pytest.mark.slow
 def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", max_steps=6, n_rows=48)
     assert train(job, LeavesAt(step=3)).exit_code == 75

@@ -345,6 +345,7 @@ def measured_traces() -> list[spot_replay.Trace]:
     return spot_replay.read_traces(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "most_wall"),
     [("hold-out", 25), pytest.param("rolling", 20, marks=pytest.mark.slow), ("same half", 5)],

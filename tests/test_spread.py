@@ -157,6 +157,7 @@ def refuse_difference(job: Job, other: Job) -> None:
     assert all(torch.allclose(mine[name], others[name], rtol=1e-3, atol=1e-6) for name in mine)
 
 
+@pytest.mark.slow
 def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_behind_a_damaged_part(
     tmp_path: Path,
 ) -> None:

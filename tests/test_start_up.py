@@ -99,6 +99,7 @@ def test_a_process_that_is_killed_while_it_imports_torch_is_on_the_bill_and_unde
     assert not importing.exists(), "the cap is known before torch is"
 
 
+@pytest.mark.slow
 def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(
     job: Path, slow: dict[str, str], tmp_path: Path
 ) -> None:

@@ -222,6 +222,7 @@ def with_system_prompt(n: int, n_rules: int = 30) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -766,6 +766,7 @@ def same_result(left: Path, right: Path) -> list[str]:
     return [name for name in found if name != "model/README.md"]  # it names the data by its address
 
 
+@pytest.mark.slow
 def test_a_store_that_is_lost_with_the_disk_of_the_run_is_named(
     quick: None, tmp_path: Path
 ) -> None:
@@ -837,6 +838,7 @@ def test_a_run_that_another_machine_takes_over_stops_in_words(
     assert sum(account["spans"].values()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", thinned(["fails", "hangs", "slow", "refuses"], 9))
 def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
     fault: str, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -882,6 +884,7 @@ def taken_run(tmp_path: Path) -> int | None:
     return step
 
 
+@pytest.mark.slow
 def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
     quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -957,6 +960,7 @@ def test_a_store_that_is_down_at_the_start(
     assert taken_run(tmp_path) == 8
 
 
+@pytest.mark.slow
 def test_what_is_waited_for_after_the_last_step_is_on_the_bill(
     quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

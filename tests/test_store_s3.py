@@ -205,6 +205,7 @@ def test_a_large_file_goes_in_parts_and_comes_back(
     assert n_broken == 1
 
 
+@pytest.mark.slow
 def test_of_two_machines_one_holds_the_bucket(
     proxy: FaultProxy, address: str, tmp_path: Path
 ) -> None:

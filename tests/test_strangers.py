@@ -11,6 +11,7 @@ import pytest
 
 import workshop
 from farthing.cli import main
+from thinned import thinned
 
 AXOLOTL = (
     "base_model: a/b\ndatasets: [{path: x.jsonl, type: alpaca}]\nadapter: lora\nsequence_len: 512\n"
@@ -105,7 +106,7 @@ def test_rows_that_are_nothing_are_counted_with_their_lines(
     assert "line 2: a row of 10.5 MiB" in said
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("family", thinned(["llama", "bert"], 9))
 def test_inputs_that_are_trained_and_evaluated_on_are_counted(family: str, tmp_path: Path) -> None:
     rows = workshop.rows_of(family, 20)
     heard = workshop.Heard()

@@ -299,6 +299,7 @@ def test_the_bill_counts_every_attempt_once(
     assert second.restart_s > 0
 
 
+@pytest.mark.slow
 def test_work_that_was_lost_to_a_kill_stays_on_the_bill(tmp_path: Path) -> None:
     """As if killed after step 7 with nothing saved since step 4: the later checkpoints are taken
     away.

@@ -43,6 +43,7 @@ def test_a_folder_of_text_files_is_one_source_of_documents(tmp_path: Path) -> No
     assert bad[0].startswith("broken.txt: invalid UTF-8")
 
 
+@pytest.mark.slow
 def test_every_verb_counts_the_same_documents(
     desk: Desk,  # noqa: F811
     run: Callable[..., Said],  # noqa: F811

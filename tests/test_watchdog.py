@@ -194,6 +194,7 @@ def test_signs_of_work_are_polls_cpu_time_and_bytes_read() -> None:
     assert still.seconds() == 0.0, "for others, which are judged"
 
 
+@pytest.mark.slow
 def test_a_stop_from_the_terminal_stops_the_worker_and_its_kill_is_a_kill(
     job: Path, tmp_path: Path
 ) -> None:
