@@ -256,7 +256,6 @@ def test_sigterm_exits_with_75_and_the_same_command_finishes(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_process_that_is_told_to_stop_exits_with_75(tmp_path: Path) -> None:
     path = job_file(tmp_path, max_steps=3000, logging_steps=1)
     process = subprocess.Popen(

@@ -256,16 +256,13 @@ def test_the_peak_is_of_the_process_and_not_of_who_began_it() -> None:
 @pytest.mark.parametrize(
     ("task", "method"),
     thinned(
-        thinned(
-            [
-                ("causal-lm", "full"),
-                ("causal-lm", "lora"),
-                ("causal-lm", "lora-top"),
-                ("seq2seq", "full"),
-                ("classification", "full"),
-            ],
-            2,
-        ),
+        [
+            ("causal-lm", "full"),
+            ("causal-lm", "lora"),
+            ("causal-lm", "lora-top"),
+            ("seq2seq", "full"),
+            ("classification", "full"),
+        ],
         9,
     ),
 )
@@ -359,7 +356,6 @@ def test_the_command_goes_on_where_it_stopped(
     assert now == kept, "from what was kept"
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_contestant_that_fails_says_why(
     places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path

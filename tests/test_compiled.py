@@ -290,7 +290,6 @@ def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
     """torch keeps them by thread, and on CUDA what is recomputed is computed in a thread of
     autograd.
@@ -362,7 +361,6 @@ def without(model: Any) -> Any:
     return other
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_padded_batches_and_two_kinds_of_layers() -> None:
     plain = causal_model("gemma2", sliding_window=8, attn_implementation="eager")

@@ -350,7 +350,6 @@ def test_a_file_server_that_forgets_us_in_the_middle_of_a_run_is_said_in_words(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_run_folder_of_another_user_is_named(tmp_path: Path) -> None:
     """Each verb runs once as root, which imports what it needs, and once as nobody."""

@@ -248,7 +248,7 @@ def test_segments_are_found_as_by_the_map_of_characters(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", thinned(["bert-base-uncased", "t5", "mistral-7b-v0.1"], 99))
+@pytest.mark.parametrize("name", ["bert-base-uncased", "t5", "mistral-7b-v0.1"])
 def test_tokenizers_that_are_not_of_bytes_keep_their_map(data_dir: Path, name: str) -> None:
     from transformers import AutoTokenizer
 
@@ -261,7 +261,7 @@ def test_tokenizers_that_are_not_of_bytes_keep_their_map(data_dir: Path, name: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", thinned(["gpt2", "gpt-neox-mpt", "roberta-base"], 99))
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox-mpt", "roberta-base"])
 def test_tokenizers_of_bytes_are_known_as_such(
     data_dir: Path, name: str, calls: list[tuple[int, bool]]
 ) -> None:
@@ -420,67 +420,64 @@ CHATML = (
 @pytest.mark.parametrize(
     ("name", "tokenizer_name", "n_rows", "recipe", "template", "expected"),
     thinned(
-        thinned(
-            [
-                (
-                    "p3_open_license_sample",
-                    "gpt2",
-                    600,
-                    Recipe("causal-lm", 512),
-                    None,
-                    "624bd708dfe8ee61f2f25af7b7278460",
-                ),
-                (
-                    "p3_open_license_sample",
-                    "gpt-neox-mpt",
-                    600,
-                    Recipe("causal-lm", 512),
-                    None,
-                    "45e1db565612f3fb5955041d08719309",
-                ),
-                (
-                    "p3_open_license_sample",
-                    "mistral-7b-v0.1",
-                    300,
-                    Recipe("causal-lm", 512),
-                    None,
-                    "508fb6ad41de7f687b673f193f6ee4ba",
-                ),
-                (
-                    "chat_messages",
-                    "gpt2",
-                    200,
-                    Recipe("causal-lm", 1024),
-                    None,
-                    "72f8fbde8911b3920f3532f49b72d4db",
-                ),
-                (
-                    "chat_messages",
-                    "gpt-neox-mpt",
-                    200,
-                    Recipe("causal-lm", 1024),
-                    CHATML,
-                    "e64f24ef64bc9cabc62b7691f8cbd162",
-                ),
-                (
-                    "e2e_nlg_dev_test",
-                    "t5",
-                    1500,
-                    Recipe("seq2seq", 40, 40),
-                    None,
-                    "e0640a2683d46b552dfe1034119f374e",
-                ),
-                (
-                    "complaints_narratives",
-                    "bert-base-uncased",
-                    300,
-                    Recipe("classification", 128, columns={"label": "product"}),
-                    None,
-                    "6021c768b325a6fac3f41f3578a08e73",
-                ),
-            ],
-            3,
-        ),
+        [
+            (
+                "p3_open_license_sample",
+                "gpt2",
+                600,
+                Recipe("causal-lm", 512),
+                None,
+                "624bd708dfe8ee61f2f25af7b7278460",
+            ),
+            (
+                "p3_open_license_sample",
+                "gpt-neox-mpt",
+                600,
+                Recipe("causal-lm", 512),
+                None,
+                "45e1db565612f3fb5955041d08719309",
+            ),
+            (
+                "p3_open_license_sample",
+                "mistral-7b-v0.1",
+                300,
+                Recipe("causal-lm", 512),
+                None,
+                "508fb6ad41de7f687b673f193f6ee4ba",
+            ),
+            (
+                "chat_messages",
+                "gpt2",
+                200,
+                Recipe("causal-lm", 1024),
+                None,
+                "72f8fbde8911b3920f3532f49b72d4db",
+            ),
+            (
+                "chat_messages",
+                "gpt-neox-mpt",
+                200,
+                Recipe("causal-lm", 1024),
+                CHATML,
+                "e64f24ef64bc9cabc62b7691f8cbd162",
+            ),
+            (
+                "e2e_nlg_dev_test",
+                "t5",
+                1500,
+                Recipe("seq2seq", 40, 40),
+                None,
+                "e0640a2683d46b552dfe1034119f374e",
+            ),
+            (
+                "complaints_narratives",
+                "bert-base-uncased",
+                300,
+                Recipe("classification", 128, columns={"label": "product"}),
+                None,
+                "6021c768b325a6fac3f41f3578a08e73",
+            ),
+        ],
         99,
     ),
 )

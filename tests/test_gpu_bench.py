@@ -22,7 +22,6 @@ from farthing.models.shapes import read_shape
 from farthing.train.optim import state_bytes
 from on_gpu import flash, others, table, verdict, work
 from on_gpu.work import FULL, LABELLED, SHAPES, SMALL
-from thinned import thinned
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
@@ -140,7 +139,6 @@ def test_a_step_is_taken_of_models_that_are_no_chat_models(shape: str, tmp_path:
         assert run.progress.n_tokens == drawn.lengths[run.batches.examples_of(0)].sum()
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_flash_attention_of_the_peers_is_found_by_its_name_and_computes_with_torchs_kernel(
     tmp_path: Path,
@@ -390,7 +388,7 @@ exit 0
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fails",
-    thinned(["", "--only-ceilings", "tests/test_gpu.py", "--only-ceilings tests/test_gpu.py"], 9),
+    ["", "--only-ceilings", "tests/test_gpu.py", "--only-ceilings tests/test_gpu.py"],
 )
 def test_a_part_that_fails_does_not_keep_the_others_from_running(
     fails: str, tmp_path: Path

@@ -25,7 +25,6 @@ from farthing.launch.http import Api
 from farthing.launch.prepare import S3_KEYS
 from farthing.run.machines import Machine, MachineLedger
 from launch_faults import Fate, Killed, prepared_for, supervise
-from thinned import thinned
 
 ALIVE = Fate(None, is_before=False)
 
@@ -221,7 +220,7 @@ def test_a_machine_that_is_asked_for_twice_is_billed_from_the_first_time(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", thinned([[], ["--retry"]], 9))
+@pytest.mark.parametrize("options", [[], ["--retry"]])
 def test_a_terminal_that_is_closed_interrupts_training_and_no_more(
     options: list[str], tmp_path: Path, tiny_folders: dict[str, Path]
 ) -> None:

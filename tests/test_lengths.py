@@ -702,7 +702,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), thinned(CASES, 99))
+@pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), CASES)
 def test_samples_of_real_sets(
     file: str,
     task: str,

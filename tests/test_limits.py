@@ -548,7 +548,6 @@ def test_a_schedule_can_be_fitted_to_a_limit_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_real_processes_that_are_killed_stay_within_their_hours(tmp_path: Path) -> None:
     path = workshop.job_file(
         tmp_path, max_steps=100_000, limits={"max_hours": 1}, save_steps=20, probe=False

@@ -24,7 +24,6 @@ from farthing.model.hardware import Numerics
 from farthing.run.folder import PLAN, kept
 from farthing.train.estimate import estimated
 from farthing.train.setup import open_examples, open_inputs
-from thinned import thinned
 from workshop import Heard, make_job
 
 XEON = """processor\t: 0
@@ -65,16 +64,13 @@ def on_its_own(code: str, **environment: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
-    thinned(
-        [
-            {},
-            {"OMP_NUM_THREADS": "1"},
-            {"OMP_NUM_THREADS": "99"},
-            {"OMP_NUM_THREADS": "2,1"},
-            {"MKL_NUM_THREADS": "1"},
-        ],
-        5,
-    ),
+    [
+        {},
+        {"OMP_NUM_THREADS": "1"},
+        {"OMP_NUM_THREADS": "99"},
+        {"OMP_NUM_THREADS": "2,1"},
+        {"MKL_NUM_THREADS": "1"},
+    ],
 )
 def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[str, str]) -> None:
     planner = on_its_own(
@@ -91,7 +87,6 @@ def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[s
     assert " thread" in planner
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="Linux only: a process kept to one core"

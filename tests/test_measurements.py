@@ -304,7 +304,6 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_padding_of_an_evaluation_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

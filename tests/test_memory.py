@@ -392,7 +392,7 @@ def test_the_peak_is_that_of_the_loop(case: Traced) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_large_blocks")
-@pytest.mark.parametrize("case", thinned(MIXED, 99), ids=named)
+@pytest.mark.parametrize("case", MIXED, ids=named)
 @pytest.mark.parametrize("is_ours", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_peak_of_experts_is_that_of_the_modelling_code(
     case: Traced, is_ours: bool, monkeypatch: pytest.MonkeyPatch
@@ -407,10 +407,9 @@ def test_the_peak_of_experts_is_that_of_the_modelling_code(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.usefixtures("_large_blocks")
 @pytest.mark.parametrize(
-    ("model", "dtype", "every"), thinned([("llama", "frozen", 0), ("qwen2", "fp32", 1)], 2)
+    ("model", "dtype", "every"), [("llama", "frozen", 0), ("qwen2", "fp32", 1)]
 )
 def test_what_an_adapter_began_as_is_counted_where_it_is_kept(
     model: str, dtype: str, every: int
@@ -422,14 +421,14 @@ def test_what_an_adapter_began_as_is_counted_where_it_is_kept(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", thinned(OTHERS_SWEEP, 99), ids=named)
+@pytest.mark.parametrize("case", OTHERS_SWEEP, ids=named)
 def test_the_peak_of_others_is_that_of_the_modelling_code_everywhere(case: Traced) -> None:
     agree(case, is_ours=False)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_large_blocks")
-@pytest.mark.parametrize("case", thinned(OURS_SWEEP, 20), ids=named)
+@pytest.mark.parametrize("case", OURS_SWEEP, ids=named)
 def test_the_peak_is_that_of_the_loop_everywhere(case: Traced) -> None:
     agree(case, is_ours=True)
 

@@ -89,27 +89,24 @@ def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(
 @pytest.mark.parametrize(
     ("rows", "words"),
     thinned(
-        thinned(
-            [
+        [
+            (
+                [
+                    {"question": "is it?", "choices": ["no", "yes"], "answer": i % 2}
+                    for i in range(80)
+                ],
                 (
-                    [
-                        {"question": "is it?", "choices": ["no", "yes"], "answer": i % 2}
-                        for i in range(80)
-                    ],
-                    (
-                        "`completion` is a number, not text",
-                        'completion: "{answer}"}',
-                        '"{choices[answer]}"',
-                    ),
+                    "`completion` is a number, not text",
+                    'completion: "{answer}"}',
+                    '"{choices[answer]}"',
                 ),
-                (
-                    [{"prompt": "is it?", "completion": True}],
-                    ("`completion` is true/false, not text", '"{completion}"}'),
-                ),
-                ([{"prompt": "", "completion": "b"}] * 3, ("line 1: `prompt` is empty",)),
-            ],
-            2,
-        ),
+            ),
+            (
+                [{"prompt": "is it?", "completion": True}],
+                ("`completion` is true/false, not text", '"{completion}"}'),
+            ),
+            ([{"prompt": "", "completion": "b"}] * 3, ("line 1: `prompt` is empty",)),
+        ],
         9,
     ),
 )

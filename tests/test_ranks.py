@@ -569,7 +569,6 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_rank_asked_to_leave_takes_all_along_and_as_many_go_on_to_the_same_bits(
     tmp_path: Path,
 ) -> None:

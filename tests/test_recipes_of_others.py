@@ -27,7 +27,6 @@ from farthing.model.adapters import (
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.run.parts import read_part
 from farthing.train.optim import make_optimizer
-from thinned import thinned
 from workshop import Heard, log_of, losses_of, make_job
 
 
@@ -202,7 +201,7 @@ def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
-    thinned([("adagrad", torch.optim.Adagrad), ("rmsprop", torch.optim.RMSprop)], 9),
+    [("adagrad", torch.optim.Adagrad), ("rmsprop", torch.optim.RMSprop)],
 )
 def test_an_optimizer_moves_as_torchs_own_and_resumes(
     name: str, kind: Any, tmp_path: Path, tiny_folders: dict[str, Path]

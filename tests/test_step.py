@@ -278,7 +278,6 @@ def test_what_was_decided_for_a_run_holds_when_it_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_path: Path) -> None:
     keys: dict[str, Any] = {
         "rows": with_system_prompt(48, 40),

@@ -220,7 +220,6 @@ def test_of_two_machines_one_holds_the_bucket(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_flipped_object_in_the_bucket_is_detected(
     proxy: FaultProxy, address: str, tmp_path: Path
 ) -> None:
@@ -280,8 +279,7 @@ def kills(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", thinned(["kill", "kill after"], 2))
+@pytest.mark.parametrize("fault", ["kill", "kill after"])
 def test_a_kill_at_some_requests_of_an_upload_leaves_a_whole_copy(
     fault: str, processes: Any, proxy: FaultProxy, address: str, tmp_path: Path
 ) -> None:
@@ -304,7 +302,6 @@ def test_a_kill_at_any_request_of_an_upload_leaves_a_whole_copy(
 # ---- whole runs ----
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_training_reads_its_data_from_a_bucket(
     proxy: FaultProxy, address: str, tmp_path: Path

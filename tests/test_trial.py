@@ -74,7 +74,6 @@ def test_a_trial_goes_through_train_save_kill_resume_and_export(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_trial_that_fails_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = job_file(tmp_path, "llama", limits={"max_usd": 0.0})
     assert main(["doctor", str(path), "--try", "8", "--json"]) == 2

@@ -87,7 +87,6 @@ def test_a_log_has_a_line_now_and_then_and_a_terminal_a_picture(finished: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path: Path) -> None:
     path = job_file(tmp_path, "llama", max_steps=30, save_steps=10)
     command = [sys.executable, "-m", "farthing", "train", str(path), "--json"]
