@@ -29,6 +29,8 @@ os.environ["PYTHONDONTWRITEBYTECODE"] = (
 
 import pytest
 
+from desk import desk as desk
+from desk import run as run
 from farthing.tiny import demo_rows
 from small_models import make_model_folder
 

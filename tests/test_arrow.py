@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - fixtures of another file
 """Small files that unfold: Parquet, Arrow, gzip, CSV and JSON are read in bounded memory, or
 refused in the right words.
 """
@@ -19,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from desk import Desk, Said
 from farthing.data import arrow, read
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.read import Source, open_sources
@@ -27,8 +27,7 @@ from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.tiny import demo_rows
-from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
-from test_security import PeakMemory
+from peak_memory import PeakMemory
 
 MOST_BYTES = 250 << 20
 

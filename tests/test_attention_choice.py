@@ -36,7 +36,7 @@ from farthing.model.attention_kernels import (
     use_flash_3,
 )
 from farthing.model.documents import Documents
-from test_attention import Layer, heads
+from packed_models import Layer, heads
 
 A100, H100, T4, RTX = (8, 0), (9, 0), (7, 5), (8, 9)
 FULL = {"varlen": VARLEN[2, 12], "flash": FLASH_ATTN, "has_flex": True}

@@ -23,8 +23,7 @@ from farthing.model.lora_kernels import use_low_rank
 from farthing.train.loop import take_step
 from farthing.train.run import opened_attempt
 from farthing.train.step_log import settle
-from test_attention import model_of
-from test_waits import documents
+from packed_models import documents, model_of
 from workshop import Heard, make_job
 
 NUMERICS = Numerics(torch.device("cpu"), torch.bfloat16)

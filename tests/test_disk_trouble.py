@@ -19,6 +19,10 @@ import pytest
 import farthing.train.run as run_module
 import survive
 import workshop
+from attempts import Clock, attempt
+from checkpoints import checkpoints as checkpoints
+from checkpoints import newest, restored, save
+from checkpoints import said as said
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, InputError, RunBusyError
@@ -32,14 +36,10 @@ from farthing.storage import files, mounts
 from farthing.storage.files import install_folder, only_writer
 from farthing.storage.objects import LocalStore
 from farthing.train.run import train
+from interrupted import job_in, quiet
 from mirrored import folder_of_run, mirror_of, step_done
-from test_checkpoint import checkpoints as checkpoints
-from test_checkpoint import newest, restored, save
-from test_checkpoint import said as said
-from test_meter import Clock, attempt
 from test_store import machine, same_result, stop_after
 from test_store import quick as quick
-from test_survive import job_in, quiet
 
 
 def failing(number: int) -> Any:

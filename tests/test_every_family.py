@@ -24,6 +24,7 @@ from every_family import (
     small_model,
     write_job,
 )
+from families import small
 from farthing.config.load import load_job
 from farthing.errors import ModelError
 from farthing.model.adapters import Adapter, add_adapter
@@ -35,7 +36,6 @@ from farthing.model.positions import max_positions
 from farthing.models.families import PADS_SAFELY, POSITIONS_AFTER_PADDING
 from farthing.objectives.registry import objective_of
 from farthing.train.run import errors_in_words
-from test_alone import small
 from workshop import make_job
 
 

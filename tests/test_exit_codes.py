@@ -39,7 +39,7 @@ from farthing.errors import (
     RunInterruptedError,
     SaveError,
 )
-from test_mishaps import fail_at
+from mishaps import fail_at
 from thinned import thinned
 
 VERBS: dict[str, list[str]] = {

@@ -20,6 +20,7 @@ from safetensors import safe_open
 import farthing.export.folders
 import farthing.train.run
 import workshop
+from exported import body_of
 from farthing.cli import main
 from farthing.errors import InputError, ModelError, RunInterruptedError
 from farthing.events import Event, Exported, StepTaken
@@ -33,18 +34,6 @@ from thinned import thinned
 from workshop import Heard, make_job
 
 IDS = torch.tensor([[5, 17, 33, 90, 41, 7]])
-
-
-def body_of(folder: Path, family: str) -> Path:
-    """A pretrained body as it is found on the Hub: without a head for classes that nobody has asked
-    for.
-    """
-    workshop.make_folder(folder, family, pretrained=True)
-    if family == "bert":
-        config = transformers.AutoConfig.from_pretrained(folder)
-        torch.manual_seed(0)
-        transformers.AutoModel.from_config(config).save_pretrained(folder)
-    return folder
 
 
 def logits(model: Any, family: str = "llama") -> torch.Tensor:

@@ -35,10 +35,10 @@ from farthing.storage.files import seal, unseal
 from farthing.storage.logs import SummedLines
 from farthing.storage.objects import Entry, LocalStore, open_store
 from farthing.train.run import train
+from interrupted import job_in, quiet, when
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from patience import until
 from test_store import Faulty, Model, machine, same_result, taken
-from test_survive import job_in, quiet, when
 from thinned import thinned
 from together import forkserver
 from workshop import Heard, file_system, job_file

@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - fixtures of another file
 """Data behind addresses: connections that fail are no missing files, and no address of credentials
 is ever asked.
 """
@@ -14,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from desk import Desk, Said
 from farthing.addresses import is_metadata_host
 from farthing.data.fetch import fetch
 from farthing.errors import DataError
-from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
 
 METADATA = [
     "169.254.169.254",

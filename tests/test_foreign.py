@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - fixtures of another file
 """Data of other kinds of training is refused by name; what is ignored of the rest is said wherever
 a job is looked at.
 """
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from desk import Desk, Said, left_behind
 from farthing.data.foreign import foreign_kind
 from farthing.data.read import Source, open_sources
 from farthing.data.reader import SourceReader
@@ -22,7 +22,6 @@ from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.events import DataRead
 from farthing.tiny import demo_rows, write_jsonl
-from test_bad_input import Desk, Said, desk, left_behind, run  # noqa: F401 - fixtures
 from workshop import Heard
 
 USER, GOOD, BAD = (

@@ -56,8 +56,7 @@ from farthing.train.prefix_budget import share_prefix
 from farthing.train.run import opened_attempt
 from farthing.train.step import seed_everything
 from farthing.train.step_log import settle
-from test_step import with_system_prompt
-from workshop import Heard, Watched, job_file, log_of, losses_of, make_job
+from workshop import Heard, Watched, job_file, log_of, losses_of, make_job, with_system_prompt
 
 HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = not HAS_GPU and os.environ.get("FARTHING_GPU") == "rehearsal"

@@ -27,7 +27,7 @@ from farthing.model.liger import use_liger
 from farthing.run.accounts import read_ledger
 from farthing.train.run import opened_attempt
 from farthing.train.update_guard import load_update_kernels
-from test_out_of_memory import OPTIMIZERS, Failing, optimizer_of, small_model, step_of
+from scarce import OPTIMIZERS, Failing, optimizer_of, small_model, step_of
 from workshop import Heard, job_file, losses_of, make_job
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"

@@ -10,11 +10,9 @@ import numpy as np
 import peft
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import farthing.model.head
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
@@ -34,105 +32,28 @@ from farthing.model.head import (
 from farthing.model.loss import POSITIONS, TARGETS, Labelled, find_labelled, summed_loss
 from farthing.models.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
 from farthing.objectives.objective import IGNORED
+from heads import (
+    CLOSE,
+    CLOSE_BF16,
+    N_WORDS,
+    NO_DROPOUT,
+    assert_same,
+    gradients_of,
+    make_batch,
+    make_model,
+)
 from thinned import thinned
 from traced import Alive
 
-N_WORDS = 61
-CLOSE, CLOSE_BF16 = 1e-5, 2e-2
 ONE_DNN = torch.ops.mkldnn._linear_pointwise
 KINDS_OF_PRODUCT = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, ONE_DNN)
 
-SMALL = {
-    "vocab_size": N_WORDS,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-OTHER_SIZES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": N_WORDS},
-    "gpt_neox": {
-        key: value for key, value in SMALL.items() if key not in ("num_key_value_heads", "head_dim")
-    },
-}
-OF_PAIRS: dict[str, Any] = {  # those that a configuration knows
-    **{
-        "vocab_size": N_WORDS,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 24,
-        "num_layers": 2,
-        "num_heads": 2,
-    },
-    **{"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
-    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64},
-}
-NO_DROPOUT = {
-    "dropout_rate": 0.0,
-    "attn_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    "hidden_dropout": 0.0,
-}
 NO_DROPOUT |= {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 NO_DROPOUT |= {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 
 
-def make_model(family: str, **settings: Any) -> Any:
-    """A model of two narrow layers, drawn from a fixed seed."""
-    known = transformers.AutoConfig.for_model(family).to_dict()
-    of_pairs = {key: value for key, value in OF_PAIRS.items() if key in known}
-    sizes = of_pairs if family in SEQ2SEQ_FAMILIES else OTHER_SIZES.get(family, SMALL)
-    quiet = {key: value for key, value in NO_DROPOUT.items() if key in known}
-    config = transformers.AutoConfig.for_model(family, **{**sizes, **quiet, **settings})
-    if family in SEQ2SEQ_FAMILIES:
-        config.decoder_start_token_id, config.pad_token_id = 0, 0
-    torch.manual_seed(0)
-    auto = AutoModelForSeq2SeqLM if family in SEQ2SEQ_FAMILIES else AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # sharper than fresh weights, so that caps bend and scales matter
-        model.get_output_embeddings().weight.mul_(30)
-        if hasattr(model, "final_logits_bias"):
-            model.final_logits_bias.normal_()
-    return model.train()
-
-
-def make_batch(
-    n_rows: int = 3, n_tokens: int = 11, share: float = 0.4, seed: int = 0
-) -> dict[str, Tensor]:
-    """Padded rows, with labels at about `share` of the real positions."""
-    draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, N_WORDS, (n_rows, n_tokens), generator=draw)
-    mask = torch.ones_like(ids)
-    for row in range(1, n_rows):
-        mask[row, n_tokens - 2 * row :] = 0
-    labels = ids.masked_fill((torch.rand(ids.shape, generator=draw) > share) | (mask == 0), IGNORED)
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
-
-
-def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def objective_of(family: str) -> str:
     return "seq2seq" if family in SEQ2SEQ_FAMILIES else "causal-lm"
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float = CLOSE) -> None:
-    assert ours.keys() == theirs.keys()
-    assert theirs
-    floor = 1e-3 * float(torch.stack([one.norm() for one in theirs.values()]).norm())
-    for name, one in theirs.items():
-        difference = float((ours[name] - one).norm()) / max(float(one.norm()), floor, 1e-30)
-        assert difference < close, (name, difference)
 
 
 # ---- the function ----

@@ -5,9 +5,7 @@ damaged.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,7 @@ from safetensors.torch import load_file
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.errors import InputError, RunChangedError, RunDamagedError
-from farthing.events import Decided, Event, Restored, StepTaken
+from farthing.events import Decided, Restored
 from farthing.model import weights
 from farthing.model.load import ModelChoice, load_config, model_sha256
 from farthing.run.folder import (
@@ -40,6 +38,7 @@ from farthing.run.folder import (
 from farthing.storage.files import DamagedFileError, commit_folder, seal
 from farthing.storage.logs import SummedLines
 from farthing.tiny import write_jsonl
+from interrupted import LeavesAt
 from thinned import thinned
 from workshop import Heard, change_facts, job_file, log_of, make_folder, make_job, rows_of, train
 
@@ -50,24 +49,6 @@ KEYS: dict[str, Any] = {
     "size": {"hidden": 32},
     "n_rows": 24,
 }
-
-
-class LeavesAt(Heard):
-    """A listener that has the run asked to leave after a step, or at an event of `kind`."""
-
-    def __init__(self, kind: type[Event] = StepTaken, step: int | None = None) -> None:
-        super().__init__()
-        self.kind, self.step, self.is_done = kind, step, False
-
-    def __call__(self, event: Event) -> None:
-        super().__call__(event)
-        if (
-            isinstance(event, self.kind)
-            and not self.is_done
-            and self.step in (None, vars(event).get("step"))
-        ):
-            os.kill(os.getpid(), signal.SIGTERM)
-            self.is_done = True
 
 
 def weights_of(job: Job) -> dict[str, torch.Tensor]:

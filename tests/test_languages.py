@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM
 
+from families import CODES, small, speaking
 from farthing.errors import ModelError
 from farthing.export.folders import GENERATION_CONFIG, export_run
-from test_alone import CODES, small, speaking
 from thinned import thinned
 from workshop import make_folder, make_job, train
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import workshop
+from attempts import Clock, attempt
 from farthing.cli import main
 from farthing.errors import DataError, RunChangedError, RunDamagedError
 from farthing.events import StepTaken
@@ -25,7 +26,6 @@ from farthing.run.ledger import Ledger, Meter
 from farthing.run.opening import likely_folder, opened
 from farthing.storage import files
 from farthing.storage.files import commit_folder
-from test_meter import Clock, attempt
 
 PRICES = (3.6, 7.2, 1.8)
 
@@ -173,7 +173,7 @@ def test_a_running_attempt_writes_its_line_again_when_the_ledger_is_taken_away(
 
 def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path: Path) -> None:
     job = workshop.make_job(tmp_path, max_steps=4, save_steps=2, limits={"max_hours": 1})
-    from test_survive import terminate, when
+    from interrupted import terminate, when
 
     stopped = workshop.train(job, when(StepTaken, 2, terminate))  # type: ignore[arg-type]
     assert stopped.state == "interrupted"

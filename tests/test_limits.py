@@ -501,7 +501,7 @@ def test_a_fitted_run_uses_its_budget_and_ends_annealed(
 
 @pytest.mark.slow
 def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: Path) -> None:
-    from test_survive import terminate, when
+    from interrupted import terminate, when
 
     def make(name: str) -> Job:
         return workshop.make_job(

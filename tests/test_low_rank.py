@@ -23,8 +23,9 @@ from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import LowRankLinear, leave_low_rank, use_low_rank
 from farthing.model.loss import summed_loss
-from test_attention import model_of
-from test_head import N_WORDS, assert_same, gradients_of, make_batch, make_model, objective_of
+from heads import N_WORDS, assert_same, gradients_of, make_batch, make_model
+from packed_models import model_of
+from test_head import objective_of
 from thinned import thinned
 from workshop import train
 

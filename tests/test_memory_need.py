@@ -31,9 +31,9 @@ from farthing.models.tiles import head_bytes
 from farthing.train.prefix_budget import accumulates
 from farthing.train.run import opened_attempt
 from on_gpu.work import config_of
-from test_memory import BLOCK_BYTES, cut_config
 from thinned import thinned
 from traced import Alive, fake_model, own_loss, traced_peak
+from traced_models import BLOCK_BYTES, cut_config
 from workshop import Heard, make_job
 
 CPU = torch.device("cpu")

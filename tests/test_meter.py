@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from attempts import Clock, attempt
 from farthing.run.accounts import Account, read_ledger, with_redone
 from farthing.run.ledger import SPANS, Ledger, Meter
 
@@ -16,16 +17,6 @@ from farthing.run.ledger import SPANS, Ledger, Meter
 def read_attempts(path: Path) -> list[Account]:
     """The attempts of a ledger."""
     return with_redone(read_ledger(path).ordered)
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_spans_add_up_to_the_wall_time_however_they_nest() -> None:
@@ -65,22 +56,6 @@ def test_a_span_without_a_name_on_the_receipt_is_refused() -> None:
     with pytest.raises(KeyError), Meter().span("coffee"):
         pass
     assert "compute" in SPANS
-
-
-def attempt(
-    path: Path, clock: Clock, price: float, first: int, last: int, *, end: str | None = None
-) -> Ledger:
-    """One attempt of ten seconds a step, from `first` to `last`."""
-    meter = Meter(clock=clock)
-    ledger = Ledger(path, meter, price)
-    ledger.begin_at(first)
-    for step in range(first + 1, last + 1):
-        with meter.span("compute"):
-            clock.now += 10
-        ledger.at_step(step, {})
-    if end:
-        ledger.close(end)
-    return ledger
 
 
 def test_each_attempt_is_priced_at_its_own_rate(tmp_path: Path) -> None:

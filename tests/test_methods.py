@@ -35,7 +35,7 @@ from farthing.model.loss import summed_loss
 from farthing.train.attempt import Attempt
 from farthing.train.loop import take_step
 from farthing.train.optim import decayed_names, make_optimizer, schedule
-from test_mishaps import fail_at
+from mishaps import fail_at
 from thinned import thinned
 from workshop import Heard, Watched, log_of, losses_of, make_job
 
@@ -928,7 +928,7 @@ def test_adafactor_is_that_of_transformers_and_resumes(
 
 def test_a_plan_counts_next_to_no_state_for_adafactor() -> None:
     from farthing.planner.memory import optimizer_bytes
-    from test_memory import FULL
+    from traced_models import FULL
 
     assert optimizer_bytes(replace(FULL, optim="adafactor")) < 0.05
     assert optimizer_bytes(replace(FULL, optim="adamw_torch_fused")) >= 4

@@ -20,7 +20,8 @@ from farthing.report.receipt import build_receipt
 from farthing.train import trackers as track
 from farthing.train.run import train
 from farthing.train.trackers import tracked
-from test_survive import job_in, quiet
+from interrupted import job_in, quiet
+from mishaps import fail_at
 from thinned import thinned
 
 
@@ -68,18 +69,6 @@ def test_a_tracker_that_hangs_is_not_waited_for(
     is_over.set()
     assert [event.step for event in heard.of(StepTaken)] == list(range(1, 13))
     assert ("events behind" in heard.warnings) == (most_waiting == 3)
-
-
-def fail_at(step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = farthing.train.step.seed_everything, []
-
-    def seed(*numbers: int) -> None:
-        calls.append(numbers)
-        if len(calls) == step:
-            raise error
-        real(*numbers)
-
-    monkeypatch.setattr(farthing.train.step, "seed_everything", seed)
 
 
 def room_for(

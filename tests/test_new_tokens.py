@@ -16,7 +16,7 @@ from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.errors import ModelError
 from farthing.export.folders import export_run, trained_model
-from test_mishaps import fail_at
+from mishaps import fail_at
 from thinned import thinned
 from workshop import log_of, losses_of, train
 

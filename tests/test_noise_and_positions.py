@@ -21,7 +21,7 @@ from farthing.export.folders import trained_model
 from farthing.model.documents import packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.load import ModelChoice, load_config
-from test_recipes_of_others import stopped_and_resumed
+from interrupted import stopped_and_resumed
 from workshop import losses_of, make_job
 
 IDS = torch.arange(4, 20)[None]

@@ -37,9 +37,9 @@ from farthing.run.notices import (
 )
 from farthing.run.signals import SIGNALS, Notice
 from farthing.train.run import train
+from interrupted import job_in, quiet
 from mirrored import QUICK
 from patience import until
-from test_survive import job_in, quiet
 from thinned import thinned
 
 ACTION, REBALANCE, TOKEN = (

@@ -8,7 +8,6 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +35,12 @@ from farthing.model.hardware import Numerics
 from farthing.train.optim import (
     allocate_state,
     load_state,
-    make_optimizer,
     state_bytes,
     state_tensors,
 )
 from farthing.train.run import opened_attempt
 from farthing.train.update_guard import UpdateGuard, forget_unscaling, temporary_bytes, update_bytes
+from scarce import GONE, OPTIMIZERS, Failing, optimizer_of, small_model, step_of
 from thinned import thinned
 from workshop import Heard, losses_of, make_job
 
@@ -145,32 +144,6 @@ def test_the_command_line_sets_it_before_torch_is_there_and_children_have_it_too
 # ---- the optimizer's state is there before the first step ----
 
 
-def small_model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 3))
-
-
-def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    settings: dict[str, Any] = {
-        "learning_rate": 0.01,
-        "weight_decay": 0.1,
-        "betas": (0.9, 0.99),
-        "epsilon": 1e-8,
-    }
-    return make_optimizer(model, name, **settings)
-
-
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
-    model(
-        torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
-    ).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-OPTIMIZERS = ["adamw_torch_fused", "adamw_torch", "adamw_torch_offload", "sgd"]
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_that_is_made_beforehand_is_what_the_first_step_makes(name: str) -> None:
     models = [small_model(), small_model()]
@@ -258,7 +231,6 @@ def test_an_optimizer_without_room_for_its_state_says_so_before_the_first_step(
 
 # ---- memory that runs out somewhere in a run ----
 
-GONE = "CUDA error: out of memory"
 KEYS: dict[str, Any] = {
     "max_steps": 5,
     "n_rows": 40,
@@ -266,21 +238,6 @@ KEYS: dict[str, Any] = {
     "eval_strategy": "steps",
     "eval_steps": 2,
 }
-
-
-class Failing:
-    """Fails at its n-th call, once, as a device without memory does; else it does what it stands
-    for.
-    """
-
-    def __init__(self, honest: Callable[..., Any], at: int) -> None:
-        self.honest, self.at, self.n = honest, at, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.n += 1
-        if self.n == self.at:
-            raise torch.AcceleratorError(GONE)
-        return self.honest(*args, **kwargs)
 
 
 PLACES: dict[str, tuple[Any, str, int]] = {

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from drawn_sets import token_set
 from farthing.data.batches import collate, permutation
 from farthing.data.packing import (
     LEAST_SHARE,
@@ -26,7 +27,6 @@ from farthing.data.packing import (
     split_padded,
     target_lengths_of,
 )
-from farthing.data.token_set import TokenSet
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import first_position, go_packed, packed_logits
 from farthing.model.documents import packed_batch
@@ -50,27 +50,6 @@ def some_lengths(seed: int) -> NDArray[np.int64]:
         lambda: draw.choice([3, 800], n),
     ]
     return np.clip(kinds[seed % 4](), 1, 2048).astype(np.int64)
-
-
-def token_set(
-    lengths: NDArray[np.int64], seed: int = 0, n_labels: int = 0, **sizes: Any
-) -> TokenSet:
-    """Random examples of these lengths; the last two thirds of each is its target."""
-    draw = np.random.default_rng(seed)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    at = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    n_inputs = np.maximum(1, lengths // 3)
-    return TokenSet(
-        folder=Path(),
-        facts={"label_names": [str(label) for label in range(n_labels)], "sources": []},
-        ids=draw.integers(3, 99, offsets[-1]).astype(np.int32),
-        targets=(at >= np.repeat(n_inputs, lengths)).astype(np.uint8),
-        offsets=offsets,
-        lines=np.arange(len(lengths)),
-        target_lengths=lengths - n_inputs,
-        groups=np.arange(len(lengths), dtype=np.uint64),
-        labels=draw.integers(0, n_labels, len(lengths)).astype(np.int32) if n_labels else None,
-    )
 
 
 # ---- flat cuts ----

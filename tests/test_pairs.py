@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import workshop
+from families import examples_of, small
 from farthing.data.token_set import TokenSet
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
@@ -23,7 +24,6 @@ from farthing.model.hardware import Numerics
 from farthing.models.families import PACKED, PADS_SAFELY
 from farthing.run.folder import SETTINGS, kept
 from farthing.train.evaluate import Writing, write_texts
-from test_alone import examples_of, small
 from thinned import thinned
 
 CPU = Numerics(torch.device("cpu"), None)

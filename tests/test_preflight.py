@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - fixtures of another file
 """What is wrong with data and model is told at once: all of it, before torch is imported, and the
 Hub is asked once.
 """
@@ -17,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from desk import Desk, Said, left_behind
 from farthing.config.load import load_job
 from farthing.config.preflight import look_over
 from farthing.errors import DataError, InputError, ModelError, PreflightError
-from test_bad_input import Desk, Said, desk, left_behind, run  # noqa: F401 - fixtures
 from thinned import thinned
 
 HEAVY = ("torch", "transformers", "datasets", "peft")

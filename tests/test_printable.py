@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - fixtures of another file
 """Canaries: control characters and markup of data, prices, names and errors never reach a terminal,
 a log or a page raw.
 """
@@ -13,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from desk import Desk, Said
 from farthing.cli import main
 from farthing.printable import printable, printable_lines
 from farthing.report.safe import SafeConsole, escape
 from farthing.tiny import demo_rows
-from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
 from thinned import thinned
 
 CANARY = "a\x1b]0;owned\x07b\r\n\x9b31mfarthing: finished\u202eevil\u2066\x7f[red]c[/red]\u2028d"

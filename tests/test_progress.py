@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - fixtures of another file
 """How far reading and tokenizing have got: told with a total, as a bar on a terminal and as lines
 in a log.
 """
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from desk import Desk, Said
 from farthing.data import tokens as tokens_module
 from farthing.data.read import open_sources
 from farthing.data.rows import Reading
@@ -25,7 +25,6 @@ from farthing.events import ReadingData, Tokenizing
 from farthing.report.safe import SafeConsole
 from farthing.report.terminal import Terminal
 from farthing.tiny import demo_rows, write_jsonl
-from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
 from test_data import write_as
 from workshop import Heard, make_job, train
 

@@ -15,6 +15,7 @@ import transformers
 import yaml
 
 import workshop
+from exported import body_of
 from exported_families import FAMILIES, make_family
 from farthing.cli import main
 from farthing.config.load import load_job
@@ -23,7 +24,6 @@ from farthing.export.gguf_families import family_of, lay_out, taken_back
 from farthing.export.gguf_file import plan_gguf
 from farthing.export.modelfile import modelfile
 from llama_cpp import LlamaCpp, greedy_of
-from test_export import body_of
 
 DATA = Path(os.environ.get("FARTHING_DATA", ""))
 needs_data = pytest.mark.skipif(

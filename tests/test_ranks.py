@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -41,8 +40,9 @@ from farthing.train.joining import with_slots
 from farthing.train.run import Outcome, opened_attempt
 from farthing.train.step import Steps
 from patience import until
+from ranks_at_work import child, lora_job
 from together import on_ranks
-from workshop import Heard, job_file, log_of, losses_of, make_job, rows_of
+from workshop import Heard, job_file, log_of, losses_of, make_job
 
 # ---- the table of a step: no process needed ----
 
@@ -403,25 +403,6 @@ def test_nothing_is_begun_again_where_a_rank_was_asked_to_leave_before_the_first
 # ---- whole runs ----
 
 
-def lora_job(folder: Path, **keys: Any) -> Job:
-    method = {"name": "lora", "lora_r": 2, "lora_dropout": 0.1}
-    where = {"gpus": 1, "patience_s": 60, "same_bits": True, **keys.pop("where", {})}
-    settings = {
-        "n_rows": 29,
-        "eval_rows": rows_of("llama", 9, 5),
-        "max_steps": 6,
-        "global_batch_size": 11,
-        "save_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "micro_batch_tokens": 90,
-        "size": {"hidden": 32, "layers": 1},
-        "save_total_limit": 20,
-        "pretrained": True,
-    }
-    return make_job(folder, method=method, where=where, **(settings | keys))
-
-
 def run(
     rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_early: bool = False
 ) -> dict[str, Any]:
@@ -645,10 +626,6 @@ def test_seats_are_those_that_launchers_give() -> None:
         "ACCELERATE_MIXED_PRECISION",
         "FSDP_VERSION",
     ]
-
-
-def child(code: str) -> Popen[bytes]:
-    return Popen([sys.executable, "-S", "-c", f"import os,sys,time,signal\n{code}"])
 
 
 KILLED, HANGS = "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 19)\ntime.sleep(600)"

@@ -4,8 +4,6 @@ warm-up by epochs.
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 import workshop
 from farthing.config.load import load_job
 from farthing.errors import JobError
-from farthing.events import Event, StepTaken
 from farthing.export.folders import export_run, trained_model, untrained_model
 from farthing.model.adapters import (
     Adapter,
@@ -27,7 +24,8 @@ from farthing.model.adapters import (
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.run.parts import read_part
 from farthing.train.optim import make_optimizer
-from workshop import Heard, log_of, losses_of, make_job
+from interrupted import stopped_and_resumed
+from workshop import log_of, losses_of, make_job
 
 
 def tiny(folder: Path, **adapter: Any) -> Any:
@@ -74,21 +72,6 @@ def test_lora_plus_moves_as_in_peft(tiny_folders: dict[str, Path]) -> None:
         theirs, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.0
     )
     assert (steps_of(ours, optimizer) - steps_of(theirs, other)).abs().max() < 1e-6
-
-
-def stopped_and_resumed(folder: Path, **keys: Any) -> Any:
-    """A job that left after step 3 of 6, as if a notice had come, and was started again."""
-    job = make_job(folder, "llama", max_steps=6, n_rows=24, **keys)
-
-    class Stopper(Heard):
-        def __call__(self, event: Event) -> None:
-            super().__call__(event)
-            if isinstance(event, StepTaken) and event.step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    assert workshop.train(job, Stopper()).state == "interrupted"
-    assert workshop.train(job).state == "finished"
-    return job
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from farthing.settings import Settings
 from farthing.train import joining
 from farthing.train.joining import with_slots
 from patience import until
-from test_ranks import child, lora_job
+from ranks_at_work import child, lora_job
 from workshop import Heard, job_file
 
 CPU = torch.device("cpu")

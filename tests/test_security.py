@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - fixtures of another file
 """Hostile input and secrets: nothing that is loaded runs code or fills the memory, nothing that is
 written holds a secret.
 
@@ -15,7 +14,6 @@ import io
 import json
 import os
 import pickle
-import re
 import shutil
 import signal
 import struct
@@ -32,6 +30,8 @@ import pytest
 import torch
 import yaml
 
+from checkpoints import newest, restored, save
+from desk import Desk, Said
 from farthing.cli import main
 from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
@@ -42,9 +42,8 @@ from farthing.run.folder import keep_job, kept, kept_job
 from farthing.storage.files import seal, unseal, write_text
 from held import Held
 from mirrored import delivered, folder_of_run, mirror_of, step_done
-from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
-from test_checkpoint import newest, restored, save
-from test_mishaps import fail_at
+from mishaps import fail_at
+from peak_memory import PeakMemory
 from test_store import Model
 from thinned import thinned
 from workshop import job_file
@@ -73,21 +72,6 @@ def pickles(marker: Path) -> dict[str, bytes]:
     zipped = io.BytesIO()
     torch.save(Payload(marker), zipped)
     return {"pickle": pickle.dumps(Payload(marker)), "torch": zipped.getvalue()}
-
-
-class PeakMemory:
-    """Within the block: by how much the resident memory of this process rises at most."""
-
-    def __enter__(self) -> PeakMemory:
-        Path("/proc/self/clear_refs").write_text("5")
-        self._before = self._peak()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.n_bytes = self._peak() - self._before
-
-    def _peak(self) -> int:
-        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10  # type: ignore[index]
 
 
 def test_the_payload_would_leave_its_mark(marker: Path) -> None:

@@ -16,7 +16,7 @@ from farthing.model.forward import Forward
 from farthing.run.folder import PLAN, SETTINGS
 from farthing.settings import Settings
 from farthing.train.autotune_cache import PROBES, Subject, leave_probe
-from test_identity import LeavesAt
+from interrupted import LeavesAt
 from workshop import Heard, losses_of, make_job, train
 
 EVERYTHING = Settings(

@@ -40,30 +40,12 @@ from farthing.model.head import language_model_loss
 from farthing.model.loss import find_labelled, summed_loss
 from farthing.objectives.objective import IGNORED
 from farthing.tiny import write_jsonl
-from test_attention import MAIN, Layer, Waits, assert_same, gradients, heads, model_of
+from packed_models import MAIN, Layer, Waits, assert_same, gradients, heads, model_of
 from test_data import opened, real_tokenizer
 from thinned import thinned
+from token_sets import token_set
 
 CLOSE = 1e-5
-
-
-def token_set(
-    texts: list[list[int]], n_inputs: list[int], labels: list[int] | None = None
-) -> TokenSet:
-    """Examples of these tokens, of which all but the first `n_inputs` are targets."""
-    rows = [np.array(text, dtype=np.int32) for text in texts]
-    targets = [np.arange(len(row)) >= n for row, n in zip(rows, n_inputs, strict=True)]
-    return TokenSet(
-        folder=Path(),
-        facts={"label_names": ["a", "b", "c"], "sources": []},
-        ids=np.concatenate(rows),
-        targets=np.concatenate(targets).astype(np.uint8),
-        offsets=np.concatenate([[0], np.cumsum([len(row) for row in rows])]),
-        lines=np.arange(len(rows)),
-        target_lengths=np.array([each.sum() for each in targets]),
-        groups=np.arange(len(rows), dtype=np.uint64),
-        labels=None if labels is None else np.array(labels, dtype=np.int32),
-    )
 
 
 def some_tree(seed: int, n: int = 8, longest: int = 9) -> TokenSet:

@@ -24,7 +24,7 @@ from farthing.events import Decided, Note, StepTaken
 from farthing.model.forward import Forward
 from farthing.train.step import Steps
 from thinned import thinned
-from workshop import Heard, Watched, log_of, make_job
+from workshop import Heard, Watched, log_of, make_job, with_system_prompt
 
 # ---- the feed ----
 
@@ -208,18 +208,6 @@ def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path: Path) -
     farthing.train.run.train(job, Heard())
     config = (Path(job.output_dir) / "model/config.json").read_text()
     assert "farthing_varlen" not in config
-
-
-def with_system_prompt(n: int, n_rules: int = 30) -> list[dict[str, Any]]:
-    """Chats that begin alike, long enough to be worth it."""
-    system = " ".join(f"rule {i} says bread and soup" for i in range(n_rules))
-    return [
-        {
-            "prompt": f"{system} question {i}: {'rain ' * (i % 7)}",
-            "completion": f" answer {i % 5} goal",
-        }
-        for i in range(n)
-    ]
 
 
 @pytest.mark.slow

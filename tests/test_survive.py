@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,72 +16,21 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import survive
 import workshop
-from farthing.config.job import Job
-from farthing.config.load import load_job
 from farthing.errors import RunBusyError, RunDamagedError
 from farthing.events import Decided, Emit, Evaluating, Event, Restored, Saved, StepTaken, Tokenizing
 from farthing.report.receipt_types import Receipt
 from farthing.run.checkpoint import Checkpoints
 from farthing.storage.files import only_writer
-from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train import loop
 from farthing.train.run import train
+from interrupted import job_in, quiet, terminate, when
 from kills import moments
 from thinned import thinned
 
 Tell = Callable[[str, dict[str, Any]], None]
-
-
-def quiet(event: Event) -> None:
-    """Listens to nothing."""
-
-
-def job_in(folder: Path, name: str, **train_keys: Any) -> Job:
-    if not (folder / "model").exists():
-        rows = demo_rows(60, seed=1)
-        make_model_folder(
-            folder / "model", (r["prompt"] + r["completion"] for r in rows), hidden=32, dropout=0.1
-        )
-        write_jsonl(folder / "data.jsonl", rows)
-    job = {
-        "task": "causal-lm",
-        "model": {"model_name_or_path": "model", "init": "random"},
-        "data": {"train": "data.jsonl", "eval_fraction": 0.1},
-        "method": "full",
-        "train": {
-            "max_steps": 12,
-            "global_batch_size": 8,
-            "save_steps": 2,
-            "eval_steps": 4,
-            "learning_rate": 3e-3,
-        }
-        | train_keys,
-        "where": {"usd_per_hour": 3.6},
-        "output_dir": name,
-        "cache_dir": "cache",
-    }
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(job))
-    return load_job(folder / f"{name}.yaml")
-
-
-def when(kind: type[Event], step: int | None, action: Callable[[], None]) -> Emit:
-    """Do something once, at the first event of `kind` (of `step`)."""
-    done: list[bool] = []
-
-    def tell(event: Event) -> None:
-        if isinstance(event, kind) and not done and (step is None or vars(event)["step"] == step):
-            done.append(True)
-            action()
-
-    return tell
-
-
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from desk import Desk, Said
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.read import open_sources
 from farthing.data.rows import Row
 from farthing.errors import DataError
-from test_bad_input import Desk, Said, desk, left_behind, run  # noqa: F401 - fixtures
 
 WORDS = "The lamp is bright.\n\nThe second paragraph has\nthree\nlines.\n"
 
@@ -45,8 +45,8 @@ def test_a_folder_of_text_files_is_one_source_of_documents(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_every_verb_counts_the_same_documents(
-    desk: Desk,  # noqa: F811
-    run: Callable[..., Said],  # noqa: F811
+    desk: Desk,
+    run: Callable[..., Said],
 ) -> None:
     corpus = desk.folder / "corpus"
     corpus.mkdir()

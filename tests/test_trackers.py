@@ -18,8 +18,8 @@ from farthing.config.job import Job
 from farthing.events import Evaluated, Note, Warned
 from farthing.train import trackers as track
 from farthing.train.trackers import TRACKERS, figures_of, tracked
+from mishaps import fail_at
 from patience import until
-from test_mishaps import fail_at
 from workshop import Heard, make_job, step_taken, train
 
 

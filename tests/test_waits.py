@@ -29,8 +29,7 @@ from farthing.model.lora_kernels import use_low_rank
 from farthing.model.loss import POSITIONS, TARGETS, find_labelled, summed_loss
 from farthing.models.families import DECODERS, ENCODERS
 from farthing.train.optim import waiting_once
-from test_attention import model_of
-from test_shared import token_set
+from packed_models import documents, model_of
 
 WAITING = (
     "_local_scalar_dense",
@@ -78,14 +77,6 @@ def no_waits() -> Iterator[None]:
             stack.enter_context(mock.patch.object(Tensor, name, refused(name)))
         stack.enter_context(NoWaits())
         yield
-
-
-def documents(n_labels: int = 3) -> Any:
-    """A token set of texts of several lengths, the last tokens of each labelled."""
-    draw = np.random.default_rng(0)
-    lengths = [12, 12, 7, 3, 3, 9]
-    texts = [draw.integers(3, 99, n).tolist() for n in lengths]
-    return token_set(texts, [n // 2 for n in lengths], [n % n_labels for n in range(len(lengths))])
 
 
 def step(model: Any, task: str, dtype: torch.dtype | None = None, **how: Any) -> Tensor:

@@ -240,3 +240,15 @@ class Watched:
     def trainable(self) -> set[str]:
         """Names of the parameters that require a gradient."""
         return {name for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+def with_system_prompt(n: int, n_rules: int = 30) -> list[dict[str, Any]]:
+    """Chats that begin alike, long enough to be worth it."""
+    system = " ".join(f"rule {i} says bread and soup" for i in range(n_rules))
+    return [
+        {
+            "prompt": f"{system} question {i}: {'rain ' * (i % 7)}",
+            "completion": f" answer {i % 5} goal",
+        }
+        for i in range(n)
+    ]

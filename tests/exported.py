@@ -1,0 +1,22 @@
+"""What an exported folder holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+import workshop
+
+
+def body_of(folder: Path, family: str) -> Path:
+    """A pretrained body as it is found on the Hub: without a head for classes that nobody has asked
+    for.
+    """
+    workshop.make_folder(folder, family, pretrained=True)
+    if family == "bert":
+        config = transformers.AutoConfig.from_pretrained(folder)
+        torch.manual_seed(0)
+        transformers.AutoModel.from_config(config).save_pretrained(folder)
+    return folder

@@ -1,0 +1,99 @@
+"""Runs that are asked to leave or killed at a moment of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import workshop
+from farthing.config.job import Job
+from farthing.config.load import load_job
+from farthing.events import Emit, Event, StepTaken
+from farthing.tiny import demo_rows, make_model_folder, write_jsonl
+from workshop import Heard, make_job
+
+
+def quiet(event: Event) -> None:
+    """Listens to nothing."""
+
+
+def job_in(folder: Path, name: str, **train_keys: Any) -> Job:
+    if not (folder / "model").exists():
+        rows = demo_rows(60, seed=1)
+        make_model_folder(
+            folder / "model", (r["prompt"] + r["completion"] for r in rows), hidden=32, dropout=0.1
+        )
+        write_jsonl(folder / "data.jsonl", rows)
+    job = {
+        "task": "causal-lm",
+        "model": {"model_name_or_path": "model", "init": "random"},
+        "data": {"train": "data.jsonl", "eval_fraction": 0.1},
+        "method": "full",
+        "train": {
+            "max_steps": 12,
+            "global_batch_size": 8,
+            "save_steps": 2,
+            "eval_steps": 4,
+            "learning_rate": 3e-3,
+        }
+        | train_keys,
+        "where": {"usd_per_hour": 3.6},
+        "output_dir": name,
+        "cache_dir": "cache",
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(job))
+    return load_job(folder / f"{name}.yaml")
+
+
+def when(kind: type[Event], step: int | None, action: Callable[[], None]) -> Emit:
+    """Do something once, at the first event of `kind` (of `step`)."""
+    done: list[bool] = []
+
+    def tell(event: Event) -> None:
+        if isinstance(event, kind) and not done and (step is None or vars(event)["step"] == step):
+            done.append(True)
+            action()
+
+    return tell
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped_and_resumed(folder: Path, **keys: Any) -> Any:
+    """A job that left after step 3 of 6, as if a notice had come, and was started again."""
+    job = make_job(folder, "llama", max_steps=6, n_rows=24, **keys)
+
+    class Stopper(Heard):
+        def __call__(self, event: Event) -> None:
+            super().__call__(event)
+            if isinstance(event, StepTaken) and event.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    assert workshop.train(job, Stopper()).state == "interrupted"
+    assert workshop.train(job).state == "finished"
+    return job
+
+
+class LeavesAt(Heard):
+    """A listener that has the run asked to leave after a step, or at an event of `kind`."""
+
+    def __init__(self, kind: type[Event] = StepTaken, step: int | None = None) -> None:
+        super().__init__()
+        self.kind, self.step, self.is_done = kind, step, False
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        if (
+            isinstance(event, self.kind)
+            and not self.is_done
+            and self.step in (None, vars(event).get("step"))
+        ):
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.is_done = True

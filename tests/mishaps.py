@@ -1,0 +1,20 @@
+"""Runs in which something goes wrong at a step."""
+
+from __future__ import annotations
+
+import pytest
+
+import farthing.train.run
+import farthing.train.step
+
+
+def fail_at(step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = farthing.train.step.seed_everything, []
+
+    def seed(*numbers: int) -> None:
+        calls.append(numbers)
+        if len(calls) == step:
+            raise error
+        real(*numbers)
+
+    monkeypatch.setattr(farthing.train.step, "seed_everything", seed)

@@ -1,0 +1,169 @@
+"""Models and layers whose packed answers are compared with those of documents alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from token_sets import token_set
+
+CLOSE = 1e-5
+
+
+WINDOW = 5
+
+
+MAIN = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "gpt_neox",
+    "gpt2",
+]
+
+
+SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "cohere2": SLIDING,
+    "exaone4": SLIDING,
+    "gemma2": {**SLIDING, "attn_logit_softcapping": 2.0},
+    "gemma3_text": SLIDING,
+    "ministral": SLIDING,
+    "mistral": {"sliding_window": WINDOW},
+    "mixtral": {"sliding_window": WINDOW},
+    "olmo3": SLIDING,
+    "phi3": {"sliding_window": WINDOW},
+    "qwen2": {**SLIDING, "use_sliding_window": True},
+    "qwen3": {**SLIDING, "use_sliding_window": True},
+    "starcoder2": {"sliding_window": WINDOW},
+}
+
+
+COMMON = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 48,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "embedding_size": 32,
+}
+
+
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 48}
+
+
+NO_DROPOUT = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "dropout": 0.0,
+    "embedding_dropout": 0.0,
+    "residual_dropout": 0.0,
+}
+
+
+def model_of(family: str, task: str = "causal-lm", seed: int = 0, **keys: Any) -> Any:
+    """A tiny random model of a family, in training mode, with its library's own attention."""
+    own = {**(GPT2 if family in ("gpt2", "gpt_bigcode") else {}), **OWN.get(family, {})}
+    config = AutoConfig.for_model(
+        family, **{**COMMON, **NO_DROPOUT, **own, "num_labels": 3, **keys}
+    )
+    auto = AutoModelForCausalLM if task == "causal-lm" else AutoModelForSequenceClassification
+    torch.manual_seed(seed)
+    model = auto.from_config(config, attn_implementation="eager" if family == "gemma2" else "sdpa")
+    for parameter in (
+        model.parameters()
+    ):  # norms and biases too, and steep enough that attention is not an average
+        parameter.data += torch.randn_like(parameter) * 0.1
+    return model.train()
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    """Gradients by name; the model's own stay empty."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: g for name, g in zip(named, found, strict=True) if g is not None}
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float = CLOSE) -> None:
+    """Relative to each tensor's size; what is rounding noise (a key's bias), to the whole's."""
+    assert ours.keys() == theirs.keys()
+    floor = 1e-3 * float(torch.stack([g.norm() for g in theirs.values()]).norm())
+    assert floor > 0
+    for name, gradient in theirs.items():
+        assert float((ours[name] - gradient).norm()) / max(float(gradient.norm()), floor) < close, (
+            name
+        )
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would make a processor wait for its GPU: values that come back, and shapes that
+    follow from values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and count it if it waits."""
+        self.n += any(
+            name in str(func)
+            for name in (
+                "_local_scalar_dense",
+                "nonzero",
+                "masked_select",
+                "is_nonzero",
+                "aten::equal",
+            )
+        )
+        return func(*args, **(kwargs or {}))
+
+
+class Layer:
+    """As much of an attention module as is looked at."""
+
+    is_causal = True
+    num_key_value_groups = 2
+    training = True
+
+
+def heads(n_tokens: int, seed: int = 0, n_batch: int = 1) -> list[Tensor]:
+    """query [B, 4, T, 16], key and value [B, 2, T, 16], that want gradients."""
+    torch.manual_seed(seed)
+    return [torch.randn(n_batch, n, n_tokens, 16, requires_grad=True) for n in (4, 2, 2)]
+
+
+def documents(n_labels: int = 3) -> Any:
+    """A token set of texts of several lengths, the last tokens of each labelled."""
+    draw = np.random.default_rng(0)
+    lengths = [12, 12, 7, 3, 3, 9]
+    texts = [draw.integers(3, 99, n).tolist() for n in lengths]
+    return token_set(texts, [n // 2 for n in lengths], [n % n_labels for n in range(len(lengths))])

@@ -1,0 +1,57 @@
+"""Steps that run out of memory where they are told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from farthing.train.optim import (
+    make_optimizer,
+)
+
+
+def small_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 3))
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    settings: dict[str, Any] = {
+        "learning_rate": 0.01,
+        "weight_decay": 0.1,
+        "betas": (0.9, 0.99),
+        "epsilon": 1e-8,
+    }
+    return make_optimizer(model, name, **settings)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    model(
+        torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
+    ).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+OPTIMIZERS = ["adamw_torch_fused", "adamw_torch", "adamw_torch_offload", "sgd"]
+
+
+GONE = "CUDA error: out of memory"
+
+
+class Failing:
+    """Fails at its n-th call, once, as a device without memory does; else it does what it stands
+    for.
+    """
+
+    def __init__(self, honest: Callable[..., Any], at: int) -> None:
+        self.honest, self.at, self.n = honest, at, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.n += 1
+        if self.n == self.at:
+            raise torch.AcceleratorError(GONE)
+        return self.honest(*args, **kwargs)

@@ -1,0 +1,28 @@
+"""Token sets that tests make of drawn tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from farthing.data.token_set import TokenSet
+
+
+def token_set(
+    texts: list[list[int]], n_inputs: list[int], labels: list[int] | None = None
+) -> TokenSet:
+    """Examples of these tokens, of which all but the first `n_inputs` are targets."""
+    rows = [np.array(text, dtype=np.int32) for text in texts]
+    targets = [np.arange(len(row)) >= n for row, n in zip(rows, n_inputs, strict=True)]
+    return TokenSet(
+        folder=Path(),
+        facts={"label_names": ["a", "b", "c"], "sources": []},
+        ids=np.concatenate(rows),
+        targets=np.concatenate(targets).astype(np.uint8),
+        offsets=np.concatenate([[0], np.cumsum([len(row) for row in rows])]),
+        lines=np.arange(len(rows)),
+        target_lengths=np.array([each.sum() for each in targets]),
+        groups=np.arange(len(rows), dtype=np.uint64),
+        labels=None if labels is None else np.array(labels, dtype=np.int32),
+    )
