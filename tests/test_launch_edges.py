@@ -8,7 +8,6 @@ import signal
 import sys
 import textwrap
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,15 +177,6 @@ def test_a_push_that_could_not_be_done_there_is_refused_before_anything_is_rente
     assert "HF_TOKEN is not set here" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     assert main(["launch", str(job), "--on", "runpod"]) == EXIT_FINISHED
-
-
-def test_a_machine_that_needs_no_extra_installs_the_wheel_alone(tmp_path: Path) -> None:
-    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
-    job = prepared.job.model_copy(update={"output_store": str(tmp_path / "store")})
-    offer = prepared.offers[0]._replace(n_gpus=0)
-    ledger = MachineLedger(tmp_path / "run")
-    ask = replace(prepared, job=job).ask(1, offer, ledger, [], 1e9)
-    assert ask.install.split()[-1] == "./farthing-0.1.0-py3-none-any.whl"  # pip refuses `[]`
 
 
 # ---- two processes, one number ----

@@ -42,7 +42,6 @@ from farthing.storage.objects import (
 )
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from patience import until
-from thinned import thinned
 from workshop import Heard, file_system, job_file, make_job, train
 
 

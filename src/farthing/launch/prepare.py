@@ -224,7 +224,7 @@ class Prepared:
         if self.wishes.install:
             return f"{pip} {shlex.quote(self.wishes.install)}"
         extras = ",".join(extras_of(self.job, offer.n_gpus))
-        what = f"./{wheel_of_this().name}{f'[{extras}]' if extras else ''}"
+        what = f"./{wheel_of_this().name}[{extras}]"
         brought = f"{pip} {FETCHER} && python3 {FETCH} && " if self._fetch() else ""
         return f"{brought}{pip} {shlex.quote(what)}"
 
