@@ -77,6 +77,14 @@ GEMMA = (
     " m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
     " '<start_of_turn>model\n' }}{% endif %}"
 )
+GEMMA_4 = (
+    "{% macro spoken(text) %}{% for part in text.split('<channel|>') %}{{"
+    " part.split('<|channel>')[0] }}{% endfor %}{% endmacro %}{{ bos_token }}{% for m in messages"
+    " %}{{ '<|turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}{% for call in"
+    " m.tool_calls or [] %}{{ '<|tool_call>' + call['function']['name'] }}{% endfor %}{{"
+    " spoken(m['content'] or '') | trim + '<turn|>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|turn>model\n<|channel>thought\n<channel|>' }}{% endif %}"
+)
 PHI_3 = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor"
     " %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
@@ -125,6 +133,10 @@ WORDS = [
     "<|eot_id|>",
     "<start_of_turn>",
     "<end_of_turn>",
+    "<|turn>",
+    "<turn|>",
+    "<|channel>",
+    "<channel|>",
     "<|end|>",
     "<|user|>",
     "<|assistant|>",
@@ -300,6 +312,26 @@ def test_thinking_of_qwen_is_learned_where_the_model_writes_it(made: Any) -> Non
         ("<think>\nOne.\n</think>\n\nFood.<|im_end|>", True),
         ("\n", False),
     )
+
+
+def test_an_answer_follows_the_thinking_that_its_prompt_closes_and_a_chat_drops(made: Any) -> None:
+    """Gemma 4 asks for an answer behind empty thinking, and shows none in the chat."""
+    read_chat = converter("messages", {}, {}, made(GEMMA_4), "causal-lm")
+    text = read_chat({"messages": SYSTEM + CHAT})
+    asked = "<|turn>model\n<|channel>thought\n<channel|>"
+    for each, question, answer in zip(
+        text.of_row, ("What is bread?", "And soup?"), (FIRST, SECOND), strict=True
+    ):
+        prompt, learned = each.segments
+        assert prompt[0].endswith(f"{question}<turn|>\n{asked}")
+        assert learned == (f"{answer.strip()}<turn|>", True)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    called = read_chat({"messages": [CHAT[0], call], "tools": tools})
+    assert called.segments[1] == ("<|tool_call>add<turn|>", True)
+    thought = {"role": "assistant", "content": "<|channel>thought\nHm.<channel|>Food."}
+    with pytest.raises(Unusable, match="drops the thinking of its answer"):
+        read_chat({"messages": [CHAT[0], thought]})
 
 
 def test_answers_to_tools_share_an_example_with_their_question(made: Any) -> None:

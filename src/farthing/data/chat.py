@@ -293,10 +293,10 @@ class ChatReader:
             segments, left = self._learned(turns[last], wanted, asked, turns)
             if last in left:
                 try:
-                    segments, left = (
-                        self._opened(messages[: last + 1], last, asked[last][0]),
-                        wanted[:-1],
-                    )
+                    segments = self._dropped(
+                        messages[: last + 1], tools, asked[last][0], turns[last]
+                    ) or self._opened(messages[: last + 1], last, asked[last][0])
+                    left = wanted[:-1]
                 except Unusable as error:
                     n_unlearned, why, wanted = n_unlearned + 1, error, wanted[:-1]
                     continue
@@ -366,6 +366,35 @@ class ChatReader:
             if trailer and not trailer.strip() and end and stripped.endswith(end.rstrip())
             else text
         )
+
+    def _dropped(self, messages: Messages, tools: Any, before: str, turn: str) -> Segments | None:
+        """A last answer whose prompt ends with what the template drops from the answers of a chat,
+        such as thinking that was opened and closed (Gemma 4); None where it drops nothing.
+
+        The answer follows that prompt, as when the model is asked. Raises `Unusable`.
+        """
+
+        def shown(content: str) -> str:
+            return self.render([*messages[:-1], {"role": "assistant", "content": content}], tools)
+
+        plain = shown(_PROBE)
+        shared = plain.partition(_PROBE)[0]
+        extra = before[len(shared) :]
+        is_dropped = (
+            shared != plain
+            and bool(extra.strip())
+            and before.startswith(shared)
+            and turn.startswith(shared)
+            and shown(extra + _PROBE) == plain
+        )
+        if not is_dropped:
+            return None
+        if str(messages[-1].get("content") or "").strip() not in turn:
+            raise Unusable(
+                "the chat template drops the thinking of its answer; leave the thinking out, or"
+                " give a template with {% generation %} marks"
+            )
+        return _merged([(before, False), (self._without_trailer(turn)[len(shared) :], True)])
 
     def _opened(self, messages: Messages, index: int, before: str) -> Segments:
         """A last answer whose prompt says more than the template shows of it: a prompt that opens
