@@ -19,7 +19,7 @@ import pyarrow.parquet
 import pytest
 
 from desk import Desk, Said
-from farthing.data import arrow, read
+from farthing.data import arrow, blocks
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.read import Source, open_sources
 from farthing.data.reader import SourceReader
@@ -163,7 +163,9 @@ def test_a_data_set_of_categories_pictures_and_large_rows(tmp_path: Path) -> Non
         }
     )
     data = datasets.Dataset(datasets.table.InMemoryTable(table))
-    rows = list(Source("set", "0", "dataset", dataset=data).rows())
+    arrow.write_arrow(data, tmp_path / "set.arrow")
+    made = Source("set", "0", "arrow", (tmp_path / "set.arrow",))
+    rows = list(made.rows())
     assert [type(row) for row in rows] == [Row, BadRow, Row]
     assert rows[0].value["image"] == {"bytes": b"no png", "path": None}  # type: ignore[union-attr]
 
@@ -258,8 +260,8 @@ def test_bytes_of_rows_are_about_what_they_are_unfolded() -> None:
 def test_gzip_that_unfolds_beyond_measure_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read, "_MANY_BYTES", 1 << 20)
-    monkeypatch.setattr(read, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(blocks, "_MANY_BYTES", 1 << 20)
+    monkeypatch.setattr(blocks, "MAX_ROW_BYTES", 1000)
     for name, content in {
         "a.jsonl.gz": b'{"text": "a"}\n' * 200_000,
         "line.jsonl.gz": b"x" * (4 << 20),
@@ -276,7 +278,7 @@ def test_gzip_that_unfolds_beyond_measure_is_refused(
 def test_a_csv_row_over_the_limit_is_one_bad_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(blocks, "MAX_ROW_BYTES", 1000)
     path = tmp_path / "a.csv"
     long = "x" * 2005
     path.write_text(f"text,label\na,b\n{long},c\nd,e\n" + '"' + "y\n" * 2000 + '",f\ng,h\n')
@@ -303,11 +305,11 @@ def test_memory_that_is_not_enough_is_that_of_this_machine(
     path.write_text('[{"text": "a"}]')
 
     class Decoder:
-        def decode(self, text: str) -> Any:
+        def raw_decode(self, text: str, at: int) -> Any:
             raise MemoryError
 
     source = opened(path)
-    monkeypatch.setattr(read, "_DECODER", Decoder())
+    monkeypatch.setattr(blocks, "_DECODER", Decoder())
     with pytest.raises(DataError, match="this machine has not enough memory"):
         list(source.rows())
 

@@ -82,8 +82,8 @@ GEMMA_4 = (
     " part.split('<|channel>')[0] }}{% endfor %}{% endmacro %}{{ bos_token }}{% for m in messages"
     " %}{{ '<|turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}{% for call in"
     " m.tool_calls or [] %}{{ '<|tool_call>' + call['function']['name'] }}{% endfor %}{{"
-    " spoken(m['content'] or '') | trim + '<turn|>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
-    " '<|turn>model\n<|channel>thought\n<channel|>' }}{% endif %}"
+    " spoken(m['content'] or '') | trim + '<turn|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|turn>model\n<|channel>thought\n<channel|>' }}{% endif %}"
 )
 PHI_3 = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor"

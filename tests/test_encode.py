@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
-from farthing.data import tokens as tokens_module
+from farthing.data import blocks
+from farthing.data import parts as parts_module
 from farthing.data.batches import collate
 from farthing.data.encode import Encoder, bytes_of_tokens
 from farthing.data.formats import Text
 from farthing.data.read import Source, open_sources
-from farthing.data.rows import BadRow, Reading, Row
+from farthing.data.rows import Block, Reading, Row
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, RunInterruptedError
@@ -353,21 +354,22 @@ def test_a_set_is_the_same_however_many_rows_are_encoded_at_once(
 ) -> None:
     whole = made(rows, tokenizers["llama"], tmp_path / "whole")
     assert [n for n, _ in calls] == [270]
-    for n_rows, n_characters in ((7, 1 << 18), (1024, 1), (1024, 100)):
-        monkeypatch.setattr(tokens_module, "CHUNK_ROWS", n_rows)
-        monkeypatch.setattr(tokens_module, "CHUNK_CHARACTERS", n_characters)
+    for n_rows, n_characters in ((1, 1 << 18), (1024, 1), (1024, 100)):
+        monkeypatch.setattr(blocks, "BLOCK_ROWS", n_rows)
+        monkeypatch.setattr(parts_module, "CHUNK_CHARACTERS", n_characters)
         calls.clear()
-        parts = made(rows, tokenizers["llama"], tmp_path / f"{n_rows} {n_characters}")
+        again = made(rows, tokenizers["llama"], tmp_path / f"{n_rows} {n_characters}")
         assert len(calls) > 20
-        assert parts.facts == whole.facts  # with the sha256 of every file
+        assert again.facts == whole.facts  # with the sha256 of every file
     assert whole.facts["n_bad"] == 30
     assert whole.facts["bad_rows"][0][0].endswith("rows.jsonl:4")
 
 
-def test_a_stop_leaves_neither_a_thread_nor_a_draft(
+def test_a_stop_leaves_no_thread_and_is_resumed(
     rows: Path, tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens_module, "CHUNK_ROWS", 10)
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 10)
+    monkeypatch.setattr(parts_module, "PART_BLOCKS", 1)
     n_seen = 0
 
     def noting(n_rows: int, n_tokens: int, share: float) -> None:
@@ -385,23 +387,27 @@ def test_a_stop_leaves_neither_a_thread_nor_a_draft(
         )
     assert n_seen == 100
     assert not set(threading.enumerate()) - before
-    assert list((tmp_path / "c" / "tokens").iterdir()) == []
-    assert made(rows, tokenizers["llama"], tmp_path / "c").facts["n_rows"] == 300
+    told: list[int] = []
+    again = made(
+        rows, tokenizers["llama"], tmp_path / "c", progress=lambda n_rows, *_: told.append(n_rows)
+    )
+    assert told[0] == 110
+    assert again.facts == made(rows, tokenizers["llama"], tmp_path / "d").facts
+    assert [path.name for path in (tmp_path / "c" / "tokens").iterdir()] == [again.folder.name]
 
 
 def test_the_first_mistake_is_the_one_that_is_told(
-    tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizers: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(tokens_module, "CHUNK_ROWS", 2)
-
     class CutShort(Source):
         n_bytes = 1
 
-        def rows(self, reading: Reading | None = None) -> Iterator[Row | BadRow]:
-            yield from (Row(n + 1, {"text": "long " * (50 if n == 3 else 1)}) for n in range(6))
+        def blocks(self, reading: Reading | None = None) -> Iterator[Block]:
+            rows = [Row(n + 1, {"text": "long " * (50 if n == 3 else 1)}) for n in range(6)]
+            yield Block(np.ones(6, np.int64), lambda picked: [rows[n] for n in picked])
             raise DataError("the disk fails")
 
-    source = CutShort("a set", "0", "dataset")
+    source = CutShort("a set", "0", "jsonl")
     with pytest.raises(DataError, match="longer than max_length 12") as caught:
         tokenize([source], tokenizers["llama"], Recipe("causal-lm", 12, too_long="error"), tmp_path)
     assert caught.value.where == "a set:4"

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from farthing.config.data_lengths import INDEX, read_lengths
 from farthing.config.job import Job
-from farthing.data import sample
+from farthing.data import blocks, sample
 from farthing.data.batches import Batches
 from farthing.data.encode import Encoder
 from farthing.data.lengths import Lengths, from_arrays, from_mean, from_token_set
@@ -658,7 +658,6 @@ def test_a_large_file_is_read_in_blocks(
     job = plain_job(str(write_jsonl(tmp_path / "a.jsonl", rows)), tiny_folders["llama"])
     whole, _ = read_lengths(job, cache_dir=tmp_path / "no")
     monkeypatch.setattr("farthing.data.sample._MOST_READ_BYTES", 400_000)
-    monkeypatch.setattr("farthing.data.sample._BLOCK_BYTES", 8000)
     part, _ = read_lengths(job, cache_dir=tmp_path / "no")
     assert "of about" in part.source
     assert part.n_examples == pytest.approx(6000, rel=0.05)
@@ -729,10 +728,8 @@ def test_samples_of_real_sets(
             lambda self, texts, *more: asked.extend(texts) or encode(self, texts, *more),
         )
         n_parsed = []
-        parse = sample.json_row
-        patch.setattr(
-            sample, "json_row", lambda line, number: n_parsed.append(number) or parse(line, number)
-        )
+        parse = blocks._json_row
+        patch.setattr(blocks, "_json_row", lambda row: n_parsed.append(row.number) or parse(row))
         found, _ = read_lengths(job, cache_dir=tmp_path / "no")
     assert len(n_parsed) <= sample._MOST_READ_ROWS, "a sample is parsed"
     assert len(asked) <= (2 if task == "seq2seq" else 1) * sample.MOST_ROWS, (

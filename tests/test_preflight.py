@@ -238,18 +238,18 @@ def test_a_model_that_is_only_in_the_table_can_be_planned_and_not_trained(desk: 
 def test_a_sound_job_passes_and_reads_a_few_rows_only(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from farthing.data import read
+    from farthing.data import blocks
 
     desk.rows([{"prompt": "a", "completion": "b"}] * 5000)
     n_read = 0
-    parse = read.json_row
+    parse = blocks._json_row
 
-    def counted(raw: bytes, line: int) -> Any:
+    def counted(row: Any) -> Any:
         nonlocal n_read
         n_read += 1
-        return parse(raw, line)
+        return parse(row)
 
-    monkeypatch.setattr(read, "json_row", counted)
+    monkeypatch.setattr(blocks, "_json_row", counted)
     look_over(load_job(desk.job()))
     assert n_read <= 64
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from desk import Desk, Said
-from farthing.data import tokens as tokens_module
+from farthing.data import arrow, blocks
 from farthing.data.read import open_sources
 from farthing.data.rows import Reading
 from farthing.data.token_set import Recipe
@@ -89,13 +89,17 @@ def test_a_terminal_has_a_bar() -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet"])
-def test_every_reader_knows_how_far_it_is(kind: str, tmp_path: Path) -> None:
+def test_every_reader_knows_how_far_it_is(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dice = random.Random(0)
     rows = [{"text": dice.randbytes(300).hex()} for _ in range(2000)]
     path = write_as(kind, tmp_path / f"a.{kind}", rows)
     (source,) = open_sources((str(path),), cache_dir=tmp_path, split="train")
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 100)
+    monkeypatch.setattr(arrow, "BATCH_ROWS", 100)
     reading = Reading()
-    shares = [(reading.share(), row.line)[0] for row in source.rows(reading)]
+    shares = [(reading.share(), block)[0] for block in source.blocks(reading)]
     assert 0 <= shares[0] < 0.5
     assert shares == sorted(shares)
     assert reading.share() == pytest.approx(1.0, abs=0.1)
@@ -104,7 +108,7 @@ def test_every_reader_knows_how_far_it_is(kind: str, tmp_path: Path) -> None:
 def test_shares_are_of_all_sources(
     tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens_module, "CHUNK_ROWS", 50)
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 5)
     names = [str(write_jsonl(tmp_path / f"{i}.jsonl", demo_rows(200, seed=i))) for i in range(2)]
     (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(Path(names[0]).read_bytes() + b"\n"))
     sources = open_sources(

@@ -237,22 +237,22 @@ def look_at_data(
     `JobError`, and `ModelError` for a model that is not on this machine.
     """
     from farthing.data.light_tokenizer import light_tokenizer
-    from farthing.data.read import Source, kind_of_file, short_name
+    from farthing.data.read import file_source, is_text_folder, short_name
     from farthing.data.summary import summarize
-    from farthing.data.tokens import Recipe
+    from farthing.data.token_set import Recipe
     from farthing.objectives.causal_lm import CAUSAL_LM
 
     shown = short_name(str(path))
-    if path.is_dir():
+    if path.is_dir() and not is_text_folder(path):
         raise DataError("a folder", where=shown, to_do="name one file of it")
     if path.is_symlink() and not path.exists():
         raise DataError(
             "a link to a file that is not there", where=shown, to_do="name the file itself"
         )
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file() and not path.is_dir():
         raise DataError("no ordinary file", where=shown, to_do="write it to a file first")
-    source = Source(shown, "", kind_of_file(path, shown), path)
     if job_file is None:
+        source = file_source(path)
         tokenizer, task = light_tokenizer(_folder_here(model) if model else None, None), None
         recipe = Recipe(CAUSAL_LM.name, CAUSAL_LM.max_length)
     else:
@@ -262,6 +262,7 @@ def look_at_data(
         job = load_job(job_file, overrides)
         task = job.task
         tokenizer, recipe = reading_of(job, today().isoformat())
+        source = file_source(path, job.data.layout)
         own = dict(zip(job.data.train, job.data.of_train, strict=False)).get(str(path.resolve()))
         source = replace(source, columns=own.columns if own else None)
     found = summarize(source, tokenizer, recipe, task)

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from farthing.data.formats import RENDERED, recognise
-from farthing.data.read import Row, open_sources
+from farthing.data.read import open_sources
+from farthing.data.rows import Layout, Row
 from farthing.errors import FarthingError, InputError
 from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
 from farthing.model.hardware import Numerics, choose_numerics
@@ -158,6 +159,7 @@ def trained_on_chats(job: Json) -> bool:
     data = job["data"]
     try:
         opened = {"split": data["train_split"], "config_name": data["dataset_config_name"]}
+        opened["layout"] = Layout.of(data)
         source, *_ = open_sources(
             data["train"][:1], cache_dir=Path(job["cache_dir"] or "."), **opened
         )

@@ -23,7 +23,7 @@ from farthing.after.chat import Speaker
 from farthing.config.job import Job
 from farthing.data.chat import asks_for_the_date
 from farthing.data.encode import Encoder
-from farthing.data.read import Source, kind_of_file, short_name
+from farthing.data.read import Source, file_source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row, RowValue, Text
 from farthing.data.token_set import Recipe
@@ -110,8 +110,7 @@ class Predictor:
 
     def file(self, path: Path) -> Iterator[RowValue]:
         """The rows of a file with their predictions. Raises `DataError`."""
-        shown = short_name(str(path))
-        source = Source(shown, "", kind_of_file(path, shown), path)
+        source = file_source(path, self.job.data.layout)
         yield from self._predicted(source.rows(), source)
 
     def rows(self, rows: Iterable[RowValue]) -> Iterator[RowValue]:

@@ -29,14 +29,13 @@ from farthing.data.light_tokenizer import LightTokenizer, light_tokenizer, own_t
 from farthing.data.read import (
     KINDS,
     Source,
+    file_source,
     folder_sha256,
     is_dataset,
     is_text_folder,
-    kind_of_file,
-    short_name,
 )
 from farthing.data.reader import SourceReader
-from farthing.data.rows import Own
+from farthing.data.rows import Layout, Own
 from farthing.data.sample import Sampled, sample_lengths
 from farthing.data.token_set import (
     CACHE_VERSION,
@@ -158,7 +157,7 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
         sources = [
             replace(source, columns=said.columns, weight=said.weight)
             for name, said in zip(names, own or (Own(),) * len(names), strict=True)
-            for source in _local_sources((name,), said.split or split)
+            for source in _local_sources((name,), said.split or split, job.data.layout)
         ]
         return sample_lengths(sources, tokenizer, recipe)
 
@@ -203,7 +202,7 @@ def _n_labels(job: Job, tokenizer: LightTokenizer, recipe: Recipe) -> int:
     found = set[Any]()
     of_train = job.data.of_train or (Own(),) * len(job.data.train)
     for name, said in zip(job.data.train, of_train, strict=True):
-        for source in _local_sources((name,), said.split or job.data.train_split):
+        for source in _local_sources((name,), said.split or job.data.train_split, job.data.layout):
             own = replace(source, columns=said.columns, weight=said.weight)
             reader, rows = SourceReader(own, recipe, tokenizer), own.rows()
             first = list(itertools.islice(rows, _LOOKED_AT))
@@ -255,7 +254,7 @@ def _is_elsewhere(name: str) -> bool:
     return is_remote(name) or (is_dataset(name) and not Path(name).is_dir())
 
 
-def _local_sources(names: tuple[str, ...], split: str) -> list[Source]:
+def _local_sources(names: tuple[str, ...], split: str, layout: Layout) -> list[Source]:
     """The files that these names mean; their content is not hashed. Raises `InputError`,
     `DataError`.
     """
@@ -275,13 +274,9 @@ def _local_sources(names: tuple[str, ...], split: str) -> list[Source]:
                     " data is remembered"
                 ),
             )
-        if is_text_folder(Path(name)):
-            sources.append(Source(short_name(name), "", "texts", Path(name)))
-            continue
-        paths = files_of_split(Path(name), split) if Path(name).is_dir() else [Path(name)]
-        for path in paths:
-            shown = short_name(str(path))
-            sources.append(Source(shown, "", kind_of_file(path, shown), path))
+        is_data_set = Path(name).is_dir() and not is_text_folder(Path(name))
+        paths = files_of_split(Path(name), split) if is_data_set else [Path(name)]
+        sources += [file_source(path, layout) for path in paths]
     return sources
 
 
@@ -392,6 +387,10 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
                 "too_long",
                 "train_on_prompt",
                 "max_bad_rows",
+                "encoding",
+                "separator",
+                "field",
+                "text_unit",
                 "source_lang",
                 "target_lang",
             }

@@ -43,9 +43,11 @@ from farthing.config.values import (
     Usd,
     Whole,
     check_schedule,
+    known_encoding,
     known_init,
     with_own,
 )
+from farthing.data.rows import Layout
 from farthing.objectives.objective import Settings
 from farthing.objectives.registry import (
     find_objective,
@@ -136,6 +138,14 @@ class DataSection(Section):
     are filled."""
     label_map: LabelMap = {}
     """Classification: label in the data -> label to train on, to merge what is the same class."""
+    encoding: Annotated[str, AfterValidator(known_encoding)] | None = None
+    """Of text files: utf-8, cp1252, utf-16 ... Default: what the bytes look like."""
+    separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+    """What separates the columns of CSV files. Default: what the first line has."""
+    field: Name | None = None
+    """JSON files whose rows are a list within an object: its path, such as `data.items`."""
+    text_unit: Literal["document", "line"] = "document"
+    """What a row of a text file is."""
     max_length: Positive | None = None
     """Longest input in tokens (prompt and completion together for causal-lm). Default: 1024, 512
     for the others.
@@ -162,6 +172,11 @@ class DataSection(Section):
     """Use only the first N usable examples for training."""
     max_eval_samples: Positive | None = None
     """Use only the first N usable examples for evaluation."""
+
+    @property
+    def layout(self) -> Layout:
+        """How its files are written."""
+        return Layout(self.encoding, self.separator, self.field, self.text_unit)
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -21,7 +22,7 @@ from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.fetch import refuse_metadata
 from farthing.data.formats import RENDERED
-from farthing.data.read import Source, is_dataset, is_text_folder, kind_of_file, short_name
+from farthing.data.read import Source, file_source, is_dataset, is_text_folder
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Own, Row
 from farthing.data.token_set import Recipe
@@ -153,12 +154,8 @@ def _look_at_data(job: Job, name: str, said: Own, split: str, only_plans: bool) 
     """
     if is_remote(name):
         refuse_metadata(name)
-    elif not is_dataset(name):
+    elif not is_dataset(name) or is_text_folder(Path(name)):
         _look_at_file(job, Path(name), said)
-    elif is_text_folder(Path(name)):
-        _look_at_source(
-            job, Source(short_name(name), "", "texts", Path(name), columns=said.columns)
-        )
     elif Path(name).is_dir():
         for path in _first_of(Path(name), said.split or split):
             _look_at_file(job, path, said)
@@ -180,11 +177,10 @@ def _look_at_file(job: Job, path: Path, said: Own) -> None:
     """Whether a file's first rows can be read, and whether their columns are of a kind that is
     known.
     """
-    shown = short_name(str(path))
-    kind = kind_of_file(path, shown)
-    if kind == "json" and path.stat().st_size > _LARGEST_JSON_BYTES:
+    source = file_source(path, job.data.layout)
+    if source.kind == "json" and source.n_bytes > _LARGEST_JSON_BYTES:
         return
-    _look_at_source(job, Source(shown, "", kind, path, columns=said.columns))
+    _look_at_source(job, replace(source, columns=said.columns))
 
 
 def _look_at_source(job: Job, source: Source) -> None:

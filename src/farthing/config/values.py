@@ -6,6 +6,7 @@ Refuses values that YAML has changed on the way (`no` becomes false), and says h
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import Annotated, Any, Literal, get_args
 
@@ -228,6 +229,19 @@ def _check(said: dict[Any, Any], role: str) -> None:
     for key in ("split", "name"):
         if key in said and not isinstance(said[key], str):
             raise ValueError(f"{key} of {said['path']} is no text; put it in quotes")
+
+
+def known_encoding(name: str) -> str:
+    """A text encoding that Python knows. Raises `ValueError`."""
+    try:
+        codecs.lookup(name).incrementaldecoder()
+        if not isinstance(b"".decode(name), str):
+            raise LookupError
+    except (LookupError, TypeError, ValueError):
+        raise ValueError(
+            f"no text encoding is called {name}; use utf-8, cp1252, utf-16 ..."
+        ) from None
+    return name
 
 
 _NEED_DATA = {"eva": "EVA", "corda": "CorDA", "lora_ga": "LoRA-GA"}

@@ -7,14 +7,14 @@ they unfold beyond all measure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.rows import MAX_ROW_BYTES, BadRow, Reading, Row, too_large
+from farthing.data.rows import MAX_ROW_BYTES, BadRow, Block, Reading, Row, too_large
 from farthing.errors import DataError
 from farthing.units import say_bytes
 
@@ -87,33 +87,84 @@ def _refuse_unfolding(metadata: Any, leaves: list[Any], n_bytes: int, name: str)
                 raise DataError(what, where=name, to_do=to_do)
 
 
-def parquet_rows(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
-    """All rows of a Parquet file, counted from 1. Raises `DataError`."""
+def parquet_blocks(path: Path, name: str, reading: Reading) -> Iterator[Block]:
+    """The rows of a Parquet file, counted from 1. Raises `DataError`."""
     import pyarrow
 
     file = open_parquet(path, name)
-    metadata, index = file.metadata, 0
+    metadata = file.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     mean_bytes = max(
         (group.total_byte_size / max(1, group.num_rows) for group in groups), default=1.0
     )
     n_together = int(min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, mean_bytes))))
-    reading.share = lambda: index / max(1, metadata.num_rows)
-    try:
-        for batch in file.iter_batches(batch_size=n_together):
-            yield from table_rows(batch, index)
-            index += len(batch)
-    except (pyarrow.ArrowException, OSError, RecursionError) as error:
-        raise unreadable(error, f"{name}:{index + 1}") from error
+    chosen = _spread([group.total_byte_size for group in groups], reading)
+    starts = np.concatenate([[0], np.cumsum([group.num_rows for group in groups])]).astype(int)
+    done = 0
+    reading.share = lambda: done / max(1, metadata.num_rows)
+    for number in chosen:
+        index = int(starts[number])
+        try:
+            for batch in file.iter_batches(batch_size=n_together, row_groups=[number]):
+                done += len(batch)
+                yield _block(batch, index)
+                index += len(batch)
+        except (pyarrow.ArrowException, OSError, RecursionError) as error:
+            raise unreadable(error, f"{name}:{index + 1}") from error
 
 
-def dataset_rows(dataset: Any, reading: Reading) -> Iterator[Row | BadRow]:
-    """The rows of a data set as Arrow has them: pictures and sound stay bytes."""
-    index = 0
-    reading.share = lambda: index / max(1, len(dataset))
-    for table in dataset.with_format("arrow").iter(batch_size=256):
-        yield from table_rows(table, index)
-        index += len(table)
+def _spread(sizes: list[int], reading: Reading) -> list[int]:
+    """Row groups of about as many bytes as are to be read, from all over the file; else all."""
+    most = reading.most_bytes
+    if most is None or sum(sizes) <= most:
+        return list(range(len(sizes)))
+    chosen: list[int] = []
+    n_bytes = 0
+    for number in sorted(range(len(sizes)), key=lambda i: (i * 0.6180339887) % 1):
+        if not chosen or n_bytes + sizes[number] <= most:
+            chosen.append(number)
+            n_bytes += sizes[number]
+    reading.is_whole = len(chosen) == len(sizes)
+    return sorted(chosen)
+
+
+def arrow_blocks(paths: Sequence[Path], reading: Reading) -> Iterator[Block]:
+    """The rows of Arrow streams as `datasets` keeps them: pictures and sound stay bytes."""
+    import pyarrow
+
+    n_bytes, done, index = sum(path.stat().st_size for path in paths), 0, 0
+    reading.share = lambda: done / max(1, n_bytes)
+    for path in paths:
+        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+            for batch in stream:
+                for start in range(0, len(batch), BATCH_ROWS):
+                    some = batch.slice(start, BATCH_ROWS)
+                    yield _block(some, index)
+                    index += len(some)
+        done += path.stat().st_size
+
+
+def write_arrow(dataset: Any, path: Path) -> None:
+    """A part of a data set as one Arrow stream."""
+    import pyarrow
+
+    schema = dataset.with_format("arrow")[:0].schema
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as stream:
+        for table in dataset.with_format("arrow").iter(batch_size=BATCH_ROWS):
+            stream.write_table(table)
+
+
+def _block(table: Any, n_before: int) -> Block:
+    sizes = bytes_of_rows(table)
+
+    def read(picked: Sequence[int]) -> Iterator[Row | BadRow]:
+        if len(picked) == len(sizes):
+            yield from table_rows(table, n_before)
+            return
+        for index in picked:
+            yield from table_rows(table.slice(index, 1), n_before + index)
+
+    return Block(sizes, read)
 
 
 def unreadable(error: Exception, where: str) -> DataError:

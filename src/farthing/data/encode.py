@@ -8,10 +8,12 @@ would give. Refuses to read rows, to render chats and to write anything.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -90,6 +92,53 @@ class Asked(NamedTuple):
     encodings: list[Encoding]
 
 
+@dataclass(frozen=True)
+class TokenizerState:
+    """What tokenizing takes of a transformers tokenizer, in plain values that another process can
+    read.
+    """
+
+    sides: tuple[str, str]
+    """The Rust tokenizers of inputs and of targets."""
+    bos_token_id: int | None
+    eos_token_id: int | None
+    truncation_side: str
+    special_tokens_map: dict[str, str | list[str]]
+    chat_template: str | None
+    other_templates: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any, *, is_pair: bool) -> TokenizerState:
+        """Of a tokenizer with its chat template set."""
+        source, target = sides_of(tokenizer, is_pair=is_pair)
+        special = {
+            name: [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
+            for name, token in tokenizer.special_tokens_map.items()
+        }
+        return cls(
+            (source.to_str(), target.to_str()),
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            tokenizer.truncation_side,
+            special,
+            tokenizer.chat_template,
+            tuple(getattr(tokenizer, "other_templates", None) or ()),
+        )
+
+    @functools.cached_property
+    def rust(self) -> tuple[Any, Any]:
+        """Of inputs and of targets."""
+        from tokenizers import Tokenizer
+
+        source, target = (Tokenizer.from_str(side) for side in self.sides)
+        return source, target
+
+    @property
+    def backend_tokenizer(self) -> Any:
+        """As transformers calls it."""
+        return self.rust[0]
+
+
 def sides_of(tokenizer: Any, *, is_pair: bool) -> tuple[Any, Any]:
     """The Rust tokenizers of inputs and of targets, copies that nobody else holds; of the planner's
     tokenizer none.
@@ -97,6 +146,8 @@ def sides_of(tokenizer: Any, *, is_pair: bool) -> tuple[Any, Any]:
     With `is_pair` targets are encoded as `tokenizer(text_target=...)` does, in the tokenizer's
     target language where it has one, else as inputs.
     """
+    if isinstance(tokenizer, TokenizerState):
+        return tokenizer.rust
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         return None, None
     own, target = tokenizer, None

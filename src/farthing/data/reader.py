@@ -22,6 +22,7 @@ from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.objectives.columns import Unusable
 from farthing.objectives.registry import objective_of
+from farthing.storage.files import Json
 
 
 class SourceReader:
@@ -30,16 +31,22 @@ class SourceReader:
     The tokenizer is only needed for texts.
     """
 
-    def __init__(self, source: Source, recipe: Recipe, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        source: Source,
+        recipe: Recipe,
+        tokenizer: Any,
+        understood: Understood | None = None,
+    ) -> None:
         self.name, self.n_rows, self.shown = source.name, 0, Shown()
-        self.understood: Understood | None = None
+        self.understood = understood
         """Known once it has looked at a row with columns."""
         self._recipe, self._tokenizer, self._columns = (
             recipe,
             tokenizer,
             source.columns_or(recipe.columns),
         )
-        self._is_arrow = source.kind in ("parquet", "dataset")
+        self._is_arrow = source.kind in ("parquet", "arrow")
         self._shapes: Counter[tuple[str, ...]] = Counter()
         self._chosen: dict[str, str] = {}
 
@@ -80,6 +87,22 @@ class SourceReader:
         given = (name, columns, recipe.label_map, self._tokenizer, recipe.task)
         return converter(*given, on=recipe.date, shown=self.shown)
 
+    def state(self) -> Json:
+        """What it has seen, in plain values; `merge` adds it to what another one has."""
+        return {
+            "n_rows": self.n_rows,
+            "shapes": [[list(shape), n] for shape, n in self._shapes.items()],
+            "chosen": self._chosen,
+            "shown": self.shown.state(),
+        }
+
+    def merge(self, state: Json) -> None:
+        """Add what another reader of the same source has seen of other rows."""
+        self.n_rows += state["n_rows"]
+        self._shapes.update({tuple(shape): n for shape, n in state["shapes"]})
+        self._chosen = state["chosen"] | self._chosen
+        self.shown.merge(state["shown"])
+
     @property
     def ignored(self) -> dict[str, int]:
         """Columns that nobody reads, with the rows that have them."""
@@ -106,3 +129,15 @@ class SourceReader:
         """`ignored` and `notes` in words."""
         ignored = say_ignored(self.ignored, self.n_rows)
         return [f"columns that are not used: {ignored}"] * bool(ignored) + self.notes
+
+
+def understand(source: Source, recipe: Recipe) -> Understood | None:
+    """The format of a source, from its first rows; None where none can be read. Raises
+    `DataError`.
+    """
+    reader = SourceReader(source, recipe, None)
+    for block in source.blocks():
+        reader.look(block.rows())
+        if reader.understood is not None:
+            break
+    return reader.understood

@@ -4,11 +4,15 @@ text, progress.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from farthing.units import say_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_ROW_BYTES = 10_000_000
 Segments = tuple[tuple[str, bool], ...]
@@ -32,6 +36,37 @@ class BadRow(NamedTuple):
 
     line: int
     reason: str
+
+
+class Block(NamedTuple):
+    """Neighbouring rows of a source, of which none is parsed yet."""
+
+    sizes: NDArray[np.int64]
+    """Bytes of each row, about [n]."""
+    read: Callable[[Sequence[int]], Iterable[Row | BadRow]]
+    """Parse the rows at these places, in this order."""
+
+    def rows(self) -> Iterable[Row | BadRow]:
+        """All of them."""
+        return self.read(range(len(self.sizes)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How files are written, where the job says it and nothing is guessed."""
+
+    encoding: str | None = None
+    separator: str | None = None
+    field: str | None = None
+    text_unit: Literal["document", "line"] = "document"
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Layout:
+        """What the section `data` of a job says."""
+        return cls(**{each.name: data[each.name] for each in fields(cls)})
+
+
+AS_GUESSED = Layout()
 
 
 @dataclass(frozen=True)
@@ -77,10 +112,16 @@ class Own(NamedTuple):
 
 
 class Reading:
-    """How far a source has been read, from 0 to 1; readers say how to tell."""
+    """How far a source has been read, from 0 to 1; readers say how to tell.
 
-    def __init__(self) -> None:
+    With `most_bytes` readers leave out parts of a larger source, evenly where they can. Then 1 is
+    the share that was read of all.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self.most_bytes = most_bytes
         self.share: Callable[[], float] = lambda: 0.0
+        self.is_whole = True
 
 
 def too_large(n_bytes: int) -> str:

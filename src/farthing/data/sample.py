@@ -11,31 +11,18 @@ Refuses to import transformers and to reach the network.
 
 from __future__ import annotations
 
-import csv
-import gzip
-import zlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.arrow import bytes_of_rows, open_parquet, table_rows, unreadable
+from farthing.data.blocks import n_characters
 from farthing.data.encode import Encoder
 from farthing.data.formats import RENDERED, Text
-from farthing.data.read import (
-    Source,
-    csv_header,
-    csv_row,
-    delimiter_of,
-    encoding_of,
-    json_row,
-    n_characters,
-)
+from farthing.data.read import Source
 from farthing.data.reader import SourceReader
-from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
+from farthing.data.rows import BadRow, Block, Reading, Row
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.objectives.columns import Unusable
@@ -50,7 +37,6 @@ _MOST_READ_ROWS, _MOST_ROW_BYTES = (
 )  # rows and bytes that are read; a tenth of a second
 _N_LONGEST = 16  # rows that are strata of their own
 _MOST_READ_BYTES = 256 << 20
-_N_BLOCKS, _BLOCK_BYTES = 64, 4 << 20  # of a larger file
 _NO_LIMIT = 1 << 40
 
 
@@ -269,146 +255,26 @@ def _of_texts(
 class _Population:
     """What was seen of a file: bytes of each row, and a way to read some of them."""
 
+    blocks: list[Block]
     sizes: NDArray[np.int64]
     n_rows: float
-    rows: Callable[[NDArray[np.int64]], list[Row | BadRow]]
-    is_whole: bool = True
+    is_whole: bool
+
+    def rows(self, picked: NDArray[np.int64]) -> list[Row | BadRow]:
+        """The rows at these places, in this order."""
+        starts = np.cumsum([0, *(len(block.sizes) for block in self.blocks)])
+        of_block = np.searchsorted(starts, picked, side="right") - 1
+        found: dict[int, Row | BadRow] = {}
+        for number in np.unique(of_block).tolist():
+            places = picked[of_block == number]
+            rows = self.blocks[number].read((places - starts[number]).tolist())
+            found.update(zip(places.tolist(), rows, strict=True))
+        return [found[place] for place in picked.tolist()]
 
 
 def _population(source: Source) -> _Population:
-    assert source.path is not None
-    read = {"jsonl": _lines, "json": _array, "csv": _records, "parquet": _parquet, "texts": _array}[
-        source.kind
-    ]
-    try:
-        return read(source.path, source)
-    except (OSError, EOFError, zlib.error) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise DataError(
-            f"can't be read: {why}", where=source.name, to_do="it is damaged: copy it again"
-        ) from error
-
-
-def _content(path: Path) -> tuple[bytes, float]:
-    """The file's bytes, or blocks of whole lines spread over it; and what share of the file that
-    is.
-    """
-    size = path.stat().st_size
-    if path.suffix == ".gz":
-        with open(path, "rb") as raw, gzip.open(raw, "rb") as file:
-            content = file.read(_MOST_READ_BYTES)
-            share = 1.0 if not file.read(1) else min(1.0, raw.tell() / size)
-        return (content if share == 1.0 else content[: content.rfind(b"\n") + 1]), share
-    with open(path, "rb") as file:
-        if size <= _MOST_READ_BYTES:
-            return file.read(), 1.0
-        blocks = [_whole_lines(file, size * i // _N_BLOCKS) for i in range(_N_BLOCKS)]
-    content = b"".join(blocks)
-    return content, len(content) / size
-
-
-def _utf8_content(path: Path) -> tuple[bytes, float]:
-    content, share = _content(path)
-    if path.suffix != ".gz" and (encoding := encoding_of(path)) != "utf-8":
-        content = content.decode(encoding).encode()
-    return content.removeprefix(b"\xef\xbb\xbf"), share
-
-
-def _whole_lines(file: IO[bytes], start: int) -> bytes:
-    file.seek(start)
-    block = file.read(_BLOCK_BYTES)
-    first = block.find(b"\n") + 1 if start else 0
-    return block[first : block.rfind(b"\n") + 1]
-
-
-def _spans(content: bytes, is_csv: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the lines that are not empty begin, and their bytes; a line break within quotes is none
-    in a CSV file.
-    """
-    array = np.frombuffer(content, np.uint8)
-    breaks = np.flatnonzero(array == 10)
-    if is_csv:
-        is_within_quotes = np.bitwise_xor.accumulate((array == 34).view(np.uint8))
-        breaks = breaks[is_within_quotes[breaks] == 0]
-    starts, ends = np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(content)]])
-    is_row = ends - starts > 1
-    return starts[is_row], (ends - starts)[is_row]
-
-
-def _lines(path: Path, source: Source) -> _Population:
-    content, share = _utf8_content(path)
-    starts, sizes = _spans(content, is_csv=False)
-
-    def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
-        lines = ((int(i) + 1, content[starts[i] : starts[i] + sizes[i]]) for i in picked)
-        return [_line(line, number) for number, line in lines]
-
-    return _Population(sizes, len(sizes) / share, rows, share == 1.0)
-
-
-def _line(line: bytes, number: int) -> Row | BadRow:
-    if len(line) > MAX_ROW_BYTES:
-        return BadRow(number, too_large(len(line)))
-    return json_row(line, number) if line.strip() else BadRow(number, "empty")
-
-
-def _records(path: Path, source: Source) -> _Population:
-    content, share = _utf8_content(path)
-    starts, sizes = _spans(content, is_csv=True)
-
-    def fields_from(i: int) -> Iterator[list[str]]:
-        text = content[starts[i] : starts[i] + sizes[i]].decode("utf-8", errors="surrogateescape")
-        return csv.reader([text], delimiter=delimiter_of(path), strict=True)
-
-    header = csv_header(fields_from(0), source.name) if len(starts) else []
-
-    def row(i: int) -> Row | BadRow:
-        if sizes[i] > MAX_ROW_BYTES:
-            return BadRow(i + 1, too_large(int(sizes[i])))
-        try:
-            return csv_row(next(fields_from(i)), header, i + 1)
-        except csv.Error as error:
-            return BadRow(i + 1, f"invalid CSV: {error}")
-
-    def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
-        return [row(int(i) + 1) for i in picked]
-
-    return _Population(sizes[1:], max(0, len(sizes) - 1) / share, rows, share == 1.0)
-
-
-def _array(path: Path, source: Source) -> _Population:
-    values = list(source.rows())
-    sizes = np.array(
-        [n_characters(row.value) if isinstance(row, Row) else 1 for row in values], np.int64
-    )
-    return _Population(sizes, len(values), lambda picked: [values[i] for i in picked])
-
-
-def _parquet(path: Path, source: Source) -> _Population:
-    import pyarrow
-
-    file = open_parquet(path, source.name)
-    try:
-        groups: list[int] = []
-        seen_bytes = 0
-        n_groups = file.metadata.num_row_groups
-        bytes_of = [file.metadata.row_group(i).total_byte_size for i in range(n_groups)]
-        spread = sorted(
-            range(n_groups), key=lambda i: (i * 0.6180339887) % 1
-        )  # any first few lie all over the file
-        for i in spread:
-            if not groups or seen_bytes + bytes_of[i] <= _MOST_READ_BYTES:
-                groups.append(i)
-                seen_bytes += bytes_of[i]
-        table = file.read_row_groups(sorted(groups)) if groups else file.read()
-    except pyarrow.ArrowException as error:
-        raise unreadable(error, source.name) from error
-    sizes = bytes_of_rows(table)
-
-    def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
-        found: list[Row | BadRow] = []
-        for i in picked.tolist():
-            found += table_rows(table.slice(i, 1), i)
-        return found
-
-    return _Population(sizes, file.metadata.num_rows, rows, len(groups) == n_groups)
+    reading = Reading(_MOST_READ_BYTES)
+    blocks = list(source.blocks(reading))
+    share = 1.0 if reading.is_whole else reading.share()
+    sizes = np.concatenate([np.zeros(0, np.int64), *(block.sizes for block in blocks)])
+    return _Population(blocks, sizes, len(sizes) / share, reading.is_whole)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from farthing.data.rows import RowValue
+from farthing.storage.files import Json
 
 Render = Callable[[list[RowValue], Any], str]
 """A chat's messages and tools as text."""
@@ -56,6 +57,17 @@ class Shown:
                     del self._left_out[thing]
                     continue
             self._left_out[thing] += 1
+
+    def state(self) -> Json:
+        """What was seen, in plain values."""
+        return {"shown": sorted(self._shown), "left_out": dict(self._left_out)}
+
+    def merge(self, state: Json) -> None:
+        """Add what was seen in other chats."""
+        self._shown |= set(state["shown"])
+        self._left_out.update(state["left_out"])
+        for thing in self._shown:
+            del self._left_out[thing]
 
     def said(self) -> list[str]:
         """What was never written, in words."""

@@ -23,7 +23,7 @@ from farthing.data.formats import Text, hash_of_input, recognise
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row
-from farthing.data.tokens import Recipe
+from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION

@@ -1,63 +1,84 @@
 """Tokenize once: rows become a token set (`token_set.py`), unless the cache holds one of the same
 content.
 
-One thread reads rows and renders their texts, one waits for the tokenizer, one writes. Refuses to
-batch and to know what trains on the examples.
+The sources are cut into parts (`parts.py`), which processes on all cores make where the data is
+large. Parts are appended, in order, to the columns of a draft beside the set:
+
+    work.json           whose draft it is
+    <column>.bin        the columns so far
+    part-000007.json    what is known of a part that was appended, and how long the columns are then
+    part-000009.npz     a part that was made and waits for those before it
+
+A tokenization that was killed resumes there, and gives the same bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import fcntl
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from farthing.data.chat import said_of_chats
-from farthing.data.encode import Encoded, Encoder
-from farthing.data.formats import Text, hash_of_input
-from farthing.data.loader import Ahead
-from farthing.data.read import Source, n_characters
-from farthing.data.reader import SourceReader
-from farthing.data.rows import BadRow, Reading, Row
+from farthing.data.encode import TokenizerState
+from farthing.data.formats import Understood
+from farthing.data.parts import Part, PartMaker, Tally, places, read_part
+from farthing.data.read import Source
+from farthing.data.reader import SourceReader, understand
 from farthing.data.token_set import (
     CACHE_VERSION,
-    DTYPES,
-    LINE_BITS,
     Recipe,
     TokenSet,
     open_token_set,
     set_key,
     tokenizer_sha256,
 )
-from farthing.data.units import n_shared
+from farthing.data.worker import end_path, error_of, part_path, write_spec
 from farthing.errors import DataError, RunInterruptedError
-from farthing.objectives.columns import Unusable
 from farthing.objectives.objective import Labels, in_models_order
-from farthing.objectives.registry import objective_of
+from farthing.objectives.registry import is_installed, objective_of
 from farthing.storage.files import (
     DamagedFileError,
     Json,
+    belongs_to_another,
     commit_folder,
     discard,
     is_own,
     own_folder,
-    sweep_drafts,
+    read_json,
+    write_json,
 )
 
-CHUNK_ROWS = 1024  # that are read together
-MOST_CHARACTERS_TOGETHER = 32 << 20
-CHUNK_CHARACTERS = (
-    1 << 18
-)  # that are encoded together: enough for the threads of many cores, and few for their caches
-CHUNKS_AHEAD = 1  # that wait for the tokenizer, and as many after it
+WORKER_BYTES = 8 << 20
+"""Of the sources, for which a process of its own pays."""
+MOST_WORKERS = 32
+_WORKER_MEMORY_BYTES = 512 << 20
+_ABANDONED_S = 86400.0
+_POLL_S = 0.05
 Progress = Callable[[int, int, float], None]
+
+
+class Told(NamedTuple):
+    """Whom a tokenization tells how far it is, and asks whether to stop."""
+
+    progress: Progress
+    should_stop: Callable[[], bool]
+    warn: Callable[[str], None]
+
+    def check(self) -> None:
+        """Raises `RunInterruptedError`."""
+        if self.should_stop():
+            raise RunInterruptedError(
+                "stopped while tokenizing", to_do="run the same command again: it resumes"
+            )
 
 
 def tokenize(
@@ -74,11 +95,11 @@ def tokenize(
     whole.
 
     `tokenizer` is a fast transformers tokenizer with its chat template set. `progress(rows, tokens,
-    share)` is called about once a chunk; `share` of the sources' bytes is read, from 0 to 1. A set
+    share)` is called after each part; `share` of the sources' bytes is read, from 0 to 1. A set
     that another user could have changed is made again, which `warn` is told. Raises `DataError`
     (too many bad rows, nothing usable, nothing to predict), `RunInterruptedError`.
     """
-    facts: Json = {}
+    told = Told(progress, should_stop, warn)
     try:
         cache, identity = own_folder(cache_dir / "tokens", warn), tokenizer_sha256(tokenizer)
         folder = cache / set_key(sources, identity, recipe)
@@ -90,17 +111,10 @@ def tokenize(
                 return open_token_set(folder)
             except DamagedFileError:
                 discard(folder)
-        if any(
-            time.time() - path.stat().st_mtime > 86400 for path in cache.glob("*.draft-*")
-        ):  # younger: of others
-            sweep_drafts(cache)
-        commit_folder(
-            folder,
-            lambda draft: facts.update(
-                _write(draft, sources, tokenizer, recipe, progress, should_stop)
-            ),
-            facts,
-        )
+        _sweep(cache)
+        with _held(folder, told):
+            if not folder.exists():
+                _make(folder, sources, tokenizer, recipe, told)
     except FileExistsError:
         pass  # another process was quicker with the same content
     except OSError as error:
@@ -112,250 +126,307 @@ def tokenize(
     return open_token_set(folder)
 
 
-# ---- making one ----
+def _sweep(cache: Path) -> None:
+    """Remove drafts that nobody has resumed for a day."""
+    for path in (*cache.glob("*.draft-*"), *cache.glob("*.lock")):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < _ABANDONED_S:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
 
 
-@dataclass
-class Tally:
-    """What became of the rows, as the manifest of a set says it."""
-
-    n_rows: int = 0
-    n_bad: int = 0
-    n_too_long: int = 0
-    n_skipped_long: int = 0
-    n_without_target: int = 0
-    n_unlearned_turns: int = 0
-    n_unrolled: int = 0
-    n_rendered: int = 0
-    n_tokens: int = 0
-    n_targets: int = 0
-    bad_rows: list[tuple[str, str]] = field(default_factory=list)
-
-    def reject(self, place: str, reason: str) -> None:
-        """Count a bad row; the first thousand are named."""
-        self.n_bad += 1
-        if len(self.bad_rows) < 1000:
-            self.bad_rows.append((place, reason))
+@contextlib.contextmanager
+def _held(folder: Path, told: Told) -> Iterator[None]:
+    """Wait until no other process makes this set. Where files can't be locked, nobody waits."""
+    path = folder.with_name(f"{folder.name}.lock")
+    with open(path, "a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                told.check()
+                time.sleep(_POLL_S)
+                continue
+            except OSError:
+                pass
+            break
+        yield
+        path.unlink(missing_ok=True)
 
 
-@dataclass
-class _Chunk:
-    """Neighbouring rows of one source, as texts; `lines` and `groups` are of these."""
-
-    source: str
-    source_number: int
-    n_rows: int = 0
-    n_characters: int = 0
-    share: float = 0.0
-    texts: list[Text] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)
-    groups_of_rejected: list[int] = field(default_factory=list)
-    rejected: list[tuple[int, str]] = field(default_factory=list)
-
-    def place(self, line: int) -> str:
-        """`file:line`."""
-        return f"{self.source}:{line}"
+def _make(folder: Path, sources: list[Source], tokenizer: Any, recipe: Recipe, told: Told) -> None:
+    """Resume the draft of a set, or begin one, and commit it."""
+    state = TokenizerState.of(tokenizer, is_pair=objective_of(recipe.task).is_pair)
+    understood = [understand(source, recipe) for source in sources]
+    draft = _Draft(folder.with_name(f"{folder.name}.draft-tokens"), sources, understood, recipe)
+    try:
+        for part in _parts(draft, understood, state, told):
+            draft.take(part)
+            told.progress(draft.tally.n_rows, draft.tally.n_tokens, draft.share)
+        facts = draft.finish(tokenizer)
+    except DataError:
+        shutil.rmtree(draft.folder, ignore_errors=True)
+        raise
+    commit_folder(folder, draft.link, facts)
+    shutil.rmtree(draft.folder, ignore_errors=True)
 
 
-def _write(
-    draft: Path,
-    sources: list[Source],
-    tokenizer: Any,
-    recipe: Recipe,
-    progress: Progress,
-    should_stop: Callable[[], bool],
-) -> Json:
-    """Fill `draft`; returns the facts of the set for its manifest."""
-    objective = objective_of(recipe.task)
-    tally, labels = Tally(), _Labels(objective.labels if objective.reads_labels else None, recipe)
-    encode = Encoder(
-        tokenizer,
-        recipe.task,
-        recipe.max_length,
-        recipe.max_target_length,
-        recipe.train_on_prompt,
-    )
-    readers: list[SourceReader] = []
-    all_groups, all_inputs = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
-    seldom = ("labels", "inputs", "sequences", "shared", "values")
-    names = [name for name in DTYPES if name not in seldom]
-    names += ["sequences", "shared"] * (objective.n_sequences > 1)
-    names += ["values"] * bool(objective.value)
-    with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(open(draft / f"{name}.bin", "wb")) for name in names}
-        files["offsets"].write(np.int64(0).tobytes())
-        chunks = _ahead(
-            _chunks(sources, tokenizer, recipe, readers), stack
-        )  # one thread reads and renders
-        asked = _ahead(
-            ((chunk, encode.ask(chunk.texts)) for chunk in chunks), stack
-        )  # one waits for the tokenizer
-        for chunk, answers in asked:
-            if should_stop():
-                raise RunInterruptedError(
-                    "stopped while tokenizing", to_do="run the same command again"
-                )
-            tally.n_rows += chunk.n_rows
-            for line, reason in chunk.rejected:
-                tally.reject(chunk.place(line), reason)
-            encoded = encode(chunk.texts, answers)
-            kept = _usable(encoded, chunk, recipe, tally)
-            all_inputs.append(
-                np.unique(np.array(chunk.groups + chunk.groups_of_rejected, np.uint64))
-            )
-            labels.take(chunk, kept, tally)
-            tally.n_unlearned_turns += sum(
-                chunk.texts[index].n_unlearned for index in np.flatnonzero(kept)
-            )
-            tally.n_rendered += sum(not text.is_raw for text in chunk.texts)
-            tally.n_unrolled += sum(len(text.earlier) for text in chunk.texts)
-            encoded = encoded.only(kept)
-            target_lengths = encoded.n_targets()
-            columns: dict[str, NDArray[Any]] = {
-                "target_lengths": target_lengths,
-                "ids": encoded.ids,
-                "targets": encoded.is_target,
-                "offsets": tally.n_tokens + np.cumsum(encoded.lengths),
-                "lines": (chunk.source_number << LINE_BITS) + np.array(chunk.lines, np.int64)[kept],
-                "groups": np.array(chunk.groups, np.uint64)[kept],
-            }
-            if encoded.sequences is not None:
-                columns["sequences"] = encoded.sequences.astype(np.int32)
-                columns["shared"] = n_shared(encoded.ids, encoded.sequences).astype(np.int32)
-            if objective.value is not None:
-                values = [text.value for text in chunk.texts]
-                columns["values"] = np.array(values, np.float32)[kept]
-            for name, column in columns.items():
-                files[name].write(column.tobytes())
-            all_groups.append(columns["groups"])
-            tally.n_tokens += len(encoded.ids)
-            tally.n_targets += int(target_lengths.sum())
-            progress(tally.n_rows, tally.n_tokens, chunk.share)
-    groups = np.concatenate(all_groups)
-    if labels.of is not None:
-        labels.numbered().tofile(draft / "labels.bin")
-    np.unique(np.concatenate(all_inputs)).tofile(draft / "inputs.bin")
-    facts = _facts(sources, readers, recipe, tally, labels, tokenizer) | {
-        "n_examples": len(groups),
-        "n_distinct_inputs": len(np.unique(groups)),
-    }
-    _refuse_unusable(facts, recipe)
-    return facts
+class _Draft:
+    """The columns of a set on their way, and what is known of the parts in them."""
 
+    def __init__(
+        self,
+        folder: Path,
+        sources: list[Source],
+        understood: list[Understood | None],
+        recipe: Recipe,
+    ) -> None:
+        self.folder, self.sources, self.recipe = folder, sources, recipe
+        self._bytes = [source.n_bytes for source in sources]
+        self._understood = understood
+        whose = {"set": folder.name, "version": CACHE_VERSION}
+        is_ours = folder.is_dir() and not belongs_to_another(folder)
+        if not (is_ours and _read(folder / "work.json") == whose and self._resumed()):
+            if os.path.lexists(folder):
+                discard(folder)
+            folder.mkdir(mode=0o700)
+            write_json(folder / "work.json", whose)
+            self._begin()
 
-def _facts(
-    sources: list[Source],
-    readers: list[SourceReader],
-    recipe: Recipe,
-    tally: Tally,
-    labels: _Labels,
-    tokenizer: Any,
-) -> Json:
-    """What the manifest says of a set, but for its number of examples."""
-    formats = [reader.understood.format for reader in readers if reader.understood is not None]
-    is_chat = tally.n_rendered > 0
-    return {
-        "kind": "farthing token set",
-        "version": CACHE_VERSION,
-        "sources": [{"name": source.name, "sha256": source.sha256} for source in sources],
-        "formats": formats,
-        **asdict(tally),
-        "n_targets": tally.n_targets if labels.of is None else len(labels.seen),
-        "ignored_columns": [
-            {"source": reader.name, "columns": reader.ignored, "n_rows": reader.n_rows}
-            for reader in readers
-            if reader.ignored
-        ],
-        "chosen": (
-            [{"source": reader.name, "what": what} for reader in readers for what in reader.notes]
-            + [
-                {"source": "chats", "what": what}
-                for what in said_of_chats(is_chat, tokenizer, recipe.date, tally.n_unrolled)
-            ]
-        ),
-        "label_names": labels.names,
-        "counts_units": objective_of(recipe.task).counts_units,
-        **(
-            {"label_dtype": labels.of.dtype}
-            if labels.of is not None and labels.of.dtype != "int32"
-            else {}
-        ),
-    }
+    def _begin(self) -> None:
+        self.n_parts, self.tally, self.share = 0, Tally(), 0.0
+        self._labels: dict[Any, int] = {}
+        self._sizes: dict[str, int] = {}
+        self._readers = [
+            SourceReader(source, self.recipe, None, each)
+            for source, each in zip(self.sources, self._understood, strict=True)
+        ]
 
+    def _resumed(self) -> bool:
+        """Take in the parts that were appended; false where bytes of them are lost."""
+        self._begin()
+        while (noted := _read(self._noted(self.n_parts))) is not None:
+            self._sizes = noted["sizes"]
+            self._note(noted["facts"])
+        for path in self.folder.glob("*.bin"):
+            size = self._sizes.get(path.stem, 0)
+            if path.stat().st_size < size:
+                return False
+            os.truncate(path, size)  # a part may have been half appended
+        for path in self.folder.glob("part-*.npz"):
+            if read_part(path) is None:
+                path.unlink()
+        for path in self.folder.glob("end-*.json"):
+            path.unlink()
+        return all((self.folder / f"{name}.bin").exists() for name in self._sizes)
 
-Item = TypeVar("Item")
+    def _noted(self, number: int) -> Path:
+        return self.folder / f"part-{number:06d}.json"
 
+    def take(self, part: Part) -> None:
+        """Append a part, for good. Raises `OSError`."""
+        columns = dict(part.columns)
+        number, n_tokens = self.n_parts, self.tally.n_tokens
+        self._note(part.facts)
+        if "lengths" in columns:
+            offsets = n_tokens + np.cumsum(columns.pop("lengths"), dtype=np.int64)
+            is_first = "offsets" not in self._sizes
+            columns["offsets"] = np.concatenate([[0], offsets]) if is_first else offsets
+        if "classes" in columns:
+            own = [self._labels[_hashable(label)] for label in part.facts["labels"]]
+            columns["classes"] = np.array(own, np.int32)[columns["classes"]]
+        for name, column in columns.items():
+            with open(self.folder / f"{name}.bin", "ab") as file:
+                file.write(np.ascontiguousarray(column).data)
+                file.flush()
+                os.fsync(file.fileno())
+                self._sizes[name] = file.tell()
+        write_json(self._noted(number), {"facts": part.facts, "sizes": self._sizes})
+        part_path(self.folder, number).unlink(missing_ok=True)
 
-def _ahead(items: Iterator[Item], stack: contextlib.ExitStack) -> Iterator[Item]:
-    """`items`, of which a thread of its own keeps a few ready, until the stack is left."""
-    return stack.enter_context(contextlib.closing(Ahead(items, CHUNKS_AHEAD)))
+    def _note(self, facts: Json) -> None:
+        source = facts["source"]
+        for label in facts["labels"]:
+            self._labels.setdefault(_hashable(label), len(self._labels))
+        self.tally.add(facts["tally"])
+        self._readers[source].merge(facts["reader"])
+        done = sum(self._bytes[:source]) + self._bytes[source] * facts["share"]
+        self.share = float(done / max(1, sum(self._bytes)))
+        self.n_parts += 1
 
+    def finish(self, tokenizer: Any) -> Json:
+        """Write the columns that follow from all parts; returns the facts of the set for its
+        manifest. Raises `DataError`.
+        """
+        groups = self._column("groups", np.uint64)
+        names = self._label_names()
+        facts = self._facts(tokenizer, names) | {
+            "n_examples": len(groups),
+            "n_distinct_inputs": len(np.unique(groups)),
+        }
+        _refuse_unusable(facts, self.recipe)
+        np.unique(self._column("seen", np.uint64)).tofile(self.folder / "inputs.bin")
+        if (of := self._of_labels()) is not None:
+            numbers = {name: number for number, name in enumerate(names)}
+            of_each = np.array([of.number(label, numbers) for label in self._labels], of.dtype)
+            of_each[self._column("classes", np.int32)].tofile(self.folder / "labels.bin")
+        return facts
 
-def _usable(encoded: Encoded, chunk: _Chunk, recipe: Recipe, tally: Tally) -> NDArray[np.bool_]:
-    """Which examples of a chunk become some of the set [n]; the others are counted. Raises
-    `DataError`.
-    """
-    long_ones = np.flatnonzero(encoded.was_cut)
-    tally.n_too_long += len(long_ones)
-    if len(long_ones) and recipe.too_long == "error":
-        limits = f"max_length {recipe.max_length}"
-        if objective_of(recipe.task).is_pair:
-            limits += f" or max_target_length {recipe.max_target_length}"
-        raise DataError(
-            f"longer than {limits}",
-            where=chunk.place(chunk.lines[int(long_ones[0])]),
-            to_do="raise data.max_length, or set data.too_long to truncate or skip",
-        )
-    kept = ~encoded.was_cut if recipe.too_long == "skip" else np.ones(len(chunk.texts), bool)
-    tally.n_skipped_long += len(kept) - int(kept.sum())
-    if objective_of(recipe.task).scores_tokens:
-        has_target = encoded.n_targets() > 0
-        tally.n_without_target += int((kept & ~has_target).sum())
-        kept &= has_target
-    return kept
+    def _column(self, name: str, dtype: Any) -> Any:
+        path = self.folder / f"{name}.bin"
+        return np.fromfile(path, dtype) if path.exists() else np.zeros(0, dtype)
 
+    def _of_labels(self) -> Labels | None:
+        objective = objective_of(self.recipe.task)
+        return objective.labels if objective.reads_labels else None
 
-class _Labels:
-    """The labels of a set, if its task has some (`of`), numbered once all have been seen."""
-
-    def __init__(self, of: Labels | None, recipe: Recipe) -> None:
-        self.of, self.of_model, self.seen = of, recipe.model_classes, list[Any]()
-        self.known = {name: number for number, name in enumerate(recipe.label_names)}
-
-    @property
-    def names(self) -> list[str]:
-        """The known labels in their order, else those that the task finds in the data, in the
+    def _label_names(self) -> list[str]:
+        """The known labels in their order, else those that the objective finds in the data, in the
         order of the model's classes where they are the same.
         """
-        if self.known or self.of is None:
-            return list(self.known)
-        names = self.of.names(set(self.seen))
-        return in_models_order(names, self.of_model) or names
+        of = self._of_labels()
+        if self.recipe.label_names or of is None:
+            return list(self.recipe.label_names)
+        names = of.names(set(self._labels))
+        return in_models_order(names, self.recipe.model_classes) or names
 
-    def take(self, chunk: _Chunk, kept: NDArray[np.bool_], tally: Tally) -> None:
-        """Note the labels of the kept examples of a chunk; one that is not known is a bad row, and
-        not kept.
-        """
-        if self.of is None:
+    def _facts(self, tokenizer: Any, names: list[str]) -> Json:
+        tally, readers, labels = self.tally, self._readers, self._of_labels()
+        of_chats = said_of_chats(
+            tally.n_rendered > 0, tokenizer, self.recipe.date, tally.n_unrolled
+        )
+        n_labelled = self._sizes.get("classes", 0) // 4
+        return {
+            "kind": "farthing token set",
+            "version": CACHE_VERSION,
+            "sources": [{"name": each.name, "sha256": each.sha256} for each in self.sources],
+            "formats": [each.understood.format for each in readers if each.understood is not None],
+            **vars(tally),
+            "n_targets": tally.n_targets if labels is None else n_labelled,
+            "ignored_columns": [
+                {"source": reader.name, "columns": reader.ignored, "n_rows": reader.n_rows}
+                for reader in readers
+                if reader.ignored
+            ],
+            "chosen": (
+                [
+                    {"source": reader.name, "what": what}
+                    for reader in readers
+                    for what in reader.notes
+                ]
+                + [{"source": "chats", "what": what} for what in of_chats]
+            ),
+            "label_names": names,
+            "counts_units": objective_of(self.recipe.task).counts_units,
+            **(
+                {"label_dtype": labels.dtype}
+                if labels is not None and labels.dtype != "int32"
+                else {}
+            ),
+        }
+
+    def link(self, final: Path) -> None:
+        """The columns of the set, in its folder."""
+        for path in self.folder.glob("*.bin"):
+            if path.stem not in ("seen", "classes"):
+                try:
+                    os.link(path, final / path.name)
+                except OSError:
+                    shutil.copyfile(path, final / path.name)
+
+
+def _read(path: Path) -> Any:
+    """The content of a JSON file; None where it is not there or not whole."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return None
+
+
+def _hashable(label: Any) -> Any:
+    return tuple(_hashable(each) for each in label) if isinstance(label, list) else label
+
+
+# ---- who makes the parts ----
+
+
+class _WorkersLost(Exception):
+    """Workers ended without a word."""
+
+
+def _parts(
+    draft: _Draft, understood: list[Understood | None], state: TokenizerState, told: Told
+) -> Iterator[Part]:
+    """The parts that the draft lacks, in order."""
+    n_workers = _n_workers(draft.sources, draft.recipe)
+    if n_workers > 1:
+        write_spec(draft.folder, draft.sources, understood, state, draft.recipe, draft.n_parts)
+        try:
+            yield from _of_workers(draft, n_workers, told)
             return
-        for index in np.flatnonzero(kept).tolist():
-            label = chunk.texts[index].label
-            try:
-                if self.known:
-                    self.of.number(label, self.known)
-                self.seen.append(label)
-            except KeyError:
-                tally.reject(
-                    chunk.place(chunk.lines[index]), f"label {label!r} is never seen in training"
-                )
-                kept[index] = False
+        except _WorkersLost as error:
+            told.warn(f"tokenizing continues in one process: {error}")
+    maker = PartMaker(draft.sources, understood, state, draft.recipe)
+    for number, place in enumerate(places(draft.sources)):
+        told.check()
+        if number >= draft.n_parts:
+            path = part_path(draft.folder, number)
+            yield (read_part(path) if path.exists() else None) or maker.make(place)
 
-    def numbered(self) -> NDArray[Any]:
-        """What is stored of each label that was noted."""
-        assert self.of is not None
-        numbers = {name: number for number, name in enumerate(self.names)}
-        return np.array([self.of.number(label, numbers) for label in self.seen], self.of.dtype)
+
+def _n_workers(sources: list[Source], recipe: Recipe) -> int:
+    """One for each core and 8 MB of data, as far as memory holds them."""
+    import psutil
+
+    most = psutil.virtual_memory().available // _WORKER_MEMORY_BYTES
+    n_bytes = sum(source.n_bytes for source in sources)
+    n = min(len(os.sched_getaffinity(0)), n_bytes // WORKER_BYTES, most, MOST_WORKERS)
+    return int(n) if is_installed(recipe.task) else 1
+
+
+def _of_workers(draft: _Draft, n: int, told: Told) -> Iterator[Part]:
+    """Raises `InputError`, `OSError` as a worker did, and `_WorkersLost`."""
+    threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", "farthing.data.worker", str(draft.folder)]
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for number in range(n):
+            worker = subprocess.Popen(
+                [*command, str(number), str(n)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | threads,
+            )
+            stack.callback(_end, worker)
+            workers.append(worker)
+        n_parts: int | None = None
+        while n_parts is None or draft.n_parts < n_parts:
+            told.check()
+            are_done = [worker.poll() is not None for worker in workers]
+            path = part_path(draft.folder, draft.n_parts)
+            if path.exists() and (part := read_part(path)):
+                yield part
+                continue
+            ends = [_read(end_path(draft.folder, number)) for number in range(n)]
+            errors = [end for end in ends if end and "error" in end]
+            if errors:
+                raise error_of(min(errors, key=lambda end: int(end["part"])))
+            for worker, end, is_done in zip(workers, ends, are_done, strict=True):
+                if is_done and end is None:
+                    raise _WorkersLost(f"another ended with exit code {worker.returncode}")
+                n_parts = end["n_parts"] if end else n_parts
+            if all(are_done) and n_parts != draft.n_parts:
+                raise _WorkersLost("a part that another made is damaged")
+            time.sleep(_POLL_S)
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    worker.communicate()
 
 
 def _refuse_unusable(facts: Json, recipe: Recipe) -> None:
@@ -390,49 +461,3 @@ def _refuse_unusable(facts: Json, recipe: Recipe) -> None:
                 " template"
             ),
         )
-
-
-def _chunks(
-    sources: list[Source], tokenizer: Any, recipe: Recipe, readers: list[SourceReader]
-) -> Iterator[_Chunk]:
-    """The rows of all sources as texts, in order; the reader of each goes to `readers`."""
-    sizes = [source.n_bytes for source in sources]
-    for number, source in enumerate(sources):
-        reading, reader = Reading(), SourceReader(source, recipe, tokenizer)
-        readers.append(reader)
-        for rows in _batched(source.rows(reading)):
-            reader.look(rows)
-            share = (sum(sizes[:number]) + sizes[number] * reading.share()) / max(1, sum(sizes))
-            chunk = _Chunk(source.name, number, share=share)
-            for row in rows:
-                if chunk.n_characters > CHUNK_CHARACTERS:
-                    yield chunk
-                    chunk = _Chunk(source.name, number, share=share)
-                chunk.n_rows += 1
-                try:
-                    text = reader.text(row)
-                except Unusable as error:
-                    chunk.rejected.append((row.line, str(error)))
-                    chunk.groups_of_rejected += [hash_of_input(error.given)] if error.given else []
-                    continue
-                for each in text.of_row:
-                    chunk.texts.append(each)
-                    chunk.lines.append(row.line)
-                    chunk.groups.append(hash_of_input(each.given))
-                    parts = itertools.chain(each.segments, *each.beside)
-                    chunk.n_characters += sum([len(part) for part, _ in parts])
-            yield chunk
-
-
-def _batched(rows: Iterator[Row | BadRow]) -> Iterator[list[Row | BadRow]]:
-    """Rows that are read together: so many, or fewer where they are large."""
-    chunk: list[Row | BadRow] = []
-    n = 0
-    for row in rows:
-        chunk.append(row)
-        n += n_characters(row.value) if isinstance(row, Row) else 0
-        if len(chunk) == CHUNK_ROWS or n > MOST_CHARACTERS_TOGETHER:
-            yield chunk
-            chunk, n = [], 0
-    if chunk:
-        yield chunk

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter, recognise
-from farthing.data.read import Row, open_sources
+from farthing.data.read import open_sources
+from farthing.data.rows import Layout, Row
 from farthing.errors import FarthingError, ModelError
 from farthing.objectives.columns import Unusable
 from farthing.objectives.registry import objective_of
@@ -70,6 +71,7 @@ def _first_rows(job: Json, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     texts: list[Text] = []
     with contextlib.suppress(FarthingError, OSError, ValueError, KeyError):
         opened = {"split": data["train_split"], "config_name": data["dataset_config_name"]}
+        opened["layout"] = Layout.of(data)
         source, *_ = open_sources(names[:1], cache_dir=Path(job["cache_dir"] or "."), **opened)  # type: ignore[arg-type]
         found = [
             row.value for row in itertools.islice(source.rows(), N_ROWS) if isinstance(row, Row)

@@ -36,6 +36,16 @@ for _each in (
     register(_each)
 
 
+_BUILT_IN = frozenset(_OBJECTIVES)
+
+
+def is_installed(name: str) -> bool:
+    """Whether every process finds an objective, and not only the program that registered it."""
+    from importlib.metadata import entry_points
+
+    return name in _BUILT_IN or bool(entry_points(group=ENTRY_POINTS, name=name))
+
+
 def objective_names() -> tuple[str, ...]:
     """The names of all that are known so far."""
     return tuple(_OBJECTIVES)

@@ -209,6 +209,7 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
     opened: dict[str, Any] = {
         "cache_dir": cache_dir,
         "config_name": data.dataset_config_name,
+        "layout": data.layout,
         "progress": lambda what, done, total: emit(ReadingData(what, done, total)),
         "warn": lambda text: emit(Warned(text)),
     }

@@ -1,0 +1,285 @@
+"""A part of a token set: some blocks of a source, tokenized. It follows from its place in the
+sources and from what chose the tokens, so any process may make it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.data.encode import Encoded, Encoder
+from farthing.data.formats import Text, Understood, hash_of_input
+from farthing.data.read import Source
+from farthing.data.reader import SourceReader
+from farthing.data.rows import Block, Reading
+from farthing.data.token_set import LINE_BITS, Recipe
+from farthing.data.units import n_shared
+from farthing.errors import DataError
+from farthing.objectives.columns import Unusable
+from farthing.objectives.registry import objective_of
+from farthing.storage.files import Json, draft_of
+
+PART_BLOCKS = 8
+CHUNK_CHARACTERS = 1 << 18
+"""Encoded together: enough for the threads of many cores, and few for their caches."""
+MOST_NAMED = 1000
+"""Bad rows that a set names."""
+
+
+@dataclass
+class Tally:
+    """What became of the rows, as the manifest of a set says it."""
+
+    n_rows: int = 0
+    n_bad: int = 0
+    n_too_long: int = 0
+    n_skipped_long: int = 0
+    n_without_target: int = 0
+    n_unlearned_turns: int = 0
+    n_unrolled: int = 0
+    n_rendered: int = 0
+    n_tokens: int = 0
+    n_targets: int = 0
+    bad_rows: list[tuple[str, str]] = field(default_factory=list)
+
+    def reject(self, place: str, reason: str) -> None:
+        """Count a bad row; the first thousand are named."""
+        self.n_bad += 1
+        if len(self.bad_rows) < MOST_NAMED:
+            self.bad_rows.append((place, reason))
+
+    def add(self, other: Json) -> None:
+        """The same of other rows, as `asdict` has it."""
+        for name, value in other.items():
+            if name != "bad_rows":
+                setattr(self, name, getattr(self, name) + value)
+        named = [(place, reason) for place, reason in other["bad_rows"]]
+        self.bad_rows += named[: MOST_NAMED - len(self.bad_rows)]
+
+
+class Part(NamedTuple):
+    """Some columns of a token set and what is known of the rows.
+
+    In place of offsets there are `lengths`; `classes` are indices into the labels of `facts`, and
+    `seen` the distinct inputs.
+    """
+
+    columns: dict[str, NDArray[Any]]
+    facts: Json
+
+    def write(self, path: Path) -> None:
+        """Keep it in a file that is whole once it is there. Raises `OSError`."""
+        draft = draft_of(path)
+        facts = np.frombuffer(json.dumps(self.facts).encode(), np.uint8)
+        with open(draft, "wb") as file:
+            np.savez(file, allow_pickle=False, facts=facts, **self.columns)
+        os.replace(draft, path)
+
+
+def read_part(path: Path) -> Part | None:
+    """A part that was kept; None where the file is damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            columns = {name: arrays[name] for name in arrays.files}
+        return Part(columns, json.loads(columns.pop("facts").tobytes()))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+class Place(NamedTuple):
+    """Where a part stands: the number of its source, its blocks, and the share of that source that
+    was read when they end.
+    """
+
+    source: int
+    blocks: list[Block]
+    share: float
+
+
+def places(sources: Sequence[Source]) -> Iterator[Place]:
+    """The places of all parts, in order. Raises `DataError`."""
+    for number, source in enumerate(sources):
+        reading = Reading()
+        pending: list[Block] = []
+        failed: DataError | None = None
+        try:
+            for block in source.blocks(reading):
+                pending.append(block)
+                if len(pending) == PART_BLOCKS:
+                    yield Place(number, pending, reading.share())
+                    pending = []
+        except DataError as error:  # behind the rows that were read
+            failed = error
+        if pending:
+            yield Place(number, pending, 1.0)
+        if failed is not None:
+            raise failed
+
+
+class PartMaker:
+    """Makes parts of some sources. `tokenizer` is what `Encoder` takes."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        understood: Sequence[Understood | None],
+        tokenizer: Any,
+        recipe: Recipe,
+    ) -> None:
+        self._sources, self._understood = sources, understood
+        self._tokenizer, self._recipe = tokenizer, recipe
+        self._encode = Encoder(
+            tokenizer,
+            recipe.task,
+            recipe.max_length,
+            recipe.max_target_length,
+            recipe.train_on_prompt,
+        )
+
+    def make(self, place: Place) -> Part:
+        """Raises `DataError` for rows that may not be there."""
+        source = self._sources[place.source]
+        reader = SourceReader(source, self._recipe, self._tokenizer, self._understood[place.source])
+        made = _Making(place.source, source.name, self._recipe, self._encode)
+        for block in place.blocks:
+            rows = list(block.rows())
+            reader.look(rows)
+            for row in rows:
+                made.tally.n_rows += 1
+                try:
+                    made.add(row.line, reader.text(row))
+                except Unusable as error:
+                    made.reject(row.line, str(error), error.given)
+        columns = made.finish()
+        facts = {"source": place.source, "share": place.share, "tally": asdict(made.tally)}
+        return Part(columns, facts | {"reader": reader.state(), "labels": list(made.labels)})
+
+
+class _Making:
+    """The examples of a part, encoded a chunk at a time."""
+
+    def __init__(self, number: int, name: str, recipe: Recipe, encode: Encoder) -> None:
+        self.tally, self.labels = Tally(), dict[Any, int]()
+        self._number, self._name, self._recipe, self._encode = number, name, recipe, encode
+        self._objective = objective_of(recipe.task)
+        self._known = {label: index for index, label in enumerate(recipe.label_names)}
+        self._texts: list[Text] = []
+        self._lines: list[int] = []
+        self._n_characters = 0
+        self._inputs: list[int] = []
+        self._columns: dict[str, list[NDArray[Any]]] = {}
+
+    def add(self, line: int, text: Text) -> None:
+        """A row that is a text, or several."""
+        for each in text.of_row:
+            self._texts.append(each)
+            self._lines.append(line)
+            pieces = itertools.chain(each.segments, *each.beside)
+            self._n_characters += sum([len(part) for part, _ in pieces])
+        self.tally.n_unrolled += len(text.earlier)
+        if self._n_characters > CHUNK_CHARACTERS:
+            self._flush()
+
+    def reject(self, line: int, reason: str, given: tuple[str, ...] = ()) -> None:
+        """A row that can't be used; its input counts among the inputs where it could be read."""
+        self.tally.reject(f"{self._name}:{line}", reason)
+        if given:
+            self._inputs.append(hash_of_input(given))
+
+    def finish(self) -> dict[str, NDArray[Any]]:
+        """The columns."""
+        self._flush()
+        columns = {name: np.concatenate(pieces) for name, pieces in self._columns.items()}
+        return columns | {"seen": np.unique(np.array(self._inputs, np.uint64))}
+
+    def _flush(self) -> None:
+        texts, lines = self._texts, np.array(self._lines, np.int64)
+        self._texts, self._lines, self._n_characters = [], [], 0
+        encoded = self._encode(texts) if texts else None
+        if encoded is None:
+            return
+        kept = self._usable(encoded, texts, lines)
+        groups = np.array([hash_of_input(text.given) for text in texts], np.uint64)
+        self._inputs += groups.tolist()
+        labels = self._numbered(texts, lines, kept)
+        self.tally.n_unlearned_turns += sum(
+            texts[index].n_unlearned for index in np.flatnonzero(kept)
+        )
+        self.tally.n_rendered += sum(not text.is_raw for text in texts)
+        encoded = encoded.only(kept)
+        columns: dict[str, NDArray[Any]] = {
+            "ids": encoded.ids,
+            "targets": encoded.is_target,
+            "lengths": encoded.lengths,
+            "target_lengths": encoded.n_targets(),
+            "lines": (self._number << LINE_BITS) + lines[kept],
+            "groups": groups[kept],
+        }
+        if encoded.sequences is not None:
+            columns["sequences"] = encoded.sequences.astype(np.int32)
+            columns["shared"] = n_shared(encoded.ids, encoded.sequences).astype(np.int32)
+        if self._objective.value is not None:
+            values = [text.value for text in texts]
+            columns["values"] = np.array(values, np.float32)[kept]
+        if labels is not None:
+            columns["classes"] = labels
+        self.tally.n_tokens += len(encoded.ids)
+        self.tally.n_targets += int(columns["target_lengths"].sum())
+        for name, column in columns.items():
+            self._columns.setdefault(name, []).append(column)
+
+    def _usable(
+        self, encoded: Encoded, texts: list[Text], lines: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Which examples become some of the set [n]; the others are counted. Raises `DataError`."""
+        recipe, tally = self._recipe, self.tally
+        long_ones = np.flatnonzero(encoded.was_cut)
+        tally.n_too_long += len(long_ones)
+        if len(long_ones) and recipe.too_long == "error":
+            limits = f"max_length {recipe.max_length}"
+            if self._objective.is_pair:
+                limits += f" or max_target_length {recipe.max_target_length}"
+            raise DataError(
+                f"longer than {limits}",
+                where=f"{self._name}:{lines[int(long_ones[0])]}",
+                to_do="raise data.max_length, or set data.too_long to truncate or skip",
+            )
+        kept = ~encoded.was_cut if recipe.too_long == "skip" else np.ones(len(texts), bool)
+        tally.n_skipped_long += len(kept) - int(kept.sum())
+        if self._objective.scores_tokens:
+            has_target = encoded.n_targets() > 0
+            tally.n_without_target += int((kept & ~has_target).sum())
+            kept &= has_target
+        return kept
+
+    def _numbered(
+        self, texts: list[Text], lines: NDArray[np.int64], kept: NDArray[np.bool_]
+    ) -> NDArray[np.int32] | None:
+        """The labels of the kept examples, by their place in `labels`; one that is not known is a
+        bad row, and not kept.
+        """
+        of = self._objective.labels
+        if of is None or not self._objective.reads_labels:
+            return None
+        found = []
+        for index in np.flatnonzero(kept).tolist():
+            label = texts[index].label
+            try:
+                if self._known:
+                    of.number(label, self._known)
+                found.append(self.labels.setdefault(label, len(self.labels)))
+            except KeyError:
+                self.tally.reject(
+                    f"{self._name}:{lines[index]}", f"label {label!r} is never seen in training"
+                )
+                kept[index] = False
+        return np.array(found, np.int32)
