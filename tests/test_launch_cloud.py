@@ -33,8 +33,8 @@ NO_TOKENIZING = """
 import farthing.data.tokens as tokens
 def refuse(*args, **more):
     raise RuntimeError("data was tokenized on a rented machine")
-assert tokens._write
-tokens._write = refuse
+assert tokens._make
+tokens._make = refuse
 """
 
 

@@ -284,7 +284,7 @@ class _Document:
                 self._at += 1
             if self._at < len(self._text) or self._is_end:
                 return self._text[self._at : self._at + 1]
-            self._more(1 << 20)
+            self._more(1 << 18)
 
     def items(self) -> Iterator[Any]:
         """The items of an array that begins here. Raises `DataError`."""
@@ -320,7 +320,7 @@ class _Document:
         return value
 
     def _value(self) -> Any:
-        n_more = 1 << 20
+        n_more = 1 << 18
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)

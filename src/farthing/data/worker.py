@@ -102,7 +102,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def main() -> int:
+def main() -> None:
     """Make the parts."""
     folder, (number, n_workers) = Path(sys.argv[1]), map(int, sys.argv[2:4])
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -126,8 +126,7 @@ def main() -> int:
         why = ["os", error.errno, error.strerror or str(error)]
         found = {"error": why, "part": n_parts}
     write_json(end_path(folder, number), found)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
