@@ -32,6 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from farthing.errors import ModelError
 from farthing.model.activation_checkpointing import Gathered
 from farthing.model.loss import inner_of
+from farthing.model.precision import SUMS, keep_residual_stream
 
 
 class How(NamedTuple):
@@ -92,7 +93,8 @@ class Spread:
         self.gathered = _gathered(model, layers, whole, how, self.trains_rows)
         policy = MixedPrecisionPolicy()
         if how.gathers_in is not None and self.trains_rows:
-            policy = MixedPrecisionPolicy(how.gathers_in, torch.float32, cast_forward_inputs=False)
+            policy = MixedPrecisionPolicy(how.gathers_in, SUMS, cast_forward_inputs=False)
+            keep_residual_stream(model, next(model.parameters()).dtype)
         offload = (
             CPUOffloadPolicy(pin_memory=device.type == "cuda") if how.offloads else OffloadPolicy()
         )

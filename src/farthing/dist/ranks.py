@@ -249,6 +249,11 @@ class Ranks:
         """Whether a rank has some rows of the trained weights, and not all of them."""
         return self.spreads is not None and self.spreads.trains_rows
 
+    @property
+    def shard(self) -> int:
+        """Which rows of the trained weights this rank has; 0 where each has all."""
+        return self.spreads.shard if self.spreads is not None and self.trains_rows else 0
+
     def trained_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The trained weights by name, as plain tensors: whole, or the rows of this rank."""
         if self.spreads is not None:
@@ -295,12 +300,15 @@ class Ranks:
 
     def clip(self, weights: Sequence[Tensor], most: float) -> Tensor:
         """Scale gradients down to a norm of `most` over all ranks' rows; the norm before."""
+        found = [each.grad for each in weights if each.grad is not None]
         if not self.trains_rows:
-            return torch.nn.utils.clip_grad_norm_(weights, most)
+            norms = torch._foreach_norm(found, 2, torch.float32)  # bf16 has three digits
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            torch.nn.utils.clip_grads_with_norm_(weights, most, norm)
+            return norm
         assert self.spreads is not None
         squares = torch.zeros(self.n, dtype=torch.float64, device=self.device)
         if not self.spreads.is_copy:
-            found = [each.grad for each in weights if each.grad is not None]
             squares[self.index] = sum(
                 torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in found
             )

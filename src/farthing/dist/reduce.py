@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farthing.dist.ranks import Ranks
+from farthing.model.precision import SUMS
 
 SLOTS = 4
 """Of a step that is added up in a fixed order: as many processes can share it, on fewer some
@@ -110,7 +111,7 @@ class AllReduce:
             weight.new_zeros(weight.numel()) if weight.grad is None else weight.grad.reshape(-1)
             for weight in weights
         ]
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        flat = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(SUMS)
         for weight in weights:
             weight.grad = None
         self._ranks.n_sums += 1
@@ -139,7 +140,8 @@ class AllReduce:
                 parts = flat.split([self._weights[at].numel() for at in bucket])
                 for at, part in zip(bucket, parts, strict=True):
                     if has_gradient[at]:
-                        self._weights[at].grad = part.view(self._weights[at].shape)
+                        weight = self._weights[at]
+                        weight.grad = part.view(weight.shape).to(weight.dtype)
         self._sent = []
 
     @contextlib.contextmanager

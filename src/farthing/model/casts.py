@@ -7,7 +7,8 @@ precision that are added in fp32. Only where several layers read one input, thei
 are added in the run's precision, as in a model whose weights are in it. On GPUs; CPUs go on as
 before. Never run on a GPU, but on a hollow one, with values (docs/gpu.md).
 
-Refuses weights that are not fp32 or spread over processes, and layers that something else computes.
+Refuses weights that are not fp32, and layers that something else computes. Weights that are spread
+over processes have no copies: they are gathered in the run's precision.
 Copies are there within
 `Casts.kept` alone, where no optimizer writes: no copy is ever older than its weight.
 """
@@ -42,9 +43,11 @@ class Casts:
             if type(module) is not nn.Linear or module is head or "forward" in vars(module):
                 continue
             own = [each for each in (module.weight, module.bias) if each is not None]
-            if all(type(each) is nn.Parameter and each.dtype == torch.float32 for each in own):
+            if all(each.dtype == torch.float32 for each in own):
                 module.forward = functools.partial(linear, module)
-                self.weights += [each for each in own if each.requires_grad]
+                self.weights += [
+                    each for each in own if each.requires_grad and type(each) is nn.Parameter
+                ]
 
     @contextlib.contextmanager
     def kept(self, *, adds: bool, several: bool = True) -> Iterator[None]:

@@ -63,8 +63,8 @@ def leave_to_compiler(inner: nn.Module) -> None:
 
 def _forward(module: Any, original: Any, hidden: Tensor) -> Tensor:
     weight: Tensor = module.weight
-    is_plain = hidden.dtype == weight.dtype == torch.float32 and hidden.is_cuda
+    is_plain = hidden.dtype == torch.float32 and hidden.is_cuda
     if not is_plain or torch.compiler.is_compiling():
         plain: Tensor = original(hidden)
         return plain
-    return F.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)
+    return F.rms_norm(hidden, weight.shape, weight.float(), module.variance_epsilon)

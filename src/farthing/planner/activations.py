@@ -13,7 +13,7 @@ from farthing.data.lengths import Largest
 from farthing.models.shapes import Shape
 from farthing.models.weights import Adapters, Weight
 from farthing.planner.blocks import block_of
-from farthing.planner.recipe import FSDP, Recipe
+from farthing.planner.recipe import Recipe
 
 WORKING_MLP, WORKING_STREAM = 6, 5  # bytes for each feature of the feed-forward, and of the stream
 WORKING_MLP_PLAIN = (
@@ -146,7 +146,7 @@ def saved_per_token(
     to_attention = to_mlp = 0
     keeps_inputs = is_full or (stack.keeps_quantized_inputs and recipe.method == "qlora")
     if keeps_inputs:
-        has_copies = is_mixed and not (stack.shares_inputs and is_cuda and recipe.sharding != FSDP)
+        has_copies = is_mixed and not (stack.shares_inputs and is_cuda)
         to_attention = c * h * (block.n_attention_inputs if has_copies else 1)
         to_mlp = c * h * (block.n_mlp_inputs if has_copies else 1)
 

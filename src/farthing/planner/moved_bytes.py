@@ -12,7 +12,7 @@ from typing import NamedTuple
 from farthing.models.shapes import Shape
 from farthing.models.weights import Adapters
 from farthing.planner.memory import NF4_BYTES, in_layers
-from farthing.planner.recipe import FSDP, Recipe
+from farthing.planner.recipe import BF16_WEIGHTS, FSDP, Recipe
 
 
 def packed_bytes(shape: Shape, recipe: Recipe) -> float:
@@ -90,6 +90,10 @@ def _update_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> fl
     state = {"sgd": 0.0, "adamw_torch_offload": -b, "adafactor": 15.0 * b}.get(
         recipe.optim, 4.0 if "8bit" in recipe.optim else 4.0 * b
     )  # Adafactor's passes: square 2, epsilon 2, means 2, factors 3, product 3, norm 1, scales 4
+    if recipe.optim == BF16_WEIGHTS:
+        # clipping; to and from buckets in fp32 (24, 18); the update there (28); of two numbers
+        # random bits (4), their sum (12), its end cut off (8)
+        return n * (3.0 * b + 24.0 + 18.0 + 28.0 + 48.0)
     moved = 21.0 * b if recipe.optim == "adamw_torch" else 3.0 * b + state
     clipping = 3.0 * b
     slow = 4.0 if recipe.optim.startswith("paged") else 1.0  # pages come and go over the bus

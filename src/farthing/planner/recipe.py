@@ -18,6 +18,8 @@ from farthing.objectives.registry import objective_of
 from farthing.settings import Settings
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+BF16_WEIGHTS = "adamw_bf16_stochastic_round"
+"""The optimizer without fp32 masters: weights, gradients and moments are bf16."""
 
 # what the loss keeps of the logits, see memory.logits_bytes
 LABELLED, WHOLE, FUSED, CHUNKED, TILED = "labelled", "whole", "fused", "chunked", "tiled"
@@ -212,7 +214,8 @@ class Recipe:
     def trained_bytes(self) -> int:
         """Of a trained weight, and of its gradient."""
         is_adapter = self.method != "full"
-        is_fp32 = self.stack.adapters_fp32 if is_adapter else self.stack.has_master_weights
+        has_masters = self.stack.has_master_weights and self.optim != BF16_WEIGHTS
+        is_fp32 = self.stack.adapters_fp32 if is_adapter else has_masters
         return 4 if is_fp32 else self.compute_bytes
 
     @property
@@ -247,11 +250,8 @@ class Recipe:
 
     @property
     def residual_bytes(self) -> int:
-        """Of a number in the residual stream, and at the edges of recomputed layers: that of the
-        embedding that it begins with, which fsdp casts when it gathers it."""
-        if self.method == "full" and self.sharding != "fsdp":
-            return self.trained_bytes
-        return self.gathered_bytes if self.method == "full" else self.frozen_bytes
+        """Of a number in the residual stream, and at the edges of recomputed layers."""
+        return self.trained_bytes if self.method == "full" else self.frozen_bytes
 
     def with_settings(self, **changed: Any) -> Recipe:
         """The same recipe with other settings."""

@@ -27,7 +27,7 @@ from farthing.planner.memory import (
 )
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
-from farthing.planner.recipe import DDP, FSDP, NONE, Recipe
+from farthing.planner.recipe import BF16_WEIGHTS, DDP, FSDP, NONE, Recipe
 from farthing.planner.speed import StepTime, Work, micro_batch_cost, step_time, work_of
 from farthing.planner.spot import Interruptions, prior
 from farthing.planner.types import UNCALIBRATED, Answer, Assumptions, JobSpec, Place, Plan, Rejected
@@ -41,6 +41,13 @@ HOST_SHARE = (
     0.9  # of main memory, that rows of weights and an off-loaded optimizer may take: by assumption
 )
 UNDECIDED = Settings()
+# what a setting costs in quality, by its source
+QUALITY = {
+    BF16_WEIGHTS: (
+        " (in pre-training up to 6.7B no worse than fp32 masters: Ozkara et al. 2025, arXiv"
+        " 2502.20566; in fine-tuning not measured)"
+    )
+}
 # of a micro-batch on a CPU: more is quicker by a hundredth at most, for more memory (docs/log.md)
 CPU_TOKENS = 2048
 
@@ -363,7 +370,9 @@ class _Search:
         worked out when asked for.
         """
         key = precision, n_gpus, is_cuda
-        known, rest = self._changes.setdefault(key, ([], _memory_savers(self.wanted, is_cuda)))
+        known, rest = self._changes.setdefault(
+            key, ([], _memory_savers(self.wanted, is_cuda, bf16=precision == "bf16"))
+        )
         yield from known
         for other in rest:
             most = min(budgets(other, n_gpus, is_cuda))
@@ -428,7 +437,7 @@ def shardings_of(wanted: JobSpec, n_gpus: int, offloads: bool = False) -> list[s
     return [FSDP] if wanted.spreads else [DDP, FSDP]
 
 
-def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[JobSpec]:
+def _memory_savers(wanted: JobSpec, is_cuda: bool, *, bf16: bool) -> Iterator[JobSpec]:
     """The job with settings that save memory: the mildest first, each with those before."""
     longest, milder = wanted.lengths.longest, wanted
     if (
@@ -441,6 +450,8 @@ def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[JobSpec]:
         milder = replace(milder, checkpoint_every=1)
         yield milder
     if wanted.method == "full" and is_cuda and "8bit" not in wanted.optim:
+        if bf16:
+            yield replace(milder, optim=BF16_WEIGHTS)
         yield replace(milder, optim="adamw_8bit")
     methods = [
         name for name in (["lora", "qlora"] if is_cuda else ["lora"]) if name != wanted.method
@@ -477,7 +488,7 @@ def _said(other: JobSpec, wanted: JobSpec) -> str:
     """What a job has to say to become the other, as a job file has it."""
     says = {
         f"method: {other.method}": other.method != wanted.method,
-        f"train.optim: {other.optim}": other.optim != wanted.optim,
+        f"train.optim: {other.optim}{QUALITY.get(other.optim, '')}": other.optim != wanted.optim,
         "train.gradient_checkpointing: true": other.checkpoint_every != wanted.checkpoint_every,
         f"train.micro_batch_tokens: {other.micro_batch_tokens}": other.micro_batch_tokens
         != wanted.micro_batch_tokens,

@@ -20,7 +20,7 @@ from farthing.models.tiles import WRITES_MORE
 from farthing.models.weights import Adapters
 from farthing.objectives.registry import objective_of
 from farthing.planner.memory import Memory
-from farthing.planner.recipe import Recipe, Stack, stack_for
+from farthing.planner.recipe import BF16_WEIGHTS, Recipe, Stack, stack_for
 from farthing.planner.software import Torch, host_note, why_no_code
 from farthing.planner.speed import Calibration, Device, StepTime, device_of
 from farthing.planner.spot import Expected
@@ -233,9 +233,11 @@ class JobSpec:
 
     @property
     def save_bytes(self) -> float:
-        """Of a checkpoint: trained weights and the optimizer's state in fp32."""
+        """Of a checkpoint: trained weights and the optimizer's state, as they are kept."""
         return self.n_trainable * (
-            4.0
+            2.0 + 4.0
+            if self.optim == BF16_WEIGHTS
+            else 4.0
             + {"sgd": 0.0, "adagrad": 4.0, "rmsprop": 4.0, "adafactor": 0.0}.get(
                 self.optim, 2.0 if "8bit" in self.optim else 8.0
             )
@@ -453,6 +455,9 @@ def place_of(
             f"leave {setting} out: {found} is used",
             1.5,
         )
+    if wanted is not None and wanted.optim == BF16_WEIGHTS and precision != "bf16":
+        why = f"train.optim: {wanted.optim} computes in bf16, and {gpu.name} in {precision}"
+        return Rejected(offer, why, "train.optim: adamw_torch_fused", 3.0)
     note = ""
     if risk and not gpu.has_bf16:
         note = f"fp32, because {risk}" if precision == "fp32" else ""

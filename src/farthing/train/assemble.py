@@ -154,11 +154,7 @@ def _computed(
     forward.tile_tokens = settings.tile_tokens
     forward.micro_batch_cost = MicroBatchCost(settings.least_tokens, settings.more_tokens)
     forward.within = context.ranks.within
-    if (
-        numerics.device.type == "cuda"
-        and numerics.autocast is not None
-        and not context.ranks.is_spread
-    ):
+    if numerics.device.type == "cuda" and numerics.autocast is not None:
         forward.casts = Casts(model, numerics.autocast)
     if job.train.neftune_noise_alpha:
         forward.noise = EmbeddingNoise(model, job.train.neftune_noise_alpha)

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from farthing.errors import InputError, ModelError
 from farthing.model.load import need_bitsandbytes
+from farthing.planner.recipe import BF16_WEIGHTS
 from farthing.run.checkpoint import State
 from farthing.storage.files import Json
+from farthing.train.bf16_adamw import StochasticAdamW
 from farthing.train.offload import OffloadedAdamW
 from farthing.train.update_guard import is_adafactor
 
@@ -97,6 +99,8 @@ def make_optimizer(
         return torch.optim.AdamW(groups, fused=True, **adam)
     if name == "adamw_torch":
         return torch.optim.AdamW(groups, fused=False, **adam)
+    if name == BF16_WEIGHTS:
+        return StochasticAdamW(groups, **adam)
     if name == "adamw_torch_offload":
         return OffloadedAdamW(groups, **adam)
     bitsandbytes = need_bitsandbytes(f"optim: {name}")

@@ -631,7 +631,7 @@ def _open(
         model = read_where_it_differs(
             job, ranks, model, lambda: build(examples.tokens.label_names, reads=True)
         )
-    spread_weights(job, ranks, model, numerics.autocast, emit)
+    spread_weights(job, ranks, model, numerics, emit)
     attempt = assemble(
         job, context, inputs, numerics, model, (examples, held_out), estimate, settings
     )

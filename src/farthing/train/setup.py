@@ -63,6 +63,7 @@ from farthing.model.load import (
 )
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.model.positions import max_positions
+from farthing.model.precision import precision_of
 from farthing.models.refused import refuse_model
 from farthing.objectives.objective import class_names
 from farthing.objectives.registry import objective_of
@@ -451,7 +452,7 @@ def build_model(
         inputs.choice if reads else replace(inputs.choice, init="hollow"),
         inputs.config,
         job.task,
-        dtype=torch.float32 if method.name == "full" else numerics.base_dtype,
+        dtype=precision_of(method.name, job.train.optim, numerics).weights,
         seed=job.train.seed,
         label_names=label_names,
         pad_id=inputs.pad_id,
@@ -564,7 +565,7 @@ def settle_checkpointing(
             autocast=(
                 None if spread is not None and spread.casts_rows else forward.numerics.autocast
             ),
-            casts_once=forward.casts is not None,
+            casts_once=forward.casts is not None and bool(forward.casts.weights),
             gathered=Gathered() if spread is None else spread.gathered,
         ),
         wanted=wanted if wanted == "auto" else int(wanted),

@@ -460,6 +460,8 @@ class Steps:
         norm = self.ranks.clip(self.trained, self.max_grad_norm or math.inf)
         figures = torch.cat([losses, norm.double().reshape(1)])
         reserve_for_update(self.optimizer)
+        # weights in bf16 are rounded by chance: alike on all ranks that have the same rows
+        seed_everything(self.seed, self._step, -1 - self.ranks.shard)
         if self.scaler.is_enabled():
             self._update_guard.enter()
             self.scaler.step(self.optimizer)

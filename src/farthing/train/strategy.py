@@ -17,8 +17,11 @@ from farthing.config.job import Job
 from farthing.dist.ranks import Ranks
 from farthing.errors import InputError
 from farthing.events import Emit, Note
+from farthing.model.hardware import Numerics
+from farthing.model.precision import precision_of
 from farthing.models.weights import begins_from_base
 from farthing.objectives.registry import objective_of
+from farthing.planner.recipe import BF16_WEIGHTS
 from farthing.units import plural, say_bytes
 
 SHARE = 0.8
@@ -26,6 +29,7 @@ SHARE = 0.8
 the rest is for a step.
 """
 _STATE_BYTES = {
+    BF16_WEIGHTS: 4,
     "adamw_8bit": 2,
     "adamw_bnb_8bit": 2,
     "paged_adamw_8bit": 0,
@@ -59,9 +63,7 @@ def read_where_it_differs(job: Job, ranks: Ranks, model: Any, read: Callable[[],
     return model if ranks.tell_all(own) == own else read()
 
 
-def spread_weights(
-    job: Job, ranks: Ranks, model: Any, autocast: torch.dtype | None, emit: Emit
-) -> None:
+def spread_weights(job: Job, ranks: Ranks, model: Any, numerics: Numerics, emit: Emit) -> None:
     """Spread the weights over the ranks where the job says so, or they fit no other way. Raises
     `InputError`.
     """
@@ -76,14 +78,14 @@ def spread_weights(
         if may_be_spread(job, ranks):
             ranks.bring((*model.parameters(), *model.buffers()))
         return
-    if why := why_not_spread(job, autocast):
+    if why := why_not_spread(job, numerics.autocast):
         raise InputError(
             f"the weights can't be spread: {why[0]}", where=f"where.strategy: {way}", to_do=why[1]
         )
     from farthing.dist.fsdp import How  # takes FSDP2 along, which other runs have no use for
 
     n_shards = _n_shards(ranks) if way == "hsdp" else ranks.n
-    gathers_in = autocast if autocast == torch.bfloat16 else None
+    gathers_in = precision_of(job.method.name, job.train.optim, numerics).gathers
     ranks.spread(
         model, How(job.where.reshard_after_forward, n_shards, gathers_in, job.where.offload_weights)
     )
@@ -161,10 +163,10 @@ def _way_of(job: Job, ranks: Ranks, model: Any) -> tuple[str, str]:
 
 
 def resident_bytes(model: Any, optim: str) -> int:
-    """What weights, gradients (fp32) and optimizer state take where each GPU has all of them."""
-    of_each = 4 + _STATE_BYTES.get(optim, 8)
+    """What weights, gradients and optimizer state take where each GPU has all of them."""
+    state = _STATE_BYTES.get(optim, 8)
     return sum(
-        weight.nbytes + (of_each * weight.numel() if weight.requires_grad else 0)
+        weight.nbytes + (weight.nbytes + state * weight.numel() if weight.requires_grad else 0)
         for weight in model.parameters()
     )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from farthing.device_memory import first_line, is_out_of_memory
 from farthing.errors import OutOfMemoryError
+from farthing.train.bf16_adamw import BUCKET, BYTES_PER_WEIGHT, StochasticAdamW
 
 SMALL_BYTES = (
     1 << 20
@@ -117,7 +118,9 @@ def load_update_kernels(optimizer: torch.optim.Optimizer) -> None:
     """Update a made-up weight in each group's way. CUDA loads a kernel into the GPU's memory when
     it is launched first: where there is no room for that it is missed here, where no weight has
     changed. bitsandbytes would end the process."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if not isinstance(optimizer, StochasticAdamW) and not type(optimizer).__module__.startswith(
+        "torch.optim"
+    ):
         return
     for group in optimizer.param_groups:
         weight = group["params"][0].detach().new_zeros(1).requires_grad_()
@@ -136,10 +139,12 @@ def temporary_bytes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
 
     AdamW has the roots of its second moments (`_multi_tensor_adam`: of all weights at once), SGD
     with decay a copy of a gradient at a time (`_single_tensor_sgd`), Adafactor the update and its
-    factors, three times a weight; fused kernels nothing.
+    factors, three times a weight; AdamW over bf16 weights a bucket in fp32; fused kernels nothing.
     """
     if is_adafactor(optimizer):
         return 3 * max(weight.nbytes for weight in group["params"])
+    if isinstance(optimizer, StochasticAdamW):
+        return BYTES_PER_WEIGHT * min(BUCKET, sum(weight.numel() for weight in group["params"]))
     if group.get("fused") or not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
         return 0
     of_each = [weight.nbytes for weight in group["params"] if weight.nbytes > SMALL_BYTES]
