@@ -46,6 +46,9 @@ from workshop import Heard, losses_of, make_job, rows_of
 # ---- whole runs ----
 
 
+IN_FP16 = Numerics(torch.device("cpu"), torch.float16, needs_scaler=True)
+
+
 def spread_job(folder: Path, family: str = "llama", **keys: Any) -> Job:
     where = {"gpus": 2, "patience_s": 20, "strategy": "fsdp", **keys.pop("where", {})}
     settings = {
@@ -264,8 +267,21 @@ def test_other_numbers_of_ranks_and_other_ways_give_the_same(
 
 
 @pytest.mark.slow
-def test_a_killed_run_on_as_many_ranks_has_the_same_bits(tmp_path: Path) -> None:
-    whole, killed = spread_job(tmp_path / "whole"), spread_job(tmp_path / "killed")
+@pytest.mark.parametrize(
+    ("strategy", "keys"),
+    [
+        ("fsdp", {}),
+        ("fsdp", {"optim": "adamw_bf16_stochastic_round", "bf16": True}),
+        ("ddp", {"optim": "adamw_bf16_stochastic_round", "bf16": True}),
+    ],
+)
+def test_a_killed_run_on_as_many_ranks_has_the_same_bits(
+    strategy: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    whole, killed = (
+        spread_job(tmp_path / name, where={"strategy": strategy}, **keys)
+        for name in ("whole", "killed")
+    )
     assert [each["code"] for each in train_on(2, tmp_path, whole)] == [0, 0]
     assert train_on(2, tmp_path, killed, [0, 4]) == [-signal.SIGKILL, 76]
     assert [each["code"] for each in train_on(2, tmp_path, killed)] == [0, 0]
@@ -273,7 +289,7 @@ def test_a_killed_run_on_as_many_ranks_has_the_same_bits(tmp_path: Path) -> None
         {path.name: path.read_bytes() for path in saves_of(job)[7].glob("*.safetensors")}
         for job in (whole, killed)
     )
-    assert len(ours) == 4
+    assert len(ours) == (4 if strategy == "fsdp" else 2)
     assert ours == theirs
     assert losses_of(whole) == losses_of(killed)
 
@@ -452,6 +468,41 @@ def test_what_is_gathered_is_counted_at_the_moment_when_it_is_there(tmp_path: Pa
     )
 
 
+def test_the_residual_stream_and_norms_are_as_precise_as_on_one_gpu(tmp_path: Path) -> None:
+    job = make_job(tmp_path, bf16=True, size={"hidden": 32, "layers": 2})
+    inputs, numerics = open_inputs(job), Numerics(torch.device("cpu"), torch.bfloat16)
+    found: list[tuple[list[torch.dtype], float]] = []
+    for strategy in ("one", "fsdp"):
+        model = build_model(job, inputs, numerics, ())
+        seen: list[torch.dtype] = []
+        with contextlib.closing(Ranks()) as ranks:
+            if strategy == "fsdp":
+                ranks.spread(model, How(gathers_in=torch.bfloat16))
+            for module in model.modules():
+                if (
+                    isinstance(module, GradientCheckpointingLayer)
+                    or "Norm" in type(module).__name__
+                ):
+                    module.register_forward_hook(
+                        lambda module, given, out, seen=seen: seen.extend(
+                            (given[0].dtype, out.dtype)
+                        )
+                    )
+            ids = torch.arange(12)[None]
+            with numerics.autocasting():
+                loss = ranks.within(lambda model=model, ids=ids: model(ids, labels=ids).loss)
+            loss.backward()
+            if ranks.spreads is not None:
+                ranks.spreads.take_gradients()
+            kinds = {weight.grad.dtype for weight in ranks.trained_of(model).values()}  # type: ignore[union-attr]
+        assert kinds == {torch.float32}
+        found.append((seen, float(loss.detach())))
+    assert len(found[0][0]) == 2 * (2 + 2 * 2 + 1)
+    assert set(found[0][0]) == {torch.float32}
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], rel=2e-3)
+
+
 def test_weights_that_fsdp_would_compute_wrongly_are_refused() -> None:
     shared, single = Shares(), Shares()
     shared.layers[1].linear.weight = shared.layers[0].linear.weight
@@ -527,7 +578,7 @@ def test_weights_that_cannot_be_spread_are_refused_in_words(
     where = {"gpus": 2, "strategy": "fsdp", **keys.pop("where", {})}
     job = make_job(tmp_path, family, method=method, where=where, **keys)
     with pytest.raises(InputError, match=f"can't be spread: .*{why}") as refused:
-        spread_weights(job, Ranks(), torch.nn.Linear(1, 1), torch.float16, Heard())
+        spread_weights(job, Ranks(), torch.nn.Linear(1, 1), IN_FP16, Heard())
     assert refused.value.to_do
 
 
@@ -594,7 +645,8 @@ def test_auto_spreads_what_leaves_no_room_on_one_gpu(
             torch.cuda, "get_device_properties", lambda device, memory=memory: memory
         )
         heard = Heard()
-        spread_weights(make_job(tmp_path), ranks, model, torch.bfloat16, heard)
+        numerics = Numerics(torch.device("cpu"), torch.bfloat16)
+        spread_weights(make_job(tmp_path), ranks, model, numerics, heard)
         assert len(spread) == n_spread
         assert ("leave no room" in str(heard)) == bool(n_spread)
     assert spread == [How(True, 2, torch.bfloat16)]

@@ -34,7 +34,7 @@ class StochasticAdamW(torch.optim.AdamW):
         super().__init__(params, fused=True, **settings)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every weight that has a gradient."""
         loss = None
         if closure is not None:
