@@ -654,7 +654,7 @@ def follow(wanted: JobSpec, change: str, *, last: bool = False) -> JobSpec:
     """The job with a named change made; of two that are offered the first, or the last."""
     choices = change.split(", or ")
     for words in choices[-1 if last else 0].split(" with "):
-        name, _, value = words.partition(": ")
+        name, _, value = words.partition(" (")[0].partition(": ")  # what it costs in quality
         if name == "data.max_length":
             cut = np.minimum(wanted.lengths.tokens, int(value))
             wanted = replace(
@@ -1007,6 +1007,21 @@ def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_o
     assert (whole.to_set, whole.host_bytes) == ((), 0)
     for small in (with_ram(place("RTX 4090", 0.5), 64.0), place("RTX 4090", 0.5)):
         assert refused(decide(asked, [small])).reason.startswith("needs ")
+
+
+def test_8b_in_full_fits_one_gpu_of_80_gb_without_copies_in_fp32() -> None:
+    asked = wanted_of(EIGHT, method="full", spreads=False)
+    change = refused(decide(asked, [place("H100-80GB", 2.5)])).change
+    setting, _, quality = change.partition(" (")
+    assert setting.endswith("train.optim: adamw_bf16_stochastic_round")
+    assert "arXiv 2502.20566" in quality
+    plan = only(decide(follow(asked, change), [place("H100-80GB", 2.5)]))
+    n = asked.shape.n_parameters
+    assert plan.memory.parts["weights"] == 2 * n
+    assert plan.memory.parts["optimizer"] == 4 * n
+    old = place_of(offer_of("V100-16GB", 0.3), follow(asked, change))
+    assert isinstance(old, Rejected)
+    assert old.reason.endswith("computes in bf16, and V100-16GB in fp16")
 
 
 @pytest.mark.parametrize(

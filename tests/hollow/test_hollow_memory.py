@@ -20,9 +20,17 @@ WORKSPACES = 72 << 20  # of cuBLAS, one for each thread that multiplies: nobody 
 
 
 @pytest.mark.parametrize("budget", [16_384, 3000], ids=["one micro-batch", "several"])
-@pytest.mark.parametrize(("method", "every"), [("full", False), ("full", True), ("lora", 2)])
+@pytest.mark.parametrize(
+    ("method", "every", "more"),
+    [
+        ("full", False, {}),
+        ("full", True, {}),
+        ("lora", 2, {}),
+        ("full", True, {"optim": "adamw_bf16_stochastic_round"}),
+    ],
+)
 def test_what_is_expected_is_the_peak(
-    method: str, every: bool | int, budget: int, tmp_path: Path
+    method: str, every: bool | int, more: dict[str, str], budget: int, tmp_path: Path
 ) -> None:
     rows = [
         {**row, "prompt": row["prompt"] * (1 + i % 5)} for i, row in enumerate(rows_of("llama", 64))
@@ -32,7 +40,12 @@ def test_what_is_expected_is_the_peak(
         "method": method,
         "gradient_checkpointing": every,
     }
-    keys |= {"bf16": True, "probe": False, "torch_compile": False, "where": {"device": "cuda"}}
+    keys |= {
+        "bf16": True,
+        "probe": False,
+        "torch_compile": False,
+        "where": {"device": "cuda"},
+    } | more
     job = make_job(
         tmp_path, rows=rows, max_steps=2, global_batch_size=64, micro_batch_tokens=budget, **keys
     )

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.lengths import Lengths, from_arrays
-from farthing.planner.search import decide
+from farthing.planner.recipe import BF16_WEIGHTS
+from farthing.planner.search import QUALITY, decide
 from farthing.planner.types import Answer, JobSpec, Place, Plan, Rejected, open_ended
 from farthing.prices.offers import Offer
 
@@ -102,18 +103,20 @@ def other_methods(
     offers = _cheapest(one for one in every if one.gpu and one.provider not in NOT_RENTED)
     if not offers:  # only spot or the lowest of marketplaces was asked for: nothing to compare with
         return []
-    found: list[tuple[str, Plan | None]] = []
-    for method in METHODS:
-        if method == wanted.method:
-            found.append((method, answer.best))
-            continue
-        other = replace(open_ended(wanted), method=method)
+    found: list[tuple[str, Plan | None]] = [(wanted.method, answer.best)]
+    others = {name: {"method": name} for name in METHODS if name != wanted.method}
+    if wanted.method == "full" and wanted.optim in ("adamw_torch_fused", "adamw_torch"):
+        others[f"full with train.optim: {BF16_WEIGHTS}{QUALITY[BF16_WEIGHTS]}"] = {
+            "optim": BF16_WEIGHTS
+        }
+    for name, changes in others.items():
+        other = replace(open_ended(wanted), **changes)  # type: ignore[arg-type]
         places = [
             place
             for place in (place_for(offer, other) for offer in offers)
             if isinstance(place, Place)
         ]
-        found.append((method, decide(other, places, explains=False).best))
+        found.append((name, decide(other, places, explains=False).best))
     return found
 
 
