@@ -71,7 +71,7 @@ $(VENV)/peers/.ready: bench/peers.txt constraints.txt
 	$(VENV)/peers/bin/python -m pip install --quiet -c constraints.txt -r bench/peers.txt
 	touch $@
 
-peers-llama-factory: setup $(VENV)/llama-factory/.ready  ## LLaMA-Factory for the same, apart: it pins older versions
+peers-llama-factory: setup $(VENV)/llama-factory/.ready  ## LLaMA-Factory for bench/same_losses.py, apart: it pins older versions
 
 # without what it asks for besides: a web page, other hubs, and builds of torchvision and torchaudio for CUDA, of which an empty
 # torchaudio is enough for texts

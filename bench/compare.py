@@ -17,10 +17,8 @@ with
 `--minutes M` the same command, given again, goes on where it stopped. What is fair and what the
 figures are: docs/compare.md.
 
-farthing and the naive loop run in this Python, the others in `--peers-python`. LLaMA-Factory pins
-other versions, so it runs in an environment of its own (`make peers-llama-factory`), and only when
-`--contestants` names it. Where there is a GPU, seconds are the GPU's and memory is what torch
-allocated; that path was never run on a GPU.
+farthing and the naive loop run in this Python, the others in `--peers-python`. Where there is a
+GPU, seconds are the GPU's and memory is what torch allocated; that path was never run on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from typing import Any
 import yaml
 
 from peers import figures, judge, models, workloads
-from peers.contestant import CAUSAL_ONLY, CONTESTANTS, ENVIRONMENTS, IN_ORDER, versions
+from peers.contestant import CAUSAL_ONLY, CONTESTANTS, IN_ORDER, versions
 from peers.race import MALLOC, OWN, TUNABLE, WARM_UP, Piece, Race, shuffled
 from peers.table import draw
 
@@ -202,14 +200,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--workload", nargs="+", choices=tuple(workloads.WORKLOADS), default=["chat"])
     add("--methods", nargs="+", choices=METHODS, default=["full"])
-    usual = [name for name in CONTESTANTS if name not in ENVIRONMENTS]
-    add(
-        "--contestants",
-        nargs="+",
-        choices=tuple(CONTESTANTS),
-        default=usual,
-        help="default: what `make peers` suffices for",
-    )
+    add("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS))
     add("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     add(
         "--seeds", type=int, default=1, metavar="N", help="rounds; the loss is judged from three on"
@@ -290,39 +281,16 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     add("--folder", type=Path, default=Path("build/compare"), help="where finished runs are kept")
     add("--peers-python", type=Path, default=Path(".venv/peers/bin/python"))
-    add(
-        "--python",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help=(
-            "of a contestant with an environment of its own: "
-            "llama-factory=DIR/bin/python (repeatable)"
-        ),
-    )
     add("--json", type=Path, metavar="FILE", help="write everything")
     asked = parser.parse_args(words)
-    if set(asked.contestants) - {*OWN, *ENVIRONMENTS} and not asked.peers_python.exists():
+    if set(asked.contestants) - set(OWN) and not asked.peers_python.exists():
         parser.error(
             f"no {asked.peers_python}: `make peers` makes it, or ask for --contestants naive"
             " farthing"
         )
-    for name, path in pythons_of(asked).items():
-        if name not in ENVIRONMENTS:
-            parser.error(
-                f"--python: {name} has no environment of its own, only {', '.join(ENVIRONMENTS)}"
-            )
-        if name in asked.contestants and not path.is_file():
-            parser.error(f"no {path}: `make peers-{name}` makes it, or give --python {name}=PATH")
     if asked.data and len(asked.workload) > 1:
         parser.error("--data is of one --workload")
     return asked
-
-
-def pythons_of(asked: argparse.Namespace) -> dict[str, Path]:
-    """The Python of each contestant with an environment of its own."""
-    given = {name: path for name, _, path in (pair.partition("=") for pair in asked.python)}
-    return {name: Path(path).absolute() for name, path in (ENVIRONMENTS | given).items()}
 
 
 def main(words: list[str] | None = None) -> int:
@@ -331,7 +299,6 @@ def main(words: list[str] | None = None) -> int:
     race = Race(
         asked.folder.resolve(),
         asked.peers_python.absolute(),
-        pythons=pythons_of(asked),
         threads=asked.threads,
         usd_per_hour=asked.usd_per_hour,
         use_malloc=asked.malloc,

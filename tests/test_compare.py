@@ -18,17 +18,16 @@ import pytest
 import torch
 
 import compare
-from peers import figures, hugging, judge, llama_factory, models, naive, ours, workloads
+from peers import figures, hugging, judge, models, naive, ours, workloads
 from peers.assignment import IGNORED, Assignment
 from peers.clock import Clock
-from peers.contestant import CONTESTANTS, ENVIRONMENTS
-from peers.race import Piece, Race, micro_batches, others
+from peers.contestant import CONTESTANTS
+from peers.race import Piece, Race
 from peers.table import draw
 from thinned import thinned
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
-LLAMA_FACTORY = ROOT / ENVIRONMENTS["llama-factory"]
 SIZE = workloads.Size(hidden=32, layers=4, words=300, spread=0.1)
 SHAPES = {
     "causal-lm": workloads.Workload("short", "causal-lm", mean=20, spread=0.6, max_length=48),
@@ -375,45 +374,10 @@ def test_a_contestant_that_fails_says_why(
     assert not list((tmp_path / "records").iterdir())  # it may be tried again
 
 
-def test_the_crash_of_a_peer_with_its_own_environment_is_a_row_that_says_so(
-    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho No module named llamafactory\nexit 3\n")
-    broken.chmod(0o755)
-    race = Race(tmp_path, Path(sys.executable), {"llama-factory": broken})
-    words = ["--contestants", "llama-factory", "--python", f"llama-factory={broken}"]
-    piece = Piece(*places["causal-lm"], "full", "fp32", 2, 4, 1, 0.1, tmp_path / "out")
-    text = draw(compare.table_of(compare.arguments(words), race, piece, "short"))
-    assert re.search(r"B4 LLaMA-Factory, tuned +failed: No module named llamafactory", text)
-
-
-def test_an_environment_that_is_not_there_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    there = ["--peers-python", sys.executable]
-    assert "llama-factory" not in compare.arguments(there).contestants  # `make peers` suffices
-    for more, wanted in (
-        (
-            ["--contestants", "trl", "--peers-python", "nowhere"],
-            "no nowhere: `make peers` makes it",
-        ),
-        (
-            ["--contestants", "llama-factory", "--python", "llama-factory=nowhere"],
-            "`make peers-llama-factory` makes it",
-        ),
-        (
-            ["--contestants", "llama-factory", "--python", f"llama-factory={tmp_path}"],
-            "`make peers-llama-factory` makes it",
-        ),
-        (
-            ["--contestants", "naive", "--python", "trl=nowhere"],
-            "trl has no environment of its own",
-        ),
-    ):
-        with pytest.raises(SystemExit):
-            compare.arguments(more)
-        assert wanted in capsys.readouterr().err
+def test_an_environment_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.arguments(["--contestants", "trl", "--peers-python", "nowhere"])
+    assert "no nowhere: `make peers` makes it" in capsys.readouterr().err
 
 
 def test_who_trains_causal_models_only_is_left_out_of_the_others(
@@ -551,28 +515,6 @@ def test_keys_of_the_job_are_values() -> None:
 # ---- the peers ----
 
 
-def test_llama_factory_takes_steps_of_the_size_of_everyones(
-    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
-    assignment = entry(places["causal-lm"], "llama-factory", tmp_path, method="lora")
-    tried = [*micro_batches(assignment), *others(assignment, {"rows": 1}, compiles=True)]
-    assert {"packing": False, "rows": 4} in tried
-    assert {"rows": 1, "compile": True} in tried
-    for settings in tried:
-        packs = settings.get("packing", True)
-        values = llama_factory.arguments(replace(assignment, settings=settings), packs)
-        a_step = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
-        assert a_step == (hugging.rows_a_step(assignment) if packs else 4)
-        assert values["neat_packing"] == packs
-        assert values["cutoff_len"] % 8 == 0
-        assert (
-            values["cutoff_len"] > assignment.max_length
-        )  # it leaves out what is as long as a row
-        assert values["disable_gradient_checkpointing"] != settings.get("checkpointing", False)
-        assert values["lora_target"].split(",") == assignment.targets
-        assert json.loads(json.dumps(values)) == values  # could be in its file
-
-
 def test_peers_have_the_versions_that_farthing_is_tested_with() -> None:
     def pins(path: Path) -> dict[str, str]:
         lines = (
@@ -588,39 +530,18 @@ def test_peers_have_the_versions_that_farthing_is_tested_with() -> None:
 
 
 IS_HERE = pytest.mark.skipif(not PEERS.exists(), reason="no .venv/peers: `make peers`")
-FACTORY_IS_HERE = pytest.mark.skipif(
-    not LLAMA_FACTORY.exists(), reason="no .venv/llama-factory: `make peers-llama-factory`"
-)
 
 
+@IS_HERE
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=IS_HERE) for name in ("hf", "hf-tuned", "trl", "trl-tuned")),
-        pytest.param("llama-factory", marks=FACTORY_IS_HERE),
-    ],
-)
+@pytest.mark.parametrize("name", ["hf", "hf-tuned", "trl", "trl-tuned"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_peers_run_and_see_all_tokens(
     name: str, precision: str, places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
 ) -> None:
-    race = Race(tmp_path, PEERS, {"llama-factory": LLAMA_FACTORY})
+    race = Race(tmp_path, PEERS)
     record = race.run(
         entry(places["causal-lm"], name, tmp_path / "out", precision=precision, method="lora")
     )
     assert record is not None
     assert record["saw_all"], record
-
-
-@pytest.mark.slow
-@FACTORY_IS_HERE
-def test_llama_factory_sees_all_tokens_in_rows_that_are_not_packed(
-    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
-    race = Race(tmp_path, PEERS, {"llama-factory": LLAMA_FACTORY})
-    assignment = entry(places["causal-lm"], "llama-factory", tmp_path / "out")
-    record = race.run(replace(assignment, settings={"packing": False, "rows": 2}))
-    assert record is not None
-    assert record["saw_all"], record
-    assert record["n_steps"] == assignment.n_steps

@@ -23,17 +23,13 @@ CONTESTANTS = {
     "hf-tuned": "B2 HF Trainer, tuned",
     "trl": "B3a TRL, defaults and packing",
     "trl-tuned": "B3b TRL, tuned",
-    "llama-factory": "B4 LLaMA-Factory, tuned",
     "farthing": "farthing",
 }
 IN_ORDER = ("naive", "hf", "farthing")
 """Those that take the steps they are given; the others order or pack for themselves."""
-CAUSAL_ONLY = ("trl", "trl-tuned", "llama-factory")
+CAUSAL_ONLY = ("trl", "trl-tuned")
 """Those that train no seq2seq model and no classifier here."""
-ENVIRONMENTS = {"llama-factory": ".venv/llama-factory/bin/python"}
-"""Where those live that can't be installed beside the other peers; `make peers-NAME` makes it."""
 PACKAGES = (
-    "llamafactory",
     "torch",
     "transformers",
     "peft",
@@ -55,8 +51,6 @@ def run(assignment: Assignment) -> dict[str, Any]:
         from peers import ours as runner
     elif assignment.contestant == "naive":
         from peers import naive as runner  # type: ignore[no-redef]
-    elif assignment.contestant == "llama-factory":
-        from peers import llama_factory as runner  # type: ignore[no-redef]
     else:
         from peers import hugging as runner  # type: ignore[no-redef]
     started = time.perf_counter()

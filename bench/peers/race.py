@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,9 @@ OWN = ("naive", "farthing")
 RUNNERS = {
     "naive": ("naive.py",),
     "farthing": ("ours.py",),
-    "llama-factory": ("hugging.py", "llama_factory.py"),
 }
 """The harness's code for a contestant; the others': hugging.py."""
-TUNABLE = ("hf-tuned", "trl", "trl-tuned", "llama-factory")
+TUNABLE = ("hf-tuned", "trl", "trl-tuned")
 WARM_UP = 2
 """Steps left out of the steady state; they are part of the dollars."""
 
@@ -60,8 +59,6 @@ class Race:
 
     root: Path
     peers_python: Path
-    pythons: dict[str, Path] = field(default_factory=dict)
-    """Of contestants whose environment is not that of the other peers."""
     threads: int = 1
     usd_per_hour: float = 0.1
     use_malloc: bool = True
@@ -98,7 +95,7 @@ class Race:
         """
         name = assignments[0].contestant
         is_own = name in OWN
-        python = sys.executable if is_own else str(self.pythons.get(name, self.peers_python))
+        python = sys.executable if is_own else str(self.peers_python)
         out = Path(assignments[0].out)
         shutil.rmtree(out, ignore_errors=True)
         paths = []
