@@ -129,6 +129,7 @@ def loss_of(settings: Any, answers: Answers) -> float:
         ("sigmoid_norm", math.log(2)),
         ("robust", math.log(2)),
         ("exo_pair", -math.log(2) - 0.5 * math.log(0.1 * 0.9)),
+        ("bco_pair", 2 * math.log(2)),
         ("nca_pair", 2 * math.log(2)),
         ("sppo_hard", 50.0),
         ("apo_zero", 1.0),

@@ -319,6 +319,7 @@ class _Draft:
                 ]
                 + [{"source": "chats", "what": what} for what in of_chats]
             ),
+            "max_length": self.recipe.max_length,
             "label_names": names,
             "counts_units": objective_of(self.recipe.task).counts_units,
             **(

@@ -72,15 +72,15 @@ def sequences_of(tokens: TokenSet, units: NDArray[np.int64]) -> Sequences:
 
 
 def mismatched(tokens: TokenSet, units: NDArray[np.int64]) -> Sequences:
-    """Each unit's input with the answer of the unit before it in the set: one sequence a unit, no
-    longer than the longer of the two.
+    """Each unit's input with the answer of the unit before it in the set: one sequence a unit, cut
+    to the set's longest.
     """
+    most = tokens.facts["max_length"]
     ids, targets, lengths = [], [], []
     for unit in units.tolist():
         own, is_own = tokens.example(unit)
         other, is_other = tokens.example((unit - 1) % len(tokens))
         n_input, n_before = int(is_own.argmax()), int(is_other.argmax())
-        most = max(len(own), len(other))
         joined = np.concatenate([own[:n_input], other[n_before:]])[:most]
         marks = np.concatenate([is_own[:n_input], is_other[n_before:]])[:most].astype(bool)
         marks[0] = False

@@ -102,7 +102,7 @@ class Forward:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
         self.settings = settings
         """Of the objective."""
-        self.references: dict[Path, NDArray[np.float32]] = {}
+        self.references: dict[Path, NDArray[np.float64]] = {}
         """Of each token set, by its folder: log-probabilities under the reference [n, k], and of
         the mismatched sequence of each unit [n, k + 1].
         """
@@ -418,8 +418,10 @@ class Forward:
         return words[batch[units.SCORED]]
 
     def log_probs(self, batch: Batch) -> Tensor:
-        """[m] in fp32: of all targets of each sequence of a batch of units together."""
-        found = self.target_log_probs(batch)
+        """[m] in fp64: of all targets of each sequence of a batch of units together. Losses are of
+        small differences of large sums.
+        """
+        found = self.target_log_probs(batch).double()
         empty = found.new_zeros(len(batch[units.N_TARGETS]))
         return empty.index_add(0, batch[units.OWNERS], found)
 

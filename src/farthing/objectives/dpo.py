@@ -29,6 +29,7 @@ Loss = Literal[
     "sigmoid_norm",
     "robust",
     "exo_pair",
+    "bco_pair",
     "nca_pair",
     "sppo_hard",
     "apo_zero",
@@ -99,6 +100,8 @@ def _of_pairs(name: str, answers: Answers, a: Any, b: Any, settings: DPO) -> Any
         if name == "ipo":
             return (mean - 1 / (2 * beta)).square().sum()
         return softplus(-beta * mean).sum()
+    if name == "bco_pair":
+        return (softplus(-beta * a) + softplus(beta * b)).sum()
     if name == "nca_pair":
         return (softplus(-beta * a) + 0.5 * softplus(beta * a) + 0.5 * softplus(beta * b)).sum()
     if name == "sppo_hard":

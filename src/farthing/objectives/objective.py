@@ -153,11 +153,11 @@ class Answers(NamedTuple):
     """What the model says of the n units of a micro-batch, k sequences each: tensors."""
 
     log_probs: Any
-    """[n, k] in fp32: of all target tokens of a sequence together; None where it has scores."""
+    """[n, k] in fp64: of all target tokens of a sequence together; None where it has scores."""
     n_targets: Any
-    """[n, k] in fp32"""
+    """[n, k]"""
     reference: Any
-    """[n, k]: `log_probs` of the model as it began; None where the objective needs none."""
+    """[n, k] in fp64: `log_probs` of the model as it began; None where the objective needs none."""
     scores: Any
     """[n, k] in fp32; None where it has log-probabilities."""
     values: Any

@@ -72,7 +72,7 @@ def refer(attempt: Attempt) -> None:
 def without_references(forward: Forward, tokens: TokenSet) -> None:
     """References of zero, for who measures speed and memory alone."""
     n = tokens.n_sequences + int(forward.of.is_mismatched)
-    forward.references[tokens.folder] = np.zeros((len(tokens), n), np.float32)
+    forward.references[tokens.folder] = np.zeros((len(tokens), n))
 
 
 def _begin_as_the_run(attempt: Attempt) -> None:
@@ -108,7 +108,7 @@ def _refer_to(attempt: Attempt, tokens: TokenSet, wanted: NDArray[np.int64]) -> 
     if n_kept:
         _compare(attempt, tokens, wanted, found, n_kept)
     n = tokens.n_sequences + int(forward.of.is_mismatched)
-    sums = np.full((len(tokens), n), np.nan, np.float32)
+    sums = np.full((len(tokens), n), np.nan)
     for block, words in found.items():
         sums[block * BLOCK : (block + 1) * BLOCK] = _sums(forward, tokens, block, words)
     forward.references[tokens.folder] = sums
@@ -131,12 +131,13 @@ def _n_words(forward: Forward, tokens: TokenSet, block: int) -> int:
 
 def _sums(
     forward: Forward, tokens: TokenSet, block: int, words: NDArray[np.float32]
-) -> NDArray[np.float32]:
+) -> NDArray[np.float64]:
     """[n, k] of a block's words, which stand sequence by sequence, unit by unit."""
     counts = _counts(forward, tokens, _units_of(tokens, block))
     owners = np.repeat(np.arange(counts.size), counts.ravel())
-    sums = np.bincount(owners, words.astype(np.float64), counts.size)
-    return sums.reshape(counts.shape).astype(np.float32)
+    sums = np.zeros(counts.size)
+    np.add.at(sums, owners, words.astype(np.float64))
+    return sums.reshape(counts.shape)
 
 
 def _measured(attempt: Attempt, tokens: TokenSet, units: NDArray[np.int64]) -> NDArray[np.float32]:
