@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.data.preference import converter
 from farthing.data.token_set import TokenSet
@@ -219,7 +220,7 @@ def naive(forward: Forward, tokens: TokenSet, units: Any, column: int = 0) -> tu
             words = logits.float().log_softmax(-1)[torch.arange(length - 1), ids[1:]]
             found.append(words[wanted].sum())
             counts.append(int(wanted.sum()))
-    return torch.stack(found), torch.tensor(counts)
+    return torch.stack(found).double(), torch.tensor(counts)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -615,3 +616,59 @@ def test_a_margin_is_part_of_a_reward(tmp_path: Path) -> None:
     plain = load_job(preference_job(tmp_path / "plain", "reward", max_steps=1))
     train(plain, Heard())
     assert losses_of(job)[0] > losses_of(plain)[0] + 1
+
+
+def run_of(folder: Path, objective: Any, **keys: Any) -> Path:
+    """The folder of a finished run."""
+    job = load_job(preference_job(folder, objective, max_steps=8, learning_rate=0.01, **keys))
+    train(job, Heard())
+    return Path(job.output_dir)
+
+
+def test_eval_compares_the_model_with_what_it_began_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, "dpo")
+    assert main(["eval", str(run), "--base", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["base"]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert found["base"]["rewards/margins"] == pytest.approx(0, abs=1e-4)
+    assert found["tuned"]["rewards/accuracies"] == 1.0
+    last = [row["metrics"] for row in log_of(load_job(tmp_path / "job.yaml")) if "metrics" in row]
+    assert found["tuned"]["rewards/margins"] == pytest.approx(last[-1]["rewards/margins"], abs=1e-3)
+
+
+def test_eval_of_a_run_that_went_on_refers_to_where_it_began(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run_of(tmp_path / "a", "dpo")
+    path = preference_job(tmp_path / "b", "dpo", max_steps=1, learning_rate=1e-9)
+    job = load_job(path, overrides=[f"model.from_run={first}"])
+    train(job, Heard())
+    assert main(["eval", job.output_dir, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tuned"]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_a_reward_model_scores_answers_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, row = run_of(tmp_path, "reward"), pairs(24)[0]
+    rows = [{"prompt": row["prompt"], "completion": row[side]} for side in ("chosen", "rejected")]
+    file = write_jsonl(tmp_path / "answers.jsonl", rows)
+    capsys.readouterr()
+    assert main(["eval", str(run), "--score", str(file)]) == 0
+    scored = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert scored[0]["reward"] > scored[1]["reward"] + 0.1
+    assert scored[0]["prompt"] == row["prompt"]
+    other = run_of(tmp_path / "dpo", "dpo")
+    assert main(["eval", str(other), "--score", str(file)]) == 2
+    assert "scores no answers" in capsys.readouterr().err
+
+
+def test_a_tuned_model_answers_prompts_of_a_file(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "simpo")
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "bread"}, {"prompt": "rain"}])
+    out = tmp_path / "out.jsonl"
+    assert main(["predict", str(run), str(file), "-o", str(out)]) == 0
+    assert all("prediction" in json.loads(line) for line in out.read_text().splitlines())

@@ -5,8 +5,9 @@ were.
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from farthing.config.job import Job
 from farthing.data.token_set import TokenSet
 from farthing.errors import InputError
 from farthing.events import ignore
-from farthing.export.folders import trusted_job
+from farthing.export.folders import trusted_job, untrained_model
 from farthing.metrics import Metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.planner.software import fp16_risk
 from farthing.train.evaluate import Writing, evaluate, with_room
+from farthing.train.reference import begin_as_the_run, references_of
 from farthing.train.setup import Inputs, open_examples, open_inputs
 
 
@@ -38,6 +40,35 @@ class HeldOut:
     indices: NDArray[np.int64]
     what: str
     """In words."""
+    run: Path
+    """Whose reference is meant, where the objective has one."""
+
+    @cached_property
+    def _references(self) -> NDArray[np.float64]:
+        """[n, k] of all examples of the set; not a number where they are not evaluated."""
+        if self.job.model.from_run is not None:
+            return self._references_of_ancestor()
+        numerics = self.numerics()
+        trusts = self.job.model.trust_remote_code
+        model = untrained_model(self.run, numerics.base_dtype, trust_remote_code=trusts)
+        return self._referred(self._forward(model.to(numerics.device), numerics))
+
+    def _references_of_ancestor(self) -> NDArray[np.float64]:
+        """The same of a run that began with another's weights."""
+        from farthing.train.run import opened_attempt
+
+        with tempfile.TemporaryDirectory() as folder:
+            job = self.job.model_copy(update={"output_dir": folder})
+            with opened_attempt(job, ignore) as attempt:
+                begin_as_the_run(attempt)
+                attempt.model.eval()
+                return self._referred(attempt.forward)
+
+    def _referred(self, forward: Forward) -> NDArray[np.float64]:
+        longest = int(self.tokens.lengths[self.indices].max())
+        most_tokens = self.job.train.per_device_eval_batch_size * longest
+        measure = partial(references_of, forward, self.tokens, self.indices)
+        return with_room(measure, most_tokens, longest, forward.numerics.device)
 
     @property
     def sha256(self) -> str:
@@ -64,13 +95,9 @@ class HeldOut:
         left where it was: another may need the memory of the GPU."""
         before = next(model.parameters()).device
         model.to(numerics.device)
-        forward = Forward(
-            model,
-            self.job.task,
-            self.inputs.pad_id,
-            numerics,
-            may_go_packed=self.job.model.attn_implementation is None,
-        )
+        forward = self._forward(model, numerics)
+        if forward.of.needs_reference:
+            forward.references[self.tokens.folder] = self._references
         longest = int(self.tokens.lengths[self.indices].max())
         measure = partial(
             evaluate,
@@ -86,6 +113,16 @@ class HeldOut:
         found = with_room(measure, most_tokens, longest, numerics.device)
         model.to(before)
         return found
+
+    def _forward(self, model: Any, numerics: Numerics) -> Forward:
+        return Forward(
+            model,
+            self.job.task,
+            self.inputs.pad_id,
+            numerics,
+            settings=self.job.objective,
+            may_go_packed=self.job.model.attn_implementation is None,
+        )
 
 
 def job_of(run: Path, trust_remote_code: bool = False) -> Job:
@@ -131,4 +168,4 @@ def held_out_of(
     indices = chosen.indices
     if most is not None and len(indices) > most:
         indices = indices[np.linspace(0, len(indices) - 1, most).round().astype(np.int64)]
-    return HeldOut(job, inputs, chosen.tokens, indices, f"{len(indices):,} {what}")
+    return HeldOut(job, inputs, chosen.tokens, indices, f"{len(indices):,} {what}", run)

@@ -34,6 +34,7 @@ from farthing.model.load import set_languages
 from farthing.model.positions import max_positions
 from farthing.objectives.columns import Unusable
 from farthing.objectives.objective import class_names
+from farthing.objectives.registry import objective_of
 from farthing.run.folder import began
 from farthing.storage.files import draft_of
 
@@ -80,6 +81,9 @@ class Predictor:
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
         self.summary = Predicted()
         task, tokenizer, data = self.speaker.task, self.speaker.tokenizer, self.job.data
+        self.scores_answers = task.loss is not None and task.labels is not None
+        """Whether a row's answer is scored, not made."""
+        task = objective_of(task.asked_as) if task.asked_as else task
         source, target = set_languages(tokenizer, task.name, data.source_lang, data.target_lang)
         self._longest = max_positions(self.speaker.model.config) or 1 << 30
         limits = [self.job.max_length, self._longest, tokenizer.model_max_length]
@@ -100,9 +104,11 @@ class Predictor:
 
     def _targets(self) -> set[str]:
         """The standard columns that hold what is to be predicted."""
+        if self.scores_answers:
+            return {"chosen", "rejected"}
         if self.speaker.classes:
             return {name for each in self.speaker.task.formats for name in each.needs[1:]}
-        return {"completion", "target", "output"}
+        return {"completion", "target", "output", "chosen", "rejected"}
 
     def _of_inputs(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         targets = self._targets()
@@ -170,7 +176,7 @@ class Predictor:
 
     def _with_target(self, row: Row | BadRow) -> Row | BadRow:
         """The row with something in place of the target that it lacks."""
-        if isinstance(row, BadRow):
+        if isinstance(row, BadRow) or self.scores_answers:
             return row
         value = dict(row.value)
         turn = {"role": "assistant", "content": _ANSWER}
@@ -185,7 +191,7 @@ class Predictor:
             value["messages"] = [*messages, turn]
         elif _ends_with_a_question(said, "from", "gpt"):
             value["conversations"] = [*said, {"from": "gpt", "value": _ANSWER}]
-        for name in self._targets():
+        for name in self._targets() - {"chosen", "rejected"}:
             if not value.get(name) or self.speaker.classes:
                 value[name] = answer
         return Row(row.line, value)
@@ -193,6 +199,10 @@ class Predictor:
     def _ids(self, text: Text) -> list[int]:
         """The tokens that the model is asked with. Raises `Unusable`."""
         segments = text.segments
+        if self.scores_answers:
+            found = self._encode([text])
+            self.summary.n_cut += bool(found.was_cut[0])
+            return [int(index) for index in found.ids]
         learned = [index for index, (_, is_target) in enumerate(segments) if is_target]
         if learned and learned[-1] > 0:
             segments = segments[: learned[-1]]

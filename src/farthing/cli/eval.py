@@ -5,11 +5,12 @@ figures with the run.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.parser import add_run_argument, run_folder
-from farthing.errors import EXIT_FINISHED, InputError
+from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 from farthing.storage.files import Json
 
 
@@ -28,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tasks of lm-eval, or a folder with tasks for it (pip install 'farthing[eval]')",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="at most so many examples")
+    parser.add_argument(
+        "--score",
+        metavar="FILE",
+        help="score the answers of this file by a reward model: one JSON line a row, with `reward`",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -41,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     from farthing.model.load import quiet_libraries
 
     quiet_libraries()
+    if arguments.score:
+        return _score(folder, Path(arguments.score), arguments)
     found = _measured(folder, arguments)
     if arguments.json:
         print_json(found)
@@ -49,6 +57,28 @@ def run(arguments: argparse.Namespace) -> int:
 
         rich_console().print(evaluation_table(found))
     return EXIT_FINISHED
+
+
+def _score(folder: Path, path: Path, arguments: argparse.Namespace) -> int:
+    from farthing.after.predict import Predictor
+
+    if not path.is_file():
+        raise InputError("no such file", where=str(path), to_do="check --score")
+    predictor = Predictor(folder, trust_remote_code=arguments.trust_remote_code)
+    if not predictor.scores_answers:
+        raise InputError(
+            f"a run of {predictor.job.task} scores no answers",
+            where=str(folder),
+            to_do="name a run of a reward model",
+        )
+    for row in predictor.file(path):
+        scored = {("reward" if key == "prediction" else key): row[key] for key in row}
+        print(json.dumps(scored, ensure_ascii=False, default=str))
+    found = predictor.summary
+    if found.n_failed:
+        text = f"{found.n_failed:,} of {found.n_rows:,} rows have no score"
+        rich_console(stderr=True).print(text)
+    return EXIT_MISTAKE if found.n_failed == found.n_rows else EXIT_FINISHED
 
 
 def _measured(folder: Path, arguments: argparse.Namespace) -> Json:

@@ -82,6 +82,7 @@ OBJECTIVE = CAUSAL_LM._replace(
     metrics={"loss": False, "rewards/chosen": True, "rewards/rejected": False},
     judge=lambda seen: {},
     same_head_as=CAUSAL_LM.name,
+    asked_as=CAUSAL_LM.name,
     starter=Starter(
         "Qwen/Qwen2.5-0.5B-Instruct", "5.0e-6", "loss", "prompt, completion, label (true | false)"
     ),

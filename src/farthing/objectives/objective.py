@@ -214,6 +214,8 @@ class Objective(NamedTuple):
     """The objective whose head it has, where tables of model families name that one."""
     learning_rates: tuple[float, float] = (2e-5, 2e-4)
     """(of all weights, of an adapter) where the job gives none."""
+    asked_as: str = ""
+    """The objective whose rows its model is asked with, where that is another one."""
     settings: type[Settings] | None = None
     """Its keys in the job."""
     n_sequences: int = 1

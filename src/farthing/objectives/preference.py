@@ -115,6 +115,7 @@ PAIRS = CAUSAL_LM._replace(
     metrics=METRICS,
     judge=_judge,
     same_head_as=CAUSAL_LM.name,
+    asked_as=CAUSAL_LM.name,
     starter=STARTER,
     n_sequences=2,
     learning_rates=(1e-6, 1e-5),

@@ -151,7 +151,8 @@ def confirm(task: Json, tell: Tell) -> Json:
     _, held_out = open_examples(job, inputs, ignore, lambda: False)
     assert held_out is not None
     indices = held_out.indices[task["skip"] :]
-    examples = HeldOut(job, inputs, held_out.tokens, indices, "examples no choice was made on")
+    what, run = "examples no choice was made on", Path(job.output_dir)
+    examples = HeldOut(job, inputs, held_out.tokens, indices, what, run)
     found = evaluate_run(
         Path(job.output_dir),
         on_examples(examples),

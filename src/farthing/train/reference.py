@@ -51,7 +51,7 @@ def refer(attempt: Attempt) -> None:
     forward = attempt.forward
     if not forward.of.needs_reference:
         return
-    _begin_as_the_run(attempt)
+    begin_as_the_run(attempt)
     sets: dict[Path, list[NDArray[np.int64]]] = {}
     of_folder: dict[Path, TokenSet] = {}
     for examples in (attempt.train_examples, attempt.eval_examples):
@@ -75,11 +75,27 @@ def without_references(forward: Forward, tokens: TokenSet) -> None:
     forward.references[tokens.folder] = np.zeros((len(tokens), n))
 
 
-def _begin_as_the_run(attempt: Attempt) -> None:
+@torch.no_grad()
+def references_of(
+    forward: Forward, tokens: TokenSet, units: NDArray[np.int64], *, micro_batch_tokens: int
+) -> NDArray[np.float64]:
+    """[n, k] of all units of a set by this very model; not a number but for `units`."""
+    n = tokens.n_sequences + int(forward.of.is_mismatched)
+    sums = np.full((len(tokens), n), np.nan)
+    for micro_batch in forward.split(tokens, units, micro_batch_tokens):
+        found = [forward.log_probs(forward.to_device(forward.collate(tokens, micro_batch)))]
+        if forward.of.is_mismatched:
+            arrays = forward.collate_mismatched(tokens, micro_batch)
+            found.append(forward.log_probs(forward.to_device(arrays)))
+        parts = [each.reshape(len(micro_batch), -1) for each in found]
+        sums[micro_batch] = torch.cat(parts, 1).cpu().numpy()
+    return sums
+
+
+def begin_as_the_run(attempt: Attempt) -> None:
     """The weights of the run's ancestor, where a checkpoint has spared the start from them."""
-    found = find_ancestor(attempt.job)
-    ranks = attempt.context.ranks
-    if found is not None and (attempt.checkpoints.steps() or not ranks.is_first):
+    found, ranks = find_ancestor(attempt.job), attempt.context.ranks
+    if found is not None:
         names = attempt.train_examples.tokens.label_names
         begin_from(found, attempt.state["model"], ranks.rows_of, names)
 
