@@ -659,7 +659,7 @@ def test_a_reward_model_scores_answers_of_a_file(
     capsys.readouterr()
     assert main(["eval", str(run), "--score", str(file)]) == 0
     scored = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert scored[0]["reward"] > scored[1]["reward"] + 0.1
+    assert scored[0]["score"] > scored[1]["score"] + 0.1
     assert scored[0]["prompt"] == row["prompt"]
     other = run_of(tmp_path / "dpo", "dpo")
     assert main(["eval", str(other), "--score", str(file)]) == 2

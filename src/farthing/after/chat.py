@@ -165,6 +165,10 @@ def trained_on_chats(job: Json) -> bool:
         )
         rows = [row.value for row in itertools.islice(source.rows(), 16) if isinstance(row, Row)]
         columns: set[str] = set().union(*rows)
+        if objective_of(job["task"]).loss is not None:
+            values = [value for row in rows for value in row.values()]
+            is_asked = "instruction" in columns or "system" in columns
+            return is_asked or any(isinstance(value, list | dict) for value in values)
         is_of_messages = any(isinstance(row.get("prompt"), list) for row in rows)
         return (
             is_of_messages

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--score",
         metavar="FILE",
-        help="score the answers of this file by a reward model: one JSON line a row, with `reward`",
+        help="score the answers of this file by a reward model: one JSON line a row, with `score`",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
@@ -72,7 +72,7 @@ def _score(folder: Path, path: Path, arguments: argparse.Namespace) -> int:
             to_do="name a run of a reward model",
         )
     for row in predictor.file(path):
-        scored = {("reward" if key == "prediction" else key): row[key] for key in row}
+        scored = {("score" if key == "prediction" else key): row[key] for key in row}
         print(json.dumps(scored, ensure_ascii=False, default=str))
     found = predictor.summary
     if found.n_failed:
