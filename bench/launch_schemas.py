@@ -3,7 +3,7 @@ what is wrong as JSON.
 
 Runs in an environment of its own (`make launch-tools`), so it imports nothing of farthing.
 Kubernetes: strict schemas of kubernetes-validate; Vertex AI: the CustomJob proto; SkyPilot:
-`Objective.from_yaml_config`.
+`Task.from_yaml_config`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def skypilot(text: str) -> None:
     import sky
     import yaml
 
-    task = sky.Objective.from_yaml_config(yaml.safe_load(text))
+    task = sky.Task.from_yaml_config(yaml.safe_load(text))
     assert isinstance(task.resources, list), "the order of the offers is lost"
 
 

@@ -21,7 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
     parser.add_argument("--output", required=True, help="new folder for the model")
     parser.add_argument(
-        "--format", choices=(*WHOLE, "gguf", "fp8", "w8a16", "w4a16"), default="merged"
+        "--format",
+        choices=(*WHOLE, "gguf", "fp8", "w8a16", "w4a16"),
+        help="default: merged; with --serve the cheapest to serve",
+    )
+    parser.add_argument(
+        "--serve",
+        metavar="SERVER",
+        help="also write what a server needs: vllm, or vertex:PROJECT/REGION/BUCKET",
+    )
+    parser.add_argument(
+        "--traffic",
+        metavar="TRAFFIC",
+        help='with --serve: such as "requests=2000/day,input=800,output=200,latency=2s"',
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights"
@@ -56,7 +68,28 @@ def run(arguments: argparse.Namespace) -> int:
     run = run_folder(arguments)
     if arguments.public and not arguments.push:
         raise InputError("without --push nothing is sent", where="--public", to_do="leave it out")
+    if arguments.traffic and not arguments.serve:
+        raise InputError(
+            "without --serve nothing is served", where="--traffic", to_do="add --serve"
+        )
+    if arguments.serve and arguments.push:
+        raise InputError(
+            "a served model is not published by the same command",
+            where="--serve, --push",
+            to_do="export twice",
+        )
+    plan = None
+    if arguments.serve:
+        from farthing.after.deployment import plan_deployment
+
+        plan = plan_deployment(run, arguments.serve, arguments.format, arguments.traffic)
+    arguments.format = plan.export_format if plan else arguments.format or "merged"
     written = _publish(run, arguments) if arguments.push else _write(run, arguments)
+    if plan:
+        from farthing.after.deployment import write_deployment
+
+        lines = write_deployment(plan, Path(arguments.output))
+        written |= {"server": arguments.serve, "notes": [*written.get("notes", ()), *lines]}
     if arguments.json:
         print_json(written)
         return EXIT_FINISHED

@@ -58,11 +58,9 @@ def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving |
     """The cheapest way for the model of a finished run, by its job; None where it is not known."""
     with contextlib.suppress(OSError, ValueError, InputError, StopIteration):
         job = Job.model_validate(values)  # ValueError: of another version of farthing
-        n_examples = log.step * job.global_batch_size
-        if not n_examples or not log.n_targets:
+        traffic = traffic_of(job, log)
+        if traffic is None:
             return None
-        n_out = max(1.0, log.n_targets / n_examples)
-        traffic = Traffic(REQUESTS_PER_DAY, max(1.0, log.n_tokens / n_examples - n_out), n_out)
         path = next(path for name in CONFIGS if (path := folder / MODEL / name).exists())
         best = _cheapest(read_shape(read_json(path), job.task, n_labels=2), traffic)
         if best is not None:
@@ -80,6 +78,15 @@ def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving |
                 best.offer.date.isoformat(),
             )
     return None
+
+
+def traffic_of(job: Job, log: TrainingLog) -> Traffic | None:
+    """Requests as long as the run's examples; None before a step was taken."""
+    n_examples = log.step * job.global_batch_size
+    if not n_examples or not log.n_targets:
+        return None
+    n_out = max(1.0, log.n_targets / n_examples)
+    return Traffic(REQUESTS_PER_DAY, max(1.0, log.n_tokens / n_examples - n_out), n_out)
 
 
 @functools.lru_cache(maxsize=16)  # a run writes its receipt twice, and asks all offers each time

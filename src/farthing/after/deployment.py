@@ -1,0 +1,346 @@
+"""Server files for an exported model: command and compose file for vLLM, or requests for Vertex AI.
+
+The machine and the dollars of a month come from `planner.serving`.
+
+Writes files and calls nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from farthing.clock import today
+from farthing.config.job import Job
+from farthing.errors import InputError
+from farthing.launch.registry import PROVIDERS, TARGETS, called
+from farthing.models.shapes import Shape, read_shape
+from farthing.planner.serving import (
+    MEMORY_SHARE,
+    PRECISIONS,
+    Served,
+    Traffic,
+    on_share,
+    parse_traffic,
+    serve,
+)
+from farthing.prices.catalog import read_catalog
+from farthing.prices.gpus import facts, gpus
+from farthing.prices.offers import HOURS_PER_MONTH, Offer
+from farthing.report.plan_words import say_cost
+from farthing.report.receipt_serving import CONFIGS, traffic_of
+from farthing.report.training_log import read_log
+from farthing.run.folder import LOG, MODEL, kept_job
+from farthing.storage.files import Json, read_json, write_text
+
+FORMATS = {"merged": "bf16", "fp8": "fp8", "w8a16": "int8", "w4a16": "int4"}
+"""Formats that the servers load -> the precision that they compute in."""
+TASKS = {"seq2seq": "text2text-generation", "classification": "text-classification"}
+"""Tasks that transformers serves -> the name of its pipeline."""
+FOLDER = "serve"
+"""Beside the model, in its folder."""
+IDLE_S = 300
+"""Vertex AI keeps a machine at least so long after the last request (`ScaleToZeroSpec`)."""
+STARTING_S = 300
+"""From zero to the first answer on Vertex AI: by assumption."""
+PORT = 8080
+
+
+@dataclass(frozen=True)
+class Place:
+    """`vllm`, or `vertex:PROJECT/REGION/BUCKET`."""
+
+    server: str
+    project: str = ""
+    region: str = ""
+    bucket: str = ""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A server for a run's model."""
+
+    place: Place
+    name: str
+    task: str
+    offer: Offer
+    export_format: str
+    served: Served | None
+    """None where serving was never calculated for such a model: only its memory is known."""
+    max_model_len: int = 0
+
+
+def parse_place(text: str) -> Place:
+    """Raises `InputError`."""
+    server, _, rest = text.partition(":")
+    parts = [part for part in rest.removeprefix("gs://").split("/") if part]
+    if server == "vllm" and not parts:
+        return Place(server)
+    if server == "vertex" and len(parts) >= 3:
+        return Place(server, parts[0], parts[1], "/".join(parts[2:]))
+    raise InputError(
+        f"{text!r} names no server",
+        where="--serve",
+        to_do="use vllm, or vertex:PROJECT/REGION/BUCKET",
+    )
+
+
+def plan_deployment(
+    run: Path, serve_at: str, export_format: str | None, traffic: str | None
+) -> Deployment:
+    """The cheapest machine for the model of a run, and the format to export it in.
+
+    Raises `InputError` for a format that the server does not load, and where no machine will do.
+    """
+    place, job = parse_place(serve_at), kept_job(run)
+    if export_format is not None and export_format not in FORMATS:
+        raise InputError(
+            f"servers do not load the format {export_format}",
+            where="--format",
+            to_do=f"use one of {', '.join(FORMATS)}, or leave it out",
+        )
+    task = str(job["task"])
+    path = next(path for name in CONFIGS if (path := run / MODEL / name).exists())
+    shape = read_shape(read_json(path), task, n_labels=2)
+    offers = [one for one in read_catalog(None, today()).offers if _is_offered(place, one)]
+    name = run.resolve().name.lower().replace("_", "-")
+    if shape.attention != "causal" or not shape.scores_tokens:
+        if place.server == "vllm" or task not in TASKS:
+            raise InputError(
+                f"farthing does not know how to serve {task} there",
+                where=f"--serve {serve_at}",
+                to_do="export it with --format merged and load it with transformers",
+            )
+        return Deployment(place, name, task, _smallest(shape, offers), "merged", None)
+    asked = (
+        traffic_of(Job.model_validate(job), read_log(run / LOG))
+        if traffic is None
+        else parse_traffic(traffic)
+    )
+    wanted = [FORMATS[export_format]] if export_format else list(PRECISIONS)
+    found, _ = serve(shape, asked or Traffic(), offers)
+    best = next((one for one in found if one.server.precision in wanted), None)
+    if best is None:
+        raise InputError(
+            "no machine of the price table can serve the model so",
+            where=f"--serve {serve_at}",
+            to_do="leave --format out, or ask for a smaller traffic with --traffic",
+        )
+    form = next(form for form, one in FORMATS.items() if one == best.server.precision)
+    room = int(best.server.room_bytes / best.server.cache_bytes_per_token)
+    longest = min(room, shape.max_positions or room)
+    return Deployment(place, name, task, best.offer, form, best, longest)
+
+
+def write_deployment(plan: Deployment, folder: Path) -> list[str]:
+    """Write the files into `folder/serve`, and return what there is to know about them."""
+    files = _vllm_files(plan) if plan.place.server == "vllm" else _vertex_files(plan)
+    (folder / FOLDER).mkdir()
+    for name, text in files.items():
+        write_text(folder / FOLDER / name, text)
+    return [*_bill(plan), f"wrote {', '.join(f'{FOLDER}/{name}' for name in files)}; never run"]
+
+
+def _is_offered(place: Place, offer: Offer) -> bool:
+    """Whether the server can be put on an offer."""
+    if place.server == "vllm":
+        return True
+    vertex = TARGETS["vertex"]
+    return offer.provider in PROVIDERS["vertex"] and called(vertex, offer) is not None
+
+
+def _smallest(shape: Shape, offers: list[Offer]) -> Offer:
+    """The cheapest machine on demand whose one GPU holds the weights in fp32, twice."""
+    needed = 2 * 4.0 * shape.n_parameters
+    fitting = [
+        one
+        for one in offers
+        if not one.is_spot
+        and one.n_gpus == 1
+        and one.usd_per_hour is not None
+        and gpus()[one.gpu].memory_bytes >= needed
+    ]
+    if not fitting:
+        raise InputError(
+            f"no single GPU there has {needed / 1e9:.0f} GB",
+            where="--serve",
+            to_do="export it with --format merged, and serve it elsewhere",
+        )
+    return min(fitting, key=lambda one: one.usd_per_hour or 0.0)
+
+
+def _image(server: str) -> str:
+    return next(row["image"] for row in facts("serving_images") if row["server"] == server)
+
+
+def _engine_options(plan: Deployment) -> list[str]:
+    """Options of vLLM with the memory, the precision and the streams of the plan."""
+    served = plan.served
+    assert served is not None
+    options = [
+        f"--served-model-name={plan.name}",
+        f"--max-model-len={plan.max_model_len}",
+        f"--max-num-seqs={served.n_streams}",
+        f"--gpu-memory-utilization={MEMORY_SHARE:g}",
+        f"--tensor-parallel-size={served.server.n_gpus}",
+        "--dtype=bfloat16",
+    ]
+    return [*options, "--kv-cache-dtype=fp8"] if served.server.precision == "fp8" else options
+
+
+def _vllm_files(plan: Deployment) -> dict[str, str]:
+    options, n_gpus = _engine_options(plan), plan.offer.n_gpus
+    model = '"$(dirname "$0")/.."'
+    command = " \\\n  ".join([f"exec vllm serve {model}", *map(shlex.quote, options)])
+    service = {
+        "image": _image("vllm"),
+        "command": ["--model=/model", *options],
+        "ports": ["8000:8000"],
+        "volumes": ["..:/model:ro"],
+        "ipc": "host",
+        "deploy": {
+            "resources": {
+                "reservations": {
+                    "devices": [
+                        {"driver": "nvidia", "count": n_gpus, "capabilities": ["gpu"]},
+                    ]
+                }
+            }
+        },
+    }
+    compose = yaml.safe_dump({"services": {"vllm": service}}, sort_keys=False)
+    return {"serve.sh": f"#!/bin/sh\n{command}\n", "compose.yaml": compose}
+
+
+def _vertex_files(plan: Deployment) -> dict[str, str]:
+    """Requests of the API, and a script that sends them with the user's own `gcloud` login."""
+    place = plan.place
+    parent = f"projects/{place.project}/locations/{place.region}"
+    artifacts = f"gs://{place.bucket}/{plan.name}"
+    if plan.served is not None:
+        container: Json = {
+            "imageUri": _image("vertex-vllm"),
+            "command": ["python", "-m", "vllm.entrypoints.api_server"],
+            "args": ["--host=0.0.0.0", f"--port={PORT}", f"--model={artifacts}"],
+            "predictRoute": "/generate",
+            "healthRoute": "/ping",
+        }
+        container["args"] += _engine_options(plan)
+    else:
+        container = {
+            "imageUri": _image("vertex-transformers"),
+            "env": [{"name": "HF_TASK", "value": TASKS[plan.task]}],
+            "predictRoute": "/pred",
+            "healthRoute": "/h",
+        }
+    container |= {"ports": [{"containerPort": PORT}], "sharedMemorySizeMb": "4096"}
+    model = {"displayName": plan.name, "artifactUri": artifacts, "containerSpec": container}
+    upload = {"modelId": plan.name, "model": model}
+    names = called(TARGETS["vertex"], plan.offer)
+    assert names is not None
+    machine = {
+        "machineType": names.machine_type,
+        "acceleratorType": names.gpu_id,
+        "acceleratorCount": plan.offer.n_gpus,
+    }
+    n_machines = plan.served.n_machines if plan.served else 1
+
+    def deployed(**replicas: object) -> str:
+        resources = {"machineSpec": machine, **replicas, "maxReplicaCount": n_machines}
+        one = {
+            "displayName": plan.name,
+            "model": f"{parent}/models/{plan.name}",
+            "dedicatedResources": resources,
+        }
+        return _json({"deployedModel": one, "trafficSplit": {"0": 100}})
+
+    zero = {"minScaleupPeriod": f"{IDLE_S}s", "idleScaledownPeriod": f"{IDLE_S}s"}
+    return {
+        "model.json": _json(upload),
+        "endpoint.json": _json({"displayName": plan.name}),
+        "deploy.json": deployed(minReplicaCount=n_machines),
+        "deploy_to_zero.json": deployed(
+            minReplicaCount=0, initialReplicaCount=1, scaleToZeroSpec=zero
+        ),
+        "deploy.sh": _script(plan, parent, artifacts),
+    }
+
+
+def _script(plan: Deployment, parent: str, artifacts: str) -> str:
+    """Copies the model, then sends the requests; each waits for the operation before it."""
+    host = f"https://{plan.place.region}-aiplatform.googleapis.com"
+    model, endpoint = f"{parent}/models/{plan.name}", f"{parent}/endpoints/{plan.name}"
+    return f"""#!/bin/sh
+# sh deploy.sh: always on.  sh deploy.sh to-zero: no machine without requests (Google's preview).
+set -eu
+cd "$(dirname "$0")"
+send() {{ # METHOD PATH FILE
+  curl --fail-with-body -sS -X "$1" "{host}/$2" -H "Content-Type: application/json" -d "@$3" \\
+    -H "Authorization: Bearer $(gcloud auth print-access-token)"
+}}
+wait_for() {{ # PATH
+  until curl -fsS -o /dev/null "{host}/v1/$1" \\
+    -H "Authorization: Bearer $(gcloud auth print-access-token)"; do sleep 10; done
+}}
+gcloud storage rsync --recursive --exclude='^serve/' .. {shlex.quote(artifacts)}
+send POST "v1/{parent}/models:upload" model.json
+wait_for "{model}"
+send POST "v1/{parent}/endpoints?endpointId={plan.name}" endpoint.json
+wait_for "{endpoint}"
+if [ "${{1:-}}" = to-zero ]; then
+  send POST "v1beta1/{endpoint}:deployModel" deploy_to_zero.json
+else
+  send POST "v1/{endpoint}:deployModel" deploy.json
+fi
+echo "It bills until you undeploy it:"
+echo "  gcloud ai endpoints describe {plan.name} --project={plan.place.project} \\
+--region={plan.place.region}   # its deployedModels[].id"
+echo "  gcloud ai endpoints undeploy-model {plan.name} --project={plan.place.project} \\
+--region={plan.place.region} --deployed-model-id=ID"
+"""
+
+
+def _json(value: Json) -> str:
+    return json.dumps(value, indent=1) + "\n"
+
+
+def _bill(plan: Deployment) -> list[str]:
+    """Dollars a month, and what goes to zero."""
+    offer, served = plan.offer, plan.served
+    several = f"{offer.n_gpus}x " if offer.n_gpus > 1 else ""
+    price = f"{say_cost(offer.usd_per_hour or 0.0)} an hour, price of {offer.date}"
+    lines = [f"machine: {several}{offer.gpu} at {offer.provider} ({price})"]
+    is_vertex = plan.place.server == "vertex"
+    if served is None:
+        month = say_cost((offer.usd_per_hour or 0.0) * HOURS_PER_MONTH)
+        lines.append(f"always on: {month} a month; its requests a second are not known")
+    else:
+        traffic = served.traffic
+        lines.append(
+            f"{traffic.requests_per_day:,.0f} requests a day of {traffic.input_tokens:,.0f} tokens"
+            f" in and {traffic.output_tokens:,.0f} out, in {served.server.precision}: always on"
+            f" {say_cost(served.always_on_usd)} a month"
+        )
+        lines.append(_zero(served, is_vertex))
+    if is_vertex:
+        lines.append("Vertex AI adds its own fee to the price of Compute Engine")
+    return lines
+
+
+def _zero(served: Served, is_vertex: bool) -> str:
+    if not is_vertex:
+        return (
+            "vLLM stays on: nothing scales to zero by itself. A serverless provider would cost"
+            f" about {say_cost(served.to_zero_usd())} a month"
+        )
+    per_s = served.traffic.requests_per_s / served.n_machines
+    on = on_share(per_s, served.alone_s, IDLE_S, STARTING_S)
+    usd = served.always_on_usd * on
+    return (
+        f"to zero after {IDLE_S // 60} minutes without requests: {say_cost(usd)} a month; a request"
+        " that finds no machine is lost, so clients must retry"
+    )
