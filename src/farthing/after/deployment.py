@@ -19,6 +19,7 @@ from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.launch.registry import PROVIDERS, TARGETS, called
 from farthing.models.shapes import Shape, read_shape
+from farthing.objectives.registry import objective_of
 from farthing.planner.serving import (
     MEMORY_SHARE,
     PRECISIONS,
@@ -39,8 +40,6 @@ from farthing.storage.files import Json, read_json, write_text
 
 FORMATS = {"merged": "bf16", "fp8": "fp8", "w8a16": "int8", "w4a16": "int4"}
 """Formats that the servers load -> the precision that they compute in."""
-TASKS = {"seq2seq": "text2text-generation", "classification": "text-classification"}
-"""Tasks that transformers serves -> the name of its pipeline."""
 FOLDER = "serve"
 """Beside the model, in its folder."""
 IDLE_S = 300
@@ -109,7 +108,7 @@ def plan_deployment(
     offers = [one for one in read_catalog(None, today()).offers if _is_offered(place, one)]
     name = run.resolve().name.lower().replace("_", "-")
     if shape.attention != "causal" or not shape.scores_tokens:
-        if place.server == "vllm" or task not in TASKS:
+        if place.server == "vllm":
             raise InputError(
                 f"farthing does not know how to serve {task} there",
                 where=f"--serve {serve_at}",
@@ -233,7 +232,7 @@ def _vertex_files(plan: Deployment) -> dict[str, str]:
     else:
         container = {
             "imageUri": _image("vertex-transformers"),
-            "env": [{"name": "HF_TASK", "value": TASKS[plan.task]}],
+            "env": [{"name": "HF_TASK", "value": objective_of(plan.task).pipeline_tag}],
             "predictRoute": "/pred",
             "healthRoute": "/h",
         }
