@@ -11,11 +11,11 @@ import pytest
 
 from farthing.config.foreign_keys import ALIASES
 from farthing.config.importers.record import exists
-from farthing.config.importers.shared import reasons
+from farthing.config.importers.tables import table
 from farthing.config.load import load_job
 from farthing.errors import JobError
 
-ANSWERS = {name: why.reason for why in reasons("job") for name in why.patterns.split()}
+ANSWERS = {name: why.reason for why in table("job").reasons for name in why.patterns}
 BASE = "task: causal-lm\nmodel: a/b\ndata: rows.jsonl\noutput_dir: out\n"
 
 

@@ -118,8 +118,8 @@ def test_axolotl_says_its_own_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("rl: dpo", "preference"),
-        ("reward_model: true", "reward model"),
+        ("rl: grpo", "reinforcement learning"),
+        ("process_reward_model: true", "reward model"),
         ("adapter: ia3", "ia3"),
         ("processor_type: AutoProcessor", "images or sound"),
         ("unfrozen_parameters: [lm_head]", "some layers in full"),
@@ -516,7 +516,8 @@ def test_openai_together_and_fireworks(tmp_path: Path) -> None:
         '{"training_file": "file-a", "model": "gpt-4o", "method": {"type": "dpo"}}',
         "job4.json",
     )
-    assert "DPO" in dpo.blockers[0].why
+    job = job_of(tmp_path, dpo)
+    assert (job.task, job.objective.beta) == ("dpo", 0.1)
 
 
 def test_what_says_where_a_training_runs_is_no_training(tmp_path: Path) -> None:
@@ -524,7 +525,7 @@ def test_what_says_where_a_training_runs_is_no_training(tmp_path: Path) -> None:
         tmp_path, "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n"
     )
     assert "import the other one" in found.blockers[0].why
-    with pytest.raises(InputError, match="whose settings"):
+    with pytest.raises(InputError, match="can't tell which tool"):
         imported(tmp_path, "hello: world\n")
 
 

@@ -190,6 +190,93 @@ client.fine_tuning.create(
     assert together.job["method.name"] == "lora"
 
 
+@pytest.mark.parametrize(
+    ("settings", "row", "expected"),
+    [
+        ("", {"messages": []}, True),
+        ("", {"prompt": "a", "completion": "b"}, None),
+        ("assistant_only_loss: true\n", {"messages": []}, False),
+        ("completion_only_loss: false\n", {"messages": []}, True),
+    ],
+)
+def test_which_tokens_trl_learns(
+    settings: str, row: dict[str, object], expected: bool | None, tmp_path: Path
+) -> None:
+    write(tmp_path, "rows.jsonl", json.dumps(row))
+    text = f"model_name_or_path: org/m\ndataset_name: rows.jsonl\nmax_length: 512\n{settings}"
+    found = import_file(write(tmp_path, "config.yaml", text))
+    assert found.job.get("data.train_on_prompt") is expected
+
+
+def test_schedules_with_a_least_rate_are_imported(tmp_path: Path) -> None:
+    found = import_file(
+        write(
+            tmp_path,
+            "config.yaml",
+            BASE + "max_length: 512\nlr_scheduler_type: cosine_with_min_lr\noptim: adafactor\n"
+            "lr_scheduler_kwargs: {min_lr_rate: 0.1}\n",
+        )
+    )
+    assert found.job["train.lr_scheduler_type"] == "cosine_with_min_lr"
+    assert found.job["train.lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
+    assert found.job["train.optim"] == "adafactor"
+    found = import_file(
+        write(
+            tmp_path,
+            "train.py",
+            "from transformers import Trainer, TrainingArguments\n"
+            "args = TrainingArguments('out', lr_scheduler_type='warmup_stable_decay',\n"
+            "    lr_scheduler_kwargs={'num_decay_steps': 10})\nTrainer(model='org/m', args=args)\n",
+        )
+    )
+    assert found.job["train.lr_scheduler_kwargs"] == {"num_decay_steps": 10}
+    found = import_file(
+        write(
+            tmp_path,
+            "ax.yaml",
+            "base_model: org/m\nsequence_len: 64\nlr_scheduler: cosine\ncosine_min_lr_ratio: 0.2\n",
+        )
+    )
+    assert found.job["train.lr_scheduler_type"] == "cosine_with_min_lr"
+    assert found.job["train.lr_scheduler_kwargs"] == {"min_lr_rate": 0.2}
+    without = BASE + "max_length: 512\nlr_scheduler_type: cosine_with_min_lr\n"
+    found = import_file(write(tmp_path, "config.yaml", without))
+    assert found.lines["lr_scheduler_type"].effect == "differs"
+
+
+def test_new_tokens_are_imported_with_what_trains_them(tmp_path: Path) -> None:
+    text = "base_model: org/m\nsequence_len: 64\nadapter: lora\ntokens: [<a>, <b>]\n"
+    found = import_file(write(tmp_path, "ax.yaml", text))
+    assert found.lines["tokens"].effect == "differs"
+    saved = text + "lora_modules_to_save: [embed_tokens, lm_head]\n"
+    found = import_file(write(tmp_path, "ax.yaml", saved))
+    assert found.job["model.new_tokens"] == ["<a>", "<b>"]
+    text = "model_name_or_path: org/m\nstage: sft\nfinetuning_type: lora\nadd_tokens: <a>,<b>\n"
+    found = import_file(write(tmp_path, "lf.yaml", text + "resize_vocab: true\n"))
+    assert found.job["model.new_tokens"] == ["<a>", "<b>"]
+    assert found.job["method.modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert import_file(write(tmp_path, "lf.yaml", text)).lines["add_tokens"].effect == "differs"
+
+
+def test_what_scripts_say_beside_their_arguments_is_read(tmp_path: Path) -> None:
+    script = """from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from trl import DataCollatorForCompletionOnlyLM, SFTTrainer
+trainer = SFTTrainer(
+    model="org/m", args=TrainingArguments("out"), dataset_text_field="story",
+    train_dataset=load_dataset("org/d", split="train"), optimizers=(mine, None),
+    data_collator=DataCollatorForCompletionOnlyLM("### Answer:"),
+    callbacks=[EarlyStoppingCallback(early_stopping_patience=3)],
+)
+"""
+    found = import_file(write(tmp_path, "train.py", script))
+    assert found.job["data.train_on_prompt"] is False
+    assert found.lines["SFTTrainer.optimizers"].effect == "differs"
+    assert found.lines["EarlyStoppingCallback.early_stopping_patience"].effect == "differs"
+    assert found.job["data.train"] == [
+        {"path": "org/d", "split": "train", "columns": {"text": "story"}}
+    ]
+
+
 def test_aliases_that_expand_without_end_are_refused_at_once(tmp_path: Path) -> None:
     rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 11)]

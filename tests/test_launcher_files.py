@@ -98,7 +98,7 @@ def test_each_line_of_deepspeed_becomes_a_key_or_is_named(tmp_path: Path) -> Non
     text = "\n".join(said)
     assert "gradient_clipping: 0.5 - left out: the job says train.max_grad_norm itself" in text
     assert "gradient_accumulation_steps: 4 - a step is cut by tokens" in text
-    assert "my_own_key: 1 - not a key that this importer knows" in text
+    assert "my_own_key: 1 - farthing does not know this key" in text
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,12 @@ def answer(name: str, *, is_exact: bool = False) -> str:
 
     `is_exact`: only of keys that are known by their whole name, not by how they begin or end.
     """
-    from farthing.config.importers.shared import reasons
+    from farthing.config.importers.tables import table
 
     for before, of in (("", "job"), ("another tool's key: ", "common")):
-        for group in reasons(of):
-            patterns = group.patterns.split()
-            if name in patterns or (
-                not is_exact and any(fnmatchcase(name, pattern) for pattern in patterns)
+        for group in table(of).reasons:
+            if name in group.patterns or (
+                not is_exact and any(fnmatchcase(name, pattern) for pattern in group.patterns)
             ):
                 return before + group.reason
     return ""

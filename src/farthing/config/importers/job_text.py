@@ -11,7 +11,7 @@ from farthing.config.importers.record import Imported, Line, say
 from farthing.printable import printable
 from farthing.storage.files import Json
 
-_SECTIONS = ("model", "data", "method", "train")
+_SECTIONS = ("objective", "model", "data", "method", "train")
 _WIDTH = 110
 
 
@@ -21,45 +21,39 @@ def job_text(imported: Imported, name: str) -> str:
     origin: dict[str, list[Line]] = {}
     for line in imported.mapped:
         origin.setdefault(line.became, []).append(line)
-    output = job.pop("output_dir", None) or "runs/imported"
-    rows = [
-        (
-            f"# From {printable(name)} ({imported.source}). Plan it: farthing plan FILE    Train"
-            " it: farthing train FILE"
-        ),
-        "",
-    ]
-    rows += _key("task", job.pop("task"), origin, imported, "")
-    data = _data(job)
+
+    def written(key: str, value: Any, indent: str = "") -> list[str]:
+        return _key(key, value, origin.get(key, []), imported.defaults.get(key, ""), indent)
+
+    source = f"{printable(name)} ({imported.source})"
+    rows = [f"# From {source}. Plan it: farthing plan FILE    Train it: farthing train FILE", ""]
+    task, output = job.pop("task"), job.pop("output_dir", None) or "runs/imported"
+    if "objective.name" not in job:
+        rows += [*written("task", task), ""]
+    else:
+        origin["objective.name"] = [*origin.get("objective.name", []), *origin.get("task", [])]
+    values = {**job, **_data(job)}
     for section in _SECTIONS:
-        keys = {
-            key.partition(".")[2]: value
-            for key, value in {**job, **data}.items()
-            if key.startswith(f"{section}.")
-        }
-        if keys:
-            rows += ["", f"{section}:"]
-            for key, value in keys.items():
-                rows += _key(f"{section}.{key}", value, origin, imported, "  ")
-    rows += ["", *_key("output_dir", output, origin, imported, "")]
+        keys = [key for key in values if key.startswith(f"{section}.")]
+        rows += [f"{section}:"] if keys else []
+        for key in keys:
+            rows += written(key, values[key], "  ")
+        rows += [""] if keys else []
+    rows += written("output_dir", output)
     for effect, title in (
         ("differs", "What trains differently here"),
         ("none", "What has no counterpart and changes no result"),
     ):
-        lines = [line for line in imported.named if line.effect == effect]
-        if lines:
-            rows += ["", f"# {title}:"]
-            by_reason: dict[str, list[str]] = {}
-            for line in lines:
+        by_reason: dict[str, list[str]] = {}
+        for line in imported.named:
+            if line.effect == effect:
                 by_reason.setdefault(line.why, []).append(f"{line.key}: {say(line.value)}")
-            rows += [
-                text
-                for why, keys in by_reason.items()
-                for text in _comment(f"{', '.join(keys)} - {why}")
-            ]
-    if imported.notes:
-        rows += ["", "# Good to know:"]
-        rows += [text for note in imported.notes for text in _comment(note)]
+        rows += ["", f"# {title}:"] if by_reason else []
+        for why, keys in by_reason.items():
+            rows += _comment(f"{', '.join(keys)} - {why}")
+    rows += ["", "# Good to know:"] if imported.notes else []
+    for note in imported.notes:
+        rows += _comment(note)
     return "\n".join(rows) + "\n"
 
 
@@ -70,39 +64,33 @@ def _data(job: Json) -> Json:
         sources = job.pop(f"data.{role}", None)
         if not sources:
             continue
-        one = sources[0]
-        if len(sources) == 1 and set(one) <= {"path", "columns", "name", "split"}:
+        one, keys = sources[0], {key for each in sources for key in each}
+        if len(sources) == 1 and keys <= {"path", "columns", "name", "split"}:
             found[f"data.{role}"] = one["path"]
-            if "split" in one:
-                found[f"data.{role}_split"] = one["split"]
-            if "name" in one:
-                found["data.dataset_config_name"] = one["name"]
-            if "columns" in one:
-                found["data.columns"] = one["columns"]
-        elif all(set(each) == {"path"} for each in sources):
+            own = ("split", f"data.{role}_split"), ("name", "data.dataset_config_name")
+            for name, key in (*own, ("columns", "data.columns")):
+                if name in one:
+                    found[key] = one[name]
+        elif keys == {"path"}:
             found[f"data.{role}"] = [each["path"] for each in sources]
         else:
             found[f"data.{role}"] = sources
-    if "data.train" not in found:
-        found["data.train"] = "train.jsonl"
-    return found
+    return {"data.train": "train.jsonl", **found}
 
 
-def _key(
-    key: str, value: Any, origin: dict[str, list[Line]], imported: Imported, indent: str
-) -> list[str]:
-    was = origin.get(key, [])
+def _key(key: str, value: Any, was: list[Line], default_of: str, indent: str) -> list[str]:
+    own = key.rpartition(".")[2], say(value)
     words = ", ".join(
-        f"{line.key}: {say(line.value)}" if say(line.value) != say(value) else line.key
+        line.key if say(line.value) == own[1] else f"{line.key}: {say(line.value)}"
         for line in was
-        if line.key.rpartition(".")[2] != key.rpartition(".")[2] or say(line.value) != say(value)
+        if (line.key.rpartition(".")[2], say(line.value)) != own
     )
     words += "".join(f"; {line.why}" for line in was if line.why)
-    if not was and key in imported.defaults:
-        words = f"the default of {imported.defaults[key]}"
-    text = f"{indent}{key.rpartition('.')[2]}: {yaml_of(value)}"
+    if not was and default_of:
+        words = f"the default of {default_of}"
+    text = f"{indent}{own[0]}: {yaml_of(value)}"
     comment = f"  # {printable(words)}" if words else ""
-    if len(text) + len(comment) > 140 and comment:
+    if comment and len(text) + len(comment) > 140:
         return [f"{indent}{line}" for line in _comment(words)] + [text]
     return [text + comment]
 
@@ -110,33 +98,23 @@ def _key(
 def yaml_of(value: Any) -> str:
     """A value in one line of YAML: plain where that is safe, else as JSON, which is YAML too."""
     if isinstance(value, str):
-        is_plain = (
-            value.replace("/", "").replace("-", "").replace("_", "").replace(".", "").isalnum()
-            and value.isascii()
-        )
-        looks_like_other = (
-            value.lower() in ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
-            or value[:1] in "-.0123456789"
-        )
-        return value if is_plain and not looks_like_other else json.dumps(value, ensure_ascii=False)
+        is_plain = value.isascii() and value.translate(_SIGNS).isalnum()
+        is_other = value.lower() in _WORDS or value[:1] in "-.0123456789"
+        return value if is_plain and not is_other else json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):
-        text = repr(value)
-        if "e" in text and "." not in text:
-            text = text.replace("e", ".0e")
-        return (
-            text.replace("e", "e+")
-            if "e" in text and "e-" not in text and "e+" not in text
-            else text
-        )
+        number, sign, power = repr(value).partition("e")
+        number += ".0" if sign and "." not in number else ""
+        return number + sign + ("+" if power and power[0] != "-" else "") + power.lstrip("+")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(yaml_of(each) for each in value) + "]"
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{yaml_of(str(key))}: {yaml_of(each)}" for key, each in value.items())
-            + "}"
-        )
+        pairs = (f"{yaml_of(str(key))}: {yaml_of(each)}" for key, each in value.items())
+        return "{" + ", ".join(pairs) + "}"
     return json.dumps(value)
+
+
+_SIGNS = str.maketrans("", "", "/-_.")
+_WORDS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
 
 
 def _comment(text: str) -> list[str]:

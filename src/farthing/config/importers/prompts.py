@@ -13,40 +13,36 @@ from typing import Any
 
 from farthing.storage.files import Json
 
-_WITH = (
-    "Below is an instruction that describes a task, paired with an input that provides further"
-    " context. Write a response that appropriately completes the request."
-)
-_WITHOUT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes"
-    " the request."
-)
+_TASK = "Below is an instruction that describes a task"
+_MORE = "paired with an input that provides further context"
+_REQUEST = "Write a response that appropriately completes the request."
+_WITH, _WITHOUT = f"{_TASK}, {_MORE}. {_REQUEST}", f"{_TASK}. {_REQUEST}"
 _CHAT_WITH = (
-    "Below is an instruction from a USER that describes a task, paired with an input that provides"
-    " further context. The ASSISTANT writes a response that concisely and appropriately completes"
-    " the request.\n\n"
+    f"Below is an instruction from a USER that describes a task, {_MORE}. The ASSISTANT writes a"
+    " response that concisely and appropriately completes the request.\n\n"
 )
 _CHAT_WITHOUT = (
-    "Below is an instruction from a USER that describes a task. "
-    "The ASSISTANT writes a response that appropriately and concisely completes the request.\n\n"
+    "Below is an instruction from a USER that describes a task. The ASSISTANT writes a response"
+    " that appropriately and concisely completes the request.\n\n"
 )
-ALPACA_PROMPTS = [
-    f"{_WITH}\n\n### Instruction:\n{{instruction}}\n\n### Input:\n{{input}}\n\n### Response:\n",
-    f"{_WITHOUT}\n\n### Instruction:\n{{instruction}}\n\n### Response:\n",
-]
 
 
-def _chat_style(system: str, question: str) -> list[str]:
-    return [
-        f"SYSTEM: {_CHAT_WITH}\nUSER: {{{question}}}\n{{input}}\nASSISTANT:",
-        f"SYSTEM: {_CHAT_WITHOUT}\nUSER: {{{question}}}\nASSISTANT:",
-    ]
+def _style(with_input: str, without: str, answer: str = "output") -> Json:
+    """Of two prompts the first whose columns are filled; `S` stands for what describes the task."""
+    prompts = [with_input.replace("S", _WITH, 1), without.replace("S", _WITHOUT, 1)]
+    return {"prompt": prompts, "completion": f"{{{answer}}}"}
 
 
-ALPACA_STYLES: dict[str, Json] = {
-    "alpaca": {"prompt": ALPACA_PROMPTS, "completion": "{output}"},
-    "alpaca_instruct": {"prompt": ALPACA_PROMPTS, "completion": "{output}"},
-    "alpaca:instruct": {"prompt": ALPACA_PROMPTS, "completion": "{output}"},
+def _im(role: str, said: str) -> str:
+    return f"<|im_start|>{role}\n{said}<|im_end|>\n"
+
+
+_ALPACA = _style(
+    "S\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
+    "S\n\n### Instruction:\n{instruction}\n\n### Response:\n",
+)
+STYLES: dict[str, Json] = {
+    **dict.fromkeys(("alpaca", "alpaca_instruct", "alpaca:instruct"), _ALPACA),
     "alpaca:chat": {
         "prompt": [
             f"SYSTEM: {_WITH}\nUSER: {{instruction}}\n{{input}}\nASSISTANT:",
@@ -56,25 +52,24 @@ ALPACA_STYLES: dict[str, Json] = {
     },
     "alpaca:chatml": {
         "prompt": [
-            (
-                f"<|im_start|>system\n{_WITH}<|im_end|>\n<|im_start|>user\n{{instruction}}\n{{input}}<|im_end|>\n"
-                "<|im_start|>assistant\n"
-            ),
-            (
-                f"<|im_start|>system\n{_WITHOUT}<|im_end|>\n<|im_start|>user\n{{instruction}}<|im_end|>\n"
-                "<|im_start|>assistant\n"
-            ),
+            _im("system", _WITH)
+            + _im("user", "{instruction}\n{input}")
+            + "<|im_start|>assistant\n",
+            _im("system", _WITHOUT) + _im("user", "{instruction}") + "<|im_start|>assistant\n",
         ],
         "completion": "{output}",
     },
-    "alpaca:phi": {
+    "alpaca:phi": _style(
+        "<|system|>\nS<|end|>\n<|user|>\n{instruction}<|end|>{input}<|assistant|>",
+        "<|system|>\nS<|end|>\n<|user|>\n{instruction}<|end|>\n<|assistant|>\n",
+    ),
+    "alpaca_chat.load_qa": {
         "prompt": [
-            f"<|system|>\n{_WITH}<|end|>\n<|user|>\n{{instruction}}<|end|>{{input}}<|assistant|>",
-            f"<|system|>\n{_WITHOUT}<|end|>\n<|user|>\n{{instruction}}<|end|>\n<|assistant|>\n",
+            f"SYSTEM: {_CHAT_WITH}\nUSER: {{question}}\n{{input}}\nASSISTANT:",
+            f"SYSTEM: {_CHAT_WITHOUT}\nUSER: {{question}}\nASSISTANT:",
         ],
-        "completion": "{output}",
+        "completion": "{answer}",
     },
-    "alpaca_chat.load_qa": {"prompt": _chat_style("", "question"), "completion": "{answer}"},
 }
 """Axolotl's formats by their names."""
 
@@ -108,53 +103,77 @@ def _frame(asked: str, answer: str, *, system: str = "{}", default_system: str =
     )
 
 
+_VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
 FRAMES: dict[str, str] = {
     "alpaca": _frame(
         "### Instruction:\n{}\n\n### Response:\n", "{}{eos}\n\n", default_system=f"{_WITHOUT}\n\n"
     ),
     "default": _frame("Human: {}{eos}\nAssistant:", "{}{eos}\n", system="System: {}{eos}\n"),
-    "vicuna": _frame(
-        "USER: {} ASSISTANT:",
-        "{}{eos}",
-        default_system=(
-            "A chat between a curious user and an artificial intelligence assistant. "
-            "The assistant gives helpful, detailed, and polite answers to the user's questions."
-        ),
-    ),
+    "vicuna": _frame("USER: {} ASSISTANT:", "{}{eos}", default_system=_VICUNA),
 }
 """LLaMA-Factory's frames for models without a chat template, by name; a turn asked for begins where
 the last text ends.
 """
+
+_HEADERS = {
+    "chatml": ("<|im_start|>{}\n", "<|im_end|>", "\n"),
+    "llama3": ("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", ""),
+}
+_ASKED = {"icr": "input", "intel": "question", "prompt_pairs": "prompt", "argilla": "instruction"}
+
+
+def pair_style(name: str, task: str) -> Json | None:
+    """Axolotl's formats of preferences such as `chatml.intel`, for `task`; None for others."""
+    frame, _, style = name.partition(".")
+    asked = "prompt" if (style, task) == ("ultra", "kto") else _ASKED.get(style)
+    if frame not in _HEADERS or asked is None or (style == "argilla" and task != "kto"):
+        return None
+    header, end, gap = _HEADERS[frame]
+    user = f"{header.format('user')}{{{asked}}}{end}{gap}{header.format('assistant')}"
+    answers = ("completion",) if task == "kto" else ("chosen", "rejected")
+    return {
+        "prompt": [f"{header.format('system')}{{system}}{end}{gap}{user}", user],
+        **{answer: f"{{{answer}}}{end}" for answer in answers},
+    }
 
 
 def chat_columns(field: Any, role: Any, content: Any) -> dict[str, str]:
     """`data.columns` of chats in a column of this name, whose turns have these keys."""
     in_sharegpt = role == "from" or content == "value"
     standard = "conversations" if in_sharegpt else "messages"
-    field = str(field or ("conversations" if in_sharegpt else "messages"))
+    field = str(field or standard)
     return {} if field == standard else {standard: field}
 
 
-def style_of_fields(given: Mapping[str, Any]) -> Json:
+def _own(template: str, fields: Mapping[str, str]) -> str:
+    """A format string with a data set's own columns."""
+    return re.sub(r"\{(\w+)\}", lambda found: "{" + fields.get(found[1], found[1]) + "}", template)
+
+
+def columns_of_fields(given: Mapping[str, Any]) -> Json:
     """Axolotl's own formats: fields with a format string each way."""
-    fields = {
-        name: str(given.get(f"field_{name}") or name)
-        for name in ("system", "instruction", "input", "output")
-    }
+    known = ("system", "instruction", "input", "output")
+    fields = {name: str(given.get(f"field_{name}") or name) for name in known}
     system = str(given.get("system_prompt") or "")
-    start = (
-        str(given.get("system_format") or "{system}").replace("{system}", system) if system else ""
-    )
-    with_input = str(given.get("format") or "{instruction} {input} ")
-    without = str(given.get("no_input_format") or "{instruction} ")
-
-    def own(template: str) -> str:
-        return re.sub(
-            r"\{(\w+)\}", lambda match: "{" + fields.get(match[1], match[1]) + "}", template
-        )
-
-    templates = [start + own(each) for each in dict.fromkeys((with_input, without))]
+    start = str(given.get("system_format") or "{system}").replace("{system}", system)
+    start = start if system else ""
+    ways = (given.get("format") or "{instruction} {input} ", given.get("no_input_format"))
+    forms = dict.fromkeys((str(ways[0]), str(ways[1] or "{instruction} ")))
+    found = [start + _own(each, fields) for each in forms]
     return {
-        "prompt": templates if len(templates) > 1 else templates[0],
+        "prompt": found if len(found) > 1 else found[0],
         "completion": "{" + fields["output"] + "}",
     }
+
+
+def pair_columns(given: Mapping[str, Any], task: str) -> Json:
+    """The same of preferences: a format string for each part."""
+    parts = ("prompt", "completion") if task == "kto" else ("prompt", "chosen", "rejected")
+    fields = {name: str(given.get(f"field_{name}") or name) for name in (*parts, "system", "label")}
+    found: Json = {
+        part: _own(str(given.get(f"{part}_format") or f"{{{part}}}"), fields) for part in parts
+    }
+    return found | ({"label": fields["label"]} if fields["label"] != "label" else {})

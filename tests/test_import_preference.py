@@ -1,0 +1,304 @@
+"""Preference jobs of other tools become such jobs; what is not offered is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farthing.config.importers.job_text import job_text
+from farthing.config.importers.recognise import import_file
+from farthing.config.importers.record import Imported
+from farthing.config.job import Job
+from farthing.config.load import load_job
+
+TRL = "model_name_or_path: org/m\ndataset_name: org/d\nmax_length: 1024\n"
+AXOLOTL = "base_model: org/m\nsequence_len: 512\nlearning_rate: 5e-6\nmicro_batch_size: 4\n"
+FACTORY = "model_name_or_path: org/m\nfinetuning_type: lora\ndataset: pairs\ntemplate: qwen\n"
+
+
+def imported(folder: Path, text: str, name: str = "config.yaml") -> Imported:
+    (folder / name).write_text(text, encoding="utf-8")
+    return import_file(folder / name)
+
+
+def job_of(folder: Path, found: Imported) -> Job:
+    """The job that is written, read back."""
+    assert not found.blockers, found.blockers
+    for name, text in found.files.items():
+        (folder / name).write_text(text)
+    (folder / "job.yaml").write_text(job_text(found, "other"))
+    return load_job(folder / "job.yaml")
+
+
+def settings(job: Job) -> dict[str, Any]:
+    """The objective, without what is its default."""
+    assert job.objective is not None
+    return {"name": job.task, **job.objective.model_dump(exclude_defaults=True)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("objective: dpo\nbeta: 0.05\n", {"name": "dpo", "beta": 0.05}),
+        (
+            "rpo_alpha: 0.5\n",
+            {"name": "dpo", "loss_type": ("sigmoid", "sft"), "loss_weights": (1.0, 0.5)},
+        ),
+        (
+            "objective: dpo\nloss_type: [ipo, sft]\nloss_weights: [1.0, 2.0]\n",
+            {"name": "dpo", "loss_type": ("ipo", "sft"), "loss_weights": (1.0, 2.0)},
+        ),
+        ("discopop_tau: 0.1\nloss_type: discopop\n", {"name": "dpo", "loss_type": "discopop"}),
+        ("objective: dpo\nloss_type: robust\n", {"name": "dpo"}),
+        ("desirable_weight: 1.5\nbeta: 0.2\n", {"name": "kto", "beta": 0.2}),
+        ("objective: orpo\nbeta: 0.3\n", {"name": "orpo", "beta": 0.3}),
+        ("cpo_alpha: 0.5\nloss_type: hinge\n", {"name": "cpo", "loss_type": "hinge"}),
+        (
+            "cpo_alpha: 0.0\nsimpo_gamma: 1.5\nbeta: 2.0\nloss_type: simpo\n",
+            {"name": "simpo", "beta": 2.0, "simpo_gamma": 1.5},
+        ),
+        ("center_rewards_coefficient: 0.01\n", {"name": "reward"}),
+    ],
+)
+def test_objectives_of_trl(keys: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    found = settings(job_of(tmp_path, imported(tmp_path, TRL + keys)))
+    assert {key: found.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ("loss_type: aot", "aot"),
+        ("loss_type: bco_pair", "bco_pair"),
+        ("use_weighting: true", "changes the loss"),
+        ("ld_alpha: 0.5", "changes the loss"),
+        ("f_divergence_type: js_divergence", "changes the loss"),
+        ("sync_ref_model: true", "the reference"),
+    ],
+)
+def test_losses_that_are_not_offered_are_refused(keys: str, why: str, tmp_path: Path) -> None:
+    found = imported(tmp_path, f"{TRL}objective: dpo\n{keys}\n")
+    assert [why in line.why for line in found.blockers] == [True]
+
+
+def test_settings_of_several_objectives_ask_which(tmp_path: Path) -> None:
+    found = imported(tmp_path, TRL + "beta: 0.1\nmax_prompt_length: 512\n")
+    assert "add a line `objective: dpo`" in found.blockers[0].why
+
+
+def test_a_folder_names_the_objective(tmp_path: Path) -> None:
+    folder = tmp_path / "orpo"
+    folder.mkdir()
+    found = imported(folder, TRL + "beta: 0.1\nmax_prompt_length: 512\n")
+    assert job_of(folder, found).task == "orpo"
+    assert found.lines["max_prompt_length"].effect == "differs"
+    assert any("learns the prompt of the chosen answer" in note for note in found.notes)
+
+
+def test_trl_trains_preferences_without_dropout_and_at_its_own_rates(tmp_path: Path) -> None:
+    text = TRL + "objective: dpo\nuse_peft: true\nlora_dropout: 0.1\nlabel_smoothing: 0.1\n"
+    found = imported(tmp_path, text)
+    job = job_of(tmp_path, found)
+    assert (job.train.learning_rate, job.method.lora_dropout, job.too_long) == (1e-6, 0.0, "skip")
+    assert settings(job) == {"name": "dpo", "label_smoothing": 0.1}
+    assert any("ignores it since 0.29" in note for note in found.notes)
+    reward = job_of(tmp_path, imported(tmp_path, TRL + "objective: reward\n"))
+    assert reward.train.learning_rate == 1e-4
+
+
+def test_simpo_is_said_to_have_other_defaults(tmp_path: Path) -> None:
+    found = imported(tmp_path, TRL + "cpo_alpha: 1.0\nloss_type: simpo\n")
+    assert settings(job_of(tmp_path, found)) == {"name": "simpo", "beta": 0.1, "simpo_gamma": 0.5}
+    assert found.lines["cpo_alpha"].effect == "differs"
+    assert any("not SimPO's" in note for note in found.notes)
+
+
+def test_command_lines_and_scripts_of_trl(tmp_path: Path) -> None:
+    command = imported(
+        tmp_path,
+        "trl dpo --model_name_or_path org/m --dataset_name org/d --beta 0.2 --use_peft\n",
+        "run.sh",
+    )
+    assert settings(job_of(tmp_path, command)) == {"name": "dpo", "beta": 0.2}
+    script = imported(
+        tmp_path,
+        "from datasets import load_dataset\nfrom trl import KTOConfig, KTOTrainer\n"
+        "from peft import LoraConfig\nrows = load_dataset('org/d', split='train')\n"
+        "args = KTOConfig('out', beta=0.3, undesirable_weight=0.5, learning_rate=5e-7)\n"
+        "trainer = KTOTrainer(model='org/m', args=args, train_dataset=rows,\n"
+        "                     peft_config=LoraConfig(r=4, lora_dropout=0.05))\n",
+        "train.py",
+    )
+    job = job_of(tmp_path, script)
+    assert settings(job) == {"name": "kto", "beta": 0.3, "undesirable_weight": 0.5}
+    assert (job.train.learning_rate, job.method.lora_r, job.method.lora_dropout) == (5e-7, 4, 0.0)
+    older = imported(
+        tmp_path,
+        "from unsloth import FastLanguageModel\nfrom trl import DPOTrainer\n"
+        "from transformers import TrainingArguments\n"
+        "model, tok = FastLanguageModel.from_pretrained('org/m', load_in_4bit=True)\n"
+        "model = FastLanguageModel.get_peft_model(model, r=8)\n"
+        "trainer = DPOTrainer(model=model, ref_model=None, beta=0.25, max_length=512,\n"
+        "                     args=TrainingArguments('out', learning_rate=5e-6))\n",
+        "older.py",
+    )
+    job = job_of(tmp_path, older)
+    assert settings(job) == {"name": "dpo", "beta": 0.25}
+    assert (job.method.name, job.data.max_length) == ("qlora", 512)
+
+
+def test_a_script_of_two_trainings_is_refused(tmp_path: Path) -> None:
+    text = (
+        "from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer\n"
+        "SFTTrainer(model='org/m', args=SFTConfig('a'))\n"
+        "DPOTrainer(model='a', args=DPOConfig('b'))\n"
+    )
+    assert "several trainings" in imported(tmp_path, text, "both.py").blockers[0].why
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected", "columns"),
+    [
+        (
+            "rl: dpo\nrl_beta: 0.3\ndatasets: [{path: a/b, type: chat_template.default,"
+            " field_messages: talk}]\n",
+            {"name": "dpo", "beta": 0.3},
+            {"messages": "talk"},
+        ),
+        (
+            "rl: ipo\ndatasets: [{path: a/b, type: chatml.intel}]\n",
+            {"name": "dpo", "loss_type": "ipo"},
+            {
+                "prompt": (
+                    "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
+                    "<|im_start|>assistant\n",
+                    "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
+                ),
+                "chosen": "{chosen}<|im_end|>",
+                "rejected": "{rejected}<|im_end|>",
+            },
+        ),
+        (
+            "rl: kto\nkto_undesirable_weight: 0.5\ndatasets:\n- path: a/b\n  type:"
+            ' {field_prompt: ask, field_label: good, prompt_format: "Q: {prompt}"}\n',
+            {"name": "kto", "undesirable_weight": 0.5},
+            {"prompt": "Q: {ask}", "completion": "{completion}", "label": "good"},
+        ),
+        (
+            "rl: orpo\norpo_alpha: 0.4\ndatasets: [{path: a/b, type: chat_template.argilla}]\n",
+            {"name": "orpo", "beta": 0.4},
+            {},
+        ),
+        (
+            "rl: simpo\nrl_beta: 2.0\nsimpo_gamma: 1.0\ncpo_alpha: 0\ndatasets: [{path: a/b}]\n",
+            {"name": "simpo", "beta": 2.0, "simpo_gamma": 1.0},
+            {},
+        ),
+        (
+            "reward_model: true\ndatasets: [{path: a/b, type: bradley_terry.chat_template}]\n",
+            {"name": "reward"},
+            {"prompt": "input"},
+        ),
+    ],
+)
+def test_objectives_of_axolotl(
+    keys: str, expected: dict[str, Any], columns: dict[str, Any], tmp_path: Path
+) -> None:
+    job = job_of(tmp_path, imported(tmp_path, AXOLOTL + keys))
+    assert settings(job) == expected
+    assert job.data.columns == columns
+
+
+def test_a_step_of_one_verdict_is_refused(tmp_path: Path) -> None:
+    text = AXOLOTL.replace("micro_batch_size: 4", "micro_batch_size: 1") + "rl: kto\n"
+    found = imported(tmp_path, text + "datasets: [{path: a/b}]\n")
+    assert [line.key for line in found.blockers] == ["micro_batch_size"]
+
+
+def test_rows_of_another_kind_than_the_objectives_are_refused(tmp_path: Path) -> None:
+    text = AXOLOTL + "rl: dpo\ndatasets: [{path: a/b, type: alpaca}]\n"
+    assert "no pairs" in imported(tmp_path, text).blockers[0].why
+    text = AXOLOTL + "datasets: [{path: a/b, type: chatml.intel}]\n"
+    assert "no `rl`" in imported(tmp_path, text).blockers[0].why
+
+
+def _registry(folder: Path) -> None:
+    pairs = {"messages": "talk", "chosen": "good", "rejected": "bad"}
+    known = {
+        "pairs": {
+            "file_name": "a.json",
+            "ranking": True,
+            "formatting": "sharegpt",
+            "columns": pairs,
+        },
+        "plain": {"hf_hub_url": "org/plain"},
+        "asked": {
+            "hf_hub_url": "org/asked",
+            "ranking": True,
+            "columns": {"prompt": "question", "chosen": "chosen", "rejected": "rejected"},
+        },
+        "judged": {
+            "hf_hub_url": "org/judged",
+            "columns": {"prompt": "ask", "response": "answer", "kto_tag": "good"},
+        },
+    }
+    (folder / "data").mkdir()
+    (folder / "data" / "dataset_info.json").write_text(json.dumps(known))
+    (folder / "data" / "a.json").write_text("[]")
+
+
+def test_stages_of_llama_factory(tmp_path: Path) -> None:
+    _registry(tmp_path)
+    found = imported(tmp_path, FACTORY + "stage: dpo\npref_beta: 0.2\npref_ftx: 0.5\n")
+    job = job_of(tmp_path, found)
+    assert settings(job) == {
+        "name": "dpo",
+        "beta": 0.2,
+        "loss_type": ("sigmoid", "sft"),
+        "loss_weights": (1.0, 0.5),
+    }
+    assert job.data.columns == {"conversations": "talk", "chosen": "good", "rejected": "bad"}
+    found = imported(tmp_path, FACTORY + "stage: dpo\npref_loss: simpo\nsimpo_gamma: 1.0\n")
+    assert settings(job_of(tmp_path, found)) == {"name": "simpo", "beta": 0.1, "simpo_gamma": 1.0}
+    found = imported(tmp_path, FACTORY.replace("pairs", "asked") + "stage: rm\n")
+    job = job_of(tmp_path, found)
+    assert (job.task, job.data.columns) == ("reward", {"instruction": "{question}"})
+    text = FACTORY.replace("pairs", "judged") + "stage: kto\nkto_rejected_weight: 0.5\n"
+    job = job_of(tmp_path, imported(tmp_path, text))
+    assert settings(job) == {"name": "kto", "undesirable_weight": 0.5}
+    assert job.data.columns == {"instruction": "{ask}", "output": "{answer}", "label": "good"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ("stage: ppo\n", "ppo"),
+        ("stage: dpo\npref_loss: kto_pair\n", "kto_pair"),
+        ("stage: dpo\npref_bco_weight: 0.5\n", "changes the loss"),
+        ("stage: dpo\nref_model: org/other\n", "the reference"),
+        ("stage: sft\n", "pairs of answers"),
+        ("stage: kto\n", "verdict"),
+    ],
+)
+def test_what_llama_factory_does_and_farthing_not_is_refused(
+    keys: str, why: str, tmp_path: Path
+) -> None:
+    _registry(tmp_path)
+    assert any(why in line.why for line in imported(tmp_path, FACTORY + keys).blockers)
+
+
+def test_services_of_preferences(tmp_path: Path) -> None:
+    method = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "n_epochs": 2}}}
+    asked = {"training_file": "file-a", "model": "gpt-4.1", "method": method}
+    job = job_of(tmp_path, imported(tmp_path, json.dumps(asked), "job.json"))
+    assert (settings(job), job.train.num_train_epochs) == ({"name": "dpo", "beta": 0.2}, 2)
+    how = {"method": "dpo", "dpo_beta": 0.3, "dpo_normalize_logratios_by_length": True}
+    asked = {"training_file": "a.jsonl", "model": "org/m", "lora": True, "training_method": how}
+    job = job_of(tmp_path, imported(tmp_path, json.dumps(asked), "job.json"))
+    assert settings(job) == {"name": "dpo", "beta": 0.3, "loss_type": "sigmoid_norm"}
+    how["dpo_reference_free"] = True
+    found = imported(tmp_path, json.dumps(asked), "job.json")
+    assert [line.key for line in found.blockers] == ["training_method.dpo_reference_free"]
