@@ -72,7 +72,7 @@ def test_objectives_of_trl(keys: str, expected: dict[str, Any], tmp_path: Path) 
     ("keys", "why"),
     [
         ("loss_type: aot", "aot"),
-        ("loss_type: bco_pair", "bco_pair"),
+        ("loss_type: [sigmoid, aot_pair]", "aot_pair"),
         ("use_weighting: true", "changes the loss"),
         ("ld_alpha: 0.5", "changes the loss"),
         ("f_divergence_type: js_divergence", "changes the loss"),

@@ -18,6 +18,7 @@ import yaml
 from farthing.config.importers.record import Imported, Odd, Table, To, Why, say
 from farthing.config.job import TrainSection
 from farthing.config.values import known_init
+from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.registry import objective_names
 from farthing.storage.files import Json
 
@@ -199,8 +200,8 @@ def files(value: Any) -> list[Json]:
 def task(value: Any) -> str:
     """A task by its usual names. Raises `Odd`."""
     name = str(value).lower().replace("_", "-")
-    if name in ("sft", "text-generation", "causal-lm"):
-        return "causal-lm"
+    if name in ("sft", "text-generation"):
+        return CAUSAL_LM.name
     if name not in objective_names():
         raise Odd(f"{value}, which farthing does not do", "blocks")
     return name
