@@ -327,7 +327,7 @@ def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(
 ) -> None:
     data = {"train": [str(write_jsonl(tmp_path / "data.jsonl", [row]))], "columns": {}}
     data |= {"train_split": "train", "dataset_config_name": None}
-    data |= {"encoding": None, "separator": None, "text_unit": "document"}
+    data |= {"encoding": None, "separator": None, "field": None, "text_unit": "document"}
     assert (
         trained_on_chats({"task": "causal-lm", "data": data, "cache_dir": str(tmp_path)}) is is_chat
     )

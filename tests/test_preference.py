@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from farthing.cli import main
+from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.preference import converter
 from farthing.data.token_set import TokenSet
@@ -29,6 +30,7 @@ from farthing.objectives.registry import objective_of, read_settings
 from farthing.run.folder import kept_job
 from farthing.tiny import write_jsonl
 from farthing.train.run import opened_attempt
+from together import on_ranks
 from workshop import Heard, job_file, log_of, losses_of, train
 
 WORDS = [
@@ -672,3 +674,21 @@ def test_a_tuned_model_answers_prompts_of_a_file(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert main(["predict", str(run), str(file), "-o", str(out)]) == 0
     assert all("prediction" in json.loads(line) for line in out.read_text().splitlines())
+
+
+def _train_on_rank(rank: int, values: dict[str, Any]) -> list[float]:
+    job = Job.model_validate(values)
+    train(job, Heard())
+    return losses_of(job) if rank == 0 else []
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_take_the_same_steps(tmp_path: Path, objective: str, strategy: str) -> None:
+    keys = {"max_steps": 3, "micro_batch_tokens": 700, "method": "full"}
+    alone = load_job(preference_job(tmp_path / "one", objective, **keys))
+    train(alone, Heard())
+    place = {"strategy": strategy, "device": "cpu", "gpus": 2}
+    job = load_job(preference_job(tmp_path / "two", objective, where=place, **keys))
+    found = on_ranks(2, tmp_path / "meetings", _train_on_rank, job.model_dump(mode="json"))
+    assert found[0] == pytest.approx(losses_of(alone), abs=2e-5)
