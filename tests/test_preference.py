@@ -19,7 +19,8 @@ from farthing.cli import main
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.preference import converter
-from farthing.data.token_set import TokenSet
+from farthing.data.scored import expanded
+from farthing.data.token_set import TokenSet, open_token_set
 from farthing.data.units import SCORED, n_shared
 from farthing.errors import DataError, InputError, JobError
 from farthing.events import Evaluated, Note, StepTaken
@@ -692,3 +693,101 @@ def test_two_ranks_take_the_same_steps(tmp_path: Path, objective: str, strategy:
     job = load_job(preference_job(tmp_path / "two", objective, where=place, **keys))
     found = on_ranks(2, tmp_path / "meetings", _train_on_rank, job.model_dump(mode="json"))
     assert found[0] == pytest.approx(losses_of(alone), abs=2e-5)
+
+
+# ---- answers with scores ----
+
+SAMPLES = {
+    "prompt": "How much?",
+    "responses": ["a", "b", "c"],
+    "scores": [0.2, 0.9, 0.5],
+}
+
+
+def test_scored_answers_become_what_is_learned() -> None:
+    assert [row["completion"] for row in expanded(SAMPLES, "best")] == ["b"]
+    assert [row["completion"] for row in expanded(SAMPLES, "above:0.3")] == ["b", "c"]
+    assert [(row["chosen"], row["rejected"]) for row in expanded(SAMPLES, "best_worst")] == [
+        ("b", "a")
+    ]
+    assert [(row["chosen"], row["rejected"]) for row in expanded(SAMPLES, "adjacent")] == [
+        ("b", "c"),
+        ("c", "a"),
+    ]
+    ranked = {"instruction": "?", "answers": [{"text": "x", "rank": 2}, {"text": "y", "rank": 1}]}
+    assert expanded(ranked, "best") == [{"instruction": "?", "output": "y"}]
+    chat = {"messages": [USER], "completions": [{"response": "x", "score": 1}]}
+    assert expanded(chat, "best")[0]["messages"][-1] == {"role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("row", "way", "word"),
+    [
+        ({"prompt": "a"}, "best", "no list of answers"),
+        (SAMPLES | {"scores": [1]}, "best", "3 answers, and `scores` 1"),
+        (SAMPLES | {"scores": None}, "best", "has no score"),
+        (SAMPLES | {"scores": [1, 1, 1]}, "best_worst", "no answer of `responses` scores better"),
+        (SAMPLES, "above:1.0", "scores above 1"),
+        (SAMPLES | {"scores": [1, "x", 2]}, "best", "no number"),
+        (SAMPLES | {"responses": ["a", "", "c"]}, "best", "not text"),
+    ],
+)
+def test_scored_answers_that_can_not_be_used_are_named(row: Any, way: str, word: str) -> None:
+    with pytest.raises(Unusable, match=word):
+        expanded(row, way)
+
+
+def scored_rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": row["prompt"],
+            "responses": [row["rejected"], row["chosen"]],
+            "scores": [0.1, 0.8],
+        }
+        for row in pairs(24)
+    ]
+
+
+def test_scored_answers_train_pairs_and_single_answers(tmp_path: Path) -> None:
+    rows = scored_rows()
+    by_scores = {"rows": rows, "max_steps": 3, "eval_rows": rows[:4]}
+    paired = load_job(
+        preference_job(tmp_path / "a", "dpo", data={"pairs": "best_worst"}, **by_scores)
+    )
+    train(paired, Heard())
+    plain = load_job(preference_job(tmp_path / "b", "dpo", max_steps=3, eval_rows=pairs(4)))
+    train(plain, Heard())
+    assert losses_of(paired) == losses_of(plain)
+    path = job_file(tmp_path / "c", pretrained=True, data={"keep": {"above": 0.5}}, **by_scores)
+    heard = Heard()
+    train(load_job(path), heard)
+    from farthing.events import DataRead
+
+    assert heard.of(DataRead)[0].n_examples == 24
+
+
+@pytest.mark.parametrize(
+    ("objective", "data", "word"),
+    [("dpo", {"keep": "best"}, "use data.pairs"), ("kto", {"pairs": "adjacent"}, "data.keep")],
+)
+def test_ways_that_do_not_fit_the_objective_are_refused(
+    tmp_path: Path, objective: str, data: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(JobError) as caught:
+        load_job(preference_job(tmp_path, objective, data=data))
+    assert word in str(caught.value)
+
+
+def test_a_plan_counts_a_prompt_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = preference_job(tmp_path, "dpo", max_steps=1)
+    assert main(["plan", str(path), "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)
+    heard = Heard()
+    train(load_job(path), heard)
+    capsys.readouterr()
+    assert main(["plan", str(path), "--json"]) == 0
+    after = json.loads(capsys.readouterr().out)
+    found = [plan["job"]["mean_tokens"] for plan in (before, after)]
+    assert found[0] == pytest.approx(found[1], rel=0.02)
+    tokens = open_token_set(next((tmp_path / "cache" / "tokens").glob("*[0-9a-f]")))
+    assert found[1] < 0.7 * float(tokens.lengths.mean())

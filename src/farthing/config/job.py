@@ -48,6 +48,7 @@ from farthing.config.values import (
     with_own,
 )
 from farthing.data.rows import Layout
+from farthing.data.scored import way_of
 from farthing.objectives.objective import Settings
 from farthing.objectives.registry import (
     find_objective,
@@ -107,6 +108,12 @@ class ModelSection(Section):
         return name
 
 
+class Above(Section):
+    """A score from which on answers are learned."""
+
+    above: Number
+
+
 class DataSection(Section):
     """Which examples. `data: FILE` is short for `data: {train: FILE}`."""
 
@@ -136,6 +143,14 @@ class DataSection(Section):
     """Standard column name -> name in the data, e.g. {text: narrative, label: product}; or a
     template of several, "{question}\\n{context}"; or a list of which the first counts whose columns
     are filled."""
+    keep: Literal["best"] | Above | None = None
+    """Of rows with several answers and scores: learn the best, or all that score above a number,
+    {above: 0.5}.
+    """
+    pairs: Literal["best_worst", "adjacent"] | None = None
+    """The same as pairs of a better and a worse answer: the best with the worst, or each with the
+    next.
+    """
     label_map: LabelMap = {}
     """Classification: label in the data -> label to train on, to merge what is the same class."""
     encoding: Annotated[str, AfterValidator(known_encoding)] | None = None
@@ -694,6 +709,12 @@ class Job(Section):
     def max_length(self) -> int:
         """Longest input in tokens."""
         return self.data.max_length or objective_of(self.task).max_length
+
+    @property
+    def scored(self) -> str:
+        """What is learned of rows with several answers and scores, in one word."""
+        keep = self.data.keep
+        return way_of(keep.model_dump() if isinstance(keep, Above) else keep, self.data.pairs)
 
     @property
     def too_long(self) -> str:

@@ -478,6 +478,12 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
             f"{job.task} has no token targets to smooth",
             "leave it out; some objectives have a key `label_smoothing`",
         )
+    is_paired = objective.n_sequences > 1
+    if job.data.keep is not None and (is_paired or not objective.reads_answers):
+        to_do = "use data.pairs" if is_paired else "leave it out"
+        yield ("data", "keep"), f"{job.task} does not learn single answers", to_do
+    if job.data.pairs is not None and not is_paired:
+        yield ("data", "pairs"), f"{job.task} does not learn pairs of answers", "use data.keep"
     if objective.is_mismatched and job.global_batch_size == 1:
         yield (
             ("train", "global_batch_size"),

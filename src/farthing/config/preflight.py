@@ -185,7 +185,8 @@ def _look_at_file(job: Job, path: Path, said: Own) -> None:
 
 def _look_at_source(job: Job, source: Source) -> None:
     rows = list(itertools.islice(source.rows(), _FIRST_ROWS))
-    reader = SourceReader(source, Recipe(job.task, 0, columns=dict(job.data.columns)), None)
+    recipe = Recipe(job.task, 0, columns=dict(job.data.columns), scored=job.scored)
+    reader = SourceReader(source, recipe, None)
     reader.look(rows)
     if reader.understood is not None:
         _look_at_values(job.task, source, rows, reader)

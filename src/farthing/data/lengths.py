@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from farthing.data.packing import ON_CPU, MicroBatchCost, split_by_tokens, split_padded
 from farthing.data.token_set import TokenSet
+from farthing.data.units import shared_tokens
 from farthing.errors import InputError
 from farthing.objectives.registry import objective_of
 
@@ -400,7 +401,7 @@ def from_token_set(
     tokens: TokenSet, indices: NDArray[np.int64] | None, task: str, *, source: str
 ) -> Lengths:
     """The exact lengths of a token set, or of the examples `indices` of it."""
-    lengths, n_targets = tokens.lengths, tokens.target_lengths
+    lengths, n_targets = tokens.lengths - shared_tokens(tokens), tokens.target_lengths
     if not objective_of(task).scores_tokens:
         n_targets = np.ones(len(lengths), np.int64)
     if indices is not None:

@@ -6,8 +6,10 @@ Refuses rows made for other kinds of training (see `foreign`), to read files, an
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +19,7 @@ from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
 from farthing.data.formats import Text, Understood, converter, recognise, used_columns
 from farthing.data.read import Source
 from farthing.data.rows import BadRow, Row, RowValue
+from farthing.data.scored import expanded
 from farthing.data.shown import Shown
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
@@ -56,8 +59,12 @@ class SourceReader:
             if isinstance(row, BadRow):
                 continue
             self.n_rows += 1
-            self._shapes[tuple(row.value)] += 1
-            kind = foreign_kind(row.value, self._recipe.task, self._columns)
+            value = row.value
+            if self._recipe.scored:
+                with contextlib.suppress(Unusable):
+                    value = expanded(value, self._recipe.scored)[0]
+            self._shapes[tuple(value)] += 1
+            kind = foreign_kind(value, self._recipe.task, self._columns)
             if kind is None:
                 continue
             own = next((self._columns[name] for name in LEARNED if name in self._columns), None)
@@ -75,7 +82,11 @@ class SourceReader:
         """Raises `Unusable` with the reason."""
         if isinstance(row, BadRow):
             raise Unusable(row.reason)
-        return self._convert(without_missing(row.value) if self._is_arrow else row.value)
+        value = without_missing(row.value) if self._is_arrow else row.value
+        if not self._recipe.scored:
+            return self._convert(value)
+        texts = [self._convert(each) for each in expanded(value, self._recipe.scored)]
+        return replace(texts[-1], earlier=tuple(texts[:-1]))
 
     @cached_property
     def _convert(self) -> Callable[[RowValue], Text]:

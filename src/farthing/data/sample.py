@@ -24,6 +24,7 @@ from farthing.data.read import Source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Block, Reading, Row
 from farthing.data.token_set import Recipe
+from farthing.data.units import computed_once
 from farthing.errors import DataError
 from farthing.objectives.columns import Unusable
 from farthing.objectives.registry import objective_of
@@ -92,7 +93,7 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         n_tokenized += n
     found, weight = np.concatenate(lengths), np.concatenate(weights)
     tokens, targets, labelled = found.T
-    limit = recipe.max_length
+    limit = recipe.max_length * objective_of(recipe.task).n_sequences
     kept = np.ones(len(found), bool)
     if recipe.too_long == "skip":
         kept = (tokens <= limit + 0.5) & (targets <= recipe.max_target_length + 0.5)
@@ -204,23 +205,26 @@ def _of_texts(
     """
     characters = np.zeros((len(texts), 2))
     for index, text in enumerate(texts):
-        for part, is_target in text.segments:
-            characters[index, int(is_target)] += len(part)
+        for sequence in text.sequences:
+            for part, is_target in sequence.segments:
+                if is_target or sequence is text:  # the prompt is computed once
+                    characters[index, int(is_target)] += len(part)
     task = objective_of(recipe.task)
     if recipe.train_on_prompt and task.predicts_next:
         characters = np.column_stack([characters[:, 0] * 0, characters.sum(axis=1)])
     picked, stands_for = _strata(characters.sum(axis=1).astype(np.int64), n_wanted)
     found = np.zeros((len(texts), 3))
     encode = Encoder(tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
-    for index, (ids, mask) in zip(
-        picked, encode([texts[index] for index in picked]).examples(), strict=True
-    ):
+    encoded = encode([texts[index] for index in picked])
+    shared = computed_once(encoded)
+    for index, (ids, mask), n_shared in zip(picked, encoded.examples(), shared, strict=True):
         n_targets = int(mask.sum())
         if n_targets == 0 and task.scores_tokens:
             continue
-        found[index] = len(ids) - (n_targets if task.is_pair else 0), n_targets, n_targets
+        n_tokens = len(ids) - int(n_shared)
+        found[index] = n_tokens - (n_targets if task.is_pair else 0), n_targets, n_targets
         if task.predicts_next:
-            found[index, 2] = mask[: recipe.max_length].sum()
+            found[index, 2] = mask[: recipe.max_length * task.n_sequences].sum()
     of_source = characters[:, 0] if task.is_pair else characters.sum(axis=1)
     of_target = characters[:, 1]
     other = np.setdiff1d(np.arange(len(texts)), picked)

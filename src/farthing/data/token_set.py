@@ -83,6 +83,8 @@ class Recipe:
     source_lang: str = ""
     target_lang: str = ""
     """Languages that the tokenizer is set to, where it writes them into each text."""
+    scored: str = ""
+    """What is learned of rows with several answers and scores, see `scored.way_of`."""
     date: str = ""
     """ISO date that a chat template sees which asks for it; empty: it does not."""
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.data.encode import Encoded
 from farthing.data.token_set import TokenSet
 
 LEAST_TOKENS = 32  # that a sequence takes over; for fewer it is not worth copying keys and values
@@ -50,6 +51,14 @@ def n_shared(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> NDArray[np.i
             first = int(differ.argmax()) if n else 0
             found[unit, place] = first if n and differ[first] else n
     return found
+
+
+def computed_once(encoded: Encoded) -> NDArray[np.int64]:
+    """[n]: tokens of each unit, as it was encoded, that need not be computed."""
+    if encoded.sequences is None:
+        return np.zeros(len(encoded.lengths), np.int64)
+    shared = n_shared(encoded.ids, encoded.sequences)
+    return np.where(shared >= LEAST_TOKENS, shared, 0).sum(1, dtype=np.int64)
 
 
 def shared_tokens(tokens: TokenSet) -> NDArray[np.int64]:

@@ -199,6 +199,7 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
         columns=dict(data.columns),
         label_map=dict(data.label_map),
         max_bad_rows=data.max_bad_rows,
+        scored=job.scored,
         source_lang=source_lang,
         target_lang=target_lang,
         model_classes=(
