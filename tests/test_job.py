@@ -168,10 +168,8 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read_over(read: Any, tmp_pa
 def test_any_key_can_be_set_from_the_command_line(
     read: Any, override: str, section: str, key: str, value: Any
 ) -> None:
-    assert (
-        getattr(getattr(read("train: {early_stopping_patience: 3}\n", override), section), key)
-        == value
-    )
+    job = read("train: {early_stopping_patience: 3}\n", "data.eval_fraction=0.1", override)
+    assert getattr(getattr(job, section), key) == value
 
 
 def test_a_set_model_keeps_the_rest_of_its_section(read: Any) -> None:
@@ -790,3 +788,29 @@ def test_a_number_or_date_that_nothing_holds_is_a_mistake_in_the_job(
 def test_a_mapping_with_what_no_file_holds_is_refused(value: object) -> None:
     with pytest.raises(InputError, match="no job file can hold"):
         farthing.load_job({"train": {"max_steps": value}})
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        (
+            {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "weight": -1}]},
+            "data.train[1].weight",
+        ),
+        ({"train": {"path": "a.jsonl", "wieght": 2}}, "data.train.wieght"),
+        ({"train": "a.jsonl", "columns": {"prompt": [1]}}, "data.columns.prompt"),
+        ({"train": "a.jsonl", "separator": "ab"}, "data.separator"),
+        ({"train": "a.jsonl", "encoding": "utf-99"}, "data.encoding"),
+    ],
+)
+def test_a_mistake_is_placed_at_its_key(tmp_path: Path, data: Any, place: str) -> None:
+    values = {"task": "causal-lm", "model": "m", "data": data, "output_dir": "r"}
+    with pytest.raises(JobError) as caught:
+        farthing.load_job(values)
+    assert [problem.where for problem in caught.value.problems] == [place]
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    with pytest.raises(JobError) as caught:
+        farthing.load_job(path)
+    line = int(caught.value.problems[0].where.rpartition(":")[2])
+    assert path.read_text().splitlines()[line - 1].strip().startswith(place.rpartition(".")[2])

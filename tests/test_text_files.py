@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from desk import Desk, Said
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.read import open_sources
-from farthing.data.rows import Row
+from farthing.data.rows import Layout, Row
 from farthing.errors import DataError
 
 WORDS = "The lamp is bright.\n\nThe second paragraph has\nthree\nlines.\n"
@@ -93,3 +94,56 @@ def test_tokens_are_guessed_by_script(text: str, low: int, high: int) -> None:
     guess = light_tokenizer(None, None)
     assert not guess.is_exact
     assert low <= len(guess.encode([text], False)[0].ids) <= high
+
+
+def test_the_job_says_encoding_separator_field_and_unit(tmp_path: Path) -> None:
+    def rows(name: str, content: bytes, **layout: str) -> list[object]:
+        (tmp_path / name).write_bytes(content)
+        (source,) = open_sources(
+            (str(tmp_path / name),), cache_dir=tmp_path, split="train", layout=Layout(**layout)
+        )
+        return [row.value for row in source.rows() if isinstance(row, Row)]
+
+    latin = "text,label\ncaf\xe9,\xfcb\n".encode("latin-1")
+    assert rows("a.csv", latin, encoding="latin-1") == [{"text": "café", "label": "üb"}]
+    tilde = b'text~label\n"a, b"~c\n'
+    assert rows("b.csv", tilde, separator="~") == [{"text": "a, b", "label": "c"}]
+    nested = b'{"data": {"items": [{"a": 1}], "tags": [1]}}'
+    assert rows("c.json", nested, field="data.items") == [{"a": 1}]
+    lines = b"one\n\ntwo\r\nthree"
+    assert rows("d.txt", lines, text_unit="line") == [{"text": each} for each in WORDS_OF_LINES]
+    with pytest.raises(DataError, match="it is not written in utf-16"):
+        rows("e.jsonl", b'{"text": "\xff"}', encoding="utf-16")
+
+
+WORDS_OF_LINES = ("one", "two", "three")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", '{"text": "né"}\n'.encode("utf-16"), "read as utf-16"),
+        ("a.csv", "text\nné\n".encode("utf-16"), "read as utf-16"),
+        ("a.json", '{"text": "né"}\n{"text": "né"}\n'.encode(), "read as one object a line"),
+        ("a.jsonl", '[{"text": "né"},\n {"text": "né"}]'.encode(), "read as a document"),
+        ("a.json", '{"version": 1, "rows": [{"text": "né"}]}'.encode(), ""),
+    ],
+)
+def test_a_file_is_read_as_what_it_holds(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    rows, told = rows_of(tmp_path / name, tmp_path)
+    assert rows
+    assert all(row == {"text": "né"} for row in rows)
+    assert [said in each for each in told] == ([True] if said else [])
+
+
+def test_rows_of_a_large_document_are_read_across_its_pieces(tmp_path: Path) -> None:
+    rows = [{"text": "é" * (n % 997), "n": n} for n in range(3000)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, ensure_ascii=False, indent=1))
+    assert rows_of(tmp_path / "a.json", tmp_path)[0] == rows
+    broken = json.dumps(rows, ensure_ascii=False, indent=1).replace('"n": 2500', '"n": 25x')
+    (tmp_path / "b.json").write_text(broken)
+    with pytest.raises(DataError, match=rf"b\.json:{2500 * 4 + 4}:\d+: invalid JSON"):
+        rows_of(tmp_path / "b.json", tmp_path)

@@ -11,7 +11,7 @@ import io
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 from html import escape
 from pathlib import Path
 from typing import Any, cast
@@ -56,17 +56,7 @@ def load_job(job: JobLike, overrides: Sequence[str] = ()) -> Job:
             )
         return job
     if isinstance(job, Mapping):
-        import yaml
-
-        try:
-            text = yaml.safe_dump(_on_disk(job), sort_keys=False, allow_unicode=True)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise InputError(
-                f"a value that no job file can hold: {str(error)[:200]}",
-                where="the mapping of a job",
-                to_do="use text, numbers, true or false, lists and mappings of them",
-            ) from error
-        return load.parse_job(text, Path.cwd() / "<job>", list(overrides))
+        return load.job_of(_on_disk(job), list(overrides))
     return load.load_job(job, list(overrides))
 
 
@@ -83,9 +73,21 @@ def _on_disk(job: Mapping[str, Any]) -> dict[str, Any]:
             return {str(key): plain(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
-        return str(value) if isinstance(value, Path) else value
+        if isinstance(value, Path):
+            return str(value)
+        is_plain = value is None or isinstance(value, str | float | date)
+        if is_plain or (isinstance(value, int) and abs(value) < 1 << 64):
+            return value
+        raise InputError(
+            f"a value that no job file can hold: a {type(value).__name__}",
+            where="the mapping of a job",
+            to_do="use text, numbers, true or false, lists and mappings of them",
+        )
 
-    return {str(key): plain(value) for key, value in job.items()}
+    try:
+        return {str(key): plain(value) for key, value in job.items()}
+    except RecursionError as error:
+        raise InputError("it holds itself", where="the mapping of a job") from error
 
 
 def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:

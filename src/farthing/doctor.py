@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import itertools
 import os
 import shutil
 import sys
@@ -32,11 +31,11 @@ from farthing.errors import (
     PreflightError,
 )
 from farthing.run.folder import CHECKPOINTS, RUN
-from farthing.run.opening import refuse_bucket
+from farthing.run.opening import refuse_folder
 from farthing.storage.files import read_json
-from farthing.units import plural, say_bytes, say_usd
+from farthing.units import plural, say_bytes, say_count, say_usd
 
-_N_ROWS = 200  # of each source are looked at
+_TRIED_BYTES = 4 << 20  # of the sources together: some seconds
 EXTRAS = {
     "datasets": ("datasets", "data sets of the Hub and folders of them"),
     "sentencepiece": ("sentencepiece", "tokenizers without a tokenizer.json"),
@@ -178,12 +177,13 @@ def _gpu(index: int) -> Check:
 
 
 def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
-    """The job file, then model, tokenizer and data as far as they can be tried without training."""
-    from farthing.model.hardware import choose_numerics, device_name
+    """The job file, then what a run is refused for, by the functions that `farthing train` calls:
+    limits, run folder, model, tokenizer, and a part of the data.
+    """
+    from farthing.data.tokens import try_out
+    from farthing.model.hardware import device_name
     from farthing.model.load import need_bitsandbytes, quiet_libraries
-    from farthing.models.model_config import find_config
-    from farthing.planner.software import fp16_risk
-    from farthing.train.setup import open_inputs
+    from farthing.train.setup import build_model, identify, refuse_too_few
 
     try:
         job = load_job(path, overrides)
@@ -191,31 +191,45 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
         yield _failed("job", error)
         return
     yield Check("job", "ok", str(path))
+    yield from _try("limits", lambda: _limits(job))
     yield from _run_folder(Path(job.output_dir))
     quiet_libraries()
-
-    def precision() -> str:
-        risk = ""
-        with contextlib.suppress(FarthingError):
-            risk = fp16_risk(
-                find_config(job.model.model_name_or_path, job.model.revision, ask_hub=False)[0]
-            )
-        numerics = choose_numerics(job.where.device, job.train.bf16, job.train.fp16, fp16_risk=risk)
-        return f"{device_name(numerics.device)} in {numerics.name}"
-
-    yield from _try("computes on", precision)
     if job.method.name == "qlora" or "8bit" in job.train.optim or "paged" in job.train.optim:
         yield from _try(
             "bitsandbytes works", lambda: f"version {need_bitsandbytes('this job').__version__}"
         )
     try:
-        inputs = open_inputs(job)
+        numerics, inputs = identify(job)
     except FarthingError as error:
         yield _failed("model, tokenizer and data", error)
         return
+    yield Check("computes on", "ok", f"{device_name(numerics.device)} in {numerics.name}")
     yield Check("model, tokenizer and data", "ok", "found")
-    for source in [*inputs.train_sources, *inputs.eval_sources]:
-        yield from _try(f"data {source.name}", functools.partial(_first_rows, source, inputs))
+    labels: list[str] = []
+
+    def tried(role: str, sources: list[Any]) -> str:
+        recipe = inputs.recipe
+        if role == "eval":
+            recipe = replace(recipe, label_names=tuple(labels))
+        facts, is_whole = try_out(sources, inputs.tokenizer, recipe, _TRIED_BYTES)
+        if role == "train" and is_whole:
+            labels.extend(facts["label_names"])
+            if job.data.eval_fraction and not inputs.eval_sources:
+                refuse_too_few(facts["n_distinct_inputs"], sources[0].name)
+        return _of_data(facts, is_whole)
+
+    for role, sources in (("train", inputs.train_sources), ("eval", inputs.eval_sources)):
+        if sources:
+            names = ", ".join(source.name for source in sources)
+            yield from _try(f"{role} data {names}", functools.partial(tried, role, sources))
+
+    def built() -> str:
+        classes = tuple(labels) or ("a", "b")
+        model = build_model(job, inputs, numerics, classes, on_host=True, reads=False)
+        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        return f"{say_count(trained)} weights are trained; its weights were not looked at"
+
+    yield from _try("method", built)
     yield from check_choices(job)
     if job.usd_per_hour == 0:
         yield Check(
@@ -335,19 +349,8 @@ def check_choices(job: Job) -> Iterator[Check]:
         job.output_store or no_store,
         lost,
     )
-    caps = [
-        f"{say_usd(limits.max_usd)}" if limits.max_usd is not None else "",
-        str(limits.deadline or ""),
-    ]
-    most_hours = limits.most_hours()
-    caps.append(f"{most_hours:g} h" if most_hours is not None else "")
-    cap = ", ".join(word for word in caps if word)
-    yield Check(
-        "cap",
-        "ok" if cap or not job.usd_per_hour else "warning",
-        cap or "none",
-        "set limits.max_usd",
-    )
+    if job.usd_per_hour and limits.max_usd is None and limits.most_hours() is None:
+        yield Check("cap", "warning", "none", "set limits.max_usd")
 
 
 def check_trial(path: Path, overrides: list[str], n_examples: int) -> Iterator[Check]:
@@ -359,45 +362,45 @@ def check_trial(path: Path, overrides: list[str], n_examples: int) -> Iterator[C
         yield Check(f"trial: {stage.name}", "ok" if stage.is_good else "failed", stage.found, to_do)
 
 
-def _first_rows(source: Any, inputs: Any) -> str:
-    """What the first rows of a source are, and what of them is not used. Raises `DataError`."""
-    from farthing.data.reader import SourceReader
-    from farthing.objectives.columns import Unusable
+def _limits(job: Job) -> str:
+    """How much time a run has. Raises `InputError`."""
+    from farthing.report.receipt import build_receipt
+    from farthing.train.budget import refuse_limits
 
-    rows = list(itertools.islice(source.rows(), _N_ROWS))
-    reader, recipe = SourceReader(source, inputs.recipe, inputs.tokenizer), inputs.recipe
-    reader.look(rows)
-    reasons: list[str] = []
-    for row in rows:
-        try:
-            reader.text(row)
-        except Unusable as error:
-            reasons.append(f"row {row.line}: {error}")
-    n_bad, first = len(reasons), plural(len(rows), "row")
-    known = "" if reader.understood is None else f"format {reader.understood.format}; "
-    if n_bad == len(rows):
-        what = (
-            f"{known}none of the first {first} can be used"
-            f" ({reasons[0] if reasons else 'there are none'})"
-        )
-        raise DataError(what, to_do="correct these rows, or see data.columns")
-    is_whole = len(rows) < _N_ROWS and len(inputs.train_sources) == 1
-    if is_whole and n_bad > recipe.max_bad_rows * len(rows):
-        what = (
-            f"{n_bad} of {first} can't be used ({reasons[0]}), at most {recipe.max_bad_rows:.0%}"
-            " may be"
-        )
-        raise DataError(what, to_do="correct these rows, or raise data.max_bad_rows")
-    tried = (
-        f"{n_bad} of the first {first} can't be used ({reasons[0]})" if n_bad else f"{first} tried"
-    )
-    return "; ".join([known + tried, *reader.said()])
+    spent_usd = spent_s = 0.0
+    with contextlib.suppress(InputError):
+        receipt = build_receipt(Path(job.output_dir))
+        spent_usd, spent_s = receipt.usd, receipt.wall_s
+    refuse_limits(job, spent_usd, spent_s)
+    limits = job.limits
+    caps = [
+        say_usd(limits.max_usd) if limits.max_usd is not None else "",
+        f"{limits.most_hours():g} h" if limits.most_hours() is not None else "",
+        str(limits.deadline or ""),
+    ]
+    return ", ".join(cap for cap in caps if cap) or "none"
+
+
+def _of_data(facts: Any, is_whole: bool) -> str:
+    """What the rows that were tried became."""
+    n_rows, n_bad = facts["n_rows"], facts["n_bad"]
+    first = f" ({facts['bad_rows'][0][0]}: {facts['bad_rows'][0][1]})" if n_bad else ""
+    parts = [
+        f"format {', '.join(sorted(set(facts['formats'])))}",
+        f"{plural(n_rows, 'row')} tried"
+        + ("" if is_whole else "; the other rows were not looked at"),
+        f"{n_bad:,} can't be used{first}" if n_bad else "",
+        f"{facts['n_too_long']:,} too long" if facts["n_too_long"] else "",
+        f"{facts['n_without_target']:,} without a target" if facts["n_without_target"] else "",
+        *facts["notes"],
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 def _run_folder(folder: Path) -> Iterator[Check]:
     """Whether the job would start, continue or find itself finished, and the room there."""
     try:
-        refuse_bucket(folder)
+        refuse_folder(folder)
     except InputError as error:
         yield Check("run folder", "failed", f"{folder}: {error.what}", error.to_do)
         return

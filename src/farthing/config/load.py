@@ -48,6 +48,10 @@ FILE_ENDINGS = {
 SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name", "objective": "name"}
 
 
+Places = dict[tuple[str, ...], str]
+"""Key -> where it stands, for people."""
+
+
 def load_job(path: str | Path, overrides: list[str] | None = None) -> Job:
     """Read and check a job file.
 
@@ -87,8 +91,36 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
         raise _refused(
             "a job is a mapping of keys to values", path, "`farthing init` writes a starter"
         )
-    lines: dict[tuple[str, ...], int] = {}
-    problems = list(_walk(node, (), lines, path))
+    places: Places = {}
+    problems = list(_walk(node, (), places, path))
+    return _checked(values, problems, places, path, overrides)
+
+
+def job_of(values: Json, overrides: list[str] | None = None) -> Job:
+    """`load_job` of a mapping, whose relative names stand in the working folder."""
+    places: Places = {}
+    _note_keys(values, (), places)
+    return _checked(values, [], places, Path.cwd() / "job", overrides)
+
+
+def _note_keys(value: Any, at: tuple[str, ...], places: Places) -> None:
+    """Fill `places` with the path of every key of a mapping."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        name = (*at, str(key))
+        places[name] = "".join(f"[{each}]" if each.isdigit() else f".{each}" for each in name)[1:]
+        if isinstance(inner, dict | list):
+            _note_keys(inner, name, places)
+
+
+def _checked(
+    values: dict[Any, Any],
+    problems: list[InputError],
+    lines: Places,
+    path: Path,
+    overrides: list[str] | None,
+) -> Job:
+    """A job of values whose keys stand at `lines`. Raises `JobError`."""
     values = _expand(values)
     from_command_line: set[tuple[str, ...]] = set()
     for text in overrides or []:
@@ -218,22 +250,27 @@ def _refuse_tangles(text: str, path: Path) -> None:
 
 
 def _walk(
-    node: yaml.Node | None, at: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path
+    node: yaml.Node | None, at: tuple[str, ...], lines: Places, path: Path
 ) -> Iterator[InputError]:
     """Fill `lines` with the line of every key; yield keys that stand twice (YAML would silently
     keep the last).
     """
-    if isinstance(node, yaml.MappingNode):
+    if isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            lines[(*at, str(index))] = f"{path}:{value.start_mark.line + 1}"
+            yield from _walk(value, (*at, str(index)), lines, path)
+    elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             name = (*at, str(getattr(key, "value", "?")))
-            line = key.start_mark.line + 1
+            place = f"{path}:{key.start_mark.line + 1}"
             if name in lines:
+                first = lines[name].rpartition(":")[2]
                 yield InputError(
-                    f"`{'.'.join(name)}` appears twice (first on line {lines[name]})",
-                    where=f"{path}:{line}",
+                    f"`{'.'.join(name)}` appears twice (first on line {first})",
+                    where=place,
                     to_do="keep one of them",
                 )
-            lines[name] = line
+            lines[name] = place
             yield from _walk(value, name, lines, path)
 
 
@@ -252,9 +289,7 @@ def _expand(values: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def _adopt(
-    values: dict[Any, Any], lines: dict[tuple[str, ...], int], path: Path
-) -> Iterator[InputError]:
+def _adopt(values: dict[Any, Any], lines: Places, path: Path) -> Iterator[InputError]:
     """Other names of our keys are put in their place, and have the line where they stood."""
     try:
         for stood, stands in adopt(values, KEYS):
@@ -307,33 +342,35 @@ _WANTED = {
 
 def _place(
     loc: tuple[str, ...],
-    lines: dict[tuple[str, ...], int],
+    lines: Places,
     from_command_line: set[tuple[str, ...]],
     path: Path,
 ) -> str:
     """`--set key` or `file:line` of a key, or of the nearest thing around it that has a place."""
-    for key in sorted(from_command_line):
+    for key in sorted(from_command_line, key=lambda key: (loc[: len(key)] != key, key)):
         if loc[: len(key)] == key or (key[: len(loc)] == loc and loc not in lines):
             return f"--set {'.'.join(key)}"
-    line = next((lines[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in lines), None)
-    return f"{path}:{line}" if line else str(path)
+    found = (lines[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in lines)
+    return next(found, str(path))
 
 
 def _explain(
     item: Any,
-    lines: dict[tuple[str, ...], int],
+    lines: Places,
     from_command_line: set[tuple[str, ...]],
     path: Path,
 ) -> InputError:
     """A pydantic error in our words, with the line it stands on."""
     kind, message, value = item["type"], item["msg"].removeprefix("Value error, "), item["input"]
     loc = tuple(str(part) for part in item["loc"])
+    raised = item.get("ctx", {}).get("error")
+    where = _place((*loc, *getattr(raised, "place", ())), lines, from_command_line, path)
     if kind not in (
         "extra_forbidden",
         "missing",
     ):  # leave out which alternative or item of a key it was
         loc = _up_to_key(loc)
-    key, where = ".".join(loc), _place(loc, lines, from_command_line, path)
+    key = ".".join(loc)
     if kind == "extra_forbidden":
         return InputError(f"unknown key `{key}`", where=where, to_do=_meant(loc))
     if kind == "missing":
@@ -358,8 +395,9 @@ def _explain(
             to_do = "use cuda; CUDA_VISIBLE_DEVICES=NUMBER in the environment chooses among GPUs"
         return InputError(f"`{key}` can't be {given}", where=where, to_do=to_do)
     if kind == "value_error":
-        named = next((name for name in re.findall(r"\w+", message) if (*loc, name) in lines), None)
-        if named:
+        there = {*lines, *from_command_line}
+        named = next((name for name in re.findall(r"\w+", message) if (*loc, name) in there), None)
+        if named and not getattr(raised, "place", ()):
             where = _place((*loc, named), lines, from_command_line, path)
         what, _, to_do = message.partition("; ")
         return InputError(f"`{key}`: {what}" if key else what, where=where, to_do=to_do)
@@ -490,6 +528,7 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
             f"{job.task} compares the examples of a step, and one has no other",
             "use 4 or more",
         )
+    yield from _without_evaluation(job)
     if job.train.metric_for_best_model is not None:
         metric, known = (
             job.train.metric_for_best_model.removeprefix("eval_"),
@@ -503,6 +542,25 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
                 f"`{metric}` is not measured for {job.task}",
                 to_do,
             )
+
+
+def _without_evaluation(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Keys that choose by evaluations of a job that has none."""
+    train = job.train
+    why = ""
+    if not job.data.eval and not job.data.eval_fraction:
+        why = "there is no evaluation data"
+    elif train.eval_strategy == "no" and train.eval_steps is None:
+        why = "eval_strategy is no"
+    asked = {
+        "early_stopping_patience": train.early_stopping_patience is not None,
+        "load_best_model_at_end": train.load_best_model_at_end
+        and "load_best_model_at_end" in train.model_fields_set,
+    }
+    for key, is_asked in asked.items():
+        if why and is_asked:
+            to_do = f"hold out a part with data.eval_fraction: 0.05, name data.eval, or drop {key}"
+            yield ("train", key), f"{key} needs evaluations, and {why}", to_do
 
 
 def _all_columns(job: Job) -> list[Json]:

@@ -178,9 +178,17 @@ LabelMap = Annotated[dict[str, str], BeforeValidator(_labels)]
 _COLUMNS = TypeAdapter(ColumnMap, config=ConfigDict(strict=False))
 
 
+class PlacedError(ValueError):
+    """A mistake in a part of a value, and the keys that lead to it."""
+
+    def __init__(self, message: str, *place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
 def with_own(values: Json) -> Json:
     """`train: [{path: a, weight: 2}, b]` as paths, and beside them what is said of each. Raises
-    `ValueError`.
+    `PlacedError`.
     """
     for role in ("train", "eval"):
         given = values.get(role)
@@ -189,18 +197,18 @@ def with_own(values: Json) -> Json:
         if not isinstance(given, list | tuple) or not any(isinstance(each, dict) for each in given):
             continue
         paths, own = [], []
-        for each in given:
+        is_one = isinstance(values.get(role), dict)
+        for index, each in enumerate(given):
             said = each if isinstance(each, dict) else {"path": each}
-            _check(said, role)
+            at = (role,) if is_one else (role, str(index))
+            _check(said, at)
             paths.append(said["path"])
             columns = said.get("columns")
             try:
                 columns = None if columns is None else _COLUMNS.validate_python(columns)
             except ValidationError as error:
-                raise ValueError(
-                    f"columns of {said['path']}:"
-                    f" {error.errors()[0]['msg'].removeprefix('Value error, ')}"
-                ) from None
+                message = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise PlacedError(f"columns of {said['path']}: {message}", *at, "columns") from None
             own.append(
                 Own(columns, float(said.get("weight", 1)), said.get("split"), said.get("name"))
             )
@@ -208,27 +216,34 @@ def with_own(values: Json) -> Json:
     return values
 
 
-def _check(said: dict[Any, Any], role: str) -> None:
+def _check(said: dict[Any, Any], at: tuple[str, ...]) -> None:
+    role = at[0]
     unknown = [str(key) for key in said if key not in _OF_SOURCE]
     if unknown:
-        raise ValueError(
-            f"`{unknown[0]}` is no key of a source in `{role}`; there are {', '.join(_OF_SOURCE)}"
+        raise PlacedError(
+            f"`{unknown[0]}` is no key of a source in `{role}`; there are {', '.join(_OF_SOURCE)}",
+            *at,
+            unknown[0],
         )
     if not isinstance(said.get("path"), str) or not said["path"]:
-        raise ValueError(f"a source in `{role}` without a path; write {{path: FILE}}")
+        raise PlacedError(f"a source in `{role}` without a path; write {{path: FILE}}", *at, "path")
     weight = said.get("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1000:
-        raise ValueError(
+        raise PlacedError(
             f"weight {weight!r} of {said['path']}; a number over 0 is wanted, 2 takes each example"
-            " twice an epoch"
+            " twice an epoch",
+            *at,
+            "weight",
         )
     if role == "eval" and weight != 1:
-        raise ValueError(
-            f"weight of {said['path']}; evaluation takes each example once, leave it out"
+        raise PlacedError(
+            f"weight of {said['path']}; evaluation takes each example once, leave it out",
+            *at,
+            "weight",
         )
     for key in ("split", "name"):
         if key in said and not isinstance(said[key], str):
-            raise ValueError(f"{key} of {said['path']} is no text; put it in quotes")
+            raise PlacedError(f"{key} of {said['path']} is no text; put it in quotes", *at, key)
 
 
 def known_encoding(name: str) -> str:

@@ -97,7 +97,7 @@ class Lines:
         try:
             if self._text is not None:
                 return self._text.read(n_bytes).encode()
-        except UnicodeDecodeError as error:
+        except UnicodeError as error:
             raise self._undecodable(error) from error
         return bytes(self._packed.read(n_bytes))
 
@@ -105,13 +105,13 @@ class Lines:
         try:
             if self._text is not None:
                 return self._text.readline(n_bytes).encode(errors="surrogatepass")
-        except UnicodeDecodeError as error:
+        except UnicodeError as error:
             raise self._undecodable(error) from error
         return bytes(self._packed.readline(n_bytes))
 
-    def _undecodable(self, error: UnicodeDecodeError) -> DataError:
+    def _undecodable(self, error: UnicodeError) -> DataError:
         return DataError(
-            f"it is not written in {self._encoding}: {error.reason}",
+            f"it is not written in {self._encoding}: {getattr(error, 'reason', error)}",
             where=f"{self.name}:{self.n + 1}",
             to_do="name its encoding: data.encoding: utf-8, cp1252, utf-16 ...",
         )

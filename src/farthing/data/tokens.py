@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +30,10 @@ import numpy as np
 from farthing.data.chat import said_of_chats
 from farthing.data.encode import TokenizerState
 from farthing.data.formats import Understood
-from farthing.data.parts import Part, PartMaker, Tally, places, read_part
+from farthing.data.parts import Part, PartMaker, Place, Tally, places, read_part
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader, understand
+from farthing.data.rows import Reading
 from farthing.data.token_set import (
     CACHE_VERSION,
     Recipe,
@@ -172,6 +173,64 @@ def _make(folder: Path, sources: list[Source], tokenizer: Any, recipe: Recipe, t
         raise
     commit_folder(folder, draft.link, facts)
     shutil.rmtree(draft.folder, ignore_errors=True)
+
+
+def try_out(
+    sources: list[Source], tokenizer: Any, recipe: Recipe, most_bytes: int
+) -> tuple[Json, bool]:
+    """The facts of a set of about so many bytes of the sources, and whether that is all of them.
+
+    Nothing is written. Raises `DataError` as `tokenize` does.
+    """
+    is_pair = objective_of(recipe.task).is_pair
+    state = TokenizerState.of(tokenizer, is_pair=is_pair)
+    tally, readers, labels, is_whole = Tally(), list[SourceReader](), set[Any](), True
+    groups: list[Any] = [np.zeros(0, np.uint64)]
+    for source in sources:
+        understood = understand(source, recipe)
+        maker = PartMaker([source], [understood], state, recipe)
+        readers.append(SourceReader(source, recipe, None, understood))
+        reading = Reading(most_bytes)
+        n_bytes = 0
+        for block in source.blocks(reading):
+            if n_bytes > most_bytes:
+                is_whole = False
+                break
+            n_bytes += int(block.sizes.sum())
+            part = maker.make(Place(0, [block], 1.0))
+            tally.add(part.facts["tally"])
+            readers[-1].merge(part.facts["reader"])
+            labels |= set(part.facts["labels"])
+            groups.append(part.columns.get("groups", groups[0]))
+        is_whole &= reading.is_whole
+    inputs = np.concatenate(groups)
+    of = objective_of(recipe.task).labels if objective_of(recipe.task).reads_labels else None
+    facts: Json = {
+        **vars(tally),
+        "sources": [{"name": source.name} for source in sources],
+        "formats": [each.understood.format for each in readers if each.understood is not None],
+        "notes": [f"{each.name}: {said}" for each in readers for said in each.said()],
+        "n_targets": tally.n_targets if of is None else len(inputs),
+        "n_examples": len(inputs),
+        "n_distinct_inputs": len(np.unique(inputs)),
+        "label_names": [] if of is None else of.names(labels),
+    }
+    _refuse_unusable(facts, recipe)
+    if of is not None and is_whole:
+        refuse_one_class(facts["label_names"], [source.name for source in sources])
+    return facts, is_whole
+
+
+def refuse_one_class(names: Sequence[str], sources: Sequence[str]) -> None:
+    """Refuse data of one class, of which nothing can be learned. Raises `DataError`."""
+    if len(names) == 1:
+        raise DataError(
+            f"every training example has the same label, {names[0]!r}: there is nothing to learn",
+            where=", ".join(sources),
+            to_do=(
+                "check the label column, and data.max_train_samples where rows are sorted by label"
+            ),
+        )
 
 
 class _Draft:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from farthing.errors import ModelError
-from farthing.models.families import NOT_TRAINED
+from farthing.models.families import ENCODERS, FAMILIES, NOT_TRAINED
 from farthing.objectives.registry import objective_of
 
 _ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef", "moe_loss_weight")
@@ -59,6 +59,16 @@ def refuse_model(config: Mapping[str, Any], task: str, name: str) -> None:
             f"a {kind} is not trained: {NOT_TRAINED[kind]}",
             where=name,
             to_do="choose a model of another family: docs/reference/models.md lists them",
+        )
+    looks_back = config.get("is_decoder") or config.get("causal")
+    family = FAMILIES.get(kind)
+    is_encoder = kind in ENCODERS or (family is not None and family.attention == "bidirectional")
+    if is_encoder and objective_of(task).reads_answers and not looks_back:
+        raise ModelError(
+            f"a {kind} with this config.json looks ahead: it sees the tokens that it is to predict",
+            where=name,
+            to_do="use a decoder (Llama, Qwen ...), or a copy of this one with `is_decoder: true`"
+            " in its config.json",
         )
     key = left_out_loss(config, task)
     if key:

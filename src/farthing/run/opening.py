@@ -124,6 +124,25 @@ def refuse_bucket(folder: Path) -> None:
         )
 
 
+def refuse_folder(folder: Path) -> None:
+    """Refuse a run folder that can't be made or written. Raises `InputError`."""
+    refuse_bucket(folder)
+    there = folder
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    why = ""
+    if not there.is_dir():
+        why = f"{there} is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_RDONLY:
+        why = f"{there} can't be written"
+    if why:
+        raise InputError(
+            f"the run folder can't be made: {why}",
+            where=str(folder),
+            to_do="choose another output_dir",
+        )
+
+
 @contextlib.contextmanager
 def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
     """An attempt in a run folder, which is made if need be and held by this process for as long as
@@ -134,7 +153,7 @@ def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
     """
     had_lock = (folder / ".lock").exists()
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    refuse_bucket(folder)
+    refuse_folder(folder)
     try:
         make_private(folder)
     except OSError as error:

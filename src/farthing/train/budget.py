@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from farthing.run.ledger import Ledger
 from farthing.run.opening import Opened
 from farthing.units import say_seconds, say_usd
 
+LEAST_START_S = 5.0  # imports, and reading a small model
 # what took longer was a download or a wait; another start is not expected to take it again
 LONGEST_START_S = 600.0
 LONGEST_ONLY_WRITES_S = 60.0
@@ -42,7 +44,7 @@ class Left(NamedTuple):
         return f"{self.limit}: {self.spent} are spent" if self.spent else self.limit
 
 
-def limits_left(job: Job, ledger: Ledger) -> list[Left]:
+def limits_left(job: Job, ledger: Ledger | _Spent) -> list[Left]:
     """How far each limit of the job is away."""
     limits, found = job.limits, list[Left]()
     if limits.max_usd is not None and job.usd_per_hour > 0:
@@ -81,6 +83,27 @@ def refuse_cap_without_price(job: Job) -> None:
             to_do="set where.usd_per_hour (`farthing plan` lists offers), or where.power_watts and"
             " usd_per_kwh for a machine of yours, or take limits.max_hours instead",
         )
+
+
+def refuse_limits(job: Job, spent_usd: float, spent_s: float) -> None:
+    """Refuse limits that leave no time for a start. Raises `InputError`."""
+    refuse_cap_without_price(job)
+    for each in limits_left(job, _Spent(spent_usd, spent_s, time.time())):
+        if each.seconds <= LEAST_START_S:
+            raise InputError(
+                f"{each.why} leaves {say_seconds(max(0.0, each.seconds))}, and a start takes"
+                f" {say_seconds(LEAST_START_S)} at least",
+                where="limits",
+                to_do="raise it",
+            )
+
+
+class _Spent(NamedTuple):
+    """What `limits_left` asks of a ledger."""
+
+    spent_usd: float
+    spent_s: float
+    now: float
 
 
 def say_what_bills_on(job: Job) -> list[str]:

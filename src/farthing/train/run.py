@@ -39,7 +39,6 @@ from farthing.events import Emit, Note, Warned, Working
 from farthing.export.folders import write_card
 from farthing.model.hardware import (
     Numerics,
-    choose_numerics,
     device_name,
     not_deterministic,
     of_models_code,
@@ -47,7 +46,6 @@ from farthing.model.hardware import (
 )
 from farthing.model.load import quiet_libraries
 from farthing.objectives.registry import objective_of
-from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.run_page import leave_page
 from farthing.report.training_log import keep_digest, read_log
@@ -109,11 +107,10 @@ from farthing.train.settled import first_settings, keep_settings
 from farthing.train.setup import (
     Inputs,
     build_model,
-    check_extras,
     examples_sha256,
+    identify,
     meanwhile,
     open_examples,
-    open_inputs,
 )
 from farthing.train.strategy import may_be_spread, read_where_it_differs, spread_weights
 from farthing.train.summary import emit_summary
@@ -334,7 +331,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
         return _compute_along(job, context)
     begun.refuse_forgotten(allow_restart=allow_restart)
     stamps = stamps_of(job)  # as they are before anything is read
-    numerics, inputs = _identify(job, meter, emit)
+    numerics, inputs = identify(job, emit, lambda: meter.enter("tokenize"))
     run_facts = _claim(job, context, numerics, inputs, allow_restart)
     context.run_id, begun.is_accepted = run_facts["run_id"], True
     run_facts = _unfinished_where_more_is_asked(job, folder, run_facts)
@@ -399,7 +396,7 @@ def _compute_along(job: Job, context: Context) -> tuple[str, str]:
     let_in = follow(context)
     if let_in.ended is not None:
         return let_in.ended
-    numerics, inputs = _identify(job, context.meter, context.emit)
+    numerics, inputs = identify(job, context.emit, lambda: context.meter.enter("tokenize"))
     must_be_the_same(context, inputs.identity, let_in.identity)
     attempt = _open(job, context, inputs, numerics, let_in.has_begun)
     refer(attempt)
@@ -571,21 +568,6 @@ def watched(job: Job, notice: Notice) -> Iterator[None]:
         watch.stop()
 
 
-def _identify(job: Job, meter: Meter, emit: Emit) -> tuple[Numerics, Inputs]:
-    """What a run computes in and starts from; cheap, and what is wrong is found here."""
-    asked = (
-        job.where.device,
-        job.train.bf16,
-        job.train.fp16,
-        job.train.tf32,
-        job.train.full_determinism,
-    )
-    check_extras(job, choose_numerics(*asked).device.type)
-    meter.enter("tokenize")
-    inputs = open_inputs(job, emit)
-    return choose_numerics(*asked, fp16_risk(inputs.config.to_dict())), inputs
-
-
 def _open(
     job: Job, context: Context, inputs: Inputs, numerics: Numerics, has_begun: bool = False
 ) -> Attempt:
@@ -650,7 +632,7 @@ def opened_attempt(job: Job, emit: Emit) -> Iterator[Attempt]:
     quiet_libraries()
     with only_writer(folder), Notice() as notice:
         ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
-        numerics, inputs = _identify(job, meter, emit)
+        numerics, inputs = identify(job, emit, lambda: meter.enter("tokenize"))
         attempt = _open(
             job, Context(folder, "probe", meter, ledger, notice, emit), inputs, numerics
         )

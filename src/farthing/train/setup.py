@@ -28,7 +28,7 @@ from farthing.data.chat import asks_for_the_date
 from farthing.data.packing import target_lengths_of
 from farthing.data.read import Source, open_sources
 from farthing.data.token_set import LINE_BITS, Recipe, TokenSet, notes_of
-from farthing.data.tokens import tokenize
+from farthing.data.tokens import refuse_one_class, tokenize
 from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import reduce_bytes
 from farthing.errors import DataError, HardwareError
@@ -49,7 +49,7 @@ from farthing.model.adapters import (
     word_layers,
 )
 from farthing.model.forward import Forward
-from farthing.model.hardware import Numerics, why_not_deterministic
+from farthing.model.hardware import Numerics, choose_numerics, why_not_deterministic
 from farthing.model.load import (
     FourBits,
     ModelChoice,
@@ -67,6 +67,7 @@ from farthing.model.precision import precision_of
 from farthing.models.refused import refuse_model
 from farthing.objectives.objective import class_names
 from farthing.objectives.registry import objective_of
+from farthing.planner.software import fp16_risk
 from farthing.run.folder import began
 from farthing.settings import Settings
 from farthing.train.ancestor import ancestor_identity
@@ -168,6 +169,25 @@ def check_extras(job: Job, device: str) -> None:
         need_bitsandbytes("method: qlora")
     if "8bit" in job.train.optim or "paged" in job.train.optim:
         need_bitsandbytes(f"optim: {job.train.optim}")
+
+
+def identify(
+    job: Job, emit: Emit = ignore, on_data: Callable[[], None] = lambda: None
+) -> tuple[Numerics, Inputs]:
+    """What a run computes in and starts from. What is wrong is found here before anything is
+    tokenized or loaded; `on_data` is called before the data is read. Raises `FarthingError`.
+    """
+    asked = (
+        job.where.device,
+        job.train.bf16,
+        job.train.fp16,
+        job.train.tf32,
+        job.train.full_determinism,
+    )
+    check_extras(job, choose_numerics(*asked).device.type)
+    on_data()
+    inputs = open_inputs(job, emit)
+    return choose_numerics(*asked, fp16_risk(inputs.config.to_dict())), inputs
 
 
 def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
@@ -285,12 +305,10 @@ def open_examples(
         train, chosen = split_by_input(
             groups, job.data.eval_fraction, job.train.seed, inputs_of_all
         )
-        if len(chosen) == 0:
-            raise DataError(
-                "too few distinct inputs to hold any out for evaluation",
-                where=inputs.train_sources[0].name,
-                to_do="give data.eval a file, or set data.eval_fraction: 0",
-            )
+        refuse_too_few(
+            int(train_tokens.facts["n_distinct_inputs"]) if len(chosen) else 0,
+            inputs.train_sources[0].name,
+        )
         held_out = Examples(train_tokens, chosen)
     weights = tuple(source.weight for source in inputs.train_sources)
     train_examples = Examples(
@@ -303,6 +321,16 @@ def open_examples(
         if inputs.eval_sources:
             _say_shared_inputs(train_examples, held_out, emit)
     return train_examples, held_out
+
+
+def refuse_too_few(n_distinct_inputs: int, where: str) -> None:
+    """Refuse to hold out a part of one input. Raises `DataError`."""
+    if n_distinct_inputs < 2:
+        raise DataError(
+            "too few distinct inputs to hold any out for evaluation",
+            where=where,
+            to_do="give data.eval a file, or set data.eval_fraction: 0",
+        )
 
 
 def _say_data(role: str, tokens: TokenSet, emit: Emit) -> None:
@@ -347,15 +375,9 @@ def _judge_labels(train: Examples, label_map: dict[str, str], emit: Emit) -> Non
     names = train.tokens.label_names
     if train.tokens.labels is None or not names:
         return
-    if len(seen := np.unique(train.tokens.labels[train.indices])) == 1:
-        raise DataError(
-            f"every training example has the same label, {names[seen[0]]!r}: there is nothing to"
-            " learn",
-            where=", ".join(source["name"] for source in train.tokens.facts["sources"]),
-            to_do=(
-                "check the label column, and data.max_train_samples where rows are sorted by label"
-            ),
-        )
+    seen = np.unique(train.tokens.labels[train.indices])
+    sources = [source["name"] for source in train.tokens.facts["sources"]]
+    refuse_one_class([names[label] for label in seen], sources)
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(" ".join(name.lower().split()), []).append(name)
