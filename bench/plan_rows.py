@@ -7,28 +7,33 @@ reason.
 
 from __future__ import annotations
 
+import csv
 import functools
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 from farthing.data.lengths import Largest, Padded, from_mean
 from farthing.errors import FarthingError
 from farthing.models.model_config import known_config, known_models
 from farthing.models.shapes import Shape, read_shape
-from farthing.models.weights import Adapters, Weight
-from farthing.planner.recipe import FREED, FUSED, WHOLE, Recipe
+from farthing.models.weights import Weight
+from farthing.planner.recipe import Case, Recipe
 from farthing.planner.speed import Device, device_of
 from farthing.prices.gpus import Gpu, find_gpu
 from farthing.settings import Settings
-from plan_beside import beside_bytes, saves_products
-from plan_meters import meter_of_source
 from plan_padding import padded_by_number
 from plan_stacks import (
+    FREED,
+    FUSED,
     QWEN,
+    WHOLE,
     attention_share_of,
+    beside_bytes,
     deepspeed_of_qwen,
+    meter_of_source,
+    saves_products,
     stack_of,
     takes_logits_as_they_are,
     trains_ends,
@@ -43,151 +48,30 @@ NETWORK_SHARE = 0.9
 SPREAD = (
     0.5  # of ln(length) in a set of questions and worked answers, where only the mean is stated
 )
-# Models that are not in farthing's table, or whose code is not in transformers, by layers of the
-# same sizes.
-_QWEN = {"model_type": "qwen2", "tie_word_embeddings": False, "max_position_embeddings": 8192}
-_LLAMA = {"model_type": "llama", "tie_word_embeddings": False}
-_NEOX = {"model_type": "gpt_neox", "tie_word_embeddings": False}
-_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-STAND_INS: dict[str, dict[str, Any]] = {
-    name: base | dict(zip(_KEYS, sizes, strict=True)) | {"vocab_size": vocab}
-    for name, base, sizes, vocab in (
-        ("qwen-1.8b", _QWEN, (2048, 5504, 24, 16, 16), 151936),
-        ("qwen-7b", _QWEN, (4096, 11008, 32, 32, 32), 151936),
-        ("qwen-14b", _QWEN, (5120, 13696, 40, 40, 40), 152064),
-        ("qwen-72b", _QWEN, (8192, 24576, 80, 64, 64), 152064),
-        ("qwen-1.5-0.5b", _QWEN | {"tie_word_embeddings": True}, (1024, 2816, 24, 16, 16), 151936),
-        ("qwen-1.5-1.8b", _QWEN, (2048, 5504, 24, 16, 16), 151936),
-        ("qwen-1.5-4b", _QWEN, (2560, 6912, 40, 20, 20), 151936),
-        ("qwen-1.5-7b", _QWEN, (4096, 11008, 32, 32, 32), 151936),
-        ("qwen-1.5-14b", _QWEN, (5120, 13696, 40, 40, 40), 152064),
-        ("qwen-1.5-72b", _QWEN, (8192, 24576, 80, 64, 64), 152064),
-        ("codellama-7b", _LLAMA, (4096, 11008, 32, 32, 32), 32016),
-        ("codellama-13b", _LLAMA, (5120, 13824, 40, 40, 40), 32016),
-        ("codellama-34b", _LLAMA, (8192, 22016, 48, 64, 8), 32000),
-        ("yi-6b", _LLAMA, (4096, 11008, 32, 32, 4), 64000),
-        ("yi-34b", _LLAMA, (7168, 20480, 60, 56, 8), 64000),
-        ("stablelm-alpha-3b", _NEOX, (4096, 16384, 16, 32, 32), 50688),
-        ("stablelm-alpha-7b", _NEOX, (6144, 24576, 16, 48, 48), 50432),
-    )
-}
-STAND_INS |= {  # of llm-foundry: layers without gates
-    f"mpt-{name}": (
-        _NEOX
-        | dict(zip(_KEYS, (width, 4 * width, n_layers, n_heads, n_heads), strict=True))
-        | {
-            "vocab_size": 50368,
-            "tie_word_embeddings": True,
-        }
-    )
-    for name, width, n_layers, n_heads in (
-        ("125m", 768, 12, 12),
-        ("350m", 1024, 24, 16),
-        ("760m", 1536, 24, 12),
-        ("1b", 2048, 24, 16),
-        ("3b", 2560, 32, 20),
-        ("7b", 4096, 32, 32),
-        ("13b", 5120, 40, 40),
-        ("30b", 7168, 48, 56),
-        ("70b", 8192, 80, 64),
-    )
-}
-STAND_INS["santacoder"] = {
-    **{"model_type": "gpt_bigcode", "n_embd": 2048, "n_layer": 24, "n_head": 16},
-    **{"n_positions": 2048, "vocab_size": 49280},
-}
-STAND_INS["falcon-7b"] = {
-    **{"model_type": "gpt_bigcode", "n_embd": 4544, "n_layer": 32, "n_head": 71},
-    **{"n_positions": 2048, "vocab_size": 65024},
-}
-STAND_INS |= {  # attention and feed-forward side by side, without gates
-    name: (
-        {"model_type": "gpt_neox", "tie_word_embeddings": False}
-        | dict(zip(_KEYS, sizes, strict=True))
-        | {"vocab_size": vocab}
-    )
-    for name, sizes, vocab in (
-        ("phi-1", (2048, 8192, 24, 32, 32), 51200),
-        ("phi-1.5", (2048, 8192, 24, 32, 32), 51200),
-        ("phi-2", (2560, 10240, 32, 32, 32), 51200),
-        ("gpt-j-6b", (4096, 16384, 28, 16, 16), 50400),
-        ("bloom-7b1", (4096, 16384, 30, 32, 32), 250880),
-        ("chatglm-6b", (4096, 16384, 28, 32, 32), 130528),
-    )
-}
-STAND_INS |= {  # gated layers
-    name: base | dict(zip(_KEYS, sizes, strict=True)) | {"vocab_size": vocab}
-    for name, base, sizes, vocab in (
-        ("chatglm2-6b", _QWEN, (4096, 13696, 28, 32, 2), 65024),
-        ("chatglm3-6b", _QWEN, (4096, 13696, 28, 32, 2), 65024),
-        ("glm-4-9b", _QWEN, (4096, 13696, 40, 32, 2), 151552),
-        ("baichuan-7b", _LLAMA, (4096, 11008, 32, 32, 32), 64000),
-        ("baichuan2-7b", _LLAMA, (4096, 11008, 32, 32, 32), 125696),
-        ("baichuan-13b", _LLAMA, (5120, 13696, 40, 40, 40), 64000),
-        ("baichuan2-13b", _LLAMA, (5120, 13696, 40, 40, 40), 125696),
-        ("internlm-7b", _LLAMA, (4096, 11008, 32, 32, 32), 103168),
-        ("internlm-20b", _LLAMA, (5120, 13824, 60, 40, 40), 103168),
-        ("internlm2-7b", _LLAMA, (4096, 14336, 32, 32, 8), 92544),
-        ("internlm2-20b", _LLAMA, (6144, 16384, 48, 48, 8), 92544),
-        ("deepseek-llm-7b", _LLAMA, (4096, 11008, 30, 32, 32), 102400),
-        (
-            "granite-3b-code",
-            _LLAMA | {"tie_word_embeddings": True},
-            (2560, 10240, 32, 32, 32),
-            49152,
-        ),
-        (
-            "granite-8b-code",
-            _LLAMA | {"tie_word_embeddings": True},
-            (4096, 14336, 36, 32, 8),
-            49152,
-        ),
-        ("granite-7b", _LLAMA, (4096, 11008, 32, 32, 32), 32008),
-        ("granite-3.0-2b", _LLAMA | {"tie_word_embeddings": True}, (2048, 8192, 40, 32, 8), 49155),
-        ("granite-3.0-8b", _LLAMA | {"tie_word_embeddings": True}, (4096, 12800, 40, 32, 8), 49155),
-        ("granite-3.1-2b", _LLAMA | {"tie_word_embeddings": True}, (2048, 8192, 40, 32, 8), 49152),
-        ("granite-3.1-8b", _LLAMA | {"tie_word_embeddings": True}, (4096, 12800, 40, 32, 8), 49152),
-        ("powerlm-3b", _LLAMA | {"tie_word_embeddings": True}, (2304, 9216, 40, 36, 36), 49152),
-    )
-}
-EXPERTS = {  # sizes with one expert, experts, those that a token goes to
-    "mixtral-8x7b": (
-        _LLAMA | dict(zip(_KEYS, (4096, 14336, 32, 32, 8), strict=True)) | {"vocab_size": 32000},
-        8,
-        2,
-    ),
-    "mixtral-8x22b": (
-        _LLAMA | dict(zip(_KEYS, (6144, 16384, 56, 48, 8), strict=True)) | {"vocab_size": 32768},
-        8,
-        2,
-    ),
-    "qwen-3-30b-a3b": (
-        {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 128, "vocab_size": 151936}
-        | dict(zip(_KEYS, (2048, 768, 48, 32, 4), strict=True)),
-        128,
-        8,
-    ),
-    "gpt-oss-20b": (
-        _QWEN
-        | {"head_dim": 64, "vocab_size": 201088}
-        | dict(zip(_KEYS, (2880, 2880, 24, 64, 8), strict=True)),
-        32,
-        4,
-    ),
-    "gpt-oss-120b": (
-        _QWEN
-        | {"head_dim": 64, "vocab_size": 201088}
-        | dict(zip(_KEYS, (2880, 2880, 36, 64, 8), strict=True)),
-        128,
-        4,
-    ),
-}
+
+
+@functools.cache
+def stand_ins() -> dict[str, Shape]:
+    """Models that are not in farthing's table, or whose code is not in transformers, by layers of
+    the same sizes (`stand_ins.csv`).
+    """
+    found = {}
+    with open(Path(__file__).parent / "stand_ins.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            name, kind = row.pop("name"), row.pop("model_type")
+            numbers = {key: int(cell) for key, cell in row.items() if cell}
+            n, active = (numbers.pop(key, 0) for key in ("num_experts", "num_experts_per_tok"))
+            if kind == "gpt_bigcode":
+                keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+                own = ("n_embd", "n_layer", "n_head")
+                numbers |= {new: numbers.pop(key) for new, key in zip(own, keys, strict=True)}
+                numbers["n_positions"] = numbers.pop("max_position_embeddings")
+            tied = bool(numbers.pop("tie_word_embeddings", 1))
+            shape = read_shape({"model_type": kind, "tie_word_embeddings": tied, **numbers})
+            found[name] = mixture(shape, n, active) if n else shape
+    return found
+
+
 SAME_AS = {  # the first Llama has the sizes of the second
     **{"llama-7b": "meta-llama/Llama-2-7b-hf", "llama-13b": "meta-llama/Llama-2-13b-hf"},
     **{"mistral-7b": "mistralai/Mistral-7B-v0.1", "llama-3-8b": "meta-llama/Meta-Llama-3-8B"},
@@ -217,44 +101,38 @@ class NotExpressed(Exception):
 
 
 @dataclass(frozen=True)
-class Case:
-    """A row as the planner would have it."""
+class Published:
+    """A row as the planner would have it, with what was measured."""
 
-    shape: Shape
-    recipe: Recipe
-    adapters: Adapters | None
-    largest: Largest
-    padded: Padded
-    mean_tokens: float
+    case: Case
     gpu: str
     meter: str
     measured_bytes: float | None
     measured_tokens_per_s: float | None
     network_bytes_per_s: float = math.inf
-    """Between machines, as each GPU of a ring over all of them finds it: the machine's whole
-    network is in every ring.
-    """
+    """Between machines, as each GPU of a ring over all of them finds it."""
     limit: str = ""
     """Of a row that says what fits and not how much it takes: see `limit_of`."""
     attention_share: float | None = None
     """Of the GPU's peak, where the row's attention is not that of today."""
     beside_bytes: float = 0.0
     """That its code has at the peak beside what the recipe says."""
+    tf32: bool = False
+    """The row says so: torch's own default is off."""
     saves_products: bool = False
     """Layers are recomputed but for every second product, which is among `beside_bytes`."""
 
     def device(self) -> Device:
         """The GPU as it computes the row. Raises `NotExpressed` where it has no such precision."""
-        gpu = gpu_of(self.gpu)
-        device = device_of(gpu, self.recipe.precision)
+        gpu, precision = gpu_of(self.gpu), self.case.recipe.precision
+        device = device_of(gpu, precision, tf32=self.tf32)
         if device is None:
-            raise NotExpressed(f"{self.gpu} has no {self.recipe.precision}")
+            raise NotExpressed(f"{self.gpu} has no {precision}")
         if self.attention_share is not None:
-            of_products = device.flops_per_s / gpu.flops[self.recipe.precision]
-            device = device._replace(attention_share=self.attention_share / of_products)
-        return device._replace(
-            link_bytes_per_s=min(device.link_bytes_per_s, self.network_bytes_per_s)
-        )
+            share = self.attention_share * gpu.flops[precision] / device.flops_per_s
+            device = device._replace(attention_share=share)
+        link = min(device.link_bytes_per_s, self.network_bytes_per_s)
+        return device._replace(link_bytes_per_s=link)
 
 
 _SUFFIXES = "instruct|chat|base|it|hf|pt|gptq|awq|int4|int8|bnb|4bit|8bit|nf4|bf16|fp16|v0.\\d|alpaca|intermediate|step.*"  # noqa: E501
@@ -275,11 +153,9 @@ def plain_name(model: str) -> str:
 def shape_of(model: str) -> Shape:
     """The sizes of a model by the name that a table gives it."""
     plain = plain_name(model)
-    if plain in EXPERTS:
-        config, n_experts, n_active = EXPERTS[plain]
-        return mixture(read_shape(config), n_experts, n_active)
-    if plain in STAND_INS or "santacoder" in plain:
-        return read_shape(STAND_INS["santacoder" if "santacoder" in plain else plain])
+    plain = "santacoder" if "santacoder" in plain else plain
+    if plain in stand_ins():
+        return stand_ins()[plain]
     config = known_config(model) or known_config(SAME_AS.get(plain, ""))
     if config is None:
         found = _by_plain_name().get(plain)
@@ -383,7 +259,7 @@ def refuse(row: dict[str, str], words: str, method: str) -> None:
         raise NotExpressed("lengths of the unpacked data are not stated")
 
 
-def read_case(row: dict[str, str]) -> Case:
+def read_case(row: dict[str, str]) -> Published:
     """A row, or `NotExpressed`."""
     notes, source = row["notes"], row["source"].lower()
     words = f"{notes} {row['optimizer']} {row.get('grad_ckpt', '')} {row['method']}".lower()
@@ -399,10 +275,10 @@ def read_case(row: dict[str, str]) -> Case:
     all_words = f"{words} {row['quant'].lower()}"
     stack = stack_of(source, all_words, method)
     if (
-        "fsdp" in words and stack.has_autocast and "fms-acceleration" in source
+        "fsdp" in words and stack.autocasts and "fms-acceleration" in source
     ):  # accelerate makes what is trained fp32
         stack = replace(stack, has_master_weights=True, upcasts_frozen=False)
-    if shape.model_type == "gpt_bigcode" and stack.loss == WHOLE and not stack.has_autocast:
+    if shape.model_type == "gpt_bigcode" and stack.loss == WHOLE and not stack.autocasts:
         stack = replace(stack, loss=FUSED)  # its loss is computed in the precision of the logits
     if stack.loss == WHOLE and takes_logits_as_they_are(source, row["model"], int(micro)):
         stack = replace(stack, loss=FREED)
@@ -449,15 +325,13 @@ def read_case(row: dict[str, str]) -> Case:
         Settings(checkpoint_every=every, precision=precision),
         optim,
         int(micro) * n_gpus * n_micro,
-        int(micro),
         r,
         dropout_of(words, source) if r else 0.0,
-        tuple(targets),
-        tuple(saved),
         "dora" in words,
         n_gpus,
         sharding,
         stack,
+        float(n_micro),
     )
     variable = re.search(r"mean (\d+) real tokens", words)
     is_cut = (
@@ -489,14 +363,9 @@ def read_case(row: dict[str, str]) -> Case:
     network = network_of(words, gpu) if n_gpus > GPUS_OF_MACHINE else math.inf
     speed = None if limit else speed
     older = attention_share_of(source, find_gpu(gpu).architecture)
-    beside = beside_bytes(source, all_words, shape, recipe, adapters, largest)
-    return Case(
-        shape,
-        recipe,
-        adapters,
-        largest,
-        padded,
-        mean,
+    case = Case(shape, recipe, adapters, largest, padded, mean)
+    return Published(
+        case,
         gpu,
         meter,
         measured,
@@ -504,7 +373,8 @@ def read_case(row: dict[str, str]) -> Case:
         network,
         limit,
         older,
-        beside,
+        beside_bytes(source, all_words, case),
+        "tf32" in f"{all_words} {row['precision'].lower()}" or "nvidia" in source,
         saves_products(source, all_words),
     )
 

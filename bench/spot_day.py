@@ -40,9 +40,7 @@ import numpy as np
 import yaml
 
 import survive
-from farthing.planner.spot import SaveSchedule, best_interval_s, fit
-from farthing.planner.spot_traces import Trace, read_traces
-from farthing.planner.uptime import spells_of
+from farthing.planner.spot import SaveSchedule, Trace, best_interval_s, fit, read_traces, spells_of
 from farthing.run import mirror as mirror
 from farthing.run.accounts import WORK
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl

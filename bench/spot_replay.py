@@ -25,17 +25,20 @@ from typing import Any
 import numpy as np
 
 from farthing.planner.spot import (
+    HALF_LIFE_S,
+    SHARE,
+    Floats,
     Interruptions,
     SaveSchedule,
+    Trace,
     best_interval_s,
-    draw_paths,
+    chance_by,
     drawn_together,
     expect,
-    expect_range,
     fit,
+    read_traces,
+    spells_of,
 )
-from farthing.planner.spot_traces import HALF_LIFE_S, SHARE, Trace, read_traces
-from farthing.planner.uptime import Floats, spells_of
 
 JOB_HOURS = (1, 2, 4, 8, 12, 24, 48)
 SAVE_S, RESTART_S = 20, 180
@@ -93,9 +96,10 @@ def replay(
     who = np.arange(len(began))
     while who.size:
         now[who] = np.maximum(now[who], begins[index[who]] + shift[who])
-        done, used, kept = saves.spend(
-            ends[index[who]] + shift[who] - now[who], left[who], restart[who]
-        )
+        spell = ends[index[who]] + shift[who] - now[who]
+        needed = restart[who] + saves.needed_s(left[who])
+        done, used = spell >= needed, np.minimum(spell, needed)
+        kept = np.where(done, left[who], saves.kept_s(spell, restart[who]))
         now[who] += used
         billed[who] += used
         left[who] -= kept
@@ -108,6 +112,12 @@ def replay(
         if who.size and float((now[who] - began[who]).max()) > 1000 * length:
             raise ValueError(f"{trace.name}: a job of {work_s} s never ends there")
     return Replayed(now - began, billed, hits)
+
+
+def halves(trace: Trace) -> tuple[Trace, Trace]:
+    middle = len(trace.available) // 2
+    first, second = trace.available[:middle], trace.available[middle:]
+    return replace(trace, available=first), replace(trace, available=second)
 
 
 def models(
@@ -132,7 +142,7 @@ def models(
 
 def judge(trace: Trace, zones: Sequence[Interruptions], nodes: int) -> dict[str, Any]:
     """Predicted and replayed hours of each job in the second half of one zone."""
-    future = trace.halves()[1]
+    future = halves(trace)[1]
     saves = SaveSchedule(
         max(60, round(best_interval_s(SAVE_S, RESTART_S, zones[0]))), SAVE_S, RESTART_S
     )
@@ -143,17 +153,17 @@ def judge(trace: Trace, zones: Sequence[Interruptions], nodes: int) -> dict[str,
         work_s = hours * 3600.0
         happened = replay(future, work_s, saves, starts, nodes)
         middles = [expect(work_s, saves, zone) for zone in zones]
-        edges = [expect_range(work_s, saves, zone) for zone in zones]
+        edges = [[expect(work_s, saves, one) for one in zone.good_and_bad] for zone in zones]
         chances = chances_of(trace, work_s, saves, zones) if len(zones) > 1 else None
         if chances is None:
-            path = draw_paths(work_s, saves, zones[0], deadline_s=2 * work_s, n_paths=1000)
-            chances = path.chance_by(2 * work_s), float(np.mean(happened.wall_s <= 2 * work_s))
+            in_time = float(np.mean(happened.wall_s <= 2 * work_s))
+            chances = chance_by(2 * work_s, work_s, saves, zones[0]), in_time
         jobs.append(
             {
                 "job_hours": hours,
                 "predicted_wall_h": float(np.mean([each.wall_s for each in middles])) / 3600,
                 "range_wall_h": [
-                    float(np.mean([each[side].wall_s for each in edges])) / 3600 for side in (0, 2)
+                    float(np.mean([each[side].wall_s for each in edges])) / 3600 for side in (0, 1)
                 ],
                 "replayed_wall_h": float(happened.wall_s.mean()) / 3600,
                 "predicted_billed_h": float(np.mean([each.billed_s for each in middles])) / 3600,
@@ -185,17 +195,11 @@ def chances_of(
     n_all = len(zones) * N_MOMENTS
     places = [middle + (n - middle) * i // n_all for i in range(n_all)]
     starts = [(place - middle) * trace.gap_s for place in places]
-    happened = replay(trace.halves()[1], work_s, saves, starts)
-    predicted = [
-        draw_paths(
-            work_s,
-            saves,
-            replace(zones[i // N_MOMENTS], now=trace.state(place)),
-            deadline_s=2 * work_s,
-            n_paths=300,
-        ).chance_by(2 * work_s)
-        for i, place in enumerate(places)
-    ]
+    happened = replay(halves(trace)[1], work_s, saves, starts)
+    predicted = []
+    for i, place in enumerate(places):
+        zone = replace(zones[i // N_MOMENTS], now=trace.state(place))
+        predicted.append(chance_by(2 * work_s, work_s, saves, zone))
     return float(np.mean(predicted)), float(np.mean(happened.wall_s <= 2 * work_s))
 
 
@@ -217,7 +221,7 @@ def judge_all(
     sums over the zones.
     """
     usable = [
-        trace for trace in traces if all(max(half.available) >= nodes for half in trace.halves())
+        trace for trace in traces if all(max(half.available) >= nodes for half in halves(trace))
     ]
     made = models(usable, way, nodes, half_life_s, share)
     zones = [judge(trace, each, nodes) for trace, each in zip(usable, made, strict=True)]

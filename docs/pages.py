@@ -26,7 +26,8 @@ from farthing.cli.parser import VERBS, build_parser
 from farthing.config.load import job_schema
 from farthing.models.families import FAMILIES, KNOWN_HEADS, PACKED
 from farthing.prices.gpus import gpus
-from farthing.report.plan_brief import draw_brief
+from farthing.report.draw import draw
+from farthing.report.plan_report import brief
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_table import draw_receipt
 from farthing.units import say_seconds
@@ -233,14 +234,19 @@ def gpu_sizes() -> str:
         f"What `farthing plan` answers for {N_EXAMPLES:,} examples of {MEAN_TOKENS} tokens on"
         f" average, one epoch, with the prices of {newest.isoformat()}; the machine's memory and"
         " hours are estimates, and farthing itself was not run on a GPU yet. Dollars hang on your"
-        " data: run the plan on your job.\n\n"
+        " data: run the plan on your job. The smallest GPU is the one that has the weights in its"
+        " own memory.\n\n"
     )
     rows = []
     for size, model in SIZES.items():
         for method in ("full", "lora", "qlora"):
             rows.append([size, f"`{model}`", method, *_smallest_and_cheapest(model, method, now)])
     text += table(
-        ("size", "reckoned for", "method", "smallest GPU", "cheapest machine", "hours", "dollars"),
+        (
+            *("size", "reckoned for", "method"),
+            *("smallest GPU", "its time", "its dollars"),
+            *("first choice", "its time", "its dollars"),
+        ),
         rows,
     )
     text += "\nMachines with several GPUs are named where no single GPU has the memory.\n"
@@ -270,19 +276,16 @@ def _smallest_and_cheapest(model: str, method: str, now: datetime) -> list[str]:
         is_local=False,
         torch="2.13.0+cu126",
     )
-    rows = plan.choices
-    if not rows:
-        return ["none", "none", "", ""]
-    memory = {name: gpu.memory_gib for name, gpu in gpus().items()}
-    least = min(rows, key=lambda row: (row["n_gpus"], memory[row["gpu"]], row["total_usd"]))
-    best = plan.best or rows[0]
-    count = f"{least['n_gpus']} x " if least["n_gpus"] > 1 else ""
-    return [
-        f"{count}{least['gpu']}",
-        best["name"],
-        say_seconds(best["wall_s"]),
-        f"${best['total_usd']:.2f}",
-    ]
+    rows = [row for row in plan.view.plans if not row.memory.host_bytes]
+    best, memory = plan.view.best, {name: gpu.memory_gib for name, gpu in gpus().items()}
+    if best is None or not rows:
+        return ["none", "", "", "none", "", ""]
+    least = min(rows, key=lambda row: (row.n_gpus, memory[row.gpu], row.total_usd))
+    found: list[str] = []
+    for row, name in ((least, least.machine), (best, best.name)):
+        where = ", weights in main memory" if row.memory.host_bytes else ""
+        found += [name + where, say_seconds(row.wall_s), f"${row.total_usd:.2f}"]
+    return found
 
 
 def providers() -> str:
@@ -376,9 +379,7 @@ def plan_picture() -> str:
         is_local=False,
         torch="2.13.0+cu126",
     )
-    return _picture(
-        "farthing plan job.yaml", lambda console: draw_brief(console, plan.to_json()), 34
-    )
+    return _picture("farthing plan job.yaml", lambda console: draw(console, brief(plan.view)), 34)
 
 
 def receipt_picture() -> str:

@@ -11,26 +11,22 @@ import numpy as np
 import pytest
 
 from farthing.config.job import Job
-from farthing.data.lengths import from_arrays
-from farthing.local.machine import Cpu, Machine
+from farthing.data.lengths import Largest, Padded, from_arrays
+from farthing.local.machine import Cpu, LocalMachine
 from farthing.local.measurements import Measurement
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
-from farthing.planner.calibration import (
-    N_AGREE,
-    N_NEWEST,
-    SPREAD_FEW,
-    SPREAD_SAME,
-    as_run,
-    calibrate,
-)
-from farthing.planner.confidence import link_error
+from farthing.planner.calibration import N_AGREE, N_NEWEST, SPREAD_SAME, as_run
+from farthing.planner.calibration import calibrate as calibrate_case
 from farthing.planner.estimate import Estimate
-from farthing.planner.inputs import place_here, plan_here
+from farthing.planner.inputs import plan_here
+from farthing.planner.machines import machine_here
 from farthing.planner.memory import estimate_memory
-from farthing.planner.recipe import Recipe, stack_for
-from farthing.planner.speed import Calibration, cpu_device, step_time, work_of
-from farthing.planner.types import JobSpec, Place, Plan
+from farthing.planner.ranges import NARROWEST, speed_spread
+from farthing.planner.recipe import Case, Recipe, stack_for
+from farthing.planner.speed import Calibration, cpu_device, step_time
+from farthing.planner.types import JobSpec, Machine, Plan
+from farthing.planner.work import work_of
 from farthing.report.receipt import APART, Bill, against_estimate
 from farthing.settings import Settings
 
@@ -45,6 +41,18 @@ def shape_of(name: str = "HuggingFaceTB/SmolLM2-135M") -> Shape:
     config = known_config(name)
     assert config is not None
     return read_shape(config)
+
+
+def case_of(shape: Shape, recipe: Recipe = RECIPE) -> Case:
+    """Full training on a processor; how long its examples are a run says."""
+    padded = Padded(50.0, 0.0, 3200.0, 0.0, 0.0)
+    return Case(shape, recipe, None, Largest(1, 500, 0), padded, 50.0, is_cuda=False)
+
+
+def calibrate(
+    runs: list[Measurement], shape: Shape, recipe: Recipe = RECIPE, mean: float | None = None
+) -> Calibration:
+    return calibrate_case(runs, HERE, case_of(shape, recipe), DEVICE, mean)
 
 
 def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any) -> Measurement:
@@ -82,10 +90,10 @@ def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any)
         **{"n_saves": 4, "save_s": 2.0, "data_wait_s": 0.3, "host_to_device_s": 0.2},
     }
     run = Measurement(**{**blank, **known, **changes})
-    ran, padded, mean, largest = as_run(run, RECIPE)
-    parts = step_time(work_of(shape, ran, padded, mean), DEVICE).parts
+    ran = as_run(run, case_of(shape))
+    parts = step_time(work_of(ran), DEVICE).parts
     computed = sum(seconds for name, seconds in parts.items() if name != "optimizer")
-    needed = estimate_memory(shape, ran, largest, is_cuda=False).allocated_bytes
+    needed = estimate_memory(ran).allocated.n_bytes
     return replace(
         run,
         compute_s=10 * compute * computed,
@@ -96,37 +104,36 @@ def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any)
 
 def test_runs_of_the_same_model_give_their_factors_back() -> None:
     shape = shape_of()
-    found = calibrate([run_of(shape, 2.0, 3.0)], HERE, shape, RECIPE, DEVICE, None)
+    found = calibrate([run_of(shape, 2.0, 3.0)], shape)
     assert found.compute == pytest.approx(2.0)
     assert found.optimizer == pytest.approx(3.0)
     assert found.waiting_s == pytest.approx(0.05)
     assert (found.start_s, found.save_s) == (5.0, 0.5)
     assert found.extra_bytes == 100 << 20
-    assert (found.spread, found.n_runs) == (SPREAD_FEW, 1)
+    assert (found.spread, found.n_runs) == (NARROWEST, 1)
     assert found.source == "1 run of this model here, the last on 2026-11-21 (too few to agree)"
 
 
 def test_a_run_is_taken_as_it_was_cut() -> None:
     run = run_of(shape_of(), 1.0)
-    flat, padded, mean, largest = as_run(run, RECIPE)
-    assert (flat.settings.micro_batch_tokens, flat.n_micro_batches, flat.stack.is_packed) == (
-        512,
-        2.5,
-        True,
-    )
-    assert (padded.tokens, padded.token_pairs, mean) == (50.0, 3200.0, 50.0)
-    assert largest == (1, 500, 0, 500 * 64)
+    case = case_of(shape_of())
+    flat = as_run(run, case)
+    assert flat.recipe.settings.micro_batch_tokens == 512
+    assert (flat.recipe.n_micro_batches, flat.recipe.stack.is_packed) == (2.5, True)
+    padded = flat.padded
+    assert (padded.tokens, padded.token_pairs, flat.mean_tokens) == (50.0, 3200.0, 50.0)
+    assert flat.largest == (1, 500, 0, 500 * 64)
     rows = replace(run, is_packed=False, n_padded_tokens=10 * 16 * 60, largest_examples=5)
-    ran, padded, mean, largest = as_run(rows, RECIPE)
-    assert not ran.stack.is_packed
-    assert not ran.stack.is_flash
-    assert (padded.tokens, mean, largest) == (60.0, 50.0, (5, 100, 0, 0))
+    ran = as_run(rows, case)
+    assert not ran.recipe.stack.is_packed
+    assert not ran.recipe.stack.is_flash
+    assert (ran.padded.tokens, ran.mean_tokens, ran.largest) == (60.0, 50.0, (5, 100, 0, 0))
 
 
 def test_runs_of_other_layers_are_others() -> None:
     shape = shape_of()
     run = run_of(shape, 2.0, first_layer=15)
-    assert calibrate([run], HERE, shape, RECIPE, DEVICE, None) == Calibration()
+    assert calibrate([run], shape) == Calibration()
 
 
 def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_range() -> None:
@@ -137,36 +144,33 @@ def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_ran
             run_of(shape, factor, when=f"2026-11-{20 - n}T10:00")
             for n, factor in enumerate(factors)
         ]
-        return calibrate(runs, HERE, shape, RECIPE, DEVICE, None)
+        return calibrate(runs, shape)
 
     found = after(2, 2.2, 2.1, 9, 1.9, 50)
     assert found.n_runs == N_NEWEST
     assert found.compute == pytest.approx(2.1)
-    assert found.spread == SPREAD_FEW >= 0.3
+    assert found.spread == NARROWEST >= 0.3
     assert "they differ" in found.source
-    assert after(*[2.0] * (N_AGREE - 1)).spread == SPREAD_FEW
-    assert after(2.0, 2.1, 1.9).spread == SPREAD_SAME < SPREAD_FEW
+    assert after(*[2.0] * (N_AGREE - 1)).spread == NARROWEST
+    assert after(2.0, 2.1, 1.9).spread == SPREAD_SAME < NARROWEST
 
 
 def test_a_few_steps_set_no_pace() -> None:
     shape = shape_of()
     run = run_of(shape, 3.5)
-    assert calibrate([replace(run, n_steps=5)], HERE, shape, RECIPE, DEVICE, None) == Calibration()
-    assert calibrate([run, replace(run, n_steps=5)], HERE, shape, RECIPE, DEVICE, None).n_runs == 1
+    assert calibrate([replace(run, n_steps=5)], shape) == Calibration()
+    assert calibrate([run, replace(run, n_steps=5)], shape).n_runs == 1
 
 
 def test_a_run_on_two_gpus_sets_no_pace_for_one() -> None:
     shape = shape_of()
-    assert (
-        calibrate([run_of(shape, 2.0, n_devices=2)], HERE, shape, RECIPE, DEVICE, None)
-        == Calibration()
-    )
+    assert calibrate([run_of(shape, 2.0, n_devices=2)], shape) == Calibration()
 
 
 def test_runs_elsewhere_or_in_another_precision_say_nothing() -> None:
     shape = shape_of()
     others = [run_of(shape, 2.0, hardware="another"), run_of(shape, 2.0, precision="bf16")]
-    assert calibrate(others, HERE, shape, RECIPE, DEVICE, None) == Calibration()
+    assert calibrate(others, shape) == Calibration()
 
 
 def test_examples_of_other_lengths_set_no_pace() -> None:
@@ -174,7 +178,7 @@ def test_examples_of_other_lengths_set_no_pace() -> None:
     run = run_of(shape, 2.0)  # of 50 tokens in the mean
 
     def with_mean(mean_tokens: float) -> int:
-        return calibrate([run], HERE, shape, RECIPE, DEVICE, None, mean_tokens=mean_tokens).n_runs
+        return calibrate([run], shape, mean=mean_tokens).n_runs
 
     assert [with_mean(mean) for mean in (10, 20, 50, 140, 500)] == [0, 1, 1, 1, 0]
 
@@ -186,11 +190,8 @@ def test_another_model_or_method_sets_no_pace() -> None:
         "formula": {"compute_s": run.compute_s / 10 / 3.5, "optimizer_s": run.optimizer_s / 10}
     }
     others = [replace(run, promised=promised, when=f"2026-11-{day:02}") for day in range(1, 5)]
-    assert calibrate(others, HERE, large, RECIPE, DEVICE, None) == Calibration()
-    assert (
-        calibrate(others, HERE, small, replace(RECIPE, method="lora"), DEVICE, None)
-        == Calibration()
-    )
+    assert calibrate(others, large) == Calibration()
+    assert calibrate(others, small, replace(RECIPE, method="lora")) == Calibration()
 
 
 def test_restarts_and_work_done_again_are_not_the_estimates_error() -> None:
@@ -229,10 +230,10 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
     """Two cards without peer access reach a fraction of their bus, or, on a better board, twice
     what is supposed.
     """
-    monkeypatch.setattr("farthing.planner.inputs.installed_torch", lambda: ("2.13.0", "cu126"))
-    monkeypatch.setattr("farthing.planner.inputs.free_memory_bytes", lambda: 256 << 30)
+    monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: ("2.13.0", "cu126"))
+    monkeypatch.setattr("farthing.planner.machines.free_memory_bytes", lambda: 256 << 30)
     name, shape = "NVIDIA GeForce RTX 4090", shape_of("meta-llama/Llama-3.2-1B")
-    machine = Machine("cuda", name, 4, 24 << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
+    machine = LocalMachine("cuda", name, 4, 24 << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
     wanted = JobSpec(
         shape=shape,
         method="full",
@@ -265,22 +266,18 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
                 "where": {"gpus": gpus, "usd_per_hour": 1.0},
             }
         )
-        place = place_here(wanted, machine, job, runs, date(2026, 11, 22))
-        assert isinstance(place, Place)
         plan = plan_here(wanted, machine, job, runs, date(2026, 11, 22))
         assert isinstance(plan, Plan)
-        found[gpus, bool(runs)] = place, plan
-    (table, guessed), (known, told) = found[2, False], found[2, True]
-    assert not table.device.knows_link
-    assert (known.offer.n_gpus, known.device.link_bytes_per_s) == (
-        2,
-        12e9,
-    ), "the newest of two GPUs that has one"
-    assert [found[gpus, True][0].offer.n_gpus for gpus in ("all", 9, None)] == [4, 4, 1]
-    assert found["all", True][0].device.link_bytes_per_s == 2e9
-    assert not found[None, True][0].device.knows_link
-    assert told.step.parts["communication"] < guessed.step.parts["communication"]
-    assert link_error(told.step, known.device) < link_error(guessed.step, table.device)
+        found[gpus, bool(runs)] = plan
+    guessed, told = found[2, False], found[2, True]
+    links = {key: plan.on.machine.device.link_bytes_per_s for key, plan in found.items()}
+    assert told.offer.n_gpus == 2
+    assert links[2, True] == 12e9, "the newest of two GPUs that has one"
+    assert [found[gpus, True].offer.n_gpus for gpus in ("all", 9, None)] == [4, 4, 1]
+    assert links["all", True] == 2e9
+    assert told.on.step.parts["communication"] < guessed.on.step.parts["communication"]
+    spreads = [speed_spread(one.on.machine, shape, one.on.step) for one in (told, guessed)]
+    assert spreads[0].high - spreads[0].low < spreads[1].high - spreads[1].low
 
 
 @pytest.mark.parametrize(
@@ -295,9 +292,9 @@ def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sen
 def test_a_machine_whose_torch_is_no_release_is_planned_on(
     version: str, build: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farthing.planner.inputs.installed_torch", lambda: (version, build))
+    monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: (version, build))
     name = "Tesla V100-SXM2-16GB"  # in no wheel of 2.13 that PyPI has
-    machine = Machine("cuda", name, 1, 16 << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
+    machine = LocalMachine("cuda", name, 1, 16 << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
     job = Job.model_validate({"model": "m", "data": "d", "task": "causal-lm", "output_dir": "run"})
     wanted = JobSpec(
         shape=shape_of(),
@@ -306,15 +303,16 @@ def test_a_machine_whose_torch_is_no_release_is_planned_on(
         global_batch=16,
         lengths=from_arrays(np.full(64, 200), source="made"),
     )
-    place = place_here(wanted, machine, job, [], date(2026, 11, 22))
-    assert isinstance(place, Place)
-    assert place.device.name == "V100-16GB"
+    found = machine_here(wanted, machine, job, [], date(2026, 11, 22))
+    assert found is not None
+    assert isinstance(found[0], Machine)
+    assert found[0].gpu == "V100-16GB"
 
 
 def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("farthing.planner.inputs.installed_torch", lambda: ("2.13.0", "cu126"))
+    monkeypatch.setattr("farthing.planner.machines.installed_torch", lambda: ("2.13.0", "cu126"))
     wanted = JobSpec(
         shape=shape_of("meta-llama/Llama-3.2-1B"),
         method="full",
@@ -338,15 +336,16 @@ def test_kernels_that_are_installed_here_are_counted_in_what_a_gpu_here_needs(
         monkeypatch.setattr(
             "importlib.util.find_spec", lambda name, is_there=is_there: is_there or None
         )
-        machine = Machine("cuda", gpu, 1, memory << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
+        machine = LocalMachine("cuda", gpu, 1, memory << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
         job = Job.model_validate({**values, "train": {"use_liger_kernel": wants}})
-        place = place_here(wanted, machine, job, [], date(2026, 11, 22))
-        assert isinstance(place, Place)
-        assert place.has_liger == (gpu != "Tesla T4" and is_there and wants == "auto")
+        here = machine_here(wanted, machine, job, [], date(2026, 11, 22))
+        assert here is not None
+        assert isinstance(here[0], Machine)
+        assert here[0].has_liger == (gpu != "Tesla T4" and is_there and wants == "auto")
         if gpu != "Tesla T4":
             plan = plan_here(wanted, machine, job, [], date(2026, 11, 22))
             assert isinstance(plan, Plan)
-            found[place.has_liger] = plan.memory.parts["activations"]
+            found[here[0].has_liger] = plan.on.memory.parts["activations"]
     # of a layer, for each token: fp32 copies of two norms' inputs, and one number as wide as the
     # feed-forward
     assert found[False] - found[True] == pytest.approx(

@@ -110,13 +110,17 @@ def test_break_even_in_months_counts_the_hours_of_use() -> None:
     assert break_even_months(OWN) is None
 
 
-def test_a_year_counts_what_is_paid_at_the_start() -> None:
+def test_a_year_counts_what_is_paid_at_the_start_less_what_is_got_back() -> None:
     ways = {
         "own": own_way(OWN, hours_per_run=20),
         "rent": Way(20 * 0.5),
         "flat": Way(0, usd_per_month=30),
     }
-    assert yearly_usd(ways, 4) == {"flat": 360, "rent": 480, "own": pytest.approx(1600 + 48 * 2)}
+    assert yearly_usd(ways, 4) == {
+        "flat": 360,
+        "rent": 480,
+        "own": pytest.approx(1600 - 400 + 48 * 2),
+    }
     assert next(iter(yearly_usd(ways, 20, n_years=3))) == "flat"
     assert list(yearly_usd({"own": ways["own"], "rent": ways["rent"]}, 20, n_years=3)) == [
         "own",

@@ -8,8 +8,8 @@ import itertools
 import random
 import re
 from dataclasses import replace
-from datetime import date
-from typing import Any
+from datetime import date, timedelta
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,25 +20,25 @@ from farthing.errors import InputError
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
 from farthing.planner import recipe as recipe_wing
-from farthing.planner.confidence import speed_error
+from farthing.planner.decide import decide as decide_offered
 from farthing.planner.inputs import estimate_of
+from farthing.planner.machines import machine_of
+from farthing.planner.memory import OnDevice
+from farthing.planner.ranges import published_spread
 from farthing.planner.ranking import TIE
-from farthing.planner.recipe import LABELLED, POSITIONS, Recipe
-from farthing.planner.search import CPU_TOKENS, budgets, decide
+from farthing.planner.recipe import Recipe
+from farthing.planner.search import CPU_TOKENS, Refusal, budgets
 from farthing.planner.software import Torch
 from farthing.planner.speed import Calibration, cpu_device
-from farthing.planner.spot import Interruptions
+from farthing.planner.spot import Interruptions, weibull
 from farthing.planner.types import (
     Answer,
     Assumptions,
     JobSpec,
-    Place,
+    Machine,
     Plan,
     Rejected,
-    place_of,
-    up_front,
 )
-from farthing.planner.uptime import Weibull
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Billing, Offer
 from thinned import thinned
@@ -104,11 +104,40 @@ def offer_of(
     )
 
 
+class Place(NamedTuple):
+    """A machine, and its offer."""
+
+    machine: Machine | Refusal
+    offer: Offer
+
+    def but(self, **changes: Any) -> Place:
+        """With other fields of its machine."""
+        assert isinstance(self.machine, Machine)
+        return self._replace(machine=replace(self.machine, **changes))
+
+    def sold(self, **changes: Any) -> Place:
+        """With other fields of its offer."""
+        return self._replace(offer=self.offer._replace(**changes))
+
+    def aged(self, days: int) -> Place:
+        return self.sold(date=TODAY - timedelta(days=days))
+
+
+def at(offer: Offer, wanted: JobSpec | None = None, torch: Torch | None = None) -> Place:
+    """Where an offer would have a job run."""
+    machine = machine_of(gpus()[offer.gpu], offer.n_gpus, wanted or wanted_of(), torch=torch)
+    return Place(machine, offer)
+
+
 def place(gpu: str, usd: float, n_gpus: int = 1, **more: Any) -> Place:
-    """An offer as a place."""
-    found = place_of(offer_of(gpu, usd, n_gpus, **more))
-    assert isinstance(found, Place), found
+    found = at(offer_of(gpu, usd, n_gpus, **more))
+    assert isinstance(found.machine, Machine), found
     return found
+
+
+def decide(wanted: JobSpec, places: list[Place], **more: Any) -> Answer:
+    offered = [(one.machine, [one.offer]) for one in places]
+    return decide_offered(wanted, offered, today=TODAY, **more)
 
 
 MARKET = [
@@ -166,14 +195,14 @@ def test_parts_add_up_and_ranges_hold_what_is_likely() -> None:
         assert plan.wall_s == pytest.approx(sum(plan.seconds.values()))
         assert plan.total_usd == pytest.approx(sum(plan.usd.values()))
         assert min(plan.seconds.values()) > 0
-        assert plan.seconds["training"] == pytest.approx(answer.n_steps * plan.step.seconds)
+        assert plan.seconds["training"] == pytest.approx(answer.n_steps * plan.on.step.seconds)
         for known, likely in (
             (plan.hours_range, plan.wall_s / H),
             (plan.usd_range, plan.total_usd),
         ):
             assert 0 <= known.low < known.likely < known.high
             assert known.likely == pytest.approx(likely)
-        assert plan.memory_range.likely <= plan.place.memory_bytes
+        assert plan.on.memory_range.likely <= plan.on.machine.memory.n_bytes
         assert tokens_of(plan.recipe) >= 32 * wanted_of().lengths.mean
         waited_s = plan.seconds.get("waiting", 0.0)
         assert plan.usd["compute"] == pytest.approx(
@@ -201,13 +230,13 @@ def test_micro_batches_are_budgets_of_tokens() -> None:
 def test_documents_end_to_end_have_no_padding_and_padded_ones_little() -> None:
     flat = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
     assert flat.recipe.stack.is_packed
-    assert flat.step.n_padded_tokens == pytest.approx(flat.step.n_tokens)
+    assert flat.on.step.n_padded_tokens == pytest.approx(flat.on.step.n_tokens)
     padded = only(decide(wanted_of(may_go_packed=False), [place("A100-80GB", 2.0)]))
     assert not padded.recipe.stack.is_packed
-    assert 1 < padded.step.n_padded_tokens / padded.step.n_tokens < 1.15, (
+    assert 1 < padded.on.step.n_padded_tokens / padded.on.step.n_tokens < 1.15, (
         "as far as pieces pay for themselves"
     )
-    assert padded.step.seconds > flat.step.seconds
+    assert padded.on.step.seconds > flat.on.step.seconds
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -228,28 +257,26 @@ def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches(method:
     assert packed.recipe.stack.is_packed
     asked = replace(asked, may_go_packed=False)
     plan = only(decide(asked, [place("RTX 4090", 0.4)]))
-    is_one = plan.recipe.mean_passes == 1
-    assert plan.step.parts.get("launch", 0.0) < 0.2 * plan.step.seconds or (
+    is_one = plan.recipe.n_micro_batches == 1
+    assert plan.on.step.parts.get("launch", 0.0) < 0.2 * plan.on.step.seconds or (
         is_one and method == "lora"
     )
     assert plan.recipe.cost.least_tokens >= 1024
     as_on_cpu = asked.cut(plan.recipe.settings.micro_batch_tokens)
-    assert plan.recipe.mean_passes < 0.5 * as_on_cpu.n_micro_batches
+    assert plan.recipe.n_micro_batches < 0.5 * as_on_cpu.n_micro_batches
     kept = estimate_of(plan, asked).settings
     assert (kept.least_tokens, kept.more_tokens) == plan.recipe.cost
     here = only(
-        decide(
-            asked, [replace(place("RTX 4090", 0.4), device=cpu_device("", 1e11, 2), is_cuda=False)]
-        )
+        decide(asked, [place("RTX 4090", 0.4).but(device=cpu_device("", 1e11, 2), is_cuda=False)])
     )
     assert here.recipe.cost == ON_CPU
-    assert here.step.n_tokens > 0.9 * here.step.n_padded_tokens
+    assert here.on.step.n_tokens > 0.9 * here.on.step.n_padded_tokens
 
 
 def test_a_head_with_an_adapter_scores_all_positions() -> None:
-    assert wanted_of().stack("bf16").loss == POSITIONS
-    assert wanted_of(target_modules=("q_proj", "lm_head")).stack("bf16").loss == LABELLED
-    assert wanted_of(modules_to_save=("lm_head",)).stack("bf16").loss == LABELLED
+    assert wanted_of().stack("bf16").scores_positions
+    assert not wanted_of(target_modules=("q_proj", "lm_head")).stack("bf16").scores_positions
+    assert not wanted_of(modules_to_save=("lm_head",)).stack("bf16").scores_positions
     assert wanted_of().stack("bf16").fuses_adapters
     assert not wanted_of(lora_dropout=0.1).stack("bf16").fuses_adapters
     assert not wanted_of(use_dora=True).stack("bf16").fuses_adapters
@@ -303,7 +330,7 @@ def test_each_provider_has_its_own_time_to_boot_on_the_same_gpu() -> None:
 
 
 def test_a_place_of_ones_own_needs_no_setup_no_download_and_no_tokenizing_twice() -> None:
-    own = replace(place("RTX 4090", 0.1), is_local=True)
+    own = place("RTX 4090", 0.1).but(is_local=True)
     there = only(decide(wanted_of(), [place("RTX 4090", 0.1)]))
     here = only(decide(wanted_of(is_tokenized=True), [own]))
     assert {"setup", "download", "tokenizing"} <= set(there.seconds)
@@ -312,49 +339,52 @@ def test_a_place_of_ones_own_needs_no_setup_no_download_and_no_tokenizing_twice(
 
 
 def test_a_processor_is_a_place_too() -> None:
-    cpu = Place(
-        offer_of("T4", 0.01),
-        cpu_device("a processor", 1e11, 2),
-        "fp32",
-        8 << 30,
-        is_local=True,
-        is_cuda=False,
+    device = cpu_device("a processor", 1e11, 2)
+    machine = Machine(
+        device.name, 1, device, "fp32", OnDevice(8 << 30), is_local=True, is_cuda=False
     )
+    cpu = Place(machine, offer_of("T4", 0.01))
     plan = only(decide(wanted_of("HuggingFaceTB/SmolLM2-135M", lengths=lengths_of(500)), [cpu]))
     assert plan.recipe.precision == "fp32"
-    assert plan.memory.total_bytes == plan.memory.allocated_bytes
+    assert plan.on.memory.on_device.n_bytes == plan.on.memory.allocated.n_bytes
     assert (
         plan.hours_range.high / plan.hours_range.likely > 1.4
     )  # a rough guess, and said to be one
 
 
+def precision_of(gpu: str, **changes: Any) -> str:
+    found = at(offer_of(gpu, 0.3), wanted_of(**changes)).machine
+    assert isinstance(found, Machine)
+    return found.precision
+
+
 def test_old_gpus_compute_in_fp16_and_none_in_bf16() -> None:
     for gpu in ("T4", "V100-16GB"):
-        assert place(gpu, 0.3).precision == "fp16"
-        found = place_of(offer_of(gpu, 0.3), wanted_of(precision="bf16"))
-        assert isinstance(found, Rejected)
+        assert precision_of(gpu) == "fp16"
+        found = at(offer_of(gpu, 0.3), wanted_of(precision="bf16")).machine
+        assert isinstance(found, Refusal)
         assert found.reason == f"{gpu} does not compute in bf16"
         assert found.change == "leave train.bf16 out: fp16 is used"
-    assert place("A100-40GB", 1.0).precision == "bf16"
-    assert place("K80", 0.2).precision == "fp32"
+    assert precision_of("A100-40GB") == "bf16"
+    assert precision_of("K80") == "fp32"
 
 
 def test_calibration_moves_and_narrows_the_ranges() -> None:
     raw = place("L4", 0.6)
-    known = replace(
-        raw,
+    known = raw.but(
         calibration=Calibration(compute=2.0, start_s=30.0, spread=0.08, n_runs=3, source="3 runs"),
     )
     before, after = (only(decide(wanted_of(), [one])) for one in (raw, known))
     moving = [("matmul", 2.0), ("attention", 2.0), ("memory traffic", 2.0), ("optimizer", 1.0)]
     for name, factor in moving:
-        assert after.step.parts[name] == pytest.approx(factor * before.step.parts[name])
+        assert after.on.step.parts[name] == pytest.approx(factor * before.on.step.parts[name])
     assert after.seconds["start-up"] == 30.0
 
     def width(plan: Plan) -> float:
         return (plan.hours_range.high - plan.hours_range.low) / 2 / plan.hours_range.likely
 
-    assert width(before) == pytest.approx(speed_error(raw, "llama"), rel=0.2)
+    published = published_spread("speed", wanted_of().shape, "Ada", "bf16")
+    assert width(before) == pytest.approx((published.high - published.low) / 2, rel=0.2)
     assert width(after) < 0.09
     # places that differ in nothing but their measurements are told apart
     both = decide(wanted_of(), [raw, known]).plans
@@ -410,13 +440,13 @@ def test_among_equals_one_gpu_comes_before_several() -> None:
 def test_what_may_not_fit_is_not_the_first_choice_where_something_surely_does() -> None:
     asked = wanted_of(micro_batch_tokens=1024, checkpoint_every=1)
     roomy = place("A100-80GB", 2.0)
-    needed = only(decide(asked, [place("RTX 4090", 0.2)])).memory_range.likely
-    tight = replace(place("RTX 4090", 0.2), memory_bytes=int(needed * 1.01))
+    needed = only(decide(asked, [place("RTX 4090", 0.2)])).on.memory_range.likely
+    tight = place("RTX 4090", 0.2).but(memory=OnDevice(int(needed * 1.01)))
     answer = decide(asked, [roomy, tight])
-    cheap = next(plan for plan in answer.plans if plan.place is tight)
-    assert cheap.is_tight
+    cheap = next(plan for plan in answer.plans if plan.offer is tight.offer)
+    assert cheap.on.is_tight
     assert cheap.total_usd < answer.plans[0].total_usd
-    assert answer.plans[0].place is roomy
+    assert answer.plans[0].offer is roomy.offer
     assert answer.plans[0].why == "the cheapest that surely fits"
     assert decide(asked, [tight]).best is not None, "the only one is still said"
 
@@ -424,38 +454,37 @@ def test_what_may_not_fit_is_not_the_first_choice_where_something_surely_does() 
 def test_a_machine_that_needs_hands_is_not_the_first_choice_and_says_what_it_needs() -> None:
     torch = Torch("2.13.0")
     offers = [offer_of("GH200", 1.0), offer_of("H100-80GB", 1.5)]
-    arm, other = (place_of(offer, wanted_of(), torch=torch) for offer in offers)
-    assert isinstance(arm, Place)
-    assert isinstance(other, Place)
+    arm, other = (at(offer, torch=torch) for offer in offers)
+    assert isinstance(arm.machine, Machine)
     assert (
         "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
-        in arm.host_note
+        in arm.machine.host_note
     )
     answer = decide(wanted_of(), [arm, other])
-    assert answer.plans[0].place is other
+    assert answer.plans[0].offer is other.offer
     assert answer.plans[1].total_usd < answer.plans[0].total_usd
-    built = place_of(offers[0], wanted_of(), torch=Torch("2.13.0", "cu130"))
-    assert isinstance(built, Place)
+    built = at(offers[0], torch=Torch("2.13.0", "cu130")).machine
+    assert isinstance(built, Machine)
     assert not built.host_note, "installed from an index that has it"
 
 
 def test_a_session_that_ends_before_the_run_is_not_the_first_choice() -> None:
     session = place("RTX PRO 6000", 0.9)
-    ends = replace(session, offer=session.offer._replace(billing=Billing("A", most_hours=0.3)))
+    ends = session.sold(billing=Billing("A", most_hours=0.3))
     roomy = place("H100-80GB", 9.0)
-    assert decide(wanted_of(), [session, roomy]).plans[0].place is session
-    assert decide(wanted_of(), [ends, roomy]).plans[0].place is roomy
+    assert decide(wanted_of(), [session, roomy]).plans[0].offer is session.offer
+    assert decide(wanted_of(), [ends, roomy]).plans[0].offer is roomy.offer
 
 
 def test_a_price_a_little_old_is_better_than_twice_the_dollars() -> None:
     old, firm = (
-        replace(place("A100-80GB", 2.0), price_age_days=95),
+        place("A100-80GB", 2.0).aged(95),
         place("A100-80GB", 4.0, provider="B"),
     )
-    assert decide(wanted_of(), [old, firm]).plans[0].place is old
-    assert decide(wanted_of(), [replace(old, price_age_days=300), firm]).plans[0].place is firm
+    assert decide(wanted_of(), [old, firm]).plans[0].offer is old.offer
+    assert decide(wanted_of(), [old.aged(300), firm]).plans[0].offer is firm.offer
     near = place("A100-80GB", 2.1, provider="B")
-    assert decide(wanted_of(), [old, near]).plans[0].place is near
+    assert decide(wanted_of(), [old, near]).plans[0].offer is near.offer
 
 
 @pytest.mark.parametrize("age_days", [91, 120, 179, 181])
@@ -463,19 +492,19 @@ def test_a_price_a_little_old_is_better_than_twice_the_dollars() -> None:
 def test_no_old_price_comes_first_where_a_fresh_one_is_within_a_fifth(
     age_days: int, usd: float, is_fresh_first: bool
 ) -> None:
-    old = replace(place("A100-80GB", 2.0), price_age_days=age_days)
+    old = place("A100-80GB", 2.0).aged(age_days)
     fresh = place("A100-80GB", usd, provider="B")
-    dear = replace(fresh, host_note="drivers of its own")  # it can't be had just so
+    dear = fresh.but(host_note="drivers of its own")  # it can't be had just so
     first = decide(wanted_of(), [old, dear]).plans[0]
-    assert (first.place is dear) is is_fresh_first
+    assert (first.offer is dear.offer) is is_fresh_first
 
 
 def test_a_price_that_the_user_gave_is_taken_however_old_it_is() -> None:
-    given = replace(place("A100-80GB", 2.0), price_age_days=400, is_given_price=True)
+    given = place("A100-80GB", 2.0).aged(400)
     fresh = place("A100-80GB", 2.2, provider="B")
-    first = decide(wanted_of(), [given, fresh]).plans[0]
-    assert first.place is given
-    plain = decide(wanted_of(), [replace(given, price_age_days=0)]).plans[0]
+    first = decide(wanted_of(), [given, fresh], has_own_prices=True).plans[0]
+    assert first.offer is given.offer
+    plain = decide(wanted_of(), [given.aged(0)]).plans[0]
     assert first.usd_range == plain.usd_range
 
 
@@ -484,12 +513,7 @@ def test_a_cent_is_not_waited_for() -> None:
     asked = wanted_of(max_steps=100)
     plans = {plan.offer.gpu: plan for plan in decide(asked, [quick, slow]).plans}
     more = plans["A100-80GB"].total_usd - plans["RTX 3090"].total_usd
-    cheaper = replace(
-        quick,
-        offer=quick.offer._replace(
-            usd=2.0 * (1 - (more - 0.008) / plans["A100-80GB"].usd["compute"])
-        ),
-    )
+    cheaper = quick.sold(usd=2.0 * (1 - (more - 0.008) / plans["A100-80GB"].usd["compute"]))
     answer = decide(asked, [cheaper, slow])
     assert answer.plans[0].offer.gpu == "A100-80GB"
     assert (
@@ -501,10 +525,7 @@ def test_a_cent_is_not_waited_for() -> None:
 
 def test_where_no_price_is_firm_the_first_is_the_cheapest_at_worst() -> None:
     old = place("A100-80GB", 2.0)
-    near, far = (
-        replace(old, price_age_days=95),
-        replace(old, price_age_days=400, offer=old.offer._replace(usd=1.9)),
-    )
+    near, far = old.aged(95), old.aged(400).sold(usd=1.9)
     answer = decide(wanted_of(), [near, far])
     assert answer.plans[0].total_usd > answer.plans[1].total_usd
     assert answer.plans[0].usd_range.high < answer.plans[1].usd_range.high
@@ -512,10 +533,7 @@ def test_where_no_price_is_firm_the_first_is_the_cheapest_at_worst() -> None:
 
 def test_the_front_is_what_nothing_beats_in_both() -> None:
     drawn = random.Random(1)
-    prices = [
-        replace(one, offer=one.offer._replace(usd=one.offer.usd * drawn.uniform(0.5, 2)))
-        for one in MARKET * 4
-    ]
+    prices = [one.sold(usd=one.offer.usd * drawn.uniform(0.5, 2)) for one in MARKET * 4]
     plans = decide(wanted_of(), prices).plans
     for plan in plans:
         beaten = any(
@@ -548,13 +566,14 @@ def test_the_same_question_has_the_same_answer_whatever_the_order() -> None:
 
 
 def test_ten_thousand_offers_are_decided() -> None:
-    many = [
-        replace(one, offer=one.offer._replace(region=f"r{i}", usd=one.offer.usd * (1 + i * 1e-4)))
-        for i, one in zip(range(10_000), itertools.cycle(MARKET), strict=False)
-    ]
-    answer = decide(wanted_of(), many)
+    offers: dict[Offer, list[Offer]] = {one.offer: [] for one in MARKET}
+    for i, one in zip(range(10_000), itertools.cycle(MARKET), strict=False):
+        sold = one.sold(region=f"r{i}", usd=one.offer.usd * (1 + i * 1e-4))
+        offers[one.offer].append(sold.offer)
+    machines = [(one.machine, offers[one.offer]) for one in MARKET]
+    answer = decide_offered(wanted_of(), machines, today=TODAY)
     assert len(answer.plans) + len(answer.rejected) == 10_000
-    assert len({id(plan.memory) for plan in answer.plans}) <= len(
+    assert len({id(plan.on) for plan in answer.plans}) <= len(
         MARKET
     )  # worked out once for each kind of machine
 
@@ -591,7 +610,7 @@ def test_t5_spends_less_than_a_fifth_of_a_step_on_launches(
         global_batch=16,
     )
     assert asked.is_packed == is_packed
-    step = only(decide(asked, [place("RTX 4090", 0.5)])).step
+    step = only(decide(asked, [place("RTX 4090", 0.5)])).on.step
     assert step.parts["launch"] < 0.2 * step.seconds
     cut = asked.cut(2048)
     largest = cut.largest
@@ -614,7 +633,7 @@ def test_a_step_that_does_not_divide_evenly_still_holds_all_its_examples() -> No
         recipe = plan.recipe
         assert recipe.n_gpus == n_gpus
         assert tokens_of(recipe) >= batch * wanted_of().lengths.mean
-        assert plan.step.n_tokens == pytest.approx(batch * wanted_of().lengths.mean)
+        assert plan.on.step.n_tokens == pytest.approx(batch * wanted_of().lengths.mean)
 
 
 def test_more_gpus_than_examples_in_a_step_are_refused() -> None:
@@ -626,8 +645,8 @@ def test_more_gpus_than_examples_in_a_step_are_refused() -> None:
 
 def test_two_gpus_are_quicker_than_one_but_not_twice() -> None:
     one, two = (only(decide(wanted_of(), [place("A100-80GB", 2.0 * n, n)])) for n in (1, 2))
-    assert 1.2 < one.step.seconds / two.step.seconds < 2.0
-    assert two.step.parts["communication"] > 0
+    assert 1.2 < one.on.step.seconds / two.on.step.seconds < 2.0
+    assert two.on.step.parts["communication"] > 0
 
 
 def test_a_model_too_large_for_one_gpu_is_divided() -> None:
@@ -771,9 +790,9 @@ def test_limits_refuse_and_say_by_how_much() -> None:
     ):
         found = refused(decide(wanted_of(**{limit: value}), [place("A100-80GB", 2.0)]))
         assert words in found.reason
-        sure = 1.4 if limit == "deadline_s" else 1.05  # a deadline is to be met with 90 %
+        sure = 1.8 if limit == "deadline_s" else 1.05  # a deadline is to be met with 90 %
         assert 2 <= found.distance <= 2 * sure
-        assert decide(wanted_of(**{limit: value * 2.9}), [place("A100-80GB", 2.0)]).plans
+        assert decide(wanted_of(**{limit: value * 3.6}), [place("A100-80GB", 2.0)]).plans
 
 
 def test_the_nearest_are_three_different_ways() -> None:
@@ -812,12 +831,12 @@ def test_spot_at_half_price_costs_about_half_and_takes_longer() -> None:
 
 def calm(offer: Offer) -> Interruptions:
     """Capacity that stays for weeks."""
-    return Interruptions(Weibull(1000 * H), Weibull(0.01 * H))
+    return Interruptions(weibull(1000 * H), weibull(0.01 * H))
 
 
 def nervous(offer: Offer) -> Interruptions:
     """Capacity that goes within the hour in one zone, and stays in the others."""
-    return Interruptions(Weibull(0.7 * H), Weibull(3 * H)) if offer.zone == "bad" else calm(offer)
+    return Interruptions(weibull(0.7 * H), weibull(3 * H)) if offer.zone == "bad" else calm(offer)
 
 
 def test_each_zone_has_its_own_chance() -> None:
@@ -833,7 +852,7 @@ def test_each_zone_has_its_own_chance() -> None:
 
 def fleeting(offer: Offer) -> Interruptions:
     """Capacity that goes within the hour, in each zone after another time."""
-    return Interruptions(Weibull((0.7 + len(offer.zone) / 1000) * H), Weibull(3 * H))
+    return Interruptions(weibull((0.7 + len(offer.zone) / 1000) * H), weibull(3 * H))
 
 
 def test_spot_that_is_too_unsure_is_refused_however_many_are_cheaper() -> None:
@@ -856,7 +875,7 @@ def test_spot_with_on_demand_to_fall_back_on_costs_what_its_own_price_makes_it()
 
     def usd_of(spot: Place, places: list[Place]) -> float:
         plans = decide(asked, [*places, own], hazard=fleeting).plans
-        found = next(plan for plan in plans if plan.place is spot)
+        found = next(plan for plan in plans if plan.offer is spot.offer)
         assert found.mixture
         return found.total_usd
 
@@ -869,12 +888,13 @@ def test_runs_that_match_the_formula_leave_context_and_slack_in_what_a_gpu_must_
     new = place("RTX 4090", 0.5)
     known = Calibration(n_runs=3, spread=0.08, source="3 runs", extra_bytes=0)
     asked = wanted_of(micro_batch_tokens=1024, checkpoint_every=1)
-    before, after = (only(decide(asked, [each])) for each in (new, replace(new, calibration=known)))
-    assert after.memory_range.likely == before.memory_range.likely
-    more = replace(new, calibration=replace(known, extra_bytes=1 << 30))
-    assert only(decide(asked, [more])).memory_range.likely == before.memory_range.likely + (1 << 30)
+    before, after = (only(decide(asked, [each])) for each in (new, new.but(calibration=known)))
+    assert after.on.memory_range.likely == before.on.memory_range.likely
+    more = only(decide(asked, [new.but(calibration=replace(known, extra_bytes=1 << 30))]))
+    gib = more.on.memory_range.likely - before.on.memory_range.likely
+    assert gib == pytest.approx(1.05 * 2**30, rel=0.01), "with its share of slack"
     # a run is measured by what torch allocates: exactly the formula's is no error
-    assert estimate_of(before, asked).peak_bytes == before.memory.allocated_bytes
+    assert estimate_of(before, asked).peak_bytes == before.on.memory.allocated.n_bytes
 
 
 def test_capacity_that_never_lasts_a_start_is_refused() -> None:
@@ -882,7 +902,7 @@ def test_capacity_that_never_lasts_a_start_is_refused() -> None:
         decide(
             wanted_of(),
             [place("A100-80GB", 1.0, spot=True)],
-            hazard=lambda _: Interruptions(Weibull(0.1)),
+            hazard=lambda _: Interruptions(weibull(0.1)),
         )
     )
     assert found.reason == "interruptions come faster than work is saved"
@@ -930,18 +950,17 @@ def test_units_of_gigabytes_and_packs_are_paid_up_front() -> None:
         TODAY,
         Billing("Colab", pack_usd=9.99),
     )
-    found = place_of(colab)
-    assert isinstance(found, Place)
-    plan = only(decide(wanted_of("HuggingFaceTB/SmolLM2-135M", lengths=lengths_of(2000)), [found]))
+    asked = wanted_of("HuggingFaceTB/SmolLM2-135M", lengths=lengths_of(2000))
+    plan = only(decide(asked, [at(colab)]))
     gib = gpus()["T4"].memory_gib
     assert plan.usd["compute"] == pytest.approx(gib * plan.wall_s / H * 0.0999, rel=2e-3)
-    assert up_front(plan) == pytest.approx(9.99 * -(-plan.total_usd // 9.99))
+    assert plan.up_front_usd == pytest.approx(9.99 * -(-plan.total_usd // 9.99))
 
 
 def test_checkpoints_that_go_to_a_store_elsewhere_are_egress() -> None:
     wanted = wanted_of(method="full", optim="adamw_torch_fused", save_every_s=600.0)
     of_offer = place("H100-80GB", 2.0)
-    there = replace(of_offer, offer=of_offer.offer._replace(provider="AWS"))
+    there = of_offer.sold(provider="AWS")
     usd = {
         store: only(decide(replace(wanted, store=store), [there])).usd
         for store in ("", "s3://a/b", "gs://a/b")
@@ -956,7 +975,7 @@ def test_checkpoints_that_go_to_a_store_elsewhere_are_egress() -> None:
     assert plan.usd["egress"] == pytest.approx(
         (wanted.n_trainable * 4 + n * wanted.save_bytes) * 9e-11
     )
-    here = only(decide(replace(wanted, store="gs://a/b"), [replace(there, is_local=True)]))
+    here = only(decide(replace(wanted, store="gs://a/b"), [there.but(is_local=True)]))
     assert "egress" not in here.usd
     assert "storage" not in here.usd
 
@@ -969,7 +988,7 @@ def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_o
     of_offer = place("H100-80GB", 2.0)
     seconds = {}
     for ram_gib in (None, 2.1 * checkpoint_gib, 1.9 * checkpoint_gib):
-        there = replace(of_offer, offer=of_offer.offer._replace(ram_gib=ram_gib))
+        there = of_offer.sold(ram_gib=ram_gib)
         seconds[ram_gib is None or ram_gib > 2 * checkpoint_gib] = only(
             decide(wanted, [there])
         ).seconds["checkpoints"]
@@ -981,7 +1000,7 @@ def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_o
 
 def with_ram(one: Place, gib: float) -> Place:
     """The place with so much main memory."""
-    return replace(one, offer=one.offer._replace(ram_gib=gib))
+    return one.sold(ram_gib=gib)
 
 
 EIGHT = "meta-llama/Llama-3.1-8B"
@@ -992,10 +1011,12 @@ def test_full_training_that_fits_no_other_way_is_planned_with_its_weights_in_mai
     plan = only(decide(asked, [with_ram(place("RTX 4090", 0.5), 256.0)]))
     assert plan.to_set == ("where.strategy: fsdp", "where.offload_weights: true")
     n = asked.shape.n_parameters
-    assert plan.host_bytes == 16 * n, "weights, gradients and two moments in fp32"
-    assert plan.memory.allocated_bytes < 2 * n, "not even the weights in bf16 are whole on the GPU"
-    assert plan.step.parts["weights from the host"] > 0
-    assert sum(plan.step.parts.values()) == pytest.approx(plan.step.seconds)
+    assert plan.on.host_bytes == 16 * n, "weights, gradients and two moments in fp32"
+    assert plan.on.memory.allocated.n_bytes < 2 * n, (
+        "not even the weights in bf16 are whole on the GPU"
+    )
+    assert plan.on.step.parts["weights from the host"] > 0
+    assert sum(plan.on.step.parts.values()) == pytest.approx(plan.on.step.seconds)
     assert plan.usd["compute"] == pytest.approx(plan.wall_s / 3600 * 0.5)
 
 
@@ -1004,7 +1025,7 @@ def test_weights_stay_on_the_gpu_where_they_fit_and_where_main_memory_is_short_o
 ):
     asked = wanted_of(EIGHT, method="full")
     whole = only(decide(asked, [with_ram(place("B200", 5.0), 512.0)]))
-    assert (whole.to_set, whole.host_bytes) == ((), 0)
+    assert (whole.to_set, whole.on.host_bytes) == ((), 0)
     for small in (with_ram(place("RTX 4090", 0.5), 64.0), place("RTX 4090", 0.5)):
         assert refused(decide(asked, [small])).reason.startswith("needs ")
 
@@ -1017,10 +1038,10 @@ def test_8b_in_full_fits_one_gpu_of_80_gb_without_copies_in_fp32() -> None:
     assert "arXiv 2502.20566" in quality
     plan = only(decide(follow(asked, change), [place("H100-80GB", 2.5)]))
     n = asked.shape.n_parameters
-    assert plan.memory.parts["weights"] == 2 * n
-    assert plan.memory.parts["optimizer"] == 4 * n
-    old = place_of(offer_of("V100-16GB", 0.3), follow(asked, change))
-    assert isinstance(old, Rejected)
+    assert plan.on.memory.parts["weights"] == 2 * n
+    assert plan.on.memory.parts["optimizer"] == 4 * n
+    old = at(offer_of("V100-16GB", 0.3), follow(asked, change)).machine
+    assert isinstance(old, Refusal)
     assert old.reason.endswith("computes in bf16, and V100-16GB in fp16")
 
 
@@ -1038,9 +1059,7 @@ def test_weights_that_training_refuses_to_spread_are_not_planned_in_main_memory(
     changes: dict[str, Any],
 ) -> None:
     asked = wanted_of("meta-llama/Llama-2-13b-hf", method="full", **changes)
-    there = with_ram(
-        replace(place("RTX 4090", 0.5), precision=changes.get("precision", "bf16")), 512.0
-    )
+    there = with_ram(place("RTX 4090", 0.5).but(precision=changes.get("precision", "bf16")), 512.0)
     assert refused(decide(asked, [there])).reason.startswith("needs ")
     told = refused(decide(replace(asked, offloads_weights=True), [there]))
     assert told.reason.startswith("weights can't be kept in main memory: ")
@@ -1051,8 +1070,8 @@ def test_what_the_job_asks_for_is_planned_also_where_it_would_fit_otherwise() ->
     plan = only(decide(asked, [place("B200", 5.0)]))
     assert plan.recipe.offloads_weights
     assert (
-        plan.step.seconds
-        > only(decide(replace(asked, offloads_weights=False), [place("B200", 5.0)])).step.seconds
+        plan.on.step.seconds
+        > only(decide(replace(asked, offloads_weights=False), [place("B200", 5.0)])).on.step.seconds
     )
     short = refused(decide(asked, [with_ram(place("B200", 5.0), 64.0)]))
     assert short.reason == "needs 119.7 GiB of main memory, has 64.0 GiB"
@@ -1061,21 +1080,22 @@ def test_what_the_job_asks_for_is_planned_also_where_it_would_fit_otherwise() ->
 def test_more_gpus_bring_fewer_rows_each_and_adapters_leave_only_the_base_in_main_memory() -> None:
     asked = wanted_of(EIGHT, method="full", offloads_weights=True)
     one, two = (only(decide(asked, [with_ram(place("A100-80GB", 2.0, n), 512.0)])) for n in (1, 2))
-    assert one.host_bytes == two.host_bytes
-    each = one.step.parts["weights from the host"] / one.recipe.n_micro_batches
-    assert two.step.parts["weights from the host"] / two.recipe.n_micro_batches == pytest.approx(
+    assert one.on.host_bytes == two.on.host_bytes
+    each = one.on.step.parts["weights from the host"] / one.recipe.n_micro_batches
+    assert two.on.step.parts["weights from the host"] / two.recipe.n_micro_batches == pytest.approx(
         each / 2
     )
     assert two.to_set == ("where.gpus: all", "where.strategy: fsdp", "where.offload_weights: true")
     lora = only(decide(replace(asked, method="lora"), [place("RTX 3090", 0.2)]))
-    assert lora.host_bytes == 2 * asked.shape.n_parameters
-    assert lora.memory.parts["weights"] == 4 * replace(asked, method="lora").n_trainable
+    assert lora.on.host_bytes == 2 * asked.shape.n_parameters
+    assert lora.on.memory.parts["weights"] == 4 * replace(asked, method="lora").n_trainable
 
 
 def test_an_off_loaded_optimizer_needs_main_memory_too() -> None:
     asked = wanted_of(EIGHT, method="full", optim="adamw_torch_offload", checkpoint_every=1)
     assert (
-        only(decide(asked, [place("A100-80GB", 2.0)])).host_bytes == 16 * asked.shape.n_parameters
+        only(decide(asked, [place("A100-80GB", 2.0)])).on.host_bytes
+        == 16 * asked.shape.n_parameters
     )
     short = with_ram(place("A100-80GB", 2.0), 100.0)
     assert refused(decide(asked, [short])).reason.endswith("of main memory, has 100.0 GiB")
@@ -1093,9 +1113,9 @@ def test_texts_that_an_evaluation_writes_at_once_are_counted_in_memory_and_in_se
     keys_and_values = (
         2 * 2 * at_once.n_rows * (512 + 256) * layers * asked.shape.n_heads * asked.shape.head_dim
     )
-    assert writes.memory.moment == "evaluation"
-    assert writes.memory.parts["activations"] > keys_and_values
-    assert writes.memory.allocated_bytes > reads.memory.allocated_bytes
+    assert writes.on.memory.moment == "evaluation"
+    assert writes.on.memory.parts["activations"] > keys_and_values
+    assert writes.on.memory.allocated.n_bytes > reads.on.memory.allocated.n_bytes
     more_s = writes.seconds["evaluation"] - reads.seconds["evaluation"]
     n_batches = -(-4000 // at_once.n_rows)
     assert more_s < asked.n_evaluations * (n_batches + 1) * 256 * 0.4e-3 * layers

@@ -7,16 +7,18 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farthing.planner.ownership import parse_owned
-from farthing.report.plan_page import plan_page
+from farthing.planner.ownership import parse_owned, saving
+from farthing.planner.types import Range
+from farthing.report.plan_report import plan_page
 from farthing.report.plan_scatter import place_labels
-from farthing.report.plan_view import plan_view
+from farthing.report.plan_view import PlanView, plan_view
 from farthing.report.plan_words import say_cost
 from farthing.units import say_seconds
 from test_plan_view import OWN, ask
@@ -34,7 +36,7 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def view(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def view(tmp_path_factory: pytest.TempPathFactory) -> PlanView:
     found = ask(tmp_path_factory.mktemp("job"), own=[parse_owned(OWN)], deadline_s=40 * 3600.0)
     return plan_view(found, runs_per_month=24)
 
@@ -78,7 +80,7 @@ class Read(HTMLParser):
         return sum(name == tag for name, _ in self.tags)
 
 
-def test_the_page_is_whole_and_can_be_read_by_all(view: dict[str, Any]) -> None:
+def test_the_page_is_whole_and_can_be_read_by_all(view: PlanView) -> None:
     page = plan_page(view)
     assert page.startswith("<!doctype html>")
     read = Read(page)
@@ -102,7 +104,7 @@ def test_the_page_is_whole_and_can_be_read_by_all(view: dict[str, Any]) -> None:
     assert "prefers-color-scheme:dark" in page
 
 
-def test_nothing_is_loaded_from_elsewhere(view: dict[str, Any]) -> None:
+def test_nothing_is_loaded_from_elsewhere(view: PlanView) -> None:
     page = plan_page(view)
     read = Read(page)
     loading = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
@@ -122,22 +124,28 @@ def test_nothing_is_loaded_from_elsewhere(view: dict[str, Any]) -> None:
     assert "default-src 'none'" in page
 
 
-def test_what_comes_from_outside_is_only_text(view: dict[str, Any]) -> None:
+def test_what_comes_from_outside_is_only_text(view: PlanView) -> None:
+    kept = ("spot", "on-demand", "own", "here")
+
     def nasty(value: Any) -> Any:
-        """The view with markup at the end of every string; keys of data too."""
+        """With markup at the end of every string."""
+        if is_dataclass(value):
+            changes = {one.name: nasty(getattr(value, one.name)) for one in fields(value)}
+            return replace(value, **changes)
         if isinstance(value, dict):
             return {key: nasty(one) for key, one in value.items()}
-        if isinstance(value, list):
-            return [nasty(one) for one in value]
-        return (
-            value + NASTY
-            if isinstance(value, str) and value not in ("spot", "on-demand", "own", "here")
-            else value
-        )
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return tuple(nasty(one) for one in value)
+        return value + NASTY if isinstance(value, str) and value not in kept else value
 
     changed = nasty(view)
-    changed["years"]["one_year_usd"] = {NASTY: 1.0}
-    changed["years"]["three_years_usd"] = {NASTY: 3.0}
+    years = replace(
+        changed.years,
+        one_year_usd={NASTY: 1.0},
+        three_years_usd={NASTY: 3.0},
+        saved_in_a_year={NASTY: saving(1.0, 2.0)},
+    )
+    changed = replace(changed, years=years)
     page = plan_page(changed)
     read = Read(page)
     assert "script" not in {tag for tag, _ in read.tags}
@@ -145,30 +153,30 @@ def test_what_comes_from_outside_is_only_text(view: dict[str, Any]) -> None:
     assert read.text.count(NASTY) > 100
 
 
-def test_the_figures_are_those_of_the_view(view: dict[str, Any]) -> None:
+def test_the_figures_are_those_of_the_view(view: PlanView) -> None:
     read = Read(plan_page(view))
-    best = view["best"]
-    assert view["answer"] in read.text
-    assert say_cost(best["total_usd"]) in read.text
-    for name in (*best["seconds"], *best["step"]["parts"], *best["memory"]["parts"], *best["usd"]):
+    best = view.best
+    assert best is not None
+    assert view.answer in read.text
+    assert say_cost(best.total_usd) in read.text
+    for name in (*best.seconds, *best.step.parts, *best.memory.parts, *best.usd):
         assert name in read.text
-    for row in view["plans"]:
-        if row["rank"] <= 20:
-            assert say_seconds(row["wall_s"]) in read.text
-            assert row["why"] in read.text
-    assert read.count("tr") > len(view["plans"]) + len(view["rejected"])
+    for row in view.plans[:20]:
+        assert say_seconds(row.wall_s) in read.text
+        assert row.why in read.text
+    assert read.count("tr") > len(view.plans) + len(view.rejected)
     n_dots = sum(tag == "circle" for tag, _ in read.tags)
-    assert n_dots == sum(row["total_usd"] > 0 for row in view["plans"])
-    for words in (*view["assumptions"], *view["notes"], view["prices"]["words"]):
+    assert n_dots == sum(row.total_usd > 0 for row in view.plans)
+    for words in (*view.assumptions, *view.notes, view.prices.words):
         assert words in read.text
-    for one in view["rejected"]:
-        assert one["reason"] in read.text
-        assert one["change"] in read.text
+    for one in view.rejected:
+        assert one.reason in read.text
+        assert one.change in read.text
     assert "buy 1x RTX 4090" in read.text
     assert "24 runs a month" in read.text
 
 
-def test_bars_do_not_pass_what_is_there(view: dict[str, Any]) -> None:
+def test_bars_do_not_pass_what_is_there(view: PlanView) -> None:
     page = plan_page(view)
     stacks = re.findall(r'<div class="stack"[^>]*>(.*?)</div>', page)
     assert len(stacks) > 20
@@ -176,7 +184,7 @@ def test_bars_do_not_pass_what_is_there(view: dict[str, Any]) -> None:
         assert sum(float(width) for width in re.findall(r"width:([\d.]+)%", stack)) <= 100.01
 
 
-def test_the_same_view_gives_the_same_bytes(view: dict[str, Any]) -> None:
+def test_the_same_view_gives_the_same_bytes(view: PlanView) -> None:
     assert plan_page(view) == plan_page(view)
 
 
@@ -188,11 +196,14 @@ def test_a_page_when_nothing_fits(tmp_path: Path) -> None:
     assert read.count("svg") == 0
 
 
-def test_choices_between_two_times_that_have_a_name_are_drawn(view: dict[str, Any]) -> None:
+def test_choices_between_two_times_that_have_a_name_are_drawn(view: PlanView) -> None:
     """Between three months and a year no time is named."""
-    hours = {"hours": 4400.0, "hours_range": [4390.0, 4400.0, 4410.0], "wall_s": 4400.0 * 3600}
-    rows = [{**row, **hours} for row in view["plans"][:5]]
-    read = Read(plan_page({**view, "plans": rows, "best": rows[0]}))
+    hours = Range(4390.0, 4400.0, 4410.0)
+    rows = tuple(
+        replace(row, hours=4400.0, hours_range=hours, wall_s=4400.0 * 3600)
+        for row in view.plans[:5]
+    )
+    read = Read(plan_page(replace(view, plans=rows, best=rows[0])))
     assert sum(tag == "circle" for tag, _ in read.tags) == len(rows)
 
 

@@ -24,7 +24,7 @@ from farthing.errors import FarthingError, FeedsUnavailableError, InputError
 from farthing.prices import feeds as price_feeds
 from farthing.prices.catalog import read_catalog, read_refreshed
 from farthing.prices.feeds import Feed, known_feeds, update
-from farthing.prices.gpus import facts
+from farthing.tables import facts
 
 TODAY = date(2026, 11, 21)
 

@@ -225,5 +225,5 @@ def test_a_plan_says_what_serving_costs(tmp_path: Path, capsys: pytest.CaptureFi
     assert "<h2>Serving</h2>" in page
     assert main(command) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "Serving 2,000 requests a day" in out
+    assert "Serving: 2,000 requests a day" in out
     assert "requests an hour" in out

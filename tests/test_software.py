@@ -17,7 +17,8 @@ from farthing.errors import HardwareError, InputError
 from farthing.model.hardware import choose_numerics
 from farthing.models.model_config import known_config
 from farthing.models.shapes import read_shape
-from farthing.planner.search import decide
+from farthing.planner.decide import decide
+from farthing.planner.machines import machine_of
 from farthing.planner.software import (
     Torch,
     builds,
@@ -27,10 +28,11 @@ from farthing.planner.software import (
     runs_in_words,
     why_no_code,
 )
-from farthing.planner.types import JobSpec, Place, place_of
+from farthing.planner.types import JobSpec, Machine
 from farthing.prices.catalog import read_catalog
-from farthing.prices.gpus import FACTS, find_gpu, gpus
+from farthing.prices.gpus import find_gpu, gpus
 from farthing.prices.offers import Billing, Offer
+from farthing.tables import FACTS
 
 TODAY = date(2026, 11, 22)
 
@@ -39,6 +41,12 @@ def offer_of(gpu: str) -> Offer:
     return Offer(
         "X", gpu, gpu, 1, "", "", False, "machine_hour", 0.3, "a test", TODAY, Billing("X")
     )
+
+
+def on(gpu: str, wanted: JobSpec) -> Machine:
+    found = machine_of(find_gpu(gpu), 1, wanted)
+    assert isinstance(found, Machine)
+    return found
 
 
 def wanted_of(model: str, **changes: Any) -> JobSpec:
@@ -127,8 +135,12 @@ def test_no_plan_is_on_a_gpu_that_the_torch_cannot_run() -> None:
     wanted = wanted_of("Qwen/Qwen2.5-0.5B")
     offers = [offer for offer in read_catalog(None, TODAY).offers if offer.usd_per_hour is not None]
     for version in ("2.13.0", "2.13.0+cu126", "2.10"):
-        found = [place_of(offer, wanted, torch=parse_torch(version)) for offer in offers]
-        answer = decide(wanted, [place for place in found if isinstance(place, Place)])
+        software = parse_torch(version)
+        found = [
+            (machine_of(gpus()[one.gpu], max(1, one.n_gpus), wanted, torch=software), [one])
+            for one in offers
+        ]
+        answer = decide(wanted, found)
         used = {plan.offer.gpu for plan in answer.plans}
         assert not [name for name in used if why_no_code(gpus()[name], parse_torch(version))]
         assert ("V100-16GB" in used) == (version != "2.13.0")
@@ -181,33 +193,25 @@ def test_a_gpu_without_bf16_computes_such_a_model_in_fp32_unless_fp16_is_asked_f
     model: str,
 ) -> None:
     wanted = wanted_of(model)
-    place = place_of(offer_of("T4"), wanted)
-    assert isinstance(place, Place)
-    assert place.precision == "fp32"
-    assert "fp16" in place.precision_note
-    asked = place_of(offer_of("T4"), replace(wanted, precision="fp16"))
-    assert isinstance(asked, Place)
-    assert asked.precision == "fp16"
-    calm = place_of(offer_of("T4"), replace(wanted, precision="fp16", fp16_risk=""))
-    assert isinstance(calm, Place)
-    risky, usual = (
-        decide(replace(wanted, precision="fp16"), [one]).plans[0] for one in (asked, calm)
-    )
-    assert risky.total_usd == usual.total_usd
-    assert risky.usd_range.high > 1.5 * usual.usd_range.high - 0.5 * usual.total_usd
-    assert place_of(offer_of("L4"), wanted).precision == "bf16"  # type: ignore[union-attr]
+    machine = on("T4", wanted)
+    assert machine.precision == "fp32"
+    assert "fp16" in machine.precision_note
+    asked = replace(wanted, precision="fp16")
+    risky, calm = on("T4", asked), on("T4", replace(asked, fp16_risk=""))
+    assert risky.precision == "fp16"
+    risk, usual = (decide(asked, [(one, [offer_of("T4")])]).plans[0] for one in (risky, calm))
+    assert risk.total_usd == usual.total_usd
+    assert risk.usd_range.high > 1.5 * usual.usd_range.high - 0.5 * usual.total_usd
+    assert on("L4", wanted).precision == "bf16"
 
 
 def test_where_fp32_does_not_fit_fp16_is_offered_with_its_risk() -> None:
     wanted = wanted_of("Qwen/Qwen2.5-7B")
-    place = place_of(offer_of("Quadro RTX 6000"), wanted)
-    assert isinstance(place, Place)
-    (rejected,) = decide(wanted, [place]).rejected
+    offer = offer_of("Quadro RTX 6000")
+    (rejected,) = decide(wanted, [(on(offer.gpu, wanted), [offer])]).rejected
     assert rejected.change.startswith("method: qlora, or train.fp16: true at a risk")
     asked = replace(wanted, precision="fp16")
-    again = place_of(offer_of("Quadro RTX 6000"), asked)
-    assert isinstance(again, Place)
-    assert decide(asked, [again]).plans, "what is offered can be done"
+    assert decide(asked, [(on(offer.gpu, asked), [offer])]).plans, "what is offered can be done"
 
 
 @pytest.mark.parametrize(

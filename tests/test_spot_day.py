@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import spot_day
-from farthing.planner.spot_traces import Trace
+from farthing.planner.spot import Trace
 
 
 def test_the_day_with_most_interruptions_is_taken() -> None:

@@ -5,12 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from farthing.models.model_config import known_config
-from farthing.planner.recipe import (
-    WHOLE,
-    Recipe,
-    Stack,
-)
-from farthing.settings import Settings
 
 NAMES = {
     "llama": "meta-llama/Llama-3.2-3B",
@@ -74,11 +68,3 @@ def cut_config(model: str, n_layers: int) -> dict[str, Any]:
     ):  # transformers ties a model that is made from its configuration alone
         config["tie_word_embeddings"] = True
     return config
-
-
-PLAIN = Stack("hf", has_master_weights=False, has_autocast=False, loss=WHOLE, is_flash=True)
-
-
-FULL = Recipe(
-    "full", Settings(checkpoint_every=1, precision="bf16"), "adamw_torch", 2, 2, stack=PLAIN
-)

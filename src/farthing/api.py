@@ -12,9 +12,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
+from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from farthing import clock
 from farthing.config import load
@@ -22,6 +23,9 @@ from farthing.config.job import Job
 from farthing.errors import FarthingError, InputError
 from farthing.events import Emit, ignore
 from farthing.report import receipt as report
+
+if TYPE_CHECKING:
+    from farthing.report.plan_view import PlanView
 
 __all__ = [
     "FarthingError",
@@ -282,43 +286,48 @@ def _file_of(data: Any, scratch: Path) -> Path | None:
 class Plan:
     """The answer of a plan. `print(plan)` is what the command shows, a notebook shows the page."""
 
-    view: Mapping[str, Any]
-    """Everything that `farthing plan --json` prints: see docs/plan.md."""
+    view: PlanView
+    """Typed values: see docs/plan.md."""
+
+    @cached_property
+    def _json(self) -> Mapping[str, Any]:
+        return self.view.to_json()
 
     @property
     def best(self) -> Mapping[str, Any] | None:
         """The choice that a plan recommends: name, total_usd, hours, memory; None where nothing can
         do the job.
         """
-        return cast("Mapping[str, Any] | None", self.view["best"])
+        return cast("Mapping[str, Any] | None", self._json["best"])
 
     @property
     def choices(self) -> Sequence[Mapping[str, Any]]:
         """Every machine and recipe that can do the job, in the order of the ranking."""
-        return cast("Sequence[Mapping[str, Any]]", self.view["plans"])
+        return cast("Sequence[Mapping[str, Any]]", self._json["plans"])
 
     @property
     def rejected(self) -> Sequence[Mapping[str, Any]]:
         """What can't do the job, with the reason and what would let it in."""
-        return cast("Sequence[Mapping[str, Any]]", self.view["rejected"])
+        return cast("Sequence[Mapping[str, Any]]", self._json["rejected"])
 
     def to_json(self) -> dict[str, object]:
-        """Plain values, as `farthing plan --json`."""
-        return dict(self.view)
+        """Plain values, as `farthing plan --json --all`."""
+        return dict(self._json)
 
     def to_html(self) -> str:
         """One self-contained page."""
-        from farthing.report.plan_page import plan_page
+        from farthing.report.plan_report import plan_page
 
-        return plan_page(dict(self.view))
+        return plan_page(self.view)
 
     def __str__(self) -> str:
-        from farthing.report.plan_brief import draw_brief
+        from farthing.report.draw import draw
+        from farthing.report.plan_report import brief
 
-        return _drawn(lambda console: draw_brief(console, self.view))
+        return _drawn(lambda console: draw(console, brief(self.view)))
 
     def __repr__(self) -> str:
-        return f"Plan({self.view['answer']!r})"
+        return f"Plan({self.view.answer!r})"
 
     def _repr_html_(self) -> str:
         return _framed(self.to_html())

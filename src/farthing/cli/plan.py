@@ -5,12 +5,11 @@ Trains nothing.
 from __future__ import annotations
 
 import argparse
-import gc
 import shlex
-from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farthing import clock
 from farthing.cli.console import complain, print_json, rich_console, write_page
@@ -18,8 +17,9 @@ from farthing.cli.parser import add_job_arguments
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 from farthing.printable import printable
 
-View = Mapping[str, Any]
-"""What `plan_view` says."""
+if TYPE_CHECKING:
+    from farthing.report.blocks import Section
+    from farthing.report.plan_view import PlanView
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,19 +94,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan and print. The garbage collector is off: a plan is a second of making small values, it
-    would take a quarter.
-    """
-    gc.disable()
-    try:
-        view = _view(arguments)
-        impossible = None if view["plans"] else _impossible(arguments, view)
-        return _show(arguments, view, impossible)
-    finally:
-        gc.enable()
+    """Plan and print."""
+    from farthing.report.plan_compare import compare, find_side
+    from farthing.report.plan_report import plan_page
+
+    view, bill = _view(arguments)
+    impossible = None if view.plans else _impossible(arguments, view)
+    if arguments.compare and not impossible:
+        a, b = (find_side(view, name) for name in arguments.compare)
+        view = replace(view, comparison=compare(a, b, arguments.runs, arguments.runs_per_month))
+    if arguments.html is not None:
+        write_page(Path(arguments.html), plan_page(view))
+    if arguments.json:
+        found = view.to_json(is_whole=arguments.all, limit=arguments.limit)
+        found |= {"search": bill} if bill is not None else {}
+        print_json({**found, **(impossible.as_dict() if impossible else {})})
+        if impossible:
+            complain(impossible)
+        return EXIT_MISTAKE if impossible else EXIT_FINISHED
+    _draw(arguments, view, bill, impossible)
+    if arguments.html is not None:
+        print(f"\nwrote {printable(arguments.html)}")
+    return EXIT_FINISHED
 
 
-def _view(arguments: argparse.Namespace) -> View:
+def _view(arguments: argparse.Namespace) -> tuple[PlanView, Any]:
+    """What is to be shown, and what the job costs as a search; None where it is none."""
     from farthing.planner.ownership import parse_owned
     from farthing.planner.serving import parse_traffic
     from farthing.planner.throughput_arithmetic import parse_figures
@@ -166,7 +179,7 @@ def _view(arguments: argparse.Namespace) -> View:
     view = plan_view(
         study, runs, figures, traffic, arguments.runs, _dollars(arguments.paid, "--paid")
     )
-    return {**view, "search": _search_bill(job, arguments)} if job.search.is_asked else view
+    return view, _search_bill(job, arguments) if job.search.is_asked else None
 
 
 def _search_bill(job: Any, arguments: argparse.Namespace) -> Any:
@@ -190,99 +203,62 @@ def _search_bill(job: Any, arguments: argparse.Namespace) -> Any:
     return bill and bill.of(bill.n_trials(MOST_TRIALS))
 
 
-def _impossible(arguments: argparse.Namespace, view: View) -> InputError:
-    from farthing.report.plan_words import ways_out
+def _impossible(arguments: argparse.Namespace, view: PlanView) -> InputError:
+    from farthing.report.plan_report import ways_out
 
     ways = "".join(f"\n    {number}. {way}" for number, way in enumerate(ways_out(view), 1))
-    what = f"none of {view['n_offers']:,} offers can do this job"
+    what = f"none of {view.n_offers:,} offers can do this job"
     return InputError(what, where=arguments.job, to_do=f"the nearest ways:{ways}")
 
 
-def _show(arguments: argparse.Namespace, view: View, impossible: InputError | None) -> int:
-    from farthing.report.plan_compare import compare_plans, find_plan
-
-    pair = (
-        [find_plan(view, name, or_service=True) for name in arguments.compare]
-        if arguments.compare and not impossible
-        else []
-    )
-    if pair:
-        view = {**view, "comparison": compare_plans(*pair)}
-    if arguments.html is not None:
-        from farthing.report.plan_page import plan_page
-
-        write_page(Path(arguments.html), plan_page(view))
-    if arguments.json:
-        if arguments.limit:
-            view = {**view, "plans": view["plans"][: arguments.limit]}
-        print_json({**view, **(impossible.as_dict() if impossible else {})})
-        if impossible:
-            complain(impossible)
-        return EXIT_MISTAKE if impossible else EXIT_FINISHED
-    _draw(arguments, view, impossible)
-    if arguments.html is not None:
-        print(f"\nwrote {printable(arguments.html)}")
-    return EXIT_FINISHED
-
-
-def _draw(arguments: argparse.Namespace, view: View, impossible: InputError | None) -> None:
-    from farthing.report import plan_table as table
-    from farthing.report.plan_brief import draw_brief
+def _draw(
+    arguments: argparse.Namespace, view: PlanView, bill: Any, impossible: InputError | None
+) -> None:
+    from farthing.report.draw import draw
     from farthing.report.plan_compare import find_plan
-    from farthing.report.plan_services import service_lines
-    from farthing.report.safe import escape
+    from farthing.report.plan_report import beside, brief, compared, explained, header, whole
 
-    console, is_asked = rich_console(), bool(arguments.compare) or arguments.explain is not None
-    limit = len(view["plans"]) if arguments.limit == 0 else arguments.limit
+    console = rich_console()
+    limit = len(view.plans) if arguments.limit == 0 else arguments.limit
+    report: list[Section] = []
+    if arguments.compare and (pair := compared(view)):
+        report.append(pair)
+    if arguments.explain is not None and not impossible:
+        report += [header(view), *explained(find_plan(view, arguments.explain or "1"))]
+    if report:
+        report += beside(view)
+    elif arguments.all:
+        report = whole(view, limit)
+    else:
+        report = brief(view, _next_step(arguments, view, bill), limit)
+    draw(console, report)
     if impossible:
-        (table.draw_nothing if arguments.all else draw_brief)(console, view)
         raise impossible
-    if arguments.compare:
-        table.draw_compared(console, view["comparison"])
-    if arguments.explain is not None:
-        table.draw_header(console, view)
-        best = view["best"] or {"rank": 1}
-        table.draw_components(console, find_plan(view, arguments.explain or str(best["rank"])))
-    if not is_asked and arguments.all:
-        table.draw_plan(console, view, limit)
-    elif not is_asked:
-        draw_brief(console, view, _next_step(arguments, view), limit)
-    if is_asked or not arguments.all:
-        table.draw_beside(console, view)
-    if view.get("search"):
+    if bill:
         from farthing.cli.search import draw_bill
 
-        draw_bill(console, view["search"])
-    lines = service_lines(view)
-    if not arguments.all:
-        lines = [lines[-1]] if view["paid"] else []
-    for number, line in enumerate(lines):
-        console.print(f"  {escape(line)}" if number else f"\n[bold]{escape(line)}[/]")
+        draw_bill(console, bill)
 
 
-def _next_step(arguments: argparse.Namespace, view: View) -> str:
+def _next_step(arguments: argparse.Namespace, view: PlanView, bill: Any) -> str:
     """The command that takes the job to the best choice; empty where there is none."""
     from farthing.launch.registry import PROVIDERS
 
-    best, verb = view["best"], "search" if view.get("search") else "train"
+    best, verb = view.best, "search" if bill else "train"
     if best is None:
         return ""
-    to_set = [key.replace(": ", "=") for key in best["recipe"]["to_set"]]
+    to_set = [key.replace(": ", "=") for key in best.recipe.to_set]
     changes = [word for each in (*arguments.set, *to_set) for word in ("--set", each)]
     words = " ".join(shlex.quote(word) for word in (arguments.job, *changes))
-    if best["kind"] == "here":
+    if best.kind == "here":
         return f"farthing {verb} {words}"
-    if best["kind"] == "own":
+    if best.kind == "own":
         return f"on that machine: farthing {verb} {words}"
-    if any(best["provider"] in providers for providers in PROVIDERS.values()):
-        offer = (
-            f"{best['provider']}/{best['n_gpus']}x"
-            f" {best['gpu']}{' spot' if best['kind'] == 'spot' else ''}"
-        )
-        return (
-            f"farthing launch {words} --offer {shlex.quote(offer)}  (rents nothing without --yes)"
-        )
-    return f"rent it at {best['provider']}, then: farthing launch {words} --on ssh:HOST"
+    if any(best.provider in providers for providers in PROVIDERS.values()):
+        spot = " spot" if best.kind == "spot" else ""
+        offer = shlex.quote(f"{best.provider}/{best.n_gpus}x {best.gpu}{spot}")
+        return f"farthing launch {words} --offer {offer}  (rents nothing without --yes)"
+    return f"rent it at {best.provider}, then: farthing launch {words} --on ssh:HOST"
 
 
 def _dollars(text: str | None, where: str = "--budget") -> float | None:

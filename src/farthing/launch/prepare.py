@@ -425,7 +425,7 @@ def _rented_offers(
     for plan in plans:
         offer = plan.offer
         target = named[0] if named else target_of(offer)
-        is_out = plan.place.is_local or offer.n_gpus > most
+        is_out = plan.on.machine.is_local or offer.n_gpus > most
         if target is None or is_out or offer.provider not in PROVIDERS[target.name]:
             continue
         if called(target, offer) is not None:
@@ -464,19 +464,19 @@ def _chosen(study: Any, text: str, most: int) -> list[Plan]:
     from farthing.report.plan_view import plan_view
 
     row = find_plan(plan_view(study), text)
-    wanted = (row["provider"], row["gpu"], row["n_gpus"], row["kind"] == "spot")
+    wanted = (row.provider, row.gpu, row.n_gpus, row.kind == "spot")
     found = [
         plan
         for plan in study.answer.plans
         if (
             plan.offer.provider,
-            plan.place.device.name,
+            plan.on.machine.gpu,
             max(1, plan.offer.n_gpus),
             plan.offer.is_spot,
         )
         == wanted
     ]
-    if found[0].place.is_local:
+    if found[0].on.machine.is_local:
         raise InputError(
             "that is this machine", where="--offer", to_do="`farthing train`, or --on local"
         )

@@ -18,8 +18,8 @@ from farthing.launch.targets import (
     vast,
     vertex,
 )
-from farthing.prices.gpus import facts
 from farthing.prices.offers import Offer
+from farthing.tables import facts
 
 TARGETS: dict[str, Target] = {
     target.name: target

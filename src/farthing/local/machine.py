@@ -74,7 +74,7 @@ class Cpu:
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalMachine:
     """What a run here would run on."""
 
     kind: str
@@ -102,14 +102,14 @@ def hardware_key(kind: str, name: str, n_threads: int) -> str:
     return name if kind == "cuda" else f"{name}, {plural(n_threads, 'thread')}"
 
 
-def local_machine() -> Machine:
+def local_machine() -> LocalMachine:
     """This machine. Takes no time without an NVIDIA driver, and two seconds at most with one."""
     cpu, n_threads = local_cpu(), n_torch_threads()
     gpus = _gpus()
     if gpus:
         name, memory_bytes = gpus[0]
-        return Machine("cuda", name, len(gpus), memory_bytes, n_threads, cpu)
-    return Machine("cpu", cpu.name, 0, free_memory_bytes(), n_threads, cpu)
+        return LocalMachine("cuda", name, len(gpus), memory_bytes, n_threads, cpu)
+    return LocalMachine("cpu", cpu.name, 0, free_memory_bytes(), n_threads, cpu)
 
 
 # ---- the processor ----

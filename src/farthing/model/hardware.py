@@ -29,6 +29,7 @@ from farthing.device_memory import (
 from farthing.errors import HardwareError, ModelError
 from farthing.local.machine import hardware_key as hardware_name
 from farthing.local.machine import local_cpu
+from farthing.planner.software import asked_precision, choose_precision
 from farthing.prices.gpus import gpu_of_device
 from farthing.units import plural
 
@@ -110,11 +111,10 @@ def choose_numerics(
             where="train.bf16",
             to_do="leave it out: fp16 with a gradient scaler is used",
         )
-    if bf16 or (bf16 is None and fp16 is None and native):
-        return Numerics(where, torch.bfloat16)
-    if fp16 or (fp16 is None and bf16 is None and not fp16_risk):
-        return Numerics(where, torch.float16, needs_scaler=True)
-    return Numerics(where, None)
+    asked = asked_precision(bf16, fp16)
+    chosen = choose_precision(asked, native, True, fp16_risk)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[chosen]
+    return Numerics(where, dtype, needs_scaler=chosen == "fp16")
 
 
 def find_compiler(device: str) -> str | None:

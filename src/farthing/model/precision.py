@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from farthing.errors import InputError
 from farthing.model.hardware import Numerics
-from farthing.planner.recipe import BF16_WEIGHTS
+from farthing.planner.optimizers import BF16_WEIGHTS
 
 SUMS = torch.float32
 """Of gradients over ranks, and of an update."""

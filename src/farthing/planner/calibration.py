@@ -1,11 +1,8 @@
 """Measurements of a device -> what to make of its predictions.
 
 A run of the same model and method is computed again with the formulas, as it was run; what it took,
-divided by that, is the factor. A run of another model or method, or of a few steps, sets no pace:
-what it was off by need not be what this one is off by, and the formulas' own range is the honest
-one. Until several runs agree the range stays wide.
-
-Refuses to import torch and to read files.
+divided by that, is the factor. A run of another model or method, or of a few steps, sets no pace.
+Until several runs agree the range stays wide.
 """
 
 from __future__ import annotations
@@ -16,54 +13,42 @@ from dataclasses import replace
 
 from farthing.data.lengths import Largest, Padded
 from farthing.local.measurements import Measurement, matching
-from farthing.models.shapes import Shape
-from farthing.models.weights import Adapters
 from farthing.objectives.registry import objective_of
-from farthing.planner.confidence import HUMBLE
 from farthing.planner.memory import estimate_memory
-from farthing.planner.recipe import Recipe
-from farthing.planner.speed import Calibration, Device, forward_work, step_time, work_of
+from farthing.planner.ranges import NARROWEST
+from farthing.planner.recipe import Case
+from farthing.planner.speed import Calibration, Device, step_time
+from farthing.planner.work import forward_work, work_of
 from farthing.settings import Settings
 from farthing.units import plural
 
 N_NEWEST = 5
-ENOUGH_STEPS = (
-    10  # of a run that sets a pace; the first ones of a process are slower or quicker than the rest
-)
-ALIKE_LENGTHS = (
-    3.0  # longest over shortest mean of examples that say something of each other's pace
-)
-N_AGREE, AGREE = (
-    3,
-    0.10,
-)  # so many runs whose pace differs by less than this share of it, either way, agree
-SPREAD_FEW, SPREAD_SAME = (
-    HUMBLE,
-    0.08,
-)  # what is left of the error after runs of the same model: before and once they agree
+ENOUGH_STEPS = 10  # of a run that sets a pace; the first ones of a process are unlike the rest
+ALIKE_LENGTHS = 3.0  # longest over shortest mean of examples that say something of each other
+N_AGREE, AGREE = 3, 0.10  # so many runs whose pace differs by less than this, either way, agree
+SPREAD_SAME = 0.08  # what is left of the error once runs of the same model agree
 
 
 def calibrate(
     measurements: Sequence[Measurement],
     hardware: str,
-    shape: Shape,
-    recipe: Recipe,
+    case: Case,
     device: Device,
-    adapters: Adapters | None,
-    labelled_share: float = 1.0,
     mean_tokens: float | None = None,
 ) -> Calibration:
     """The medians of the newest runs of this model and method on `hardware` that had enough steps,
-    and examples that are not far longer or shorter than `mean_tokens`; else nothing."""
+    and examples that are not far longer or shorter than `mean_tokens`; else nothing.
+    """
+    recipe, adapters = case.recipe, case.adapters
     of_device = matching(
         measurements, hardware=hardware, precision=recipe.precision, n_devices=recipe.n_gpus
     )
-    first_layer = adapters.first_layer if adapters is not None else 0
-    same = [m for m in of_device if _is_same(m, shape, recipe) and m.first_layer == first_layer]
+    first = adapters.first_layer if adapters is not None else 0
+    same = [m for m in of_device if _is_same(m, case) and m.first_layer == first]
     same = [m for m in same if m.n_steps >= ENOUGH_STEPS and _is_alike(m, mean_tokens)][:N_NEWEST]
     if not same:
         return Calibration()
-    found = [_compare(m, shape, recipe, device, adapters, labelled_share) for m in same]
+    found = [_compare(m, case, device) for m in same]
 
     def median(name: str) -> float:
         return statistics.median(getattr(one, name) for one in found)
@@ -72,34 +57,28 @@ def calibrate(
     runs = f"{plural(len(same), 'run')} of this model here, the last on {same[0].when[:10]}"
     if not is_agreed:
         runs += f" ({'too few to agree' if len(same) < N_AGREE else 'they differ'})"
+    evaluations = [one.evaluation for one in found if one.evaluation > 0]
     return Calibration(
         compute=median("compute"),
         optimizer=median("optimizer"),
-        evaluation=statistics.median(
-            [one.evaluation for one in found if one.evaluation > 0] or [1.0]
-        ),
+        evaluation=statistics.median(evaluations or [1.0]),
         waiting_s=median("waiting_s"),
         start_s=statistics.median(m.start_up_s + m.load_model_s + m.restore_s for m in same),
         save_s=statistics.median([m.save_s / m.n_saves for m in same if m.n_saves] or [0.1]),
         export_s=statistics.median([m.export_s for m in same if m.export_s > 0] or [0.5]),
         extra_bytes=int(max(one.extra_bytes or 0 for one in found)),
-        spread=SPREAD_SAME if is_agreed else SPREAD_FEW,
+        spread=SPREAD_SAME if is_agreed else NARROWEST,
         n_runs=len(same),
         source=runs,
     )
 
 
 def past_errors(measurements: Sequence[Measurement], hardware: str) -> str:
-    """how far off earlier estimates were on `hardware`, in words; empty where there were none."""
+    """How far off earlier estimates were on `hardware`; empty where there were none."""
     steps, peaks = [], []
     for m in matching(measurements, hardware=hardware):
-        step_s, peak = m.promised.get("step_s"), m.promised.get("peak_bytes")
-        if (
-            isinstance(step_s, int | float)
-            and isinstance(peak, int | float)
-            and step_s > 0
-            and peak > 0
-        ):
+        step_s, peak = (m.promised.get(name) for name in ("step_s", "peak_bytes"))
+        if isinstance(step_s, int | float) and isinstance(peak, int | float) and step_s * peak > 0:
             steps.append(abs(m.step_s / step_s - 1))
             peaks.append(abs(m.peak_bytes / peak - 1))
     if not steps:
@@ -119,86 +98,63 @@ def _agree(paces: Sequence[float]) -> bool:
 def _is_alike(m: Measurement, mean_tokens: float | None) -> bool:
     """Whether a run's examples were about as long."""
     mean = m.lengths.get("mean", 0.0)
-    return (
-        mean_tokens is None
-        or mean <= 0
-        or 1 / ALIKE_LENGTHS <= mean / max(mean_tokens, 1e-9) <= ALIKE_LENGTHS
-    )
+    if mean_tokens is None or mean <= 0:
+        return True
+    return 1 / ALIKE_LENGTHS <= mean / max(mean_tokens, 1e-9) <= ALIKE_LENGTHS
 
 
-def _is_same(m: Measurement, shape: Shape, recipe: Recipe) -> bool:
-    sizes = (
-        m.model_type == shape.model_type
-        and m.hidden == shape.hidden
-        and m.n_layers == shape.n_layers
-    )
-    return sizes and m.vocab == shape.vocab and m.task == shape.task and m.method == recipe.method
+def _is_same(m: Measurement, case: Case) -> bool:
+    shape = case.shape
+    of_model = m.model_type, m.hidden, m.n_layers, m.vocab, m.task, m.method
+    asked = shape.model_type, shape.hidden, shape.n_layers, shape.vocab, shape.task
+    return of_model == (*asked, case.recipe.method)
 
 
-def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Largest]:
-    """A measured run in the formulas' terms: recipe, padding, mean tokens, and its largest
-    micro-batch.
-    """
-    stack = replace(
-        recipe.stack, is_packed=m.is_packed, is_flash=m.is_packed and m.precision != "fp16"
-    )
-    settings = Settings(
-        m.micro_batch_tokens,
-        m.checkpoint_every,
-        precision=recipe.precision,
-    )
+def as_run(m: Measurement, case: Case) -> Case:
+    """A measured run in the formulas' terms."""
+    recipe = case.recipe
+    is_flash = m.is_packed and m.precision != "fp16"
     ran = replace(
         recipe,
-        settings=settings,
+        settings=Settings(
+            m.micro_batch_tokens,
+            m.checkpoint_every,
+            precision=recipe.precision,
+        ),
         optim=m.optim,
         global_batch=m.global_batch_size,
-        micro_batch=None,
-        mean_passes=m.n_micro_batches / m.n_steps,
+        n_micro_batches=m.n_micro_batches / m.n_steps,
         lora_r=m.lora_r,
-        stack=stack,
+        stack=replace(recipe.stack, is_packed=m.is_packed, is_flash=is_flash),
     )
     n_examples = m.n_steps * m.global_batch_size
     mean, target = (
         m.lengths["mean"],
         m.lengths["mean_target"] if objective_of(m.task).is_pair else 0.0,
     )
-    tokens = m.n_padded_tokens / n_examples * mean / (mean + target)
-    targets = m.n_padded_tokens / n_examples * target / (mean + target)
-    spread = (
-        m.lengths["mean_of_squares"] / mean**2
-    )  # that of targets is not kept, and taken to be the same
+    each, share = m.n_padded_tokens / n_examples, target / (mean + target)
+    tokens, targets = each * (1 - share), each * share
+    spread = m.lengths["mean_of_squares"] / mean**2  # that of targets is taken to be the same
     padded = Padded(
-        tokens, targets, tokens**2 * spread, targets**2 * spread, tokens * targets * spread
+        tokens, targets, *(spread * x for x in (tokens**2, targets**2, tokens * targets))
     )
     if m.is_packed:
-        of_targets = round(m.largest_tokens * target / (mean + target))
+        of_targets = round(m.largest_tokens * share)
         of_inputs = m.largest_tokens - of_targets
-        largest = Largest(
-            1, of_inputs, of_targets, round(of_inputs * m.lengths["mean_of_squares"] / mean)
-        )
-        return ran, padded, m.n_tokens / n_examples, largest
-    longest = m.largest_tokens / max(1, m.largest_examples)
-    largest = Largest(m.largest_examples, round(longest * tokens / (tokens + targets)), 0)
-    if targets:
-        largest = largest._replace(targets=round(longest * targets / (tokens + targets)))
-    return ran, padded, m.n_tokens / n_examples, largest
+        pairs = round(of_inputs * m.lengths["mean_of_squares"] / mean)
+        largest = Largest(1, of_inputs, of_targets, pairs)
+    else:
+        longest = m.largest_tokens / max(1, m.largest_examples)
+        largest = Largest(m.largest_examples, round(longest * (1 - share)), round(longest * share))
+    mean_tokens = m.n_tokens / n_examples
+    return replace(case, recipe=ran, largest=largest, padded=padded, mean_tokens=mean_tokens)
 
 
-def _compare(
-    m: Measurement,
-    shape: Shape,
-    recipe: Recipe,
-    device: Device,
-    adapters: Adapters | None,
-    labelled_share: float,
-) -> Calibration:
-    ran, padded, mean, largest = as_run(m, recipe)
-    work = work_of(shape, ran, padded, mean, adapters, labelled_share=labelled_share)
+def _compare(m: Measurement, case: Case, device: Device) -> Calibration:
+    ran = as_run(m, case)
+    work = work_of(ran)
     parts = step_time(work, device).parts
     computed = sum(seconds for name, seconds in parts.items() if name != "optimizer")
-    memory = estimate_memory(
-        shape, ran, largest, adapters, labelled_share=labelled_share, is_cuda=device.is_cuda
-    ).allocated_bytes
     evaluation = 0.0
     if m.n_evaluations and m.n_eval_padded_tokens and not m.has_generated:
         n_steps = m.n_eval_padded_tokens / max(1.0, work.n_padded_tokens)
@@ -209,5 +165,5 @@ def _compare(
         optimizer=m.optimizer_s / m.n_steps / max(parts.get("optimizer", 0.0), 1e-9),
         evaluation=evaluation,
         waiting_s=(m.data_wait_s + m.host_to_device_s) / m.n_steps,
-        extra_bytes=m.peak_bytes - memory,
+        extra_bytes=m.peak_bytes - estimate_memory(ran).allocated.n_bytes,
     )

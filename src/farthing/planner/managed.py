@@ -18,7 +18,7 @@ from functools import cache
 
 from farthing.objectives.registry import objective_of
 from farthing.planner.types import JobSpec
-from farthing.prices.gpus import facts
+from farthing.tables import facts
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,8 @@ class Way(NamedTuple):
 
 
 def own_way(owned: Owned, hours_per_run: float) -> Way:
-    """Runs on GPUs to be bought: the price at the start, then what runs them."""
-    return Way(usd_per_run=hours_per_run * owned.running_usd_per_h, up_front_usd=owned.price_usd)
+    """Runs on GPUs to be bought: the price less what they are sold for, then what runs them."""
+    return Way(usd_per_run=hours_per_run * owned.running_usd_per_h, up_front_usd=owned.lost_usd)
 
 
 def yearly_usd(

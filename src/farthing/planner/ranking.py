@@ -7,177 +7,120 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from farthing.planner.types import OLD_PRICE_DAYS, Plan, up_front
-from farthing.prices.offers import Offer
+from farthing.planner.types import OLD_PRICE_DAYS, Plan
 from farthing.units import say_usd
 
-TIE, TIE_USD = (
-    0.05,
-    0.01,
-)  # dollars closer than either are not told apart by estimates that share their error
-
-
-FRESHER_WITHIN = 0.2
-"""The first choice rests on no old price where a fresh one costs at most this much more."""
-
-
-class _Placed(NamedTuple):
-    """A plan with what it is ranked by, worked out once."""
-
-    usd: float
-    wall_s: float
-    name: tuple[str, ...]
-    plan: Plan
-    is_priced: bool
-
-
-def _placed(plan: Plan) -> _Placed:
-    return _Placed(plan.total_usd, plan.wall_s, _name_key(plan.offer), plan, plan.place.is_priced)
+TIE, TIE_USD = 0.05, 0.01  # dollars closer than either are not told apart by estimates
+FRESHER_WITHIN = 0.20  # an old price is not taken where a fresher one costs so much more at most
 
 
 def ranked(plans: Iterable[Plan]) -> list[Plan]:
-    """The first is the one to take: the cheapest at a price that can be had. Each says why it
-    stands there.
-
-    Then by dollars, and last what has no price. Among dollars that can't be told apart the sooner
-    comes first.
+    """The first is the one to take: the cheapest at a price that can be had. Then by dollars, the
+    sooner among those that can't be told apart, and last what has no price.
     """
-    ordered = sorted((_placed(plan) for plan in plans), key=lambda one: one[:3])
-    soonest, front = math.inf, set()
-    for one in ordered:
-        if one.wall_s < soonest and one.is_priced:
-            soonest = one.wall_s
-            front.add(id(one.plan))
-    priced = [one for one in ordered if one.is_priced]
-    in_order = _by_dollars(priced)
-    first = _first_that_can_be_had(priced)
-    if first is not None:
-        in_order = [first, *(one for one in in_order if one is not first)]
-    in_order += [one for one in ordered if not one.is_priced]
+    ordered = sorted(plans, key=_key)
+    soonest, front = math.inf, set[int]()
+    for number, plan in enumerate(ordered):
+        if plan.wall_s < soonest and plan.is_priced:
+            soonest = plan.wall_s
+            front.add(number)
+    numbers = [number for number, plan in enumerate(ordered) if plan.is_priced]
+    priced = [ordered[number] for number in numbers]
+    in_order = _by_dollars(numbers, ordered)
+    if priced:
+        first = numbers[_first_that_can_be_had(priced)]
+        in_order = [first, *(number for number in in_order if number != first)]
+    in_order += [number for number, plan in enumerate(ordered) if not plan.is_priced]
+    best = ordered[in_order[0]] if in_order else None
+    words = _why_first(best, priced) if best is not None else ""
     return [
-        _said(one.plan, id(one.plan) in front, _why(one, in_order[0], ordered, i == 0))
-        for i, one in enumerate(in_order)
+        ordered[n]._replace(on_front=n in front, why=words if i == 0 else _why(ordered[n], best))
+        for i, n in enumerate(in_order)
     ]
 
 
-def _said(plan: Plan, on_front: bool, why: str) -> Plan:
-    """The plan with what ranking says of it: `dataclasses.replace`, in a fifth of its time, of
-    which ten thousand take most.
-    """
-    found = object.__new__(Plan)
-    found.__dict__.update(plan.__dict__, on_front=on_front, why=why)
-    return found
+def _key(plan: Plan) -> tuple[object, ...]:
+    offer = plan.offer
+    name = offer.provider, offer.gpu, str(offer.n_gpus), offer.region, offer.zone, offer.kind
+    return plan.total_usd, plan.wall_s, *name, offer.instance
 
 
-def _first_that_can_be_had(priced: Sequence[_Placed]) -> _Placed | None:
+def _first_that_can_be_had(priced: Sequence[Plan]) -> int:
     """Of those near the cheapest that can be had the soonest, one GPU before several; `priced` has
-    the cheapest first.
-
-    A price that is a little old comes first where the worst case of its range is less than what can
-    be had for certain. Where nothing can be had: the cheapest in the worst of the cases that its
-    range holds.
+    the cheapest first. Where nothing can be had: the cheapest in the worst case of its range.
     """
-    can = [one for one in priced if _can_be_had(one.plan)]
-    nearly = [one for one in priced if _can_be_had(one.plan, 2 * OLD_PRICE_DAYS)]
-    at_worst = min(
-        nearly or priced, key=lambda one: (one.plan.is_tight, _high(one), one.name), default=None
-    )
-    if not can or (nearly and at_worst is not None and _high(at_worst) < can[0].usd):
-        return _fresher(at_worst, priced)
-    near = itertools.takewhile(lambda one: one.usd <= _most(can[0]), can)
-    return min(near, key=lambda one: (one.plan.recipe.n_gpus > 1, one.wall_s, one.usd, one.name))
+    can = [n for n, plan in enumerate(priced) if _can_be_had(plan)]
+    nearly = [n for n, plan in enumerate(priced) if _can_be_had(plan, 2 * OLD_PRICE_DAYS)]
+    every = range(len(priced))
+
+    def worst(n: int) -> tuple[object, ...]:
+        return priced[n].on.is_tight, priced[n].usd_range.high, n
+
+    first = min(nearly or every, key=worst)
+    if can and not (nearly and priced[first].usd_range.high < priced[can[0]].total_usd):
+        near = itertools.takewhile(lambda n: priced[n].total_usd <= _most(priced[can[0]]), can)
+        first = min(near, key=lambda n: (priced[n].recipe.n_gpus > 1, priced[n].wall_s, n))
+    if priced[first].has_old_price:
+        most = (1 + FRESHER_WITHIN) * priced[first].total_usd
+        fresh = [n for n in every if not priced[n].has_old_price and priced[n].total_usd <= most]
+        fresh = [n for n in fresh if priced[first].on.is_tight or not priced[n].on.is_tight]
+        first = min(fresh, key=lambda n: (n not in can, n), default=first)
+    return first
 
 
-def _fresher(one: _Placed | None, priced: Sequence[_Placed]) -> _Placed | None:
-    """The cheapest plan at a fresh price within reach of one whose price is old; else that one."""
-    if one is None or not one.plan.place.has_old_price:
-        return one
-    most = (1 + FRESHER_WITHIN) * one.usd
-    fresh = (
-        each
-        for each in priced
-        if not each.plan.place.has_old_price
-        and each.usd <= most
-        and each.plan.is_tight <= one.plan.is_tight
-    )
-    return next(fresh, one)
-
-
-def _high(one: _Placed) -> float:
-    return one.plan.usd_range.high
-
-
-def _most(one: _Placed) -> float:
+def _most(plan: Plan) -> float:
     """The dollars that can't be told from a plan's."""
-    return max(one.usd * (1 + TIE), one.usd + TIE_USD) + 1e-9
+    return max(plan.total_usd * (1 + TIE), plan.total_usd + TIE_USD) + 1e-9
 
 
 def _can_be_had(plan: Plan, most_days: int = OLD_PRICE_DAYS) -> bool:
     """Whether the run can be had for its dollars: in memory that is surely enough, at a firm price,
     without a pack or deposit that is more than it needs, before the machine is taken back, and with
-    what pip installs by itself."""
-    is_paid_by_use = up_front(plan) <= (1 + TIE) * plan.total_usd + 0.01
-    is_simple = plan.hours_range.high <= plan.offer.billing.most_hours and not plan.place.host_note
-    place = plan.place
-    is_firm = not place.is_from_price and (
-        place.is_given_price or place.price_age_days <= most_days
-    )
-    return is_firm and is_paid_by_use and is_simple and not plan.is_tight
+    what pip installs by itself.
+    """
+    is_paid_by_use = plan.up_front_usd <= (1 + TIE) * plan.total_usd + 0.01
+    is_kept = plan.hours_range.high <= plan.offer.billing.most_hours
+    is_fresh = plan.is_users_price or plan.price_age_days <= most_days
+    is_firm = is_fresh and not plan.is_from_price
+    is_simple = is_kept and not plan.on.machine.host_note
+    return is_firm and is_paid_by_use and is_simple and not plan.on.is_tight
 
 
-def _by_dollars(ordered: Sequence[_Placed]) -> list[_Placed]:
-    found: list[_Placed] = []
-    start = 0
-    while start < len(ordered):
-        most = _most(ordered[start])
-        end = next((i for i in range(start, len(ordered)) if ordered[i].usd > most), len(ordered))
-        found += sorted(ordered[start:end], key=lambda one: (one.wall_s, one.usd, one.name))
-        start = end
+def _by_dollars(numbers: Sequence[int], ordered: Sequence[Plan]) -> list[int]:
+    found: list[int] = []
+    while len(found) < len(numbers):
+        rest = numbers[len(found) :]
+        most = _most(ordered[rest[0]])
+        n_near = sum(1 for n in rest if ordered[n].total_usd <= most)
+        found += sorted(rest[:n_near], key=lambda n: (ordered[n].wall_s, n))
     return found
 
 
-def _why(one: _Placed, first: _Placed, ordered: Sequence[_Placed], is_first: bool) -> str:
-    if not one.is_priced:
+def _why(plan: Plan, first: Plan | None) -> str:
+    if not plan.is_priced or first is None:
         return "no price is given for it (where.usd_per_hour)"
-    if is_first:
-        return _why_first(one, ordered)
-    more = one.usd / first.usd - 1 if first.usd else 0.0
-    faster = first.wall_s / one.wall_s
+    more = plan.total_usd / first.total_usd - 1 if first.total_usd else 0.0
+    faster = first.wall_s / plan.wall_s
     words = f"{more:+.0%} dollars" if abs(more) >= 0.005 else "the same dollars"
     if abs(faster - 1) < 0.05:
         return f"{words} against the first, as fast"
-    return f"{words} against the first, " + (
-        f"{faster:.1f} x as fast" if faster >= 1 else f"{1 / faster:.1f} x as slow"
-    )
+    pace = f"{faster:.1f} x as fast" if faster >= 1 else f"{1 / faster:.1f} x as slow"
+    return f"{words} against the first, {pace}"
 
 
-def _why_first(one: _Placed, ordered: Sequence[_Placed]) -> str:
-    cheaper = [o for o in ordered if o.is_priced and o.usd < one.usd]
-    can_be_had = [o for o in cheaper if _can_be_had(o.plan)]
+def _why_first(first: Plan, priced: Sequence[Plan]) -> str:
+    if not first.is_priced:
+        return _why(first, None)
+    cheaper = [plan for plan in priced if plan.total_usd < first.total_usd]
+    can = [plan for plan in cheaper if _can_be_had(plan)]
     words = "the cheapest"
-    if can_be_had:
-        usd = say_usd(can_be_had[0].usd)
-        better = "sooner" if one.wall_s < can_be_had[0].wall_s else "on one GPU"
-        words = (
-            f"within {TIE:.0%} or a cent of the cheapest ({usd}), which estimates can't tell apart,"
-            f" and {better}"
-        )
-    if any(o.plan.is_tight for o in cheaper):
+    if can:
+        better = "sooner" if first.wall_s < can[0].wall_s else "on one GPU"
+        words = f"within {TIE:.0%} or a cent of the cheapest ({say_usd(can[0].total_usd)}), which "
+        words += f"estimates can't tell apart, and {better}"
+    if any(plan.on.is_tight for plan in cheaper):
         words += " that surely fits"
-    if any(not o.plan.is_tight and not _can_be_had(o.plan) for o in cheaper):
+    if any(not plan.on.is_tight and not _can_be_had(plan) for plan in cheaper):
         words += " at a price and on a machine that can simply be had"
     return words
-
-
-def _name_key(offer: Offer) -> tuple[str, ...]:
-    return (
-        offer.provider,
-        offer.gpu,
-        str(offer.n_gpus),
-        offer.region,
-        offer.zone,
-        offer.kind,
-        offer.instance,
-    )

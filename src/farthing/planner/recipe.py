@@ -1,128 +1,175 @@
-"""How a job is computed: the choices that change memory and seconds and not the result.
-
-The planner makes recipes and prices them; the trainer runs the one it is given. A `Stack` says how
-the code computes: the trainer's own ways are `stack_for` a model, others are there to hold the
-formulas against what other tools measured.
-
-Refuses to choose: `plan` does.
-"""
+"""How a job is computed: the choices that change memory and seconds and not the result."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from farthing.data.lengths import Largest, Padded
 from farthing.data.packing import MicroBatchCost
+from farthing.models.blocks import Block, block_of
 from farthing.models.families import ENCODERS, KNOWN_HEADS, PACKED
+from farthing.models.shapes import Shape
+from farthing.models.tiles import head_bytes
+from farthing.models.weights import Adapters
 from farthing.objectives.registry import objective_of
+from farthing.planner.optimizers import Optimizer, optimizer
 from farthing.settings import Settings
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-BF16_WEIGHTS = "adamw_bf16_stochastic_round"
-"""The optimizer without fp32 masters: weights, gradients and moments are bf16."""
-
-# what the loss keeps of the logits, see memory.logits_bytes
-LABELLED, WHOLE, FUSED, CHUNKED, TILED = "labelled", "whole", "fused", "chunked", "tiled"
-FREED, UNCAST = "freed", "uncast"
-POSITIONS = "positions"  # the trainer's own: logits of labelled positions only, a tile at a time
-
-
 NONE, DDP, FSDP = "none", "ddp", "fsdp"
-"""How GPUs share the weights: one has them; each has them all; they are spread, and gathered layer
-by layer.
-"""
 TO_SET: dict[str, tuple[str, ...]] = {
     NONE: (),
     DDP: ("where.gpus: all",),
     FSDP: ("where.gpus: all", "where.strategy: fsdp"),
 }
-"""What a job says for each."""
+"""What a job says for each way of sharing the weights."""
+CACHED_LOGITS = 0.25
+"""Of whole logits: blocks that are too large for anything else, and are kept. Between 0.47 of one
+source (fms-acceleration, nvidia-smi) and nothing of another (PEFT, reserved).
+"""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """How the code of a trainer computes, where that shows in memory or seconds."""
+    """How farthing's code computes a model. `bench/plan_stacks.py` has the ways of other trainers,
+    whose published runs the formulas are held against; the methods are what differs there.
+    """
 
-    name: str
-    has_master_weights: bool = True
-    """Trained weights, their gradients and the optimizer's state are fp32; else all is in the
-    precision of the run.
-    """
-    has_autocast: bool = True
-    """The forward pass casts what it multiplies; without, everything runs in the dtype of the
-    weights.
-    """
-    adapters_fp32: bool = True
-    loss: str = LABELLED
-    fused_norms: bool = False
-    fused_mlp: bool = False
-    is_compiled: bool = False
-    lean_mlp: bool = False
-    """A gated activation is one node: of what is as wide as the feed-forward both halves are kept,
-    and their product.
-    """
-    is_flash: bool = False
-    """Attention without a padding mask: keys and values are not repeated for their groups."""
-    is_eager: bool = False
-    """Attention computes all scores, and keeps them."""
     is_packed: bool = False
-    """Documents end to end: neither padding nor a mask of it. Comes with `is_flash`, which a CPU
-    does in its own way.
-    """
+    """Documents end to end: neither padding nor a mask of it."""
+    is_flash: bool = False
+    """Attention reads keys and values as they are, not repeated for their groups."""
     reads_first: bool = False
-    """Documents end to end through an encoder: its last layer is computed for the tokens that a
-    classifier reads.
-    """
+    """The last layer of an encoder is computed for the tokens that a classifier reads."""
+    scores_positions: bool = False
+    """The head takes labelled positions only, a tile at a time; else all logits are there."""
     fuses_adapters: bool = False
-    """LoRA layers are one function each: what they read is kept once, in the precision of the run.
-    """
-    masks_padding: bool = True
-    """Attention gets a mask of the padding, a number for each pair of tokens, if it is not flash.
-    """
-    upcasts_frozen: bool = False
-    """`prepare_model_for_kbit_training`: whatever is not quantized becomes fp32, hidden states too.
-    """
-    keeps_quantized_inputs: bool = False
-    """bitsandbytes before 0.43.2 of July 2024: layers in 4 bits keep what they read, as if their
-    weights were trained (github.com/bitsandbytes-foundation/bitsandbytes/pull/1270)."""
-    shares_inputs: bool = False
-    """One copy of an input in the run's precision serves all layers that read it (model/casts.py),
-    on GPUs; adapters of layers in 4 bits read the input as autocast leaves it (peft's
-    `Linear4bit`)."""
-    keeps_unpacked: bool = False
-    """A layer's quantized weights are unpacked by plain operations, and what comes of them is kept
-    for its backward pass.
-    """
-    frees_gradients: bool = False
-    """The optimizer steps within the backward pass: one layer's gradients at a time."""
-    offloads_activations: bool = False
-    keeps_adapters_whole: bool = True
-    """Several GPUs: adapters are on each, and their gradients are added up in parts of a step; else
-    they are spread as well.
-    """
-    doubles_edges: bool = False
-    """With several GPUs and frozen weights, what recomputed layers begin with is there twice."""
-    unpacking: float = 1.0
-    """Times as long as bitsandbytes' kernels for NF4 take to unpack quantized weights."""
-    host_s_per_layer: float = 1.5e-3
-    """Seconds of the host for the kernels of one layer, forward and backward: a GPU can't be faster
-    than that.
-    """
-    host_s_per_adapted_layer: float = 1.0e-3
-    """What adapters add to it. Together 1.85 ms were measured on a processor of 2025; those of
-    rented GPUs are slower.
-    """
+    """LoRA layers are one function each: their input is kept once, in the run's precision."""
+    has_liger: bool = False
 
     @property
     def n_read(self) -> float | None:
         """Tokens of an example for which alone the last layer is computed; None: for all."""
         return 1.0 if self.reads_first else None
 
+    # ---- dtypes ----
 
-FARTHING = Stack("farthing")
-"""The trainer's way with a model that it can neither lay flat nor score by positions; `stack_for`
-has the others.
-"""
+    def has_autocast(self, precision: str) -> bool:
+        return precision != "fp32"
+
+    def trained_bytes(self, method: str, compute_bytes: int) -> int:
+        return 4
+
+    def frozen_bytes(self, method: str, compute_bytes: int) -> int:
+        return compute_bytes
+
+    # ---- layers ----
+
+    @property
+    def fuses_norms(self) -> bool:
+        return self.has_liger
+
+    @property
+    def has_lean_mlp(self) -> bool:
+        """A gated activation keeps both halves and their product."""
+        return self.has_liger
+
+    @property
+    def has_fused_mlp(self) -> bool:
+        return False
+
+    @property
+    def shares_inputs(self) -> bool:
+        """One copy of an input in the run's precision serves all layers that read it, on GPUs."""
+        return True
+
+    @property
+    def spreads_adapters(self) -> bool:
+        """Adapters are divided over GPUs as frozen weights are."""
+        return False
+
+    @property
+    def is_traced(self) -> bool:
+        """FSDP2's own buffers are known moment by moment."""
+        return True
+
+    @property
+    def frees_gradients(self) -> bool:
+        """The optimizer steps within the backward pass, a layer at a time."""
+        return False
+
+    @property
+    def offloads_checkpoints(self) -> bool:
+        return False
+
+    @property
+    def unpacking(self) -> float:
+        """Times as long as bitsandbytes' kernels for NF4 take to unpack weights."""
+        return 1.0
+
+    def keeps_inputs(self, method: str) -> bool:
+        """Whether frozen layers keep what they read."""
+        return False
+
+    def kept_of_layer(self, case: Case) -> float:
+        """Bytes of a layer beside its activations."""
+        return 0.0
+
+    def edge_copies(self, recipe: Recipe) -> int:
+        """How often the backward pass holds what recomputed layers begin with."""
+        return 1
+
+    def mask_bytes(self, case: Case) -> float:
+        """Of one layer for each pair of tokens: the mask of padding, kept as numbers."""
+        has_mask = case.shape.attention == "causal" and not (self.is_flash or self.is_packed)
+        return float(case.recipe.compute_bytes) if has_mask else 0.0
+
+    # ---- the loss ----
+
+    def logits_bytes(self, case: Case, n_tokens: float, is_trained: bool | None) -> float:
+        """What the loss has at its worst. `is_trained` is None where nothing is (evaluation).
+
+        Of all positions the logits, of labelled ones an fp32 copy, its log-softmax and two
+        gradients; in fp32 the gradient of all positions comes on top of what is left.
+        """
+        shape, c = case.shape, case.recipe.compute_bytes
+        caps = c if case.block.caps_logits else 0.0
+        if not self.scores_positions:
+            share = case.labelled_share
+            of_each = 8.0 + 4.0 * share if c == 4 else c + (c + 8.0) * share
+            return (of_each + caps) * shape.vocab * n_tokens
+        n_scored = -int(-n_tokens * case.labelled_share // 1)
+        found = head_bytes(
+            n_scored, shape.vocab, shape.hidden, case.recipe.precision,
+            trained_bytes=case.recipe.trained_bytes if is_trained else 0,
+            is_cuda=case.is_cuda, has_cap=bool(caps),
+        )  # fmt: skip
+        return found + (0.0 if is_trained is None else c * n_scored * shape.hidden)
+
+    @property
+    def cached_logits(self) -> float:
+        """Share of them that the allocator keeps."""
+        return 0.0 if self.scores_positions else CACHED_LOGITS
+
+    def loss_traffic(self, compute_bytes: int, labelled_share: float) -> float:
+        """Bytes for each word and token: eight passes in fp32, or over positions two in fp32 and
+        five in the precision of the run.
+        """
+        if self.scores_positions:
+            return (8.0 + 5.0 * compute_bytes) * labelled_share
+        return compute_bytes + 32.0 * labelled_share
+
+    # ---- the host ----
+
+    def host_s(self, recipe: Recipe, launches: float, adapted: float, launch_s: float) -> float:
+        """Seconds of the host for a layer's kernels, forward and backward."""
+        return launch_s * (launches + (adapted if recipe.method != "full" else 0.0))
+
+
+FARTHING = Stack()
+"""With a model that it can neither lay end to end nor score by positions."""
 
 
 def stack_for(
@@ -135,74 +182,44 @@ def stack_for(
     has_plain_head: bool = True,
     has_plain_adapters: bool = True,
 ) -> Stack:
-    """How the trainer computes a model: what `can_go_packed`, `find_head` and `use_low_rank` decide
-    when they see it.
+    """What `can_go_packed`, `find_head` and `use_low_rank` decide when they see the model.
 
     A plain head has no adapter and is not trained beside its original; plain adapters are LoRA
     without dropout or DoRA.
     """
-    is_packed = may_go_packed and model_type in PACKED.get(objective_of(task).head, ())
-    return replace(
-        FARTHING,
-        has_autocast=precision != "fp32",
+    kind = objective_of(task)
+    is_packed = may_go_packed and model_type in PACKED.get(kind.head, ())
+    return Stack(
         is_packed=is_packed,
         reads_first=is_packed and model_type in ENCODERS,
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
         is_flash=is_packed and precision != "fp16",
-        loss=POSITIONS
-        if has_plain_head and model_type in KNOWN_HEADS.get(objective_of(task).head, ())
-        else LABELLED,
+        scores_positions=has_plain_head and model_type in KNOWN_HEADS.get(kind.head, ()),
         fuses_adapters=method == "lora" and has_plain_adapters,
-        shares_inputs=True,
     )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to compute a job. Numbers of examples are per optimizer step of all GPUs together."""
+    """A way to compute a job. Examples are those of a step of all GPUs together."""
 
     method: str
     """full, lora or qlora."""
     settings: Settings
-    """Tokens of a micro-batch, checkpointing and precision."""
     optim: str
     global_batch: int
-    micro_batch: int | None = None
-    """Most examples in one forward pass of one GPU, as other trainers cut; None where tokens are
-    counted.
-    """
     lora_r: int = 0
     lora_dropout: float = 0.0
-    target_modules: tuple[str, ...] = ()
-    modules_to_save: tuple[str, ...] = ()
     use_dora: bool = False
     n_gpus: int = 1
-    sharding: str = "none"
-    """none, ddp (every GPU has everything) or fsdp (weights, gradients and state are divided)."""
+    sharding: str = NONE
     stack: Stack = FARTHING
-    mean_passes: float = 1.0
-    """Forward passes of one GPU in a mean step, where tokens are counted: what `Lengths.cut` makes
-    of them.
-    """
+    n_micro_batches: float = 1.0
+    """Forward passes of one GPU in a mean step."""
     reshards: bool = True
     """fsdp: layers are gathered again for the backward pass, and not kept for it."""
     offloads_weights: bool = False
-    """fsdp: rows of the spread weights stay in main memory, with gradients and state of those that
-    are trained.
-    """
-
-    @property
-    def n_micro_batches(self) -> float:
-        """Forward passes of one GPU in a step: the gradient accumulation."""
-        if self.micro_batch is None:
-            return self.mean_passes
-        per_gpu = -(-self.global_batch // self.n_gpus)
-        return float(-(-per_gpu // self.micro_batch))
-
-    @property
-    def compute_bytes(self) -> int:
-        """Of a number in the forward pass."""
-        return BYTES[self.precision]
+    """fsdp: rows stay in main memory, with gradients and state of those that are trained."""
 
     @property
     def precision(self) -> str:
@@ -211,27 +228,42 @@ class Recipe:
         return self.settings.precision
 
     @property
+    def optimizer(self) -> Optimizer:
+        return optimizer(self.optim)
+
+    @property
+    def compute_bytes(self) -> int:
+        return BYTES[self.precision]
+
+    @property
     def trained_bytes(self) -> int:
         """Of a trained weight, and of its gradient."""
-        is_adapter = self.method != "full"
-        has_masters = self.stack.has_master_weights and self.optim != BF16_WEIGHTS
-        is_fp32 = self.stack.adapters_fp32 if is_adapter else has_masters
-        return 4 if is_fp32 else self.compute_bytes
+        if self.optimizer.has_bf16_weights:
+            return 2
+        return self.stack.trained_bytes(self.method, self.compute_bytes)
 
     @property
     def frozen_bytes(self) -> int:
         """Of a frozen weight that is not quantized."""
-        return 4 if self.method == "qlora" and self.stack.upcasts_frozen else self.compute_bytes
+        return self.stack.frozen_bytes(self.method, self.compute_bytes)
+
+    @property
+    def has_autocast(self) -> bool:
+        """The forward pass casts what it multiplies."""
+        return self.stack.has_autocast(self.precision)
 
     @property
     def gathered_bytes(self) -> int:
-        """Of a weight that is spread, while it is whole: the trainer casts rows of trained ones to
-        bf16, and not to fp16.
-        """
+        """Of a spread weight while it is whole: rows are cast to bf16 and not to fp16."""
         is_as_kept = (
-            self.method == "full" and self.precision == "fp16" and self.stack.keeps_adapters_whole
+            self.method == "full" and self.precision == "fp16" and self.keeps_adapters_whole
         )
         return self.trained_bytes if is_as_kept else self.compute_bytes
+
+    @property
+    def residual_bytes(self) -> int:
+        """Of a number in the residual stream, and at the edges of recomputed layers."""
+        return self.trained_bytes if self.method == "full" else self.frozen_bytes
 
     @property
     def cost(self) -> MicroBatchCost:
@@ -239,28 +271,26 @@ class Recipe:
         return MicroBatchCost(self.settings.least_tokens, self.settings.more_tokens)
 
     @property
-    def edge_copies(self) -> int:
-        """How often the backward pass holds what recomputed layers begin with.
-
-        FSDP1 does so twice where the layers are frozen: 787 kB for each token of a Mistral-7B over
-        two and four GPUs where one has 541 (foundation-model-stack/fms-acceleration, LoRA and
-        QLoRA).
-        """
-        return 2 if self.method != "full" and self.n_gpus > 1 and self.stack.doubles_edges else 1
+    def keeps_adapters_whole(self) -> bool:
+        return not self.stack.spreads_adapters
 
     @property
-    def residual_bytes(self) -> int:
-        """Of a number in the residual stream, and at the edges of recomputed layers."""
-        return self.trained_bytes if self.method == "full" else self.frozen_bytes
-
-    def with_settings(self, **changed: Any) -> Recipe:
-        """The same recipe with other settings."""
-        return replace(self, settings=replace(self.settings, **changed))
+    def n_shards(self) -> int:
+        return self.n_gpus if self.sharding == FSDP else 1
 
     @property
-    def share_of_gpu(self) -> float:
-        """Of a step, that one GPU computes."""
-        return 1 / self.n_gpus
+    def kept_share(self) -> float:
+        """Of spread weights, what a GPU keeps while it does not compute with them."""
+        return 0.0 if self.offloads_weights else 1 / self.n_shards
+
+    @property
+    def gathers(self) -> bool:
+        """Weights are whole on a GPU for the moment only."""
+        return self.offloads_weights or self.n_shards > 1
+
+    @property
+    def is_traced(self) -> bool:
+        return self.gathers and (self.offloads_weights or self.stack.is_traced)
 
     @property
     def to_set(self) -> tuple[str, ...]:
@@ -270,17 +300,76 @@ class Recipe:
         gpus = TO_SET[DDP] if self.n_gpus > 1 else ()
         return (*gpus, "where.strategy: fsdp", "where.offload_weights: true")
 
+    def with_settings(self, **changed: Any) -> Recipe:
+        return replace(self, settings=replace(self.settings, **changed))
+
     def in_words(self) -> str:
         """`lora, bf16, up to 8,192 tokens at a time, every layer checkpointed`."""
-        at_once = (
-            []
-            if self.micro_batch is None
-            else [f"{self.micro_batch} x {self.n_micro_batches:g} examples"]
-        )
-        words = [self.method, self.precision, *at_once, self.settings.in_words()]
-        if self.n_gpus > 1 and self.sharding != NONE:
+        words = [self.method, self.precision, self.settings.in_words()]
+        if self.n_gpus > 1:
             how = "weights on each of" if self.sharding == DDP else "weights spread over"
             words.append(f"{how} {self.n_gpus} GPUs")
         if self.offloads_weights:
             words.append("weights in main memory")
         return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What memory and seconds follow from: a model, how it is computed, what is trained of it, and
+    how long its micro-batches are.
+    """
+
+    shape: Shape
+    recipe: Recipe
+    adapters: Adapters | None
+    """What is trained; None: all of the model."""
+    largest: Largest
+    """The largest micro-batch, for memory."""
+    padded: Padded
+    """A mean example as it is computed, for seconds."""
+    mean_tokens: float
+    """Of an example without padding."""
+    labelled_share: float = 1.0
+    """Of the tokens, that go through the loss."""
+    is_cuda: bool = True
+
+    @cached_property
+    def block(self) -> Block:
+        return block_of(self.shape)
+
+    @cached_property
+    def n_trained(self) -> int:
+        return self.shape.n_parameters if self.adapters is None else self.adapters.n_trainable
+
+    @cached_property
+    def in_layers(self) -> int:
+        """Weights of the layers: all but embeddings, last norm, head."""
+        return sum(weight.n_parameters for weight in self.shape.weights if "*" in weight.name)
+
+    @cached_property
+    def largest_trained(self) -> int:
+        """Numbers of the largest trained matrix."""
+        if self.adapters is None:
+            return max(w.n_weights for w in self.shape.weights)
+        return max(self.adapters.r * max(w.n_in, w.n_out) for w, _ in self.adapters.adapted)
+
+    @property
+    def state_bytes(self) -> float:
+        """Of the optimizer for each trained weight, on the GPU."""
+        r = None if self.adapters is None else self.adapters.r
+        return self.recipe.optimizer.state_bytes(self.recipe.trained_bytes, r)
+
+    @property
+    def n_layers(self) -> int:
+        return max(1, self.shape.n_layers + self.shape.n_decoder_layers)
+
+    @property
+    def of_layer(self) -> float:
+        """Weights of one layer."""
+        return self.in_layers / self.n_layers
+
+    @property
+    def width(self) -> tuple[int, int]:
+        """Features of all queries, and of all keys."""
+        return self.shape.n_heads * self.shape.head_dim, self.shape.n_kv_heads * self.shape.head_dim

@@ -16,7 +16,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from farthing.errors import InputError
-from farthing.prices.gpus import Gpu, facts, gpus
+from farthing.prices.gpus import Gpu, gpus
+from farthing.tables import facts
 
 OLDEST_TORCH = "2.10"
 _INDEX = "https://download.pytorch.org/whl"
@@ -102,11 +103,28 @@ def parse_torch(text: str) -> Torch:
 
 
 def torch_of(version: str, build: str) -> Torch | None:
-    """The torch that is installed; None where it is no release with a known build (development
-    versions, NVIDIA's containers, one's own): no table tells which GPUs it has code for.
+    """The torch of this machine; None where it is no release of the builds that are known (made
+    from source, NVIDIA's containers), of which its own list of GPUs tells when training starts.
     """
-    is_known = re.fullmatch(r"\d+(\.\d+)+", version) and re.fullmatch(rf"({_BUILD})?", build)
-    return Torch(version, build) if is_known else None
+    if not re.fullmatch(r"\d+(\.\d+)+", version) or (build and not re.fullmatch(_BUILD, build)):
+        return None
+    return Torch(version, build)
+
+
+def asked_precision(bf16: bool | None, fp16: bool | None) -> str | None:
+    """What `train.bf16` and `train.fp16` ask for; None: nothing. To refuse one asks for fp32."""
+    if bf16 or fp16:
+        return "bf16" if bf16 else "fp16"
+    return "fp32" if False in (bf16, fp16) else None
+
+
+def choose_precision(asked: str | None, has_bf16: bool, has_fp16: bool, risk: str = "") -> str:
+    """What a GPU computes in, for plan and trainer: as asked, else bf16 where it has it natively,
+    else fp16 where the model can bear that (no `risk`), else fp32.
+    """
+    if asked is not None:
+        return asked
+    return "bf16" if has_bf16 else "fp16" if has_fp16 and not risk else "fp32"
 
 
 def build_of(torch: Torch) -> Build:
@@ -118,24 +136,31 @@ def build_of(torch: Torch) -> Build:
 
 def why_no_code(
     gpu: Gpu, torch: Torch, *, needs_bitsandbytes: bool = False, attention: str = ""
-) -> tuple[str, str] | None:
-    """Why the software can't use a GPU, and what would let it; None where it can."""
+) -> tuple[str, str, str] | None:
+    """Why the software can't use a GPU, what would let it, and of what kind that is; None where it
+    can.
+    """
     name = f"{gpu.architecture} ({gpu.compute_capability})"
     if not build_of(torch).runs_on(gpu):
         line = pip_line(gpu, torch)
         if line is None:
-            return f"no build of torch {OLDEST_TORCH} or later has code for {name}", "another GPU"
-        return f"{torch.in_words} has no code for {name}", line
+            return f"no build of torch {OLDEST_TORCH} or later has code for {name}", "", ""
+        return f"{torch.in_words} has no code for {name}", line, "torch"
     if (
         attention == "flash_attention_2"
         and not _default("flash_attention_2").runs_on(gpu)
         and gpu.vendor == "nvidia"
     ):
-        return f"flash-attn has no code for {name}", "leave out model.attn_implementation"
+        return (
+            f"flash-attn has no code for {name}",
+            "leave out model.attn_implementation",
+            "attention",
+        )
     if needs_bitsandbytes and gpu.vendor == "nvidia" and not _default("bitsandbytes").runs_on(gpu):
         return (
             f"bitsandbytes has no code for {name}",
             "method: lora with train.optim: adamw_torch_fused",
+            "method",
         )
     return None
 
@@ -194,7 +219,7 @@ def _default(package: str) -> Build:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in version.split("."))
+    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0]))
 
 
 # ---- fp16 ----

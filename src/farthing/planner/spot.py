@@ -1,42 +1,92 @@
-"""Capacity that can be taken away: how long it lasts, what that costs, and whether to use it.
+"""Capacity that can be taken away: how long it lasts, what that costs, and the chance to be in
+time.
 
-A zone is up (an instance can be had) or down. `Interruptions` holds the law of either kind of
-spell: measured, Weibull or exponential. Measured spells are not exponential: most are short, and
-whoever has lasted an hour will probably last the next. Expected hours come from renewal equations
-solved exactly, chances from paths drawn with a given seed.
+A zone is up (an instance can be had) or down. Both kinds of spell are as they were measured: most
+are short, and whoever has lasted an hour will probably last the next, which no exponential says.
+Runs of a job are followed through spells drawn from them with a fixed seed.
 
-All times are seconds. An interruption takes whatever was done since the last checkpoint; the
-restart comes after an interruption, not at the first start; the last stretch of work ends with a
-checkpoint too, as in Daly's formula. Refuses to look up prices, jobs or clocks: it gets numbers and
-gives back numbers and reasons.
+All times are seconds. An interruption takes what was done since the last checkpoint; the restart
+comes after an interruption, not at the first start; the last stretch of work ends with a
+checkpoint.
 
-Sources: Young, CACM 17(9), 1974; Daly, Future Generation Computer Systems 22, 2006; Wu et al.,
-"Can't Be Late", NSDI 2024, for the mixture with on demand and for the traces behind the prior.
+Sources: Kaplan and Meier, JASA 53, 1958, and Efron, Fifth Berkeley Symposium, 1967, for spells cut
+short by the end of a trace; Young, CACM 17(9), 1974; Wu et al., "Can't Be Late", NSDI 2024, for the
+mixture with on demand, the traces behind the prior and the format of traces.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from farthing.errors import InputError
-from farthing.planner.uptime import Floats, Measured, Spell, Weibull, fit_law, recency
-from farthing.prices.gpus import facts
-from farthing.units import say_usd
+from farthing.prices.gpus import find_gpu
+from farthing.prices.offers import Offer
+from farthing.tables import facts
+from farthing.units import plural
 
-_MAX_STRETCHES = (
-    2000  # beyond it expected times grow by the same amount with each stretch (renewal theorem)
-)
-_PATHS = 2000
-_KNOWN_SPREAD = 0.75
-# standard deviations on either side of the middle that hold 80 % of a normal distribution
-_80_PERCENT = 1.2816
+Floats = NDArray[np.float64]
+N_PATHS, MOST_SPELLS = 256, 160
+N_QUANTILES = 512  # of a law that is known by its formula
+Z80 = 1.2816  # standard deviations on either side of the middle that hold 80 % of a normal law
+KNOWN_SPREAD = 0.75  # of the spread, that the scenarios of a zone lie apart: the least error
+RECENT_S = 3600.0  # a trace that ends no longer ago says what a zone is like now
+HALF_LIFE_S = 2 * 86400.0  # capacity drifts: what is two days older counts half
+SHARE = 0.4  # of the way a zone is moved to the mean of all. Both had the least error on nine zones
+
+
+@dataclass(frozen=True, eq=False)
+class Spells:
+    """Lengths in ascending order, each with its share of all spells."""
+
+    lengths_s: Floats
+    shares: Floats
+
+    @functools.cached_property
+    def mean_s(self) -> float:
+        return float(self.lengths_s @ self.shares)
+
+    @functools.cached_property
+    def variation(self) -> float:
+        """Squared coefficient of variation."""
+        return float(self.lengths_s**2 @ self.shares) / self.mean_s**2 - 1
+
+    def at(self, u: Floats, weights: Floats | None = None) -> Floats:
+        """The lengths of these quantiles."""
+        edges = np.cumsum(self.shares if weights is None else weights)
+        return self.lengths_s[np.minimum(np.searchsorted(edges / edges[-1], u), len(edges) - 1)]
+
+    def rest(self, u: Floats, v: Floats, age_s: float | None = None) -> Floats:
+        """What is left of the spell under way at a random moment, which long spells are met by more
+        often; or of one that has lasted `age_s`: as of those that were longer, else as long again.
+        """
+        if age_s is None:
+            return self.at(u, self.shares * self.lengths_s) * v
+        longer = self.lengths_s > age_s
+        if longer.sum() < 3:
+            return age_s * (1 / (1 - u) - 1) if age_s else self.at(u)
+        return Spells(self.lengths_s[longer], self.shares[longer]).at(u) - age_s
+
+    def stretched(self, factor: float) -> Spells:
+        return Spells(self.lengths_s * factor, self.shares)
+
+
+def weibull(mean_s: float, shape: float = 1.0) -> Spells:
+    """Quantiles of P(longer than t) = exp(-(t/scale)^shape), with this mean; 1 is exponential."""
+    u = (np.arange(N_QUANTILES) + 0.5) / N_QUANTILES
+    lengths = (-np.log1p(-u)) ** (1 / shape)
+    return Spells(lengths * mean_s / lengths.mean(), np.full(N_QUANTILES, 1 / N_QUANTILES))
 
 
 class Now(NamedTuple):
@@ -44,17 +94,23 @@ class Now(NamedTuple):
 
     is_up: bool
     age_s: float
-    """Since that began."""
 
 
-@dataclass(frozen=True)
+class _Drawn(NamedTuple):
+    """Spells of many runs [path, spell], and the wait before the first."""
+
+    up: Floats
+    down: Floats
+    wait: Floats
+
+
+@dataclass(frozen=True, eq=False)
 class Interruptions:
-    """Up and down spells of a zone and node size, and how well they are known. `down` None:
-    capacity is back at once.
-    """
+    """Up and down spells of a zone and node size, and how well they are known."""
 
-    up: Weibull | Measured
-    down: Weibull | Measured | None = None
+    up: Spells
+    down: Spells | None = None
+    """None: capacity is back at once."""
     n_spells: float = math.inf
     """Up spells behind it, each counted by its weight (Kish's effective sample size)."""
     drift: float = 0.0
@@ -63,108 +119,60 @@ class Interruptions:
     now: Now | None = None
 
     @property
-    def mean_between_s(self) -> float:
-        """Mean time between interruptions, waiting not counted."""
-        return self.up.mean_s
-
-    @property
     def availability(self) -> float:
-        """Share of time with capacity."""
         return self.up.mean_s / (self.up.mean_s + self.down.mean_s) if self.down else 1.0
 
-    def survival(self, t_s: ArrayLike) -> Floats:
-        """Chance that an instance is kept for `t_s` or longer, from the moment capacity came."""
-        return self.up.survival(t_s)
-
-    @property
+    @functools.cached_property
     def spread(self) -> float:
-        """Factor by which the mean spell may be off either way, in 80 % of cases: few spells, wide
-        range.
-        """
-        relative = (
-            self.up.mean_square_s2 / self.up.mean_s**2 - 1
-        )  # squared coefficient of variation
-        return math.exp(_80_PERCENT * math.sqrt(relative / self.n_spells + self.drift**2))
+        """Factor by which the mean spell may be off either way, in 80 % of cases."""
+        return math.exp(Z80 * math.sqrt(self.up.variation / self.n_spells + self.drift**2))
 
     def shifted(self, factor: float) -> Interruptions:
-        """The same zone with up spells `factor` times as long and down spells as many times
-        shorter.
-        """
-        return replace(
-            self, up=self.up.stretched(factor), down=self.down and self.down.stretched(1 / factor)
-        )
+        """Up spells `factor` times as long, and down spells as many times shorter."""
+        down = self.down and self.down.stretched(1 / factor)
+        return replace(self, up=self.up.stretched(factor), down=down)
 
-    def perhaps(self) -> tuple[tuple[Interruptions, float], ...]:
-        """This zone and what it may be instead, each with its weight: three points that have a
-        normal distribution's mean, variance and kurtosis, three quarters as wide as the spread (the
-        least error of chances, docs/log.md)."""
-        step = _KNOWN_SPREAD * math.sqrt(3) * math.log(self.spread) / _80_PERCENT
+    @functools.cached_property
+    def good_and_bad(self) -> tuple[Interruptions, Interruptions]:
+        return self.shifted(self.spread), self.shifted(1 / self.spread)
+
+    @functools.cached_property
+    def scenarios(self) -> tuple[tuple[Interruptions, float], ...]:
+        """This zone and what it may be instead, each with its weight: three points with the mean,
+        variance and kurtosis of a normal law.
+        """
+        step = KNOWN_SPREAD * math.sqrt(3) * math.log(self.spread) / Z80
         if not step:
             return ((self, 1.0),)
-        return (
-            (self, 2 / 3),
-            (self.shifted(math.exp(step)), 1 / 6),
-            (self.shifted(math.exp(-step)), 1 / 6),
-        )
+        good, bad = (self.shifted(math.exp(sign * step)) for sign in (1, -1))
+        return (self, 2 / 3), (good, 1 / 6), (bad, 1 / 6)
 
     def for_node(self, n_gpus: int, measured_n_gpus: int = 1) -> Interruptions:
-        """The same zone for nodes of another size, whose spells are shorter by the power of the
-        facts' `node_power`.
-        """
-        size = math.log(n_gpus / measured_n_gpus)
-        factor = math.exp(-_facts()["node_power"] * size)
-        return replace(
-            self,
-            up=self.up.stretched(factor),
-            drift=math.hypot(self.drift, _facts()["node_spread"] * size),
-        )
+        """The same zone for nodes of another size, whose spells are shorter by a power of it."""
+        known, size = _facts(), math.log(n_gpus / measured_n_gpus)
+        up = self.up.stretched(math.exp(-known["node_power"] * size))
+        return replace(self, up=up, drift=math.hypot(self.drift, known["node_spread"] * size))
 
+    @functools.cached_property
+    def drawn(self) -> _Drawn:
+        """Each column has one draw from each of as many equal parts of the law."""
+        chance = np.random.default_rng(0)
 
-def fit(
-    up: Sequence[Spell], down: Sequence[Spell], law: str = "measured", half_life_s: float = math.inf
-) -> Interruptions:
-    """The model of a zone from its spells. Says what to do when there are none."""
-    if not up:
-        raise InputError(
-            "the trace has no capacity at all",
-            to_do="use another zone, or `prior` for a wide guess",
-        )
-    weight = recency(up, half_life_s) * [not spell.is_censored for spell in up]
-    n_spells = max(1.0, float(weight.sum() ** 2 / (weight @ weight))) if weight.any() else 1.0
-    down_law = fit_law(down, law, half_life_s) if down else None
-    return Interruptions(fit_law(up, law, half_life_s), down_law, n_spells, _facts()["drift"])
+        def even(*shape: int) -> Floats:
+            ranks = np.argsort(chance.random(shape), axis=0)
+            return np.asarray((ranks + chance.random(shape)) / shape[0])
 
-
-def drawn_together(zones: Sequence[Interruptions], share: float) -> list[Interruptions]:
-    """Zones of one kind of node, each with its mean spells moved `share` of the way, in logarithms,
-    to those of all.
-
-    What a zone was lately is part chance: the far ones come back (shrinkage, James and Stein,
-    1961).
-    """
-    up = [math.log(zone.up.mean_s) for zone in zones]
-    down = [math.log(zone.down.mean_s) for zone in zones if zone.down]
-    drawn = []
-    for zone in zones:
-        longer = math.exp(share * (sum(up) / len(up) - math.log(zone.up.mean_s)))
-        wait = zone.down
-        if wait:
-            wait = wait.stretched(math.exp(share * (sum(down) / len(down) - math.log(wait.mean_s))))
-        drawn.append(replace(zone, up=zone.up.stretched(longer), down=wait))
-    return drawn
-
-
-@functools.cache
-def prior(n_gpus: int = 1) -> Interruptions:
-    """For GPUs without traces: the middle of the zones that were measured, and a range as wide as
-    between them.
-    """
-    facts = _facts()
-    up = Weibull(facts["mean_up"] * 3600 / math.gamma(1 + 1 / facts["shape_up"]), facts["shape_up"])
-    down = Weibull(
-        facts["mean_down"] * 3600 / math.gamma(1 + 1 / facts["shape_down"]), facts["shape_down"]
-    )
-    return Interruptions(up, down, drift=facts["zone_spread"], is_prior=True).for_node(n_gpus)
+        u, v, n = even(N_PATHS, MOST_SPELLS), even(N_PATHS, MOST_SPELLS), N_PATHS
+        begins, age_s = even(n), None
+        is_up = begins < self.availability
+        if self.now is not None:
+            is_up, age_s = np.full(n, self.now.is_up or self.down is None), self.now.age_s
+        up, down, wait = self.up.at(u), np.zeros_like(u), np.zeros(n)
+        up[:, 0] = np.where(is_up, self.up.rest(u[:, 0], v[:, 0], age_s), up[:, 0])
+        if self.down:
+            down = self.down.at(v)
+            wait = np.where(is_up, 0.0, self.down.rest(even(n), even(n), age_s))
+        return _Drawn(up, down, wait)
 
 
 @functools.cache
@@ -172,44 +180,37 @@ def _facts() -> dict[str, float]:
     return {row["name"]: float(row["value"]) for row in facts("spot_spells")}
 
 
-@dataclass(frozen=True)
-class SaveSchedule:
-    """How a job saves: `save_s` every `interval_s` of work, and `restart_s` before work goes on
-    after an interruption.
-    """
+@functools.cache
+def prior(n_gpus: int = 1) -> Interruptions:
+    """For GPUs without traces: the middle of the zones that were measured, with their range."""
+    known = _facts()
+    up, down = (weibull(known[f"mean_{x}"] * 3600, known[f"shape_{x}"]) for x in ("up", "down"))
+    zone = Interruptions(up, down, drift=known["zone_spread"], is_prior=True)
+    return zone.for_node(n_gpus)
+
+
+# ---- a job on spot ----
+
+
+class SaveSchedule(NamedTuple):
+    """How a job saves: `save_s` every `interval_s` of work, and `restart_s` before work resumes."""
 
     interval_s: float
     save_s: float
     restart_s: float
 
-    def needed_s(self, work_s: ArrayLike) -> Floats:
+    def needed_s(self, work_s: Floats) -> Floats:
         """Time for work with its checkpoints, when nothing comes between."""
-        work = np.asarray(work_s, float)
-        return np.asarray(work + np.ceil(work / self.interval_s - 1e-9) * self.save_s)
+        return np.asarray(work_s + np.ceil(work_s / self.interval_s - 1e-9) * self.save_s)
 
-    def spend(
-        self, spell_s: Floats, work_s: Floats, restart_s: Floats
-    ) -> tuple[NDArray[np.bool_], Floats, Floats]:
-        """Jobs with `work_s` to do meet a spell: which finish, the time each uses, the work that is
-        safe after it.
-        """
-        needed = restart_s + self.needed_s(work_s)
-        finishes = spell_s >= needed
-        n_saved = np.maximum(
-            0.0, np.floor((spell_s - restart_s) / (self.interval_s + self.save_s) + 1e-9)
-        )
-        return (
-            finishes,
-            np.minimum(spell_s, needed),
-            np.where(finishes, work_s, n_saved * self.interval_s),
-        )
+    def kept_s(self, spell_s: Floats, restart_s: Floats | float) -> Floats:
+        """Work that is safe after a spell that ends too early."""
+        n = np.floor((spell_s - restart_s) / (self.interval_s + self.save_s) + 1e-9)
+        return np.asarray(np.maximum(0.0, n) * self.interval_s)
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What a job on spot comes to, on average. billed = work + checkpoints + restarts + lost; wall
-    = billed + waiting.
-    """
+class Expected(NamedTuple):
+    """What a job on spot comes to, on average."""
 
     work_s: float
     checkpoint_s: float
@@ -220,127 +221,70 @@ class Expected:
 
     @property
     def billed_s(self) -> float:
-        """Seconds with an instance, which are paid for."""
+        """With an instance, which is paid for."""
         return self.work_s + self.checkpoint_s + self.restart_s + self.lost_s
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the moment the job is wanted to its end."""
         return self.billed_s + self.waiting_s
 
 
+class _Ran(NamedTuple):
+    """Of each path; infinite where nothing is ever saved."""
+
+    wall_s: Floats
+    billed_s: Floats
+    restart_s: Floats
+    n_interruptions: Floats
+
+
+def _run(work_s: float, saves: SaveSchedule, zone: Interruptions) -> _Ran:
+    """Each path until its work is done; beyond the drawn spells at their mean pace."""
+    drawn, rows = zone.drawn, np.arange(N_PATHS)
+    restart = np.full(MOST_SPELLS, saves.restart_s)
+    restart[0] = 0.0
+    kept = saves.kept_s(drawn.up, restart)
+    left = np.maximum(0.0, work_s - np.cumsum(kept, axis=1) + kept)  # at the start of each spell
+    needed = restart + saves.needed_s(left)
+    ends = drawn.up >= needed
+    last, is_done = ends.argmax(axis=1), ends.any(axis=1)
+    last = np.where(is_done, last, MOST_SPELLS - 1)
+    before = np.arange(MOST_SPELLS) < last[:, None]
+    began = np.minimum(restart, drawn.up)
+    billed = np.where(before, drawn.up, 0.0).sum(axis=1) + needed[rows, last]
+    wall = billed + drawn.wait + np.where(before, drawn.down, 0.0).sum(axis=1)
+    restarts = np.where(before, began, 0.0).sum(axis=1) + restart[last]
+    n = last.astype(float)
+    if not is_done.all():
+        pace = float(kept[:, 1:].mean())
+        more = np.where(is_done, 0.0, left[:, -1] / pace if pace > 0 else math.inf)
+        off = np.where(is_done, 0.0, needed[rows, last])
+        with np.errstate(invalid="ignore"):
+            per_spell = (drawn.up.mean(), drawn.down.mean(), began[:, 1:].mean())
+            billed = np.where(is_done, billed, billed - off + more * per_spell[0])
+            wall = np.where(is_done, wall, wall - off + more * (per_spell[0] + per_spell[1]))
+            restarts, n = restarts + more * per_spell[2], n + more
+    return _Ran(wall, billed, restarts, n)
+
+
 def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
-    """Expected times of a job wanted at a random moment, when the zone may be down or in the middle
-    of an up spell.
-
-    With m stretches of work left at the start of a spell, E(m) = b(m) + sum over j of P(j stretches
-    are saved, then an interruption) E(m - j), where b(m) is what this spell adds; so E is solved
-    from m = 1 upwards. The first spell is the rest of one under way, with the zone's availability,
-    or else a fresh one after the rest of a down spell. For exponential spells this is Daly's M
-    e^(R/M) (e^((tau+d)/M) - 1) W/tau.
-    """
-    up, restart, step = zone.up, saves.restart_s, saves.interval_s + saves.save_s
-    n_all = max(1, math.ceil(work_s / saves.interval_s - 1e-9))
-    n = min(n_all, _MAX_STRETCHES)
-    last = work_s - (n_all - 1) * saves.interval_s + saves.save_s
-    begin = (
-        np.arange(n, dtype=np.float64) * step
-    )  # begin[m - 1] + last: the time that m stretches need
-    alive, at_end = up.survival(restart + begin), up.survival(restart + begin + last)
-    if at_end[0] <= 0 or (n > 1 and alive[1] <= 0):
-        return Expected(work_s, n_all * saves.save_s, math.inf, math.inf, math.inf, math.inf)
-    # per spell: seconds billed, interruptions, seconds of restart
-    adds = np.stack(
-        [up.lived(restart + begin + last), 1 - at_end, np.full(n, up.lived(restart))], axis=1
-    )
-    saved = (
-        np.r_[0.0, alive[1:-1] - alive[2:]] if n > 2 else np.zeros(1)
-    )  # P(exactly j saved), j = 0, 1, ...
-    mean = np.zeros((n, 3))  # mean[n - m] is E(m): the last comes first
-    mean[-1] = adds[0] / at_end[0]
-    if (
-        n > 1
-    ):  # E(m) (1 - P(none is saved)) - sum over j of P(j) E(m - j) = what is known, for all m > 1 at once  # noqa: E501
-        known = adds[1:] + np.outer(alive[1:] - at_end[1:], mean[-1])
-        mean[-2::-1] = _solved(np.r_[alive[1], -saved[1 : n - 1]], known)
-    share, rest_mean = zone.availability, up.mean_s
-
-    def first_survival(t: ArrayLike) -> Floats:
-        return np.asarray(share * (1 - up.lived(t) / rest_mean) + (1 - share) * up.survival(t))
-
-    end = begin[-1] + last
-    rest_lived = end - (end * up.lived(end) - up.lived_square(end) / 2) / rest_mean
-    total = np.array(
-        [share * rest_lived + (1 - share) * up.lived(end), 1 - first_survival(end), 0.0]
-    )
-    edges = np.r_[first_survival(begin), first_survival(end)]
-    total = total + (edges[:-1] - edges[1:]) @ mean
-    if n_all > n:
-        spell = np.array([up.mean_s, 1.0, float(up.lived(restart))])
-        per_stretch = spell / _stretches_kept(saves.interval_s, saves.save_s, restart, zone)
-        total = total + (n_all - n) * per_stretch
-    billed, n_interruptions, restart_s = (float(value) for value in total)
-    lost = billed - work_s - n_all * saves.save_s - restart_s
-    waiting = 0.0
-    if zone.down:
-        waiting = (1 - share) * zone.down.mean_square_s2 / (
-            2 * zone.down.mean_s
-        ) + n_interruptions * zone.down.mean_s
-    return Expected(
-        work_s, n_all * saves.save_s, restart_s, max(lost, 0.0), waiting, n_interruptions
-    )
+    """Mean times of a job wanted at a random moment, or now where the zone's state is known."""
+    ran = _run(work_s, saves, zone)
+    wall, billed, restart, n = (float(each.mean()) for each in ran)
+    saving = math.ceil(work_s / saves.interval_s - 1e-9) * saves.save_s
+    if not math.isfinite(wall):
+        return Expected(work_s, saving, math.inf, math.inf, math.inf, math.inf)
+    lost = max(0.0, billed - work_s - saving - restart)
+    return Expected(work_s, saving, restart, lost, wall - billed, n)
 
 
-def _solved(first_column: Floats, right: Floats) -> Floats:
-    """x with T x = right, where T is lower triangular with this first column along its diagonals
-    (Toeplitz).
-
-    Such matrices multiply as power series do: 1 / T is found by Newton's method, g -> g (2 - T g),
-    which doubles its right terms with each turn; products are taken by Fourier transform.
-    """
-    n = len(first_column)
-    inverse = np.array([1 / first_column[0]])
-    while len(inverse) < n:
-        size = min(2 * len(inverse), n)
-        wide = 1 << (2 * size - 1).bit_length()
-        g, series = np.fft.rfft(inverse, wide), np.fft.rfft(first_column[:size], wide)
-        off = -np.fft.irfft(series * g, wide)[:size]
-        off[0] += 2
-        inverse = np.fft.irfft(np.fft.rfft(off, wide) * g, wide)[:size]
-    wide = 1 << (2 * n - 1).bit_length()
-    found = np.fft.irfft(
-        np.fft.rfft(right, wide, axis=0) * np.fft.rfft(inverse, wide)[:, None], wide, axis=0
-    )
-    return np.asarray(found[:n])
-
-
-class SpotRange(NamedTuple):
-    """What interruptions do to a job: with capacity that lasts longer, on average, and with such
-    that is taken sooner.
-    """
-
-    good: Expected
-    likely: Expected
-    bad: Expected
-
-
-def expect_range(work_s: float, saves: SaveSchedule, zone: Interruptions) -> SpotRange:
-    """Good, likely and bad case: mean spells longer and shorter by the zone's spread."""
-    good, bad = zone.shifted(zone.spread), zone.shifted(1 / zone.spread)
-    return SpotRange(
-        expect(work_s, saves, good), expect(work_s, saves, zone), expect(work_s, saves, bad)
-    )
-
-
-def _stretches_kept(
-    interval_s: ArrayLike, save_s: float, restart_s: float, zone: Interruptions
-) -> Floats:
-    """Stretches of work that a fresh spell saves on average, without end of the job: the sum of the
-    survivals at each save. Beyond 512 the sum is the integral."""
-    step = np.asarray(interval_s, float)[..., None] + save_s
-    kept = zone.up.survival(restart_s + step * np.arange(1, 513)).sum(axis=-1)
-    rest = zone.up.mean_s - zone.up.lived(restart_s + 512.5 * step[..., 0])
-    return np.asarray(kept + np.maximum(0.0, rest) / step[..., 0])
+def chance_by(deadline_s: float, work_s: float, saves: SaveSchedule, zone: Interruptions) -> float:
+    """Share of runs that end in time, whatever the zone may be."""
+    shares = [
+        (float(np.mean(_run(work_s, saves, one).wall_s <= deadline_s)), weight)
+        for one, weight in zone.scenarios
+    ]
+    return sum(share * weight for share, weight in shares)
 
 
 def young_interval_s(save_s: float, mean_between_s: float) -> float:
@@ -349,270 +293,279 @@ def young_interval_s(save_s: float, mean_between_s: float) -> float:
 
 
 def best_interval_s(save_s: float, restart_s: float, zone: Interruptions) -> float:
-    """The interval that keeps most work per billed second in the long run, for any law
-    (renewal-reward theorem).
+    """The interval that keeps most work per billed second in the long run (renewal-reward theorem).
 
-    Intervals from a twentieth of Young's to twenty times it, 1.5 % apart; each is judged with its
-    neighbours within 10 %, so that the steps of measured lengths don't decide.
+    From a twentieth of Young's to twenty times it; each is judged with its neighbours, so that the
+    steps of measured lengths don't decide.
     """
-    intervals = young_interval_s(save_s, zone.mean_between_s) * np.geomspace(1 / 20, 20, 401)
-    kept = intervals * _stretches_kept(intervals, save_s, restart_s, zone)
-    smooth = np.convolve(np.pad(kept, 6, mode="edge"), np.full(13, 1 / 13), mode="valid")
-    return float(intervals[int(np.argmax(smooth))])
+    tried = young_interval_s(save_s, zone.up.mean_s) * np.geomspace(1 / 20, 20, 201)
+    n = np.floor((zone.up.lengths_s - restart_s) / (tried[:, None] + save_s) + 1e-9)
+    kept = tried * (np.maximum(0.0, n) @ zone.up.shares)
+    smooth = np.convolve(np.pad(kept, 4, mode="edge"), np.full(9, 1 / 9), mode="valid")
+    return float(tried[int(np.argmax(smooth))])
 
 
-@dataclass(frozen=True, eq=False)
-class Paths:
-    """Drawn runs of one job: wall, spot and on-demand seconds of each; a wall time of infinity is
-    past the deadline.
+class Mixture(NamedTuple):
+    """Spot, with the same machine on demand whenever it falls behind the deadline: mean seconds."""
+
+    spot_s: float
+    on_demand_s: float
+    wall_s: float
+    chance: float
+
+
+def mixture(deadline_s: float, work_s: float, saves: SaveSchedule, zone: Interruptions) -> Mixture:
+    """Without spot capacity the job resumes on demand as soon as it is behind linear progress
+    towards the deadline ("Uniform Progress"), and when the time that is left is only enough to
+    finish on demand, it does. Unlike the paper's rule it goes back to spot with the next capacity.
+    On demand pays the restart before, and a checkpoint after.
     """
-
-    wall_s: Floats
-    spot_s: Floats
-    on_demand_s: Floats
-
-    def chance_by(self, deadline_s: float) -> float:
-        """Share of runs that end by the deadline."""
-        return float(np.mean(self.wall_s <= deadline_s))
-
-
-def draw_paths(
-    work_s: float,
-    saves: SaveSchedule,
-    zone: Interruptions,
-    *,
-    deadline_s: float,
-    falls_back: bool = False,
-    seed: int = 0,
-    n_paths: int = _PATHS,
-) -> Paths:
-    """Runs wanted at random moments, or now where it is known what the zone is like, each followed
-    until it ends or the deadline has passed. The zone is what it was measured to be, or by its
-    spread another.
-
-    `falls_back`: without spot capacity the job goes on on demand as soon as it is behind linear
-    progress towards the deadline ("Uniform Progress"); when the time that is left is only enough to
-    finish on demand, it does. Unlike the paper's rule it goes back to spot with the next capacity,
-    not when it is ahead, and not to idling before that. On demand pays the restart before, and a
-    checkpoint after.
-    """
-    drawn = [
-        _draw_paths(
-            work_s,
-            saves,
-            one,
-            deadline_s,
-            falls_back,
-            seed + number,
-            max(1, round(weight * n_paths)),
+    found = []
+    for one, weight in zone.scenarios:
+        runs = _Mixed(work_s, saves, deadline_s)
+        waiting = runs.off(np.arange(N_PATHS), one.drawn.wait)
+        for spell in range(MOST_SPELLS):
+            waiting = runs.on(waiting, one.drawn.up[waiting, spell])
+            waiting = runs.off(waiting, one.drawn.down[waiting, spell])
+            if not waiting.size:
+                break
+        runs.wall[waiting] = math.inf
+        in_time = float(np.mean(runs.wall <= deadline_s))
+        walls = np.minimum(runs.wall, 2 * deadline_s)
+        found.append(
+            [weight * float(x) for x in (runs.spot.mean(), runs.own.mean(), walls.mean(), in_time)]
         )
-        for number, (one, weight) in enumerate(zone.perhaps())
-    ]
-    names = "wall_s", "spot_s", "on_demand_s"
-    return Paths(*(np.concatenate([getattr(one, name) for one in drawn]) for name in names))
+    return Mixture(*(sum(column) for column in zip(*found, strict=True)))
 
 
-def _draw_paths(
-    work_s: float,
-    saves: SaveSchedule,
-    zone: Interruptions,
-    deadline_s: float,
-    falls_back: bool,
-    seed: int,
-    n_paths: int,
-) -> Paths:
-    """The same for a zone that is known for certain."""
-    chance, over = np.random.default_rng(seed), np.zeros(n_paths)
-    runs = _Runs(work_s, saves, deadline_s, falls_back, n_paths)
-    who, is_up = np.arange(n_paths), chance.random(n_paths) < zone.availability
+class _Mixed:
+    """Runs that are followed together: seconds so far, and of work that is left, of each."""
 
-    def rest(law: Weibull | Measured, n: int) -> Floats:
-        return (
-            law.draw_rest(chance, n)
-            if zone.now is None
-            else law.draw_after(chance, n, zone.now.age_s)
-        )
-
-    if zone.now is not None:
-        is_up = np.full(n_paths, zone.now.is_up or zone.down is None)
-    spell = np.where(is_up, rest(zone.up, n_paths), zone.up.draw(chance, n_paths))
-    if zone.down:
-        waits = who[~is_up]
-        who = np.sort(np.r_[who[is_up], runs.without_capacity(waits, rest(zone.down, len(waits)))])
-        spell = spell[who]
-    while who.size:
-        who = runs.with_capacity(who, spell)
-        who = runs.without_capacity(
-            who, zone.down.draw(chance, len(who)) if zone.down else np.zeros(len(who))
-        )
-        over[who[runs.wall[who] > deadline_s]] = math.inf
-        who = who[runs.wall[who] <= deadline_s]
-        spell = zone.up.draw(chance, len(who))
-    return Paths(runs.wall + over, runs.spot, runs.own)
-
-
-class _Runs:
-    """Runs of one job that are followed together: seconds so far, and of work that is left, of each
-    by its number.
-    """
-
-    def __init__(
-        self, work_s: float, saves: SaveSchedule, deadline_s: float, falls_back: bool, n_runs: int
-    ) -> None:
-        self.work_s, self.saves, self.deadline_s, self.falls_back = (
-            work_s,
-            saves,
-            deadline_s,
-            falls_back,
-        )
-        self.left = np.full(n_runs, float(work_s))
-        self.wall, self.spot, self.own, self.restart = np.zeros((4, n_runs))
+    def __init__(self, work_s: float, saves: SaveSchedule, deadline_s: float) -> None:
+        self.work_s, self.saves, self.deadline_s = work_s, saves, deadline_s
+        self.left = np.full(N_PATHS, float(work_s))
+        self.wall, self.spot, self.own, self.restart = np.zeros((4, N_PATHS))
 
     def slack_s(self, who: NDArray[np.intp]) -> Floats:
         """Until on demand alone could not finish any more, after one more interruption."""
         margin = self.saves.interval_s + 2 * self.saves.save_s + 2 * self.saves.restart_s
         return np.asarray(self.deadline_s - self.wall[who] - self.left[who] - margin)
 
-    def with_capacity(self, who: NDArray[np.intp], spell: Floats) -> NDArray[np.intp]:
+    def on(self, who: NDArray[np.intp], spell: Floats) -> NDArray[np.intp]:
         """A spell of spot capacity for each of these runs; returns those that have not ended."""
-        saves = self.saves
-        if (
-            self.falls_back
-        ):  # every checkpoint takes from the slack: leave before an interruption could make it late
-            n_saves = np.floor(np.maximum(self.slack_s(who), 0.0) / max(saves.save_s, 1e-9))
-            most = (self.restart[who] + n_saves * (saves.interval_s + saves.save_s)) * (n_saves > 0)
-            spell = np.minimum(spell, most)
-        ends, used, kept = saves.spend(spell, self.left[who], self.restart[who])
+        saves, restart = self.saves, self.restart[who]
+        # every checkpoint takes from the slack: leave before an interruption could make it late
+        n_saves = np.floor(np.maximum(self.slack_s(who), 0.0) / max(saves.save_s, 1e-9))
+        spell = np.minimum(
+            spell, (restart + n_saves * (saves.interval_s + saves.save_s)) * (n_saves > 0)
+        )
+        needed = restart + saves.needed_s(self.left[who])
+        ends, used = spell >= needed, np.minimum(spell, needed)
         self.spot[who] += used
         self.wall[who] += used
-        self.left[who] -= kept
-        self.restart[who] = np.where(used > 0, saves.restart_s, self.restart[who])
+        self.left[who] -= np.where(ends, self.left[who], saves.kept_s(spell, restart))
+        self.restart[who] = np.where(used > 0, saves.restart_s, restart)
         return who[~ends]
 
-    def without_capacity(self, who: NDArray[np.intp], down_s: Floats) -> NDArray[np.intp]:
+    def off(self, who: NDArray[np.intp], down_s: Floats) -> NDArray[np.intp]:
         """So long without spot capacity; returns those that have not ended on demand."""
-        if not self.falls_back:
-            self.wall[who] += down_s
-            return who
+        down_s = np.broadcast_to(down_s, who.shape)
         ahead = (self.work_s - self.left[who]) / self.work_s * self.deadline_s - self.wall[who]
         last_call, restart_s, save_s = self.slack_s(who), self.restart[who], self.saves.save_s
         idle = np.clip(np.minimum(ahead, last_call), 0.0, down_s)
         finish = restart_s + self.left[who] + save_s
         ends = (last_call <= idle) | (idle + finish <= down_s)
         own_s = np.where(ends, finish, down_s - idle)
-        self.left[who] = np.where(
-            ends, 0.0, self.left[who] - np.maximum(0.0, own_s - restart_s - save_s)
-        )
+        done = np.maximum(0.0, own_s - restart_s - save_s)
+        self.left[who] = np.where(ends, 0.0, self.left[who] - done)
         self.own[who] += own_s
         self.wall[who] += idle + own_s
         self.restart[who] = np.where(own_s > 0, self.saves.restart_s, restart_s)
         return who[~ends]
 
 
+# ---- traces ----
+
+
+class Spell(NamedTuple):
+    """One stretch of a trace. A censored one was under way when the trace ended."""
+
+    length_s: float
+    ended_at_s: float
+    is_censored: bool = False
+
+
+def spells_of(
+    available: Sequence[int], gap_s: float, nodes: int = 1
+) -> tuple[list[Spell], list[Spell]]:
+    """Up and down spells of a trace, one number per `gap_s`; up means `nodes` or more.
+
+    The spell that was under way when the trace began is dropped, because its age is unknown, unless
+    it is the only one of its kind; the last is censored.
+    """
+    is_up = np.asarray(available) >= nodes
+    edges = np.r_[0, np.flatnonzero(np.diff(is_up)) + 1, len(is_up)]
+    found: dict[bool, list[Spell]] = {True: [], False: []}
+    for begin, end in itertools.pairwise(edges):
+        spell = Spell((end - begin) * gap_s, end * gap_s, end == len(is_up))
+        found[bool(is_up[begin])].append(spell)
+    for spells in found.values():
+        if len(spells) > 1 and spells[0].length_s == spells[0].ended_at_s:
+            del spells[0]
+    return found[True], found[False]
+
+
+def fit_spells(spells: Sequence[Spell], half_life_s: float = math.inf) -> tuple[Spells, float]:
+    """The law of spells (Kaplan-Meier) and how many it rests on.
+
+    A spell that ended `half_life_s` before another counts half as much. When the longest is
+    censored, it is taken to end there (Efron's rule), which makes spells too short, not too long.
+    """
+    ordered = sorted(spells, key=lambda spell: (spell.length_s, spell.is_censored))
+    length = np.array([spell.length_s for spell in ordered], float)
+    ended = np.array([not spell.is_censored for spell in ordered])
+    at = np.array([spell.ended_at_s for spell in ordered])
+    weight = 0.5 ** ((at.max() - at) / half_life_s)
+    seen = weight * ended
+    n = float(seen.sum() ** 2 / (seen @ seen)) if seen.any() else 1.0
+    ended[-1] = True
+    stays = np.where(ended, 1 - weight / np.cumsum(weight[::-1])[::-1], 1.0)
+    stays[-1] = 0.0
+    share = np.r_[1.0, np.cumprod(stays)[:-1]] * (1 - stays)
+    return Spells(length[ended], share[ended] / share.sum()), max(1.0, n)
+
+
+def fit(up: Sequence[Spell], down: Sequence[Spell], half_life_s: float = math.inf) -> Interruptions:
+    """The model of a zone from its spells."""
+    if not up:
+        raise InputError("the trace has no capacity at all", to_do="use another zone")
+    law, n_spells = fit_spells(up, half_life_s)
+    below = fit_spells(down, half_life_s)[0] if down else None
+    return Interruptions(law, below, n_spells, _facts()["drift"])
+
+
+def drawn_together(zones: Sequence[Interruptions], share: float) -> list[Interruptions]:
+    """Zones of one kind of node, each with its mean spells moved `share` of the way, in logarithms,
+    to those of all: the far ones come back (shrinkage, James and Stein, 1961).
+    """
+    up = np.mean([math.log(zone.up.mean_s) for zone in zones])
+    down = [math.log(zone.down.mean_s) for zone in zones if zone.down]
+    drawn = []
+    for zone in zones:
+        longer = math.exp(share * (up - math.log(zone.up.mean_s)))
+        wait = zone.down
+        if wait:
+            wait = wait.stretched(math.exp(share * (np.mean(down) - math.log(wait.mean_s))))
+        drawn.append(replace(zone, up=zone.up.stretched(longer), down=wait))
+    return drawn
+
+
 @dataclass(frozen=True)
-class Way:
-    """One way to buy the hours: `spot`, `on demand` or `mixture`; mean dollars and hours, chance to
-    meet the deadline.
+class Trace:
+    """Instances available in one zone, one number per `gap_s`. Its name says zone and GPU, and ends
+    in the GPUs of an instance: `us-east-1a_v100_1`.
     """
 
-    kind: str
-    usd: float
-    wall_s: float
-    chance: float
+    name: str
+    gap_s: int
+    available: tuple[int, ...]
+    until: datetime | None = None
+    """When it ends, where it says so (`metadata.until`)."""
+
+    def state(self, at: int | None = None) -> Now:
+        """What the zone is like at the end, or at place `at` of the trace."""
+        is_up = np.asarray(self.available[: None if at is None else at + 1]) > 0
+        changes = np.flatnonzero(np.diff(is_up))
+        n_alike = len(is_up) - (int(changes[-1]) + 1 if len(changes) else 0)
+        return Now(bool(is_up[-1]), (n_alike - 1) * float(self.gap_s))
+
+    @property
+    def kind(self) -> tuple[str, str, int]:
+        """Zone, GPU by the catalog (empty where none is named), and GPUs of an instance."""
+        zone, *words = Path(self.name).name.split("_")
+        try:
+            gpu = _plain(find_gpu(words[0]).name) if words else ""
+        except InputError:
+            gpu = ""
+        size = re.search(r"_(\d+)$", Path(self.name).name)
+        return zone.lower(), gpu, max(1, int(size[1])) if size else 1
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The way to take, why, and all ways."""
-
-    best: Way
-    why: str
-    ways: tuple[Way, ...]
+def _plain(gpu: str) -> str:
+    """V100-16GB and V100-32GB are taken away alike."""
+    return gpu.split("-")[0]
 
 
-def choose(
-    work_s: float,
-    saves: SaveSchedule,
-    zone: Interruptions,
-    *,
-    spot_usd_per_h: float,
-    on_demand_usd_per_h: float,
-    deadline_s: float = math.inf,
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> Choice:
-    """The cheapest way whose chance to meet the deadline is at least `confidence`. On demand is
-    counted without checkpoints.
+def read_traces(folder: Path) -> list[Trace]:
+    """Every trace under a folder: JSON, {"metadata": {"gap_seconds": g}, "data": [1, 0, ...]}."""
+    shape = 'each is {"metadata": {"gap_seconds": 60}, "data": [1, 0, ...]}'
+    traces = []
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            content: Any = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError("not a trace: no JSON", where=str(path), to_do=shape) from error
+        about = content.get("metadata", {}) if isinstance(content, dict) else {}
+        if "gap_seconds" not in about or "data" not in content:
+            continue
+        gap_s, data, until = about["gap_seconds"], content["data"], about.get("until")
+        try:
+            numbers = tuple(int(n) for n in data if isinstance(n, int) and n >= 0)
+            is_whole = 0 < len(numbers) == len(data) and gap_s > 0
+        except TypeError:
+            is_whole = False
+        if not is_whole:
+            raise InputError("a trace that can't be read", where=str(path), to_do=shape)
+        try:
+            moment = None if until is None else datetime.fromisoformat(until).astimezone()
+        except (TypeError, ValueError):
+            what = f"metadata.until is no moment: {until}"
+            raise InputError(what, where=str(path), to_do="e.g. 2026-11-22T12:00:00Z") from None
+        name = str(path.relative_to(folder).with_suffix(""))
+        traces.append(Trace(name, int(gap_s), numbers, moment))
+    if not traces:
+        raise InputError("no traces there", where=str(folder), to_do=shape)
+    return traces
 
-    Without a deadline there is no mixture: nothing says how long to wait. When no way is sure, the
-    likeliest is taken.
+
+def hazards(
+    traces: list[Trace], now: datetime | None = None
+) -> tuple[Callable[[Offer], Interruptions], str]:
+    """The law of an offer's spot capacity, and words on it: its zone's or region's where traced,
+    scaled by node size; else the prior. A trace that has just ended says what its zone is like.
     """
-    likely = expect(work_s, saves, zone)
-    spot_usd, own_usd = likely.billed_s / 3600 * spot_usd_per_h, work_s / 3600 * on_demand_usd_per_h
-    ways = [Way("on demand", own_usd, work_s, float(work_s <= deadline_s))]
-    if math.isinf(deadline_s):
-        ways.append(Way("spot", spot_usd, likely.wall_s, float(math.isfinite(likely.billed_s))))
-    else:
-        drawn = _drawn(work_s, saves, zone, deadline_s, seed)
-        usd = (drawn.spot_s * spot_usd_per_h + drawn.on_demand_s * on_demand_usd_per_h) / 3600
-        ways.append(Way("spot", spot_usd, likely.wall_s, drawn.chance_alone))
-        ways.append(Way("mixture", usd, drawn.wall_s, drawn.chance))
-    sure_ways = [way for way in ways if way.chance >= confidence]
-    best = (
-        min(sure_ways, key=lambda way: way.usd)
-        if sure_ways
-        else max(ways, key=lambda way: (way.chance, -way.usd))
+    groups: dict[tuple[str, int], list[Trace]] = {}
+    for trace in traces:
+        if trace.kind[1] and max(trace.available) > 0:
+            groups.setdefault(trace.kind[1:], []).append(trace)
+    known: dict[tuple[str, str, int], Interruptions] = {}
+    n_recent = 0
+    for group in groups.values():
+        zones = [fit(*spells_of(t.available, t.gap_s), half_life_s=HALF_LIFE_S) for t in group]
+        for trace, zone in zip(group, drawn_together(zones, SHARE), strict=True):
+            gap = abs((now - trace.until).total_seconds()) if now and trace.until else math.inf
+            n_recent += gap <= RECENT_S
+            known[trace.kind] = replace(zone, now=trace.state()) if gap <= RECENT_S else zone
+
+    @functools.cache
+    def of(gpu: str, n_gpus: int, region: str, zone: str) -> Interruptions:
+        sizes = sorted({n for _, kind, n in known if kind == gpu}, key=lambda n: abs(n - n_gpus))
+        for n in sizes:
+            law = known.get((zone, gpu, n)) or known.get((region, gpu, n))
+            if law is None and region and not zone:  # any zone of it will do: the middle one
+                laws = [
+                    known[key] for key in known if key[1:] == (gpu, n) and key[0].startswith(region)
+                ]
+                laws.sort(key=lambda one: one.up.mean_s)
+                law = laws[len(laws) // 2] if laws else None
+            if law is not None:
+                return law if n == n_gpus else law.for_node(n_gpus, n)
+        return prior(n_gpus)
+
+    words = (
+        f"spot capacity from {plural(len(known), 'trace')} where zone and GPU are traced, "
+        "else from the prior"
     )
-    return Choice(best, _why(best, ways, confidence, bool(sure_ways)), tuple(ways))
-
-
-class _Drawn(NamedTuple):
-    """Means of drawn paths that fall back on demand, and chances to meet the deadline."""
-
-    chance_alone: float
-    """Of spot that does not fall back."""
-    chance: float
-    spot_s: float
-    on_demand_s: float
-    wall_s: float
-
-
-@functools.lru_cache(maxsize=4096)
-def _drawn(
-    work_s: float, saves: SaveSchedule, zone: Interruptions, deadline_s: float, seed: int
-) -> _Drawn:
-    """Hangs on no price, so that offers of one machine share it."""
-    alone = draw_paths(work_s, saves, zone, deadline_s=deadline_s, seed=seed)
-    mixed = draw_paths(work_s, saves, zone, deadline_s=deadline_s, seed=seed, falls_back=True)
-    return _Drawn(
-        alone.chance_by(deadline_s),
-        mixed.chance_by(deadline_s),
-        float(mixed.spot_s.mean()),
-        float(mixed.on_demand_s.mean()),
-        float(mixed.wall_s.mean()),
-    )
-
-
-def _why(best: Way, ways: Sequence[Way], confidence: float, is_sure: bool) -> str:
-    own, spot = ways[0], ways[1]
-    if not is_sure:
-        return (
-            f"no way meets the deadline with {confidence:.0%}; {best.kind} is likeliest, with"
-            f" {best.chance:.0%}"
-        )
-    if best is own:
-        if spot.usd >= own.usd:
-            return (
-                f"spot costs {say_usd(spot.usd)} with what it loses, on demand {say_usd(own.usd)}"
-            )
-        return (
-            f"spot meets the deadline only with {spot.chance:.0%}, and nothing cheaper with"
-            f" {confidence:.0%}"
-        )
-    saved = f"saves {1 - best.usd / own.usd:.0%} of {say_usd(own.usd)} on demand"
-    if best is spot:
-        return f"spot {saved}, interruptions counted"
-    return (
-        f"spot alone meets the deadline with {spot.chance:.0%}; with on demand when it falls behind"
-        f" it {saved}"
-    )
+    if n_recent:
+        words += f"; {plural(n_recent, 'zone')} as it is now"
+    return lambda o: of(_plain(o.gpu), o.n_gpus, o.region.lower(), o.zone.lower()), words

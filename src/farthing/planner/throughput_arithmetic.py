@@ -16,7 +16,7 @@ from typing import Any
 
 from farthing.errors import InputError
 from farthing.planner.ownership import faster, hours_of, needed_samples_per_min, run_on_rent
-from farthing.planner.pricing import LONGEST_INTERVAL_S
+from farthing.planner.price import LONGEST_INTERVAL_S
 from farthing.units import parse_hours, parse_share, say_seconds, say_usd
 
 MUCH_FASTER = 1.5  # than the plan expects: from here on it is said
@@ -146,6 +146,8 @@ class Known:
     """The memory that an hour is paid by, where it is paid by that."""
     machine: str = ""
     """The first choice, with ..."""
+    n_gpus: int = 1
+    """... so many GPUs, ..."""
     samples_per_min: float = 0.0
     """... the throughput that the plan expects there, and ..."""
     share_of_peak: float = 0.0
@@ -200,9 +202,10 @@ def by_hand(figures: OwnFigures, known: Known) -> ByHand:
     if rate is None and figures.tokens_per_s is not None:
         rate = figures.tokens_per_s * 60 / max(1.0, known.tokens_per_sample)
     if cap is not None:
-        needed = needed_samples_per_min(known.n_samples, known.n_epochs, cap)
+        needed = needed_samples_per_min(known.n_samples, known.n_epochs, cap, known.n_gpus)
+        of_several = f" with {known.n_gpus} GPUs" if known.n_gpus > 1 else ""
         found = found.and_say(
-            f"{cap:g} GPU-hours are enough at {needed:,.0f} samples/min",
+            f"{cap:g} GPU-hours are enough at {needed:,.0f} samples/min{of_several}",
             needed_samples_per_min=needed,
         )
     if rate is not None:
@@ -241,7 +244,7 @@ def _with_bill(found: ByHand, known: Known, rate: float, hours: float) -> ByHand
         price_hours=run_on_rent(1.0, hours),
         usd=usd,
         units=units,
-        fits_the_cap=None if cap is None else hours <= cap,
+        fits_the_cap=None if cap is None else hours * known.n_gpus <= cap,
     )
 
 

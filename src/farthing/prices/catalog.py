@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from farthing.errors import InputError
 from farthing.prices.formats import read_prices
-from farthing.prices.gpus import FACTS, did_you_mean, find_gpu, name_key
+from farthing.prices.gpus import did_you_mean, find_gpu, name_key
 from farthing.prices.offers import KINDS, Offer
+from farthing.tables import FACTS
 from farthing.units import plural
 
 STALE_AFTER_DAYS = 30

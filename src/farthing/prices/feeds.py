@@ -30,9 +30,9 @@ from farthing.addresses import without_secrets
 from farthing.errors import FeedsUnavailableError, InputError
 from farthing.prices.catalog import read_feed, read_refreshed
 from farthing.prices.formats import COLUMNS
-from farthing.prices.gpus import facts
 from farthing.prices.offers import Offer
 from farthing.storage.files import write_text
+from farthing.tables import facts
 from farthing.units import plural
 
 MAX_FEED_BYTES = 96 << 20

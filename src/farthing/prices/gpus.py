@@ -6,24 +6,17 @@ Refuses to guess: a name that is not known is an error that says what is near it
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Mapping
 from datetime import date
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from farthing.errors import InputError
+from farthing.tables import facts
 
-FACTS = Path(__file__).parents[1] / "facts"
 _MEMORY_TOLERANCE = 0.12  # marketing says 24 GB where the driver shows 22.5 GiB
-
-
-def facts(name: str) -> list[dict[str, str]]:
-    """The rows of a table of facts."""
-    return list(csv.DictReader((FACTS / f"{name}.csv").read_text(encoding="utf-8").splitlines()))
 
 
 class Gpu(NamedTuple):

@@ -9,7 +9,8 @@ from datetime import date
 from functools import cache
 from typing import NamedTuple
 
-from farthing.prices.gpus import facts, gpus
+from farthing.prices.gpus import gpus
+from farthing.tables import facts
 
 UNITS = ("machine_hour", "gb_hour", "run", "million_tokens")
 KINDS = ("on-demand", "spot")

@@ -1,50 +1,164 @@
-"""A plan as plain values: what `farthing plan --json` prints, and all that its drawings know.
+"""A plan as typed values: what `farthing plan --json` prints, and all that its drawings know.
 
 The same study gives the same bytes. Offers that differ only in where they stand are one choice,
-told by the cheapest. Refuses to decide (`plan` has), to draw, and to look at a clock, a file or the
-network.
+told by the cheapest.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import farthing
-from farthing.data.lengths import Lengths
-from farthing.planner.confidence import how_sure
+from farthing.planner.ownership import saving
+from farthing.planner.ranges import how_sure
 from farthing.planner.serving import Traffic
 from farthing.planner.throughput_arithmetic import ByHand, Known, OwnFigures, by_hand
-from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
+from farthing.planner.types import AGED_PRICE_DAYS, HERE, OLD_PRICE_DAYS, OWN, Plan, Range, Rejected
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
+from farthing.report.plan_asides import (
+    OwnMachine,
+    Paid,
+    Runs,
+    Savings,
+    Service,
+    ServingView,
+    Years,
+    own_machine,
+    runs_of,
+    savings_of,
+    services_of,
+    serving_of,
+    years_of,
+)
+from farthing.report.plan_types import (
+    RENTED,
+    Choice,
+    Elsewhere,
+    JobView,
+    Limits,
+    MemoryView,
+    Prices,
+    RecipeView,
+    Refused,
+    SpotView,
+    StepView,
+    machine_name,
+)
+from farthing.report.plan_words import (
+    cost_range,
+    say_cost,
+    say_saving,
+    time_range,
+)
 from farthing.storage.files import Json
 from farthing.units import plural, say_bytes, say_seconds
 
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
-from farthing.report.plan_beside import UNTRIED, UNTRIED_ALONE, sooner, spot_or_not, two_or_one
-from farthing.report.plan_own import own_machine, years_of
-from farthing.report.plan_savings import methods_view, runs_view, savings_view
-from farthing.report.plan_services import paid_view, services
-from farthing.report.plan_serving import serving_view
-from farthing.report.plan_words import (
-    LOCAL,
-    OWN,
-    RENTED,
-    cause_of,
-    has_price,
-    hours_in_words,
-    machine_of,
-    say_cost,
-    usd_in_words,
-    what_to_do,
-)
 
 KIND = "farthing plan"
+UNTRIED = "farthing was not run on several real GPUs so far"
+UNTRIED_ALONE = "weights in main memory were not tried with a real GPU so far"
+SOONER_AT_MOST = 2.0  # times the dollars of the best
+N_CHOICES, N_REJECTED, N_NEAREST = 20, 20, 3  # in JSON without --all
+
+
+@dataclass(frozen=True)
+class Here:
+    """This machine: a plan, or why not."""
+
+    name: str
+    rank: int | None
+    words: str
+    reason: str = ""
+    change: str = ""
+
+
+@dataclass(frozen=True)
+class Against:
+    """One choice against another."""
+
+    rank: int
+    other_rank: int
+    saved_usd: float
+    saved_share: float | None
+    words: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two choices side by side: figures of both with the ratio b / a, and the same as text."""
+
+    a: str
+    b: str
+    rows: dict[str, dict[str, float | None]]
+    table: tuple[tuple[str, ...], ...]
+    saved_usd: float
+    saved_share: float | None
+    words: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """The first choice by a method."""
+
+    method: str
+    is_asked: bool
+    usd: float | None
+    hours: float | None
+    where: str
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """Everything a plan says."""
+
+    kind: str
+    version: str
+    date: str
+    job: JobView
+    prices: Prices
+    assumptions: tuple[str, ...]
+    notes: tuple[str, ...]
+    data_notes: tuple[str, ...]
+    answer: str
+    best: Choice | None
+    n_offers: int
+    n_plans: int
+    n_choices: int
+    plans: tuple[Choice, ...]
+    here: Here | None
+    sooner: Against | None
+    spot_or_not: Against | None
+    two_or_one: Against | None
+    nearest: tuple[Refused, ...]
+    rejected: tuple[Refused, ...]
+    managed: tuple[Service, ...]
+    savings: Savings | None
+    methods: tuple[Method, ...]
+    own: tuple[OwnMachine, ...] = ()
+    years: Years | None = None
+    by_hand: ByHand | None = None
+    runs: Runs | None = None
+    serving: ServingView | None = None
+    paid: Paid | None = None
+    comparison: Compared | None = None
+
+    def to_json(self, *, is_whole: bool = True, limit: int | None = None) -> Json:
+        """Plain values; else than whole, with the first choices and the nearest refusals."""
+        plans, rejected = self.plans, self.rejected
+        if not is_whole:
+            plans = tuple(replace(one, also_at=()) for one in plans[:N_CHOICES])
+            rejected = rejected[:N_REJECTED]
+        if limit:
+            plans = self.plans[:limit]
+        found = asdict(replace(self, plans=plans, rejected=rejected))
+        found["by_hand"] = self.by_hand and self.by_hand.to_json()
+        return dict(_plain(found))
 
 
 def plan_view(
@@ -54,73 +168,110 @@ def plan_view(
     traffic: Traffic | None = None,
     n_runs: int | None = None,
     paid_usd: float | None = None,
-) -> Json:
-    """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year,
-    `figures` what somebody knows of the run from elsewhere, `traffic` what answering with the model
-    costs, `n_runs` what so many runs come to,
-    `paid_usd` what somebody paid for it.
-
-    Ranges are [low, likely, high]: 4 of 5 runs are in between. What a sum consists of is a mapping
-    by name.
+) -> PlanView:
+    """The view of a study, with what is asked for beside it: a project of so many runs a month,
+    figures of one's own, a traffic to serve, so many runs, and what somebody paid.
     """
-    choices = _choices(study.answer.plans)
-    rows = [
-        plain(_plan(i, group, study.law, study.wanted.shape.model_type))
-        for i, group in enumerate(choices, 1)
-    ]
-    best = rows[0] if rows else None
-    view = {
-        "kind": KIND,
-        "version": farthing.__version__,
-        "date": study.today.isoformat(),
-        "job": _job(study),
-        "prices": _prices(study),
-        "assumptions": list(study.assumptions.in_words()),
-        "notes": list(study.notes),
-        "data_notes": list(
-            dict.fromkeys(note for each in _lengths_of(study) for note in each.notes)
-        ),
-        "answer": "",
-        "best": best,
-        "n_offers": _n_offers(study),
-        "n_plans": len(study.answer.plans),
-        "n_choices": len(rows),
-        "plans": rows,
-        "here": _here(rows, study),
-        "sooner": sooner(best, rows),
-        "spot_or_not": spot_or_not(rows),
-        "two_or_one": two_or_one(rows),
-        "nearest": [_rejected([one]) for one in _nearest(study.answer.rejected)],
-        "rejected": _grouped(study.answer.rejected),
-        "managed": services(study),
-        "savings": savings_view(study),
-        "methods": methods_view(study),
-    }
-    view["answer"] = _answer(best, rows, study)
-    view["own"] = [own_machine(owned, rows, study, runs_per_month) for owned in study.own]
-    view["years"] = years_of(rows, view, study, runs_per_month) if runs_per_month else None
-    found = _by_hand(study, figures or OwnFigures(), best)
-    view["by_hand"] = None if found is None else found.to_json()
-    view["runs"] = runs_view(view, n_runs) if n_runs else None
-    view["serving"] = serving_view(study, traffic) if traffic is not None else None
-    view["paid"] = None if paid_usd is None else paid_view(best, paid_usd)
-    return dict(plain(view))
+    answer, wanted = study.answer, study.wanted
+    groups: dict[tuple[object, ...], list[Plan]] = {}
+    for plan in answer.plans:
+        o = plan.offer
+        which = "" if plan.is_rented else o.instance
+        groups.setdefault((o.provider, o.gpu, o.n_gpus, o.is_spot, which), []).append(plan)
+    choices = tuple(_choice(n, group, study.law) for n, group in enumerate(groups.values(), 1))
+    best = choices[0] if choices else None
+    managed = services_of(study)
+    held_out = wanted.eval_lengths
+    data_notes = [*wanted.lengths.notes, *(held_out.notes if held_out else ())]
+    prices = study.catalog
+    ages = dict(zip(("newest", "median", "oldest"), prices.ages_days, strict=True))
+    view = PlanView(
+        kind=KIND,
+        version=farthing.__version__,
+        date=study.today.isoformat(),
+        job=_job(study),
+        prices=Prices(prices.words, prices.where, prices.is_stale, ages),
+        assumptions=tuple(study.assumptions.in_words()),
+        notes=study.notes,
+        data_notes=tuple(dict.fromkeys(data_notes)),
+        answer=_answer(best, choices, study),
+        best=best,
+        n_offers=len(answer.plans) + len(answer.rejected),
+        n_plans=len(answer.plans),
+        n_choices=len(choices),
+        plans=choices,
+        here=_here(choices, study),
+        sooner=_sooner(best, choices),
+        spot_or_not=_spot_or_not(choices),
+        two_or_one=_two_or_one(choices),
+        nearest=tuple(_refused([one]) for one in _nearest(answer.rejected)),
+        rejected=_grouped(answer.rejected),
+        managed=managed,
+        savings=savings_of(study),
+        methods=_methods(study),
+        own=tuple(own_machine(owned, choices, study, runs_per_month) for owned in study.own),
+        by_hand=_by_hand(study, figures or OwnFigures(), best),
+        serving=serving_of(study, traffic) if traffic is not None else None,
+        paid=None if paid_usd is None else Paid.of(paid_usd, best.total_usd if best else None),
+    )
+    if n_runs:
+        view = replace(view, runs=runs_of(n_runs, best, view.savings, managed, view.paid))
+    if runs_per_month:
+        years = years_of(choices, view.own, study.own, managed, runs_per_month, view.paid)
+        view = replace(view, years=years)
+    return view
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Values that JSON has: numbers of numpy become Python's, what is not finite becomes null."""
     if value is None or isinstance(value, str | int):  # most are leaves
         return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict") and not isinstance(value, Range):
+        return _plain(value._asdict())
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [_plain(one) for one in value]
     number = float(value)
     return float(f"{number:.10g}") if math.isfinite(number) else None
 
 
-def _by_hand(study: Study, figures: OwnFigures, best: Any) -> ByHand | None:
-    """What somebody's own figures come to; the throughput that the job's cap on GPU-hours asks for."""  # noqa: E501
+def _job(study: Study) -> JobView:
+    job, wanted = study.job, study.wanted
+    lengths, held_out, is_dated = wanted.lengths, wanted.eval_lengths, wanted.deadline_s is not None
+    return JobView(
+        model=job.model.model_name_or_path,
+        revision=job.model.revision,
+        task=job.task,
+        method=wanted.method,
+        optimizer=wanted.optim,
+        n_parameters=wanted.shape.n_parameters,
+        n_trainable=wanted.n_trainable,
+        n_labels=lengths.n_labels,
+        n_examples=lengths.n_examples,
+        n_epochs=None if wanted.max_steps is not None else wanted.n_epochs,
+        n_steps=wanted.n_steps,
+        global_batch=wanted.global_batch,
+        mean_tokens=wanted.tokens_per_example,
+        longest_tokens=lengths.longest_example,
+        longest_target_tokens=lengths.longest_target or None,
+        n_tokens=wanted.n_tokens,
+        lengths_are_exact=lengths.is_exact,
+        lengths_source=lengths.source,
+        n_evaluations=wanted.n_evaluations,
+        n_eval_examples=held_out.n_examples if held_out is not None else 0,
+        limits=Limits(
+            wanted.max_usd,
+            wanted.max_hours,
+            wanted.max_gpu_hours,
+            wanted.deadline_s,
+            wanted.confidence if is_dated else None,
+        ),
+    )
+
+
+def _by_hand(study: Study, figures: OwnFigures, best: Choice | None) -> ByHand | None:
+    """What somebody's own figures come to; the throughput that the job's cap on GPU-hours asks."""
     wanted, plan = study.wanted, study.answer.best
     if not figures.is_any and wanted.max_gpu_hours is None:
         return None
@@ -134,398 +285,329 @@ def _by_hand(study: Study, figures: OwnFigures, best: Any) -> ByHand | None:
     if wanted.max_steps is not None:
         known = replace(known, n_samples=wanted.n_steps * wanted.global_batch, n_epochs=1.0)
     if best is not None and plan is not None:
+        peak = gpus()[plan.offer.gpu].flops.get(plan.recipe.precision) if plan.offer.gpu else None
+        step = plan.on.step
+        reached = step.flops / step.seconds / (peak * plan.recipe.n_gpus) if peak else 0.0
         known = replace(
             known,
-            usd_per_hour=best["usd_per_hour"] if best["kind"] in RENTED else None,
-            paid_gb=best["paid_gb"],
-            machine=best["name"],
-            samples_per_min=wanted.global_batch / plan.step.seconds * 60,
-            share_of_peak=_share_of_peak(plan),
+            save_every_s=known.save_every_s or plan.interval_s,
+            usd_per_hour=best.usd_per_hour if best.is_rented else None,
+            paid_gb=best.paid_gb,
+            machine=best.name,
+            n_gpus=plan.recipe.n_gpus,
+            samples_per_min=wanted.global_batch / step.seconds * 60,
+            share_of_peak=reached,
         )
     return by_hand(figures, known)
 
 
-def _share_of_peak(plan: Plan) -> float:
-    """What a step reaches of the peak rate of its GPUs; 0 where that is not known."""
-    gpu = gpus().get(plan.offer.gpu)
-    peak = gpu.flops.get(plan.recipe.precision) if gpu is not None else None
-    return plan.step.flops / plan.step.seconds / (peak * plan.recipe.n_gpus) if peak else 0.0
+# ---- choices ----
 
 
-# ---- the job, the prices ----
+def kind_of(offer: Offer) -> str:
+    return {HERE: "here", OWN: "own"}.get(offer.provider, offer.kind)
 
 
-def _job(study: Study) -> Json:
-    job, wanted = study.job, study.wanted
-    shape, lengths = wanted.shape, wanted.lengths
-    return {
-        "model": job.model.model_name_or_path,
-        "revision": job.model.revision,
-        "task": job.task,
-        "method": wanted.method,
-        "optimizer": wanted.optim,
-        "n_parameters": shape.n_parameters,
-        "n_trainable": wanted.n_trainable,
-        "n_examples": lengths.n_examples,
-        "n_epochs": None if wanted.max_steps is not None else wanted.n_epochs,
-        "n_steps": study.answer.n_steps,
-        "global_batch": wanted.global_batch,
-        "mean_tokens": wanted.tokens_per_example,
-        "longest_tokens": lengths.longest_example,
-        "longest_target_tokens": lengths.longest_target or None,
-        "n_tokens": study.answer.n_steps * wanted.global_batch * wanted.tokens_per_example,
-        "lengths_are_exact": lengths.is_exact,
-        "lengths_source": lengths.source,
-        "n_evaluations": wanted.n_evaluations,
-        "n_eval_examples": wanted.eval_lengths.n_examples if wanted.eval_lengths is not None else 0,
-        "limits": {
-            "max_usd": wanted.max_usd,
-            "max_hours": wanted.max_hours,
-            "max_gpu_hours": wanted.max_gpu_hours,
-            "deadline_s": wanted.deadline_s,
-            "confidence": wanted.confidence if wanted.deadline_s is not None else None,
-        },
+def _choice(rank: int, group: Sequence[Plan], law: str) -> Choice:
+    plan, offer, on, step = group[0], group[0].offer, group[0].on, group[0].on.step
+    n_gpus, gpu, kind = max(1, offer.n_gpus), on.machine.gpu, kind_of(offer)
+    notes = plan.why, plan.mixture, on.machine.precision_note
+    name = {
+        "here": f"{HERE} ({machine_name(n_gpus, gpu)})",
+        "own": f"own {machine_name(n_gpus, gpu)}",
     }
-
-
-def _prices(study: Study) -> Json:
-    found = study.catalog
-    ages = dict(zip(("newest", "median", "oldest"), found.ages_days, strict=True))
-    return {
-        "words": found.words,
-        "where": found.where,
-        "is_stale": found.is_stale,
-        "age_days": ages,
-    }
-
-
-def _choices(plans: Iterable[Plan]) -> list[list[Plan]]:
-    """Plans that differ only in region, zone and instance together, in the order of the first of
-    each.
-    """
-    groups: dict[Any, list[Plan]] = {}
-    for plan in plans:
-        offer = plan.offer
-        which = offer.instance if offer.provider in (LOCAL, OWN) else ""
-        groups.setdefault(
-            (offer.provider, offer.gpu, offer.n_gpus, offer.is_spot, which), []
-        ).append(plan)
-    return list(groups.values())
-
-
-def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> Json:
-    plan, offer, step = group[0], group[0].offer, group[0].step
-    return {
-        "rank": rank,
-        "name": _name(plan),
-        "provider": offer.provider,
-        "instance": offer.instance,
-        "gpu": plan.place.device.name,
-        "is_cpu": not plan.place.is_cuda,
-        "n_gpus": max(1, offer.n_gpus),
-        "region": offer.region,
-        "zone": offer.zone,
-        "kind": _kind(offer),
-        "usd_per_hour": offer.usd_per_hour,
-        "usd_per_gpu_hour": (
-            None if offer.usd_per_hour is None else offer.usd_per_hour / max(1, offer.n_gpus)
+    spot = None
+    if plan.spot is not None:
+        s = plan.spot
+        times = s.checkpoint_s, s.restart_s, s.lost_s, s.waiting_s, s.n_interruptions
+        spot = SpotView(*times, plan.interval_s, law, plan.mixture)
+    return Choice(
+        rank=rank,
+        name=name.get(kind, f"{n_gpus}x {gpu} {kind.replace('-', ' ')} at {offer.provider}"),
+        provider=offer.provider,
+        instance=offer.instance,
+        gpu=gpu,
+        is_cpu=not on.machine.is_cuda,
+        n_gpus=n_gpus,
+        region=offer.region,
+        zone=offer.zone,
+        kind=kind,
+        usd_per_hour=offer.usd_per_hour,
+        usd_per_gpu_hour=None if offer.usd_per_hour is None else offer.usd_per_hour / n_gpus,
+        paid_gb=n_gpus * gpus()[gpu].memory_gib if offer.unit == "gb_hour" else None,
+        price_source=offer.source,
+        price_date=offer.date.isoformat(),
+        price_age_days=plan.price_age_days,
+        price_is="from" if plan.is_from_price else "",
+        price_notes=tuple(price_notes(plan)),
+        recipe=_recipe(plan),
+        memory=_memory(plan),
+        seconds=plan.seconds,
+        wall_s=plan.wall_s,
+        hours=plan.wall_s / 3600,
+        hours_range=plan.hours_range,
+        step=StepView(
+            step.seconds,
+            step.parts,
+            step.tokens_per_s,
+            min(1.0, step.n_tokens / max(1.0, step.n_padded_tokens)),
+            step.flops / step.seconds,
         ),
-        "paid_gb": offer.n_gpus * gpus()[offer.gpu].memory_gib if offer.unit == "gb_hour" else None,
-        "price_source": offer.source,
-        "price_date": offer.date.isoformat(),
-        "price_age_days": plan.place.price_age_days,
-        "price_is": "from" if plan.place.is_from_price else "",
-        "price_notes": price_notes(plan),
-        "recipe": _recipe(plan),
-        "memory": _memory(plan),
-        "seconds": plan.seconds,
-        "wall_s": plan.wall_s,
-        "hours": plan.wall_s / 3600,
-        "hours_range": plan.hours_range.as_list(),
-        "step": {
-            "seconds": step.seconds,
-            "parts": step.parts,
-            "tokens_per_s": step.tokens_per_s,
-            "useful_share": min(1.0, step.n_tokens / max(1.0, step.n_padded_tokens)),
-            "flops_per_s": step.flops / step.seconds,
-        },
-        "usd": plan.usd,
-        "total_usd": plan.total_usd,
-        "usd_range": plan.usd_range.as_list(),
-        "up_front_usd": up_front(plan),
-        "save_every_s": plan.interval_s,
-        "spot": _spot(plan, law),
-        "chance": plan.chance,
-        "confidence": how_sure(plan.place, family),
-        "why": "; ".join(
-            words for words in (plan.why, plan.mixture, plan.place.precision_note) if words
+        usd=plan.usd,
+        total_usd=plan.total_usd,
+        usd_range=plan.usd_range,
+        up_front_usd=plan.up_front_usd,
+        save_every_s=plan.interval_s,
+        spot=spot,
+        chance=plan.chance,
+        confidence=how_sure(on.machine.calibration, on.speed_spread, on.memory_spread),
+        why="; ".join(words for words in notes if words),
+        on_front=any(one.on_front for one in group),
+        n_also=len(group) - 1,
+        also_at=tuple(
+            Elsewhere(
+                o.offer.instance, o.offer.region, o.offer.zone, o.offer.usd_per_hour, o.total_usd,
+                o.wall_s / 3600,
+            )
+            for o in group[1:]
         ),
-        "on_front": any(one.on_front for one in group),
-        "also_at": [
-            {
-                **{
-                    name: getattr(other.offer, name)
-                    for name in ("instance", "region", "zone", "usd_per_hour")
-                },
-                "total_usd": other.total_usd,
-                "hours": other.wall_s / 3600,
-            }
-            for other in group[1:]
-        ],
-    }
+    )  # fmt: skip
 
 
-def _recipe(plan: Plan) -> Json:
-    """How it is computed."""
-    recipe, step = plan.recipe, plan.step
-    return {
-        "words": recipe.in_words(),
-        "method": recipe.method,
-        "precision": recipe.precision,
-        "precision_note": plan.place.precision_note,
-        "micro_batch_tokens": recipe.settings.micro_batch_tokens,
-        "mean_tokens_at_once": step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
-        "n_micro_batches": recipe.n_micro_batches,
-        "is_flat": recipe.stack.is_packed,
-        "global_batch": recipe.global_batch,
-        "checkpointing": recipe.settings.checkpointing,
-        "checkpoint_every": recipe.settings.checkpoint_every,
-        "optimizer": recipe.optim,
-        "sharding": recipe.sharding,
-        "to_set": list(plan.to_set),
-        "n_shards": recipe.n_gpus if recipe.sharding == "fsdp" else 1,
-    }
-
-
-def _memory(plan: Plan) -> Json:
-    """What it needs of a GPU, and what is there."""
-    return {
-        "parts": _memory_parts(plan),
-        "needed_bytes": plan.memory_range.likely,
-        "range_bytes": plan.memory_range.as_list(),
-        "capacity_bytes": plan.place.memory_bytes,
-        "spare_bytes": plan.place.memory_bytes - plan.memory_range.likely,
-        "moment": plan.memory.moment,
-        "is_tight": plan.is_tight,
-        "host_bytes": plan.host_bytes,
-    }
-
-
-def _lengths_of(study: Study) -> list[Lengths]:
-    held_out = study.wanted.eval_lengths
-    return [study.wanted.lengths, *([held_out] if held_out is not None else [])]
-
-
-def _kind(offer: Offer) -> str:
-    if offer.provider == LOCAL:
-        return "here"
-    return "own" if offer.provider == OWN else offer.kind
-
-
-def _name(plan: Plan) -> str:
-    """`2x A100-80GB spot at Verda`, `own 1x RTX 4090`, `this machine`."""
-    n_gpus, gpu, kind = max(1, plan.offer.n_gpus), plan.place.device.name, _kind(plan.offer)
-    if kind in RENTED:
-        return f"{n_gpus}x {gpu} {kind.replace('-', ' ')} at {plan.offer.provider}"
-    return (
-        f"{LOCAL} ({machine_of(n_gpus, gpu)})"
-        if kind == "here"
-        else f"own {machine_of(n_gpus, gpu)}"
+def _recipe(plan: Plan) -> RecipeView:
+    recipe, step, settings = plan.recipe, plan.on.step, plan.recipe.settings
+    return RecipeView(
+        words=recipe.in_words(),
+        method=recipe.method,
+        precision=recipe.precision,
+        precision_note=plan.on.machine.precision_note,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        mean_tokens_at_once=step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
+        n_micro_batches=recipe.n_micro_batches,
+        is_flat=recipe.stack.is_packed,
+        global_batch=recipe.global_batch,
+        checkpointing=settings.checkpointing,
+        checkpoint_every=settings.checkpoint_every,
+        optimizer=recipe.optim,
+        sharding=recipe.sharding,
+        to_set=plan.to_set,
+        n_shards=recipe.n_shards,
     )
 
 
-def _memory_parts(plan: Plan) -> dict[str, float]:
-    """The components; what a calibration or a processor adds to the formula is one of them, so that
-    they add up.
-    """
-    known = plan.place.calibration.extra_bytes
-    parts: dict[str, float] = dict(plan.memory.as_dict())
-    rest = plan.memory_range.likely - sum(parts.values())
-    if abs(rest) >= 1:
-        parts["measured beside the formula" if known is not None else "the process itself"] = rest
-    return parts
+def _memory(plan: Plan) -> MemoryView:
+    on = plan.on
+    needed, there = on.memory.on_device.n_bytes, on.machine.memory.n_bytes
+    return MemoryView(
+        parts=on.memory.as_dict(),
+        needed_bytes=needed,
+        range_bytes=on.memory_range,
+        capacity_bytes=there,
+        spare_bytes=there - needed,
+        moment=on.memory.moment,
+        is_tight=on.is_tight,
+        host_bytes=on.host_bytes,
+    )
 
 
-def _spot(plan: Plan, law: str) -> Json | None:
-    """What interruptions take, and by which law."""
-    if plan.spot is None:
-        return None
-    found = {name: value for name, value in asdict(plan.spot).items() if name != "work_s"}
-    more = {
-        "save_every_s": plan.interval_s,
-        "law": law,
-        "mixture": plan.mixture,
-    }
-    return found | more
+def price_notes(plan: Plan) -> Iterable[str]:
+    """What is to be known of a price beside its dollars."""
+    terms, usd, total = plan.offer.billing, plan.usd, plan.total_usd
+    if plan.is_from_price:
+        yield "the lowest of a marketplace, which may be taken"
+    if plan.price_age_days >= AGED_PRICE_DAYS and not plan.is_users_price:
+        age = plan.price_age_days
+        yield f"the price is {age} days old: `farthing prices update` reads newer ones"
+    if terms.pack_usd:
+        pack = say_cost(terms.pack_usd)
+        yield f"{say_cost(plan.up_front_usd)} is paid before, in packs of {pack}"
+    elif terms.deposit_usd > total:
+        yield f"a deposit of {say_cost(terms.deposit_usd)} is paid before"
+    unknown = {"storage": terms.storage_usd_per_gb_month, "egress": terms.egress_usd_per_gb}
+    assumed = [n for n, known in unknown.items() if known is None and usd.get(n, 0) > 0.02 * total]
+    if assumed:
+        amount = say_cost(sum(usd[name] for name in assumed))
+        yield f"{amount} of it is {' and '.join(assumed)} by assumption"
+    if plan.hours_range.high > terms.most_hours:
+        yield f"a machine is taken back after {terms.most_hours:g} h: start again, the run resumes"
+    if plan.on.machine.host_note:
+        yield plan.on.machine.host_note
+    if usd.get("rounding", 0.0) > 0.02 * total:
+        yield f"{say_cost(usd['rounding'])} of it is the provider's minimum or rounding up"
 
 
-def _answer(best: Any, rows: Sequence[Mapping[str, Any]], study: Study) -> str:
+def what_to_do(best: Choice) -> str:
+    """`Rent 1x L4 spot at GCP, on demand when it falls behind the deadline`."""
+    verb = {"own": "Use your ", "here": "Use "}.get(best.kind, "Rent ")
+    is_mixed = best.spot is not None and best.spot.mixture
+    return f"{verb}{best.name}" + (
+        ", on demand when it falls behind the deadline" if is_mixed else ""
+    )
+
+
+def _answer(best: Choice | None, rows: Sequence[Choice], study: Study) -> str:
     if best is None:
-        return f"Nothing can do this job as it is: none of {plural(_n_offers(study), 'offer')}."
-    text = f"{what_to_do(best)}: {_figures(best)}."
-    if best["recipe"]["to_set"]:
-        text += (
-            f" Set {' and '.join(best['recipe']['to_set'])};"
-            f" {UNTRIED if best['n_gpus'] > 1 else UNTRIED_ALONE}."
-        )
+        n = plural(len(study.answer.rejected), "offer")
+        return f"Nothing can do this job as it is: none of {n}."
+    notes = "".join(f"; {words}" for words in best.price_notes)
+    fits = "fits, but tightly," if best.memory.is_tight else "fits"
+    spare = say_bytes(best.memory.spare_bytes)
+    text = (
+        f"{what_to_do(best)}: {cost_range(best)}, {time_range(best)}, {fits} with {spare} to spare"
+    )
+    text += f"{notes}."
+    if best.recipe.to_set:
+        untried = UNTRIED if best.n_gpus > 1 else UNTRIED_ALONE
+        text += f" Set {' and '.join(best.recipe.to_set)}; {untried}."
     cap = study.wanted.max_usd
-    if cap is not None and best["usd_range"][2] > cap:
-        text += (
-            f" It may come to {say_cost(best['usd_range'][2])}: at {say_cost(cap)} the run saves"
-            " and stops."
-        )
-    rented = next((row for row in rows if row["kind"] in RENTED), None)
-    if best["kind"] not in RENTED and rented is not None:
-        text += (
-            f" Rented: {rented['name']}, {say_cost(rented['total_usd'])},"
-            f" {say_seconds(rented['wall_s'])}."
-        )
-    here = next((row for row in rows if row["kind"] == "here" and not has_price(row)), None)
+    if cap is not None and best.usd_range.high > cap:
+        high = say_cost(best.usd_range.high)
+        text += f" It may come to {high}: at {say_cost(cap)} the run saves and stops."
+    rented = next((row for row in rows if row.is_rented), None)
+    if not best.is_rented and rented is not None:
+        usd, time = say_cost(rented.total_usd), say_seconds(rented.wall_s)
+        text += f" Rented: {rented.name}, {usd}, {time}."
+    here = next((row for row in rows if not row.is_priced), None)
     if here is not None and here is not best:
-        text += f" This machine: {hours_in_words(here)}, no price is given."
+        text += f" This machine: {time_range(here)}, no price is given."
     return text
 
 
-def _n_offers(study: Study) -> int:
-    return len(study.answer.plans) + len(study.answer.rejected)
-
-
-def price_notes(plan: Plan) -> list[str]:
-    """What is to be known of a price beside its dollars."""
-    terms, place = plan.offer.billing, plan.place
-    found = []
-    if place.is_from_price:
-        found.append("the lowest of a marketplace, which may be taken")
-    if place.price_age_days > OLD_PRICE_DAYS:
-        found.append(f"the price is {place.price_age_days} days old")
-    if terms.pack_usd:
-        found.append(
-            f"{say_cost(up_front(plan))} is paid before, in packs of {say_cost(terms.pack_usd)}"
-        )
-    elif terms.deposit_usd > plan.total_usd:
-        found.append(f"a deposit of {say_cost(terms.deposit_usd)} is paid before")
-    moved = {name: plan.usd.get(name, 0.0) for name in ("storage", "egress")}
-    unknown = {"storage": terms.storage_usd_per_gb_month, "egress": terms.egress_usd_per_gb}
-    assumed = [
-        name for name, usd in moved.items() if unknown[name] is None and usd > 0.02 * plan.total_usd
-    ]
-    if assumed:
-        found.append(
-            f"{say_cost(sum(moved[name] for name in assumed))} of it is {' and '.join(assumed)} by"
-            " assumption"
-        )
-    if plan.hours_range.high > terms.most_hours:
-        found.append(
-            f"a machine is taken back after {terms.most_hours:g} h: begin it again, it goes on"
-        )
-    if place.host_note:
-        found.append(place.host_note)
-    if plan.usd.get("rounding", 0.0) > 0.02 * plan.total_usd:
-        found.append(
-            f"{say_cost(plan.usd['rounding'])} of it is the provider's minimum or rounding up"
-        )
-    return found
-
-
-def _figures(row: Mapping[str, Any]) -> str:
-    notes = "".join(f"; {words}" for words in row["price_notes"])
-    fits = "fits, but tightly," if row["memory"]["is_tight"] else "fits"
-    return (
-        f"{usd_in_words(row)}, {hours_in_words(row)}, {fits} with"
-        f" {say_bytes(row['memory']['spare_bytes'])} to spare{notes}"
-    )
-
-
-def _here(rows: Sequence[Mapping[str, Any]], study: Study) -> Json | None:
-    """This machine: a plan, or why not."""
-    row = next((row for row in rows if row["kind"] == "here"), None)
+def _here(rows: Sequence[Choice], study: Study) -> Here | None:
+    row = next((row for row in rows if row.kind == "here"), None)
     if row is not None:
-        words = f"{hours_in_words(row)}, "
-        words += (
-            say_cost(row["total_usd"]) if has_price(row) else "no price given (where.usd_per_hour)"
-        )
-        words += f", fits with {say_bytes(row['memory']['spare_bytes'])} to spare"
-        return {
-            "name": row["name"],
-            "rank": row["rank"],
-            "words": words,
-            "reason": "",
-            "change": "",
-        }
-    one = next((one for one in study.answer.rejected if one.offer.provider == LOCAL), None)
+        cost = say_cost(row.total_usd) if row.is_priced else "no price given (where.usd_per_hour)"
+        spare = say_bytes(row.memory.spare_bytes)
+        return Here(row.name, row.rank, f"{time_range(row)}, {cost}, fits with {spare} to spare")
+    one = next((one for one in study.answer.rejected if one.offer.provider == HERE), None)
     if one is None:
         return None
-    name, words = f"{LOCAL} ({study.machine.device_name})", f"{cause_of(one.reason)}; {one.change}"
-    return {"name": name, "rank": None, "words": words, "reason": one.reason, "change": one.change}
+    name, words = f"{HERE} ({study.machine.device_name})", f"{one.reason}; {one.change}"
+    return Here(name, None, words, one.reason, one.change)
+
+
+# ---- beside the best ----
+
+
+def _said(row: Choice) -> str:
+    return f"{row.name} {say_cost(row.total_usd)} in {say_seconds(row.wall_s)}"
+
+
+def _against(row: Choice, other: Choice, name: str) -> Against:
+    saved = saving(row.total_usd, other.total_usd)
+    words = f"{_said(row)}; {_said(other)}: {name} {say_saving(saved)}"
+    return Against(row.rank, other.rank, saved.usd, saved.share, words)
+
+
+def _sooner(best: Choice | None, rows: Sequence[Choice]) -> Against | None:
+    """The soonest that costs at most twice as much as the best, when it is a quarter sooner."""
+    if best is None:
+        return None
+    most = SOONER_AT_MOST * best.total_usd if best.is_priced else math.inf
+    can = [row for row in rows if row.is_priced and row.total_usd <= most]
+    row = min(can, key=lambda row: (row.wall_s, row.total_usd, row.rank), default=None)
+    if row is None or row.wall_s > best.wall_s * 0.75:
+        return None
+    saved, more = saving(row.total_usd, best.total_usd), ""
+    if best.is_priced and best.total_usd:
+        more = f", {row.total_usd / best.total_usd - 1:+.0%} dollars"
+    words = f"{_said(row)}: {best.wall_s / row.wall_s:.1f} x as fast{more}"
+    return Against(row.rank, best.rank, saved.usd, saved.share, words)
+
+
+def _spot_or_not(rows: Sequence[Choice]) -> Against | None:
+    """The best on spot against the best on demand."""
+    demand, spot = (next((row for row in rows if row.kind == kind), None) for kind in RENTED)
+    return None if demand is None or spot is None else _against(spot, demand, "spot")
+
+
+def _two_or_one(rows: Sequence[Choice]) -> Against | None:
+    """The best on two GPUs against the best on one that costs more an hour than each of them."""
+    rented = [row for row in rows if row.kind == "on-demand"]
+    rented.sort(key=lambda row: bool(row.price_is) or row.price_age_days > OLD_PRICE_DAYS)
+    two = next((row for row in rented if row.n_gpus == 2), None)
+    least = math.inf if two is None else two.usd_per_gpu_hour or 0.0
+    dear = (row for row in rented if row.n_gpus == 1 and (row.usd_per_gpu_hour or 0) > least)
+    one = next(dear, None)
+    if two is None or one is None:
+        return None
+    found = _against(two, one, "two")
+    return replace(found, words=f"{found.words}; {UNTRIED}")
+
+
+def _methods(study: Study) -> tuple[Method, ...]:
+    """The first choice by each method, the cheapest first."""
+    found = []
+    for method, plan in study.methods:
+        is_asked = method == study.wanted.method
+        one = Method(method, is_asked, None, None, "")
+        if plan is not None:
+            what = machine_name(plan.recipe.n_gpus, plan.on.machine.gpu)
+            where = f"{what} at {plan.offer.provider}" if plan.is_rented else f"own {what}"
+            one = Method(method, is_asked, plan.total_usd, plan.wall_s / 3600, where)
+        found.append(one)
+    return tuple(sorted(found, key=lambda one: (one.usd is None, one.usd or 0.0)))
 
 
 # ---- why not ----
 
 
-def _grouped(rejected: Iterable[Rejected]) -> list[Json]:
+def _grouped(rejected: Iterable[Rejected]) -> tuple[Refused, ...]:
     """Rejections that are alike together, the nearest first."""
-    groups: dict[Any, list[Rejected]] = {}
+    groups: dict[tuple[object, ...], list[Rejected]] = {}
     for one in rejected:
         offer = one.offer
-        groups.setdefault(
-            (offer.gpu, offer.n_gpus, offer.is_spot, one.reason, one.change), []
-        ).append(one)
-    rows = [_rejected(group) for group in groups.values()]
-    return sorted(
-        rows,
-        key=lambda row: [row[name] for name in ("distance", "gpu", "n_gpus", "kind", "reason")],
+        alike = offer.gpu, offer.n_gpus, offer.is_spot, one.reason, one.change
+        groups.setdefault(alike, []).append(one)
+    rows = [_refused(group) for group in groups.values()]
+    rows.sort(
+        key=lambda r: (math.inf if r.distance is None else r.distance, r.gpu, r.n_gpus, r.kind)
     )
+    return tuple(rows)
 
 
-def _rejected(group: Sequence[Rejected]) -> Json:
-    cheapest = min(group, key=lambda one: _usd_key(one.offer))
-    offer = cheapest.offer
-    return {
-        "gpu": offer.gpu or offer.instance,
-        "n_gpus": max(1, offer.n_gpus),
-        "kind": _kind(offer),
-        "reason": cheapest.reason,
-        "change": cheapest.change,
-        "n_offers": len(group),
-        "usd_per_hour": offer.usd_per_hour,
-        "provider": offer.provider,
-        "distance": cheapest.distance,
-    }
+def _refused(group: Sequence[Rejected]) -> Refused:
+    one = min(group, key=lambda one: _usd_key(one.offer))
+    offer = one.offer
+    return Refused(
+        offer.gpu or offer.instance,
+        max(1, offer.n_gpus),
+        kind_of(offer),
+        one.reason,
+        one.detail,
+        one.change or "another GPU",
+        one.kind,
+        one.change_kind,
+        len(group),
+        offer.usd_per_hour,
+        offer.provider,
+        one.distance if math.isfinite(one.distance) else None,
+    )
 
 
 def _usd_key(offer: Offer) -> tuple[float, str, str, str]:
-    return (
-        offer.usd_per_hour if offer.usd_per_hour is not None else math.inf,
-        offer.provider,
-        offer.region,
-        offer.zone,
-    )
+    usd = math.inf if offer.usd_per_hour is None else offer.usd_per_hour
+    return usd, offer.provider, offer.region, offer.zone
 
 
-def _nearest(rejected: Sequence[Rejected], n: int = 3) -> list[Rejected]:
+def _nearest(rejected: Sequence[Rejected], n: int = N_NEAREST) -> list[Rejected]:
     """The ways that are nearest to being possible: different kinds of change first, then other
     GPUs.
 
     First what fits a GPU that the trainer can use and only passes a limit, which one change mends
-    for certain; last what torch has no code for, of which it is not known whether it would fit, and
-    none of it that nothing mends.
+    for certain; last what torch has no code for, of which it is not known whether it would fit.
     """
+    is_limited = any(one.kind != "memory" for one in rejected)
 
-    def key(one: Rejected) -> Any:
-        needs_memory = one.reason.startswith("needs")
-        return (
-            one.change.startswith("pip "),
-            one.offer.n_gpus > 1,
-            needs_memory and is_limited,
-            one.distance,
-            _usd_key(one.offer),
-        )
+    def key(one: Rejected) -> tuple[object, ...]:
+        needs_memory = one.kind == "memory" and is_limited
+        is_many = one.offer.n_gpus > 1
+        return one.change_kind == "torch", is_many, needs_memory, one.distance, _usd_key(one.offer)
 
-    is_limited = any(not one.reason.startswith("needs") for one in rejected)
-    ordered = sorted((one for one in rejected if one.change != "another GPU"), key=key)
+    ordered = sorted((one for one in rejected if one.change), key=key)
     found: list[Rejected] = []
     for of_what in (
-        lambda one: re.sub(r"[\d.,]+", "#", one.change),
+        lambda one: one.change_kind,
         lambda one: one.change,
         lambda one: (one.offer.gpu, one.offer.n_gpus),
     ):

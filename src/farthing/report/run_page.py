@@ -1,24 +1,35 @@
 """A run as one HTML page that needs nothing else, and several runs compared on one: what they cost,
 and where it went.
 
-Gets receipts and draws them; every word of others is escaped. A month-long run gives a page no
-larger than a short one: curves are means of stretches with their range, exact at both ends. Refuses
-to read files, and to compute what a receipt does not say.
+Gets receipts and says what they say. A month-long run gives a page no larger than a short one:
+curves are means of stretches with their range, exact at both ends.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import farthing
-from farthing.report import page
+from farthing.report.blocks import (
+    Block,
+    Cards,
+    Cell,
+    Finding,
+    More,
+    Section,
+    Stack,
+    Table,
+    Text,
+    listed,
+    percent,
+    sections,
+)
 from farthing.report.chart import Axes, Bars, Line, curves, stacked, ticks, time_ticks
-from farthing.report.page import escape
+from farthing.report.html import page
 from farthing.report.receipt import Comparison
 from farthing.report.receipt_rows import ESTIMATE, compared_rows, estimate_rows, time_and_price
 from farthing.report.receipt_types import Diagnosis, Receipt
@@ -38,11 +49,9 @@ _N_ATTEMPTS, _N_POINTS = 20, 400
 
 def run_page(receipt: Receipt) -> str:
     """The page of one run."""
-    parts = [
-        "<h1>farthing run</h1>",
-        page.paragraph(_headline(receipt), "answer"),
-        page.paragraph(_what(receipt)),
-        _facts(receipt),
+    head = Text(_headline(receipt), "answer"), Text(_what(receipt), "soft"), _facts(receipt)
+    report = sections(
+        Section("", head),
         _diagnosis(receipt),
         _over_time(receipt),
         _loss(receipt),
@@ -51,10 +60,10 @@ def run_page(receipt: Receipt) -> str:
         _spans(receipt),
         _estimate(receipt),
         _attempts(receipt),
-        _settings(receipt),
-    ]
+        *_settings(receipt),
+    )
     end = f"farthing {farthing.__version__}, {receipt.written}"
-    return page.document(f"farthing run: {_name(receipt)}", parts, end, "run_page.css")
+    return page("farthing run", f"farthing run: {_name(receipt)}", report, end)
 
 
 def leave_page(folder: Path, receipt: Receipt) -> None:
@@ -70,19 +79,20 @@ def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]
     names = _distinct(receipts)
     notes = list(dict.fromkeys(note for each in comparisons for note in each.notes))
     heads = ("", *(f"#{name}" for name in names), "#first / second")
-    parts = [
-        "<h1>farthing runs compared</h1>",
-        page.paragraph(words[:1].upper() + words[1:], "answer"),
-        page.heading("Side by side")
-        + page.table("Side by side", heads, compared_rows(comparisons)),
-        page.listed("What can't be compared", notes),
+    table = Table(heads, tuple(compared_rows(comparisons)), "Side by side")
+    report: list[Section | None] = [
+        Section("", (Text(words[:1].upper() + words[1:], "answer"),)),
+        Section("Side by side", (table,)),
+        listed("What can't be compared", notes),
         _losses(receipts, names),
         _groups(receipts, names),
     ]
     for receipt, name in zip(receipts, names, strict=True):
-        parts += [page.heading(f"{name}: {_headline(receipt)}"), _diagnosis(receipt, level=3)]
+        held_back = _diagnosis(receipt)
+        title = f"{name}: {_headline(receipt)}"
+        report += [Section(title, (Text(held_back.title, "soft"), *held_back.blocks))]
     end = f"farthing {farthing.__version__}, {first.written}"
-    return page.document(f"farthing: {words}", parts, end, "run_page.css")
+    return page("farthing runs compared", f"farthing: {words}", sections(*report), end)
 
 
 # ---- the head ----
@@ -129,7 +139,7 @@ def _what(receipt: Receipt) -> str:
     return "; ".join(word for word in words if word)
 
 
-def _facts(receipt: Receipt) -> str:
+def _facts(receipt: Receipt) -> Cards:
     promised, rows = receipt.promised, []
     low_high = ""
     if receipt.usd_is_known:
@@ -173,45 +183,36 @@ def _facts(receipt: Receipt) -> str:
                 f"{say_seconds(lost)} for restarts and work done twice",
             )
         )
-    return page.facts(rows)
+    return Cards(tuple(rows))
 
 
-def _diagnosis(receipt: Receipt, level: int = 2) -> str:
-    found = receipt.diagnosis or Diagnosis([], "", [])
-    parts = [page.heading("What held it back", level)]
-    for finding in found.findings:
-        first = " first" if finding.cause == found.largest else ""
-        fix = f"<code>--set {escape(finding.fix)}</code> " if "=" in finding.fix else ""
-        fix = fix or (f"<code>{escape(finding.fix)}</code>: " if finding.fix else "")
-        saves = (
-            time_and_price(receipt, finding.saves_s, finding.saves_usd) + " in a run like this one"
-        )
-        if finding.rest_s:
-            saves += (
-                f", {time_and_price(receipt, finding.rest_s, finding.rest_usd)} in what is left of"
-                " this one"
-            )
-        name = finding.area if finding.cause == finding.area else f"{finding.area}: {finding.cause}"
-        to_do = re.sub("`([^`]+)`", r"<code>\1</code>", escape(finding.to_do))
-        parts.append(
-            f'<div class="finding{first}"><p><strong>{escape(name)}</strong>, worth'
-            f" {escape(saves)}</p><p>{escape(finding.evidence)}.</p><p>{fix}{to_do}</p></div>"
-        )
+def _diagnosis(receipt: Receipt) -> Section:
+    found, blocks = receipt.diagnosis or Diagnosis([], "", []), list[Block]()
+    for one in found.findings:
+        fix = f"`--set {one.fix}` " if "=" in one.fix else f"`{one.fix}`: " if one.fix else ""
+        worth = time_and_price(receipt, one.saves_s, one.saves_usd) + " in a run like this one"
+        if one.rest_s:
+            rest = time_and_price(receipt, one.rest_s, one.rest_usd)
+            worth += f", {rest} in what is left of this one"
+        name = one.area if one.cause == one.area else f"{one.area}: {one.cause}"
+        words = f", worth {worth}" if one.saves_s else ""
+        is_first = one.cause == found.largest
+        blocks.append(Finding(name, words, (f"{one.evidence}.", f"{fix}{one.to_do}"), is_first))
     for advice in found.advice:
-        command = f"<p><code>{escape(advice.command)}</code></p>" if advice.command else ""
-        parts.append(f'<div class="finding"><p>{escape(advice.words)}</p>{command}</div>')
-    if len(parts) == 1:
-        parts.append(page.paragraph("Nothing stands out: no single cause takes 3 % of the time."))
-    return "\n".join(parts)
+        command = (f"`{advice.command}`",) if advice.command else ()
+        blocks.append(Finding("", "", (advice.words, *command)))
+    if not blocks:
+        blocks = [Text("Nothing stands out: no single cause takes 3 % of the time.", "soft")]
+    return Section("What held it back", tuple(blocks))
 
 
 # ---- over time ----
 
 
-def _over_time(receipt: Receipt) -> str:
+def _over_time(receipt: Receipt) -> Section | None:
     columns = receipt.timeline.columns
     if not columns or columns[-1].end_s <= 0:
-        return ""
+        return None
     end_s, usd_at = columns[-1].end_s, _usd_at(columns)
 
     def say_x(seconds: float) -> str:
@@ -235,9 +236,8 @@ def _over_time(receipt: Receipt) -> str:
     words = "What each stretch of the paid time was spent on" + (
         ", with the dollars so far below." if receipt.usd_is_known else "."
     )
-    return page.heading("Where the time went") + stacked(
-        "Time over the run", words, Bars(bars, marks), axes
-    )
+    drawing = stacked("Time over the run", words, Bars(bars, marks), axes)
+    return Section("Where the time went", (drawing,))
 
 
 def say_short(seconds: float) -> str:
@@ -251,7 +251,7 @@ def say_short(seconds: float) -> str:
 def _said(receipt: Receipt, column: Column) -> str:
     parts = sorted(column.seconds.items(), key=lambda item: -item[1])
     total = sum(column.seconds.values()) or 1.0
-    shares = ", ".join(f"{name} {page.percent(seconds / total)}" for name, seconds in parts[:4])
+    shares = ", ".join(f"{name} {percent(seconds / total)}" for name, seconds in parts[:4])
     usd = f", {_cost(receipt, column.usd)}" if receipt.usd_is_known else ""
     return (
         f"{say_seconds(column.begin_s)} to {say_seconds(column.end_s)}, up to step"
@@ -274,10 +274,10 @@ def _usd_at(columns: Sequence[Column]) -> Callable[[float], float]:
     return usd_at
 
 
-def _loss(receipt: Receipt) -> str:
+def _loss(receipt: Receipt) -> Section | None:
     bands = receipt.curves.loss_bands
     if not bands:
-        return ""
+        return None
     steps = [(step, total / n) for step, n, total, *_ in bands]
     first, last = receipt.curves.loss_ends
     points = [(first[0], first[1]), *steps[1 if bands[0][1] == 1 else 0 : -1], (last[0], last[1])]
@@ -312,7 +312,7 @@ def _loss(receipt: Receipt) -> str:
     )
     # a few wild values would flatten all others
     axes = _step_axes([x for x, _ in points], [min(y, top * 1.3) if top > 0 else y for y in ys])
-    return page.heading("Loss") + curves("Loss", words, lines, axes, marked)
+    return Section("Loss", (curves("Loss", words, lines, axes, marked),))
 
 
 def _step_axes(
@@ -336,7 +336,7 @@ def _evaluations(receipt: Receipt, name: str) -> list[tuple[float, float]]:
     return [rows[i] for i in sorted(picked)]
 
 
-def _metrics(receipt: Receipt) -> str:
+def _metrics(receipt: Receipt) -> Section | None:
     """Metrics between 0 and 1 on one drawing."""
     last = receipt.curves.evaluation[-1] if receipt.curves.evaluation else {}
     names = [name for name in last if name not in ("step", "loss", "perplexity", "n_examples")][:6]
@@ -346,16 +346,15 @@ def _metrics(receipt: Receipt) -> str:
         if (rows := _evaluations(receipt, name))
     ]
     if not lines:
-        return ""
+        return None
     points = [point for line in lines for point in line.points]
     said = ", ".join(f"{name} {last[name]:.4g}" for name in names)
     axes = _step_axes([x for x, _ in points], [y for _, y in points])
-    return page.heading("Metrics") + curves(
-        "Metrics", f"At the last evaluation: {said}.", lines, axes
-    )
+    words = f"At the last evaluation: {said}."
+    return Section("Metrics", (curves("Metrics", words, lines, axes),))
 
 
-def _speed(receipt: Receipt) -> str:
+def _speed(receipt: Receipt) -> Section | None:
     """Useful tokens per paid second, and how busy the device was."""
     columns, points, before = receipt.timeline.columns, [], 0
     for column in columns:
@@ -364,7 +363,7 @@ def _speed(receipt: Receipt) -> str:
             points.append(((column.begin_s + column.end_s) / 2, (column.tokens - before) / seconds))
         before = max(before, column.tokens)
     if len(points) < 2 or not before:
-        return ""
+        return None
     mean = before / columns[-1].end_s
     end_s, ys = columns[-1].end_s, [y for _, y in points]
     axes = Axes((0, end_s), (0, max(ys) * 1.08), say_short, say_count, time_ticks(end_s, 7))
@@ -373,47 +372,49 @@ def _speed(receipt: Receipt) -> str:
         f" {say_count(mean)} on average."
     )
     line = Line("useful tokens a second", points, 1)
-    text = page.heading("Speed") + curves("Useful tokens a second", words, [line], axes)
+    drawings = [curves("Useful tokens a second", words, [line], axes)]
     busy = receipt.curves.utilisation_percent
     if len(busy) > 1:
         axes = _step_axes([x for x, _ in busy], [0.0, 100.0], lambda y: f"{y:.0f} %")
         percent = sum(y for _, y in busy) / len(busy)
         line = Line("busy", [(x, y) for x, y in busy], 3)
         words = f"How busy the device was, by step: {percent:.0f} % on average."
-        text += "\n" + curves("Device busy", words, [line], axes)
-    return text
+        drawings.append(curves("Device busy", words, [line], axes))
+    return Section("Speed", tuple(drawings))
 
 
 # ---- tables ----
 
 
-def _spans(receipt: Receipt) -> str:
-    rows = [
+def _spans(receipt: Receipt) -> Section:
+    rows: list[tuple[Cell, ...]] = [
         (
             span.what,
-            ({group_of(span.name): span.seconds}, receipt.wall_s),
+            Stack({group_of(span.name): span.seconds}, receipt.wall_s),
             f"{span.seconds:,.1f} s",
-            page.percent(span.share),
+            percent(span.share),
             *([_cost(receipt, span.usd)] if receipt.usd_is_known else []),
         )
         for span in sorted(receipt.spans, key=lambda span: -span.seconds)
         if span.seconds >= 0.005
     ]
     heads = ["part", "|", "#seconds", "#share", *(["#dollars"] if receipt.usd_is_known else [])]
-    return page.heading("Where each second went") + page.table("Parts of the bill", heads, rows)
+    table = Table(tuple(heads), tuple(rows), "Parts of the bill")
+    return Section("Where each second went", (table,))
 
 
-def _estimate(receipt: Receipt) -> str:
+def _estimate(receipt: Receipt) -> Section | None:
     if receipt.promised is None:
-        return ""
-    table = page.table("Estimated and happened", ("", *ESTIMATE), estimate_rows(receipt))
-    words = page.paragraph(f"The estimate is based on: {receipt.promised.calibration}")
-    return page.heading("Estimated and happened") + table + words
+        return None
+    title = "Estimated and happened"
+    table = Table(("", *ESTIMATE), tuple(estimate_rows(receipt)), title)
+    words = Text(f"The estimate is based on: {receipt.promised.calibration}", "soft")
+    return Section(title, (table, words))
 
 
-def _attempts(receipt: Receipt) -> str:
+def _attempts(receipt: Receipt) -> Section | None:
     if len(receipt.attempts) < 2:
-        return ""
+        return None
     rows = [
         (
             *(str(each["number"]), str(each["started_at"]).replace("T", " ")[:19], each["ended"]),
@@ -426,24 +427,23 @@ def _attempts(receipt: Receipt) -> str:
     heads = ["attempt", "=began (UTC)", "=ended", "#steps", "#time", "#redone"]
     heads += ["#dollars"] if receipt.usd_is_known else []
     n_more = len(receipt.attempts) - len(rows)
-    more = page.paragraph(
-        f"The newest; {n_more:,} earlier ones are in receipt.json." if n_more else ""
-    )
-    return page.heading("Attempts") + page.table("Attempts", heads, rows) + more
+    more = f"The newest; {n_more:,} earlier ones are in receipt.json."
+    table = Table(tuple(heads), tuple(rows), "Attempts")
+    return Section("Attempts", (table, Text(more, "soft")) if n_more else (table,))
 
 
-def _settings(receipt: Receipt) -> str:
-    command = (
-        f"farthing train {shlex.quote(receipt.run + '/job.json')} --set"
-        f" output_dir={shlex.quote(receipt.run + '-again')}"
-    )
+def _settings(receipt: Receipt) -> list[Section]:
+    run = receipt.run
+    command = f"farthing train {shlex.quote(run + '/job.json')} --set"
+    command += f" output_dir={shlex.quote(run + '-again')}"
     machine = [(str(name), str(value)) for name, value in (receipt.machine or {}).items()]
-    settings = [*_flat(receipt.settings or {}), *machine, ("farthing", farthing.__version__)]
+    settings = (*_flat(receipt.settings or {}), *machine, ("farthing", farthing.__version__))
     job, heads = _flat(receipt.job or {}), ("setting", "value")
-    return (
-        f"{page.heading('The same again')}{page.wide('Command', f'<pre>{escape(command)}</pre>')}{page.heading('How it was computed')}{page.table('Settings', heads, settings)}<details><summary>The"  # noqa: E501
-        f" whole job, {plural(len(job), 'key')}</summary>{page.table('Job', heads, job)}</details>"
-    )
+    whole = More(f"The whole job, {plural(len(job), 'key')}", Table(heads, tuple(job), "Job"))
+    return [
+        Section("The same again", (Text(command, "code"),)),
+        Section("How it was computed", (Table(heads, settings, "Settings"), whole)),
+    ]
 
 
 def _flat(values: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
@@ -471,7 +471,7 @@ def _distinct(receipts: Sequence[Receipt]) -> list[str]:
     ]
 
 
-def _losses(receipts: Sequence[Receipt], names: Sequence[str]) -> str:
+def _losses(receipts: Sequence[Receipt], names: Sequence[str]) -> Section | None:
     lines = [
         Line(name, [(step, y) for step, y in receipt.curves.loss], i % 7 + 1)
         for i, (receipt, name) in enumerate(zip(receipts, names, strict=True))
@@ -479,20 +479,17 @@ def _losses(receipts: Sequence[Receipt], names: Sequence[str]) -> str:
     ]
     points = [point for line in lines for point in line.points]
     if not points:
-        return ""
+        return None
     axes = _step_axes([x for x, _ in points], [y for _, y in points])
-    return page.heading("Training loss") + curves(
-        "Training loss", "Mean of each stretch, by step.", lines, axes
-    )
+    drawing = curves("Training loss", "Mean of each stretch, by step.", lines, axes)
+    return Section("Training loss", (drawing,))
 
 
-def _groups(receipts: Sequence[Receipt], names: Sequence[str]) -> str:
+def _groups(receipts: Sequence[Receipt], names: Sequence[str]) -> Section:
     """Where each run's seconds went, on one scale."""
-    longest = max(receipt.wall_s for receipt in receipts) or 1.0
-    rows, seen = [], set[str]()
+    longest, rows = max(receipt.wall_s for receipt in receipts) or 1.0, []
     for receipt, name in zip(receipts, names, strict=True):
         parts = grouped({span.name: span.seconds for span in receipt.spans})
-        seen |= set(parts)
-        rows.append((name, (parts, longest), say_seconds(receipt.wall_s)))
-    table = page.table("Where the time went", ("run", "|", "#time"), rows)
-    return page.heading("Where the time went") + table + page.key(page.colours(seen))
+        rows.append((name, Stack(parts, longest), say_seconds(receipt.wall_s)))
+    title = "Where the time went"
+    return Section(title, (Table(("run", "|", "#time"), tuple(rows), title, has_key=True),))

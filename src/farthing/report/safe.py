@@ -47,7 +47,8 @@ def table_of(
     )
     for name in heads:
         justify: JustifyMethod = "right" if name.startswith("#") else "left"
-        table.add_column(name.lstrip("#="), justify=justify, no_wrap=name.startswith("="))
+        head = name[1:] if name[:1] in ("#", "=") else name
+        table.add_column(head, justify=justify, no_wrap=name.startswith("="))
     for row in rows:
         table.add_row(*row)
     return table
@@ -62,9 +63,13 @@ def fitted_table(
 ) -> Table:
     """A table of plain texts, no line of which is broken. Columns of `numbers` stand right.
 
-    `cuts`: how narrow columns may become. Where the terminal is too narrow the first is cut, then
-    columns move together, then the others are cut in their order.
+    `cuts`: how narrow columns may become. Where the terminal is too narrow the first is cut, or
+    left out; then columns move together, then the others are cut in their order.
     """
+    first, least = next(iter(cuts.items()))
+    rest = [name for name in names if name != first]
+    has_room = sum(widest(name, rows) + 2 for name in rest) + least <= width
+    names = names if has_room else rest
     widths, gap = {name: widest(name, rows) for name in names}, 2
     for name, least in cuts.items():
         over = sum(widths.values()) + gap * (len(names) - 1) - width

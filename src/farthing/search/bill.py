@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farthing import api
 from farthing.config.job import Job
@@ -17,6 +17,10 @@ from farthing.errors import InputError
 from farthing.search.halving import Rungs, interval, least_difference, rungs_of
 from farthing.search.space import draw, job_of, n_choices, values_with
 from farthing.storage.files import Json
+
+if TYPE_CHECKING:
+    from farthing.report.plan_types import Choice
+    from farthing.report.plan_view import PlanView
 
 FREE = {
     *("learning_rate", "weight_decay", "seed", "warmup_ratio", "warmup_steps", "warmup_epochs"),
@@ -39,11 +43,13 @@ class Bill:
     """What searches of any size would cost, by machine."""
 
     job: Job
-    plans: Mapping[str, Sequence[Mapping[str, Any]]]
+    plans: Mapping[str, Sequence[Choice]]
     """By machine: its choice in the plan of each kind of trial."""
     n_parameters: Mapping[str, int]
     """By model that is a choice."""
     n_eval: int
+    n_evaluations: int
+    """Of one full training."""
 
     def of(self, n_trials: int) -> Json:
         """The bill of so many trials."""
@@ -102,7 +108,7 @@ class Bill:
         section = self.job.search
         return rungs_of(section.reduction_factor, section.min_fraction, n_trials)
 
-    def _row(self, name: str, choices: Sequence[Mapping[str, Any]], n_trials: int) -> Json:
+    def _row(self, name: str, choices: Sequence[Choice], n_trials: int) -> Json:
         """What a machine takes for it: the mean over kinds of trials."""
         rungs = self._rungs(n_trials)
         at_rungs, runs = rungs.n_trials(n_trials), rungs.full_runs(n_trials)
@@ -111,29 +117,29 @@ class Bill:
             runs += sum(share for share in self.job.search.data_fraction if share < 1)
 
         def mean(*names: str) -> float:
-            return sum(row["seconds"].get(each, 0) for row in choices for each in names) / n_kinds
+            return sum(row.seconds.get(each, 0) for row in choices for each in names) / n_kinds
 
         evaluations = 1 / rungs.fractions[0]
-        of_one = mean("evaluation") / max(1, first["n_evaluations"])
+        of_one = mean("evaluation") / max(1, self.n_evaluations)
         start_s, export_s = mean("start-up"), mean("export") * at_rungs[-1]
         others_s = sum(
             seconds
-            for part, seconds in first["seconds"].items()
+            for part, seconds in first.seconds.items()
             if part not in (*OF_TRAINING, "evaluation", "start-up", "export")
         )
         wall_s = runs * (mean(*OF_TRAINING) + evaluations * of_one) + export_s + others_s
         wall_s += start_s * (1 + SEGMENT_SHARE * (sum(at_rungs) - 1))
-        spread = [each / max(first["hours"], 1e-12) for each in first["hours_range"]]
+        spread = [each / max(first.hours, 1e-12) for each in first.hours_range]
         hours = wall_s / 3600
-        rate = first["total_usd"] / max(first["hours"], 1e-12) if first["total_usd"] else 0.0
+        rate = first.total_usd / max(first.hours, 1e-12) if first.total_usd else 0.0
         return {
             "name": name,
-            "kind": first["kind"],
+            "kind": first.kind,
             "usd": hours * rate,
             "usd_range": [hours * rate * each for each in spread],
             "hours": hours,
             "hours_range": [hours * each for each in spread],
-            "usd_of_one_full_training": sum(row["total_usd"] for row in choices) / n_kinds,
+            "usd_of_one_full_training": sum(row.total_usd for row in choices) / n_kinds,
         }
 
     def _warnings(self, n_trials: int, row: Mapping[str, Any] | None) -> list[str]:
@@ -174,26 +180,23 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
             views.append(plan.view)
             model = settings.get("model", settings.get("model.model_name_or_path"))
             if model is not None:
-                sizes[str(model)] = plan.view["job"]["n_parameters"]
+                sizes[str(model)] = plan.view.job.n_parameters
     if not views:
         return None
     plans = {
         name: choices
-        for name in {row["name"]: None for row in views[0]["plans"]}
+        for name in {row.name: None for row in views[0].plans}
         if (choices := _on(name, views))
     }
-    return Bill(job, plans, sizes, views[0]["job"]["n_eval_examples"])
+    of_one = views[0].job
+    return Bill(job, plans, sizes, of_one.n_eval_examples, of_one.n_evaluations)
 
 
-def _on(name: str, views: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _on(name: str, views: Sequence[PlanView]) -> list[Choice]:
     """The choice of a machine in every plan; none where it can't do one of them."""
-    found: list[Mapping[str, Any]] = []
-    for view in views:
-        row = next((row for row in view["plans"] if row["name"] == name), None)
-        if row is None:
-            return []
-        found.append({**row, "n_evaluations": view["job"]["n_evaluations"]})
-    return found
+    found = [next((row for row in view.plans if row.name == name), None) for view in views]
+    choices = [row for row in found if row is not None]
+    return choices if len(choices) == len(views) else []
 
 
 def _samples(job: Job) -> list[Json]:

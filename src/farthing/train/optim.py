@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from farthing.errors import InputError, ModelError
 from farthing.model.load import need_bitsandbytes
-from farthing.planner.recipe import BF16_WEIGHTS
+from farthing.planner.optimizers import BF16_WEIGHTS
 from farthing.run.checkpoint import State
 from farthing.storage.files import Json
 from farthing.train.bf16_adamw import StochasticAdamW

@@ -21,7 +21,7 @@ from farthing.model.hardware import Numerics
 from farthing.model.precision import precision_of
 from farthing.models.weights import begins_from_base
 from farthing.objectives.registry import objective_of
-from farthing.planner.recipe import BF16_WEIGHTS
+from farthing.planner.optimizers import BF16_WEIGHTS
 from farthing.units import plural, say_bytes
 
 SHARE = 0.8

@@ -1,0 +1,211 @@
+"""Kinds of machine for a job: of the catalog, of one's own, and this one, with what the software
+and the model allow there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+
+from farthing.config.job import Job
+from farthing.errors import InputError
+from farthing.local.machine import LocalMachine, free_memory_bytes, installed_torch
+from farthing.local.measurements import Measurement, link_of
+from farthing.models.families import FUSED_BY_LIGER
+from farthing.planner.calibration import calibrate
+from farthing.planner.memory import OnDevice
+from farthing.planner.ownership import Owned
+from farthing.planner.search import CPU_TOKENS, Refusal, recipe_of
+from farthing.planner.software import (
+    OLDEST_TORCH,
+    Torch,
+    choose_precision,
+    host_note,
+    parse_torch,
+    torch_of,
+    why_no_code,
+)
+from farthing.planner.speed import KNOWN_LINK_ERROR, Calibration, Device, cpu_device, device_of
+from farthing.planner.types import HERE, OWN, UNCALIBRATED, JobSpec, Machine
+from farthing.prices.gpus import Gpu, gpu_of_device
+from farthing.prices.offers import Billing, Offer
+
+
+def machine_of(
+    gpu: Gpu,
+    n_gpus: int,
+    wanted: JobSpec,
+    calibration: Calibration = UNCALIBRATED,
+    torch: Torch | None = None,
+) -> Machine | Refusal:
+    """GPUs as a machine for a job; a refusal where software or GPU can't do what it takes."""
+    if torch is not None:
+        needs = wanted.method == "qlora" or wanted.optimizer.needs_bitsandbytes
+        no_code = why_no_code(gpu, torch, needs_bitsandbytes=needs, attention=wanted.attention)
+        if no_code is not None:
+            return Refusal("software", *no_code, 2.0 if no_code[2] == "torch" else 20.0)
+    risk, has_fp16 = wanted.fp16_risk, "fp16" in gpu.flops
+    precision = choose_precision(wanted.precision, gpu.has_bf16, has_fp16, risk)
+    device = device_of(gpu, precision, tf32=wanted.tf32)
+    if device is None or (precision == "bf16" and not gpu.has_bf16):
+        found = choose_precision(None, gpu.has_bf16, has_fp16, risk)
+        what = f"{gpu.name} does not compute in {precision}"
+        change = f"leave train.{precision} out: {found} is used"
+        return Refusal("precision", what, change, "precision", 1.5)
+    if wanted.optimizer.has_bf16_weights and precision != "bf16":
+        what = f"train.optim: {wanted.optim} computes in bf16, and {gpu.name} in {precision}"
+        return Refusal("precision", what, "train.optim: adamw_torch_fused", "optimizer", 3.0)
+    note = ""
+    if risk and precision == "fp32" and not gpu.has_bf16:
+        note = f"fp32, because {risk}"
+    if risk and precision == "fp16":
+        note = f"fp16 was asked for, but {risk}: a run that overflows has to be done again"
+    return Machine(
+        gpu.name,
+        n_gpus,
+        device,
+        precision,
+        OnDevice(gpu.usable_bytes),
+        calibration,
+        gpu.architecture,
+        precision_note=note,
+        host_note=host_note(gpu, torch) if torch is not None else "",
+    )
+
+
+class Calibrations:
+    """What runs on GPUs say of them, made when first asked for."""
+
+    def __init__(self, wanted: JobSpec, measurements: Sequence[Measurement]) -> None:
+        self._wanted, self._measurements = wanted, measurements
+        self._made: dict[str, Calibration] = {}
+        self._hardware: dict[str, str] = {}
+        for m in measurements:
+            gpu = gpu_of_device(m.hardware) if m.device == "cuda" else None
+            if gpu is not None:
+                self._hardware[gpu.name] = m.hardware
+
+    def of(self, gpu: Gpu) -> Calibration:
+        """What is known of a GPU wherever it stands."""
+        hardware, wanted = self._hardware.get(gpu.name), self._wanted
+        if hardware is None:
+            return UNCALIBRATED
+        if gpu.name not in self._made:
+            has_fp16 = "fp16" in gpu.flops
+            precision = choose_precision(wanted.precision, gpu.has_bf16, has_fp16, wanted.fp16_risk)
+            device, made = device_of(gpu, precision, tf32=wanted.tf32), UNCALIBRATED
+            if device is not None:
+                made = self.on(hardware, precision, device)
+            self._made[gpu.name] = replace(made, start_s=None, save_s=None)  # of that machine
+        return self._made[gpu.name]
+
+    def on(self, hardware: str, precision: str, device: Device) -> Calibration:
+        """What is known of one kind of hardware, by the name that measurements are kept under."""
+        if not self._measurements:
+            return UNCALIBRATED
+        wanted = self._wanted
+        most, every = wanted.micro_batch_tokens or CPU_TOKENS, wanted.checkpoint_every or 0
+        case = wanted.case(recipe_of(wanted, precision, most, every), is_cuda=device.is_cuda)
+        return calibrate(self._measurements, hardware, case, device, wanted.lengths.mean)
+
+    @property
+    def notes(self) -> list[str]:
+        made = self._made.items()
+        return [f"{gpu} is calibrated by {one.source}" for gpu, one in made if one.n_runs]
+
+
+def machine_here(
+    wanted: JobSpec,
+    machine: LocalMachine,
+    job: Job,
+    measurements: Sequence[Measurement],
+    today: date,
+    n_gpus: int | None = None,
+) -> tuple[Machine | Refusal, Offer] | None:
+    """This machine as the trainer would use it, on `n_gpus` of its GPUs or as many as the job says;
+    None for a GPU that is not known. A CPU computes in fp32 unless asked for bf16.
+    """
+    is_cuda = machine.kind == "cuda" and job.where.device != "cpu"
+    if n_gpus is None:
+        all_gpus = job.where.gpus == "all"
+        n_gpus = machine.n_gpus if all_gpus else min(int(job.where.gpus or 1), machine.n_gpus)
+    known = Calibrations(wanted, measurements)
+
+    def offer(gpu: str, n: int, name: str) -> Offer:
+        words = "the job's own price: where.usd_per_hour and electricity"
+        return Offer(
+            HERE, name, gpu, n, "", "", job.where.spot, "machine_hour", job.usd_per_hour, words,
+            today, Billing(HERE),
+        )  # fmt: skip
+
+    if not is_cuda:
+        cpu, precision = machine.cpu, wanted.precision or "fp32"
+        device = cpu_device(
+            cpu.name, cpu.peak_flops(precision, machine.n_threads), machine.n_threads
+        )
+        free = machine.memory_bytes if machine.kind == "cpu" else free_memory_bytes()
+        hardware = replace(machine, kind="cpu", device_name=cpu.name).hardware
+        measured = known.on(hardware, precision, device)
+        found = Machine(
+            cpu.name, 1, device, precision, _steady(free), measured, is_local=True, is_cuda=False
+        )
+        return found, offer("", 1, cpu.name)
+    gpu = gpu_of_device(machine.device_name, machine.memory_bytes)
+    if gpu is None:
+        return None
+    ram_gib = float(free_memory_bytes() >> 30)
+    at = offer(gpu.name, n_gpus, machine.device_name)._replace(ram_gib=ram_gib)
+    judged = machine_of(gpu, n_gpus, wanted, torch=torch_of(*installed_torch()))
+    if isinstance(judged, Refusal):
+        return judged, at
+    device = judged.device
+    if link := link_of(measurements, machine.hardware, n_gpus):
+        device = device._replace(link_bytes_per_s=link, link_error=KNOWN_LINK_ERROR)
+    has_liger = (
+        job.train.use_liger_kernel is not False
+        and wanted.shape.model_type in FUSED_BY_LIGER
+        and float(gpu.compute_capability or 0) >= 8.0
+        and importlib.util.find_spec("liger_kernel") is not None
+    )
+    found = replace(
+        judged,
+        device=device,
+        memory=_steady(min(machine.memory_bytes, gpu.usable_bytes)),
+        calibration=known.on(machine.hardware, judged.precision, device),
+        is_local=True,
+        is_part=n_gpus < machine.n_gpus,
+        has_liger=has_liger,
+        host_note="",
+    )
+    return found, at
+
+
+def _steady(n_bytes: int) -> OnDevice:
+    """In whole GiB: what is free moves; a plan should not."""
+    return OnDevice(n_bytes - (n_bytes % 2**30 if n_bytes > 2**30 else 0))
+
+
+def rented_torch() -> Torch:
+    """The torch that a rented machine is taken to get: the version and the build for GPUs that are
+    installed here. Where that is for CPUs alone, or unknown, the one that PyPI has of it, or of the
+    oldest known.
+    """
+    version, build = installed_torch()
+    try:
+        return parse_torch(f"{version}+{build}" if build and build != "cpu" else version)
+    except InputError:
+        return Torch(OLDEST_TORCH)
+
+
+def owned_offer(owned: Owned, today: date) -> Offer:
+    """A GPU of one's own as an offer: electricity, wear and the rest for each hour."""
+    usd = owned.running_usd_per_h + owned.wear_usd_per_h
+    words = f"own: {owned.power_kw:g} kW at ${owned.usd_per_kwh:g} a kWh, wear "
+    words += f"${owned.wear_usd_per_h:.3f} an hour"
+    name = f"{owned.n_gpus}x {owned.gpu}"
+    return Offer(
+        OWN, name, owned.gpu, owned.n_gpus, "", "", False, "machine_hour", usd, words, today,
+        Billing(OWN),
+    )  # fmt: skip

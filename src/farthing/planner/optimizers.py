@@ -1,0 +1,60 @@
+"""What an optimizer keeps and moves for each trained weight: rows of `facts/optimizers.csv`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from farthing.tables import facts
+
+BF16_WEIGHTS = "adamw_bf16_stochastic_round"
+
+
+class Optimizer(NamedTuple):
+    """Bytes and accesses for one trained weight."""
+
+    moments: float
+    """Kept on the GPU in the dtype of the weight."""
+    own_bytes: float
+    """Kept on the GPU beside them."""
+    saved_bytes: float
+    """In a checkpoint, beside the weight."""
+    moved_widths: float
+    """Numbers of the weight's width that an update reads and writes."""
+    moved_bytes: float
+    times: float
+    """As long as from the GPU's own memory: pages come over the bus."""
+    needs_bitsandbytes: bool
+    is_on_host: bool
+    is_factored: bool
+    """A row and a column stand for the moments of a matrix."""
+    has_bf16_weights: bool
+    """Without fp32 masters: weights, gradients and moments are bf16."""
+    quality: str
+    """What it may cost in quality, by its source."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its state can be cut into rows: not what lies in blocks, nor factors."""
+        return not (self.needs_bitsandbytes or self.is_factored)
+
+    def state_bytes(self, trained_bytes: int, rank: int | None = None) -> float:
+        """On the GPU. Of adapters of a rank r, A [r, in] and B [out, r], factors are an r-th."""
+        if self.is_factored and rank:
+            return 4.0 / rank
+        return self.moments * trained_bytes + self.own_bytes
+
+    def update_bytes(self, trained_bytes: int) -> float:
+        """Moved by one update, clipping included: it reads a gradient twice and writes it once."""
+        return self.times * ((self.moved_widths + 3.0) * trained_bytes + self.moved_bytes)
+
+
+@cache
+def optimizer(name: str) -> Optimizer:
+    row = next(row for row in facts("optimizers") if row["name"] == name)
+    moments, state, saved, widths, moved, times = (
+        float(row[key] or 0)
+        for key in ("moments", "state_bytes", "saved_bytes", "moved_widths", "moved_bytes", "times")
+    )
+    traits = [bool(row[key]) for key in ("bitsandbytes", "on_host", "factored", "bf16")]
+    return Optimizer(moments, state, saved, widths, moved, times, *traits, quality=row["quality"])

@@ -1,0 +1,347 @@
+"""A machine's plan on an offer -> seconds and dollars by what they go to, with their ranges;
+interruptions of spot counted; held against the job's limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import NormalDist
+from typing import NamedTuple
+
+from farthing.planner.ownership import needed_samples_per_min
+from farthing.planner.ranges import price_error
+from farthing.planner.spot import (
+    Z80,
+    Expected,
+    Interruptions,
+    Mixture,
+    SaveSchedule,
+    best_interval_s,
+    chance_by,
+    expect,
+    mixture,
+    young_interval_s,
+)
+from farthing.planner.types import Assumptions, JobSpec, MachinePlan, Plan, Range, Rejected
+from farthing.prices.offers import Offer, bill, boot_of
+from farthing.units import said_apart, say_seconds, say_usd
+
+_STORES = {"s3": "AWS", "gs": "GCP", "az": "Azure"}
+"""Whose own machines pay no egress to them."""
+WORST = 10.0  # of what is likely: the upper end of a range that has none
+CRASH_EVERY_S = 7 * 86400.0  # of a machine that is not taken away, by assumption
+SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 1800.0
+STARTING = ("setup", "download", "start-up", "tokenizing")
+BUSY = ("training", "evaluation")
+
+
+class _Timed(NamedTuple):
+    """What a job takes on a machine and how it ranges, whatever an hour costs."""
+
+    seconds: dict[str, float]
+    wall_s: float
+    billed_s: float
+    interval_s: float
+    n_saves: float
+    spot: Expected | None
+    hours_range: Range
+    billed_range: Range
+
+
+def quiet_interval_s(save_s: float) -> float:
+    """Between checkpoints where nobody takes the machine away: Young's."""
+    young = young_interval_s(save_s, CRASH_EVERY_S)
+    return min(LONGEST_INTERVAL_S, max(SHORTEST_INTERVAL_S, young))
+
+
+class Pricing:
+    """The offers of one kind of machine. What they share is worked out once."""
+
+    def __init__(
+        self,
+        wanted: JobSpec,
+        on: MachinePlan,
+        assumptions: Assumptions,
+        hazard: Callable[[Offer], Interruptions],
+    ) -> None:
+        self.wanted, self.on, self.assumptions, self.hazard = wanted, on, assumptions, hazard
+        self._timed: dict[tuple[float, float, Interruptions | None], _Timed] = {}
+        self._held_gb = (wanted.shape.n_parameters * 2 + 3 * wanted.save_bytes) / 1e9
+        if on.machine.is_local:
+            self._held_gb = 0.0
+
+    def plan(self, offer: Offer, price_age_days: int, is_users_price: bool) -> Plan | Rejected:
+        """The offer's plan; a rejection where interruptions keep it from ever ending."""
+        zone = self.hazard(offer) if offer.is_spot else None
+        setup_s, save_s = self.setup_s(offer), self.save_s(offer)
+        key = setup_s, save_s, zone
+        timed = self._timed.get(key)
+        if timed is None:
+            timed = self._timed[key] = self._time(*key)
+        if not math.isfinite(timed.wall_s):
+            what = "interruptions come faster than work is saved"
+            change = "the same machine on demand"
+            return Rejected(offer, "spot", what, change, "on demand", 10.0)
+        usd = bill(
+            offer,
+            timed.billed_s / 3600,
+            n_starts=1 + (math.ceil(timed.spot.n_interruptions) if timed.spot else 0),
+            storage_gb=self._held_gb,
+            storage_hours=timed.wall_s / 3600,
+            egress_gb=self._leaving_gb(offer, timed.n_saves),
+        )
+        total, rate = sum(usd.values()), (offer.usd_per_hour or 0.0) / 3600
+        found = Plan(
+            offer, self.on, timed.seconds, timed.wall_s, usd, total, timed.hours_range,
+            Range(total, total, total), timed.interval_s, price_age_days, timed.spot,
+            is_users_price=is_users_price,
+        )  # fmt: skip
+        cheaper, dearer = price_error(found)
+        less, _, more = (rate * (s - timed.billed_s) for s in timed.billed_range)
+        low = max(0.0, (total + less) * (1 - cheaper))
+        return found._replace(usd_range=Range(low, total, (total + more) * (1 + dearer)))
+
+    def setup_s(self, offer: Offer) -> float:
+        """From the request for a machine until it can begin."""
+        if self.on.machine.is_local:
+            return 0.0
+        boot = boot_of(offer.provider)
+        return boot.seconds if boot.is_known else self.assumptions.setup_s
+
+    def save_s(self, offer: Offer) -> float:
+        """That training stands still for a checkpoint: its copy goes to main memory where it takes
+        no more than half of that, else straight to the disk.
+        """
+        known, a, n_bytes = (
+            self.on.machine.calibration.save_s,
+            self.assumptions,
+            self.wanted.save_bytes,
+        )
+        if known is not None:
+            return known
+        fits = offer.ram_gib is None or n_bytes <= 0.5 * offer.ram_gib * 2**30
+        rate = a.snapshot_bytes_per_s if fits or not self.on.machine.is_cuda else a.disk_bytes_per_s
+        return 0.05 + n_bytes / rate
+
+    def _leaving_gb(self, offer: Offer, n_checkpoints: float) -> float:
+        """What leaves the provider: the model, and checkpoints where their store is elsewhere."""
+        if self.on.machine.is_local:
+            return 0.0
+        wanted, scheme = self.wanted, self.wanted.store.partition("://")[0]
+        is_elsewhere = wanted.store and _STORES.get(scheme) != offer.provider
+        saved = n_checkpoints * wanted.save_bytes if is_elsewhere else 0.0
+        return (wanted.n_trainable * 4 + saved) / 1e9
+
+    def _time(self, setup_s: float, save_s: float, zone: Interruptions | None) -> _Timed:
+        """Seconds with checkpoints and, in a zone of spot capacity, interruptions."""
+        wanted, speed = self.wanted, self.on.speed_spread
+        seconds = self.on.seconds | {"setup": setup_s}
+        before_s = setup_s + seconds["download"] + seconds["start-up"]
+        busy_s = sum(seconds[name] for name in BUSY)
+        steps_s = wanted.save_steps * self.on.step.seconds if wanted.save_steps else None
+        interval_s = steps_s or wanted.save_every_s
+        spot: Expected | None = None
+        cases: tuple[Expected, ...] = ()
+        if zone is None:
+            interval_s = interval_s or quiet_interval_s(save_s)
+            seconds["checkpoints"] = (busy_s // interval_s + 1) * save_s
+        else:
+            if interval_s is None:
+                interval_s = max(30.0, min(best_interval_s(save_s, before_s, zone), busy_s))
+            saves = SaveSchedule(interval_s, save_s, before_s)
+            good, bad = zone.good_and_bad
+            spot, *rest = (expect(busy_s, saves, one) for one in (zone, good, bad))
+            cases = tuple(rest)
+            seconds["checkpoints"] = spot.checkpoint_s
+            seconds |= {
+                "lost work": spot.lost_s,
+                "restarts": spot.restart_s,
+                "waiting": spot.waiting_s,
+            }
+        seconds = {name: value for name, value in seconds.items() if value > 0}
+        wall_s = sum(seconds.values())
+        if spot is not None and not math.isfinite(spot.wall_s):
+            wall_s = math.inf
+        waiting_s = seconds.get("waiting", 0.0)
+        # what interruptions cost has a range of its own; starts and saves are no surer than steps
+        away = ("waiting", "lost work", "restarts")
+        moving_s = wall_s - sum(seconds.get(name, 0.0) for name in away)
+        less = less_billed = (1 - speed.low) * moving_s
+        more = (speed.high - 1) * moving_s
+        if self.on.machine.precision_note and self.on.recipe.precision == "fp16":
+            more += moving_s  # a run that overflows has to be done again
+        more_billed, billed_s = more, wall_s - waiting_s
+        if cases and spot is not None:
+            good_case, bad_case = cases
+            less += max(0.0, spot.wall_s - good_case.wall_s)
+            less_billed += max(0.0, spot.billed_s - good_case.billed_s)
+            more += max(0.0, bad_case.wall_s - spot.wall_s)
+            more_billed += max(0.0, bad_case.billed_s - spot.billed_s)
+            if not math.isfinite(more):  # a bad case that never ends: the range is only a warning
+                more, more_billed = (WORST - 1) * wall_s, (WORST - 1) * billed_s
+        hours = (max(0.0, wall_s - less), wall_s, wall_s + more)
+        return _Timed(
+            seconds,
+            wall_s,
+            billed_s,
+            interval_s,
+            busy_s // interval_s + 1,
+            spot,
+            Range(*(s / 3600 for s in hours)),
+            Range(billed_s - less_billed, billed_s, billed_s + more_billed),
+        )
+
+
+# ---- limits ----
+
+
+def within_limits(plan: Plan, wanted: JobSpec) -> Plan | Rejected:
+    """The plan, or why it passes the dollars, the hours or the deadline of the job."""
+    usd, hours = plan.total_usd, plan.wall_s / 3600
+    gpu_hours, n_gpus = hours * plan.recipe.n_gpus, plan.recipe.n_gpus
+
+    def refused(kind: str, what: str, change: str, over: float) -> Rejected:
+        return Rejected(plan.offer, kind, what, change, kind, over)
+
+    if wanted.max_usd is not None and usd > wanted.max_usd:
+        what = "costs {}, the cap is {}".format(*said_apart(usd, wanted.max_usd, say_usd, "${}"))
+        fewer = _or_fewer_steps(plan, wanted, wanted.max_usd / usd, ("waiting",))
+        change = f"limits.max_usd: {_rounded_up(usd)}{fewer}"
+        return refused("dollars", what, change, usd / max(wanted.max_usd, 1e-9))
+    if wanted.max_hours is not None and hours > wanted.max_hours:
+        says = said_apart(hours, wanted.max_hours, lambda h: say_seconds(h * 3600), "{} h")
+        fewer = _or_fewer_steps(plan, wanted, wanted.max_hours / hours)
+        change = f"limits.max_hours: {_rounded_up(hours)}{fewer}"
+        what = "takes {}, the cap is {}".format(*says)
+        return refused("hours", what, change, hours / max(wanted.max_hours, 1e-9))
+    cap = wanted.max_gpu_hours
+    if cap is not None and gpu_hours > cap:
+        n_samples = wanted.n_steps * wanted.global_batch
+        needed, now = needed_samples_per_min(n_samples, 1, cap, n_gpus), n_samples / (hours * 60)
+        says = said_apart(gpu_hours, cap, lambda h: f"{h:,.3g} GPU-hours", "{} GPU-hours")
+        change = f"limits.max_gpu_hours: {_rounded_up(gpu_hours)}, or {needed:,.0f} samples/min "
+        change += f"instead of {now:,.0f}{_or_fewer_steps(plan, wanted, cap / gpu_hours)}"
+        what = "takes {}, the cap is {}".format(*says)
+        return refused("gpu-hours", what, change, gpu_hours / max(cap, 1e-9))
+    least_s = plan.wall_s - plan.seconds.get("waiting", 0.0)  # on demand may step in
+    if wanted.deadline_s is not None and least_s > wanted.deadline_s:
+        late = say_seconds(plan.wall_s - max(0.0, wanted.deadline_s))
+        return _late(plan, wanted, f"ends {late} after the deadline")
+    return plan
+
+
+def _or_fewer_steps(plan: Plan, wanted: JobSpec, share: float, free: tuple[str, ...] = ()) -> str:
+    """The job that keeps the limit: as many steps as the share leaves room for beside what may not
+    shrink. Of spot that is also what interruptions take: it shrinks with the job, but not evenly.
+    """
+
+    def spent(*names: str) -> float:
+        return sum(plan.seconds.get(name, 0.0) for name in names)
+
+    moving_s = spent("training", "evaluation", "checkpoints")
+    counted_s = plan.wall_s - spent(*free)
+    left_s = share * counted_s - (counted_s - moving_s)
+    n = int(wanted.n_steps * max(0.0, left_s) / max(moving_s, 1e-9) * 0.95)
+    once_s = spent("evaluation") / max(1, wanted.n_evaluations)
+    per_step_s = (moving_s - spent("evaluation")) / wanted.n_steps
+    while n >= 1:  # evaluations do not shrink evenly
+        fewer = replace(wanted, max_steps=n)
+        if n * per_step_s + fewer.n_evaluations * once_s <= 0.97 * left_s:
+            return f", or train.max_steps: {n} of {wanted.n_steps}"
+        n = int(n * 0.9)
+    return ""
+
+
+def meet_deadline(
+    plans: Sequence[Plan], wanted: JobSpec, hazard: Callable[[Offer], Interruptions]
+) -> tuple[list[Plan], list[Rejected]]:
+    """Plans with their chance to be done in time; what is not sure enough is rejected."""
+    deadline_s, least = wanted.deadline_s, wanted.confidence
+    assert deadline_s is not None
+    kept: list[Plan] = []
+    late: list[Rejected] = []
+    on_demand: dict[tuple[str, str, int], Plan] = {}
+    for plan in plans:  # the cheapest come first
+        if plan.spot is None:
+            on_demand.setdefault(_machine_key(plan.offer), plan)
+    chances: dict[tuple[object, ...], float] = {}
+    mixed: dict[tuple[object, ...], Mixture] = {}
+    for plan in plans:
+        if plan.spot is None:
+            chance = NormalDist(plan.wall_s, _sigma_s(plan)).cdf(deadline_s)
+        else:
+            before_s, busy_s = (
+                sum(plan.seconds.get(name, 0.0) for name in names) for names in (STARTING, BUSY)
+            )
+            n_saves = max(1.0, math.ceil(busy_s / plan.interval_s))
+            save_s = max(1e-3, plan.seconds.get("checkpoints", 0.0) / n_saves)
+            saves, zone = SaveSchedule(plan.interval_s, save_s, before_s), hazard(plan.offer)
+            case = max(1.0, deadline_s - before_s), busy_s, saves, zone
+            if case not in chances:
+                chances[case] = chance_by(*case)
+            chance = chances[case]
+        if chance >= least:
+            kept.append(plan._replace(chance=chance))
+            continue
+        own = on_demand.get(_machine_key(plan.offer)) if plan.spot is not None else None
+        if own is not None:
+            if case not in mixed:
+                mixed[case] = mixture(*case)
+            both = _mixed(plan, own, mixed[case], before_s, chance)
+            if mixed[case].chance >= least and both.total_usd < own.total_usd:
+                kept.append(both)
+                continue
+        kind = "spot" if plan.spot is not None else "it"
+        late.append(_late(plan, wanted, f"{kind} is done by the deadline with {chance:.0%} only"))
+    return kept, late
+
+
+def _late(plan: Plan, wanted: JobSpec, what: str) -> Rejected:
+    """A plan that is not sure enough to be done in time, and a deadline that would do."""
+    chance, deadline_s = min(max(wanted.confidence, 1e-6), 1 - 1e-6), wanted.deadline_s or 0.0
+    needed_s = plan.wall_s + max(0.0, NormalDist().inv_cdf(chance)) * _sigma_s(plan)
+    minutes = max(1, math.ceil((needed_s - deadline_s) / 60 + 1e-6))
+    change = f"a deadline {say_seconds(60.0 * minutes)} later"
+    over = max(1.0, needed_s / max(deadline_s, 1.0))
+    return Rejected(plan.offer, "deadline", what, change, "deadline", over)
+
+
+def _sigma_s(plan: Plan) -> float:
+    """Standard deviation of the end: the range holds 80 % of cases."""
+    return max(1e-6, (plan.hours_range.high - plan.hours_range.likely) * 3600 / Z80)
+
+
+def _machine_key(offer: Offer) -> tuple[str, str, int]:
+    return offer.provider, offer.gpu, offer.n_gpus
+
+
+def _mixed(plan: Plan, own: Plan, way: Mixture, before_s: float, alone: float) -> Plan:
+    """The spot plan with the same machine on demand whenever it falls behind the deadline, each at
+    its own price.
+    """
+    rate, own_rate = ((one.offer.usd_per_hour or 0.0) / 3600 for one in (plan, own))
+    usd = {"compute": (way.spot_s + before_s) * rate + way.on_demand_s * own_rate}
+    usd |= {name: v for name, v in plan.usd.items() if name not in ("compute", "rounding")}
+    seconds = {n: v for n, v in plan.seconds.items() if n not in ("waiting", "lost work")}
+    seconds["waiting"] = max(0.0, way.wall_s + before_s - sum(seconds.values()))
+    total, hours = sum(usd.values()), sum(seconds.values()) / 3600
+    wide = plan.usd_range.high / max(plan.usd_range.likely, 1e-9)
+    known = plan.hours_range
+    return plan._replace(
+        usd=usd,
+        total_usd=total,
+        seconds=seconds,
+        wall_s=hours * 3600,
+        usd_range=Range(total / wide, total, total * wide),
+        hours_range=Range(min(hours, known.low), hours, max(hours, known.high)),
+        chance=way.chance,
+        mixture=f"spot alone meets the deadline with {alone:.0%}; with on demand when it falls "
+        f"behind it saves {1 - total / own.total_usd:.0%} of {say_usd(own.total_usd)}",
+    )
+
+
+def _rounded_up(number: float) -> str:
+    digits = 2 if number < 100 else 0
+    return f"{math.ceil(number * 10**digits) / 10**digits:.{digits}f}"

@@ -1,0 +1,131 @@
+"""How far off an estimate may be, in 4 of 5 cases: by what runs here measured, else by how far off
+it was on published runs of that class, of trainers that had no say in it.
+
+The classes are rows of `facts/estimate_errors.csv`, which `bench/plan_accuracy.py --write` makes.
+Of memory they are of all but weights, gradients and an optimizer's state, which are certain.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from farthing.models.blocks import block_of
+from farthing.models.shapes import Shape
+from farthing.planner.speed import LINK_ERROR, Calibration, StepTime
+from farthing.planner.types import Machine, Plan, Spread
+from farthing.tables import facts
+
+NARROWEST = 0.30  # of seconds, until several runs of the same model on a machine agree
+CPU_SPREAD = Spread(0.45, 1.7, "no run was measured on this processor")
+UNTRACED = 1.15  # wider where no model of the family was held against code that runs
+LAUNCH_ERROR = 0.6  # of seconds that wait for the host: processors differ that much
+OLD_PRICE_ERROR = 0.30  # of a year, either way: by assumption
+FROM_PRICE_ERROR = 0.30  # upwards, of a marketplace's lowest price: by assumption
+SMALL = 1e9  # parameters under which the host is often slower than the GPU
+
+
+class ErrorClass(NamedTuple):
+    """A row: models and GPUs, and the middle 80 % of happened over predicted."""
+
+    quantity: str
+    era: str
+    kind: str
+    precision: str
+    low: float
+    high: float
+    known: str
+
+
+@cache
+def error_classes() -> tuple[ErrorClass, ...]:
+    found = (
+        ErrorClass(
+            row["quantity"], row["era"], row["kind"], row["precision"], float(row["low"]),
+            float(row["high"]), row["known"],
+        )
+        for row in facts("estimate_errors")
+    )  # fmt: skip
+    return tuple(sorted(found, key=lambda row: -sum(map(bool, row[1:4]))))
+
+
+def class_of(shape: Shape, architecture: str, precision: str) -> tuple[str, str, str]:
+    """(era, kind, precision): what errors are alike for."""
+    era = "old" if architecture in ("Kepler", "Pascal", "Volta", "Turing") else "recent"
+    if shape.n_active:
+        kind = "experts"
+    elif shape.n_decoder_layers:
+        kind = "pair"
+    elif shape.attention != "causal":
+        kind = "encoder"
+    else:
+        kind = "causal" if shape.n_parameters >= SMALL else "small"
+    return era, kind, "fp32" if precision == "fp32" else "16"
+
+
+def _row(quantity: str, of: tuple[str, str, str]) -> ErrorClass:
+    """The first row that is for them: those that know more come first."""
+    return next(
+        row
+        for row in error_classes()
+        if row.quantity == quantity and all(a in ("", b) for a, b in zip(row[1:4], of, strict=True))
+    )
+
+
+def published_spread(quantity: str, shape: Shape, architecture: str, precision: str) -> Spread:
+    """Happened over predicted of published runs of a class: memory, or seconds (speed)."""
+    row = _row(quantity, class_of(shape, architecture, precision))
+    wider = 1.0 if block_of(shape).is_traced else UNTRACED
+    known = row.known if wider == 1 else f"{row.known}; no model of its family was traced"
+    return Spread(row.low / wider, row.high * wider, known)
+
+
+def memory_spread(machine: Machine, shape: Shape) -> Spread:
+    known = machine.calibration
+    if known.extra_bytes is not None:  # a longer process keeps 4 to 6 % more than a shorter one
+        error = 0.05 if machine.is_cuda else 0.08
+        return Spread(1 - error, 1 + error, known.source)
+    if not machine.is_cuda:
+        return Spread(0.8, 1.2, CPU_SPREAD.known)
+    return published_spread("memory", shape, machine.architecture, machine.precision)
+
+
+def speed_spread(machine: Machine, shape: Shape, step: StepTime) -> Spread:
+    """Of the seconds. What GPUs send, and what waits for the host, has an error of its own."""
+    known, parts = machine.calibration, step.parts
+    sending_s, hauling_s = (parts.get(x, 0.0) for x in ("communication", "weights from the host"))
+    waiting_s = 0.0
+    if not known.n_runs and machine.is_cuda:
+        waiting_s = LAUNCH_ERROR * parts.get("launch", 0.0)
+    less = min(LINK_ERROR, machine.device.link_error) * sending_s + LINK_ERROR * hauling_s
+    more = machine.device.link_error * sending_s + LINK_ERROR * hauling_s
+    less, more = ((one + waiting_s) / step.seconds for one in (less, more))
+    if known.n_runs:
+        found = Spread(1 - known.spread, 1 + known.spread, known.source)
+    elif not machine.is_cuda:
+        found = CPU_SPREAD
+    else:
+        found = published_spread("speed", shape, machine.architecture, machine.precision)
+    return Spread(max(0.1, found.low - less), found.high + more, found.known)
+
+
+def how_sure(calibration: Calibration, speed: Spread, memory: Spread) -> str:
+    """Where the ranges of a plan come from."""
+    if calibration.n_runs:
+        return f"calibrated by {calibration.source}: seconds {_said(speed)} in 4 of 5 runs"
+    return (
+        f"never measured: take seconds as {_said(speed)} ({speed.known}), and memory beside "
+        f"weights, gradients and state as {_said(memory)} ({memory.known})"
+    )
+
+
+def _said(spread: Spread) -> str:
+    return f"{spread.low:.2g} to {spread.high:.2g} times"
+
+
+def price_error(plan: Plan) -> tuple[float, float]:
+    """Relative error of a price, downwards and upwards: of old ones, and of the lowest price of a
+    marketplace.
+    """
+    old = min(0.9, OLD_PRICE_ERROR * plan.price_age_days / 365) if plan.has_old_price else 0.0
+    return old, old + (FROM_PRICE_ERROR if plan.is_from_price else 0.0)

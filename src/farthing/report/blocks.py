@@ -1,0 +1,145 @@
+"""What a report consists of, whoever draws it: sections of texts, pairs, tables and bars.
+
+A report is built once, from values; `draw` puts it on a terminal, `html` on a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Text(NamedTuple):
+    """A paragraph; `kind` is answer, soft, warn, plain or code."""
+
+    words: str
+    kind: str = "plain"
+
+
+class Pairs(NamedTuple):
+    """Names with what there is to say of them."""
+
+    rows: tuple[tuple[str, str], ...]
+
+
+class Cards(NamedTuple):
+    """Figures at a glance: name, value, what more there is to say. On a page only."""
+
+    rows: tuple[tuple[str, str, str], ...]
+
+
+class Listed(NamedTuple):
+    """A list."""
+
+    items: tuple[str, ...]
+    is_ordered: bool = False
+
+
+class Stack(NamedTuple):
+    """A cell of a table: parts of a whole as a bar."""
+
+    parts: Mapping[str, float]
+    whole: float
+
+
+Cell = str | Stack
+
+
+class Table(NamedTuple):
+    """Heads begin with # for numbers, = for what is not broken, | for bars. The first column names
+    the rows.
+    """
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    title: str = ""
+    caption: str = ""
+    n_open: int = 0
+    """Rows that are shown at once on a page; 0: all."""
+    cuts: Mapping[str, int] | None = None
+    """How narrow columns may become on a terminal, which then breaks no cell."""
+    has_key: bool = False
+    """A page explains the colours of its bars."""
+
+
+class More(NamedTuple):
+    """A table that a page opens when asked."""
+
+    words: str
+    table: Table
+
+
+class Bars(NamedTuple):
+    """Parts of a whole, each with its amount and share."""
+
+    title: str
+    parts: Mapping[str, float]
+    whole: float
+    say: Callable[[float], str]
+    free: float = 0.0
+
+    @property
+    def rows(self) -> list[tuple[str, float, str]]:
+        """Part, share and amount, the largest first and what is free last."""
+        named = sorted(self.parts.items(), key=lambda item: -item[1])
+        named += [("free", self.free)] if self.free else []
+        return [(name, v / self.whole if self.whole else 0.0, self.say(v)) for name, v in named]
+
+
+class Columns(NamedTuple):
+    """Blocks that stand side by side where there is room."""
+
+    blocks: tuple[Block, ...]
+
+
+class Drawing(NamedTuple):
+    """An SVG, on a page only, with its caption and the classes of its key."""
+
+    title: str
+    svg: str
+    caption: str
+    said: str = ""
+    """To those who can't see it, where it is not the caption."""
+    key: Mapping[str, str] = {}
+    signs: Sequence[tuple[str, str]] = ()
+
+
+class Finding(NamedTuple):
+    """What a diagnosis found; `between backticks` is code. On a page only."""
+
+    name: str
+    worth: str
+    paragraphs: tuple[str, ...]
+    is_first: bool = False
+
+
+Block = Text | Pairs | Cards | Listed | Table | More | Bars | Columns | Drawing | Finding
+
+
+class Section(NamedTuple):
+    """Blocks under a heading; without words at the head of a page."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    level: int = 2
+
+
+def bare(head: str) -> str:
+    """A head of a table without the sign of its kind."""
+    return head[1:] if head[:1] in ("#", "=", "|") else head
+
+
+def sections(*found: Section | None) -> list[Section]:
+    """Those that have something to say."""
+    return [one for one in found if one is not None and one.blocks]
+
+
+def listed(title: str, items: Iterable[str], *, is_ordered: bool = False) -> Section | None:
+    """A list under its heading; nothing where it is empty."""
+    items = tuple(items)
+    return Section(title, (Listed(items, is_ordered),)) if items else None
+
+
+def percent(share: float) -> str:
+    """`12 %`, `<1 %`."""
+    return f"{share * 100:.0f} %" if share >= 0.005 else "<1 %"

@@ -1,0 +1,111 @@
+"""Reports on a terminal. Draws; computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table as Grid
+
+from farthing.report.blocks import (
+    Bars,
+    Block,
+    Cards,
+    Columns,
+    Drawing,
+    Finding,
+    Listed,
+    More,
+    Pairs,
+    Section,
+    Stack,
+    Table,
+    Text,
+    bare,
+    percent,
+)
+from farthing.report.safe import escape, fitted_table, table_of
+
+_STYLES = {
+    "answer": "bold",
+    "soft": "dim",
+    "warn": "yellow",
+    "plain": "",
+    "code": "",
+    "head": "bold",
+}
+_BAR_WIDTH = 24
+
+
+def draw(console: Console, report: Iterable[Section]) -> None:
+    """Sections, each after an empty line but the first."""
+    for number, section in enumerate(report):
+        if number:
+            console.print()
+        blocks, title = section.blocks, f"[bold]{escape(section.title)}[/]"
+        if section.title and isinstance(blocks[0], Text):  # on the line of its heading
+            first = blocks[0]
+            console.print(f"{title}: {_styled(first)}")
+            blocks = blocks[1:]
+        elif section.title:
+            console.print(title + (":" if isinstance(blocks[0], Listed) else ""))
+        for block in blocks:
+            draw_block(console, block)
+
+
+def _styled(text: Text) -> str:
+    style = _STYLES[text.kind]
+    return f"[{style}]{escape(text.words)}[/]" if style else escape(text.words)
+
+
+def draw_block(console: Console, block: Block) -> None:
+    if isinstance(block, Text):
+        console.print(_styled(block), soft_wrap=block.kind == "code")
+    elif isinstance(block, Pairs):
+        grid = Grid.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        for name, words in block.rows:
+            grid.add_row(f"[bold]{escape(name)}[/]", escape(words))
+        console.print(grid)
+    elif isinstance(block, Listed):
+        for number, words in enumerate(block.items, 1):
+            sign = f"{number}. " if block.is_ordered else ""
+            console.print(Padding(escape(sign + words), (0, 0, 0, 2)))
+    elif isinstance(block, Bars):
+        if block.title:
+            console.print(f"[bold]{escape(block.title)}[/]: {escape(block.say(block.whole))}")
+        console.print(_bars(block))
+    elif isinstance(block, Columns):
+        for one in block.blocks:
+            draw_block(console, one)
+    elif isinstance(block, Table):
+        console.print(_table(console, block))
+    else:
+        assert isinstance(block, Cards | Drawing | Finding | More)  # for a page
+
+
+def _table(console: Console, block: Table) -> Grid:
+    if block.cuts is not None:
+        names = [bare(head) for head in block.heads]
+        numbers = [bare(head) for head in block.heads if head[:1] == "#"]
+        named = [dict(zip(names, map(str, row), strict=True)) for row in block.rows]
+        return fitted_table(console.width, names, named, numbers, block.cuts)
+    kept = [i for i, head in enumerate(block.heads) if not head.startswith("|")]
+    rows = [[escape(row[i]) for i in kept if not isinstance(row[i], Stack)] for row in block.rows]
+    title = escape(block.title) if block.title else None
+    heads = (block.heads[i][:1] + escape(block.heads[i][1:]) for i in kept)
+    return table_of(*heads, rows=rows, title=title, flush_gap=2)
+
+
+def _bars(block: Bars) -> Grid:
+    grid = Grid.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, min_width=16)
+    grid.add_column(no_wrap=True, justify="right", min_width=11)
+    grid.add_column(no_wrap=True, justify="right", min_width=4)
+    grid.add_column(no_wrap=True)
+    for name, share, amount in block.rows:
+        bar = "█" * round(share * _BAR_WIDTH) or "·"
+        colour = "dim" if name == "free" else "cyan"
+        grid.add_row(f"  {escape(name)}", amount, percent(share), f"[{colour}]{bar}[/]")
+    return grid

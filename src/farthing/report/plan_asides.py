@@ -1,0 +1,571 @@
+"""What stands beside a plan: services, machines of one's own, years and runs, savings, serving, and
+what somebody paid. Typed values with their words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from farthing.planner.managed import bills, say_size
+from farthing.planner.ownership import (
+    Owned,
+    Saving,
+    Way,
+    break_even_hours,
+    break_even_months,
+    own_way,
+    run_on_own,
+    saving,
+    yearly_usd,
+)
+from farthing.planner.serving import (
+    ERROR,
+    ERROR_UNSEEN,
+    SEEN,
+    SERVERLESS_TIMES,
+    WARM_S,
+    NotServed,
+    Served,
+    Traffic,
+    serve,
+)
+from farthing.planner.types import HERE, OWN
+from farthing.prices.offers import HOURS_PER_MONTH, Offer
+from farthing.report.plan_types import RENTED, Choice, machine_name
+from farthing.report.plan_words import say_cost, say_saving, say_short
+from farthing.units import plural, say_seconds, say_usd
+
+if TYPE_CHECKING:
+    from farthing.planner.inputs import Study
+
+LOADS = (1.0, 0.3, 0.05)
+PAID = "what you paid"
+
+
+# ---- services ----
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service that trains for a fee, and whether it takes this model."""
+
+    provider: str
+    what: str
+    usd: float
+    usd_high: float
+    unit: str
+    usd_per_unit: float
+    price_source: str
+    price_date: str
+    takes_the_model: bool
+    is_known: bool = False
+    """Of farthing's own table, not of a price file."""
+    usd_unpacked: float | None = None
+    n_tokens: float | None = None
+    you_get: str = ""
+    afterwards: str = ""
+    ends: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.provider}, {self.what}"
+
+    @property
+    def words(self) -> str:
+        """`$3.20 to $4.80  Together (LoRA up to 16B): you get ...`."""
+        cost = say_usd(self.usd)
+        if self.usd_high > self.usd * 1.001:
+            cost += f" to {say_usd(self.usd_high)}"
+        words = f"{cost}  {self.provider} ({self.what})"
+        if self.you_get:
+            words += f": you get {self.you_get}"
+        elif not self.takes_the_model:
+            words += ": not this model"
+        words += f", then {self.afterwards}" if self.afterwards else ""
+        if (self.usd_unpacked or 0) > self.usd * 1.05:
+            words += f"; {say_usd(self.usd_unpacked)} without packing (rows x max length)"
+        words += f"; no new jobs from {self.ends}" if self.ends else ""
+        return f"{words} ({self.price_source}, {self.price_date})"
+
+
+def services_of(study: Study) -> tuple[Service, ...]:
+    """Those that are known, then those of a price file."""
+    job, wanted = study.job, study.wanted
+    model = job.model.model_name_or_path
+    known = [
+        Service(
+            bill.service.provider,
+            bill.service.model or say_size(bill.service),
+            bill.usd,
+            bill.usd_high,
+            "million_tokens",
+            bill.service.usd,
+            bill.service.source,
+            bill.service.date.isoformat(),
+            bill.service.method != "closed",
+            True,
+            bill.usd_unpacked,
+            bill.n_tokens,
+            bill.service.you_get,
+            bill.service.afterwards,
+            bill.service.ends.isoformat() if bill.service.ends else None,
+        )
+        for bill in bills(wanted, job.task, model, job.max_length, study.today)
+    ]
+    of_file = [
+        Service(
+            offer.provider, offer.instance, usd, usd, offer.unit, offer.usd, offer.source,
+            offer.date.isoformat(), _takes(offer, study),
+        )
+        for offer, usd in study.answer.managed
+    ]  # fmt: skip
+    return (*known, *of_file)
+
+
+def _takes(offer: Offer, study: Study) -> bool:
+    """Whether the service names this model, or a range of sizes and a method that it is in."""
+    if offer.unit == "run":
+        return True
+    billions = study.wanted.shape.n_parameters / 1e9
+    size = re.search(r"(?:up to (\d+)B)|(?:(\d+)B to (\d+)B)", offer.instance)
+    if size:
+        low, high = (0.0, float(size[1])) if size[1] else (float(size[2]), float(size[3]))
+        is_lora = "lora" in offer.instance.lower()
+        return low * 0.97 <= billions < high + 1 and is_lora == (study.wanted.method != "full")
+    name = study.job.model.model_name_or_path.rpartition("/")[2].lower()
+    return offer.instance.lower().removesuffix(" hosted") == name
+
+
+def fees(managed: Sequence[Service]) -> dict[str, float]:
+    """Dollars of a run at services that take the model: all of a price file's, and the cheapest of
+    those that are known.
+    """
+    taking = [one for one in managed if one.takes_the_model]
+    known = sorted((one for one in taking if one.is_known), key=lambda one: one.usd)[:1]
+    return {one.name: one.usd for one in (*(o for o in taking if not o.is_known), *known)}
+
+
+@dataclass(frozen=True)
+class Paid:
+    """What somebody paid for the job, beside what it costs here."""
+
+    usd: float
+    here_usd: float | None
+    saved_usd: float | None
+    ratio: float | None
+    words: str
+
+    @classmethod
+    def of(cls, usd: float, here: float | None) -> Paid:
+        if not here:
+            words = f"you paid {say_usd(usd)}: no plan here has a price to compare it with"
+            return cls(usd, here, None, None, words)
+        ratio = usd / here
+        more = f"{ratio:.1f} times as much" if ratio >= 1.05 else "no more"
+        words = f"you paid {say_usd(usd)}: here it is {say_usd(here)}; that was {more}"
+        return cls(usd, here, usd - here, ratio, words)
+
+
+# ---- machines of one's own ----
+
+
+@dataclass(frozen=True)
+class PaysBack:
+    """When an owned machine pays back against another way."""
+
+    name: str
+    rank: int | None
+    is_equal: bool
+    usd_per_own_hour: float
+    """What it costs elsewhere to have the work of an hour of the machine done."""
+    break_even_hours: float | None
+    break_even_months: float | None
+    hours_per_month: float
+    words: str
+
+
+@dataclass(frozen=True)
+class OwnMachine:
+    """A machine of one's own: what this run costs on it, and when buying it pays back."""
+
+    name: str
+    price_usd: float
+    power_kw: float
+    usd_per_kwh: float
+    running_usd_per_h: float
+    wear_usd_per_h: float
+    hours_per_month: float
+    rank: int | None
+    hours: float | None
+    usd: dict[str, float]
+    total_usd: float | None
+    against: tuple[PaysBack, ...]
+    words: str
+
+
+def own_machine(
+    owned: Owned, rows: Sequence[Choice], study: Study, runs_per_month: float | None
+) -> OwnMachine:
+    alike = [row for row in rows if (row.gpu, row.n_gpus) == (owned.gpu, owned.n_gpus)]
+    row = next((row for row in alike if row.kind == "own"), None)
+    about = (
+        f"{owned.n_gpus}x {owned.gpu}", owned.price_usd, owned.power_kw, owned.usd_per_kwh,
+        owned.running_usd_per_h, owned.wear_usd_per_h, owned.hours_per_month,
+    )  # fmt: skip
+    if row is None:
+        offered = [one for one in study.answer.rejected if one.offer.provider == OWN]
+        mine = (one for one in offered if one.offer.gpu == owned.gpu)
+        why = next((one for one in mine if one.offer.n_gpus == owned.n_gpus), None)
+        words = f"{why.reason}; {why.change}" if why else "not among the offers"
+        return OwnMachine(*about, None, None, {}, None, (), words)
+    usd = {name: value for name, value in run_on_own(owned, row.hours).items() if value}
+    against: list[PaysBack] = []
+    hours = runs_per_month * row.hours if runs_per_month else owned.hours_per_month
+    on_demand = (one for one in alike if one.kind == "on-demand")
+    equal = min(on_demand, key=lambda one: (one.usd_per_hour or 0, one.provider), default=None)
+    rented = next((one for one in rows if one.is_rented), None)
+    for is_equal, other in ((True, equal), (False, rented)):
+        if other is not None and all(other.rank != one.rank for one in against):
+            # against other GPUs: what the rent for the work of an own hour comes to
+            per_hour = other.usd_per_hour if is_equal else other.total_usd / row.hours
+            at = min(hours, HOURS_PER_MONTH)
+            against.append(_pays_back(owned, other.name, per_hour or 0.0, at, other.rank, is_equal))
+    for name, fee in fees(services_of(study)).items() if runs_per_month else ():
+        against.append(_pays_back(owned, name, fee / row.hours, hours))
+    total, cost = sum(usd.values()), f"and {say_seconds(row.wall_s)} for this run"
+    words = f"{say_cost(total)} {cost}"
+    return OwnMachine(*about, row.rank, row.hours, usd, total, tuple(against), words)
+
+
+def _pays_back(
+    owned: Owned,
+    name: str,
+    per_hour: float,
+    hours: float,
+    rank: int | None = None,
+    equal: bool = False,
+) -> PaysBack:
+    after = break_even_hours(owned, per_hour)
+    months = break_even_months(owned, rent_usd_per_h=per_hour, hours_per_month=hours)
+    price = f"{say_usd(per_hour)} an hour"
+    if not equal:
+        whose = "the best rent" if rank is not None else "its fee"
+        price = f"{whose}, {say_usd(per_hour)} for what it does in an hour"
+    bought, rent = f"bought for {say_cost(owned.price_usd)}", f"{name} ({price})"
+    words = f"{bought} it never pays for itself against {rent}"
+    if after is not None and months is not None:
+        long = f"{months:,.1f} months" if months < 36 else f"{months / 12:,.0f} years"
+        words = (
+            f"{bought} it pays for itself after {after:,.0f} h of use, {long} with {hours:.3g} h "
+        )
+        words += f"a month, against {rent}"
+    return PaysBack(name, rank, equal, per_hour, after, months, hours, words)
+
+
+# ---- years and runs ----
+
+
+@dataclass(frozen=True)
+class Years:
+    """What a project of so many runs a month comes to."""
+
+    runs_per_month: float
+    one_year_usd: dict[str, float]
+    three_years_usd: dict[str, float]
+    saved_in_a_year: dict[str, Saving]
+    """Against the dearest way."""
+    notes: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """Way, a year, three years, and what it saves in a year: `$1,620 (94%)`."""
+        found = []
+        for name, usd in self.one_year_usd.items():
+            saved = self.saved_in_a_year[name]
+            words = (
+                f"{say_cost(saved.usd)} ({saved.share:.0%})" if saved.usd and saved.share else ""
+            )
+            found.append((name, say_cost(usd), say_cost(self.three_years_usd[name]), words))
+        return tuple(found)
+
+
+def years_of(
+    rows: Sequence[Choice],
+    own: Sequence[OwnMachine],
+    owned: Sequence[Owned],
+    managed: Sequence[Service],
+    runs_per_month: float,
+    paid: Paid | None,
+) -> Years:
+    ways: dict[str, Way] = {}
+    notes: list[str] = []
+    for kind in RENTED:
+        if row := next((row for row in rows if row.kind == kind), None):
+            ways[f"rent {row.name}"] = Way(row.total_usd)
+    for one, found in zip(owned, own, strict=True):
+        if found.hours is None:
+            continue
+        name = f"{'buy' if one.price_usd else 'own'} {found.name}"
+        ways[name] = own_way(one, found.hours)
+        busy = found.hours * runs_per_month
+        if busy > HOURS_PER_MONTH:
+            notes.append(f"{name}: {busy:,.0f} hours a month are more than one machine has")
+        if paid is not None and one.price_usd:
+            rent = paid.usd * runs_per_month
+            months = break_even_months(one, rent_usd_per_month=rent, hours_per_month=busy)
+            after = "never" if months is None else f"after {months:,.1f} months"
+            notes.append(
+                f"{name}: pays back {after} against {say_cost(rent)} a month that you paid"
+            )
+    ways |= {name: Way(fee) for name, fee in fees(managed).items()}
+    if paid is not None:
+        ways[PAID] = Way(paid.usd)
+    yearly = yearly_usd(ways, runs_per_month)
+    dearest = max(yearly.values(), default=0.0)
+    saved = {name: saving(usd, dearest) for name, usd in yearly.items()}
+    return Years(runs_per_month, yearly, yearly_usd(ways, runs_per_month, 3), saved, tuple(notes))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What so many runs come to: the first choice, the plain way, services, what was paid."""
+
+    n_runs: int
+    usd: dict[str, float]
+    words: tuple[str, ...]
+
+
+def runs_of(
+    n: int,
+    best: Choice | None,
+    savings: Savings | None,
+    managed: Sequence[Service],
+    paid: Paid | None,
+) -> Runs:
+    each: dict[str, float] = {}
+    if best is not None:
+        each[best.name] = best.total_usd
+    if savings is not None:
+        each["the plain way"] = savings.plain_usd
+    each |= fees(managed)
+    if paid is not None:
+        each[PAID] = paid.usd
+    ways = {name: n * usd for name, usd in each.items()}
+    words = [f"{name}: {say_cost(usd)}" for name, usd in ways.items()]
+    if best is not None and len(ways) > 1:
+        mine, dearest = ways[best.name], max(ways.values())
+        saved = say_saving(saving(mine, dearest))
+        words.append(f"against the dearest {say_cost(dearest - mine)} saved, {saved}")
+    return Runs(n, ways, tuple(words))
+
+
+# ---- what choices save ----
+
+
+@dataclass(frozen=True)
+class Step:
+    """The plain way, or it with one choice more in its place."""
+
+    choice: str
+    what: str
+    usd: float | None
+    hours: float | None
+    saved_share: float | None
+    words: str
+
+
+@dataclass(frozen=True)
+class Savings:
+    """From the plain way to the first rented choice, one choice after the other."""
+
+    rungs: tuple[Step, ...]
+    plain_usd: float
+    usd: float
+    saved_usd: float
+    saved_share: float | None
+    words: str
+
+
+def savings_of(study: Study) -> Savings | None:
+    """None where nothing is rented."""
+    steps: list[Step] = []
+    before: float | None = None
+    for choice, what, plan in study.savings:
+        words, share = "no machine with A100s holds it", None
+        usd, hours = (plan.total_usd, plan.wall_s / 3600) if plan else (None, None)
+        if plan is not None:
+            words = f"{say_cost(plan.total_usd)} in {say_seconds(plan.wall_s)}"
+            if before is not None:
+                saved = saving(plan.total_usd, before)
+                share, words = saved.share, f"{words}, {say_saving(saved)}"
+            before = plan.total_usd
+        steps.append(Step(choice, what, usd, hours, share, f"{choice}: {what}: {words}"))
+    priced = [one.usd for one in steps if one.usd is not None]
+    if not priced:
+        return None
+    plain, last = priced[0], priced[-1]
+    whole = saving(last, plain)
+    words = f"{say_cost(last)} instead of {say_cost(plain)}: {say_saving(whole)}"
+    return Savings(tuple(steps), plain, last, whole.usd, whole.share, words)
+
+
+# ---- serving ----
+
+
+@dataclass(frozen=True)
+class ServingRow:
+    """A machine in a precision that answers the traffic."""
+
+    machine: str
+    gpu: str
+    n_gpus: int
+    precision: str
+    provider: str
+    usd_per_hour: float
+    price_date: str
+    weights_bytes: float
+    cache_bytes_per_token: float
+    room_bytes: float
+    most_tokens: float
+    n_streams: int
+    tokens_per_s: float
+    tokens_per_s_range: tuple[float, float]
+    one_stream_tokens_per_s: float
+    first_token_s: float
+    answer_s: float
+    load: float
+    n_machines: int
+    always_on_usd_per_month: float
+    to_zero_usd_per_month: float
+    to_zero_first_token_s: float
+    break_even_requests_per_hour: float
+    usd_per_million: Mapping[str, float]
+    usd_per_million_at_load: Mapping[str, Mapping[str, float]]
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """In the order of `SERVING_HEADS`."""
+        more = f" x{self.n_machines}" if self.n_machines > 1 else ""
+        return (
+            f"{self.machine}{more}, {self.provider}",
+            self.precision,
+            f"{self.weights_bytes / 1e9:.1f}",
+            f"{self.tokens_per_s:,.0f}",
+            _short(self.first_token_s),
+            say_cost(self.always_on_usd_per_month),
+            say_cost(self.to_zero_usd_per_month),
+            say_cost(self.usd_per_million["output"]),
+        )
+
+
+SERVING_HEADS = (
+    "machine", "=weights", "#GB", "#tok/s", "#first", "#$/month on", "#to zero", "#$/M out",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ServingView:
+    """The traffic on every kind of machine that was asked for."""
+
+    traffic: Traffic
+    answer: str
+    rows: tuple[ServingRow, ...]
+    refused: tuple[NotServed, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def shown(self) -> list[ServingRow]:
+        """The cheapest machine in each of its precisions, then the others in their cheapest."""
+        of_best = [row for row in self.rows if row.machine == self.rows[0].machine]
+        others = {row.machine: row for row in reversed(self.rows) if row not in of_best}
+        return [*of_best, *sorted(others.values(), key=self.rows.index)][:8]
+
+
+def serving_of(study: Study, traffic: Traffic) -> ServingView:
+    """Raises `InputError` where serving is not known."""
+    offers = [p.offer for p in study.answer.plans] + [r.offer for r in study.answer.rejected]
+    found, refused = serve(study.wanted.shape, traffic, offers)
+    rows = tuple(_serving_row(one) for one in found)
+    return ServingView(
+        traffic,
+        _serving_answer(rows, traffic),
+        rows,
+        tuple(refused),
+        (
+            f"engines on NVIDIA GPUs as published from 2023 to 2026: tokens/s within {ERROR:.0%}, "
+            f"{ERROR_UNSEEN:.0%} on GPUs without a row",
+            f"going to zero costs {SERVERLESS_TIMES:g} times the hourly price while it is on, "
+            "which "
+            f"it stays for {WARM_S:.0f} s after each answer",
+            "`farthing export` writes bf16; the others take a tool that quantizes, and what that "
+            "loses is not judged here",
+            "many adapters of one base model can share a machine: k of them cost a k-th each",
+        ),
+    )
+
+
+def _serving_row(one: Served) -> ServingRow:
+    server, traffic = one.server, one.traffic
+    error = ERROR if server.gpu.name in SEEN else ERROR_UNSEEN
+    speed, busy = one.capacity_tokens_per_s, min(1.0, one.load / one.n_machines)
+
+    def per_million(load: float) -> dict[str, float]:
+        return dict(zip(("input", "output"), one.usd_per_million(load), strict=True))
+
+    return ServingRow(
+        machine_name(server.n_gpus, server.gpu.name),
+        server.gpu.name,
+        server.n_gpus,
+        server.precision,
+        one.offer.provider,
+        one.usd_per_hour,
+        one.offer.date.isoformat(),
+        server.weights_bytes,
+        server.cache_bytes_per_token,
+        server.room_bytes,
+        server.room_bytes / server.cache_bytes_per_token,
+        one.n_streams,
+        speed,
+        (speed * (1 - error), speed * (1 + error)),
+        1 / server.decode_s(traffic, 1),
+        server.prefill_s(traffic),
+        one.alone_s,
+        one.load,
+        one.n_machines,
+        one.always_on_usd,
+        one.to_zero_usd(),
+        one.cold_start_s + server.prefill_s(traffic),
+        one.break_even_requests_per_hour,
+        per_million(busy),
+        {f"{load:.0%}": per_million(load) for load in LOADS},
+    )
+
+
+def _serving_answer(rows: Sequence[ServingRow], traffic: Traffic) -> str:
+    what = f"{traffic.requests_per_day:,.0f} requests a day of {traffic.input_tokens:,.0f} tokens "
+    what += f"in and {traffic.output_tokens:,.0f} out"
+    if not rows:
+        return f"No machine of these can answer {what} as asked."
+    best = rows[0]
+    on, zero = best.always_on_usd_per_month, best.to_zero_usd_per_month
+    at = {OWN: " of your own", HERE: f" of {HERE}"}.get(best.provider, f" at {best.provider}")
+    several = f"{plural(best.n_machines, 'machine')} of " if best.n_machines > 1 else ""
+    way, other = "going to zero between answers", f"always on {say_cost(on)}"
+    if on <= zero:
+        way, other = "always on", f"going to zero {say_cost(zero)}"
+    return (
+        f"{what}: {several}{best.machine}{at} in {best.precision}, "
+        f"{say_cost(min(on, zero))} "
+        f"a month {way} ({other}); always on is cheaper above "
+        f"{best.break_even_requests_per_hour:,.0f} requests an hour. After a silence the first "
+        "token "
+        f"takes {say_seconds(best.to_zero_first_token_s)} from zero, else "
+        f"{_short(best.first_token_s)}."
+    )
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.1f} s" if 1 <= seconds < 10 else say_short(seconds).replace(".0 ms", " ms")

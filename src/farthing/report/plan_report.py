@@ -1,0 +1,611 @@
+"""A plan as sections: the short answer, the whole one, one choice explained, two compared, and the
+page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from farthing.planner.ranking import TIE
+from farthing.planner.types import AGED_PRICE_DAYS, OLD_PRICE_DAYS
+from farthing.report.blocks import (
+    Bars,
+    Block,
+    Cards,
+    Cell,
+    Columns,
+    Listed,
+    Pairs,
+    Section,
+    Stack,
+    Table,
+    Text,
+    listed,
+    sections,
+)
+from farthing.report.html import page
+from farthing.report.plan_asides import SERVING_HEADS
+from farthing.report.plan_scatter import cost_against_time
+from farthing.report.plan_types import Choice, RecipeView, Refused, machine_name
+from farthing.report.plan_view import UNTRIED_ALONE, PlanView, what_to_do
+from farthing.report.plan_words import (
+    cost_range,
+    say_cost,
+    say_short,
+    span,
+    time_range,
+)
+from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
+
+N_BRIEF, N_WHOLE, N_PAGE, N_MEMORY, N_WHY_NOT, N_NAMED = 5, 10, 20, 14, 6, 5
+ON_COMMAND_LINE = "given on the command line: "
+LEGEND = (
+    f"By dollars, within {TIE:.0%} or a cent the sooner first; the first can be had at its price. "
+    "* "
+    "no other choice is both cheaper and sooner. Ranges hold for 4 of 5 runs. wait: for spot "
+    "capacity, not paid for. price: `from` is the lowest of a marketplace, `buy` what has to be "
+    "bought"
+)
+_CUTS = {"why this rank": 40, "at": 6, "machine": 12}
+
+
+# ---- the short answer ----
+
+
+def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> list[Section]:
+    """What to take, what it costs, what to check, and the command that is `next_step`."""
+    best, job = view.best, view.job
+    head: list[Block] = [
+        Text(view.answer if best is None else f"{what_to_do(best)}: {cost_range(best)}", "answer")
+    ]
+    if best is not None:
+        head.append(Text(_time_and_memory(best)))
+    model = job.model.rstrip("/").rpartition("/")[2]
+    steps = f"{plural(job.n_steps, 'step')} of {job.global_batch}"
+    examples = plural(job.n_examples, "example")
+    tokens = f"{say_count(job.n_tokens)} tokens"
+    head.append(Text(f"{model}, {job.method}, {job.task}: {examples}, {steps}, {tokens}", "soft"))
+    if limits := limits_in_words(view):
+        chance = f"; chance {best.chance:.0%}" if best and best.chance is not None else ""
+        head.append(Text(f"limits: {limits}{chance}", "soft"))
+    if best is None:
+        return sections(Section("", tuple(head)))
+    shown = list(view.plans[: n_shown or N_BRIEF])
+    here = next((one for one in view.plans if one.kind == "here"), None)
+    rest = [Text(words, "soft") for words in (_order(view), _the_rest(view, shown)) if words]
+    choices = shown if here is None or here in shown else [*shown, here]
+    supposed = re.sub(r" \([^()]*\)|, and memory .*", "", best.confidence)
+    facts = [("supposed", f"{job.lengths_source.removeprefix(ON_COMMAND_LINE)}; {supposed}")]
+    facts += [("data", note) for note in view.data_notes]
+    if best.recipe.to_set:
+        what = "several GPUs share the run" if best.n_gpus > 1 else "weights stay in main memory"
+        facts.append(("set", f"{' and '.join(best.recipe.to_set)}: {what}"))
+    if best.recipe.precision_note:
+        facts.append(("precision", best.recipe.precision_note))
+    facts.append(("check", to_check(view, best)))
+    oldest = max(one.price_age_days for one in shown)
+    if oldest > OLD_PRICE_DAYS:
+        words = f"up to {oldest} days old: `farthing prices update` reads newer ones"
+        facts.append(("prices", words))
+    last: list[Block] = [Pairs(tuple(facts))]
+    if next_step:
+        last.append(Text(f"next      {next_step}", "code"))
+    table = choices_table(choices)
+    return sections(
+        Section("", tuple(head)),
+        Section("", (table, *rest)),
+        Section("", tuple(last)),
+        *beside(view),
+    )
+
+
+def _time_and_memory(best: Choice) -> str:
+    waiting = (
+        f", {span(best.waiting_s, best.waiting_s)} of it waiting" if best.waiting_s >= 60 else ""
+    )
+    needed, there = say_bytes(best.memory.needed_bytes), say_bytes(best.memory.capacity_bytes)
+    unit = f" {there.rpartition(' ')[2]}"
+    kept = f", {say_bytes(best.memory.host_bytes)} of main memory" if best.memory.host_bytes else ""
+    return f"{time_range(best)}{waiting}; {needed.removesuffix(unit)} of {there}{kept}"
+
+
+def limits_in_words(view: PlanView) -> str:
+    """`at most $5.00, done in 12 h from now`; nothing where there are none."""
+    limits, words = view.job.limits, []
+    if limits.max_usd is not None:
+        words.append(f"at most {say_cost(limits.max_usd)}")
+    if limits.max_hours is not None:
+        words.append(f"at most {say_seconds(limits.max_hours * 3600)}")
+    if limits.max_gpu_hours is not None:
+        words.append(f"at most {limits.max_gpu_hours:g} GPU-hours")
+    if limits.deadline_s is not None:
+        time = say_seconds(limits.deadline_s)
+        words.append(f"done in {time} from now, with {limits.confidence:.0%} at least")
+    return ", ".join(words)
+
+
+def _order(view: PlanView) -> str:
+    rows, best = view.plans, view.best
+    cheapest = min(one.total_usd for one in rows if one.is_priced or one is rows[0])
+    first = best.total_usd if best else cheapest
+    but = f", within {TIE:.0%} or a cent by time"
+    if first > cheapest:
+        but = "; 1 is the first to be had at its price"
+    return f"By dollars{but}. Ranges: 4 of 5 runs."
+
+
+def _the_rest(view: PlanView, shown: Sequence[Choice]) -> str:
+    n_rest, n_refused = len(view.plans) - len(shown), sum(one.n_offers for one in view.rejected)
+    parts = [f"{plural(n_rest, 'more choice')}"] if n_rest else []
+    parts += [f"{plural(n_refused, 'offer')} refused"] if n_refused else []
+    return f"{', '.join(parts)}: --all" if parts else ""
+
+
+def to_check(view: PlanView, best: Choice) -> str:
+    """The one thing that is most likely to make the plan wrong."""
+    job, cap, high = view.job, view.job.limits.max_usd, best.usd_range.high
+    if cap is not None and high > cap:
+        return (
+            f"the cap: it may come to {say_cost(high)}; at {say_cost(cap)} the run saves and stops"
+        )
+    if best.memory.is_tight:
+        needed = say_bytes(best.memory.range_bytes.high)
+        return f"memory: up to {needed} may be needed; `farthing probe` measures it"
+    if best.recipe.to_set:
+        many = "several GPUs: farthing was not run on several real ones so far"
+        return UNTRIED_ALONE if best.n_gpus == 1 else many
+    if not job.lengths_are_exact and "tokenized" not in job.lengths_source:
+        is_given = job.lengths_source.startswith(ON_COMMAND_LINE)
+        return "the lengths of your examples: plan with the data" + (
+            "" if is_given else ", or --mean-tokens"
+        )
+    if best.must_buy_more:
+        pack, usd = say_cost(best.up_front_usd), say_cost(best.total_usd)
+        return f"the price: you have to buy {pack}; the run uses {usd}"
+    if best.price_is:
+        return "the price: the lowest of a marketplace; that machine may be taken"
+    if best.spot:
+        n = f"{best.spot.n_interruptions:.1f}"
+        return f"spot: about {n} interruptions; set output_store to keep checkpoints"
+    if not best.is_priced:
+        return "the price of this machine: none is given (where.usd_per_hour)"
+    return "the speed: `farthing probe` measures it in a minute on the machine"
+
+
+def choices_table(choices: Sequence[Choice]) -> Table:
+    """A line a choice; a column that says nothing is left out."""
+    heads = (
+        "##",
+        "machine",
+        "at",
+        "#$",
+        "range",
+        "#time",
+        "range ",
+        "#wait",
+        "price, age",
+        "why this rank",
+    )
+    rows = [_cells(one) for one in choices]
+    kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
+    table = tuple(tuple(row[i] for i in kept) for row in rows)
+    return Table(tuple(heads[i] for i in kept), table, "Choices", cuts=_CUTS)
+
+
+def _cells(one: Choice) -> tuple[str, ...]:
+    low, usd, high = (say_cost(value).removeprefix("$") for value in one.usd_range)
+    soon, likely, late = (value * 3600 for value in one.hours_range)
+    return (
+        f"{one.rank}{'*' if one.on_front else ''}",
+        one.machine + (" spot" if one.spot else ""),
+        one.provider if one.kind != "here" else "here",
+        usd if one.is_priced else "?",
+        f"{low}-{high}" if one.is_priced else "",
+        span(likely, likely),
+        span(soon, late),
+        span(one.waiting_s, one.waiting_s) if one.waiting_s >= 60 else "",
+        _price_words(one),
+        one.why,
+    )
+
+
+def _price_words(one: Choice) -> str:
+    """`from`, `389d`, `buy $9.99`: whose price it is, its age where it is not new, what to buy."""
+    words = [one.price_is] if one.price_is else []
+    if one.price_age_days >= AGED_PRICE_DAYS:
+        words.append(f"{one.price_age_days}d")
+    if one.must_buy_more:
+        words.append(f"buy {say_cost(one.up_front_usd)}")
+    return " ".join(words)
+
+
+# ---- the whole answer ----
+
+
+def whole(view: PlanView, limit: int | None = None) -> list[Section]:
+    """What to do first, then the choices, then the reasons."""
+    shown = view.plans[: limit or N_WHOLE]
+    n_rest, n_also = len(view.plans) - len(shown), sum(row.n_also for row in shown)
+    more = [f"{plural(n_rest, 'more choice')} (--limit N)"] if n_rest > 0 else []
+    also = f"{plural(n_also, 'offer')} like these in other places, at the same price or more"
+    more += [also] if n_also else []
+    rest = [Text(f"and {'; '.join(more)}", "soft")] if more else []
+    legend = Text(LEGEND, "soft")
+    table: tuple[Block, ...] = (choices_table(shown), *rest, legend) if shown else ()
+    ways = [f"{name}: {words}" for name, words in other_ways(view).items()]
+    return sections(
+        header(view),
+        Section("", table),
+        listed("Other ways", ways),
+        why_not(view),
+        savings(view),
+        *beside(view),
+        services(view),
+        *sources(view),
+    )
+
+
+def header(view: PlanView) -> Section:
+    """The answer in a sentence, and the question in a few lines."""
+    blocks = [Text(view.answer, "answer"), Text(summary(view), "soft")]
+    blocks.append(Text(f"lengths: {view.job.lengths_source}", "soft"))
+    if words := limits_in_words(view):
+        best = view.best
+        chance = f"; in time with {best.chance:.0%}" if best and best.chance is not None else ""
+        blocks.append(Text(f"limits: {words}{chance}", "soft"))
+    return Section("", tuple(blocks))
+
+
+def summary(view: PlanView) -> str:
+    """The job in one line."""
+    job = view.job
+    share, trained = job.n_trainable / max(1, job.n_parameters), ""
+    if job.n_trainable != job.n_parameters:
+        trained = f", {say_count(job.n_trainable)} ({share:.1%}) trained"
+    epochs = ""
+    if job.n_epochs is not None:
+        epochs = f" x {job.n_epochs:g} epoch{'' if job.n_epochs == 1 else 's'}"
+    classes = f", {job.n_labels} classes" if job.n_labels else ""
+    return (
+        f"{job.model} ({say_count(job.n_parameters)} parameters{trained}), {job.method}, "
+        f"{job.task}{classes}: {plural(job.n_examples, 'example')}{epochs}, "
+        f"{plural(job.n_steps, 'step')} of {job.global_batch}, {say_count(job.n_tokens)} tokens "
+        f"({job.mean_tokens:,.0f} an example on average, {job.longest_tokens:,} at most)"
+    )
+
+
+def other_ways(view: PlanView) -> dict[str, str]:
+    """This machine, what is sooner, spot or not, two GPUs or one."""
+    found = {} if view.here is None else {view.here.name: view.here.words}
+    pairs = ("sooner", view.sooner), ("spot or not", view.spot_or_not)
+    for name, one in (*pairs, ("two cheap or one dear", view.two_or_one)):
+        if one is not None:
+            found[name] = one.words
+    return found
+
+
+def why_not(view: PlanView) -> Section | None:
+    """Refusals for one reason, of whatever GPUs, in two lines; the commonest first, or the nearest
+    where nothing can.
+    """
+    groups: dict[tuple[str, str], list[Refused]] = {}
+    rejected = [one for one in view.rejected if one.kind not in ("here", "own")]
+    for one in rejected:
+        groups.setdefault((one.cause, one.change_kind), []).append(one)
+    ordered = list(groups.values())  # the nearest first
+    if view.plans:
+        ordered.sort(key=lambda ones: -sum(one.n_offers for one in ones))
+    items = []
+    for ones in ordered[:N_WHY_NOT]:
+        names = list(dict.fromkeys(machine_name(one.n_gpus, one.gpu) for one in ones))
+        more = f" and {len(names) - N_NAMED} more" if len(names) > N_NAMED else ""
+        n = plural(sum(one.n_offers for one in ones), "offer")
+        such = "" if len(names) == 1 else f"{names[0]} "
+        reason = f"{such}{ones[0].reason}; try {ones[0].change}"
+        items.append(f"{n}: {', '.join(names[:N_NAMED])}{more}: {reason}")
+    if len(ordered) > N_WHY_NOT:
+        items.append(
+            f"and {plural(len(ordered) - N_WHY_NOT, 'more reason')}: --json --all has them"
+        )
+    n_all = plural(sum(one.n_offers for one in rejected), "offer")
+    return listed(f"Why not the other {n_all}", items)
+
+
+def savings(view: PlanView) -> Section | None:
+    blocks: list[Block] = []
+    if view.savings is not None:
+        steps = tuple(one.words for one in view.savings.rungs)
+        blocks = [Text(view.savings.words), Listed(steps)]
+    if view.methods:
+        ways = [
+            f"{one.method} on no machine of the offers asked for"
+            if one.usd is None
+            else f"{one.method} {say_cost(one.usd)} ({one.where})"
+            for one in view.methods
+        ]
+        blocks.append(Text(f"By method: {', '.join(ways)}"))
+    return Section("What each choice saves", tuple(blocks)) if blocks else None
+
+
+def beside(view: PlanView) -> list[Section]:
+    """What was asked for beside the choices: so many runs, figures of one's own, own machines,
+    serving, what was paid.
+    """
+    found: list[Section | None] = []
+    if view.runs is not None:
+        found.append(listed(plural(view.runs.n_runs, "run"), view.runs.words))
+    if view.by_hand is not None:
+        found.append(listed("By your own figures (P: the price of an hour)", view.by_hand.words))
+    for own in view.own:
+        blocks: list[Block] = [Text(own.words)]
+        if own.total_usd is not None:
+            parts = " + ".join(f"{name} {say_usd(usd)}" for name, usd in own.usd.items())
+            shared = f" (wear shared by {own.hours_per_month:,.0f} h of use a month)"
+            blocks.append(Text(f"{parts}{shared if own.price_usd else ''}", "soft"))
+            if own.price_usd and own.against:
+                blocks.append(Listed(tuple(one.words for one in own.against)))
+        found.append(Section(f"Own {own.name}", tuple(blocks)))
+    if years := view.years:
+        title = f"{years.runs_per_month:g} runs a month"
+        heads = ("way", "#a year", "#three years", "#saved in a year")
+        notes = [Text(note, "soft") for note in years.notes]
+        found.append(Section(title, (Table(heads, years.rows, caption=title), *notes)))
+    if serving := view.serving:
+        rows = tuple(row.cells for row in serving.shown) if serving.rows else ()
+        blocks = [Text(serving.answer)]
+        if rows:
+            blocks.append(Table(SERVING_HEADS, rows, "Serving"))
+            n = len(serving.rows) - len(rows)
+            more = f"and {n} more (--json --all has all); " if n > 0 else ""
+            what = "$/M out: a million tokens written at this traffic, always on; GB: weights alone"
+            blocks.append(Text(more + what, "soft"))
+            blocks += [Text(words, "soft") for words in serving.assumptions]
+        else:
+            why = [f"{x.n_gpus}x {x.gpu} in {x.precision}: {x.why}" for x in serving.refused]
+            blocks.append(Listed(tuple(why[:N_WHY_NOT])))
+        found.append(Section("Serving", tuple(blocks)))
+    if view.paid is not None:
+        found.append(Section("Paid", (Text(view.paid.words),)))
+    return sections(*found)
+
+
+def services(view: PlanView) -> Section | None:
+    title = "Services that fine-tune for you, by the trained token; hosting comes on top"
+    return listed(title, (one.words for one in view.managed))
+
+
+def sources(view: PlanView) -> list[Section]:
+    best, found = view.best, []
+    blocks = [Text(view.prices.words)]
+    if best is not None:
+        if best.is_rented:
+            blocks.append(Text(f"the one above: {price_in_words(best)}", "soft"))
+        found = [Section("Confidence", (Text(best.confidence),))]
+    own = view.job.lengths_source
+    notes = [Text(note, "soft") for note in view.notes if not note.endswith(own)]
+    found = [Section("Prices", tuple(blocks)), *found, Section("Notes", tuple(notes))]
+    return sections(*found, Section("Assumptions", (Text("; ".join(view.assumptions)),)))
+
+
+def price_in_words(row: Choice) -> str:
+    if not row.is_priced:
+        return "none is given (where.usd_per_hour)"
+    price = "" if row.usd_per_hour is None else f"{say_usd(row.usd_per_hour)} an hour, "
+    if not row.is_rented:
+        return f"{price}{row.price_source}"
+    where = " ".join(dict.fromkeys(word for word in (row.zone or row.region, row.instance) if word))
+    return f"{price}{where}, read {row.price_date} from {row.price_source}"
+
+
+def ways_out(view: PlanView) -> list[str]:
+    """The nearest ways to make the job possible."""
+    found = []
+    for way in view.nearest:
+        where = f"{way.n_gpus}x {way.gpu}" if way.kind != "here" else "this machine"
+        if way.kind not in ("here", "own"):
+            price = f" at {say_usd(way.usd_per_hour)} an hour" if way.usd_per_hour else ""
+            where += f" {way.kind.replace('-', ' ')}{price}"
+        found.append(f"{where}: {way.reason}; try {way.change}")
+    return found
+
+
+# ---- one choice ----
+
+
+def micro_batches(recipe: RecipeView) -> str:
+    """`3.7 micro-batches of up to 8,192 tokens, end to end`."""
+    n = recipe.n_micro_batches
+    number = f"{n:.0f}" if n == round(n) else f"{n:.1f}"
+    laid = "end to end" if recipe.is_flat else "padded"
+    word = "micro-batch" if n == 1 else "micro-batches"
+    return f"{number} {word} of up to {recipe.micro_batch_tokens:,} tokens, {laid}"
+
+
+def explained(row: Choice) -> list[Section]:
+    """What one choice is made of: recipe, memory, step, whole run, dollars, spot."""
+    recipe, memory, step = row.recipe, row.memory, row.step
+    each = f" on each of {row.n_gpus} GPUs" if row.n_gpus > 1 else ""
+    every = (
+        f"activations of {recipe.checkpointing} recomputed" if recipe.checkpoint_every else "none"
+    )
+    tokens, share = say_count(step.tokens_per_s), f"{step.useful_share:.0%} of the computed tokens"
+    facts = {
+        "recipe": f"{recipe.method}, {recipe.precision}, {recipe.optimizer}",
+        "step": f"{recipe.global_batch} examples: {micro_batches(recipe)}{each}",
+        "checkpointing": every,
+        "sharding": recipe.sharding,
+        "speed": f"{tokens} useful tokens/s, {share}; {step.flops_per_s / 1e12:,.3g} TFLOP/s",
+        "price": price_in_words(row),
+        "confidence": row.confidence,
+        "main memory": f"{say_bytes(memory.host_bytes)} for weights or an optimizer's state"
+        if memory.host_bytes
+        else "",
+        "to set": ", ".join(recipe.to_set),
+        "to be paid before": say_cost(row.up_front_usd) if row.must_buy_more else "",
+        "in time for the deadline": "" if row.chance is None else f"{row.chance:.0%}",
+    }
+    if spot := row.spot:
+        facts |= {
+            "interruptions": f"{spot.n_interruptions:.2g} expected interruptions, by {spot.law}",
+            "lost work": say_seconds(spot.lost_s),
+            "restarts": say_seconds(spot.restart_s),
+            "waiting": f"{say_seconds(spot.waiting_s)} for capacity, not paid for",
+            "checkpoints": f"every {say_seconds(spot.save_every_s)}, "
+            f"{say_seconds(spot.checkpoint_s)} in all",
+        }
+    low, _, high = (say_bytes(n) for n in memory.range_bytes)
+    device = "Memory" if row.is_cpu else "Memory of one GPU"
+    title = f"{device} ({low} to {high}), at its peak in the {memory.moment}, of what it has"
+    free = max(0.0, memory.spare_bytes)
+    return sections(
+        Section(
+            f"Plan {row.rank}: {row.name}",
+            (Text(row.why), Pairs(tuple((n, w) for n, w in facts.items() if w))),
+        ),
+        Section("", (Bars(title, memory.parts, memory.capacity_bytes, say_bytes, free),)),
+        Section("", (Bars("One step", step.parts, step.seconds, say_short),)),
+        Section(
+            "", (Bars(f"The whole run: {time_range(row)}", row.seconds, row.wall_s, say_seconds),)
+        ),
+        Section("", (Bars(f"Dollars: {cost_range(row)}", row.usd, row.total_usd, say_usd),)),
+        listed("", row.price_notes),
+    )
+
+
+def compared(view: PlanView) -> Section | None:
+    """Two ways side by side, with ratios."""
+    found = view.comparison
+    if found is None:
+        return None
+    heads = ("", f"#{found.a}", f"#{found.b}", "#ratio")
+    return Section("", (Text(found.words, "answer"), Table(heads, found.table, "Side by side")))
+
+
+# ---- the page ----
+
+
+def plan_page(view: PlanView) -> str:
+    """The whole page."""
+    rows, best = view.plans, view.best or (view.plans[0] if view.plans else None)
+    report: list[Section | None] = [header(view), compared(view)]
+    if best is not None:
+        report += [Section("", (_cards(best),))]
+        if drawing := cost_against_time(rows, best):
+            report.append(Section("Cost against time", (drawing,)))
+        report += [_memory(rows), _where_it_goes(best), _choices(rows)]
+    else:
+        report.append(listed("The nearest ways", ways_out(view), is_ordered=True))
+    ways = [f"{name}: {words}" for name, words in other_ways(view).items()]
+    report += [listed("Other ways", ways), services(view), savings(view), *beside(view)]
+    report += [_why_not(view), listed("Assumptions", view.assumptions)]
+    words = [view.prices.words, *view.notes]
+    if best is not None and best.is_rented:
+        words.insert(1, f"the price of {best.name}: {best.price_source}, {best.price_date}")
+    report.append(listed("Sources", words))
+    title = f"farthing plan: {view.job.model}"
+    return page("farthing plan", title, sections(*report), f"farthing {view.version}, {view.date}")
+
+
+def _cards(best: Choice) -> Cards:
+    low, usd, high = (say_cost(x) for x in best.usd_range)
+    soon, _, late = (say_seconds(hours * 3600) for hours in best.hours_range)
+    memory, spot = best.memory, best.spot
+    cost = (usd, f"{low} to {high}") if best.is_priced else ("?", "no price is given")
+    there = f"of {say_bytes(memory.capacity_bytes)}"
+    speed = f"{say_count(best.step.tokens_per_s)} tokens/s"
+    cards = [
+        ("Cost", *cost),
+        ("Time", say_seconds(best.wall_s), f"{soon} to {late}"),
+        ("Memory", say_bytes(memory.needed_bytes), there),
+        ("Speed", speed, "of the data, without padding"),
+    ]
+    if spot:
+        saved = f"saved every {say_seconds(spot.save_every_s)}"
+        cards.append(("Interruptions", f"{spot.n_interruptions:.1f}", saved))
+    if best.chance is not None:
+        cards.append(("In time", f"{best.chance:.0%}", "chance to meet the deadline"))
+    return Cards(tuple(cards))
+
+
+def _memory(rows: Sequence[Choice]) -> Section:
+    """The memory of the best plan of each GPU, against what the GPU has."""
+    first: dict[tuple[str, int], Choice] = {}
+    for row in rows:
+        first.setdefault((row.gpu, row.n_gpus), row)
+    cells: list[tuple[Cell, ...]] = []
+    for row in list(first.values())[:N_MEMORY]:
+        memory, recipe = row.memory, row.recipe
+        low, needed, high = (say_bytes(n) for n in memory.range_bytes)
+        bar = Stack(memory.parts, memory.capacity_bytes)
+        computed = f"{recipe.micro_batch_tokens:,} tokens, {recipe.checkpointing}"
+        there = say_bytes(memory.capacity_bytes)
+        cells.append((row.machine, bar, needed, f"{low} to {high}", there, computed))
+    heads = ("=GPU", "|", "#needed", "#range", "#there", "micro-batch, checkpointing")
+    words = (
+        "Each bar is the whole memory of its GPU, grey where free. Of the recipes that fit, the "
+    )
+    words += "quickest is taken."
+    table = Table(heads, tuple(cells), "Memory", words, has_key=True)
+    return Section("Memory of one GPU", (table,))
+
+
+def _where_it_goes(best: Choice) -> Section:
+    recipe, memory, step = best.recipe, best.memory, best.step
+    words = f"{recipe.words}; {recipe.optimizer}; a step is {micro_batches(recipe)}; a checkpoint "
+    words += f"every {say_seconds(best.save_every_s)}. {best.confidence}."
+    bars = [Bars("Time", best.seconds, best.wall_s, say_seconds)]
+    if best.is_priced:
+        bars.append(Bars("Dollars", best.usd, best.total_usd, say_usd))
+    bars.append(Bars("One step", step.parts, step.seconds, say_short))
+    bars.append(Bars("Memory", memory.parts, memory.needed_bytes, say_bytes))
+    return Section(f"Where it goes: {best.name}", (Text(words, "soft"), Columns(tuple(bars))))
+
+
+def _choices(rows: Sequence[Choice]) -> Section:
+    heads = ("#rank", "=where", "=GPU", "=kind", "#dollars", "#range", "#time", "#GiB", "#tokens/s",
+             "#price age", "why this rank")  # fmt: skip
+    cells = []
+    for row in rows:
+        low, usd, high = (say_cost(x) for x in row.usd_range)
+        kind = f"spot, {row.spot.n_interruptions:.1f} stops" if row.spot else row.kind
+        also = f" (+{row.n_also})" if row.n_also else ""
+        place = ", ".join(dict.fromkeys(w for w in (row.provider, row.zone or row.region) if w))
+        gib = f"{row.memory.needed_bytes / 2**30:.1f} of {row.memory.capacity_bytes / 2**30:.0f}"
+        cells.append(
+            (
+                f"{row.rank}{'*' if row.on_front else ''}",
+                place + also,
+                machine_name(row.n_gpus, row.gpu),
+                kind,
+                usd if row.is_priced else "?",
+                f"{low[1:]} to {high[1:]}" if row.is_priced else "",
+                say_seconds(row.wall_s),
+                gib,
+                say_count(row.step.tokens_per_s),
+                f"{row.price_age_days} d" if row.is_rented else "",
+                row.why,
+            )
+        )
+    note = "* no other choice is both cheaper and sooner. (+n): n more offers elsewhere."
+    return Section(
+        "Choices", (Text(note, "soft"), Table(heads, tuple(cells), "Choices", n_open=N_PAGE))
+    )
+
+
+def _why_not(view: PlanView) -> Section | None:
+    rows = tuple(
+        (
+            machine_name(one.n_gpus, one.gpu),
+            one.reason + (f" ({one.detail})" if one.detail else ""),
+            one.change,
+            one.kind,
+            f"{one.n_offers:,}",
+            "" if one.usd_per_hour is None else say_usd(one.usd_per_hour),
+        )
+        for one in view.rejected
+    )
+    heads = ("GPU", "why not", "what would let it in", "=kind", "#offers", "#from, an hour")
+    n = plural(sum(one.n_offers for one in view.rejected), "offer")
+    table = Table(heads, rows, "Why not", n_open=40)
+    return Section(f"Why not the other {n}", (table,)) if rows else None
