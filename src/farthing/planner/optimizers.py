@@ -56,5 +56,10 @@ def optimizer(name: str) -> Optimizer:
         float(row[key] or 0)
         for key in ("moments", "state_bytes", "saved_bytes", "moved_widths", "moved_bytes", "times")
     )
-    traits = [bool(row[key]) for key in ("bitsandbytes", "on_host", "factored", "bf16")]
-    return Optimizer(moments, state, saved, widths, moved, times, *traits, quality=row["quality"])
+    is_other, is_on_host, is_factored, has_bf16 = (
+        bool(row[key]) for key in ("bitsandbytes", "on_host", "factored", "bf16")
+    )
+    return Optimizer(
+        moments, state, saved, widths, moved, times, is_other, is_on_host, is_factored, has_bf16,
+        row["quality"],
+    )  # fmt: skip
