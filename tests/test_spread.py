@@ -503,6 +503,33 @@ def test_the_residual_stream_and_norms_are_as_precise_as_on_one_gpu(tmp_path: Pa
     assert found[0][1] == pytest.approx(found[1][1], rel=2e-3)
 
 
+def test_gradients_added_up_whole_are_those_added_up_by_rows() -> None:
+    found = []
+    for is_whole in (False, True):
+        torch.manual_seed(0)
+        model = Shares()
+        with contextlib.closing(Ranks()) as ranks:
+            ranks.spread(model, How(gathers_in=torch.bfloat16))
+            spreads = ranks.spreads
+            assert spreads is not None
+            assert spreads.whole_gradients_bytes == 4 * 2 * (2 * 2 + 2)
+            spreads.accumulates_whole = is_whole
+            for _ in range(2):
+                spreads.begin_step(3)
+                for passed in range(3):
+                    seen = torch.full((1, 2), float(passed), dtype=torch.bfloat16)
+                    ranks.within(
+                        lambda model=model, seen=seen: model.layers[1](model.layers[0](seen)).sum()
+                    ).backward()
+                    is_sent = all(weight.grad is not None for weight in model.parameters())
+                    assert is_sent == (not is_whole or passed == 2)
+                spreads.take_gradients()
+                found.append([weight.grad for weight in ranks.trained_of(model).values()])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert torch.allclose(one, other, rtol=1e-2)
+
+
 def test_weights_that_fsdp_would_compute_wrongly_are_refused() -> None:
     shared, single = Shares(), Shares()
     shared.layers[1].linear.weight = shared.layers[0].linear.weight

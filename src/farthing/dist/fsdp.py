@@ -134,7 +134,9 @@ class Spread:
                 )
             self._units()[-1].set_reduce_scatter_unused_params(True)
         self._is_within = self._has_begun = False
-        self._passes_left, self._sums_copies = 1, True
+        self._passes_left, self._is_last = 1, True
+        self.accumulates_whole = False
+        """Gradients of a step are added up whole, in fp32, and sent once."""
         trained = {
             name: weight for name, weight in model.named_parameters() if weight.requires_grad
         }
@@ -154,9 +156,15 @@ class Spread:
             self._root,
         ]
 
+    @property
+    def whole_gradients_bytes(self) -> int:
+        """Of the trained weights, where no rank sends any before the last pass of a step."""
+        return sum(SUMS.itemsize * weight.numel() for weight in self._spread.values())
+
     def begin_step(self, n_passes: int) -> None:
         """A step of so many passes, as many on every rank: gradients that copies of the rows have
-        on other machines (HSDP) are summed in the last one alone.
+        on other machines (HSDP) are summed in the last one alone, and all of them where
+        `accumulates_whole`.
         """
         self._passes_left = n_passes
 
@@ -166,9 +174,12 @@ class Spread:
             return compute()
         if self.trains_rows and torch.is_grad_enabled():
             self._passes_left -= 1
-            if self._sums_copies != (self._passes_left <= 0):
-                self._sums_copies = not self._sums_copies
-                self._root.set_requires_all_reduce(self._sums_copies)
+            if self._is_last != (self._passes_left <= 0):
+                self._is_last = not self._is_last
+                if self.accumulates_whole:
+                    self._root.set_requires_gradient_sync(self._is_last)
+                else:
+                    self._root.set_requires_all_reduce(self._is_last)
         self._is_within = self._has_begun = True
         try:
             return self._root(compute)

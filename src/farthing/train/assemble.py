@@ -89,6 +89,7 @@ def assemble(
         free_bytes=free,
         ahead=ahead,
         ranks=ranks,
+        emit=context.emit,
     )
     if not ranks.is_spread:
         kernels.compiled = _compile(job, model, kernels.liger, settings, estimate, schedule.n_steps)

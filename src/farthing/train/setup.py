@@ -32,7 +32,7 @@ from farthing.data.tokens import refuse_one_class, tokenize
 from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import reduce_bytes
 from farthing.errors import DataError, HardwareError
-from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
+from farthing.events import DataRead, Emit, Note, ReadingData, Tokenizing, Warned, ignore
 from farthing.model.activation_checkpointing import (
     Beside,
     Gathered,
@@ -546,6 +546,7 @@ def settle_checkpointing(
     free_bytes: int,
     ahead: tuple[int, bool],
     ranks: Ranks,
+    emit: Emit = ignore,
 ) -> MemoryNeed:
     """Measure small forward passes and switch on as much activation checkpointing as the largest
     micro-batch needs.
@@ -597,4 +598,12 @@ def settle_checkpointing(
     )
     if spread is not None:  # no backward pass has come after
         spread.let_go()
+    if spread is not None and spread.trains_rows and ranks.n > 1 and has_several:
+        more = spread.whole_gradients_bytes
+        whole = replace(need, gathered=Gathered(*(each + more for each in need.gathered)))
+        spread.accumulates_whole = bool(ranks.least(int(whole.fits)))
+        need = whole if spread.accumulates_whole else need
+        how = "whole, and sent once a step" if spread.accumulates_whole else "by rows"
+        why = "" if spread.accumulates_whole else ", as whole ones do not fit"
+        emit(Note(f"gradients of several micro-batches are added up {how}{why}"))
     return need

@@ -273,13 +273,13 @@ class Steps:
         examples = self.batches.examples_of(step)
         largest = self._largest_cell(step)
         arrays = self.forward.collate(self.tokens, largest)
-        last = MicroBatch(step, examples, largest, arrays, is_last=True)
-        with self.ranks.all_or_none():
-            is_one = self.n_lanes == 1 and not self.ranks.is_spread and not adds_up()
-            passes = [last] if is_one else [replace(last, is_last=False), last]
-            self.accumulate(iter(passes), counts=False)
-            reserve_for_update(self.optimizer)
-            load_update_kernels(self.optimizer)
+        first, last = (
+            MicroBatch(step, examples, largest, arrays, is_last, lane=lane)
+            for is_last, lane in ((False, self._lanes[0]), (True, self._lanes[-1]))
+        )
+        is_one = self.n_lanes == 1 and not self.ranks.is_spread and not adds_up()
+        passes = [last] if is_one else [first, last]
+        self._gradients(step, iter(passes), len(passes), counts=False)
         if self.ranks.spreads is not None:
             self.ranks.spreads.begin_anew()
         for weight in self.trained:
@@ -291,13 +291,10 @@ class Steps:
         self._is_agreed = False
         seed_everything(self.seed, step)
         self._of_step = self._totals(step)
-        sums = (
-            self._accumulate_together(step)
-            if self.n_lanes > 1
-            else self.accumulate(self._micro_batches_of(step))
-        )
-        if self.ranks.spreads is not None:
-            self.ranks.spreads.take_gradients()
+        n_passes = self._n_passes(step) if self.ranks.is_spread else 1
+        sums = self._gradients(step, self._micro_batches_of(step), n_passes)
+        if self.n_lanes > 1:
+            self._gather_places(step, sums)
         rate = self.learning_rate_at(step)
         self.before_update()
         with self.meter.span("optimizer"):
@@ -320,24 +317,39 @@ class Steps:
             taken._arrived = _now_on(device)
         return taken
 
-    def _accumulate_together(self, step: int) -> Sums:
-        """The gradients of a step over all lanes, on every rank; losses are 0 but for those of this
-        rank.
+    def _gradients(
+        self, step: int, micro_batches: Iterator[MicroBatch], n_passes: int, *, counts: bool = True
+    ) -> Sums:
+        """Leave the gradients of a step with the weights, on every rank; zeros where they do not
+        count, as in a rehearsal. Over spread weights the busiest rank has `n_passes` micro-batches.
 
         Where one rank has to stop or has no memory left, all take the step again. Raises
         `RunInterruptedError`,
         `torch.OutOfMemoryError`.
         """
-        sums, word, reducer = Sums(), GO_ON, self._reducer
-        reducer.begin()
+        sums, word, is_shared = Sums(), GO_ON, self.n_lanes > 1
+        if is_shared:
+            self._reducer.begin()
         if self.ranks.spreads is not None:
-            self.ranks.spreads.begin_step(self._n_passes(step))
+            self.ranks.spreads.begin_step(n_passes)
         try:
-            sums = self.accumulate(self._micro_batches_of(step), shared=True)
-            self._keep_up(step, sums)
+            sums = self.accumulate(micro_batches, shared=is_shared, counts=counts)
+            if is_shared:
+                self._keep_up(step, sums, n_passes)
             reserve_for_update(self.optimizer)
+            if not counts:
+                load_update_kernels(self.optimizer)
         except Exception as error:
             word = self.ranks.word_for(error)
+        if is_shared:
+            self._reduce(sums, word)
+        if self.ranks.spreads is not None:
+            self.ranks.spreads.take_gradients()
+        return sums
+
+    def _reduce(self, sums: Sums, word: int) -> None:
+        """Sum gradients and counts over ranks, where all of them have come so far."""
+        reducer = self._reducer
         of_ranks = [
             sums.n_computed if rank == self.ranks.index else 0 for rank in range(self.ranks.n)
         ]
@@ -348,6 +360,12 @@ class Steps:
         refuse(word)
         self._is_agreed = self.ranks.n > 1  # from here on no rank can take the step again by itself
         reducer.finish(marks[self.ranks.n :])
+        sums.n_computed = sum(marks[: self.ranks.n])
+
+    def _gather_places(self, step: int, sums: Sums) -> None:
+        """Leave losses and figures of all micro-batches of the step's table: 0 but for those of
+        this rank.
+        """
         table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
         places = {cell.number: place for place, cell in enumerate(table.cells)}
         device, n_figures = self.forward.numerics.device, len(self.forward.of.figures)
@@ -359,10 +377,8 @@ class Steps:
                 figures[places[number]] = sums.figures[at]
         sums.micro_batches, sums.losses = [cell.examples for cell in table.cells], list(losses)
         sums.figures = list(figures)
-        sums.n_computed = sum(marks[: self.ranks.n])
-        return sums
 
-    def _keep_up(self, step: int, sums: Sums) -> None:
+    def _keep_up(self, step: int, sums: Sums, n_passes: int) -> None:
         """Where weights are spread: go through the model as often as the busiest rank, for nothing.
         Raises `RunInterruptedError`.
         """
@@ -372,7 +388,7 @@ class Steps:
         table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
         small = MicroBatch(step, sums.examples, table.cells[-1].examples, {}, True)
         with self._reducer.aside():
-            for _ in range(self._n_passes(step) - len(sums.losses)):
+            for _ in range(n_passes - len(sums.losses)):
                 for weight in [] if ranks.trains_rows else self.trained:
                     weight.grad = None
                 again = replace(small, arrays=self.forward.collate(self.tokens, small.examples))
