@@ -387,30 +387,47 @@ def test_repeats_are_equal_to_the_bit(is_bf16: bool) -> None:
     assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
 
 
-def test_dropout_is_left_to_peft_in_training_and_fused_in_evaluation() -> None:
-    model = with_lora(lora_dropout=0.5)
-    twin = copy.deepcopy(model)
-    replaced = use_low_rank(model)
-    assert replaced.n_fused == 0
-    assert replaced.reasons == {"dropout (fused in evaluation only)": replaced.n_left}
+def by_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft's dropout draws what the fused layers draw."""
+    monkeypatch.setattr(
+        nn.Dropout, "forward", lambda self, x: torch.native_dropout(x, self.p, self.training)[0]
+    )
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_dropout_is_that_of_peft(
+    family: str, is_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_one_mask(monkeypatch)
+    model = with_lora(family, lora_dropout=0.3)
+    for module in model.get_base_model().modules():
+        if type(module) is nn.Dropout and module.p == 0.1:
+            module.p = 0.0  # the model's own
+    if is_bf16:
+        in_bf16_with_fp32_adapters(model)
+    twin, plain = copy.deepcopy(model), copy.deepcopy(model).eval()
+    assert use_low_rank(model).n_left == 0
     outcomes = []
-    for one in (twin, model):
+    for one in (twin, model, plain):
         torch.manual_seed(5)
-        outcomes.append(outcome(one))
-    assert torch.equal(outcomes[0][0], outcomes[1][0]), "the same masks are drawn"
-    assert_same(outcomes[1][1], outcomes[0][1])
-    calls: list[str] = []
-    layer = next(module for module in model.modules() if isinstance(module, LowRankLinear))
-    plain = type(layer)._as_peft
-    for is_training, expected in ((True, 1), (False, 0), (True, 1)):
-        calls.clear()
-        model.train(is_training)
-        try:
-            LowRankLinear._as_peft = lambda self, x: calls.append("peft") or plain(self, x)  # type: ignore[method-assign]
-            layer(torch.randn(2, 16))
-        finally:
-            LowRankLinear._as_peft = plain  # type: ignore[method-assign]
-        assert len(calls) == expected
+        outcomes.append(outcome(one, family, is_bf16=is_bf16))
+    (theirs, their_gradients), (ours, our_gradients), (without, _) = outcomes
+    close = CLOSE_BF16 if is_bf16 else CLOSE
+    assert error(ours, theirs) < close
+    assert error(as_one(our_gradients), as_one(their_gradients)) < 2 * close
+    assert error(without, theirs) > 2 * close, "dropout does something"
+    model.eval()
+    assert error(outcome(model, family, is_bf16=is_bf16)[0], without) < close
+
+
+def test_dropout_keeps_a_byte_a_number() -> None:
+    layers = [one_layer(lora_dropout=p) for p in (0.0, 0.5)]
+    for layer in layers:
+        layer.__class__ = LowRankLinear
+    x = torch.randn(100, 12, requires_grad=True)
+    kept = [saved_bytes(layer, lambda layer=layer: layer(x).sum()) for layer in layers]
+    assert kept[1] - kept[0] == 100 * 12
 
 
 def test_saving_loading_disabling_and_merging_are_pefts(tmp_path: Path) -> None:

@@ -581,9 +581,7 @@ def test_what_the_trainer_does_with_a_model_is_known_without_it() -> None:
     assert not stack_for(
         "llama", "causal-lm", "bf16", "lora", has_plain_adapters=False
     ).fuses_adapters
-    assert not stack_for("llama", "causal-lm", "bf16", "qlora").fuses_adapters, (
-        "peft's own layers are kept there"
-    )
+    assert stack_for("llama", "causal-lm", "bf16", "qlora").fuses_adapters
     assert stack_for("t5", "seq2seq", "bf16", "full").is_packed
     padded = stack_for("t5", "seq2seq", "bf16", "full", may_go_packed=False)
     assert (padded.is_packed, padded.scores_positions) == (False, True)

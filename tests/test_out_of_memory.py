@@ -100,7 +100,7 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_said_and_not_tried_with_less(
         assert not is_out_of_memory(error)
     calls: list[int] = []
 
-    def failing(*_: Any) -> Any:
+    def failing(*_: Any, **keys: Any) -> Any:
         calls.append(1)
         raise of_triton
 
@@ -244,7 +244,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "placing a batch": (Forward, "to_device", 4),
     "forward": (Forward, "loss", 2),
     "backward": (Tensor, "backward", 4),
-    "clipping": (torch.nn.utils, "clip_grad_norm_", 2),
+    "clipping": (torch.nn.utils, "clip_grads_with_norm_", 2),
     "before the first update": (farthing.train.step, "reserve_for_update", 1),
     "before a later update": (farthing.train.step, "reserve_for_update", 4),
     "the update, before it writes": (torch.optim.AdamW, "step", 2),

@@ -278,7 +278,7 @@ def test_a_head_with_an_adapter_scores_all_positions() -> None:
     assert not wanted_of(target_modules=("q_proj", "lm_head")).stack("bf16").scores_positions
     assert not wanted_of(modules_to_save=("lm_head",)).stack("bf16").scores_positions
     assert wanted_of().stack("bf16").fuses_adapters
-    assert not wanted_of(lora_dropout=0.1).stack("bf16").fuses_adapters
+    assert wanted_of(lora_dropout=0.1).stack("bf16").fuses_adapters
     assert not wanted_of(use_dora=True).stack("bf16").fuses_adapters
 
 

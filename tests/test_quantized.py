@@ -22,8 +22,12 @@ from farthing.cli import main
 from farthing.errors import ModelError
 from farthing.events import Event, Restored, StepTaken
 from farthing.export.folders import export_run
+from farthing.model.activation_checkpointing import saved_bytes
 from farthing.model.adapters import count_parameters
+from farthing.model.hardware import Numerics
+from farthing.model.lora_kernels import use_low_rank
 from farthing.train.optim import load_state, make_optimizer, state_tensors
+from farthing.train.setup import build_model, open_inputs
 from workshop import Heard, Watched, losses_of, make_job
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -37,9 +41,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def qlora_job(folder: Path, **keys: Any) -> Any:
-    return make_job(
-        folder, pretrained=True, method={"name": "qlora", "lora_r": 4}, **{"max_steps": 8, **keys}
-    )
+    settings = {"max_steps": 8, "method": {"name": "qlora", "lora_r": 4}} | keys
+    return make_job(folder, pretrained=True, **settings)
 
 
 def test_qlora_keeps_the_base_in_four_bits_and_learns(tmp_path: Path, watched: Watched) -> None:
@@ -73,6 +76,49 @@ def test_qlora_computes_in_bf16_when_asked(tmp_path: Path, watched: Watched) -> 
     assert {layer.compute_dtype for layer in layers} == {torch.bfloat16}
     assert all(np.isfinite(losses))
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_outputs_and_gradients_are_those_of_peft_with_a_matrix_made_whole_once_a_pass(
+    is_bf16: bool, dropout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(  # the masks that fused layers draw
+        torch.nn.Dropout,
+        "forward",
+        lambda self, x: torch.native_dropout(x, self.p, self.training)[0],
+    )
+    job = qlora_job(tmp_path, bf16=is_bf16, method={"name": "qlora", "lora_dropout": dropout})
+    numerics = Numerics(torch.device("cpu"), torch.bfloat16 if is_bf16 else None)
+    model = build_model(job, open_inputs(job), numerics, ()).train()
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    torch.manual_seed(1)
+    for name, weight in trained.items():
+        if "lora_B" in name:
+            weight.data.normal_(std=0.02)
+    n_whole, dequantize = [0], bitsandbytes.functional.dequantize_4bit
+
+    def counted(*args: Any, **keys: Any) -> Any:
+        n_whole[0] += 1
+        return dequantize(*args, **keys)
+
+    def outcome() -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(2)
+        ids = torch.arange(3, 23)[None]
+        with numerics.autocasting():
+            logits = model(input_ids=ids).logits.float()
+        gradients = torch.autograd.grad(logits.square().mean(), list(trained.values()))
+        return logits.detach(), torch.cat([gradient.flatten() for gradient in gradients])
+
+    theirs = outcome()
+    assert str(use_low_rank(model)) == "14 LoRA layers fused"
+    monkeypatch.setattr(bitsandbytes.functional, "dequantize_4bit", counted)
+    ours = outcome()
+    assert n_whole == [14 + 14 - 3], "below queries, keys and values of layer 0 nothing is trained"
+    for our, their in zip(ours, theirs, strict=True):
+        assert float((our - their).norm() / their.norm()) < (3e-2 if is_bf16 else 1e-5)
+    kept = saved_bytes(model, lambda: model(input_ids=torch.arange(3, 5)[None]).logits.sum())
+    assert kept < 2 * sum(weight.numel() for weight in trained.values()) + 100_000
 
 
 def test_qlora_takes_dora_and_a_classification_head(tmp_path: Path, watched: Watched) -> None:

@@ -338,6 +338,10 @@ def load_model(
                 **attention,
                 **four_bit,
             )
+            for module in model.modules() if four_bit else ():
+                if hasattr(module, "support_avx512bf16_for_cpu"):
+                    # bitsandbytes would write over the weights at the first evaluation on a CPU
+                    module.support_avx512bf16_for_cpu = False
             _body_must_be_whole(model, loaded, task, choice.name)
             if grows:
                 torch.manual_seed(seed)

@@ -244,11 +244,12 @@ def _adapter_input(weight: Weight, case: Case, shared: set[str]) -> float:
         )
         source = weight.name if is_output else last[0]
         is_there = (is_output and not is_copied) or source in shared
-        # with dropout each has dropped other numbers of it
-        kept = 0.0 if is_there and not recipe.lora_dropout else float(c * width)
+        # with dropout peft's layers have each dropped other numbers of it
+        has_own = recipe.lora_dropout and not stack.fuses_adapters
+        kept = 0.0 if is_there and not has_own else float(c * width)
         shared.add(source)
     if recipe.lora_dropout > 0:
-        kept += width * (1 if case.is_cuda else 4)
+        kept += width * (1 if case.is_cuda or stack.fuses_adapters else 4)
     if recipe.use_dora:
         kept += 2 * c * weight.n_out
     return kept + recipe.lora_r * c

@@ -185,7 +185,7 @@ def stack_for(
     """What `can_go_packed`, `find_head` and `use_low_rank` decide when they see the model.
 
     A plain head has no adapter and is not trained beside its original; plain adapters are LoRA
-    without dropout or DoRA.
+    without DoRA.
     """
     kind = objective_of(task)
     is_packed = may_go_packed and model_type in PACKED.get(kind.head, ())
@@ -195,7 +195,7 @@ def stack_for(
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
         is_flash=is_packed and precision != "fp16",
         scores_positions=has_plain_head and model_type in KNOWN_HEADS.get(kind.head, ()),
-        fuses_adapters=method == "lora" and has_plain_adapters,
+        fuses_adapters=method != "full" and has_plain_adapters,
     )
 
 

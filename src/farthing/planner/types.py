@@ -149,7 +149,7 @@ class JobSpec:
             self.method,
             may_go_packed=self.may_go_packed,
             has_plain_head=not any(weight.part == "head" for weight, _ in changed),
-            has_plain_adapters=not (self.lora_dropout or self.use_dora or self.keeps_start),
+            has_plain_adapters=not (self.use_dora or self.keeps_start),
         )
 
     def _batch(self, n_gpus: int) -> int:
