@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,21 +90,6 @@ def start_of(
         return Forked(["train", str(folder / "job.yaml")], environ, before, *more)
 
     return start
-
-
-def run_alone(runs: Sequence[tuple[Any, ...]]) -> list[int]:
-    """Run jobs at the same time, each as one process that nobody has given a seat among others;
-    their exit codes.
-
-    A run is the job's folder and, as for `start_of`, what is called first.
-    """
-    alone = []
-    for folder, before, *given in runs:
-        words, environ = ["train", str(folder / "job.yaml")], {"LOG": str(folder / "out.txt")}
-        alone.append(Forked(words, environ, before, *given, 0, 1))
-    for each in alone:
-        each._process.join()
-    return [int(each._process.exitcode or 0) for each in alone]
 
 
 def make_job(folder: Path, base: Path, seed: int = 0, **keys: Any) -> Path:

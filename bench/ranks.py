@@ -1,9 +1,7 @@
 """Several processes against one: the same gradients, as many collectives, the same bits after
-kills, and the time they take.
+kills.
 
     python bench/ranks.py --json [--seeds 3] [--first-seed 0]
-    python bench/ranks.py --json --pace [--steps 24] [--rounds 3]     # two free cores, a minute and
-    a half a round
 
 Gradients of the first step: for each task, method, tied or untied embeddings, uneven lengths, and
 fewer examples than ranks; the worst relative error of any weight against one process. Bits: a seed
@@ -11,31 +9,26 @@ draws a job, on how many processes it begins, which of them is killed and when, 
 goes on; one sha256 of weights, moments and losses is wanted of all, and of 1, 2, 3 and 4 processes
 undisturbed, half of them with frozen weights that are spread. Full training whose weights are
 spread: killed and resumed in the same way, its losses and last weights are to be those of one
-process to rounding. `--pace` takes the wall time of 1 and 2 processes instead, each on a core of
-its own: at least 1.85 times as fast is wanted, and how much of what two runs that know nothing of
-each other reach at the same time is told beside it. CPU only.
+process to rounding. CPU only.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import random
 import signal
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from farthing.run.group import Elastic
 from farthing.tiny import demo_rows, write_jsonl
-from forked import make_job, run_alone, sha256_of, start_of
+from forked import make_job, sha256_of, start_of
 from small_models import make_model_folder
 
 TASKS = {"llama": "causal-lm", "t5": "seq2seq", "bert": "classification"}
@@ -307,208 +300,6 @@ def compare_spread(seed: int, folder: Path) -> dict[str, Any]:
     return {"seed": seed, "said": said, "worst": worst, "ok": worst < 1e-3}
 
 
-def clock(folder: str, first_core: int, n_at_once: int, rank: int, attempt: int) -> None:
-    """In a rank: a core of its own, and notes of when its steps began and ended, and what of the
-    processor they took.
-
-    `n_at_once` processes with notes in this folder begin their steps together.
-    """
-    import resource
-
-    import farthing.train.run as run
-
-    cores, place = sorted(os.sched_getaffinity(0)), rank + first_core
-    os.sched_setaffinity(0, {cores[place % len(cores)]})
-    loop, notes = run.loop, Path(folder) / f"clock-{place}.json"
-
-    def clocked(attempt: Any) -> Any:
-        (Path(folder) / f"ready-{place}").touch()
-        while len(list(Path(folder).glob("ready-*"))) < n_at_once:
-            time.sleep(0.005)
-        spans = attempt.context.meter.spans
-        began, before, computing_s = (
-            time.monotonic(),
-            resource.getrusage(resource.RUSAGE_SELF),
-            dict(spans),
-        )
-        found = loop(attempt)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s, start_cpu_s = after.ru_utime + after.ru_stime, before.ru_utime + before.ru_stime
-        in_steps = {name: round(spans[name] - computing_s.get(name, 0.0), 3) for name in spans}
-        notes.write_text(
-            json.dumps(
-                {
-                    "began": began,
-                    "steps_s": time.monotonic() - began,
-                    "steps_cpu_s": cpu_s - start_cpu_s,
-                    "start_cpu_s": start_cpu_s,
-                    "spans_s": {name: s for name, s in in_steps.items() if s > 0.001},
-                    "largest_bytes": after.ru_maxrss << 10,
-                }
-            )
-        )
-        return found
-
-    run.loop = clocked
-
-
-class Way(NamedTuple):
-    """How the job of the pace is run."""
-
-    name: str
-    n: int
-    """Processes of a run."""
-    where: dict[str, Any]
-    n_runs: int = 1
-    """At the same time, which know nothing of each other."""
-
-
-WAYS = (
-    Way("one", 1, {}),
-    Way("two alone", 1, {}, n_runs=2),
-    Way("two", 2, {"gpus": 2}),
-    Way("lanes", 1, {"gpus": 1}),
-    Way("two to rounding", 2, {"gpus": 2, "same_bits": False}),
-)
-
-
-def stolen_s() -> float:
-    """Seconds in which this machine's host gave its processors to others, since it began."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
-    return 0.0
-
-
-def take_way(
-    way: Way, place: Path, base: Path, rows: list[dict[str, str]], max_length: int, core: int
-) -> dict[str, Any]:
-    """Run the job once as `way` says; notes of each process, and seconds of steps: of the slowest
-    process of a run, of runs at the same time the harmonic mean, which their pace together follows
-    from."""
-    folders, n_steps = [place / str(number) for number in range(way.n_runs)], len(rows) // 8
-    for folder in folders:
-        make_job(
-            folder,
-            base,
-            where={"gpus": None, **way.where},
-            data={"eval": None, "max_length": max_length},
-            method={"name": "lora", "lora_r": 16, "lora_dropout": 0.0},
-            train={
-                "max_steps": n_steps,
-                "global_batch_size": 8,
-                "learning_rate": 1e-4,
-                "micro_batch_tokens": None,
-                "eval_strategy": "no",
-                "eval_steps": None,
-                "save_steps": 10000,
-                "probe": False,
-            },
-        )
-        write_jsonl(folder / "data.jsonl", rows)
-    began, stolen_before_s = time.monotonic(), stolen_s()
-    if way.where:
-        start = start_of(folders[0], clock, str(place), core, way.n)
-        codes = [Elastic(way.n, start, lambda text: None).wait()]
-    else:
-        codes = run_alone(
-            [
-                (folder, clock, str(place), core + number, way.n_runs)
-                for number, folder in enumerate(folders)
-            ]
-        )
-    said = "".join((folder / "out.txt").read_text()[-2000:] for folder in folders)
-    assert not any(codes), said
-    wall_s, n_all = time.monotonic() - began, way.n * way.n_runs
-    clocks = [
-        json.loads((place / f"clock-{core + number}.json").read_text()) for number in range(n_all)
-    ]
-    starts_s = [round(each.pop("began") - began, 2) for each in clocks]
-    of_all = statistics.harmonic_mean if way.n_runs > 1 else max
-    return {
-        "wall_s": round(wall_s, 2),
-        "start_s": starts_s,
-        "stolen_s": round(stolen_s() - stolen_before_s, 2),
-        "steps_s": round(of_all([each["steps_s"] for each in clocks]), 3),
-        "steps_cpu_s": round(of_all([each["steps_cpu_s"] for each in clocks]), 3),
-        "processes": clocks,
-    }
-
-
-def pace(folder: Path, n_steps: int, n_rounds: int) -> dict[str, Any]:
-    """LoRA on chats: `n_steps` steps of one process with a core, as a job without `where.gpus`
-    takes them, and of two with one each; of one with the lanes of several, and of two that are
-    equal to rounding; in turns, medians of the rounds.
-
-    What the machine allows is the ceiling: two such runs of one process each at the same time,
-    which share nothing but caches, memory and the host, against one alone. Seconds are by the clock
-    and by processors.
-    """
-    import transformers
-
-    from peers.workloads import SCALES, WORKLOADS, drawn_rows, word_tokenizer
-
-    chats, base, n_words = WORKLOADS["chat"].scaled(SCALES["chat"]), folder / "base", 16000
-    word_tokenizer(base, n_words, "llama")
-    transformers.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=chats.max_length + 8,
-        tie_word_embeddings=True,
-        vocab_size=n_words,
-    ).save_pretrained(base)
-    rows = drawn_rows(chats, n_words, 8 * n_steps, 1)
-    rounds: list[dict[str, dict[str, Any]]] = []
-    for number in range(n_rounds):
-        found = {}
-        for way in WAYS:
-            found[way.name] = take_way(
-                way, folder / f"{number}-{way.name}", base, rows, chats.max_length, number % 2
-            )
-            print(
-                json.dumps({way.name: {**found[way.name], "processes": None}}),
-                file=sys.stderr,
-                flush=True,
-            )
-        rounds.append(found)
-    return {**judged(rounds), "rounds": rounds}
-
-
-def judged(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over the rounds: each ratio is taken within a round, whose ways follow each other."""
-
-    def median(of_round: Callable[[dict[str, dict[str, Any]]], float]) -> float:
-        return round(statistics.median(of_round(each) for each in rounds), 3)
-
-    def faster(way: str, than: str, key: str = "steps_s") -> float:
-        return median(lambda found: found[than][key] / found[way][key])
-
-    def busiest_over_mean(found: dict[str, dict[str, Any]]) -> float:
-        compute_s = [each["spans_s"]["compute"] for each in found["two"]["processes"]]
-        return float(max(compute_s) / statistics.mean(compute_s))
-
-    return {
-        "steps_s": {
-            way.name: median(lambda found, name=way.name: found[name]["steps_s"]) for way in WAYS
-        },  # type: ignore[misc]
-        "stolen_s": {
-            way.name: median(lambda found, name=way.name: found[name]["stolen_s"]) for way in WAYS
-        },  # type: ignore[misc]
-        "ceiling": round(2 * faster("two alone", "one"), 3),
-        "times_faster": faster("two", "one"),
-        "share_of_ceiling": round(faster("two", "two alone") / 2, 3),
-        "ceiling_by_cpu": round(2 * faster("two alone", "one", "steps_cpu_s"), 3),
-        "times_faster_by_cpu": faster("two", "one", "steps_cpu_s"),
-        "share_of_ceiling_by_cpu": round(faster("two", "two alone", "steps_cpu_s") / 2, 3),
-        "times_faster_than_its_lanes": faster("two", "lanes"),
-        "times_faster_to_rounding": faster("two to rounding", "one"),
-        "busiest_over_mean": median(busiest_over_mean),
-        "times_faster_with_start": faster("two", "one", "wall_s"),
-    }
-
-
 def main() -> int:
     """Everything that was asked for; 1 where something differs."""
     parser = argparse.ArgumentParser(
@@ -516,16 +307,8 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--pace", action="store_true", help="only the pace, on two free cores")
-    parser.add_argument("--steps", type=int, default=24, help="of the pace")
-    parser.add_argument("--rounds", type=int, default=3, help="of the pace")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    if arguments.pace:
-        with tempfile.TemporaryDirectory(prefix="farthing-ranks-") as top:
-            paced = pace(Path(top), arguments.steps, arguments.rounds)
-        print(json.dumps(paced) if arguments.json else json.dumps({**paced, "rounds": None}))
-        return 0 if paced["times_faster"] >= 1.85 else 1
     result: dict[str, Any] = {"gradients": [], "bits": [], "spread": []}
     with tempfile.TemporaryDirectory(prefix="farthing-ranks-") as top:
         for number, case in enumerate(gradient_cases()):
