@@ -36,13 +36,21 @@ test-floors: setup  ## the default suite with the oldest versions that pyproject
 	VIRTUAL_ENV=$(VENV)/floors $(RUN)/uv pip install --quiet --resolution lowest-direct -e '.[dev]'
 	$(VENV)/floors/bin/python -m pytest -n auto --maxprocesses 8 -m "not slow"
 
+mutants: setup $(VENV)/.coverage  ## which small changes of a wing no test notices: WING=storage
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/coverage $(RUN)/python bench/mutants.py $(WING) $(MORE)
+
+$(VENV)/.coverage: $(VENV)/.ready
+	$(RUN)/python -m pip install --quiet --no-deps --target $(VENV)/coverage coverage
+	touch $@
+
 lock: setup  ## constraints.txt: every version, resolved from constraints.in and pyproject.toml
 	$(RUN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
 	  --all-extras -c constraints.in pyproject.toml -o constraints.txt
 
-check: setup  ## style, types, and the site
+check: setup  ## style, who imports whom, types, and the site
 	$(RUN)/ruff format --check src tests bench docs
 	$(RUN)/ruff check src tests bench docs
+	$(RUN)/lint-imports
 	$(RUN)/mypy
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet
 

@@ -20,6 +20,7 @@ import copy
 import inspect
 import io
 import json
+import math
 import shutil
 import sys
 import tempfile
@@ -237,7 +238,7 @@ def off_by(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, s
         zero = torch.zeros(())
         mine, plain = ours.get(name, zero), theirs.get(name, zero)
         gap = float((mine - plain).norm()) / max(float(plain.norm()), floor, 1e-30)
-        worst = max(worst, (gap if gap == gap else float("inf"), name))
+        worst = max(worst, (float("inf") if math.isnan(gap) else gap, name))
     return worst
 
 

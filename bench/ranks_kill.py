@@ -85,13 +85,9 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
     """In a rank, before it begins: let the mishap happen in its part, once in all attempts."""
     import torch
 
-    import farthing.run.checkpoint as checkpoint
-    import farthing.train.evaluation as evaluation
-    import farthing.train.joining as joining
-    import farthing.train.run as run
-    import farthing.train.saver as saver
-    import farthing.train.setup as setup
     from farthing.dist import reduce
+    from farthing.run import checkpoint
+    from farthing.train import evaluation, joining, run, saver, setup
     from farthing.train.step import Steps
 
     place, what, victim = Path(folder), case["what"], case["victim"]

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from farthing.models.families import SEQ2SEQ_FAMILIES
-from farthing.objectives.objective import IGNORED
 
 N_WORDS = 61
 
@@ -92,7 +91,7 @@ def make_batch(
     mask = torch.ones_like(ids)
     for row in range(1, n_rows):
         mask[row, n_tokens - 2 * row :] = 0
-    labels = ids.masked_fill((torch.rand(ids.shape, generator=draw) > share) | (mask == 0), IGNORED)
+    labels = ids.masked_fill((torch.rand(ids.shape, generator=draw) > share) | (mask == 0), -100)
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
 
 

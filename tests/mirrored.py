@@ -7,7 +7,7 @@ import os
 import random
 from pathlib import Path
 
-from farthing.run.folder import FORMAT, keep
+from farthing.run.folder import keep
 from farthing.run.mirror import Mirror, Pace
 from farthing.storage.files import commit_folder
 from farthing.storage.objects import Store, open_store
@@ -36,7 +36,7 @@ STILL = Pace(renew_s=60.0, lease_s=0.3, answer_s=0.5, deliver_s=1.0, pause_s=0.0
 def folder_of_run(folder: Path, run_id: str = "run-1") -> Path:
     """What a run leaves before its first step."""
     folder.mkdir(parents=True, exist_ok=True)
-    keep(folder / "run.json", {"run_id": run_id, "identity": {}, "format": FORMAT})
+    keep(folder / "run.json", {"run_id": run_id, "identity": {}, "format": 1})
     keep(folder / "plan.json", {"wall_s": 1})
     return folder
 

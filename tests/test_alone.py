@@ -28,7 +28,6 @@ from farthing.model.load import set_languages, speak
 from farthing.model.loss import decoder_inputs
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.models.families import DECODERS, ENCODERS, PADS_SAFELY
-from farthing.objectives.objective import IGNORED
 
 CPU = Numerics(torch.device("cpu"), None)
 
@@ -186,9 +185,9 @@ def test_batch_norms_are_refused() -> None:
 
 def test_mbart_begins_with_the_language_at_the_end_of_its_target() -> None:
     model = small("mbart", AutoModelForSeq2SeqLM)
-    labels = torch.tensor([[5, 6, 2, 90], [7, 2, 91, IGNORED]])
+    labels = torch.tensor([[5, 6, 2, 90], [7, 2, 91, -100]])
     assert decoder_inputs(model, labels).tolist() == [[90, 5, 6, 2], [91, 7, 2, 91]]
-    assert labels.tolist() == [[5, 6, 2, 90], [7, 2, 91, IGNORED]]
+    assert labels.tolist() == [[5, 6, 2, 90], [7, 2, 91, -100]]
 
 
 def test_a_model_without_a_start_is_refused_in_words() -> None:

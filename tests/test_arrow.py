@@ -23,7 +23,7 @@ from farthing.data import arrow, blocks
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.read import Source, open_sources
 from farthing.data.reader import SourceReader
-from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row
+from farthing.data.rows import BadRow, Row
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.tiny import demo_rows
@@ -65,7 +65,7 @@ def test_many_rows_of_one_long_text_cost_one(tmp_path: Path) -> None:
 
 
 def test_rows_over_the_limit_are_named_and_the_others_read(tmp_path: Path) -> None:
-    big = "x" * (MAX_ROW_BYTES + 1)
+    big = "x" * (10_000_000 + 1)
     chats = [
         [{"role": "user", "content": "a"}],
         [{"role": "user", "content": big}],
@@ -158,7 +158,7 @@ def test_a_data_set_of_categories_pictures_and_large_rows(tmp_path: Path) -> Non
 
     table = pyarrow.table(
         {
-            "text": ["a", "x" * (MAX_ROW_BYTES + 1), "c"],
+            "text": ["a", "x" * (10_000_000 + 1), "c"],
             "image": [{"bytes": b"no png", "path": None}] * 3,
         }
     )
@@ -294,7 +294,7 @@ def test_a_csv_row_over_the_limit_is_one_bad_row(
 
 def test_a_large_row_of_a_json_document_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_text(json.dumps([{"text": "a"}, {"text": "x" * (MAX_ROW_BYTES + 1)}]))
+    path.write_text(json.dumps([{"text": "a"}, {"text": "x" * (10_000_000 + 1)}]))
     assert [type(row) for row in opened(path).rows()] == [Row, BadRow]
 
 

@@ -21,7 +21,6 @@ from farthing.model import attention_kernels
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import (
-    NAME,
     Documents,
     attend,
     can_go_packed,
@@ -33,7 +32,6 @@ from farthing.model.flops import flops_per_token
 from farthing.model.last_layer import last_layer
 from farthing.models.families import DECODERS, ENCODERS
 from farthing.models.shapes import read_shape
-from farthing.objectives.objective import IGNORED
 from packed_models import (
     CLOSE,
     COMMON,
@@ -711,9 +709,9 @@ def test_padded_encoders_stay_what_they_were() -> None:
 def test_a_saved_model_knows_nothing_of_the_entry(tmp_path: Path) -> None:
     model = model_of("llama")
     go_packed(model)
-    assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == "farthing_varlen"
     model.save_pretrained(tmp_path)
-    assert NAME not in (tmp_path / "config.json").read_text()
+    assert "farthing_varlen" not in (tmp_path / "config.json").read_text()
 
 
 def test_models_that_must_stay_padded_say_why() -> None:
@@ -758,4 +756,4 @@ def test_attention_with_what_is_not_known_is_refused() -> None:
 
 
 def test_ignored_is_the_label_torch_ignores() -> None:
-    assert inspect.signature(F.cross_entropy).parameters["ignore_index"].default == IGNORED
+    assert inspect.signature(F.cross_entropy).parameters["ignore_index"].default == -100

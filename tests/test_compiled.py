@@ -33,8 +33,6 @@ from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import go_packed, packed_logits
 from farthing.model.attention_kernels import KERNELS, How
 from farthing.model.compiled import (
-    CUDA_S_PER_KIND,
-    CUDA_SAVED_SHARE,
     compile_blocks,
     compile_seconds,
     find_compiler,
@@ -47,7 +45,7 @@ from farthing.model.compiled import (
 from farthing.model.documents import Documents, packed_batch
 from farthing.model.lora_kernels import use_low_rank
 from farthing.model.norms import leave_to_compiler
-from farthing.model.programs import MOST_PROGRAMS, in_programs
+from farthing.model.programs import in_programs
 
 SMALL = {
     **{
@@ -158,11 +156,11 @@ def must_serve_all_lengths(
 
 def test_auto_compiles_where_the_saving_is_more_than_the_price() -> None:
     known: dict[str, Any] = {"device": "cuda", "n_kinds": 2, "step_s": 0.5}
-    break_even = compile_seconds(2, "cuda") / (CUDA_SAVED_SHARE * 0.5)
+    break_even = compile_seconds(2, "cuda") / (0.14 * 0.5)
     assert not worth_compiling("auto", n_steps_left=int(break_even), **known)
     assert worth_compiling("auto", n_steps_left=int(break_even) + 1, **known)
     assert not worth_compiling("auto", n_steps_left=int(break_even) + 1, **known | {"n_kinds": 3})
-    assert compile_seconds(2, "cuda") == 2 * CUDA_S_PER_KIND
+    assert compile_seconds(2, "cuda") == 2 * 40.0
     assert predicted_saving(2.0, 100, "cuda") == pytest.approx(28.0)
 
 
@@ -320,7 +318,7 @@ def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
         thread.start()
         thread.join()
         assert seen
-        assert set(seen) == {(True, MOST_PROGRAMS, True, False)}
+        assert set(seen) == {(True, 32, True, False)}
         torch._dynamo.reset()
 
 

@@ -28,7 +28,6 @@ from farthing.data.token_set import Recipe, TokenSet, set_key, tokenizer_sha256
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.objectives.columns import Unusable
-from farthing.objectives.objective import IGNORED
 from farthing.tiny import write_jsonl
 from thinned import thinned
 from workshop import cut
@@ -1045,8 +1044,8 @@ def test_causal_batches_are_padded_on_the_right_and_masked(tokens_of: Any) -> No
     assert all(array.dtype == np.int64 for array in batch.values())
     assert batch["attention_mask"][1].tolist() == [1] * n + [0] * (longest - n)
     assert batch["input_ids"][1, n:].tolist() == [0] * (longest - n)
-    assert batch["labels"][1, n:].tolist() == [IGNORED] * (longest - n)
-    counted = batch["labels"] != IGNORED
+    assert batch["labels"][1, n:].tolist() == [-100] * (longest - n)
+    counted = batch["labels"] != -100
     assert int(counted.sum()) == tokens.n_targets([0, 1])
     assert (batch["labels"][counted] == batch["input_ids"][counted]).all()
 
@@ -1060,7 +1059,7 @@ def test_seq2seq_batches_have_source_and_target_apart(
     batch = collate(tokens, [0, 1], "seq2seq", pad_id=0)
     decode = tokenizers["t5"].decode
     assert [decode(row[row != 0]) for row in batch["input_ids"]] == ["one two three</s>", "a</s>"]
-    assert [decode(row[row != IGNORED]) for row in batch["labels"]] == ["x</s>", "y z w</s>"]
+    assert [decode(row[row != -100]) for row in batch["labels"]] == ["x</s>", "y z w</s>"]
     assert batch["input_ids"].shape == batch["attention_mask"].shape
     assert (batch["attention_mask"] == (batch["input_ids"] != 0)).all()
 

@@ -25,7 +25,7 @@ from checkpoints import newest, restored, save
 from checkpoints import said as said
 from farthing.cli import main
 from farthing.config.load import load_job
-from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, InputError, RunBusyError
+from farthing.errors import InputError, RunBusyError
 from farthing.events import Note, Restored, StepTaken
 from farthing.run import checkpoint as checkpoint_module
 from farthing.run import mirror as replica
@@ -65,10 +65,7 @@ def test_a_run_folder_that_is_there_and_takes_no_writes_is_refused_in_words(
     read_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job_in(tmp_path, "run", max_steps=6)
-    assert (
-        main(["train", str(tmp_path / "run.yaml"), "--set", f"output_dir={read_only}"])
-        == EXIT_MISTAKE
-    )
+    assert main(["train", str(tmp_path / "run.yaml"), "--set", f"output_dir={read_only}"]) == 2
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert "the run folder can't be written: Read-only file system" in said
@@ -116,10 +113,10 @@ def test_no_run_begins_in_a_bucket_and_one_that_did_goes_on(
     table = tmp_path / "mountinfo"
     table.write_text(f"35 22 0:40 / {tmp_path} rw - fuse.gcsfuse gcsfuse rw\n")
     monkeypatch.setattr(mounts, "TABLE", table)
-    assert main(["train", str(tmp_path / "run.yaml")]) == EXIT_MISTAKE
+    assert main(["train", str(tmp_path / "run.yaml")]) == 2
     assert "this folder is a bucket, mounted by gcsfuse" in capsys.readouterr().err
     assert not Path(job.output_dir).exists()
-    assert main(["doctor", str(tmp_path / "run.yaml")]) == EXIT_MISTAKE
+    assert main(["doctor", str(tmp_path / "run.yaml")]) == 2
     assert "is a bucket, mounted by gcsfuse" in capsys.readouterr().out
     heard = workshop.Heard()
     assert (
@@ -155,7 +152,7 @@ def test_a_disk_that_fails_while_a_run_is_brought_back_is_said_in_words(
     job_in(tmp_path, "run", max_steps=6)
     monkeypatch.setattr(replica.Mirror, "bring_back", failing(errno.EIO))
     words = ["train", str(tmp_path / "run.yaml"), "--set", f"output_store={tmp_path}/store"]
-    assert main(words) == EXIT_INTERRUPTED
+    assert main(words) == 75
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert "the disk fails: Input/output error" in said
@@ -340,7 +337,7 @@ def test_a_file_server_that_forgets_us_in_the_middle_of_a_run_is_said_in_words(
         return real(job, tell, **more)
 
     monkeypatch.setattr(run_module, "train", forgotten)
-    assert main(["train", str(tmp_path / "run.yaml")]) == EXIT_INTERRUPTED
+    assert main(["train", str(tmp_path / "run.yaml")]) == 75
     said = capsys.readouterr().err
     assert "Stale file handle" in said
     assert "Traceback" not in said
@@ -392,5 +389,5 @@ def test_a_model_file_that_is_a_pipe_is_refused(
     path = workshop.job_file(tmp_path, max_steps=1, pretrained=True)
     (tmp_path / "base" / "model.safetensors").unlink()
     os.mkfifo(tmp_path / "base" / "model.safetensors")
-    assert main(["train", str(path)]) == EXIT_MISTAKE
+    assert main(["train", str(path)]) == 2
     assert "this is no file" in capsys.readouterr().err

@@ -29,7 +29,6 @@ from farthing.data.rows import Block, Reading, Row
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, RunInterruptedError
-from farthing.objectives.objective import IGNORED
 from farthing.tiny import write_jsonl
 from thinned import thinned
 
@@ -543,6 +542,6 @@ def test_examples_are_gathered_as_they_stand(tmp_path: Path, tokenizers: dict[st
         assert batch["attention_mask"][row].tolist() == [1] * n + [0] * (
             batch["input_ids"].shape[1] - n
         )
-        assert batch["labels"][row, :n].tolist() == np.where(is_target, ids, IGNORED).tolist()
-        assert (batch["labels"][row, n:] == IGNORED).all()
+        assert batch["labels"][row, :n].tolist() == np.where(is_target, ids, -100).tolist()
+        assert (batch["labels"][row, n:] == -100).all()
     assert batch["input_ids"].shape[1] == max(len(ids) for ids, _ in examples)

@@ -18,7 +18,7 @@ import workshop
 from farthing.after.held_out import held_out_of
 from farthing.cli import command, main
 from farthing.device_memory import in_words, reported
-from farthing.errors import EXIT_CRASH, DeviceError, HardwareError, OutOfMemoryError
+from farthing.errors import DeviceError, HardwareError, OutOfMemoryError
 from farthing.events import StepTaken
 from farthing.export.folders import export_run, trained_model
 from farthing.model.forward import Forward
@@ -53,7 +53,7 @@ WHOLE = [
 def test_a_gpu_that_has_failed_is_said(error: RuntimeError) -> None:
     said = in_words(error, "the run")
     assert isinstance(said, DeviceError)
-    assert (said.where, said.exit_code) == ("the run", EXIT_CRASH)
+    assert (said.where, said.exit_code) == ("the run", 1)
     assert str(error).splitlines()[0] in said.what
     assert len(str(said).splitlines()) == 2
 
@@ -93,9 +93,7 @@ def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
             workshop.train(make_job(tmp_path / "counted", **KEYS), _stop_after(3))
     with monkeypatch.context() as patch:
         Broken(patch, calls.n)
-        assert (
-            main(["train", str(path)]) == EXIT_CRASH
-        )  # not 2, after which --retry would not go on
+        assert main(["train", str(path)]) == 1  # not 2, after which --retry would not go on
     said = capsys.readouterr().err
     assert f"the GPU has failed: {ILLEGAL}\n  to do: run the same command again" in said
     assert "Traceback" not in said
@@ -167,7 +165,7 @@ def test_memory_that_runs_out_in_any_verb_is_said(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr("farthing.train.profiling.opened_attempt", full)
-    assert main(["profile", str(path), *(["--json"] if as_json else [])]) == EXIT_CRASH
+    assert main(["profile", str(path), *(["--json"] if as_json else [])]) == 1
     out, err = capsys.readouterr()
     assert "the device has no memory left: CUDA out of memory" in (out if as_json else err)
     assert "Traceback" not in out + err

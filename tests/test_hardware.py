@@ -18,7 +18,6 @@ import torch
 
 import workshop
 from farthing.after.chat import answers_in
-from farthing.device_memory import ALLOCATOR_SETTING
 from farthing.doctor import check_machine
 from farthing.errors import HardwareError
 from farthing.model.hardware import (
@@ -173,8 +172,8 @@ def test_the_allocator_is_told_before_anyone_starts_the_gpu(
     )
     gpu["is_started"] = False
     choose_numerics("auto", None, None)
-    assert told == [ALLOCATOR_SETTING]
-    assert os.environ["PYTORCH_ALLOC_CONF"] == ALLOCATOR_SETTING
+    assert told == ["expandable_segments:True"]
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 # ---- answers after a run ----

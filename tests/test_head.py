@@ -29,9 +29,8 @@ from farthing.model.head import (
     language_model_loss,
     loss_and_log_probs,
 )
-from farthing.model.loss import POSITIONS, TARGETS, Labelled, find_labelled, summed_loss
+from farthing.model.loss import Labelled, find_labelled, summed_loss
 from farthing.models.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
-from farthing.objectives.objective import IGNORED
 from heads import (
     CLOSE,
     CLOSE_BF16,
@@ -254,7 +253,7 @@ def test_a_tile_is_long_enough_to_be_quick_and_no_longer() -> None:
 
 
 def test_the_first_token_of_a_row_or_document_is_never_scored() -> None:
-    labels = torch.tensor([[5, 6, IGNORED, 7], [IGNORED, IGNORED, 8, IGNORED]])
+    labels = torch.tensor([[5, 6, -100, 7], [-100, -100, 8, -100]])
     found = find_labelled(labels, predicts_next=True)
     assert found.positions.tolist() == [0, 2, 5]
     assert found.targets.tolist() == [6, 7, 8]
@@ -346,7 +345,9 @@ def test_positions_found_beforehand_give_the_same() -> None:
     model, batch = make_model("llama"), make_batch()
     found = find_labelled(batch["labels"], predicts_next=True)
     ours = language_model_loss(
-        model, {**batch, POSITIONS: found.positions, TARGETS: found.targets}, "causal-lm"
+        model,
+        {**batch, "labelled_positions": found.positions, "labelled_targets": found.targets},
+        "causal-lm",
     )
     assert torch.equal(ours, language_model_loss(model, batch, "causal-lm"))
 
@@ -378,11 +379,11 @@ def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(
         "labels": batch["labels"][keep][None],
         "position_ids": torch.cat([torch.arange(n) for n in keep.sum(1).tolist()])[None],
     }
-    assert (flat["labels"] != IGNORED).all(), (
+    assert (flat["labels"] != -100).all(), (
         "the first of each document has a label, which must not be scored"
     )
     found = find_labelled(flat["labels"], predicts_next=True, position_ids=flat["position_ids"])
-    known = {**flat, POSITIONS: found.positions, TARGETS: found.targets}
+    known = {**flat, "labelled_positions": found.positions, "labelled_targets": found.targets}
     results = []
     for one in (batch, flat, known):
         loss = language_model_loss(model, one, "causal-lm", 0.1)
@@ -443,7 +444,7 @@ def by_whole_logits(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     if task == "causal-lm":
         logits, labels = logits[:, :-1], labels[:, 1:]
     found = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    return found.masked_fill(labels == IGNORED, 0.0).sum(1)
+    return found.masked_fill(labels == -100, 0.0).sum(1)
 
 
 def packed(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -452,7 +453,7 @@ def packed(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     keep = batch["attention_mask"].bool()
     first = first_position(model.config)
     labels = batch["labels"].clone()
-    labels[:, 0] = IGNORED
+    labels[:, 0] = -100
     flat = {
         "input_ids": batch["input_ids"][keep].numpy()[None],
         "position_ids": np.concatenate([np.arange(n) + first for n in lengths])[None],
@@ -469,7 +470,7 @@ def test_log_probabilities_of_documents_are_those_of_whole_logits(
 ) -> None:
     model, batch, task = make_model(family, **settings), make_batch(n_rows=4), objective_of(family)
     if family not in ("mbart", "plbart"):  # whose decoder begins with the end of its target
-        batch["labels"][2] = IGNORED  # a document without a target
+        batch["labels"][2] = -100  # a document without a target
     if is_adapted:
         kind = "SEQ_2_SEQ_LM" if task == "seq2seq" else "CAUSAL_LM"
         output = next(

@@ -51,26 +51,12 @@ def room(name: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [SOURCE / f"{name}.py"]
 
 
-def test_nobody_imports_the_command_line() -> None:
-    for path in FILES:
-        if path.name != "__main__.py" and path not in room("cli"):
-            assert not {name for name in imports(path) if name.startswith("farthing.cli")}, path
-
-
 def test_tests_and_benches_import_no_private_names() -> None:
     root = Path(__file__).parents[1]
     taken = re.compile(r"^ *from farthing[\w.]* import (\([^)]*\)|.*)$", re.MULTILINE)
     for path in (*root.glob("tests/*.py"), *root.glob("bench/**/*.py")):
         for names in taken.findall(path.read_text(encoding="utf-8")):
             assert not re.search(r"(?<![\w.])_[a-zA-Z]", names), (path, names)
-
-
-def test_only_the_command_line_prints_and_exits() -> None:
-    for path in FILES:
-        text = path.read_text(encoding="utf-8")
-        if path not in room("cli"):
-            assert not re.search(r"^\s*print\(", text, re.MULTILINE), path
-            assert "sys.exit(" not in text, path
 
 
 def test_one_place_goes_backward() -> None:
@@ -95,70 +81,13 @@ def test_three_files_talk_to_other_processes_of_a_run() -> None:
     assert talks == ["dist.fsdp", "dist.ranks", "dist.reduce", "dist.rendezvous"]
 
 
-WINGS = (
-    *(
-        "ground",
-        "objectives",
-        "storage",
-        "run",
-        "models",
-        "data",
-        "prices",
-        "config",
-        "local",
-        "planner",
-        "model",
-        "report",
-        "export",
-        "launch",
-        "dist",
-        "train",
-        "after",
-        "doctor",
-    ),
-    "api",
-    "search",
-    "cli",
-)
-"""From the ground up: a wing imports from those before it. Files at the top level are the ground,
-where they are not named.
-"""
-
-DOORS = {SOURCE / "__main__.py", SOURCE / "__init__.py"}
-"""`python -m farthing`, and what `import farthing` offers when it is asked for."""
-
 HEAVY = {"torch", "transformers", "peft", "datasets"}
-
-
-def wing(module: str) -> str:
-    """`storage.files` -> `storage`."""
-    first = module.split(".")[0]
-    return first if first in WINGS else "ground"
-
-
-def farthing_imports(path: Path) -> set[str]:
-    """Names of the modules of farthing that a file imports anywhere, without the package's own
-    name.
-    """
-    return {
-        name.removeprefix("farthing.") for name in imports(path) if name.startswith("farthing.")
-    }
 
 
 def module_of(path: Path) -> str:
     """`.../farthing/storage/files.py` -> `storage.files`."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
-
-
-def test_wings_import_only_from_wings_below() -> None:
-    upwards = [
-        (module_of(path), name)
-        for path in FILES
-        for name in farthing_imports(path)
-        if path not in DOORS and WINGS.index(wing(name)) > WINGS.index(wing(module_of(path)))
-    ]
-    assert upwards == []
 
 
 @pytest.mark.parametrize(
@@ -184,14 +113,6 @@ def test_wings_without_torch(name: str) -> None:
             assert not {module.split(".")[0] for module in imports(path, top_only=True)} & HEAVY, (
                 path
             )
-
-
-@pytest.mark.parametrize("name", ["objectives", "storage", "run", "model", "data"])
-def test_wings_that_take_plain_values(name: str) -> None:
-    for path in room(name):
-        assert not {
-            module for module in farthing_imports(path) if wing(module) in ("config", "train")
-        }, path
 
 
 @cache
@@ -252,12 +173,11 @@ def test_what_the_planner_says_hangs_on_no_clock_and_no_network() -> None:
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
+    """Beside what ruff forbids: S102, S301, S307, TID251."""
     for path in FILES:
         text = path.read_text(encoding="utf-8")
-        assert not imports(path) & {"pickle", "shelve", "marshal", "joblib", "dill"}, path
         assert not re.search(
-            r"torch\.load\(|[^.\w]eval\(|[^.\w]exec\(|yaml\.(unsafe_|full_)?load\(|allow_pickle=True",
-            text,
+            r"torch\.load\(|yaml\.(unsafe_|full_)?load\(|allow_pickle=True", text
         ), path
 
 
@@ -400,32 +320,4 @@ def named(tree: ast.AST) -> Counter[str]:
                 found[name] += 1
             case ast.Constant(value=str(name)) if name.isidentifier():
                 found[name] += 1
-    return found
-
-
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Imports within functions and for types alone count too."""
-    modules = {module_of(path): path for path in FILES}
-    graph = {
-        name: {each for each in _imported_modules(path) if each in modules}
-        for name, path in modules.items()
-    }
-    while leaves := {name for name, others in graph.items() if not others - {name}}:
-        graph = {name: others - leaves for name, others in graph.items() if name not in leaves}
-    assert graph == {}
-
-
-def _imported_modules(path: Path) -> set[str]:
-    """Modules of farthing that a file imports anywhere, `from farthing.train import loop` as
-    `train.loop`.
-    """
-    found: set[str] = set()
-    for node in nodes_of(path):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.removeprefix("farthing.") for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("farthing."):
-            base = (node.module or "").removeprefix("farthing.")
-            for alias in node.names:
-                inner = SOURCE / base.replace(".", "/") / f"{alias.name}.py"
-                found.add(f"{base}.{alias.name}" if inner.exists() else base)
     return found

@@ -22,13 +22,6 @@ from farthing.events import Decided, Restored
 from farthing.model import weights
 from farthing.model.load import ModelChoice, load_config, model_sha256
 from farthing.run.folder import (
-    COPIES,
-    DECIDING,
-    FORMAT,
-    PLAN,
-    RUN,
-    SCHEDULE,
-    SETTINGS,
     claim,
     keep,
     kept,
@@ -144,7 +137,7 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path, **KEYS)
     train(job, LeavesAt(step=3))
     before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.json")}
-    for other in (FORMAT + 1, None):
+    for other in (1 + 1, None):
         change_facts(tmp_path / "run", format=other, farthing="0.0.9")
         with pytest.raises(RunChangedError, match=r"another version of farthing began this run"):
             train(job)
@@ -157,7 +150,7 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_in_another_precision_is_said(tmp_path: Path) -> None:
     job = make_job(tmp_path, **KEYS)
     train(job, LeavesAt(step=3))
-    facts = kept(tmp_path / "run" / RUN) or {}
+    facts = kept(tmp_path / "run" / "run.json") or {}
     change_facts(tmp_path / "run", machine={**facts["machine"], "precision": "fp16"})
     heard = Heard()
     assert train(job, heard).exit_code == 0
@@ -250,26 +243,26 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(
 # ---- damage ----
 
 VALUES: dict[str, dict[str, Any]] = {
-    RUN: {
+    "run.json": {
         "run_id": "r1",
         "farthing": "1",
         "identity": {"train.seed": 42},
         "machine": {"torch": "2"},
-        "format": FORMAT,
+        "format": 1,
     },
-    PLAN: {
+    "plan.json": {
         "micro_batch_tokens": 512,
         "checkpoint_every": 0,
         "wall_range_s": [1.5, 2.5],
         "calibration": "é",
     },
-    SETTINGS: {
+    "settings.json": {
         "micro_batch_tokens": 512,
         "checkpoint_every": 2,
         "tile_tokens": None,
         "compiled": False,
     },
-    SCHEDULE: {"kind": "farthing schedule", "n_steps": 81, "settled": True, "step_s": 0.25},
+    "schedule.json": {"kind": "farthing schedule", "n_steps": 81, "settled": True, "step_s": 0.25},
 }
 
 
@@ -279,12 +272,12 @@ def folder_with(folder: Path, *, has_checkpoint: bool = True) -> Path:
     for name, value in VALUES.items():
         keep(folder / name, value)
     if has_checkpoint:
-        facts = {"step": 4, "run_id": "r1", COPIES: VALUES}
+        facts = {"step": 4, "run_id": "r1", "run_files": VALUES}
         commit_folder(folder / "checkpoints" / "step-00000004-0001", lambda draft: None, facts)
     return folder
 
 
-@pytest.mark.parametrize("name", DECIDING)
+@pytest.mark.parametrize("name", ["run.json", "plan.json", "settings.json", "schedule.json"])
 def test_every_flipped_bit_and_cut_of_a_deciding_file_is_found(name: str, tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "run", has_checkpoint=False)
     whole, n = (folder / name).read_bytes(), 0
@@ -304,7 +297,7 @@ def test_every_flipped_bit_and_cut_of_a_deciding_file_is_found(name: str, tmp_pa
     assert kept(folder / name) == VALUES[name]
 
 
-@pytest.mark.parametrize("name", DECIDING)
+@pytest.mark.parametrize("name", ["run.json", "plan.json", "settings.json", "schedule.json"])
 def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpoint(
     name: str, tmp_path: Path
 ) -> None:
@@ -340,10 +333,10 @@ def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_
         lambda draft: None,
         {"step": 4, "run_id": "r1"},
     )
-    (folder / RUN).write_bytes((folder / RUN).read_bytes().replace(b"42", b"43"))
+    (folder / "run.json").write_bytes((folder / "run.json").read_bytes().replace(b"42", b"43"))
     with pytest.raises(RunDamagedError, match="differs from what was written"):
         claim(folder, {"train.seed": 42}, {}, print)
-    (folder / RUN).unlink()
+    (folder / "run.json").unlink()
     with pytest.raises(RunDamagedError, match="is gone"):
         claim(folder, {"train.seed": 42}, {}, print)
     said: list[str] = []
@@ -373,10 +366,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
 def flipped(name: str) -> Callable[[Path], None]:
     """One digit of a file of a run becomes another."""
     key = {
-        RUN: b'"train.seed": 4',
-        PLAN: b'"micro_batch_tokens": ',
-        SETTINGS: b'"micro_batch_tokens": ',
-        SCHEDULE: b'"n_steps": ',
+        "run.json": b'"train.seed": 4',
+        "plan.json": b'"micro_batch_tokens": ',
+        "settings.json": b'"micro_batch_tokens": ',
+        "schedule.json": b'"n_steps": ',
     }[name]
 
     def damage(run: Path) -> None:
@@ -389,18 +382,21 @@ def flipped(name: str) -> Callable[[Path], None]:
 
 def all_gone(run: Path) -> None:
     """Every small file of a run is removed."""
-    for name in (*DECIDING, "job.json"):
+    for name in (*("run.json", "plan.json", "settings.json", "schedule.json"), "job.json"):
         (run / name).unlink()
 
 
 def newest_damaged_too(run: Path) -> None:
     """The plan is cut, and the newest checkpoint, which has a copy of it, is damaged."""
-    (run / PLAN).write_text("{")
+    (run / "plan.json").write_text("{")
     (max((run / "checkpoints").iterdir()) / "manifest.json").write_text("{}")
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    **{f"{name} flipped": flipped(name) for name in DECIDING},
+    **{
+        f"{name} flipped": flipped(name)
+        for name in ("run.json", "plan.json", "settings.json", "schedule.json")
+    },
     "all gone": all_gone,
     "a checkpoint too": newest_damaged_too,
 }

@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from families import CODES, small, speaking
 from farthing.errors import ModelError
-from farthing.export.folders import GENERATION_CONFIG, export_run
+from farthing.export.folders import export_run
 from thinned import thinned
 from workshop import make_folder, make_job, train
 
@@ -34,7 +34,7 @@ def base_of(folder: Path, family: str, **settings: Any) -> None:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / GENERATION_CONFIG).read_text())
+    found: dict[str, Any] = json.loads((folder / "generation_config.json").read_text())
     return {
         key: value
         for key, value in found.items()
@@ -85,7 +85,7 @@ def test_how_a_base_generates_is_in_every_form(tmp_path: Path, method: str) -> N
         "do_sample": False,
         "temperature": 0.9,
     }
-    (tmp_path / "base" / GENERATION_CONFIG).write_text(json.dumps(own))
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(own))
     templates = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
     tokenizer.chat_template = templates
@@ -99,7 +99,7 @@ def test_how_a_base_generates_is_in_every_form(tmp_path: Path, method: str) -> N
 
 def test_settings_that_could_not_be_written_are_refused_before_the_training(tmp_path: Path) -> None:
     base_of(tmp_path / "base", "nllb")
-    path = tmp_path / "base" / GENERATION_CONFIG
+    path = tmp_path / "base" / "generation_config.json"
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "do_sample": False, "temperature": 0.9})
     )

@@ -24,7 +24,7 @@ import yaml
 from fake_clouds import FAULTS, World
 from farthing.cli import main
 from farthing.config.job import Job
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, InputError, RunBusyError
+from farthing.errors import InputError, RunBusyError
 from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.clients import RunPod
@@ -36,14 +36,13 @@ from farthing.launch.driver import (
 )
 from farthing.launch.http import Api
 from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
-from farthing.launch.prepare import S3_KEYS, Wishes, prepare
+from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.registry import TARGETS
-from farthing.launch.request import CREATED_AT
 from farthing.launch.session import Session
 from farthing.launch.supervise import NoBudgetError
 from farthing.launch.words import Speaker, StoreWords
 from farthing.run.accounts import Account
-from farthing.run.machines import MACHINES, Machine, MachineLedger, bill_by_machine
+from farthing.run.machines import Machine, MachineLedger, bill_by_machine
 from farthing.storage.files import only_writer
 from farthing.storage.objects import LocalStore
 from launch_faults import Fate, Killed, is_good, prepared_for, run_case, supervise
@@ -56,7 +55,7 @@ NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
 @pytest.fixture(autouse=True)
 def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in S3_KEYS:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "no key")
 
 
@@ -87,11 +86,11 @@ def launch(job: Path, *words: str) -> int:
 
 
 def test_dry_run_writes_files_shows_the_bill_and_rents_nothing(demo: Path, capsys: Any) -> None:
-    assert launch(demo, "--on", "runpod", "--json") == EXIT_FINISHED
+    assert launch(demo, "--on", "runpod", "--json") == 0
     view = json.loads(capsys.readouterr().out)
     folder = Path(view["folder"])
     assert sorted(path.name for path in folder.iterdir()) == view["files"] == ["pod.json", "run.sh"]
-    assert not (demo.parent / "run" / MACHINES).exists(), "nothing was asked for"
+    assert not (demo.parent / "run" / "machines.jsonl").exists(), "nothing was asked for"
     assert view["target"] == "runpod"
     assert view["ends"]
     assert set(view["usd_of"]) == {"boot", "train", "teardown"}
@@ -423,7 +422,7 @@ def test_each_fault_alone_is_survived(provider: str, fault: str, tmp_path: Path)
         assert world.machines == []
         return
     code = supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False))
-    assert (code, world.n_alive, world.n_double, world.saved) == (EXIT_FINISHED, 0, 0, 120)
+    assert (code, world.n_alive, world.n_double, world.saved) == (0, 0, 0, 120)
     ledger = MachineLedger(run)
     assert ledger.open == []
     assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
@@ -458,7 +457,7 @@ def test_a_lost_machine_is_followed_by_the_next_offer_and_boot_failures_leave_th
     world = World("runpod", n_steps=240, script=["never boots", "taken away", ""])
     run = tmp_path / "run"
     prepared = prepared_for("runpod", run, 4.0, 0.4)
-    assert supervise(world, prepared, run, Fate(None, is_before=False)) == EXIT_FINISHED
+    assert supervise(world, prepared, run, Fate(None, is_before=False)) == 0
     machines = list(MachineLedger(run).machines.values())
     assert [machine.gpu for machine in machines] == [offer.gpu for offer in prepared.offers[:3]]
     assert [machine.number for machine in machines] == [1, 2, 3]
@@ -703,9 +702,9 @@ def _on_machine(
 def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setenv(CREATED_AT, "9900")
+    monkeypatch.setenv("FARTHING_CREATED_AT", "9900")
     stay, children = _on_machine(tmp_path, monkeypatch)
-    assert stay.run() == EXIT_FINISHED
+    assert stay.run() == 0
     assert children[0].words == [
         "train",
         "job.yaml",
@@ -719,7 +718,9 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
     assert words.of("farthing-1-1").code == 0
     assert words.of("farthing-1-1").has_booted
     assert "step 1" in words.log("farthing-1-1")
-    monkeypatch.setenv(CREATED_AT, "0")  # a clock that is off counts as the whole boot limit
+    monkeypatch.setenv(
+        "FARTHING_CREATED_AT", "0"
+    )  # a clock that is off counts as the whole boot limit
     assert _on_machine(tmp_path, monkeypatch)[0].max_usd == pytest.approx(5 - 1 - 0.1 - 0.6)
 
 
@@ -728,9 +729,9 @@ def test_training_is_told_to_leave_before_the_machine_ends(
 ) -> None:
     monkeypatch.setattr("farthing.launch.agent.LEAST_USE_S", 0.0)
     stay, children = _on_machine(tmp_path, monkeypatch, code=75, most_s=120)
-    assert stay.run() == EXIT_LIMIT, "another machine would find no money left"
+    assert stay.run() == 3, "another machine would find no money left"
     assert children[0].signals == [15]
-    assert StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").code == EXIT_LIMIT
+    assert StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").code == 3
 
 
 def test_a_child_that_was_killed_is_told_by_its_signal(tmp_path: Path, monkeypatch: Any) -> None:
@@ -772,7 +773,7 @@ def test_a_machine_begun_again_forgets_how_it_left(tmp_path: Path) -> None:
     )
     speaker.booted()
     speaker.left(75, "asked to leave")
-    assert words.of("farthing-1-1").code == EXIT_INTERRUPTED
+    assert words.of("farthing-1-1").code == 75
     speaker.booted()
     assert words.of("farthing-1-1").code is None
 
@@ -814,7 +815,7 @@ def test_the_ledger_of_machines_survives_a_torn_line(tmp_path: Path) -> None:
     ledger.note("farthing-1-1", "asked", 1.0, number=1, usd_per_hour=2.0)
     ledger.note("farthing-1-1", "created", 2.0, id="x")
     ledger.close()
-    with open(tmp_path / MACHINES, "a") as file:
+    with open(tmp_path / "machines.jsonl", "a") as file:
         file.write('{"machine": "farthing-1-1", "event": "go')
     again = MachineLedger(tmp_path)
     assert [(m.state, m.id, m.number) for m in again.machines.values()] == [("created", "x", 1)]
@@ -856,7 +857,7 @@ def test_commands_of_the_pages_work(
         monkeypatch.delenv(name, raising=False)
     code = main(words)
     said = capsys.readouterr()
-    assert code == EXIT_FINISHED or (words[0] == "doctor" and "to do" in said.out), said.err
+    assert code == 0 or (words[0] == "doctor" and "to do" in said.out), said.err
 
 
 def test_doctor_says_what_a_target_lacks(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -889,7 +890,7 @@ def test_a_launch_that_is_stopped_from_elsewhere_rents_no_other_machine(tmp_path
 
     prepared = prepared_for("runpod", run, 4.0, 0.4)
     code = supervise(world, prepared, run, Fate(None, is_before=False), say=stop_soon)
-    assert (code, world.n_alive, len(world.machines)) == (EXIT_INTERRUPTED, 0, 1)
+    assert (code, world.n_alive, len(world.machines)) == (75, 0, 1)
 
 
 def test_a_machine_that_another_folder_asked_for_is_taken_over_not_doubled(tmp_path: Path) -> None:
@@ -898,10 +899,7 @@ def test_a_machine_that_another_folder_asked_for_is_taken_over_not_doubled(tmp_p
     with pytest.raises(Killed):
         supervise(world, prepared, tmp_path / "laptop", Fate(25, is_before=False))
     assert world.n_alive == 1
-    assert (
-        supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False))
-        == EXIT_FINISHED
-    )
+    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == 0
     assert (len(world.machines), world.n_alive, world.n_double) == (1, 0, 0)
     assert list(MachineLedger(tmp_path / "desktop").machines) == [world.machines[0].name]
 
@@ -922,18 +920,13 @@ def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path: Path) 
     ], "boots that led to nothing"
     paid = world.usd
     assert paid > 0.1
-    assert (
-        supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == EXIT_LIMIT
-    )
+    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == 3
     assert world.usd <= 0.3 + prepared.wishes.boot_s / 3600 * 0.4
     names = [machine.name for machine in world.machines]
     assert len(set(names)) == len(names) == 3, "no machine is taken for another one"
     for folder in ("desktop", "laptop"):
         if folder == "laptop":
-            assert (
-                supervise(world, prepared, tmp_path / folder, Fate(None, is_before=False))
-                == EXIT_LIMIT
-            )
+            assert supervise(world, prepared, tmp_path / folder, Fate(None, is_before=False)) == 3
         ledger = MachineLedger(tmp_path / folder)
         assert sorted(ledger.machines) == sorted(names)
         assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
@@ -1002,7 +995,7 @@ def test_a_finished_run_rents_nothing_more(tmp_path: Path) -> None:
     run = tmp_path / "run"
     prepared = prepared_for("runpod", run, 4.0, 0.4)
     for _ in range(2):
-        assert supervise(world, prepared, run, Fate(None, is_before=False)) == EXIT_FINISHED
+        assert supervise(world, prepared, run, Fate(None, is_before=False)) == 0
     assert len(world.machines) == 1
 
 

@@ -17,11 +17,9 @@ import yaml
 
 from fake_clouds import World
 from farthing.cli import main
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
 from farthing.launch.clients import Lambda
 from farthing.launch.driver import OutOfStockError, UnauthorizedError, refusal
 from farthing.launch.http import Api
-from farthing.launch.prepare import S3_KEYS
 from farthing.run.machines import Machine, MachineLedger
 from launch_faults import Fate, Killed, prepared_for, supervise
 
@@ -30,7 +28,7 @@ ALIVE = Fate(None, is_before=False)
 
 @pytest.fixture(autouse=True)
 def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in S3_KEYS:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "no key")
 
 
@@ -38,7 +36,7 @@ def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_price_that_differs_a_little_sends_no_machine_back(provider: str, tmp_path: Path) -> None:
     script = ["costs a little more than listed"]
     world, run = World(provider, n_steps=120, script=script), tmp_path / "run"
-    assert supervise(world, prepared_for(provider, run, 0.7, 0.4), run, ALIVE) == EXIT_FINISHED
+    assert supervise(world, prepared_for(provider, run, 0.7, 0.4), run, ALIVE) == 0
     assert len(world.machines) == 1
     ledger = MachineLedger(run)
     assert [each.usd_per_hour for each in ledger.machines.values()] == [pytest.approx(0.42)]
@@ -89,7 +87,7 @@ def test_a_machine_that_came_and_went_while_its_watcher_was_suspended_is_counted
 
     world.handle = sleepy  # type: ignore[method-assign]
     code = supervise(world, prepared_for("runpod", run, 0.7, 0.4), run, ALIVE)
-    assert (code, world.usd > 0.6) == (EXIT_LIMIT, True)
+    assert (code, world.usd > 0.6) == (3, True)
     assert MachineLedger(run).usd(world.now) == pytest.approx(world.usd, rel=0.1)
     assert world.usd <= 0.7
 
@@ -100,7 +98,7 @@ def test_what_is_billed_beside_the_machines_is_in_the_dry_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = job_at(tmp_path, tiny_folders)
-    assert main(["launch", str(job), "--on", "skypilot"]) == EXIT_FINISHED
+    assert main(["launch", str(job), "--on", "skypilot"]) == 0
     assert "SkyPilot's jobs controller is not counted here" in capsys.readouterr().out
 
 
@@ -143,7 +141,7 @@ def test_a_terminal_that_is_closed_ends_what_nothing_else_would_end(tmp_path: Pa
     time.sleep(0.7)
     for number in (signal.SIGHUP, signal.SIGTERM):  # the shell sends another, a service manager too
         os.kill(child, number)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == EXIT_INTERRUPTED
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
     assert (tmp_path / "ended").exists()
 
 
@@ -173,10 +171,10 @@ def test_a_push_that_could_not_be_done_there_is_refused_before_anything_is_rente
     monkeypatch.delenv("HF_TOKEN", raising=False)
     train = {"push_to_hub": True, "hub_model_id": "me/model"}
     job = job_at(tmp_path, tiny_folders, train=train)
-    assert main(["launch", str(job), "--on", "runpod"]) == EXIT_MISTAKE
+    assert main(["launch", str(job), "--on", "runpod"]) == 2
     assert "HF_TOKEN is not set here" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", "hf_x")
-    assert main(["launch", str(job), "--on", "runpod"]) == EXIT_FINISHED
+    assert main(["launch", str(job), "--on", "runpod"]) == 0
 
 
 # ---- two processes, one number ----
@@ -224,5 +222,5 @@ def test_a_terminal_that_is_closed_interrupts_training_and_no_more(
     while b"step 1/" not in said:
         said += os.read(terminal, 4096)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == EXIT_INTERRUPTED, said
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75, said
     assert list((tmp_path / "run" / "checkpoints").iterdir())

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from farthing.launch.request import CREATED_AT, LaunchRequest
+from farthing.launch.request import LaunchRequest
 from farthing.launch.targets import runpod, vast, vertex
 from farthing.prices.offers import Billing, Offer
 from patience import titles_of_processes, until
@@ -117,7 +117,7 @@ def begun(
         "CONTAINER_ID": "77",
         "CONTAINER_API_KEY": KEY,
         "DONE": str(console.done),
-        CREATED_AT: f"{created_at:.0f}",
+        "FARTHING_CREATED_AT": f"{created_at:.0f}",
     }
     process = subprocess.Popen(words, env=values, start_new_session=True)
     console.begun.append(process)

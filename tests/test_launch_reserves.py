@@ -10,8 +10,7 @@ import pytest
 
 from fake_clouds import Machine as CloudMachine
 from fake_clouds import World
-from farthing.errors import EXIT_FINISHED
-from farthing.launch.prepare import S3_KEYS, Prepared
+from farthing.launch.prepare import Prepared
 from farthing.launch.session import Session
 from farthing.prices.offers import boot_of
 from farthing.run.machines import MachineLedger
@@ -22,7 +21,7 @@ ALIVE = Fate(None, is_before=False)
 
 @pytest.fixture(autouse=True)
 def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in S3_KEYS:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "no key")
 
 
@@ -57,7 +56,7 @@ def test_of_two_machines_the_younger_is_adopted_and_the_older_is_ended(tmp_path:
     older = there(world, prepared, run, 1, "created")
     younger = there(world, prepared, run, 2, "created")
     began = world.now
-    assert supervise(world, prepared, run, ALIVE) == EXIT_FINISHED
+    assert supervise(world, prepared, run, ALIVE) == 0
     assert older.gone_at is not None
     assert older.gone_at - began < 60, "before the younger one trained"
     assert (younger.trained_s > 0, len(world.machines), world.n_alive) == (True, 2, 0)
@@ -69,7 +68,7 @@ def test_a_machine_that_was_left_and_not_ended_is_ended_before_another_is_rented
     world, run = World("runpod", n_steps=24), tmp_path / "run"
     prepared = prepared_for("runpod", run, 4.0, 0.4)
     left = there(world, prepared, run, 1, "created", "left")
-    assert supervise(world, prepared, run, ALIVE) == EXIT_FINISHED
+    assert supervise(world, prepared, run, ALIVE) == 0
     assert left.gone_at is not None
     assert left.gone_at <= world.machines[1].made_at
     assert world.n_alive == 0

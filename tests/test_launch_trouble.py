@@ -18,18 +18,17 @@ import psutil
 import pytest
 
 from fake_clouds import World
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, DiskFullError, InputError
+from farthing.errors import DiskFullError, InputError
 from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.clients import Lambda, RunPod, Vast
 from farthing.launch.driver import Created, Driver, InstanceStatus, UnclearError
 from farthing.launch.http import Api
-from farthing.launch.prepare import S3_KEYS
 from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
 from farthing.launch.supervise import Launch
 from farthing.launch.words import StoreWords, Word
-from farthing.run.machines import MACHINES, Machine, MachineLedger
+from farthing.run.machines import Machine, MachineLedger
 from farthing.storage.logs import SummedLines
 from farthing.storage.objects import LocalStore
 from launch_faults import Fate, Killed, prepared_for, supervise
@@ -68,7 +67,7 @@ def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machine
     monkeypatch.setattr(World, "sleep", sleep)
     monkeypatch.setattr(World, "handle", handle_where_there_is_a_network)
     run = tmp_path / "run"
-    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE) == EXIT_FINISHED
+    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE) == 0
     assert len(slept) == 2
     assert len(world.machines) == 1, "it was at work all the while"
 
@@ -99,10 +98,7 @@ def test_a_machine_is_watched_and_given_back_though_nothing_can_be_written_down(
         real(lines, row)
 
     monkeypatch.setattr(SummedLines, "append", append)
-    assert (
-        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE, say=said.append)
-        == EXIT_FINISHED
-    )
+    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE, say=said.append) == 0
     assert (world.n_alive, len(world.machines), world.saved) == (0, 1, 60)
     assert sum("No space left" in text for text in said) == 1
     events = [row["event"] for row in world.lines[world.machines[0].name]]
@@ -153,9 +149,9 @@ def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
         "boot_limit_s": 600.0,
         "usd_per_hour": 1.0,
     }
-    assert HostAgent(Path("job.yaml"), facts).run() == EXIT_INTERRUPTED
+    assert HostAgent(Path("job.yaml"), facts).run() == 75
     word = StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1")
-    assert (word.code, "No space left" in word.why) == (EXIT_INTERRUPTED, True)
+    assert (word.code, "No space left" in word.why) == (75, True)
 
 
 # ---- two at once ----
@@ -234,7 +230,7 @@ def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(
         clock=world.clock,
         sleep=world.sleep,
     )  # type: ignore[arg-type]
-    assert launch.run("farthing-1") == EXIT_FINISHED
+    assert launch.run("farthing-1") == 0
     assert 2 < len(driver.made) < 30
     assert [machine.name for machine in ledger.open] == ["farthing-1-1"], (
         "said, and counted until it is confirmed"
@@ -262,8 +258,8 @@ def test_the_price_of_a_machine_that_is_damaged_here_comes_back_from_the_store(
 ) -> None:
     world, run = World("runpod", n_steps=120), tmp_path / "run"
     lost_after(world, run, 25)
-    damage(run / MACHINES, '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
-    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE) == EXIT_FINISHED
+    damage(run / "machines.jsonl", '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
+    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE) == 0
     ledger = MachineLedger(run)
     assert list(ledger.machines) == [machine.name for machine in world.machines]
     assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
@@ -274,7 +270,7 @@ def test_without_any_line_of_its_price_nothing_more_is_rented_and_stop_still_wor
 ) -> None:
     world, run = World("runpod", n_steps=10**6), tmp_path / "run"
     lost_after(world, run, 25)
-    damage(run / MACHINES, '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
+    damage(run / "machines.jsonl", '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
     world.lines.clear()
     with pytest.raises(InputError, match="the cap can't be held"):
         supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
@@ -336,7 +332,7 @@ def test_a_list_that_is_none_is_no_answer(client: Any, answer: str) -> None:
 def test_a_creation_answered_with_something_else_is_looked_for_by_name(
     provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in S3_KEYS:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "no key")
     world, run = World(provider, n_steps=60), tmp_path / "run"
     real = world._create
@@ -346,7 +342,7 @@ def test_a_creation_answered_with_something_else_is_looked_for_by_name(
         return (status, [json.dumps(value)]) if world.n_created == 1 else (status, value)
 
     world._create = made_and_garbled  # type: ignore[method-assign]
-    assert supervise(world, prepared_for(provider, run, 4.0, 0.4), run, ALIVE) == EXIT_FINISHED
+    assert supervise(world, prepared_for(provider, run, 4.0, 0.4), run, ALIVE) == 0
     assert (world.n_alive, len(world.machines), world.n_double) == (0, 1, 0)
 
 

@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
-from farthing.config.data_lengths import INDEX, read_lengths
+from farthing.config.data_lengths import read_lengths
 from farthing.config.job import Job
 from farthing.data import blocks, sample
 from farthing.data.batches import Batches
@@ -31,7 +31,7 @@ from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, InputError, ModelError
 from farthing.events import Decided, StepTaken
-from farthing.local.measurements import MEASUREMENTS, read_measurements
+from farthing.local.measurements import read_measurements
 from farthing.tiny import demo_rows, write_jsonl
 from plan_padding import padded_by_number
 from thinned import thinned
@@ -340,7 +340,7 @@ def test_every_token_that_a_run_computes_is_foreseen(tmp_path: Path) -> None:
         assert computed == pytest.approx(
             steps[-1].run_padded_tokens, rel=1e-6 if family == "llama" else 0.02
         )
-        (measured,) = read_measurements(cache_of(job) / MEASUREMENTS)
+        (measured,) = read_measurements(cache_of(job) / "measurements.jsonl")
         n_pieces = measured.n_micro_batches / measured.n_steps
         assert found.n_micro_batches == pytest.approx(n_pieces, rel=0.05)
         assert measured.largest_tokens <= found.largest.n_tokens * 1.05
@@ -421,7 +421,7 @@ def test_a_stale_note_is_never_used(
 def test_a_changed_index_entry_cannot_lead_outside_the_cache(tmp_path: Path) -> None:
     job = make_job(tmp_path, n_rows=20, max_steps=1)
     train(job)
-    (note,) = (cache_of(job) / INDEX).glob("*.json")
+    (note,) = (cache_of(job) / "token_index").glob("*.json")
     for content in ('{"set": "../../etc"}', '{"set": 5}', "[]", "{", ""):
         note.write_text(content)
         assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
@@ -432,7 +432,7 @@ def test_a_changed_index_entry_cannot_lead_outside_the_cache(tmp_path: Path) -> 
 def test_a_run_finishes_when_lengths_cannot_be_written_to_the_cache(tmp_path: Path) -> None:
     job = make_job(tmp_path, n_rows=20, max_steps=1)
     cache_of(job).mkdir(parents=True)
-    (cache_of(job) / INDEX).write_text("a file where a folder is wanted")
+    (cache_of(job) / "token_index").write_text("a file where a folder is wanted")
     assert train(job).state == "finished"
     assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from farthing.report.receipt import build_receipt
-from farthing.report.training_log import DIGEST, Curve, TrainingLog, keep_digest, read_log
+from farthing.report.training_log import Curve, TrainingLog, keep_digest, read_log
 from farthing.run.accounts import read_ledger
 from long_run import make_run
 
@@ -90,7 +90,7 @@ def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path: P
 
 def test_a_digest_changes_nothing_of_what_a_log_says(tmp_path: Path) -> None:
     make_run(tmp_path / "run", n_steps=5_000, n_evaluations=5, n_attempts=2)
-    path, digest = tmp_path / "run" / "log.jsonl", tmp_path / "run" / DIGEST
+    path, digest = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "log.digest.json"
     digest.unlink(missing_ok=True)
     whole, lines = read_log(path), path.read_bytes().splitlines(keepends=True)
     assert not digest.exists(), "reading writes nothing"

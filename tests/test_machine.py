@@ -21,7 +21,7 @@ from farthing.local.machine import (
     read_cpuinfo,
 )
 from farthing.model.hardware import Numerics
-from farthing.run.folder import PLAN, kept
+from farthing.run.folder import kept
 from farthing.train.estimate import estimated
 from farthing.train.setup import open_examples, open_inputs
 from workshop import Heard, make_job
@@ -230,5 +230,5 @@ def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(
     estimated(
         job, tmp_path, inputs, Numerics(torch.device("cuda"), torch.float16), examples, None, heard
     )
-    assert kept(tmp_path / PLAN)
+    assert kept(tmp_path / "plan.json")
     assert "no plan" not in str(heard)

@@ -21,8 +21,6 @@ from farthing.data.packing import MicroBatchCost
 from farthing.events import Decided, Evaluated, Event, Saved, StepTaken
 from farthing.local.machine import local_machine
 from farthing.local.measurements import (
-    MEASUREMENTS,
-    OF_RUN,
     Measurement,
     Record,
     append_measurement,
@@ -58,7 +56,7 @@ def some(**changes: Any) -> Measurement:
 
 def kept(job: Job) -> list[Measurement]:
     assert job.cache_dir is not None
-    found = read_measurements(Path(job.cache_dir) / MEASUREMENTS)
+    found = read_measurements(Path(job.cache_dir) / "measurements.jsonl")
     assert found.n_skipped == 0
     return found
 
@@ -67,7 +65,7 @@ def kept(job: Job) -> list[Measurement]:
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "new" / MEASUREMENTS
+    path = tmp_path / "new" / "measurements.jsonl"
     assert read_measurements(path) == []
     wanted = [
         some(hardware="a"),
@@ -84,7 +82,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_a_measurement_is_found(tmp_path: Path) -> None:
-    path = tmp_path / MEASUREMENTS
+    path = tmp_path / "measurements.jsonl"
     append_measurement(path, some())
     whole, n_found = path.read_bytes(), 0
     for at in range(len(whole) - 1):
@@ -96,7 +94,7 @@ def test_a_flipped_bit_of_a_measurement_is_found(tmp_path: Path) -> None:
 
 
 def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
-    path = tmp_path / MEASUREMENTS
+    path = tmp_path / "measurements.jsonl"
     good = dataclasses.asdict(some())
     bad: list[Any] = [
         "{",
@@ -140,7 +138,7 @@ def _append(path: Path, name: str) -> None:
 
 
 def test_runs_that_end_together_tear_nothing(tmp_path: Path) -> None:
-    path = tmp_path / MEASUREMENTS
+    path = tmp_path / "measurements.jsonl"
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_append, args=(path, str(number))) for number in range(3)]
     for writer in writers:
@@ -156,7 +154,7 @@ def test_runs_that_end_together_tear_nothing(tmp_path: Path) -> None:
 
 def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farthing.local.measurements._MOST_BYTES", 10_000)
-    path = tmp_path / MEASUREMENTS
+    path = tmp_path / "measurements.jsonl"
     for number in range(30):
         append_measurement(path, some(hardware=str(number)))
     found = read_measurements(path)
@@ -299,7 +297,7 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.before_model_bytes > 0
     assert found.first_step_peak_bytes <= found.peak_bytes
     assert [step for step, _ in found.peak_bytes_by_step] == [1, 2, 4, 8]
-    of_run = json.loads((Path(job.output_dir) / OF_RUN).read_text())
+    of_run = json.loads((Path(job.output_dir) / "measurements.json").read_text())
     assert of_run == [dataclasses.asdict(found)]
 
 
@@ -356,7 +354,7 @@ def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
     assert (first.n_steps, second.n_steps) == (8, 17)
     assert (first.was_tokenized_before, second.was_tokenized_before) == (True, True)
     assert first.export_s == 0 < second.export_s
-    assert len(json.loads((Path(job.output_dir) / OF_RUN).read_text())) == 2
+    assert len(json.loads((Path(job.output_dir) / "measurements.json").read_text())) == 2
     train(job)  # it was finished already
     assert len(kept(job)) == 2
 
@@ -421,7 +419,7 @@ def test_no_path_and_no_secret_is_kept(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     train(job)
     assert job.cache_dir is not None
-    text = (Path(job.cache_dir) / MEASUREMENTS).read_text()
+    text = (Path(job.cache_dir) / "measurements.jsonl").read_text()
     assert str(tmp_path) not in text
     assert "/" not in text
     assert "jsonl" not in text
@@ -443,7 +441,9 @@ def test_a_run_never_fails_for_its_measurement(
         monkeypatch.setattr(
             summed_lines,
             "open_own",
-            lambda path, mode: no_space() if path.name == MEASUREMENTS else kept_open(path, mode),
+            lambda path, mode: (
+                no_space() if path.name == "measurements.jsonl" else kept_open(path, mode)
+            ),
         )
     elif breaks == "fsync":
         monkeypatch.setattr("farthing.local.measurements.append_measurement", no_space)
@@ -453,14 +453,14 @@ def test_a_run_never_fails_for_its_measurement(
             lambda *_: dataclasses.replace(ESTIMATE, tokens_per_s=float("nan")),
         )
     elif breaks == "folder":
-        (Path(job.cache_dir) / MEASUREMENTS).mkdir(parents=True)
+        (Path(job.cache_dir) / "measurements.jsonl").mkdir(parents=True)
     else:
         monkeypatch.setattr(Record, "measured", lambda *_: 1 / 0)
     heard = Heard()
     outcome = farthing.train.run.train(job, heard)
     assert outcome.state == "finished"
     assert "the measurement could not be written" in heard.warnings
-    assert read_measurements(Path(job.cache_dir) / MEASUREMENTS) == []
+    assert read_measurements(Path(job.cache_dir) / "measurements.jsonl") == []
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_the_losses_are_those_of_a_plain_loop(
         ids = torch.tensor([[*ids, tokenizer.eos_token_id]])
         log_probs = model(ids).logits[0, :-1].log_softmax(-1)
         picked = log_probs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :]
-        total, n_targets = total - float(picked.sum()), n_targets + len(picked)
+        total, n_targets = total - float(picked.detach().sum()), n_targets + len(picked)
     assert losses_of(job)[0] == pytest.approx(total / n_targets, rel=1e-5)
     rows = torch.arange(len(tokenizer) - 2, len(tokenizer))
     now = next(

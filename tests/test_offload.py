@@ -19,7 +19,7 @@ import survive
 import workshop
 from farthing.errors import ModelError
 from farthing.events import Event, Restored, StepTaken
-from farthing.train.offload import ALIGNED_BYTES, pack
+from farthing.train.offload import pack
 from farthing.train.optim import load_state, make_optimizer, state_bytes, state_tensors
 from workshop import Heard, losses_of, make_job
 
@@ -177,7 +177,7 @@ def test_pinned_copies_share_blocks_that_torch_does_not_round_up(kind: str) -> N
     assert all(size & (size - 1) == 0 for size in blocks)
     taken: dict[int, list[tuple[int, int]]] = {}
     for (block, start), size in zip(places, sizes, strict=True):
-        assert start % ALIGNED_BYTES == 0
+        assert start % 512 == 0
         taken.setdefault(block, []).append((start, start + size))
     for block, pieces in taken.items():
         pieces.sort()

@@ -18,8 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from drawn_sets import token_set
 from farthing.data.batches import collate, permutation
 from farthing.data.packing import (
-    LEAST_SHARE,
-    ON_CPU,
     MicroBatchCost,
     collate_packed,
     padded_tokens,
@@ -32,7 +30,6 @@ from farthing.model.attention import first_position, go_packed, packed_logits
 from farthing.model.documents import packed_batch
 from farthing.model.head import language_model_loss
 from farthing.model.loss import summed_loss
-from farthing.objectives.objective import IGNORED
 
 CLOSE = 1e-5
 
@@ -110,7 +107,7 @@ def test_padded_pieces_hold_every_example_once_within_budget_and_share(
     computed = [padded_tokens(sizes[piece]) for piece in pieces]
     assert all(n <= 2048 or len(piece) == 1 for n, piece in zip(computed, pieces, strict=True))
     assert computed == sorted(computed, reverse=True)
-    assert sizes.sum() >= LEAST_SHARE * sum(computed)
+    assert sizes.sum() >= 0.97 * sum(computed)
     again = split_padded(examples, lengths, 2048, target_lengths=targets, cost=MicroBatchCost(0, 0))
     assert [piece.tolist() for piece in again] == [piece.tolist() for piece in pieces]
 
@@ -153,7 +150,7 @@ def test_a_flat_batch_is_its_examples_end_to_end() -> None:
     assert batch["input_ids"].tolist() == [[int(i) for ids, _ in rows for i in ids]]
     assert batch["position_ids"].tolist() == [[2, 3, 4, 2, 3, 4, 5, 6, 2]]
     expected = [
-        int(i) if target and place else IGNORED
+        int(i) if target and place else -100
         for ids, is_target in rows
         for place, (i, target) in enumerate(zip(ids, is_target, strict=True))
     ]
@@ -165,7 +162,7 @@ def test_the_first_token_of_a_document_is_never_predicted() -> None:
     tokens = token_set(np.array([4, 4]))
     tokens.targets[:] = 1
     labels = collate_packed(tokens, [0, 1], "causal-lm")["labels"][0]
-    assert (labels == IGNORED).tolist() == [True, False, False, False] * 2
+    assert (labels == -100).tolist() == [True, False, False, False] * 2
 
 
 def test_what_can_not_be_laid_flat_is_refused() -> None:
@@ -291,7 +288,10 @@ def real_lengths(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [32, 128])
-@pytest.mark.parametrize(("costs", "least"), [(0, LEAST_SHARE), (ON_CPU.more_tokens, 0.92)])
+@pytest.mark.parametrize(
+    ("costs", "least"),
+    [(0, 0.97), (32, 0.92)],
+)
 def test_almost_all_computed_tokens_of_real_sets_are_useful(
     costs: int, least: float, batch: int, data_dir: Path
 ) -> None:

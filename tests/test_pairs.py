@@ -18,11 +18,11 @@ from families import examples_of, small
 from farthing.data.token_set import TokenSet
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import NAME, go_packed
+from farthing.model.attention import go_packed
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.models.families import PACKED, PADS_SAFELY
-from farthing.run.folder import SETTINGS, kept
+from farthing.run.folder import kept
 from farthing.train.evaluate import Writing, write_texts
 from thinned import thinned
 
@@ -137,7 +137,7 @@ def test_parts_with_a_configuration_of_their_own_get_the_attention_too(
     assert model.encoder.config is not model.config
     go_packed(model)
     parts = (model, model.encoder, model.decoder)
-    assert {part.config._attn_implementation for part in parts} == {NAME}
+    assert {part.config._attn_implementation for part in parts} == {"farthing_varlen"}
 
 
 def test_every_family_that_is_packed_is_written_for_in_padded_batches_safely() -> None:
@@ -171,7 +171,7 @@ def test_a_run_is_packed_evaluated_and_has_texts_written(tmp_path: Path) -> None
     job = workshop.make_job(tmp_path, family="t5", eval_rows=rows, **keys)
     assert workshop.train(job).state == "finished"
     log = workshop.log_of(job)
-    assert (kept(Path(job.output_dir) / SETTINGS) or {})["packed"] is True
+    assert (kept(Path(job.output_dir) / "settings.json") or {})["packed"] is True
     measured = next(row["metrics"] for row in log if "metrics" in row)
     assert {"loss", "document_loss", "rougeL"} <= set(measured)
 

@@ -21,7 +21,7 @@ from farthing.config.load import load_job
 from farthing.data.preference import converter
 from farthing.data.scored import expanded
 from farthing.data.token_set import TokenSet, open_token_set
-from farthing.data.units import SCORED, n_shared
+from farthing.data.units import n_shared
 from farthing.errors import DataError, InputError, JobError
 from farthing.events import Evaluated, Note, StepTaken
 from farthing.model.forward import Forward
@@ -262,7 +262,7 @@ def test_what_both_answers_begin_with_is_scored_once(tmp_path: Path) -> None:
         forward, tokens = attempt.forward, attempt.train_examples.tokens
         arrays = forward.collate(tokens, np.array([0]))
         n_targets = int(arrays["n_targets"].sum())
-        assert len(arrays[SCORED]) == n_targets
+        assert len(arrays["scored_targets"]) == n_targets
         assert len(arrays["labelled_positions"]) < 0.7 * n_targets
         expected, _ = naive(forward, tokens, [0])
         assert torch.allclose(forward.log_probs(forward.to_device(arrays)), expected, atol=1e-4)

@@ -17,12 +17,11 @@ import farthing.train.run
 from farthing.cli import main
 from farthing.errors import RunInterruptedError
 from farthing.events import Decided, Probed
-from farthing.local.measurements import MEASUREMENTS, read_measurements
-from farthing.run.folder import PLAN, SETTINGS
+from farthing.local.measurements import read_measurements
 from farthing.settings import Settings
 from farthing.storage.logs import append_line
 from farthing.train.autotune import Prober, Trial, is_worth_it
-from farthing.train.autotune_cache import PROBES, Subject, known_settings, leave_probe
+from farthing.train.autotune_cache import Subject, known_settings, leave_probe
 from farthing.train.run import opened_attempt
 from workshop import ESTIMATE, Heard, Watched, job_file, log_of, make_job
 
@@ -168,7 +167,7 @@ def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
 
 
 def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) -> None:
-    path = tmp_path / "cache" / PROBES
+    path = tmp_path / "cache" / "probes.jsonl"
     assert known_settings(path, SUBJECT) is None
     leave_probe(path, SUBJECT, Settings(4096, 2, None), "then", [])
     leave_probe(path, replace(SUBJECT, hardware="A100"), Settings(1024), "later", [])
@@ -201,11 +200,11 @@ def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) ->
     ],
 )
 def test_a_setting_that_no_probe_writes_is_not_used(bad: dict[str, Any], tmp_path: Path) -> None:
-    leave_probe(tmp_path / PROBES, SUBJECT, Settings(100), "then", [])
-    row = json.loads((tmp_path / PROBES).read_text())
+    leave_probe(tmp_path / "probes.jsonl", SUBJECT, Settings(100), "then", [])
+    row = json.loads((tmp_path / "probes.jsonl").read_text())
     row["settings"] |= bad
-    (tmp_path / PROBES).write_text(json.dumps(row) + "\n")
-    assert known_settings(tmp_path / PROBES, SUBJECT) is None
+    (tmp_path / "probes.jsonl").write_text(json.dumps(row) + "\n")
+    assert known_settings(tmp_path / "probes.jsonl", SUBJECT) is None
 
 
 @pytest.mark.slow
@@ -221,24 +220,27 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     assert found["usd_per_million_tokens"] == pytest.approx(
         1e6 / found["tokens_per_s"] / 3600 * 3.6
     )
-    (measured,) = read_measurements(tmp_path / "cache" / MEASUREMENTS)
+    (measured,) = read_measurements(tmp_path / "cache" / "measurements.jsonl")
     assert measured.n_steps >= 5
     assert measured.n_tokens > 0
 
     job = make_job(tmp_path, n_rows=96, max_steps=3)
     # what is used is what was found, whatever that is
-    row = json.loads((tmp_path / "cache" / PROBES).read_text())
+    row = json.loads((tmp_path / "cache" / "probes.jsonl").read_text())
     row["settings"] |= {"micro_batch_tokens": 77, "checkpoint_every": 0}
     del row["crc32"]
-    (tmp_path / "cache" / PROBES).unlink()
-    append_line(tmp_path / "cache" / PROBES, row)
+    (tmp_path / "cache" / "probes.jsonl").unlink()
+    append_line(tmp_path / "cache" / "probes.jsonl", row)
     heard = Heard()
     farthing.train.run.train(job, heard)
     assert "up to 77 tokens at a time" in heard.of(Decided)[0].batch
-    kept = json.loads((Path(job.output_dir) / SETTINGS).read_text())
+    kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
     assert (kept["micro_batch_tokens"], kept["probed"]) == (77, True)
     assert (
-        json.loads((Path(job.output_dir) / PLAN).read_text())["settings"]["micro_batch_tokens"] > 77
+        json.loads((Path(job.output_dir) / "plan.json").read_text())["settings"][
+            "micro_batch_tokens"
+        ]
+        > 77
     ), "as planned"
     assert main(["probe", str(path), "--seconds", "5"]) == 0
     assert "chosen:" in capsys.readouterr().out
@@ -252,7 +254,7 @@ def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
         farthing.train.run.train(
             make_job(tmp_path, max_steps=3, output_dir=f"./{key}", **{key: value}), heard
         )
-        assert not json.loads((tmp_path / key / SETTINGS).read_text())["probed"]
+        assert not json.loads((tmp_path / key / "settings.json").read_text())["probed"]
         assert ("up to 99 tokens" in heard.of(Decided)[0].batch) == (key == "micro_batch_tokens")
 
 

@@ -27,12 +27,12 @@ from farthing.config.job import Job
 from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.row_table import rows_of as table_of
 from farthing.dist import reduce
-from farthing.dist.ranks import GO_ON, LEAVE, Ranks
+from farthing.dist.ranks import Ranks
 from farthing.dist.reduce import AllReduce, FixedOrder, add_up, n_slots_for, nodes_of, slots_of
-from farthing.errors import EXIT_INTERRUPTED, InputError, RunInterruptedError
-from farthing.local.measurements import MEASUREMENTS, append_measurement, read_measurements
+from farthing.errors import InputError, RunInterruptedError
+from farthing.local.measurements import append_measurement, read_measurements
 from farthing.model.forward import Forward
-from farthing.run.folder import SETTINGS, kept
+from farthing.run.folder import kept
 from farthing.run.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.settings import Settings
 from farthing.train.forecast import reserve_with_start_s
@@ -353,7 +353,7 @@ def words(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "gather": ranks.gather({"rank": rank, "text": "ü" * rank}),
         "told": ranks.tell_all(["of", rank]),
-        "agreed": ranks.agree(LEAVE if rank == 1 else GO_ON, [rank, -rank]),
+        "agreed": ranks.agree(2 if rank == 1 else 0, [rank, -rank]),
         "sum": ranks.sum_up(torch.tensor([1.5, 0.0, float(rank)], dtype=torch.float64)).tolist(),
         "link": ranks.link_bytes_per_s(),
     }
@@ -376,7 +376,7 @@ def test_every_rank_hears_the_same(tmp_path: Path) -> None:
     assert found[0] == {
         "gather": [{"rank": rank, "text": "ü" * rank} for rank in range(3)],
         "told": ["of", 0],
-        "agreed": [LEAVE, [2, 0]],
+        "agreed": [2, [2, 0]],
         "sum": [4.5, 0.0, 3.0],
         "RunInterruptedError": "RunInterruptedError",
         "OutOfMemoryError": "OutOfMemoryError",
@@ -387,7 +387,7 @@ def leaves(rank: int, was_asked: bool) -> None:
     ranks = Ranks(seat_in(os.environ), patience_s=60.0)
     if rank == 1:
         ranks.listen(lambda: was_asked, contextlib.nullcontext, lambda: None)
-        ranks.fail(EXIT_INTERRUPTED)
+        ranks.fail(75)
         ranks.close()
     else:
         ranks.gather(None)
@@ -496,13 +496,14 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
     others = others.model_copy(
         update={"where": others.where.model_copy(update={"strategy": "fsdp"})}
     )
-    measured = read_measurements(Path(four.cache_dir or ".") / MEASUREMENTS)[-1]
+    measured = read_measurements(Path(four.cache_dir or ".") / "measurements.jsonl")[-1]
     assert [measured.link_bytes_per_s] == found[0]["links"] == found[3]["links"], (
         "measured once, and kept"
     )
     (tmp_path / "known").mkdir()
     append_measurement(
-        tmp_path / "known" / MEASUREMENTS, replace(measured, n_devices=3, link_bytes_per_s=5e9)
+        tmp_path / "known" / "measurements.jsonl",
+        replace(measured, n_devices=3, link_bytes_per_s=5e9),
     )
     others = others.model_copy(update={"cache_dir": str(tmp_path / "known")})
     found = train_on(3, tmp_path, others)
@@ -510,11 +511,11 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
     assert all(not each["links"] for each in found), (
         "what is known of a machine is not measured at each start"
     )
-    assert read_measurements(tmp_path / "known" / MEASUREMENTS)[-1].link_bytes_per_s == 5e9
+    assert read_measurements(tmp_path / "known" / "measurements.jsonl")[-1].link_bytes_per_s == 5e9
     held, whole = [each["held"][0] for each in found], found[0]["held"][1]
     assert sum(held) == whole, "each rank holds its rows of the layers' frozen weights"
     assert max(held) < 0.5 * whole
-    assert (kept(Path(alone.output_dir) / SETTINGS) or {})["slots"] == 4
+    assert (kept(Path(alone.output_dir) / "settings.json") or {})["slots"] == 4
     for step in (2, 6):
         assert sha256_at(alone, step) == sha256_at(four, step) == sha256_at(others, step)
     assert log_of(alone) == log_of(four) == log_of(others)

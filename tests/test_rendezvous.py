@@ -22,7 +22,7 @@ from farthing.dist import rendezvous
 from farthing.dist.ranks import Ranks
 from farthing.dist.rendezvous import RankLostError, meet
 from farthing.errors import EXIT_INTERRUPTED, DiskFullError, InputError
-from farthing.run.group import EXIT_RANK_LOST, STORE, Elastic, Seat, seat_in
+from farthing.run.group import EXIT_RANK_LOST, Elastic, Seat, seat_in
 from farthing.settings import Settings
 from farthing.train import joining
 from farthing.train.joining import with_slots
@@ -43,7 +43,7 @@ TASK = {
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*RANKS, *ADDRESS, *TASK, STORE, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in (*RANKS, *ADDRESS, *TASK, "FARTHING_RANKS_STORE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("farthing.run.group.os.isatty", lambda number: False)
 
@@ -156,7 +156,7 @@ def test_who_does_not_come_is_named(
         meet(Seat(1, 4, by="srun"), CPU, 0.1)
     assert lost.value.exit_code == EXIT_INTERRUPTED
     assert "rank 1 of 4, started by srun, waits for rank 2, 3" in capfd.readouterr().err
-    monkeypatch.setenv(STORE, str(tmp_path / "store"))
+    monkeypatch.setenv("FARTHING_RANKS_STORE", str(tmp_path / "store"))
     with pytest.raises(RankLostError) as lost:
         meet(Seat(1, 2, by="farthing"), CPU, 0.1)
     assert lost.value.exit_code == EXIT_RANK_LOST, "not that of one who was asked to leave"
@@ -270,7 +270,7 @@ def test_a_run_that_is_finished_is_told_to_all_that_a_launcher_has_started(
 
 
 def test_what_a_killed_rank_leaves_goes_with_the_meeting(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv(STORE, str(tmp_path / "attempt-1"))
+    monkeypatch.setenv("FARTHING_RANKS_STORE", str(tmp_path / "attempt-1"))
     with joining._own_folder() as folder:
         assert Path(folder).parent == tmp_path
 

@@ -16,7 +16,7 @@ import pytest
 
 import workshop
 from farthing.run.accounts import read_ledger
-from farthing.run.opening import PAUSED, opened
+from farthing.run.opening import opened
 from farthing.run.signals import SIGNALS
 from farthing.run.supervisor import Standing, Supervisor, standing
 from held import Held
@@ -50,7 +50,7 @@ class Run:
 
     def start(self, number: int) -> Run:
         """Begin an attempt."""
-        self.told_s.append(float(os.environ[PAUSED]))
+        self.told_s.append(float(os.environ["FARTHING_PAUSED_S"]))
         assert number == self.n_started
         self.n_started += 1
         assert self.n_started <= len(self.ends), "begun again once too often"
@@ -235,7 +235,7 @@ def test_pauses_between_attempts_are_on_the_bill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine is there meanwhile, and paid for."""
-    monkeypatch.setenv(PAUSED, "0")
+    monkeypatch.setenv("FARTHING_PAUSED_S", "0")
     run = Run(tmp_path, (75, 3, 3), (75, 5, 5), (0, 8, 8))
     code = Supervisor(
         tmp_path, run.start, run.said.append, sleep=run.sleep, clock=lambda: run.slept_s
@@ -245,10 +245,10 @@ def test_pauses_between_attempts_are_on_the_bill(
     assert sum(run.told_s) == pytest.approx(run.slept_s)
     (tmp_path / "ledger.jsonl").unlink()
     for pause in ("12.5", "no number", "-3"):
-        monkeypatch.setenv(PAUSED, pause)
+        monkeypatch.setenv("FARTHING_PAUSED_S", pause)
         with opened(tmp_path, 3600.0) as attempt:
             attempt.ledger.end("failed")
-        assert PAUSED not in os.environ, "it is of one attempt"
+        assert "FARTHING_PAUSED_S" not in os.environ, "it is of one attempt"
     accounts = read_ledger(tmp_path / "ledger.jsonl").ordered
     assert [account.spans.get("idle", 0.0) for account in accounts] == pytest.approx(
         [12.5, 0, 0], abs=0.5

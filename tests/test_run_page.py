@@ -19,7 +19,6 @@ from farthing.report.receipt import build_receipt, compare
 from farthing.report.receipt_types import Receipt
 from farthing.report.run_page import compared_page, run_page
 from farthing.report.timeline import timeline_of
-from farthing.run.folder import PAGE
 from long_run import make_run
 from test_plan_page import NASTY, Read
 from thinned import thinned
@@ -52,7 +51,7 @@ def test_values_that_are_next_to_equal_have_ticks(low: float, high: float) -> No
 
 
 def test_a_run_leaves_its_page_and_it_is_whole(runs: list[Path]) -> None:
-    text = (runs[0] / PAGE).read_text(encoding="utf-8")
+    text = (runs[0] / "report.html").read_text(encoding="utf-8")
     read, receipt = Read(text), build_receipt(runs[0])
     assert ("html", {"lang": "en"}) in read.tags
     assert read.count("h1") == 1
@@ -206,7 +205,7 @@ def test_a_browser_lays_the_page_out_without_a_sideways_scroll(
 
 @pytest.mark.slow
 def test_a_browser_draws_light_and_dark_and_prints_on_a4(runs: list[Path], tmp_path: Path) -> None:
-    page = runs[0] / PAGE
+    page = runs[0] / "report.html"
     shots = []
     for scheme in (browser.LIGHT, browser.DARK):
         shot = tmp_path / f"{scheme}.png"

@@ -21,7 +21,6 @@ from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import RunChangedError, RunInterruptedError
 from farthing.events import Event, StepTaken
-from farthing.run.folder import RUN
 from farthing.tiny import write_jsonl
 from farthing.train.setup import open_inputs
 from workshop import Heard, make_job, train
@@ -78,7 +77,7 @@ def test_a_run_goes_on_with_the_date_it_began_with(
     shutil.rmtree(tmp_path / "cache")
     assert train(job).exit_code == 0
     assert survive.differences(alone, survive.result_of(tmp_path / "killed")) == []
-    facts = json.loads((tmp_path / "killed" / RUN).read_text())
+    facts = json.loads((tmp_path / "killed" / "run.json").read_text())
     assert facts["date"] == facts["identity"]["tokenization.date"] == "2026-03-01"
     assert train(dated_job(tmp_path, "other")).exit_code == 0
     assert survive.differences(alone, survive.result_of(tmp_path / "other")) != [], (

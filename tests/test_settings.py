@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from farthing.data.packing import ON_CPU, MicroBatchCost
+from farthing.data.packing import MicroBatchCost
 from farthing.events import Decided, Event
 from farthing.model.forward import Forward
-from farthing.run.folder import PLAN, SETTINGS
 from farthing.settings import Settings
-from farthing.train.autotune_cache import PROBES, Subject, leave_probe
+from farthing.train.autotune_cache import Subject, leave_probe
 from interrupted import LeavesAt
 from workshop import Heard, losses_of, make_job, train
 
@@ -35,7 +34,9 @@ EVERYTHING = Settings(
 def test_what_was_written_is_read() -> None:
     assert Settings.from_json(json.loads(json.dumps(EVERYTHING.to_json()))) == EVERYTHING
     assert Settings.from_json({"micro_batch_tokens": 77, "step": 3}) == Settings(77)
-    assert MicroBatchCost(Settings().least_tokens, Settings().more_tokens) == ON_CPU
+    assert MicroBatchCost(Settings().least_tokens, Settings().more_tokens) == MicroBatchCost(
+        least_tokens=0, more_tokens=32
+    )
     assert Settings(100).with_probed(EVERYTHING) == Settings(512, 2, 64, probed=True)
 
 
@@ -81,21 +82,23 @@ def test_the_plan_stays_as_it_was_and_the_settings_are_lowered(
 
     def leaves(event: Event) -> None:
         if isinstance(event, Decided):
-            seen.update({name: (run / name).read_bytes() for name in (PLAN, SETTINGS)})
+            seen.update(
+                {name: (run / name).read_bytes() for name in ("plan.json", "settings.json")}
+            )
             monkeypatch.setattr(Forward, "loss", loss)
         LeavesAt(step=3)(event)
 
     assert train(job, leaves).exit_code == 75
-    lowered = Settings.from_json(json.loads((run / SETTINGS).read_text()))
+    lowered = Settings.from_json(json.loads((run / "settings.json").read_text()))
     assert (
         lowered.micro_batch_tokens
-        < Settings.from_json(json.loads(seen[SETTINGS])).micro_batch_tokens
+        < Settings.from_json(json.loads(seen["settings.json"])).micro_batch_tokens
     )
     heard = Heard()
     outcome = train(job, heard)
     assert outcome.state == "finished"
     assert "out of memory" not in heard.warnings, "what had no room is not tried again"
-    assert (run / PLAN).read_bytes() == seen[PLAN]
+    assert (run / "plan.json").read_bytes() == seen["plan.json"]
     assert Settings.from_json(outcome.receipt.settings) == lowered
 
 
@@ -113,7 +116,7 @@ def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path: Path) 
         )
         train(make_job(tmp_path / "like", max_steps=1, n_rows=48))
     assert job.cache_dir is not None
-    leave_probe(Path(job.cache_dir) / PROBES, found[0], Settings(64, 0, 32), "now", [])
+    leave_probe(Path(job.cache_dir) / "probes.jsonl", found[0], Settings(64, 0, 32), "now", [])
     heard = Heard()
     assert train(job, heard).state == "finished"
     assert losses_of(job) == losses_of(alone)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from farthing.config.data_lengths import INDEX, read_lengths
+from farthing.config.data_lengths import read_lengths
 from farthing.data.fetch import fetch
 from farthing.data.read import open_sources
 from farthing.data.token_set import Recipe, TokenSet
@@ -133,9 +133,9 @@ def test_a_run_says_it_and_a_plan_does_not_go_by_it(tmp_path: Path) -> None:
     train(job)
     assert read_lengths(job, cache_dir=cache)[0].is_exact
     (folder,) = (cache / "tokens").iterdir()
-    os.chown(cache / INDEX, SOMEBODY, SOMEBODY)
+    os.chown(cache / "token_index", SOMEBODY, SOMEBODY)
     assert not read_lengths(job, cache_dir=cache)[0].is_exact
-    os.chown(cache / INDEX, os.geteuid(), os.getegid())
+    os.chown(cache / "token_index", os.geteuid(), os.getegid())
     another_owns_it(folder)
     assert not read_lengths(job, cache_dir=cache)[0].is_exact
     heard = Heard()

@@ -29,7 +29,7 @@ from farthing.local import machine
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.run.checkpoint import Checkpoints, commit_together, fill_along
-from farthing.run.folder import SETTINGS, kept
+from farthing.run.folder import kept
 from farthing.run.group import seat_in
 from farthing.run.parts import Shared, files_of, read_part
 from farthing.storage.files import DamagedFileError, verify_folder
@@ -305,7 +305,7 @@ def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_
     assert first == 76
     assert second["code"] == 75
     assert "with less at once" in second["why"]
-    settings = kept(Path(spread.output_dir) / SETTINGS) or {}
+    settings = kept(Path(spread.output_dir) / "settings.json") or {}
     assert settings["micro_batch_tokens"] < 90
     assert [each["code"] for each in train_on(2, tmp_path, spread)] == [0, 0]
     refuse_difference(spread, alone)

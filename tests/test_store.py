@@ -27,7 +27,7 @@ from farthing.events import Event, Exported, Note, Restored, StepTaken
 from farthing.run import mirror as mirror_module
 from farthing.run.accounts import read_ledger
 from farthing.run.commits import take_small
-from farthing.run.folder import COPIES, is_finished, kept
+from farthing.run.folder import is_finished, kept
 from farthing.run.mirror import Mirror, Pace
 from farthing.storage import lease as lease_module
 from farthing.storage import objects as store_module
@@ -623,7 +623,7 @@ def test_what_was_damaged_when_it_was_sent_is_written_anew_from_the_checkpoint(
         (draft / "state.json").write_text("{}")
 
     checkpoint = run / "checkpoints" / "step-00000002-0001"
-    commit_folder(checkpoint, fill, {"step": 2, "run_id": "run-1", COPIES: facts})
+    commit_folder(checkpoint, fill, {"step": 2, "run_id": "run-1", "run_files": facts})
     store = Model()
     mirror = mirror_of(store, run)
     mirror.bring_back()

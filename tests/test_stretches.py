@@ -11,7 +11,7 @@ import pytest
 
 from farthing.run.accounts import read_ledger
 from farthing.run.ledger import Ledger, Meter
-from farthing.run.stretches import N_STRETCHES, Stretch, note, read
+from farthing.run.stretches import Stretch, note, read
 
 
 class Clock:
@@ -41,7 +41,7 @@ def test_stretches_add_up_to_the_spans_however_often_they_are_joined() -> None:
             spans["compute"] -= moved
             spans["optimizer"] += moved
         stretches = note(stretches, step, 10 * step, step // 100, spans)
-        assert len(stretches) <= N_STRETCHES
+        assert len(stretches) <= 32
     assert sums_of(stretches) == pytest.approx(spans, abs=0.01)
     assert [stretch[0] for stretch in stretches] == sorted(stretch[0] for stretch in stretches)
     assert sum(stretch[2] for stretch in stretches) == 29

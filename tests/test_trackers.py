@@ -17,7 +17,7 @@ import pytest
 from farthing.config.job import Job
 from farthing.events import Evaluated, Note, Warned
 from farthing.train import trackers as track
-from farthing.train.trackers import TRACKERS, figures_of, tracked
+from farthing.train.trackers import figures_of, tracked
 from mishaps import fail_at
 from patience import until
 from workshop import Heard, make_job, step_taken, train
@@ -156,7 +156,7 @@ def test_steps_that_are_taken_again_are_told_once(
     job = crashed_and_continued(tmp_path, monkeypatch, "tensorboard")
     assert [step for step, figures in everything if "train/loss" in figures] == list(range(1, 11))
     assert [step for step, figures in everything if "eval/loss" in figures] == [5, 10]
-    (mark,) = (Path(job.output_dir) / TRACKERS).glob("tensorboard-*")
+    (mark,) = (Path(job.output_dir) / "trackers").glob("tensorboard-*")
     assert json.loads(mark.read_text()) == {"train": 10, "eval": 10}
     mark.write_text("damaged")
     with tracked(Heard(), ("tensorboard",), Path(job.output_dir)) as emit:

@@ -26,7 +26,7 @@ from farthing.model.documents import Documents, owners_of, sent
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.lora_kernels import use_low_rank
-from farthing.model.loss import POSITIONS, TARGETS, find_labelled, summed_loss
+from farthing.model.loss import find_labelled, summed_loss
 from farthing.models.families import DECODERS, ENCODERS
 from farthing.train.optim import waiting_once
 from packed_models import documents, model_of
@@ -178,7 +178,9 @@ def test_scores_of_an_unknown_head_are_taken_at_positions_known_beforehand(task:
     expected = summed_loss(model, batch, task)[0]
     with no_waits():
         loss = summed_loss(
-            model, batch | {POSITIONS: found.positions, TARGETS: found.targets}, task
+            model,
+            batch | {"labelled_positions": found.positions, "labelled_targets": found.targets},
+            task,
         )[0]
         (gradient,) = torch.autograd.grad(loss, logits)
     assert torch.equal(loss, expected)

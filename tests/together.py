@@ -21,8 +21,6 @@ from typing import Any
 
 import pytest
 
-from farthing.run.group import ATTEMPT, STORE
-
 LIMIT_S = 300.0
 STORES = ("obstore",)
 LIBRARIES = (
@@ -100,8 +98,8 @@ def _work(
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(n),
         "GLOO_SOCKET_IFNAME": "lo",
-        STORE: meeting,
-        ATTEMPT: "0",
+        "FARTHING_RANKS_STORE": meeting,
+        "FARTHING_RANKS_ATTEMPT": "0",
     }
     try:
         found: dict[str, Any] = {"value": work(rank, *arguments)}

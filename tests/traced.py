@@ -30,9 +30,7 @@ from farthing.model.attention import Documents, go_packed, packed_logits
 from farthing.model.casts import Casts, add_up
 from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import use_low_rank
-from farthing.model.loss import POSITIONS, TARGETS
 from farthing.model.pairs import pair_batch
-from farthing.planner.memory import NF4_BYTES
 
 CLASSES: dict[str, Any] = {
     "causal-lm": AutoModelForCausalLM,
@@ -132,8 +130,8 @@ def own_loss(
         return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum")
     labels = ids[:, :n_targets] if task == "seq2seq" else ids
     n_scored = len(ids) * n_targets
-    batch |= {"labels": labels, POSITIONS: torch.zeros(n_scored, dtype=torch.long)}
-    batch[TARGETS] = torch.zeros_like(batch[POSITIONS])
+    batch |= {"labels": labels, "labelled_positions": torch.zeros(n_scored, dtype=torch.long)}
+    batch["labelled_targets"] = torch.zeros_like(batch["labelled_positions"])
     return language_model_loss(model, batch, task)
 
 
@@ -201,7 +199,7 @@ class InFourBits(torch.nn.Module):
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
-        n_bytes = int(linear.weight.numel() * NF4_BYTES)
+        n_bytes = int(linear.weight.numel() * 0.515869140625)
         self.weight = torch.nn.Parameter(
             torch.empty(n_bytes, dtype=torch.uint8), requires_grad=False
         )

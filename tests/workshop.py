@@ -24,7 +24,7 @@ from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.events import Event, StepTaken, Warned
 from farthing.planner.estimate import Estimate
-from farthing.run.folder import RUN, keep, kept
+from farthing.run.folder import keep, kept
 from farthing.tiny import demo_rows, write_jsonl
 from farthing.train.run import Outcome
 from small_models import make_model_folder
@@ -183,8 +183,8 @@ def train(job: Job, heard: Heard | None = None) -> Outcome:
 
 def change_facts(run: Path, **facts: Any) -> None:
     """Write other facts into a run's `run.json`, with a right checksum; None takes one out."""
-    changed = {**(kept(run / RUN) or {}), **facts}
-    keep(run / RUN, {key: value for key, value in changed.items() if value is not None})
+    changed = {**(kept(run / "run.json") or {}), **facts}
+    keep(run / "run.json", {key: value for key, value in changed.items() if value is not None})
 
 
 @contextlib.contextmanager

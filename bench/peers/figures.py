@@ -4,6 +4,7 @@ Plain numbers only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -183,7 +184,7 @@ def _judged(
 ) -> dict[str, Any]:
     state = (
         "not measured"
-        if value is None or value != value
+        if value is None or math.isnan(value)
         else "met"
         if holds(value, bound)
         else "missed"

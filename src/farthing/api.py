@@ -22,7 +22,7 @@ from farthing.config import load
 from farthing.config.job import Job
 from farthing.errors import FarthingError, InputError
 from farthing.events import Emit, ignore
-from farthing.report import receipt as report
+from farthing.report import receipt_types as report
 
 if TYPE_CHECKING:
     from farthing.report.plan_view import PlanView

@@ -34,7 +34,6 @@ from farthing.config.values import (
     Name,
     Names,
     Number,
-    Own,
     Paths,
     Positive,
     Share,
@@ -47,7 +46,7 @@ from farthing.config.values import (
     known_init,
     with_own,
 )
-from farthing.data.rows import Layout
+from farthing.data.rows import Layout, Own
 from farthing.data.scored import way_of
 from farthing.objectives.objective import Settings
 from farthing.objectives.registry import (

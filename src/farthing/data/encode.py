@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.formats import Text
+from farthing.data.rows import Text
 from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json
 

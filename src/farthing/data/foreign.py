@@ -90,7 +90,7 @@ def foreign_kind(
 ) -> Foreign | None:
     """What kind of other training a row is made for; None for a row of ours."""
     columns = tuple(
-        [name for name, value in row.items() if value is not None and value != "" and value != []]
+        [name for name, value in row.items() if value is not None and value not in ("", [])]
     )
     named = _by_columns(columns, task)
     if named is not None:

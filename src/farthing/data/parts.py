@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.encode import Encoded, Encoder
-from farthing.data.formats import Text, Understood, hash_of_input
+from farthing.data.formats import Understood, hash_of_input
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
-from farthing.data.rows import Block, Reading
+from farthing.data.rows import Block, Reading, Text
 from farthing.data.token_set import LINE_BITS, Recipe
 from farthing.data.units import n_shared
 from farthing.errors import DataError

@@ -16,9 +16,9 @@ from typing import Any
 from farthing.data import preference
 from farthing.data.arrow import without_missing
 from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
-from farthing.data.formats import Text, Understood, converter, recognise, used_columns
+from farthing.data.formats import Understood, converter, recognise, used_columns
 from farthing.data.read import Source
-from farthing.data.rows import BadRow, Row, RowValue
+from farthing.data.rows import BadRow, Row, RowValue, Text
 from farthing.data.scored import expanded
 from farthing.data.shown import Shown
 from farthing.data.token_set import Recipe

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from farthing.data.blocks import n_characters
 from farthing.data.encode import Encoder
-from farthing.data.formats import RENDERED, Text
+from farthing.data.formats import RENDERED
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
-from farthing.data.rows import BadRow, Block, Reading, Row
+from farthing.data.rows import BadRow, Block, Reading, Row, Text
 from farthing.data.token_set import Recipe
 from farthing.data.units import computed_once
 from farthing.errors import DataError

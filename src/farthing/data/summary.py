@@ -19,10 +19,10 @@ import numpy as np
 from farthing.data.chat_rows import of_usual_role
 from farthing.data.encode import Encoder
 from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
-from farthing.data.formats import Text, hash_of_input, recognise
+from farthing.data.formats import hash_of_input, recognise
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
-from farthing.data.rows import BadRow, Row
+from farthing.data.rows import BadRow, Row, Text
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.objectives.causal_lm import CAUSAL_LM

@@ -33,7 +33,8 @@ from farthing.model.load import (
 from farthing.model.same_answers import answers, check_examples, refuse_other_answers
 from farthing.objectives.registry import objective_of
 from farthing.report.card import model_card
-from farthing.report.receipt import Receipt, build_receipt
+from farthing.report.receipt import build_receipt
+from farthing.report.receipt_types import Receipt
 from farthing.run.exported import CARD, damage_of, seal_export
 from farthing.run.folder import JOB, MODEL, kept_job
 from farthing.storage.files import (

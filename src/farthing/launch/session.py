@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from farthing.clock import seconds_since_boot
 from farthing.config.job import Job
 from farthing.errors import (
     FarthingError,
@@ -28,9 +29,9 @@ from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Driver, ProviderError, UnauthorizedError, UnclearError
 from farthing.launch.host_driver import HostDriver
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, send_inputs, with_token_sets
-from farthing.launch.prepare import TEARDOWN_S, Prepared, launch_id_of, secrets_of
+from farthing.launch.prepare import Prepared, launch_id_of, secrets_of
 from farthing.launch.request import LaunchRequest, values_of
-from farthing.launch.supervise import Launch, Patience
+from farthing.launch.supervise import TEARDOWN_S, Launch, Patience
 from farthing.launch.wheel import wheel_of_this
 from farthing.launch.words import StoreWords
 from farthing.planner.types import Plan
@@ -38,7 +39,7 @@ from farthing.prices.offers import Offer, boot_of
 from farthing.run.accounts import Account, read_ledger
 from farthing.run.commits import list_commits, take_newest
 from farthing.run.folder import LEDGER, run_id_of
-from farthing.run.ledger import seconds_since_boot, steady_clock
+from farthing.run.ledger import steady_clock
 from farthing.run.machines import Machine, MachineLedger, bill_by_machine
 from farthing.storage.files import Json, cannot_write, make_private, only_writer, write_text
 from farthing.storage.lease import Lease, LeaseLostError

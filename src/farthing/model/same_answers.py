@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from farthing.data.encode import Encoder
-from farthing.data.formats import Text, converter, recognise
+from farthing.data.formats import converter, recognise
 from farthing.data.read import open_sources
-from farthing.data.rows import Layout, Row
+from farthing.data.rows import Layout, Row, Text
 from farthing.errors import FarthingError, ModelError
 from farthing.objectives.columns import Unusable
 from farthing.objectives.registry import objective_of

@@ -9,8 +9,8 @@ from farthing.config.job import Job
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.registry import objective_of
 from farthing.printable import printable
-from farthing.report.receipt import Receipt
 from farthing.report.receipt_rows import CLASSES, class_rows
+from farthing.report.receipt_types import Receipt
 from farthing.storage.files import Json
 from farthing.units import digits_of, plural, say_bytes, say_count
 

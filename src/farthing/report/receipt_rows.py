@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from farthing.report.receipt import ROW_NAMES, Comparison, Pair, Receipt
+from farthing.report.receipt import ROW_NAMES, Comparison
+from farthing.report.receipt_types import Pair, Receipt
 from farthing.units import digits_of, say_bytes, say_seconds, say_usd
 
 Rows = list[tuple[str, ...]]

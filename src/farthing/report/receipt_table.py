@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from farthing.report.receipt import Comparison, Receipt
+from farthing.report.receipt import Comparison
 from farthing.report.receipt_rows import (
     CLASSES,
     ESTIMATE,
@@ -20,6 +20,7 @@ from farthing.report.receipt_rows import (
     estimate_rows,
     time_and_price,
 )
+from farthing.report.receipt_types import Receipt
 from farthing.report.safe import escape, table_of
 from farthing.settings import Settings
 from farthing.storage.files import Json

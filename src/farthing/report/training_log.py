@@ -60,10 +60,8 @@ class Curve:
         last[0] = step
         last[1] += 1
         last[2] += value
-        if value < last[3]:
-            last[3] = value
-        if value > last[4]:
-            last[4] = value
+        last[3] = min(last[3], value)
+        last[4] = max(last[4], value)
 
     def _halve(self) -> None:
         self.size *= 2

@@ -29,6 +29,7 @@ from farthing.errors import (
     RunInterruptedError,
 )
 from farthing.objectives.registry import objective_of
+from farthing.report.runs import SEARCH_LOG
 from farthing.run.accounts import read_ledger
 from farthing.run.folder import LEDGER, MODEL
 from farthing.run.ledger import Ledger
@@ -38,7 +39,7 @@ from farthing.search.bill import priced
 from farthing.search.halving import Rungs, best_score, ranked, rungs_of
 from farthing.search.pool import Worker, WorkerDiedError, environs
 from farthing.search.receipt import is_search, leave_receipt, read_receipt
-from farthing.search.record import SEARCH_LOG, SearchRecord, folder_of
+from farthing.search.record import SearchRecord, folder_of
 from farthing.search.space import by_model, draw, n_choices, values_with
 from farthing.storage.files import Json, make_private, write_text
 from farthing.storage.objects import NoSuchObject, Retrying, open_store

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from farthing.config.job import Job
 from farthing.errors import FarthingError
-from farthing.report.receipt import Receipt, build_receipt, leave_receipt
+from farthing.report.receipt import build_receipt, leave_receipt
+from farthing.report.receipt_types import Receipt
 from farthing.report.training_log import read_log
 from farthing.run.exported import CARD, damage_of
 from farthing.run.folder import (

@@ -46,7 +46,8 @@ from farthing.model.hardware import (
 )
 from farthing.model.load import quiet_libraries
 from farthing.objectives.registry import objective_of
-from farthing.report.receipt import Receipt, leave_receipt
+from farthing.report.receipt import leave_receipt
+from farthing.report.receipt_types import Receipt
 from farthing.report.run_page import leave_page
 from farthing.report.training_log import keep_digest, read_log
 from farthing.run.exported import damage_of, damaged_checkpoints
