@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from farthing.data.chat import ChatReader, Renderer, default_template
 from farthing.data.encode import Encoder
@@ -517,3 +519,17 @@ def test_a_sentencepiece_model_without_its_package_says_what_to_install(
     )
     with pytest.raises(ModelError, match=r"pip install 'farthing\[sentencepiece\]'"):
         load_tokenizer(ModelChoice(str(tmp_path)), None)
+
+
+def test_what_a_tokenizers_file_would_cut_or_pad_is_read_whole(tmp_path: Path) -> None:
+    own = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    own.pre_tokenizer = WhitespaceSplit()
+    own.enable_truncation(3)
+    own.enable_padding(length=8)
+    own.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "a"}'
+    )
+    read = load_tokenizer(ModelChoice(str(tmp_path)), None)
+    encodings = read.backend_tokenizer.encode_batch(["b b b b b", "b"])
+    assert [each.ids for each in encodings] == [[1, 1, 1, 1, 1], [1]]

@@ -429,6 +429,9 @@ def test_the_first_fit_buys_what_is_promised_and_never_more_than_asked() -> None
     assert first_fit(100, warmup, 500.0, 1.0, 10.0).n_steps == 100
     unknown = first_fit(1000, warmup, 500.0, None, 10.0)
     assert (unknown.n_steps, unknown.settles_at, unknown.n_warmup_steps) == (1000, 10, 10)
+    short = [first_fit(24, warmup, 500.0, step_s, 10.0).settles_at for step_s in (1.0, None)]
+    assert short == [6, 6], "a quarter of a short run"
+    assert first_fit(4, warmup, 500.0, 1.0, 10.0).settles_at == 2
 
 
 def test_the_number_is_settled_once_by_the_pace() -> None:
