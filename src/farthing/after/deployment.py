@@ -30,13 +30,14 @@ from farthing.planner.serving import (
     serve,
 )
 from farthing.prices.catalog import read_catalog
-from farthing.prices.gpus import facts, gpus
+from farthing.prices.gpus import gpus
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
 from farthing.report.plan_words import say_cost
 from farthing.report.receipt_serving import CONFIGS, traffic_of
 from farthing.report.training_log import read_log
 from farthing.run.folder import LOG, MODEL, kept_job
 from farthing.storage.files import Json, read_json, write_text
+from farthing.tables import facts
 
 FORMATS = {"merged": "bf16", "fp8": "fp8", "w8a16": "int8", "w4a16": "int4"}
 """Formats that the servers load -> the precision that they compute in."""

@@ -25,12 +25,11 @@ from farthing.config.importers import (
     script_job,
     services,
 )
-from farthing.config.importers.record import Imported, Line, flat
+from farthing.config.importers.record import Computed, Imported, Line, flat
 from farthing.config.importers.scripts import (
     MAX_SCRIPT_BYTES,
     Call,
     Command,
-    Computed,
     calls_of,
     code_of_notebook,
     commands_of,
