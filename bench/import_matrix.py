@@ -93,9 +93,8 @@ def accounted(imported: Imported, path: Path) -> tuple[list[str], list[str]]:
         wanted = [] if is_by_command else keys_of(path)
         return sorted(dealt), sorted({key for key in wanted if key not in without_depth})
     parents = {key for line in dealt for key in _prefixes(line)}
-    return sorted(dealt), sorted(
-        {key for key in keys_of(path) if key not in dealt and key not in parents}
-    )
+    lost = {key for key in keys_of(path) if key not in dealt and key not in parents}
+    return sorted(dealt), sorted(key for key in lost if not dealt & set(_prefixes(key)))
 
 
 def _prefixes(key: str) -> list[str]:

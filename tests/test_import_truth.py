@@ -258,6 +258,70 @@ def test_new_tokens_are_imported_with_what_trains_them(tmp_path: Path) -> None:
     assert import_file(write(tmp_path, "lf.yaml", text)).lines["add_tokens"].effect == "differs"
 
 
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ("plugins: [axolotl.integrations.kd.KDPlugin]", "plugins"),
+        ("use_onebitllms: true", "use_onebitllms"),
+        ("shuffle_merged_datasets: false", "shuffle_merged_datasets"),
+        ("datasets: [{path: a/b, type: chat_template, roles_to_train: [user]}]", "roles_to_train"),
+        ("datasets: [{path: a/b, type: chat_template, train_on_eos: all}]", "train_on_eos"),
+    ],
+)
+def test_what_changes_a_result_of_axolotl_is_named(keys: str, key: str, tmp_path: Path) -> None:
+    found = import_file(
+        write(tmp_path, "ax.yaml", f"base_model: org/m\nsequence_len: 64\n{keys}\n")
+    )
+    effects = {line.key.rpartition(".")[2]: line.effect for line in found.named}
+    assert effects[key] == "differs"
+    harmless = (
+        "base_model: org/m\nsequence_len: 64\nplugins: [axolotl.integrations.liger.LigerPlugin]\n"
+        "datasets: [{path: a/b, type: chat_template, roles_to_train: [assistant],"
+        " train_on_eos: turn}]\n"
+    )
+    found = import_file(write(tmp_path, "ax.yaml", harmless))
+    assert [line for line in found.named if line.effect != "none"] == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "effect"),
+    [
+        ("bnb_4bit_quant_type: fp4", "differs"),
+        ("bnb_4bit_quant_type: nf4", "none"),
+        ("train_sampling_strategy: sequential", "differs"),
+        ("train_sampling_strategy: group_by_length", "none"),
+    ],
+)
+def test_a_setting_changes_a_result_by_its_value(setting: str, effect: str, tmp_path: Path) -> None:
+    found = import_file(write(tmp_path, "config.yaml", BASE + f"max_length: 512\n{setting}\n"))
+    assert found.lines[setting.partition(":")[0]].effect == effect
+
+
+def test_splits_of_a_recipe_train_and_evaluate(tmp_path: Path) -> None:
+    text = (
+        "model_name_or_path: org/m\nmax_length: 64\ndataset_mixer: {a/b: 1.0}\n"
+        "dataset_splits: [train_x, test_x]\neval_strategy: epoch\n"
+    )
+    found = import_file(write(tmp_path, "config.yaml", text))
+    assert found.job["data.eval"] == [{"path": "a/b", "split": "test_x"}]
+    other = import_file(write(tmp_path, "config.yaml", text.replace("test_x", "more_x")))
+    assert other.lines["dataset_splits"].effect == "differs"
+
+
+def test_a_second_training_of_a_script_is_named(tmp_path: Path) -> None:
+    script = """from transformers import Trainer, TrainingArguments
+one = load_dataset("org/a", split="train")
+two = load_dataset("org/b", split="train")
+Trainer(model="org/m", args=TrainingArguments("a", max_steps=5), train_dataset=one).train()
+Trainer(model="org/m", args=TrainingArguments("b", max_steps=9), train_dataset=two).train()
+"""
+    found = import_file(write(tmp_path, "train.py", script))
+    assert found.job["train.max_steps"] == 5
+    effects = {line.key: line.effect for line in found.named}
+    assert effects["TrainingArguments#2.max_steps"] == "differs"
+    assert effects["load_dataset#2.path"] == "differs"
+
+
 def test_what_scripts_say_beside_their_arguments_is_read(tmp_path: Path) -> None:
     script = """from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 from trl import DataCollatorForCompletionOnlyLM, SFTTrainer

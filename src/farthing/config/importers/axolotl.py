@@ -50,6 +50,12 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     if isinstance(overridden, Mapping) and isinstance(overridden.get("rope_scaling"), Mapping):
         at, to = "overrides_of_model_config.rope_scaling", "model.rope_scaling"
         out.put(at, overridden["rope_scaling"], to, dict(overridden["rope_scaling"]))
+    for plugin in values.get("plugins") or ():
+        if not any(name in str(plugin).lower() for name in fact("axolotl-plugins").split()):
+            out.name("plugins", plugin, "a plugin that may change what is learned", "differs")
+    kind = str(values.get("model_type"))
+    if "Classification" in kind and not preference.is_asked(out):
+        out.name("model_type", kind, "a classifier: farthing's data for those is another", "blocks")
     tool = f"{NAME}-preference" if preference.is_asked(out) else NAME
     leaves = ("rope_scaling", "lr_scheduler_kwargs")
     read_keys(out, flat(values, whole=leaves), table(tool))
@@ -156,8 +162,9 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
     if name == "chatml" or any(each in ("chatml.ultra", "chatml.argilla_chat") for each in types):
         out.files["chatml.jinja"] = CHATML
         out.job["data.chat_template"] = "chatml.jinja"
-        if name == "chatml":
-            out.keep([("chat_template", name)], "data.chat_template")
+        out.keep([("chat_template", name)] if name == "chatml" else [], "data.chat_template")
+        if name not in (None, "chatml"):
+            out.name("chat_template", name, "the format of the data has a frame of its own")
     elif name == "jinja" and isinstance(jinja, str):
         file = "chat_template.jinja"
         out.files[file] = jinja

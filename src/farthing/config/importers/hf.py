@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.config.importers import preference
-from farthing.config.importers.record import Computed, Imported, Odd, flat, read_keys
+from farthing.config.importers.record import Imported, Odd, flat, read_keys
 from farthing.config.importers.tables import defaults, fact, names, number, table, whole
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
@@ -135,10 +135,6 @@ def read_trl(values: Mapping[str, Any], out: Imported, program: str = "", place:
     """The flat settings of TRL's programs. `place`: folder and name of the file."""
     _programs_objective(values, out, program, place)
     data(values, out)
-    template = values.get("chat_template")
-    if isinstance(template, str) and "{" in template:
-        out.files["chat_template.jinja"] = template
-        out.put("chat_template", template, "data.chat_template", "chat_template.jinja")
     is_4bit = quantized(out, values)
     peft = values.get("use_peft")
     has_adapter = str(peft).lower() == "true"
@@ -303,8 +299,11 @@ def data(values: Mapping[str, Any], out: Imported) -> None:
     """`dataset_name` and what goes with it, or the lists `datasets` (TRL), `dataset_mixture` and
     `dataset_mixer` (Hugging Face's recipes).
     """
-    known = {key: values.get(key) for key in _NAMES_OF_DATA}
-    is_said = {k: v for k, v in known.items() if isinstance(v, str) and not isinstance(v, Computed)}
+    template = values.get("chat_template")
+    if isinstance(template, str) and "{" in template:
+        out.files["chat_template.jinja"] = template
+        out.put("chat_template", template, "data.chat_template", "chat_template.jinja")
+    is_said = {k: v for k in _NAMES_OF_DATA if type(v := values.get(k)) is str}
     key = next((key for key, value in is_said.items() if value), "")
     held_key = "dataset_test_split" if values.get("dataset_test_split") else "validation_file"
     held_out = values.get(held_key)
@@ -328,13 +327,16 @@ def data(values: Mapping[str, Any], out: Imported) -> None:
     _mixture(values.get("datasets"), "datasets", out)
     mixer = values.get("dataset_mixer")
     if isinstance(mixer, Mapping) and mixer:
-        splits = values.get("dataset_splits")
-        split = next(iter(names(splits or ["train"])))
+        splits = names(values.get("dataset_splits") or ["train"])
         out.keep(flat({"dataset_mixer": mixer}), "data.train")
-        found = [{"path": name, "split": split, "weight": weight} for name, weight in mixer.items()]
-        out.job.setdefault("data.train", found)
-        if splits:
-            out.name("dataset_splits", splits, "the first is `split` of data.train")
+        known = [{"path": name, "split": splits[0], "weight": mixer[name]} for name in mixer]
+        out.job.setdefault("data.train", known)
+        if len(splits) == 2 and "test" in splits[1] and evaluates:
+            out.job["data.eval"] = [{"path": name, "split": splits[1]} for name in mixer]
+        is_more = len(splits) > 2 or (len(splits) == 2 and "test" not in splits[1])
+        why = "the first is `split` of data.train" + ", and others are left out" * is_more
+        if "dataset_splits" in values:
+            out.name("dataset_splits", splits, why, "differs" if is_more else "none")
     mixed = values.get("dataset_mixture")
     if isinstance(mixed, Mapping):
         _mixture(mixed.get("datasets"), "dataset_mixture.datasets", out)

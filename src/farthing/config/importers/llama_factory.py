@@ -202,7 +202,7 @@ def _template(values: Mapping[str, Any], out: Imported) -> None:
             " same turns. The line break behind a turn, which LLaMA-Factory learns too, is not"
             " learned"
         )
-        out.name("template", name, why)
+        out.name("template", name, why, "differs")
 
 
 def _registry(directory: str, folder: Path) -> tuple[Json | None, Path | None]:

@@ -97,8 +97,6 @@ def read(out: Imported, name: str, values: Mapping[str, Any], loss: str = "loss_
     if name == "simpo" and "cpo_alpha" in values and number(values["cpo_alpha"]):
         why = "adds a loss of the chosen answers, which SimPO has not"
         out.name("cpo_alpha", values["cpo_alpha"], why, "differs")
-    if values.get("f_divergence_type") in ("reverse_kl", "FDivergenceType.REVERSE_KL"):
-        out.name("f_divergence_type", values["f_divergence_type"], "as here")
 
 
 def _smoothing(values: Mapping[str, Any]) -> float:

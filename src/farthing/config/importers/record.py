@@ -54,10 +54,15 @@ class Table(NamedTuple):
     reasons: tuple[Why, ...]
     defaults: Json
 
-    def why(self, name: str) -> Why | None:
-        """Why a key has no counterpart; None for an unknown key."""
-        fits = (w for w in self.reasons if any(fnmatchcase(name, p) for p in w.patterns))
-        return next(fits, None)
+    def why(self, name: str, value: Any = None) -> Why | None:
+        """Why a key has no counterpart; None for an unknown key. A pattern `key=value` is of that
+        value alone.
+        """
+        forms = (name, f"{name}={say(value)}")
+        known = (
+            w for w in self.reasons if any(fnmatchcase(f, p) for p in w.patterns for f in forms)
+        )
+        return next(known, None)
 
 
 class Line(NamedTuple):
@@ -182,7 +187,7 @@ def read_keys(
         if key in out.lines:
             continue
         name = name_of(key)
-        rule, why = table.keys.get(name), table.why(name)
+        rule, why = table.keys.get(name), table.why(name, value)
         if value is None or value == "":
             out.name(key, value, "empty there: its default holds")
         elif rule and not _is_open(value):

@@ -9,7 +9,7 @@ from typing import Any
 
 from farthing.config.importers import hf, preference
 from farthing.config.importers.prompts import CHATML
-from farthing.config.importers.record import Computed, Imported, flat, read_keys
+from farthing.config.importers.record import Computed, Effect, Imported, flat, read_keys
 from farthing.config.importers.scripts import Call
 from farthing.config.importers.tables import defaults, fact, table
 from farthing.storage.files import Json
@@ -29,6 +29,9 @@ _ROLES = (
     "apply_chat_template",
 )
 _OBJECT = "an object of the script"
+Later = tuple[str, Effect]
+_AGAIN: Later = ("a later call of the same kind; the first one is read", "none")
+_SECOND: Later = ("a second training of the script; the first one is read", "differs")
 
 
 def read(calls: Sequence[Call], out: Imported) -> None:
@@ -96,7 +99,8 @@ class _Script:
         elif last.removeprefix("Unsloth") in _ARGUMENTS or (last in _PAIRS and "Config" in last):
             is_first, self.has_arguments = not self.has_arguments, True
             self.masks_prompts |= call.named.get("assistant_only_loss") is True
-            self._table(self._keys(call, call.named, ("output_dir",)), is_first=is_first)
+            keys = self._keys(call, call.named, ("output_dir",))
+            self._table(keys, is_first=is_first, later=_SECOND)
             self._text_field(call.named)
         elif last in _TRAINERS or last in _PAIRS:
             self._trainer(call)
@@ -106,8 +110,9 @@ class _Script:
             self._adapter(call)
         elif last == "BitsAndBytesConfig":
             self.is_4bit |= call.named.get("load_in_4bit") is True
-            self._bits(self._keys(call, call.named))
-            self._name_all(call, "farthing's 4-bit base is always nf4 with double quantization")
+            keys = self._keys(call, call.named)
+            self._bits(keys)
+            self._table(keys)
         elif last == "EarlyStoppingCallback":
             self._table(self._keys(call, call.named, ("early_stopping_patience",)))
         elif last == "load_dataset":
@@ -140,12 +145,11 @@ class _Script:
         for key, value in _plain(self._keys(call, call.named)):
             self.out.name(key, value, why)
 
-    def _table(self, keys: Keys, *, is_first: bool = True) -> None:
+    def _table(self, keys: Keys, *, is_first: bool = True, later: Later = _AGAIN) -> None:
         """By the table of calls; of a later call of the same kind everything is named."""
         for key, value in keys:
             if not is_first:
-                why = "a later call of the same kind; the first one is read"
-                self.out.name(key, str(value), why)
+                self.out.name(key, str(value), *later)
             elif key.endswith(")"):
                 self.out.name(key, str(value), _OBJECT)
             elif key.endswith(".max_length") and value is None:
@@ -262,13 +266,13 @@ class _Script:
             self.out.job["data.train"] = [source]
             self.out.keep(_plain(keys), "data.train")
         else:
-            effect = "none" if "data.train" in self.out.job else "differs"
+            effect: Effect = "differs" if is_train else "none"
             why = (
                 "another data set of the script; data.train and data.eval take it where it is"
                 " learned or evaluated"
             )
             for key, value in _plain(keys):
-                self.out.name(key, value, why, effect)  # type: ignore[arg-type]
+                self.out.name(key, value, why, effect)
 
     def _chat(self, call: Call) -> None:
         for key, value in _plain(self._keys(call, call.named, ("tokenizer", "chat_template"))):
@@ -283,10 +287,9 @@ class _Script:
                 why = "the tokenizer's own chat template is used; give a Jinja file in"
                 self.out.name(key, value, f"{why} data.chat_template for another", "differs")
             else:
-                why = (
-                    "farthing reads chats as they are, and renders them by the tokenizer's template"
-                )
-                self.out.name(key, value, why)
+                why = "farthing reads chats as they are, and renders them by its template"
+                is_told = _argument(key) in ("enable_thinking", "system_message")
+                self.out.name(key, value, why, "differs" if is_told else "none")
 
     def method(self) -> None:
         """How much of the model is trained and which column is read, from all calls."""

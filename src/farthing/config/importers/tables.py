@@ -173,13 +173,6 @@ def no_bias(value: Any) -> str:
     raise Odd(f"biases of the base are trained there ({value}); farthing trains the adapter alone")
 
 
-def sampling(value: Any) -> str:
-    """The order of examples. Raises `Odd`: farthing's is a shuffle that follows from the seed."""
-    if str(value) == "sequential":
-        raise Odd("rows in their order there; farthing shuffles them")
-    raise Odd("a shuffle there, and here", "none")
-
-
 def mapping(value: Any) -> Json:
     """Settings within a key, also as JSON on a command line. Raises `Odd`."""
     if isinstance(value, str):
@@ -268,7 +261,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
         each.__name__: each
         for each in (
             *(number, positive, whole, truth, text, share, names, targets, steps, bf16, precision),
-            *(reports, kept, begins, no_bias, sampling, mapping, files, task, method, off),
+            *(reports, kept, begins, no_bias, mapping, files, task, method, off),
             *(offload, offload_weights),
         )
     },
