@@ -198,7 +198,7 @@ def read_keys(
             out.name(key, value, "farthing takes bf16 where the GPU has it natively")
         elif rule or (_is_open(value) and why is None):
             out.name(key, value, ONLY_RUNNING, "differs")
-        elif why and (value is False or value == 0) and why.effect != "none":
+        elif why and why.effect != "none" and not value and why is table.why(name):
             out.name(key, value, "off there, and farthing has none of it: " + why.reason)
         else:
             out.name(key, value, *((why.reason, why.effect) if why else (UNKNOWN, "differs")))
