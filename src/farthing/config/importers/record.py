@@ -54,15 +54,16 @@ class Table(NamedTuple):
     reasons: tuple[Why, ...]
     defaults: Json
 
-    def why(self, name: str, value: Any = None) -> Why | None:
-        """Why a key has no counterpart; None for an unknown key. A pattern `key=value` is of that
-        value alone.
-        """
-        forms = (name, f"{name}={say(value)}")
-        known = (
-            w for w in self.reasons if any(fnmatchcase(f, p) for p in w.patterns for f in forms)
-        )
-        return next(known, None)
+    def why(self, name: str) -> Why | None:
+        """Why a key has no counterpart; None for an unknown key."""
+        fits = (w for w in self.reasons if any(fnmatchcase(name, p) for p in w.patterns))
+        return next(fits, None)
+
+    def why_value(self, name: str, value: Any) -> Why | None:
+        """The same of a value alone, by patterns such as `key=value`."""
+        form = f"{name}={say(value)}"
+        known = ((w, [p for p in w.patterns if "=" in p]) for w in self.reasons)
+        return next((w for w, ps in known if any(fnmatchcase(form, p) for p in ps)), None)
 
 
 class Line(NamedTuple):
@@ -187,9 +188,11 @@ def read_keys(
         if key in out.lines:
             continue
         name = name_of(key)
-        rule, why = table.keys.get(name), table.why(name, value)
+        rule, why, exact = table.keys.get(name), table.why(name), table.why_value(name, value)
         if value is None or value == "":
             out.name(key, value, "empty there: its default holds")
+        elif exact:
+            out.name(key, value, exact.reason, exact.effect)
         elif rule and not _is_open(value):
             by_rule(out, key, value, rule)
         elif rule and rule.key == "output_dir":
@@ -198,7 +201,7 @@ def read_keys(
             out.name(key, value, "farthing takes bf16 where the GPU has it natively")
         elif rule or (_is_open(value) and why is None):
             out.name(key, value, ONLY_RUNNING, "differs")
-        elif why and why.effect != "none" and not value and why is table.why(name):
+        elif why and why.effect != "none" and not value:
             out.name(key, value, "off there, and farthing has none of it: " + why.reason)
         else:
             out.name(key, value, *((why.reason, why.effect) if why else (UNKNOWN, "differs")))

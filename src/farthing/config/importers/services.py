@@ -26,8 +26,6 @@ def snake(name: str) -> str:
 
 def _multiplier(value: Any) -> float:
     """Of farthing's rate for adapters, which a multiplier of 1 is taken to mean."""
-    if value == "auto":
-        raise Odd("auto: OpenAI chose it; farthing's default rate holds", "none")
     return float(positive(value)) * 2e-4
 
 

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import yaml
 
-from farthing.config.importers.record import Imported, Odd, Table, To, Why, say
+from farthing.config.importers.record import Effect, Imported, Odd, Table, To, Why, say
 from farthing.config.job import TrainSection
 from farthing.config.values import known_init
 from farthing.objectives.causal_lm import CAUSAL_LM
@@ -104,57 +104,12 @@ def targets(value: Any) -> list[str]:
     return ["all-linear"] if found == ["all"] else found
 
 
-def choice(key: str, others: Mapping[str, str]) -> Callable[[Any], str]:
-    """A reader of one of the values that a key of `train` takes, under other tools' names too."""
-    known = {str(each) for each in get_args(TrainSection.model_fields[key].annotation)}
-
-    def read(value: Any) -> str:
-        name = text(str(value)).rpartition(".")[2].lower()
-        name = others.get(name, name)
-        if name not in known:
-            raise Odd(f"farthing has no {key} {name}: its default is used, and the losses differ")
-        return name
-
-    return read
-
-
-def steps(value: Any) -> int:
-    """A number of steps. Raises `Odd` for the share of a run, which Trainer takes too."""
-    found = positive(value)
-    if found < 1:
-        raise Odd(f"a share of the run ({found:g}); farthing counts in steps", "none")
-    return whole(found)
-
-
-def bf16(value: Any) -> bool:
-    """`auto` and what is asked of the GPU are what farthing does anyway. Raises `Odd`."""
-    if str(value).lower() in ("auto", "full"):
-        raise Odd("farthing takes bf16 where the GPU has it natively", "none")
-    return truth(value)
-
-
-def precision(value: Any) -> bool:
-    """bf16 by its name. Raises `Odd`."""
-    if str(value).lower() not in ("bf16", "bfloat16"):
-        raise Odd(f"{value}: farthing chooses the precision by the GPU; set train.bf16 or fp16")
-    return True
-
-
 def reports(value: Any) -> list[str]:
-    """The trackers that farthing has. Raises `Odd`."""
-    wanted = [] if value in ("none", "None", False) else names(value)
-    known = [name for name in wanted if name in ("tensorboard", "wandb", "mlflow", "trackio")]
+    """The trackers that farthing has. Raises `Odd` for none of them."""
+    known = [name for name in names(value) if name in ("tensorboard", "wandb", "mlflow", "trackio")]
     if not known:
         raise Odd("farthing logs to its run folder; trackers are train.report_to", "none")
     return known
-
-
-def kept(value: Any) -> int:
-    """Checkpoints to keep: two at least. Raises `Odd`."""
-    found = whole(value)
-    if found < 2:
-        raise Odd("farthing keeps two at least: one may be damaged", "none")
-    return found
 
 
 def begins(value: Any) -> str:
@@ -164,13 +119,6 @@ def begins(value: Any) -> str:
         return known_init(name)
     except ValueError as error:
         raise Odd(f"{str(error).partition(';')[0]}: it begins as usual") from None
-
-
-def no_bias(value: Any) -> str:
-    """peft's `bias`: which biases are trained. Raises `Odd`: farthing trains none of them."""
-    if value == "none":
-        raise Odd("none there, and none here", "none")
-    raise Odd(f"biases of the base are trained there ({value}); farthing trains the adapter alone")
 
 
 def mapping(value: Any) -> Json:
@@ -190,93 +138,70 @@ def files(value: Any) -> list[Json]:
     return [{"path": text(each)} for each in (value if isinstance(value, list) else [value])]
 
 
-def task(value: Any) -> str:
-    """A task by its usual names. Raises `Odd`."""
-    name = str(value).lower().replace("_", "-")
-    if name in ("sft", "text-generation"):
-        return CAUSAL_LM.name
-    if name not in objective_names():
-        raise Odd(f"{value}, which farthing does not do", "blocks")
-    return name
-
-
-def method(value: Any) -> str:
-    """lora or full. Raises `Odd`."""
-    if str(value).lower() not in ("lora", "full"):
-        raise Odd(f"{value}: which training that is is not known here", "blocks")
-    return str(value).lower()
-
-
-def off(value: Any) -> None:
-    """Raises `Odd` whatever the value is: of parallelism that farthing has not."""
-    if value in (False, None, 0, 1, "none", "no", "NO", ""):
-        raise Odd("off there", "none")
-    raise Odd("farthing spreads data and weights over GPUs, and nothing else", "blocks")
-
-
-def unless_auto(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A reader of values that the tool may have chosen itself."""
+def one_of(known: Mapping[str, Any], why: str, effect: Effect = "differs") -> Callable[[Any], Any]:
+    """A reader of words. It raises `Odd` with the reason for others."""
 
     def read(value: Any) -> Any:
-        if value == "auto":
-            raise Odd("auto: the tool chose it", "none")
-        return convert(value)
+        name = str(value).rpartition(".")[2].lower()
+        if name not in known:
+            raise Odd(f"{say(value)}: {why}", effect)
+        return known[name]
 
     return read
 
 
-def offload(value: Any) -> str:
-    """Where the optimizer's state is. Raises `Odd`."""
-    if value in ("none", None):
-        raise Odd("nothing is off-loaded", "none")
-    if value != "cpu":
-        why = "optimizer state is off-loaded to {}; farthing off-loads it to main memory: say cpu"
-        raise Odd(why.format(say(value)), "blocks")
-    return "adamw_torch_offload"
-
-
-def offload_weights(value: Any) -> bool:
-    """Where weights are. Raises `Odd`."""
-    if value in ("none", None, False):
-        raise Odd("weights stay on the GPUs", "none")
-    if value not in ("cpu", True):
-        why = "weights are off-loaded to {}; farthing keeps them in main memory: say cpu"
-        raise Odd(why.format(say(value)), "blocks")
-    return True
+def _of_train(key: str, others: Mapping[str, str]) -> Callable[[Any], Any]:
+    """One of the values that a key of `train` takes, under other tools' names too."""
+    known = {str(each): str(each) for each in get_args(TrainSection.model_fields[key].annotation)}
+    return one_of({**known, **others}, "farthing has none; its default is used, the losses differ")
 
 
 _OPTIMIZERS = {
-    "adamw": "adamw_torch",
-    "adamw_hf": "adamw_torch",
-    "adamw_apex_fused": "adamw_torch_fused",
-    "adamw_torch_npu_fused": "adamw_torch_fused",
-    "adamw_torch_xla": "adamw_torch",
-    "adamw_anyprecision": "adamw_torch",
-    "paged_adamw": "paged_adamw_32bit",
-    "adamw_bnb": "adamw_bnb_8bit",
+    **dict.fromkeys(("adamw", "adamw_hf", "adamw_torch_xla", "adamw_anyprecision"), "adamw_torch"),
+    **dict.fromkeys(("adamw_apex_fused", "adamw_torch_npu_fused"), "adamw_torch_fused"),
+    **{"paged_adamw": "paged_adamw_32bit", "adamw_bnb": "adamw_bnb_8bit"},
     "adamw_torch_8bit": "adamw_8bit",
+}
+_TASKS = {
+    "sft": CAUSAL_LM.name,
+    "text-generation": CAUSAL_LM.name,
+    "text_generation": CAUSAL_LM.name,
 }
 READERS: dict[str, Callable[[Any], Any]] = {
     **{
         each.__name__: each
         for each in (
-            *(number, positive, whole, truth, text, share, names, targets, steps, bf16, precision),
-            *(reports, kept, begins, no_bias, mapping, files, task, method, off),
-            *(offload, offload_weights),
+            *(number, positive, whole, truth, text, share, names, targets, reports, begins),
+            *(mapping, files),
         )
     },
-    "optimizer": choice("optim", _OPTIMIZERS),
-    "schedule": choice("lr_scheduler_type", {}),
-    "strategy": choice("eval_strategy", {}),
+    "optimizer": _of_train("optim", _OPTIMIZERS),
+    "schedule": _of_train("lr_scheduler_type", {}),
+    "strategy": _of_train("eval_strategy", {}),
     "seed": lambda value: int(number(value)),
     "compiled": lambda value: "auto" if value == "auto" else truth(value),
     "scratch": lambda value: "random" if truth(value) else "pretrained",
-    "true": lambda value: True,
-    "false": lambda value: False,
-    "too_long": lambda value: {"drop": "skip", "raise": "error"}.get(value, value),
+    "precision": one_of({"bf16": True, "bfloat16": True}, "set train.bf16 or train.fp16"),
+    "too_long": one_of(
+        {"drop": "skip", "truncate": "truncate", "raise": "error"}, "set data.too_long"
+    ),
+    "task": one_of(
+        {name: name for name in objective_names()} | _TASKS, "which farthing does not do", "blocks"
+    ),
+    "method": one_of(
+        {"lora": "lora", "full": "full"}, "which training that is is not known here", "blocks"
+    ),
+    "offload": one_of(
+        {"cpu": "adamw_torch_offload"},
+        "where optimizer state is off-loaded; farthing off-loads it to main memory: say cpu",
+        "blocks",
+    ),
+    "offload_weights": one_of(
+        {"cpu": True, "true": True},
+        "where weights are off-loaded; farthing keeps them in main memory: say cpu",
+        "blocks",
+    ),
 }
-READERS |= {f"{name}|auto": unless_auto(READERS[name]) for name in ("whole", "positive", "number")}
-READERS["truth|auto"] = unless_auto(truth)
 
 
 @functools.lru_cache(maxsize=1)
