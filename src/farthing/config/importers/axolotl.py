@@ -7,8 +7,6 @@ from typing import Any
 
 from farthing.config.importers import hf, preference
 from farthing.config.importers.prompts import (
-    CHATML,
-    STYLES,
     chat_columns,
     columns_of_fields,
     pair_columns,
@@ -160,7 +158,7 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
     name, jinja = values.get("chat_template"), values.get("chat_template_jinja")
     uses_it = any("chat_template" in each for each in types)
     if name == "chatml" or any(each in ("chatml.ultra", "chatml.argilla_chat") for each in types):
-        out.files["chatml.jinja"] = CHATML
+        out.files["chatml.jinja"] = fact("chatml")
         out.job["data.chat_template"] = "chatml.jinja"
         out.keep([("chat_template", name)] if name == "chatml" else [], "data.chat_template")
         if name not in (None, "chatml"):
@@ -237,12 +235,13 @@ def _columns(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) 
         out.keep([(key, kind)], "data.train")
         return _chat(at, item, out)
     style = f"alpaca:{style}" if base == "alpaca" and style else base
-    if asked and style in STYLES:
+    styles = fact("axolotl-styles")
+    if asked and style in styles:
         out.name(key, kind, f"rows of {style} are no pairs or verdicts", "blocks")
         return {}
-    if style in STYLES:
+    if style in styles:
         out.keep([(key, kind)], where)
-        return dict(STYLES[style])
+        return dict(styles[style])
     if not name:
         if "type" in item:
             why = "tokenized already there; farthing tokenizes itself: name the text"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from farthing.config.importers import hf, preference
-from farthing.config.importers.prompts import FRAMES, chat_columns
+from farthing.config.importers.prompts import chat_columns
 from farthing.config.importers.record import Imported, Odd, flat, read_keys
-from farthing.config.importers.tables import names, table, whole
+from farthing.config.importers.tables import fact, names, table, whole
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.storage.files import Json
 
@@ -187,8 +187,8 @@ def _template(values: Mapping[str, Any], out: Imported) -> None:
         return
     if values.get("stage") == "pt":
         out.name("template", name, "text without turns: no template is used")
-    elif name in FRAMES:
-        out.files[f"{name}.jinja"] = FRAMES[name]
+    elif name in fact("llama-factory-frames"):
+        out.files[f"{name}.jinja"] = fact("llama-factory-frames")[name]
         out.put("template", name, "data.chat_template", f"{name}.jinja")
     elif name in ("empty", "fewshot", "original"):
         why = (

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from farthing.config.importers import hf, preference
-from farthing.config.importers.prompts import CHATML
 from farthing.config.importers.record import Computed, Effect, Imported, flat, read_keys
 from farthing.config.importers.scripts import Call
 from farthing.config.importers.tables import defaults, fact, table
@@ -281,7 +280,7 @@ class _Script:
                 self.masks_prompts = True
                 self.out.name(key, value, "farthing masks prompts by the chat template")
             elif is_template and value == "chatml":
-                self.out.files["chatml.jinja"] = CHATML
+                self.out.files["chatml.jinja"] = fact("chatml")
                 self.out.put(key, value, "data.chat_template", "chatml.jinja")
             elif is_template:
                 why = "the tokenizer's own chat template is used; give a Jinja file in"
