@@ -4,6 +4,7 @@ configuration calls.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,12 +22,6 @@ _PAIRS = {
     for name in ("DPO", "KTO", "ORPO", "CPO", "Reward")
     for kind in ("Config", "Trainer")
 }
-_ROLES = (
-    "train_on_responses_only",
-    "get_chat_template",
-    "standardize_sharegpt",
-    "apply_chat_template",
-)
 _OBJECT = "an object of the script"
 Later = tuple[str, Effect]
 _AGAIN: Later = ("a later call of the same kind; the first one is read", "none")
@@ -93,8 +88,11 @@ class _Script:
     def one(self, call: Call) -> None:
         """What a call says of the training."""
         last, owner = call.last, call.name.rpartition(".")[0].rpartition(".")[2]
-        if last == "from_pretrained" and owner:
-            self._load(call, owner)
+        if last == "from_pretrained":
+            if re.search("Model|For|^Fast", owner) and not re.search(
+                "Peft|Processor|Auto[CFI]", owner
+            ):
+                self._model(call, owner)
         elif last.removeprefix("Unsloth") in _ARGUMENTS or (last in _PAIRS and "Config" in last):
             is_first, self.has_arguments = not self.has_arguments, True
             self.masks_prompts |= call.named.get("assistant_only_loss") is True
@@ -104,7 +102,12 @@ class _Script:
         elif last in _TRAINERS or last in _PAIRS:
             self._trainer(call)
         elif last.endswith(("Trainer", "TrainingArguments")) or last in fact("other-configs"):
-            self._other_training(call)
+            if last.endswith("Trainer"):
+                why = f"{last.removesuffix('Trainer') or 'a loop'}, which farthing does not do"
+                self.out.name(last, None, why, "blocks")
+            read_keys(
+                self.out, _plain(self._keys(call, call.named)), table("calls"), name_of=_argument
+            )
         elif last in ("LoraConfig", "get_peft_model"):
             self._adapter(call)
         elif last == "BitsAndBytesConfig":
@@ -116,10 +119,9 @@ class _Script:
             self._table(self._keys(call, call.named, ("early_stopping_patience",)))
         elif last == "load_dataset":
             self._data(call)
-        elif last == "DataCollatorForCompletionOnlyLM":
+        elif last in ("DataCollatorForCompletionOnlyLM", "train_on_responses_only"):
             self.masks_prompts = True
-            self._name_all(call, "farthing masks prompts by itself")
-        elif last in _ROLES:
+        elif last in ("get_chat_template", "apply_chat_template"):
             self._chat(call)
         elif last == "map" and not call.name.startswith("()") and len(call.positional) == 1:
             keys = self._keys(call, {"function": call.positional[0]})
@@ -137,12 +139,6 @@ class _Script:
             for i, value in enumerate(call.positional)
         }
         return [(f"{label}.{key}", value) for key, value in {**given, **values}.items()]
-
-    def _name_all(self, call: Call, why: str) -> None:
-        """Every argument of a call that settles nothing of the training."""
-        self.seen[call.last] = self.seen.get(call.last, 1) - 1
-        for key, value in _plain(self._keys(call, call.named)):
-            self.out.name(key, value, why)
 
     def _table(self, keys: Keys, *, is_first: bool = True, later: Later = _AGAIN) -> None:
         """By the table of calls; of a later call of the same kind everything is named."""
@@ -163,19 +159,6 @@ class _Script:
         column = named.get("dataset_text_field")
         if isinstance(column, str) and not isinstance(column, Computed) and column != "text":
             self.text_field = column
-
-    def _load(self, call: Call, owner: str) -> None:
-        parts = ("Tokenizer", "Processor", "AutoConfig", "AutoFeature", "AutoImage")
-        if any(part in owner for part in parts):
-            why = "the tokenizer comes with the model (model.tokenizer_name_or_path names another)"
-        elif "Peft" in owner:
-            why = "loads a trained adapter, to ask the model afterwards"
-        elif not ("Model" in owner or "For" in owner or owner.startswith("Fast")):
-            why = "not the model that is trained"
-        else:
-            return self._model(call, owner)
-        for key, value in _plain(self._keys(call, call.named, ("name",))):
-            self.out.name(key, value, why)
 
     def _model(self, call: Call, owner: str) -> None:
         is_first, self.has_model = not self.has_model, True
@@ -229,17 +212,10 @@ class _Script:
         self._text_field(call.named)
         self._table(keys)
 
-    def _other_training(self, call: Call) -> None:
-        if call.last.endswith("Trainer"):
-            why = f"{call.last.removesuffix('Trainer') or 'a loop'}, which farthing does not do"
-            self.out.name(call.last, None, why, "blocks")
-        for key, value in _plain(self._keys(call, call.named)):
-            self.out.name(key, value, "settles another training")
-
     def _adapter(self, call: Call) -> None:
         is_made = call.last == "get_peft_model"
         if is_made and not {"r", "lora_alpha"} & set(call.named):
-            return self._name_all(call, "puts the adapter on; its settings are in LoraConfig")
+            return  # its settings are in LoraConfig
         is_first, self.has_adapter = not self.has_adapter, True
         self._table(self._keys(call, call.named), is_first=is_first)
         if is_first and is_made:  # Unsloth's
@@ -274,21 +250,18 @@ class _Script:
                 self.out.name(key, value, why, effect)
 
     def _chat(self, call: Call) -> None:
+        """Another template than the tokenizer's own, and what it is told."""
         for key, value in _plain(self._keys(call, call.named, ("tokenizer", "chat_template"))):
-            is_template = call.last == "get_chat_template" and _argument(key) == "chat_template"
-            if call.last == "train_on_responses_only":
-                self.masks_prompts = True
-                self.out.name(key, value, "farthing masks prompts by the chat template")
-            elif is_template and value == "chatml":
-                self.out.files["chatml.jinja"] = fact("chatml")
-                self.out.put(key, value, "data.chat_template", "chatml.jinja")
-            elif is_template:
+            name = _argument(key)
+            if name == "chat_template" and call.last == "get_chat_template":
+                if value == "chatml":
+                    self.out.files["chatml.jinja"] = fact("chatml")
+                    self.out.put(key, value, "data.chat_template", "chatml.jinja")
                 why = "the tokenizer's own chat template is used; give a Jinja file in"
                 self.out.name(key, value, f"{why} data.chat_template for another", "differs")
-            else:
-                why = "farthing reads chats as they are, and renders them by its template"
-                is_told = _argument(key) in ("enable_thinking", "system_message")
-                self.out.name(key, value, why, "differs" if is_told else "none")
+            elif name in ("enable_thinking", "system_message"):
+                why = "farthing renders chats by the template's defaults"
+                self.out.name(key, value, why, "differs")
 
     def method(self) -> None:
         """How much of the model is trained and which column is read, from all calls."""
