@@ -32,16 +32,18 @@ import httpx
 from fake_clouds import FAULTS, World
 from farthing.config.job import Job
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, InputError, RunInterruptedError
-from farthing.launch.clients import Lambda, RunPod, Vast
 from farthing.launch.http import Api
 from farthing.launch.inputs import Packed
+from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import S3_KEYS, Prepared, Wishes
 from farthing.launch.registry import TARGETS
 from farthing.launch.request import LaunchRequest
 from farthing.launch.supervise import Launch
+from farthing.launch.targets.lambda_cloud import Lambda
+from farthing.launch.targets.runpod import RunPod
+from farthing.launch.targets.vast import Vast
 from farthing.prices.offers import Billing, Offer
 from farthing.run.accounts import Account
-from farthing.run.machines import MachineLedger
 
 PROVIDERS = {"runpod": "RunPod", "vast": "Vast.ai", "lambda": "Lambda"}
 GPUS = ("RTX 4090", "RTX 3090", "A40", "L40S", "RTX 5090", "H100-80GB")

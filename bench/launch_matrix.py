@@ -25,24 +25,15 @@ from typing import Any
 
 from farthing.config.job import Job
 from farthing.launch.inputs import Packed
+from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import Prepared, Wishes
-from farthing.launch.registry import PROVIDERS, TARGETS, called
+from farthing.launch.registry import TARGETS, called
 from farthing.launch.supervise import NoBudgetError
 from farthing.prices.catalog import read_catalog
 from farthing.prices.offers import Billing, Offer
-from farthing.run.machines import MachineLedger
-from launch_rules import RULES
+from launch_rules import AT, RULES
 
 DAY = date(2026, 11, 22)
-AT = {
-    "ssh": "ssh:gpu1.example",
-    "vertex": "vertex:project/us-central1",
-    "lambda": "lambda:us-east-1/key",
-    "slurm": "slurm:gpu",
-    "kubernetes": "kubernetes:ml",
-    "hf": "hf:team",
-}
-"""Where, for targets that are told."""
 HERE = Path(__file__).resolve().parent
 
 
@@ -58,7 +49,7 @@ def cases(every: int = 1) -> Iterator[tuple[str, Offer]]:
 
 def why_not(target: str, offer: Offer) -> str:
     """Why a target can't rent an offer; empty where it can."""
-    if target in PROVIDERS and offer.provider not in PROVIDERS[target]:
+    if TARGETS[target].providers and offer.provider not in TARGETS[target].providers:
         return "another provider's"
     if called(TARGETS[target], offer) is None:
         return "a GPU that it does not have"
@@ -78,7 +69,7 @@ def prepared_on(target: str, offer: Offer) -> Prepared:
         }
     )
     at = AT.get(target, "").partition(":")[2]
-    if target not in PROVIDERS:
+    if not TARGETS[target].providers:
         offer = replace_provider(offer, target)
     return Prepared(
         job,

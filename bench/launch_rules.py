@@ -310,6 +310,15 @@ def _hf(files: Mapping[str, str]) -> list[str]:
     )
 
 
+AT = {
+    "ssh": "ssh:gpu1.example",
+    "vertex": "vertex:project/us-central1",
+    "lambda": "lambda:us-east-1/key",
+    "slurm": "slurm:gpu",
+    "kubernetes": "kubernetes:ml",
+    "hf": "hf:team",
+}
+"""Where, for targets that are told."""
 RULES: dict[str, Callable[[Mapping[str, str]], list[str]]] = {
     "local": _hosts,
     "ssh": _hosts,

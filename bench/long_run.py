@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from farthing.report.training_log import keep_digest
-from farthing.run.accounts import Account, as_line
+from farthing.run.accounts import Account, Mark, as_line
 from farthing.run.folder import LEDGER, LOG, RUN, keep
 from farthing.run.ledger import SPANS, Ledger, Meter
+from farthing.storage.logs import line_of
 
 USD_PER_HOUR = 2.5
 
@@ -49,12 +50,11 @@ def make_run(
                 "lr": 1e-4,
             }
             row |= {"n_targets": chance.randrange(4000), "n_tokens": chance.randrange(4000, 9000)}
-            log.write(
-                json.dumps({**row, "examples": [chance.randrange(10**6) for _ in range(8)]}) + "\n"
-            )
+            row["examples"] = [chance.randrange(10**6) for _ in range(8)]
+            log.write(line_of(row) + "\n")
             if step % every == 0:
                 metrics = {"loss": 1 + chance.random(), "perplexity": 3 + chance.random()}
-                log.write(json.dumps({"step": step, "metrics": metrics, "is_best": False}) + "\n")
+                log.write(line_of({"step": step, "metrics": metrics, "is_best": False}) + "\n")
                 log.flush()
                 kept_bytes = keep_digest(folder / LOG, kept_bytes)  # as the loop does when it saves
     return _make_ledger(folder, n_steps, n_attempts, chance)
@@ -75,10 +75,9 @@ def _make_ledger(folder: Path, n_steps: int, n_attempts: int, chance: random.Ran
             "mfu": 0.4,
             "takes": {"start_s": 9.0, "step_s": 1.0, "save_s": 1.0},
         }
-        account.marks = account.saved = [[float(last - 10), 900.0], [float(last), 910.0]]
-        account.utilisation = [[float(last), 90.0, 100]] * 4
+        account.marks = [Mark(last, last, 1, 9000.0, 100, spans)] * 2
         spent_s += account.wall_s
-        lines.append(as_line(account) + "\n")
+        lines.append(as_line(account))
     (folder / LEDGER).write_text("".join(lines), encoding="utf-8")
     ledger = Ledger(folder / LEDGER, Meter(already_s=100.0), USD_PER_HOUR)
     ledger.begin_at(n_steps - n_steps // n_attempts)

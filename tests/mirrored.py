@@ -7,9 +7,11 @@ import os
 import random
 from pathlib import Path
 
+from farthing.run.accounts import Account, as_line
 from farthing.run.folder import keep
 from farthing.run.mirror import Mirror, Pace
 from farthing.storage.files import commit_folder
+from farthing.storage.logs import line_of
 from farthing.storage.objects import Store, open_store
 
 QUICK = Pace(
@@ -44,16 +46,18 @@ def folder_of_run(folder: Path, run_id: str = "run-1") -> Path:
 def step_done(folder: Path, step: int, attempt: int = 1) -> Path:
     """A step's line in log and ledger, and its checkpoint."""
     with open(folder / "log.jsonl", "a") as log, open(folder / "ledger.jsonl", "a") as ledger:
-        log.write(json.dumps({"step": step}) + "\n")
-        row = {
-            "attempt": attempt,
-            "at": 1000.0 * attempt + step,
-            "spans": {"compute": float(step)},
-            "step": step,
-        }
-        ledger.write(
-            json.dumps({**row, "state": "running", "usd_per_hour": 1.0, "first_step": 0}) + "\n"
+        log.write(line_of({"step": step}) + "\n")
+        account = Account(
+            attempt,
+            f"{folder.name}-{attempt}",
+            line=step,
+            state="running",
+            at=1000.0 * attempt + step,
+            spans={"compute": float(step)},
+            step=step,
+            usd_per_hour=1.0,
         )
+        ledger.write(as_line(account))
 
     def fill(draft: Path) -> None:
         (draft / "model.safetensors").write_bytes(random.Random(step).randbytes(5000))

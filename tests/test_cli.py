@@ -396,7 +396,7 @@ def test_report_reads_the_folder_of_a_killed_run(
     (finished / "receipt.json").unlink()
     account = read_ledger(finished / "ledger.jsonl").accounts[1]
     account.state = "running"  # as a kill leaves it
-    (finished / "ledger.jsonl").write_text(as_line(account) + "\n" + as_line(account)[:200])
+    (finished / "ledger.jsonl").write_text(as_line(account) + as_line(account)[:200])
     receipt = json_of(capsys, "report", finished)
     assert receipt["state"] == "killed"
     assert receipt["steps"] == 8

@@ -27,7 +27,6 @@ from farthing.config.job import Job
 from farthing.errors import InputError, RunBusyError
 from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
-from farthing.launch.clients import RunPod
 from farthing.launch.driver import (
     OutOfStockError,
     RefusedError,
@@ -40,9 +39,12 @@ from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.registry import TARGETS
 from farthing.launch.session import Session
 from farthing.launch.supervise import NoBudgetError
+from farthing.launch.targets.runpod import RunPod
 from farthing.launch.words import Speaker, StoreWords
+from farthing.prices.offers import Billing, Offer
+from farthing.report.plan_compare import find_in_study
 from farthing.run.accounts import Account
-from farthing.run.machines import Machine, MachineLedger, bill_by_machine
+from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.storage.files import only_writer
 from farthing.storage.objects import LocalStore
 from launch_faults import Fate, Killed, is_good, prepared_for, run_case, supervise
@@ -125,6 +127,10 @@ def test_what_is_done_with_yes_is_what_was_shown(
     assert later.files_of(later.next_ask()) == shown
 
 
+def _offer(**asked: Any) -> Wishes:
+    return Wishes(**asked, find=find_in_study)
+
+
 def _job(path: Path, *overrides: str) -> Job:
     from farthing.config.load import load_job
 
@@ -161,10 +167,10 @@ def test_what_can_not_run_there_is_refused(
 
 def test_no_gpu_is_rented_that_the_job_would_not_use(demo: Path) -> None:
     with pytest.raises(InputError, match="2 GPUs, of which the job would use 1"):
-        prepare(_job(demo), Wishes(offer="2x RTX 4090"), NOW)
+        prepare(_job(demo), _offer(offer="2x RTX 4090"), NOW)
     for asked in ("all", "2"):
         job = _job(demo, f"where.gpus={asked}")
-        assert prepare(job, Wishes(offer="2x RTX 4090"), NOW).offers[0].n_gpus == 2
+        assert prepare(job, _offer(offer="2x RTX 4090"), NOW).offers[0].n_gpus == 2
 
 
 def test_what_a_job_says_of_several_gpus_goes_along_and_what_it_says_of_this_machine_does_not(
@@ -179,7 +185,9 @@ def test_what_a_job_says_of_several_gpus_goes_along_and_what_it_says_of_this_mac
         "power_watts=300",
     )
     prepared = prepare(
-        _job(demo, *(f"where.{each}" for each in said)), Wishes(offer="2x RTX 4090"), NOW
+        _job(demo, *(f"where.{each}" for each in said)),
+        _offer(offer="2x RTX 4090"),
+        NOW,
     )
     ask = prepared.ask(
         1, prepared.offers[0], MachineLedger(Path(prepared.job.output_dir)), [], NOW.timestamp()
@@ -193,12 +201,12 @@ def test_what_a_job_says_of_several_gpus_goes_along_and_what_it_says_of_this_mac
 
 
 def test_an_offer_is_taken_by_its_rank_and_by_its_name(demo: Path) -> None:
-    named = prepare(_job(demo), Wishes(offer="RunPod/L40S"), NOW)
+    named = prepare(_job(demo), _offer(offer="RunPod/L40S"), NOW)
     assert {(offer.provider, offer.gpu) for offer in named.offers} == {("RunPod", "L40S")}
     with pytest.raises(InputError, match="there is no plan 9999"):
-        prepare(_job(demo), Wishes(offer="9999"), NOW)
+        prepare(_job(demo), _offer(offer="9999"), NOW)
     with pytest.raises(InputError, match="can do this job"):
-        prepare(_job(demo), Wishes(on="vast", offer="RunPod/L40S"), NOW)
+        prepare(_job(demo), _offer(on="vast", offer="RunPod/L40S"), NOW)
 
 
 def test_where_nothing_ends_a_machine_somebody_has_to_stay(

@@ -39,8 +39,8 @@ tokens._make = refuse
 
 
 class Pods(http.server.BaseHTTPRequestHandler):
-    """The requests that `farthing.launch.clients.RunPod` makes. A pod is a process group of its own
-    with an empty home.
+    """The requests that our client of RunPod makes. A pod is a process group of its own with an
+    empty home.
     """
 
     home: Path

@@ -13,10 +13,10 @@ import pytest
 
 from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import InstanceStatus, RefusedError, UnclearError
+from farthing.launch.machines import Machine
 from farthing.launch.request import LaunchRequest
 from farthing.launch.target import Commands
 from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
-from farthing.run.machines import Machine
 from launch_matrix import FILES_OF_CASE
 
 NAME = "farthing-12345678-1"

@@ -17,10 +17,10 @@ import yaml
 
 from fake_clouds import World
 from farthing.cli import main
-from farthing.launch.clients import Lambda
 from farthing.launch.driver import OutOfStockError, UnauthorizedError, refusal
 from farthing.launch.http import Api
-from farthing.run.machines import Machine, MachineLedger
+from farthing.launch.targets.lambda_cloud import Lambda
+from farthing.launch.machines import Machine, MachineLedger
 from launch_faults import Fate, Killed, prepared_for, supervise
 
 ALIVE = Fate(None, is_before=False)
@@ -108,7 +108,7 @@ STAND_IN = """
     import signal, sys, time
     from types import SimpleNamespace
     import farthing.cli.launch as command
-    from farthing.run.machines import Machine
+    from farthing.launch.machines import Machine
 
     machine = Machine("farthing-1-1", usd_per_hour=2.0)
 

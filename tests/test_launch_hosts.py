@@ -27,11 +27,11 @@ import ssh_machines
 from farthing.config.load import load_job
 from farthing.launch.driver import InstanceStatus, UnclearError
 from farthing.launch.host_driver import LOOK, HostDriver
+from farthing.launch.machines import Machine
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
 from farthing.prices.offers import Billing, Offer
-from farthing.run.machines import Machine
 from launch_chains import QUICK, environment, left_alone, saved_step, write_job
 from patience import titles_of_processes, until
 

@@ -24,7 +24,6 @@ from farthing.errors import (
     InputError,
     RunInterruptedError,
 )
-from farthing.launch.clients import Lambda, RunPod, Vast
 from farthing.launch.driver import (
     RateLimitedError,
     ServerError,
@@ -35,8 +34,10 @@ from farthing.launch.http import Api
 from farthing.launch.prepare import extras_of, launch_id_of, secrets_of
 from farthing.launch.registry import TARGETS
 from farthing.launch.request import least_s
+from farthing.launch.targets.lambda_cloud import Lambda
+from farthing.launch.targets.runpod import RunPod
+from farthing.launch.targets.vast import Vast
 from farthing.launch.wheel import fetch_script, wheel_of_this
-from farthing.run.machines import Machine, MachineLedger, bill_by_machine
 from launch_faults import Fate, prepared_for, supervise
 from thinned import thinned
 

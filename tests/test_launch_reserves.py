@@ -13,7 +13,6 @@ from fake_clouds import World
 from farthing.launch.prepare import Prepared
 from farthing.launch.session import Session
 from farthing.prices.offers import boot_of
-from farthing.run.machines import MachineLedger
 from launch_faults import Fate, prepared_for, supervise
 
 ALIVE = Fate(None, is_before=False)

@@ -13,7 +13,6 @@ import yaml
 
 from farthing.cli import main
 from farthing.launch.supervise import Launch
-from farthing.run.machines import MachineLedger
 
 KEYS = (
     "RUNPOD_API_KEY",

@@ -317,12 +317,12 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(
     slack_s = 2.0 * (n_kills + 1)  # what the ledger had not yet written
     assert machine.alive_s <= budget_s + costs.longest_step_s + slack_s
     ledger = Ledger(folder / LEDGER, Meter(), 0)
-    assert ledger._past_s <= budget_s + costs.longest_step_s
-    assert ledger._past_s == pytest.approx(machine.alive_s, abs=slack_s)
+    assert ledger.spent_s <= budget_s + costs.longest_step_s
+    assert ledger.spent_s == pytest.approx(machine.alive_s, abs=slack_s)
     assert (folder / MODEL).is_dir()
     assert disk["model"] > 0
     receipt = build_receipt(folder)  # every second has a name and a price, over all attempts
-    assert receipt.wall_s == pytest.approx(ledger._past_s, abs=0.1)
+    assert receipt.wall_s == pytest.approx(ledger.spent_s, abs=0.1)
     assert sum(span.seconds for span in receipt.spans) == pytest.approx(receipt.wall_s, rel=0.01)
     assert sum(span.usd for span in receipt.spans) == pytest.approx(
         receipt.wall_s / 3600 * 7.2, rel=0.01

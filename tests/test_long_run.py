@@ -13,6 +13,7 @@ import pytest
 from farthing.report.receipt import build_receipt
 from farthing.report.training_log import Curve, TrainingLog, keep_digest, read_log
 from farthing.run.accounts import read_ledger
+from farthing.storage.logs import line_of
 from long_run import make_run
 
 
@@ -30,10 +31,8 @@ def test_a_long_run_has_a_small_ledger_and_a_receipt_in_little_memory(tmp_path: 
     usd = make_run(tmp_path / "long", n_steps=20_000, n_evaluations=20, n_attempts=200)
     make_run(tmp_path / "short", n_steps=2_000, n_evaluations=20, n_attempts=200)
     ledger = tmp_path / "long" / "ledger.jsonl"
-    assert ledger.read_bytes().count(b"\n") == 201, (
-        "a line an attempt, and the two places of the last"
-    )
-    assert ledger.stat().st_size < 200 * 1500
+    assert ledger.read_bytes().count(b"\n") == 201, "a line an attempt, and the two of the last"
+    assert ledger.stat().st_size < 200 * 1800
     receipt = build_receipt(tmp_path / "long")
     assert receipt.usd == pytest.approx(usd, abs=0.001)
     assert sum(span.usd for span in receipt.spans) == pytest.approx(receipt.usd, rel=1e-9)
@@ -72,11 +71,12 @@ def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path: P
         ' "examples": [1, 2'
     )
     with open(path, "a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in odd) + "no json\n[1]\n" + torn)
+        file.write("".join(line_of(row) + "\n" for row in odd) + "no json\n[1]\n" + torn)
     rows = []
     for line in path.read_text().splitlines()[:-1]:
         if line.startswith("{"):
             rows.append(json.loads(line))
+            rows[-1].pop("crc32")
     steps = [row for row in rows if "examples" in row]
     log = read_log(path)
     assert (log.step, log.loss) == (303, 2.0)
@@ -101,9 +101,7 @@ def test_a_digest_changes_nothing_of_what_a_log_says(tmp_path: Path) -> None:
         path.write_bytes(b"".join(lines))
         assert read_log(path) == whole
     assert keep_digest(path, end, worth_bytes=1 << 30) == end, "not worth writing"
-    path.write_bytes(
-        b"".join(lines).replace(b'"loss": 1.', b'"loss": 2.', 1)
-    )  # the first line: another log
+    path.write_bytes(b"".join(lines[1:]))  # another log
     assert read_log(path) != whole
     path.write_bytes(b"".join(lines))
     good = digest.read_bytes()

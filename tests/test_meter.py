@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+import errno
+import os
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attempts import Clock, attempt
-from farthing.run.accounts import Account, read_ledger, with_redone
+from farthing.run.accounts import N_MARKS, Account, read_ledger, with_redone
 from farthing.run.ledger import SPANS, Ledger, Meter
 
 
@@ -89,65 +90,6 @@ def test_an_attempt_that_never_began_loses_no_work(tmp_path: Path) -> None:
     assert sum(a.redone_s for a in attempts) == 0
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
-def test_a_line_torn_by_a_kill_leaves_the_one_before_and_nothing_is_said(
-    share: float, tmp_path: Path
-) -> None:
-    clock = Clock()
-    ledger = attempt(tmp_path / "l", clock, 1, 0, 3)
-    place, size = ledger._places[ledger._mine.line % 2], ledger._place_bytes
-    content = bytearray((tmp_path / "l").read_bytes())
-    cut = place + int(share * 300)
-    content[cut : place + 300] = b"#" * (place + 300 - cut)  # overwritten in part
-    assert len(content) == 2 * size
-    (tmp_path / "l").write_bytes(content)
-    found = read_ledger(tmp_path / "l")
-    assert (found.accounts[1].step, found.is_damaged) == (2, False)
-    attempt(tmp_path / "l", clock, 1, 2, 4, end="finished")
-    assert [a.step for a in read_attempts(tmp_path / "l")] == [2, 4]
-
-
-def test_ledgers_of_earlier_versions_are_read_to_the_same_sums(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = []
-    for number, first, last in ((1, 0, 9), (2, 8, 12)):
-        for step in range(first, last + 1):
-            spans = {"start_up": 2.5, "compute": 10.0 * (step - first)}
-            row = {
-                "attempt": number,
-                "at": 1e9 + 1e4 * number + sum(spans.values()),
-                "usd_per_hour": 3.6 * number,
-            }
-            state = "started" if step == first else "running"
-            rows.append(
-                {
-                    **row,
-                    "state": state,
-                    "first_step": first,
-                    "step": step,
-                    "spans": spans,
-                    "committed": first,
-                }
-            )
-    (tmp_path / "l").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows) + '{"attempt": 3, "st'
-    )
-    found = read_ledger(tmp_path / "l")
-    assert not found.is_damaged
-    before = with_redone(found.ordered)
-    assert [(a.wall_s, round(a.usd, 6), a.redone_s) for a in before] == [
-        (92.5, 0.0925, 10.0),
-        (42.5, 0.085, 0.0),
-    ]
-    ledger = Ledger(tmp_path / "l", Meter(clock=Clock()), 1)
-    ledger.write("starting")
-    assert ledger.number == 3
-    assert ledger.committed_step == 8
-    again = [
-        replace(a, line=0, past_s=0.0, past_usd=0.0) for a in read_attempts(tmp_path / "l")[:2]
-    ]
-    assert again == [replace(a, line=0) for a in before], "and written again they are the same"
-
-
 def test_the_first_forecast_is_the_one_that_is_kept(tmp_path: Path) -> None:
     clock = Clock()
     ledger = Ledger(tmp_path / "l", Meter(clock=clock), 1)
@@ -155,3 +97,73 @@ def test_the_first_forecast_is_the_one_that_is_kept(tmp_path: Path) -> None:
     ledger.at_step(1, {}, {"wall_s": 10})
     ledger.at_step(2, {}, {"wall_s": 20})
     assert Ledger(tmp_path / "l", Meter(clock=clock), 1).forecast == {"wall_s": 10}
+
+
+# ---- where the seconds went over time ----
+
+
+def sums_of(account: Account) -> dict[str, float]:
+    """Seconds of all stretches by span."""
+    names = {name for stretch in account.stretches for name in stretch.spans}
+    return {name: sum(s.spans.get(name, 0.0) for s in account.stretches) for name in names}
+
+
+def test_stretches_add_up_to_the_spans_however_many_there_were() -> None:
+    draw, account = random.Random(0), Account(1)
+    account.spans = dict.fromkeys(("compute", "optimizer", "evaluation"), 0.0)
+    for step in range(3000):
+        account.spans[draw.choice(list(account.spans))] += draw.uniform(0, 2)
+        if draw.random() < 0.3:  # a meter gives seconds to another span after they were written
+            moved = min(0.5, account.spans["compute"])
+            account.spans["compute"] -= moved
+            account.spans["optimizer"] += moved
+        account.step, account.n_saves = step, step // 100
+        account.facts = {"tokens": 10 * step}
+        account.mark()
+        assert len(account.marks) <= N_MARKS
+    stretches = account.stretches
+    assert sums_of(account) == pytest.approx(account.spans, abs=0.01)
+    assert [stretch.step for stretch in stretches] == sorted(each.step for each in stretches)
+    assert stretches[-1][:2] == (2999, 29990)
+    assert sum(stretch.n_saves for stretch in stretches) == 29
+    longest = max(sum(stretch.spans.values()) for stretch in stretches)
+    assert longest < sum(account.spans.values()) / 8, "no stretch hides the rest"
+    assert all(seconds >= 0 for stretch in stretches for seconds in stretch.spans.values())
+
+
+def test_a_ledger_keeps_the_stretches_of_each_attempt(tmp_path: Path) -> None:
+    clock = Clock()
+    for first in (0, 10):
+        meter = Meter(clock=clock)
+        ledger = Ledger(tmp_path / "l", meter, 3.6)
+        ledger.begin_at(first)
+        for step in range(1, 101):
+            with meter.span("compute" if step <= 50 else "evaluation"):
+                clock.now += 1
+            facts = {"tokens": 7 * step, "utilisation_percent": 20 if step <= 50 else 80}
+            ledger.at_step(first + step, facts)
+        ledger.close("finished")
+    for account in read_ledger(tmp_path / "l").ordered:
+        spent = {name: seconds for name, seconds in account.spans.items() if seconds}
+        assert sums_of(account) == pytest.approx(spent, abs=0.01)
+        assert account.stretches[-1][:2] == (account.step, 700)
+        assert "evaluation" not in account.stretches[0].spans
+        assert account.stretches[-1].spans.keys() == {"evaluation"}
+        busy = [percent for _, percent in account.utilisation]
+        assert (busy[0], busy[-1]) == (20, 80)
+
+
+def test_a_disk_that_is_full_takes_the_bill_in_the_place_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    ledger = attempt(tmp_path / "l", clock, 3.6, 0, 5)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("farthing.run.ledger.write_text", full)
+    clock.now += 1000
+    ledger.beat()
+    assert read_ledger(tmp_path / "l").accounts[1].wall_s == pytest.approx(1050)
+    assert not read_ledger(tmp_path / "l").is_damaged

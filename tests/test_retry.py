@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import workshop
-from farthing.run.accounts import read_ledger
+from farthing.run.accounts import Account, as_line, read_ledger
 from farthing.run.opening import opened
 from farthing.run.signals import SIGNALS
 from farthing.run.supervisor import Standing, Supervisor, standing
@@ -23,15 +23,12 @@ from held import Held
 from patience import until
 
 
-def row_of(attempt: int, step: int) -> dict[str, Any]:
-    """A line of the ledger, as earlier versions wrote it."""
-    row: dict[str, Any] = {
-        "attempt": attempt,
-        "step": step,
-        "state": "running",
-        "at": 1000.0 * attempt + step,
-    }
-    return row | {"usd_per_hour": 1.0, "first_step": 0, "spans": {"compute": float(step)}}
+def line(attempt: int, step: int, committed: int = -1, notice: Any = None) -> str:
+    """A line of the ledger."""
+    account = Account(attempt, str(attempt), step, "running", 1000.0 * attempt + step)
+    account.usd_per_hour, account.step, account.spans = 1.0, step, {"compute": float(step)}
+    account.note({"committed": committed, "notice": notice})
+    return as_line(account)
 
 
 class Run:
@@ -60,11 +57,8 @@ class Run:
         """Let it end."""
         code, step, committed = self.ends[self.n_started - 1]
         self.while_running()
-        row = row_of(self.n_started, step) | {"committed": committed}
-        if self.notice:
-            row["notice"] = self.notice
         with open(self.folder / "ledger.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(line(self.n_started, step, committed, self.notice))
         return code
 
     def send_signal(self, number: int, /) -> None:
@@ -168,10 +162,8 @@ def test_handlers_are_put_back(tmp_path: Path) -> None:
 
 def test_where_a_run_stands_is_read_from_its_ledger(tmp_path: Path) -> None:
     assert standing(tmp_path) == Standing()
-    rows = [row_of(1, 9) | {"committed": 8}, row_of(2, 8), row_of(2, 10)]
-    (tmp_path / "ledger.jsonl").write_text(
-        "\n".join(json.dumps(row) for row in rows) + '\n{"attempt": 3, "st'
-    )
+    lines = line(1, 9, 8) + line(2, 8) + line(2, 10)
+    (tmp_path / "ledger.jsonl").write_text(lines + '{"attempt": 3, "st')
     assert standing(tmp_path) == Standing(step=10, committed=8)
 
 

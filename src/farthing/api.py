@@ -247,17 +247,14 @@ def history(run: str | Path | Receipt) -> list[dict[str, Any]]:
     n_targets, n_tokens), for each skipped one, and for each evaluation (step, metrics, is_best).
     """
     from farthing.run.folder import LOG
-    from farthing.storage.files import parse_json
-    from farthing.storage.logs import checked
+    from farthing.storage.logs import read_line
 
     folder, rows = _folder_of(run), list[dict[str, Any]]()
     if not (folder / LOG).is_file():
         raise InputError("no run has left its log here", where=str(folder), to_do="name a run")
     with open(folder / LOG, "rb") as file:
         for line in file:
-            text, _ = checked(line)
-            if text is not None:
-                row = parse_json(text)
+            if (row := read_line(line)) is not None:
                 row.pop("examples", None)
                 rows.append(row)
     return rows

@@ -125,6 +125,7 @@ def _session(arguments: argparse.Namespace, action: str) -> Any:
     from farthing.config.preflight import look_over
     from farthing.launch.prepare import Wishes, prepare
     from farthing.launch.session import Session
+    from farthing.report.plan_compare import find_in_study
 
     for name, value, low, high in (
         ("--disk", arguments.disk, 10, 20_000),
@@ -142,6 +143,7 @@ def _session(arguments: argparse.Namespace, action: str) -> Any:
     wishes = Wishes(
         on,
         arguments.offer,
+        find_in_study,
         arguments.image,
         arguments.install,
         arguments.disk,

@@ -242,7 +242,7 @@ def _draw(
 
 def _next_step(arguments: argparse.Namespace, view: PlanView, bill: Any) -> str:
     """The command that takes the job to the best choice; empty where there is none."""
-    from farthing.launch.registry import PROVIDERS
+    from farthing.launch.registry import TARGETS
 
     best, verb = view.best, "search" if bill else "train"
     if best is None:
@@ -254,7 +254,7 @@ def _next_step(arguments: argparse.Namespace, view: PlanView, bill: Any) -> str:
         return f"farthing {verb} {words}"
     if best.kind == "own":
         return f"on that machine: farthing {verb} {words}"
-    if any(best.provider in providers for providers in PROVIDERS.values()):
+    if any(best.provider in target.providers for target in TARGETS.values()):
         spot = " spot" if best.kind == "spot" else ""
         offer = shlex.quote(f"{best.provider}/{best.n_gpus}x {best.gpu}{spot}")
         return f"farthing launch {words} --offer {offer}  (rents nothing without --yes)"

@@ -92,8 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from farthing.run.opening import opened, opened_early
-
     if arguments.ancestor is not None:
         arguments.set = [*arguments.set, f"model.from_run={json.dumps(arguments.ancestor)}"]
     if arguments.retry is not None and arguments.retry < 1:
@@ -112,58 +110,39 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.set = [*arguments.set, *_from_launchers(arguments, is_told=seat.is_first)]
     if not seat.is_first:
         return _compute_along(arguments)
-    with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on
-        attempt = (
-            None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
-        )
+    from farthing.config.preflight import load_job_or_tell_all, look_over
+    from farthing.report.receipt import leave_receipt
+    from farthing.run.folder import is_finished
+    from farthing.run.opening import opened
+    from farthing.train.budget import allowance_s, refuse_cap_without_price
+    from farthing.train.watchdog import tell_limits
 
-        from farthing.config.preflight import load_job_or_tell_all
-        from farthing.report.receipt import leave_receipt
-        from farthing.run.folder import is_finished
-        from farthing.train.budget import allowance_s, refuse_cap_without_price
-        from farthing.train.watchdog import tell_limits
+    try:
+        job = load_job_or_tell_all(arguments.job, arguments.set)
+    except JobError as error:
+        if error.rest is not None:
+            tell(folder=error.rest.output_dir, when_done=error.rest.when_done)
+        raise
+    folder = Path(job.output_dir)
+    refuse_cap_without_price(job)
+    if arguments.dry_run:
+        return _show_dry_run(job)
+    offer = _scaling_offer(arguments, job)
+    if seat.n == 1 and is_finished(folder):  # else the others wait, and are told together
+        from farthing.run.exported import damaged_checkpoints
+        from farthing.train.finished import receipt_of_finished
 
-        try:
-            job = load_job_or_tell_all(arguments.job, arguments.set)
-        except JobError as error:
-            if error.rest is not None:
-                tell(folder=error.rest.output_dir, when_done=error.rest.when_done)
-            raise
-        folder = Path(job.output_dir)
-        if attempt is not None and attempt.folder != folder:
-            attempt.ledger.withdraw()
-            stack.close()
-            attempt = None
-        refuse_cap_without_price(job)
-        if arguments.dry_run:
-            return _show_dry_run(job)
-        offer = _scaling_offer(arguments, job)
-        if seat.n == 1 and is_finished(
-            folder
-        ):  # else the others wait, and are told as they come together
-            from farthing.run.exported import damaged_checkpoints
-            from farthing.train.finished import receipt_of_finished
-
-            if done := receipt_of_finished(job):
-                for text in damaged_checkpoints(folder):
-                    complain(text)
-                console = rich_console(stderr=arguments.json)
-                return _show_end(
-                    arguments, console, "finished", FINISHED_ALREADY, done, EXIT_FINISHED
-                )
-        tell(folder=str(folder), when_done=job.when_done)
-        n_ranks = 1 if seat.by else n_ranks_of(job)
-        if arguments.retry is not None or n_ranks > 1:
-            from farthing.config.preflight import look_over
-
-            if attempt is not None:
-                attempt.ledger.withdraw()
-                stack.close()
-            look_over(job)
-            return _train_until_it_ends(arguments, folder, n_ranks)
-        if attempt is None:
-            attempt = stack.enter_context(opened(folder, job.usd_per_hour))
-        attempt.ledger.set_price(job.usd_per_hour)
+        if done := receipt_of_finished(job):
+            for text in damaged_checkpoints(folder):
+                complain(text)
+            console = rich_console(stderr=arguments.json)
+            return _show_end(arguments, console, "finished", FINISHED_ALREADY, done, EXIT_FINISHED)
+    tell(folder=str(folder), when_done=job.when_done)
+    n_ranks = 1 if seat.by else n_ranks_of(job)
+    if arguments.retry is not None or n_ranks > 1:
+        look_over(job)
+        return _train_until_it_ends(arguments, folder, n_ranks)
+    with opened(folder, job.usd_per_hour) as attempt:  # on the bill from here on
         tell_limits(job, attempt.ledger, allowance_s(job, folder, attempt.ledger))
         outcome = _train_once(arguments, job, offer, attempt)
     if isinstance(outcome, str):

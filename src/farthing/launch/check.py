@@ -9,43 +9,14 @@ import shutil
 from collections.abc import Iterator
 
 from farthing.errors import Check, InputError
-from farthing.launch.clients import connect
 from farthing.launch.commands import run_command
 from farthing.launch.driver import RefusedError, UnclearError
 from farthing.launch.host_driver import HostDriver
+from farthing.launch.machines import Machine
 from farthing.launch.prepare import S3_KEYS
-from farthing.launch.registry import find_target
+from farthing.launch.registry import TARGETS, find_target
 from farthing.launch.request import PLAIN_IMAGE
 from farthing.launch.target import Target
-from farthing.run.machines import Machine
-
-LOGIN = {
-    "slurm": ("sinfo --noheader", "log in to a node where `sinfo` answers"),
-    "kubernetes": (
-        "kubectl auth can-i create jobs",
-        "choose a context (kubectl config use-context) that may",
-    ),
-    "vertex": (
-        "gcloud auth list --filter=status:ACTIVE --format=value(account)",
-        "gcloud auth login",
-    ),
-    "skypilot": ("sky check", "sky check says which cloud lacks what"),
-    "hf": ("hf auth whoami", "hf auth login"),
-}
-"""A command that works and prints something only where one is logged in, and what to do where it
-does not.
-"""
-QUOTA = {
-    "vertex": (
-        "Vertex AI has a quota for each accelerator and for spot: console, IAM & Admin, Quotas,"
-        " `custom_model_training`"
-    ),
-    "skypilot": (
-        "each cloud has its own quota: sky show-gpus --infra CLOUD; a new account often has none"
-    ),
-    "hf": "Jobs need a Pro, Team or Enterprise account",
-    "runpod": "an account spends at most $80 an hour unless its limit was raised",
-}
 
 
 def _ok(name: str, is_so: bool, found: str, to_do: str) -> Check:
@@ -54,8 +25,9 @@ def _ok(name: str, is_so: bool, found: str, to_do: str) -> Check:
 
 def check_target(text: str) -> Iterator[Check]:
     """Everything that is known to be needed. Raises `InputError` where there is no such target."""
-    needs_a_place = ":" not in text and text.strip().lower() in ("vertex", "lambda", "ssh")
-    target, at = find_target(f"{text}:WHERE/KEY" if needs_a_place else text)
+    known = TARGETS.get(text.strip().lower())
+    is_open = known is not None and known.needs_place
+    target, at = find_target(f"{text}:WHERE/KEY" if is_open else text)
     yield Check("target", "ok", target.title)
     yield Check(
         "ended by",
@@ -68,8 +40,8 @@ def check_target(text: str) -> Iterator[Check]:
         yield _ok(
             "command", path is not None, path or f"there is no `{target.program}`", target.install
         )
-        if path and target.name in LOGIN:
-            yield _login(*LOGIN[target.name])
+        if path and target.login:
+            yield _login(*target.login)
     for key in target.keys:
         is_set = bool(os.environ.get(key, "").strip())
         yield _ok("key", is_set, f"{key} is {'set' if is_set else 'not set'}", f"export {key}=...")
@@ -82,8 +54,8 @@ def check_target(text: str) -> Iterator[Check]:
         found = f"{absent} not set" if absent else "keys for s3:// are set"
         to_do = "export them, of a user who may write to the store's prefix only"
         yield Check("store", "warning" if absent else "ok", found, to_do)
-    if target.name in QUOTA:
-        yield Check("quota", "warning", "not asked", QUOTA[target.name])
+    if target.quota:
+        yield Check("quota", "warning", "not asked", target.quota)
     if target.name not in ("local", "ssh", "slurm"):
         to_do = (
             "docker build --target cuda at the root of farthing's repository, push it, name it with"
@@ -108,7 +80,7 @@ def _login(command: str, to_do: str) -> Check:
 def _answers(target: Target) -> Check:
     """Whether the provider takes the key."""
     try:
-        connect(target.name).look(Machine("farthing-none"))
+        target.connect().look(Machine("farthing-none"))
         return Check("login", "ok", "the key is taken")
     except (UnclearError, RefusedError, InputError) as error:
         return Check(

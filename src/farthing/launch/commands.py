@@ -21,9 +21,9 @@ from farthing.launch.driver import (
     UnauthorizedError,
     UnclearError,
 )
+from farthing.launch.machines import Machine
 from farthing.launch.request import LaunchRequest
 from farthing.launch.target import Commands
-from farthing.run.machines import Machine
 
 TIMEOUT_S = 180.0
 _NO_LOGIN = re.compile(

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from farthing.launch.machines import Machine
 from farthing.launch.request import LaunchRequest
-from farthing.run.machines import Machine
 
 
 class ProviderError(Exception):

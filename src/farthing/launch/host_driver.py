@@ -19,8 +19,8 @@ from pathlib import Path
 
 from farthing.launch.commands import ended
 from farthing.launch.driver import Created, Driver, InstanceStatus, RefusedError, UnclearError
+from farthing.launch.machines import Machine
 from farthing.launch.request import CREATED_AT, SCRIPT, LaunchRequest, home_of, script_of, values_of
-from farthing.run.machines import Machine
 
 HERE = "local"
 PATIENT_S, KILL_AFTER_S = 60.0, 60

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -26,7 +26,8 @@ from farthing.config.job import Job
 from farthing.data.read import is_dataset, is_text_folder
 from farthing.errors import InputError
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, pack
-from farthing.launch.registry import HERE, PROVIDERS, called, find_target, refuse_nowhere, target_of
+from farthing.launch.machines import MachineLedger
+from farthing.launch.registry import HERE, called, find_target, refuse_nowhere, target_of
 from farthing.launch.request import FETCH, GRACE_S, MOST_OVER, PLAIN_IMAGE, LaunchRequest, least_s
 from farthing.launch.supervise import TEARDOWN_S, NoBudgetError, Patience
 from farthing.launch.target import Target
@@ -35,7 +36,6 @@ from farthing.planner.inputs import Asked, study_job
 from farthing.planner.types import Plan
 from farthing.prices.offers import Billing, Offer, boot_of
 from farthing.run.accounts import Account
-from farthing.run.machines import MachineLedger
 from farthing.storage.files import Json, cannot_write, make_private, write_text
 from farthing.units import say_seconds, say_usd
 
@@ -90,12 +90,18 @@ OWN_FOLDERS = ("local", "slurm")
 """Targets whose machines see the files of this one: nothing has to travel."""
 
 
+Finding = Callable[[Any, str], Any]
+"""(study, text) -> the choice of the plan that the text means. Raises `InputError`."""
+
+
 @dataclass(frozen=True)
 class Wishes:
     """What the command line says beside the job."""
 
     on: str | None = None
     offer: str | None = None
+    """Rank or name of an offer in the plan; `find` knows which it is."""
+    find: Finding | None = None
     image: str = ""
     install: str = ""
     disk_gb: int = 100
@@ -355,7 +361,7 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
         return Prepared(job, *named, wishes, (), {}, Packed())
     if named is not None:
         _refuse_what_cannot_work(job, *named)  # before anything is planned
-    if named is not None and (named[0].name not in PROVIDERS):
+    if named is not None and not named[0].providers:
         target, at = named
         offers = _own_offers(job, target, at, now.date())
         plans: dict[Offer, Plan] = {}
@@ -409,7 +415,7 @@ def _rented_offers(
     job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: datetime
 ) -> tuple[Target, str, list[Offer], dict[Offer, Plan], int]:
     """The offers of the plan that the target, or any, can rent, the best first."""
-    providers = PROVIDERS[named[0].name] if named else ()
+    providers = named[0].providers if named else ()
     # where one is, no rank of the whole plan is asked for
     is_one = len(providers) == 1 and not wishes.offer and not job.where.provider
     most = most_gpus(job)
@@ -420,16 +426,18 @@ def _rented_offers(
         is_local=bool(wishes.offer),
     )
     study = study_job(job, asked, now=now)
-    plans = _chosen(study, wishes.offer, most) if wishes.offer else study.answer.plans
+    plans = list(study.answer.plans)
+    if wishes.offer and wishes.find is not None:
+        plans = _chosen(study, wishes.offer, wishes.find, most)
     found: dict[tuple[object, ...], tuple[Target, Plan]] = {}
     for plan in plans:
         offer = plan.offer
         target = named[0] if named else target_of(offer)
         is_out = plan.on.machine.is_local or offer.n_gpus > most
-        if target is None or is_out or offer.provider not in PROVIDERS[target.name]:
+        if target is None or is_out or offer.provider not in target.providers:
             continue
         if called(target, offer) is not None:
-            instance = offer.instance if target.name == "lambda" else ""
+            instance = offer.instance if target.rents_instances else ""
             found.setdefault(
                 (offer.provider, offer.gpu, offer.n_gpus, offer.is_spot, instance), (target, plan)
             )
@@ -456,14 +464,11 @@ def _rented_offers(
     )
 
 
-def _chosen(study: Any, text: str, most: int) -> list[Plan]:
+def _chosen(study: Any, text: str, find: Finding, most: int) -> list[Plan]:
     """The plans that a rank or a name of `farthing plan` means. Raises `InputError`, for more than
     `most` GPUs too.
     """
-    from farthing.report.plan_compare import find_plan
-    from farthing.report.plan_view import plan_view
-
-    row = find_plan(plan_view(study), text)
+    row = find(study, text)
     wanted = (row.provider, row.gpu, row.n_gpus, row.kind == "spot")
     found = [
         plan

@@ -1,51 +1,28 @@
-"""Every target by its name, and by which of them a provider's machines are rented."""
+"""Every target by its name, and by which of them a provider's machines are rented.
+
+A target is a file in `targets/` whose values of type `Target` are found here.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 from functools import cache
+from importlib import import_module
 from typing import NamedTuple
 
 from farthing.errors import InputError
+from farthing.launch import targets
 from farthing.launch.target import Target
-from farthing.launch.targets import (
-    hf_jobs,
-    hosts,
-    kubernetes,
-    lambda_cloud,
-    runpod,
-    skypilot,
-    slurm,
-    vast,
-    vertex,
-)
 from farthing.prices.offers import Offer
 from farthing.tables import facts
 
 TARGETS: dict[str, Target] = {
-    target.name: target
-    for target in (
-        hosts.LOCAL,
-        hosts.SSH,
-        slurm.TARGET,
-        kubernetes.TARGET,
-        vertex.TARGET,
-        skypilot.TARGET,
-        runpod.TARGET,
-        vast.TARGET,
-        lambda_cloud.TARGET,
-        hf_jobs.TARGET,
-    )
+    value.name: value
+    for module in pkgutil.iter_modules(targets.__path__)
+    for value in vars(import_module(f"{targets.__name__}.{module.name}")).values()
+    if isinstance(value, Target)
 }
-HERE = hosts.LOCAL.name
-OF_PROVIDER = {"RunPod": "runpod", "Vast.ai": "vast", "Lambda": "lambda"}
-PROVIDERS = {
-    "runpod": ("RunPod",),
-    "vast": ("Vast.ai",),
-    "lambda": ("Lambda",),
-    "vertex": ("GCP",),
-    "skypilot": tuple(skypilot.INFRA),
-}
-"""Whose offers of the price table each target can rent. Hugging Face's prices are not in it."""
+HERE = "local"
 
 
 class Called(NamedTuple):
@@ -67,8 +44,8 @@ def called(target: Target, offer: Offer) -> Called | None:
     """What the target calls the GPU of an offer; None where it has none such."""
     if not target.picks_gpus:
         return Called("")
-    if target.name == "lambda":
-        return Called(offer.instance) if offer.provider == "Lambda" else None
+    if target.rents_instances:
+        return Called(offer.instance) if offer.provider in target.providers else None
     names = (f"{target.name}/{offer.provider}", target.name)
     known = (_calls().get((name, offer.gpu, n)) for name in names for n in (offer.n_gpus, 0))
     return next((found for found in known if found), None)
@@ -88,7 +65,7 @@ def find_target(text: str) -> tuple[Target, str]:
 
 def refuse_nowhere(target: Target, at: str) -> None:
     """Raise `InputError` for a target that has to be told where, and is not."""
-    if not at and target.at and not target.at.startswith("["):
+    if not at and target.needs_place:
         raise InputError(
             f"{target.title} needs to know where",
             where="--on",
@@ -100,7 +77,6 @@ def target_of(offer: Offer) -> Target | None:
     """The target by which a provider's offer is rented when none was named: our own client, else
     SkyPilot.
     """
-    name = OF_PROVIDER.get(offer.provider) or (
-        "skypilot" if offer.provider in skypilot.INFRA else None
-    )
-    return TARGETS[name] if name else None
+    able = [target for target in TARGETS.values() if offer.provider in target.providers]
+    own = [target for target in able if target.client is not None]
+    return next(iter([*own, *(target for target in able if target.name == "skypilot")]), None)

@@ -24,7 +24,6 @@ from farthing.errors import (
     RunInterruptedError,
     StoreUnavailableError,
 )
-from farthing.launch.clients import connect
 from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Driver, ProviderError, UnauthorizedError, UnclearError
 from farthing.launch.host_driver import HostDriver
@@ -40,7 +39,7 @@ from farthing.run.accounts import Account, read_ledger
 from farthing.run.commits import list_commits, take_newest
 from farthing.run.folder import LEDGER, run_id_of
 from farthing.run.ledger import steady_clock
-from farthing.run.machines import Machine, MachineLedger, bill_by_machine
+from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.storage.files import Json, cannot_write, make_private, only_writer, write_text
 from farthing.storage.lease import Lease, LeaseLostError
 from farthing.storage.objects import LocalStore, Retrying, Store, StoreError, open_store
@@ -48,7 +47,6 @@ from farthing.units import say_bytes, say_seconds, say_usd
 
 FOLDER = "launch"
 STORE_S, LOOK_S, LEASE_S = 120.0, 15.0, 60.0
-VALUES_GO_ALONG = ("local", "ssh", "vast", "lambda", "skypilot", "hf")
 """Targets that get the values of secrets from this environment; others have them already."""
 Say = Callable[[str], None]
 
@@ -128,7 +126,7 @@ class Session:
                 where="--on",
                 to_do="stay with it and say so with --attended, or take another target",
             )
-        if self.prepared.target.name in VALUES_GO_ALONG:
+        if self.prepared.target.takes_values:
             values_of(
                 secrets_of(self.prepared.job, self.prepared.target)
             )  # what is missing is said before anything is sent
@@ -357,7 +355,7 @@ class Session:
             return HostDriver(
                 [offer.instance for offer in self.prepared.offers], self.prepared.folder
             )
-        return connect(target.name)
+        return target.connect()
 
     # ---- afterwards, and meanwhile ----
 

@@ -35,11 +35,11 @@ from farthing.launch.driver import (
     UnauthorizedError,
     UnclearError,
 )
+from farthing.launch.machines import MACHINES, Machine, MachineLedger
 from farthing.launch.request import LaunchRequest
 from farthing.launch.words import StoreWords, Word
 from farthing.prices.offers import Offer
 from farthing.run.accounts import Account
-from farthing.run.machines import MACHINES, Machine, MachineLedger
 from farthing.units import plural, say_seconds, say_usd
 
 T = TypeVar("T")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farthing.launch.driver import InstanceStatus
-from farthing.launch.request import LaunchRequest
-from farthing.run.machines import Machine
+from farthing.launch.driver import Driver, InstanceStatus
+from farthing.launch.http import Api
+from farthing.launch.machines import Machine
+from farthing.launch.request import LaunchRequest, values_of
 
 Files = dict[str, str]
 """Name -> text."""
@@ -53,5 +55,35 @@ class Target:
     """Whether a GPU has to have a name in facts/launch.csv to be had there."""
     keeps_billing: tuple[str, str] | None = None
     """What it bills beside the machines, and what ends that."""
+    providers: tuple[str, ...] = ()
+    """Whose offers of the price table it can rent. Hugging Face's prices are not in it."""
+    rents_instances: bool = False
+    """Whether a machine is asked for by the name of its kind, as the price table has it."""
+    api: str = ""
+    client: Callable[[Api], Driver] | None = None
+    """Our own client, for the API at that address."""
+    login: tuple[str, str] | None = None
+    """A command that works and prints something only where one is logged in, and what to do where
+    it does not.
+    """
+    quota: str = ""
+    """What an account may lack."""
+    takes_values: bool = False
+    """Whether the values of secrets travel with the request, from the environment here."""
     check: Callable[[Mapping[str, str]], list[str]] = lambda files: []
     """What of the files the target would refuse for something that the user has said."""
+
+    @property
+    def needs_place(self) -> bool:
+        """Whether it has to be told where."""
+        return bool(self.at) and not self.at.startswith("[")
+
+    def connect(self) -> Driver:
+        """Our own client, with the key from the environment. Raises `InputError`.
+
+        FARTHING_LAUNCH_API names another address, for tests.
+        """
+        assert self.client is not None
+        (key,) = self.keys
+        headers = {"Authorization": f"Bearer {values_of([key], 'your account')[key]}"}
+        return self.client(Api(os.environ.get("FARTHING_LAUNCH_API") or self.api, headers))

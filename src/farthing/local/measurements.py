@@ -271,7 +271,7 @@ def _parsed(line: bytes) -> Measurement | None:
     """A line's measurement; None for anything else."""
     if len(line) > _MOST_LINE_BYTES:
         return None
-    row, _ = read_line(line)
+    row = read_line(line)
     if row is None or row.get("version") != VERSION:
         return None
     if not set(row) >= _REQUIRED:

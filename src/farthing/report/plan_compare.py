@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from farthing.errors import InputError
 from farthing.planner.ownership import saving
@@ -12,7 +13,7 @@ from farthing.planner.types import HERE
 from farthing.prices.gpus import find_gpu, gpus
 from farthing.report.plan_asides import Service
 from farthing.report.plan_types import Choice, Refused
-from farthing.report.plan_view import Compared, PlanView
+from farthing.report.plan_view import Compared, PlanView, plan_view
 from farthing.report.plan_words import say_cost, say_saving, say_short
 from farthing.units import parse_hours, plural, say_bytes, say_count, say_seconds, say_usd
 
@@ -29,6 +30,11 @@ class OwnTerms:
 
 
 Side = Choice | Service | OwnTerms
+
+
+def find_in_study(study: Any, text: str) -> Choice:
+    """`find_plan` in the plan of a study."""
+    return find_plan(plan_view(study), text)
 
 
 def find_plan(view: PlanView, text: str) -> Choice:

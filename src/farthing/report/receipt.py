@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import InputError
+from farthing.launch.machines import bill_of
 from farthing.planner.estimate import Estimate
 from farthing.report.diagnosis import diagnose
 from farthing.report.receipt_serving import serving_of
@@ -46,7 +47,6 @@ from farthing.run.folder import (
     witnesses_of,
 )
 from farthing.run.ledger import SPANS
-from farthing.run.machines import bill_of
 from farthing.storage.files import Json, read_json, write_json
 from farthing.units import plural, say_seconds, say_usd
 
@@ -498,7 +498,7 @@ def _utilisation(accounts: list[Account]) -> list[list[float]]:
     """How busy the GPU was over all attempts: at most `N_CURVE_POINTS` points [step, mean of its
     stretch].
     """
-    points = [(int(step), mean) for account in accounts for step, mean, _ in account.utilisation]
+    points = [point for account in accounts for point in account.utilisation]
     size = -(-len(points) // N_CURVE_POINTS) or 1
     stretches = [points[start : start + size] for start in range(0, len(points), size)]
     return [

@@ -107,10 +107,7 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
             else steps_at
         )
         steps_at.append((account.first_step, begin_s + _start_s(account)))
-        own = account.stretches or [
-            [account.step, account.facts.get("tokens", 0), account.n_saves, account.spans]
-        ]
-        for step, at_end, n_saves, spans in own:
+        for step, at_end, n_saves, spans in account.stretches:
             seconds = grouped(spans)
             end_s, tokens = begin_s + sum(seconds.values()), max(tokens, int(at_end))
             usd = sum(seconds.values()) / 3600 * account.usd_per_hour

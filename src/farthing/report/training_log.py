@@ -97,8 +97,6 @@ class TrainingLog:
     figures: dict[str, Curve] = field(default_factory=dict)
     """What the objective finds besides its loss, by name."""
     evaluations: list[Json] = field(default_factory=list)
-    has_sums: bool = False
-    """Whether a line with a checksum was seen: from there on lines without one are damaged."""
     n_damaged: int = 0
     """Lines that are left out. One that a kill has torn at the end is not counted."""
 
@@ -112,9 +110,8 @@ class TrainingLog:
 
     def add_line(self, whole: bytes) -> None:
         """A line as it stands in the file."""
-        line, has_sum = checked(whole)
-        self.has_sums |= has_sum
-        if line is None or (self.has_sums and not has_sum):
+        line = checked(whole)
+        if line is None:
             self.n_damaged += bool(whole.strip()) and whole.endswith(b"\n")
             return
         match = _STEP.match(line)
@@ -186,8 +183,8 @@ def keep_digest(path: Path, kept_bytes: int = 0, *, worth_bytes: int = _WORTH_BY
 def _from_digest(path: Path, file: BinaryIO) -> tuple[TrainingLog, int] | None:
     """(the log so far, where to go on), where the digest is whole and of this very file."""
     try:
-        text, has_sum = checked(path.with_name(DIGEST).read_bytes())
-        facts = parse_json(text.decode()) if text is not None and has_sum else {}
+        text = checked(path.with_name(DIGEST).read_bytes())
+        facts = parse_json(text.decode()) if text is not None else {}
         if facts["version"] != _VERSION or facts["ends"] != _ends(file, facts["end"]):
             return None
         log, figures = facts["log"], facts["log"]["figures"]

@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from farthing.errors import DiskFullError, RunChangedError, RunDamagedError
-from farthing.run.accounts import accounts_of, as_lines, merge, read_ledger
+from farthing.run.accounts import accounts_of, as_line, merge, read_ledger
 from farthing.run.folder import (
     CHECKPOINT_NAME,
     CHECKPOINTS,
@@ -378,4 +378,4 @@ def join_ledgers(here: Path, from_store: Path, words: list[Json]) -> None:
     }
     joined = merge(merge(read_ledger(from_store).accounts, told), read_ledger(here).accounts)
     if joined:
-        write_text(here, as_lines(joined[number] for number in sorted(joined)))
+        write_text(here, (as_line(joined[number]) for number in sorted(joined)))

@@ -1,11 +1,18 @@
 """Every second of a run has a name and a price.
 
 A `Meter` is always in exactly one span, so the spans of an attempt add up to its wall time by
-construction. The
-`Ledger` keeps the account of every attempt on disk, apart from the checkpoints: time that was paid
-for stays on the bill even when its work was lost. The file has a line an attempt; that of the
-running one is written again, in two places in turn, so that a kill at any moment leaves one of them
-whole. Refuses to know what is being measured: it gets names and numbers.
+construction. The `Ledger` keeps the account of every attempt on disk, apart from the checkpoints:
+time that was paid for stays on the bill even when its work was lost.
+
+    train, saver, watchers                        thread, every `BEAT_S`
+      enter/span    write(state, facts)              beat
+         v                v                            v
+       Meter  ------>  Account of this attempt  --> the whole file anew: a line for each other
+      (seconds)                                     attempt, two for this one; draft, then rename
+
+A kill at any moment leaves the file before or after: it costs what was spent since the last beat.
+On a full disk the file is written over in place, where one of the two lines is always whole. What
+somebody else has put in the file's place is taken in before it is written again.
 """
 
 from __future__ import annotations
@@ -23,12 +30,12 @@ from typing import Any
 from farthing.clock import seconds_since_boot
 from farthing.run.accounts import (
     LOST,
+    N_SHORT_MARKS,
     Account,
     Found,
     Witness,
     accounts_of,
     as_line,
-    as_lines,
     merge,
     read_ledger,
 )
@@ -55,12 +62,8 @@ SPANS = {
     "idle": "everything else",
     "lost": "details lost with damaged lines of the ledger",
 }
-BEAT_S, SOONEST_BEAT_S, BEAT_SHARE = 1.0, 0.05, 0.01
-"""A running attempt is written every second; a young one sooner, so that a kill forgets no more
-than a hundredth of it.
-"""
+BEAT_S = 0.5
 N_LONG = 8  # newest attempts whose lines are kept with all their detail
-MARGIN_BYTES, BLOCK_BYTES = 4096, 512
 MOST_TAIL_S = 3600.0
 """Seconds that a killed process can have gone without a line; more is a clock that was set."""
 
@@ -165,67 +168,57 @@ class Meter:
 
 class Ledger:
     """The accounts of a run's attempts, in `ledger.jsonl`, of which this process writes one.
-    Nothing is written before
-    `write` is called for the first time.
 
-    What a process spends between its last line and a kill is the only time that is not on the bill:
-    a hundredth of the attempt at most, and never more than about a second. `witnesses` know of
-    money that may be missing in the file.
+    Nothing is written before `write` is called for the first time. `witnesses` know of money that
+    may be missing in the file.
     """
 
     def __init__(
         self,
         path: Path,
         meter: Meter,
-        usd_per_hour: float | None,
+        usd_per_hour: float,
         witnesses: Iterable[Witness] = (),
     ) -> None:
         self._path, self._meter = path, meter
-        self._file: int | None = None
-        self._places = (0, 0)
-        self._place_bytes = 0
+        self._mine = Account(LOST, id=uuid.uuid4().hex[:12], usd_per_hour=usd_per_hour)
+        self._past: dict[int, Account] = {}
+        self._past_lines = ""
+        self._as_left: tuple[int, ...] | None = None
         self._last_line_at = -1e9
+        self._newest: Json = {}
         self._beats: threading.Thread | None = None
         self._closed = threading.Event()
         self._is_withdrawn = False
-        self._newest: Json = {}
-        self._is_kept_aside = False
-        self._mine = Account(LOST, id=uuid.uuid4().hex[:12])
-        self._past: dict[int, Account] = {}
         self._witnesses = list(witnesses)
         self.damage: Found | None = None
         """What was wrong with the ledger when it was read, if anything was."""
+        self._is_kept_aside = False
         self._read()
-        if usd_per_hour is None:
-            usd_per_hour = self.past[-1].usd_per_hour if self.past else 0.0
-        self.set_price(usd_per_hour)
 
-    def _read(self) -> None:
-        """Take over what the file knows of other attempts, beside what is known already; find the
-        number of this one.
+    def _read(self, others: dict[int, Account] | None = None) -> None:
+        """Take over what the file and `others` know of other attempts; find the number of this
+        one.
         """
         found = read_ledger(self._path, self._witnesses)
         if found.is_damaged:
             self.damage, self._is_kept_aside = found, False
-        mine = [account for account in found.accounts.values() if account.id == self._mine.id]
-        others = {
-            number: account for number, account in found.accounts.items() if account not in mine
-        }
-        self._past = merge(others, self._past)
-        wanted = mine[0].number if mine else self._mine.number
-        free = max(self._past, default=LOST) + 1
-        self._mine.number = wanted if wanted not in self._past and wanted != LOST else free
-        self._past_s = sum(account.wall_s for account in self.past)
-        self._past_usd = sum(account.usd for account in self.past)
+        known = merge(merge(found.accounts, self._past), others or {})
+        mine = [number for number, account in known.items() if account.id == self._mine.id]
+        self._past = {number: known[number] for number in known if number not in mine}
+        self._mine.number = mine[0] if mine else self._mine.number
+        if self._mine.number == LOST or self._mine.number in self._past:
+            self._mine.number = max(self._past, default=LOST) + 1
+        for account in self.past[:-N_LONG]:
+            account.thin(N_SHORT_MARKS)
+        self._past_lines = "".join(map(as_line, self.past))
+        self._mine.past_s = sum(account.wall_s for account in self.past)
+        self._mine.past_usd = sum(account.usd for account in self.past)
 
     @property
     def lock(self) -> threading.RLock:
         """Held while a line is made and written."""
         return self._meter.lock
-
-    def set_price(self, usd_per_hour: float) -> None:
-        """What an hour of this attempt costs, from its beginning on."""
-        self._mine.usd_per_hour = usd_per_hour
 
     @property
     def past(self) -> list[Account]:
@@ -272,12 +265,12 @@ class Ledger:
     @property
     def spent_usd(self) -> float:
         """Dollars of the whole run so far, all attempts."""
-        return self._past_usd + self._meter.wall_s / 3600 * self._mine.usd_per_hour
+        return self._mine.past_usd + self._meter.wall_s / 3600 * self._mine.usd_per_hour
 
     @property
     def spent_s(self) -> float:
         """Seconds of the whole run so far, all attempts."""
-        return self._past_s + self._meter.wall_s
+        return self._mine.past_s + self._meter.wall_s
 
     @property
     def now(self) -> float:
@@ -308,11 +301,8 @@ class Ledger:
 
     def beat(self, *, at_once: bool = False) -> None:
         """Say that time goes on, if nothing was said for a while."""
-        if at_once or self._meter.wall_s - self._last_line_at >= self._beat_s():
+        if at_once or self._meter.wall_s - self._last_line_at >= BEAT_S:
             self.write()
-
-    def _beat_s(self) -> float:
-        return min(BEAT_S, max(SOONEST_BEAT_S, BEAT_SHARE * self._meter.wall_s))
 
     def keep_beating(self) -> None:
         """`beat` from a thread until `close`: a kill in a long import, step or evaluation is on the
@@ -320,7 +310,7 @@ class Ledger:
         """
 
         def beats() -> None:
-            while not self._closed.wait(self._beat_s()):
+            while not self._closed.wait(BEAT_S):
                 with contextlib.suppress(OSError):  # a full disk is the loop's to judge
                     self.beat()
 
@@ -336,9 +326,6 @@ class Ledger:
         with self._meter.lock:
             self._mine.n_saves += n_saves
             self._mine.held_up_s += seconds
-            self._mine.spans = dict(self._meter.spans)
-            if n_saves:
-                self._mine.mark_save()
 
     def witness(self) -> Json:
         """What a checkpoint has to know, to bear witness when the ledger is damaged: written to the
@@ -349,12 +336,14 @@ class Ledger:
             mine = self._mine
             return {
                 "attempt": mine.number,
-                "spent_s": self._past_s + mine.wall_s,
-                "spent_usd": self._past_usd + mine.usd,
+                "spent_s": mine.past_s + mine.wall_s,
+                "spent_usd": mine.past_usd + mine.usd,
             }
 
     def write(self, state: str = "", **facts: Any) -> None:
-        """Write this attempt's line now. `state` is what the attempt is if nothing more is said."""
+        """Write this attempt's line now. `state` is what the attempt is if nothing more is said.
+        Raises `OSError`.
+        """
         with self._meter.lock:
             if self._is_withdrawn:
                 return
@@ -364,91 +353,15 @@ class Ledger:
             mine.spans = {name: round(seconds, 4) for name, seconds in self._meter.spans.items()}
             mine.note({**self._newest, **facts})
             self._newest = {}
-            mine.note_time()
-            if mine.began:
-                mine.mark()
+            mine.mark()
             self._last_line_at = wall_s
-            try:
-                self._put()
-            except OSError:
-                # the place that may be half written is written again, not the one that is whole
-                mine.line -= 1
-                raise
-
-    # ---- on the disk ----
-
-    def _put(self) -> None:
-        """The line of this attempt, in the place that does not hold its newest; the whole file
-        again where it must be.
-        """
-        if self._file is None or not self._is_as_left():
-            self._begin_file()
-            return
-        line = self._line()
-        if len(line) >= self._place_bytes:
-            self._begin_file()
-        else:
-            line = line.ljust(self._place_bytes - 1) + b"\n"
-            if os.pwrite(self._file, line, self._places[self._mine.line % 2]) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-
-    def _line(self) -> bytes:
-        self._mine.past_s, self._mine.past_usd = self._past_s, self._past_usd
-        return as_line(self._mine).encode()
-
-    def _is_as_left(self) -> bool:
-        """Whether the file at the path is the one that this process writes, with the size that it
-        has given it.
-        """
-        assert self._file is not None
-        ours = os.fstat(self._file)
-        try:
-            there = os.stat(self._path, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        size = self._places[1] + self._place_bytes
-        return (there.st_ino, there.st_dev, there.st_size) == (ours.st_ino, ours.st_dev, size)
-
-    def _begin_file(self) -> None:
-        """Replace the file in one step: a line for each other attempt, and two equal ones of this,
-        with room to grow.
-        """
-        if self._file is not None or self._path.exists():
-            self._read()
-        if self.damage is not None and not self._is_kept_aside:
-            keep_aside(self._path)
-            self._is_kept_aside = True
-        self._forget_file()
-        for account in self.past[:-N_LONG]:
-            account.shorten()
-        before = as_lines(self.past)
-        line = self._line()
-        self._place_bytes = -(-(len(line) + MARGIN_BYTES) // BLOCK_BYTES) * BLOCK_BYTES
-        place = (line.ljust(self._place_bytes - 1) + b"\n").decode()
-        write_text(self._path, before + 2 * place)
-        start = len(before.encode())
-        self._places = (start, start + self._place_bytes)
-        self._file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
-        os.fchmod(self._file, 0o600)
-
-    def _forget_file(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def read_again(self) -> None:
-        """Take over what others have written to the file: the store's copy was joined with it."""
-        with self._meter.lock:
-            if self._file is not None and not self._is_as_left():
-                self._begin_file()
+            self._put()
 
     def take_in(self, rows: list[Json]) -> None:
         """Put attempts of other machines at this run on the bill. Raises `OSError`."""
         with self._meter.lock:
-            theirs = accounts_of(rows)
-            mine = [number for number, each in theirs.items() if each.id == self._mine.id]
-            self._past = merge(self._past, {n: theirs[n] for n in theirs if n not in mine})
-            self._begin_file()
+            self._read(accounts_of(rows))
+            self._put()
 
     def withdraw(self) -> None:
         """Take this attempt out again: it turned out to be none of this run. Without others the
@@ -456,12 +369,10 @@ class Ledger:
         """
         with self._meter.lock:
             self._is_withdrawn = True
-            if self._file is not None:
-                self._forget_file()
-                if self._past:
-                    write_text(self._path, as_lines(self.past))
-                else:
-                    self._path.unlink(missing_ok=True)
+            if self._as_left is not None and self._past:
+                write_text(self._path, self._past_lines)
+            elif self._as_left is not None:
+                self._path.unlink(missing_ok=True)
 
     def end(self, state: str) -> None:
         """The attempt's last word, forced to the disk; time goes on until `close`."""
@@ -469,20 +380,46 @@ class Ledger:
         self._sync()
 
     def close(self, state: str = "") -> None:
-        """Stop, with the attempt's last line in both its places, forced to the disk."""
+        """Stop, with the attempt's last line forced to the disk."""
         self._closed.set()
         if self._beats is not None:
             self._beats.join()
             self._beats = None
-        if self._file is not None or (state and not self._is_withdrawn):
-            self.write(state)
-            self.write()
-            self._sync()
-        self._forget_file()
+        if (self._as_left is not None or state) and not self._is_withdrawn:
+            self.end(state)
+
+    # ---- on the disk ----
+
+    def _put(self) -> None:
+        is_as_left = self._as_left is not None and self._as_left == _identity(self._path)
+        if not is_as_left and self._path.exists():
+            self._read()
+        if self.damage is not None and not self._is_kept_aside:
+            keep_aside(self._path)
+            self._is_kept_aside = True
+        text = self._past_lines + 2 * as_line(self._mine)
+        try:
+            write_text(self._path, text, is_synced=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not is_as_left:
+                raise
+            with open(self._path, "r+", encoding="utf-8") as file:  # its blocks are there
+                file.write(text)
+                file.truncate()
+        self._as_left = _identity(self._path)
 
     def _sync(self) -> None:
-        if self._file is not None:
-            os.fsync(self._file)
+        with open(self._path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """What differs between a file and one that took its place."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def end_for(path: Path, state: str, late_s: float) -> None:
@@ -495,7 +432,7 @@ def end_for(path: Path, state: str, late_s: float) -> None:
         late_s = max(0.0, min(late_s, time.time() - last.at))
         last.state, last.line, last.at = state or last.state, last.line + 1, last.at + late_s
         last.spans["idle"] = last.spans.get("idle", 0.0) + late_s
-        write_text(path, as_lines(accounts))
+        write_text(path, map(as_line, accounts))
 
 
 def bill_tail(path: Path) -> None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from farthing.errors import (
-    FarthingError,
     InputError,
     JobError,
     LimitError,
@@ -32,7 +31,6 @@ from farthing.run.folder import (
     LOG,
     MODEL,
     RUN,
-    is_finished,
     witnesses_of,
 )
 from farthing.run.ledger import Ledger, Meter, seconds_since_process_start
@@ -40,7 +38,6 @@ from farthing.storage.files import cannot_write, make_private, only_writer, swee
 from farthing.storage.mounts import bucket_mount_of
 from farthing.units import plural, say_seconds, say_usd
 
-MOST_JOB_CHARS = 1 << 20
 _counted_by: set[int] = set()
 """The process, once its age is on a bill."""
 PAUSED = "FARTHING_PAUSED_S"
@@ -144,11 +141,11 @@ def refuse_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
+def opened(folder: Path, usd_per_hour: float) -> Iterator[Opened]:
     """An attempt in a run folder, which is made if need be and held by this process for as long as
     the block runs.
 
-    `usd_per_hour` None: as the attempt before. Raises `InputError` where the folder can't be made,
+    Raises `InputError` where the folder can't be made,
     `RunBusyError`, `DiskFullError`.
     """
     had_lock = (folder / ".lock").exists()
@@ -198,45 +195,6 @@ def _state_after(error: BaseException) -> str:
         return "limit"
     is_asked = isinstance(error, RunInterruptedError | KeyboardInterrupt)
     return "interrupted" if is_asked else "failed"
-
-
-def opened_early(stack: contextlib.ExitStack, job: Path, overrides: Sequence[str]) -> Opened | None:
-    """An attempt on `stack` in the folder that a job file seems to name, before the file is
-    understood: reading it takes a while too. None where that is not plain to see, or no run has
-    begun there.
-
-    The price is that of the attempt before until `Ledger.set_price` says otherwise.
-    """
-    folder = likely_folder(job, overrides)
-    if folder is None or not (folder / LEDGER).is_file() or is_finished(folder):
-        return None
-    try:
-        attempt = stack.enter_context(opened(folder, None))
-    except (FarthingError, OSError):  # it will be said when it is known that this is the folder
-        return None
-    return attempt
-
-
-def likely_folder(job: Path, overrides: Sequence[str]) -> Path | None:
-    """The `output_dir` of a job file, or of the command line, before anything else of it is looked
-    at; None where it has none.
-    """
-    import yaml
-
-    try:
-        given = [text.partition("=")[2] for text in overrides if text.startswith("output_dir=")]
-        if given:
-            base, name = Path.cwd(), yaml.safe_load(given[-1])
-        else:
-            text = job.read_text(encoding="utf-8-sig")
-            if len(text) > MOST_JOB_CHARS:
-                return None  # whoever reads the job refuses it
-            base, name = job.resolve().parent, yaml.safe_load(text)["output_dir"]
-        if not isinstance(name, str):
-            return None
-        return Path(os.path.abspath(base / Path(name).expanduser()))
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError, yaml.YAMLError):
-        return None
 
 
 def _age_to_count() -> float:

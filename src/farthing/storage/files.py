@@ -190,9 +190,9 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, _as_text(value))
 
 
-def write_text(path: Path, text: str | Iterable[str]) -> None:
+def write_text(path: Path, text: str | Iterable[str], *, is_synced: bool = True) -> None:
     """Replace a file by a text, or by pieces of one: readers see the old content or the new, never
-    a part.
+    a part. What is not synced survives a kill, not the loss of the machine.
 
     Raises `OSError`.
     """
@@ -200,13 +200,15 @@ def write_text(path: Path, text: str | Iterable[str]) -> None:
     try:
         with open(draft, "w", encoding="utf-8", newline="") as file:
             file.writelines([text] if isinstance(text, str) else text)
-            file.flush()
-            os.fsync(file.fileno())
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    fsync_path(path.parent)
+    if is_synced:
+        fsync_path(path.parent)
 
 
 def _as_text(value: Any) -> str:

@@ -1,8 +1,5 @@
 """Append-only logs whose every line carries a checksum of its own, so that a damaged line is found
-and the others are kept.
-
-Lines from before there were checksums are taken as they are, as long as they stand before the first
-line with one. Refuses to know what a line says.
+and the others are kept. A line without a checksum is a damaged one.
 """
 
 from __future__ import annotations
@@ -19,29 +16,25 @@ from typing import IO
 
 from farthing.storage.files import Json, open_own, parse_json, write_text
 
-SUM = "crc32"
-_TAIL = re.compile(rb', "(\w+)": "([0-9a-f]{8})"\}')
+_TAIL = re.compile(rb', "crc32": "([0-9a-f]{8})"\}')
+_TAIL_BYTES = len(b', "crc32": "01234567"}')
 
 
-def line_of(row: Json, key: str = SUM, *, ensure_ascii: bool = False) -> str:
+def line_of(row: Json, *, ensure_ascii: bool = False) -> str:
     """A row as a line without its end, with the CRC-32 of its own content, eight hex digits, as its
     last value.
     """
     text = json.dumps(row, allow_nan=False, ensure_ascii=ensure_ascii)
-    return f'{text[:-1]}, "{key}": "{zlib.crc32(text.encode()):08x}"}}'
+    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}'
 
 
-def read_line(line: bytes, key: str = SUM) -> tuple[Json | None, bool]:
-    """(the row of a line without its checksum, whether it had one); None in place of a row that is
-    damaged.
-    """
-    text, is_summed = checked(line, key.encode())
-    row = None
+def read_line(line: bytes) -> Json | None:
+    """The row of a line without its checksum; None where it is damaged."""
+    text = checked(line)
     with contextlib.suppress(ValueError):
         row = None if text is None else parse_json(text.decode("utf-8"))
-    if not isinstance(row, dict) or key in row:
-        return None, False
-    return row, is_summed
+        return row if isinstance(row, dict) else None
+    return None
 
 
 def newest_lines(path: Path, most_bytes: int) -> list[bytes]:
@@ -57,16 +50,12 @@ def newest_lines(path: Path, most_bytes: int) -> list[bytes]:
         return []
 
 
-def checked(line: bytes, key: bytes = SUM.encode()) -> tuple[bytes | None, bool]:
-    """(a line's text without its checksum, whether it had one), not taken apart; None in place of
-    text that is damaged.
-    """
-    whole, n_bytes = line.rstrip(b"\n"), len(key) + len(b', "": "01234567"}')
-    found = _TAIL.fullmatch(whole[-n_bytes:])  # a line may be long: only its end is looked at
-    if found is None or found[1] != key:
-        return whole, False
-    text = whole[:-n_bytes] + b"}"
-    return (text, True) if zlib.crc32(text) == int(found[2], 16) else (None, False)
+def checked(line: bytes) -> bytes | None:
+    """A line's text without its checksum, not taken apart; None where it is damaged."""
+    whole = line.rstrip(b"\n")
+    found = _TAIL.fullmatch(whole[-_TAIL_BYTES:])  # a line may be long: only its end is looked at
+    text = whole[:-_TAIL_BYTES] + b"}"
+    return text if found and zlib.crc32(text) == int(found[1], 16) else None
 
 
 def append_line(path: Path, row: Json) -> None:
@@ -118,20 +107,15 @@ class SummedLines:
         """Every whole line without its checksum, in order. The last one may have been torn by a
         kill: it is not counted.
         """
-        self.damaged, has_sums = [], False
+        self.damaged = []
         if not self.path.exists():
             return
-        torn = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
-                row, is_summed = read_line(line)
-                has_sums |= is_summed
-                if row is not None and (is_summed or not has_sums):
+                if (row := read_line(line)) is not None:
                     yield row
-                elif line.strip():
+                elif line.strip() and line.endswith(b"\n"):
                     self.damaged.append(number)
-                    torn = number if not line.endswith(b"\n") else 0
-        self.damaged = [number for number in self.damaged if number != torn]
 
     def keep(self, wanted: Callable[[Json], bool]) -> None:
         """Drop the lines that are not wanted, in one step."""

@@ -105,7 +105,7 @@ def known_settings(path: Path, subject: Subject) -> Settings | None:
     """
     for line in reversed(newest_lines(path, _MOST_BYTES)):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            row = read_line(line)[0] or {}
+            row = read_line(line) or {}
             if Subject(**row["subject"]).is_like(subject):
                 return _checked(Settings.from_json(row["settings"]))
     return None

@@ -281,7 +281,7 @@ def _bring_back(job: Job, context: Context, allow_restart: bool) -> None:
 
     with context.meter.span("restore"):
         step = context.replica.bring_back(allow_restart, asks)
-    context.ledger.read_again()
+    context.ledger.write()
     if step is not None:
         context.emit(Note(f"step {step} was brought back from {job.output_store}"))
     if doubt := context.replica.doubt():

@@ -96,4 +96,7 @@ TARGET = Target(
     program="hf",
     install="pip install huggingface-hub, then: hf auth login",
     picks_gpus=True,
+    login=("hf auth whoami", "hf auth login"),
+    quota="Jobs need a Pro, Team or Enterprise account",
+    takes_values=True,
 )

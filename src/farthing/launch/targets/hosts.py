@@ -18,6 +18,7 @@ LOCAL = Target(
     "this machine",
     render,
     ends="`timeout` around the run, a process of its own",
+    takes_values=True,
 )
 SSH = Target(
     "ssh",
@@ -31,4 +32,5 @@ SSH = Target(
     program="ssh",
     install="apt-get install openssh-client",
     keeps_billing=("a rented host", "its provider, when you end the host there"),
+    takes_values=True,
 )

@@ -158,4 +158,8 @@ TARGET = Target(
     commands=commands,
     program="kubectl",
     install="https://kubernetes.io/docs/tasks/tools/",
+    login=(
+        "kubectl auth can-i create jobs",
+        "choose a context (kubectl config use-context) that may",
+    ),
 )

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 
-from farthing.launch.request import SCRIPT, LaunchRequest, script_of
+from farthing.launch.client import Client, statuses, sure, understood
+from farthing.launch.driver import Created, InstanceStatus, UnclearError
+from farthing.launch.machines import Machine
+from farthing.launch.request import CREATED_AT, SCRIPT, LaunchRequest, script_of, values_of
 from farthing.launch.target import Files, Target
 
 REQUEST = "launch.json"
@@ -43,6 +47,50 @@ def check(files: Mapping[str, str]) -> list[str]:
     return [f"{REQUEST}: {what}" for what, is_so in wrong.items() if is_so]
 
 
+class Lambda(Client):
+    """Instances, which nothing ends but us."""
+
+    ends_by_itself = False
+
+    @understood()
+    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
+        """See `Driver`."""
+        body = json.loads(render(ask)[REQUEST])
+        values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
+        exports = "".join(
+            f"export {name}={shlex.quote(value)}\n" for name, value in sorted(values.items())
+        )
+        body["user_data"] = f"#!/bin/sh\n{exports}" + body["user_data"].partition("\n")[2]
+        answer = self._api.ask("POST", "/api/v1/instance-operations/launch", body, n_tries=1) or {}
+        made = (answer.get("data") or {}).get("instance_ids") or []
+        if not made:
+            raise UnclearError("an answer without an instance")
+        return Created(str(made[0]))
+
+    @understood()
+    def listed(self, prefix: str) -> list[InstanceStatus]:
+        """See `Driver`."""
+        found = (sure(self._api, "GET", "/api/v1/instances") or {}).get("data") or []
+        return statuses(
+            found,
+            "name",
+            "status",
+            over=("unhealthy",),
+            gone=("terminated", "preempted"),
+            price=lambda row: row["instance_type"]["price_cents_per_hour"] / 100,
+        )
+
+    def delete(self, machine: Machine) -> None:
+        """See `Driver`."""
+        sure(
+            self._api,
+            "POST",
+            "/api/v1/instance-operations/terminate",
+            {"instance_ids": [machine.id]},
+            may_be_gone=True,
+        )
+
+
 TARGET = Target(
     "lambda",
     "Lambda",
@@ -53,4 +101,9 @@ TARGET = Target(
     at="REGION/SSH_KEY",
     keys=("LAMBDA_API_KEY",),
     picks_gpus=True,
+    api="https://cloud.lambda.ai",
+    client=Lambda,
+    providers=("Lambda",),
+    rents_instances=True,
+    takes_values=True,
 )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+from datetime import UTC, datetime
 
+from farthing.launch.client import Client, filled, price_of, statuses, sure, understood
+from farthing.launch.driver import Created, InstanceStatus, OutOfStockError, refusal
+from farthing.launch.machines import Machine
 from farthing.launch.request import CREATED_AT, ENDS_AT, SCRIPT, LaunchRequest, script_of
 from farthing.launch.target import Files, Target
 from farthing.storage.files import Json
@@ -52,6 +56,50 @@ def render(ask: LaunchRequest) -> Files:
     return {REQUEST: json.dumps(request, indent=1) + "\n", SCRIPT: script}
 
 
+class RunPod(Client):
+    """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of
+    words but a stream.
+    """
+
+    @understood()
+    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
+        """See `Driver`."""
+        ends = datetime.fromtimestamp(asked_at + ask.most_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        request = json.loads(render(ask)[REQUEST])
+        body = filled(request, {CREATED_AT: f"{asked_at:.0f}", ENDS_AT: ends})
+        answer = self._api.ask("POST", "/graphql", body, n_tries=1) or {}
+        errors = answer.get("errors")
+        if errors:
+            why = "; ".join(str(error.get("message", error)) for error in errors)[:300]
+            raise refusal(why)
+        made = next(iter((answer.get("data") or {}).values()), None)
+        if not made:
+            raise OutOfStockError("no such machine is free")
+        return Created(str(made["id"]), price_of(made.get("costPerHr")))
+
+    @understood()
+    def listed(self, prefix: str) -> list[InstanceStatus]:
+        """See `Driver`."""
+        answer = sure(self._api, "GET", "/v2/pods")
+        pods = (
+            answer.get("pods") or answer.get("data") or []
+            if isinstance(answer, dict)
+            else answer or []
+        )
+        return statuses(
+            pods,
+            "name",
+            "status",
+            over=("EXITED", "ERROR"),
+            gone=("TERMINATED",),
+            price=lambda row: row.get("costPerHr"),
+        )
+
+    def delete(self, machine: Machine) -> None:
+        """See `Driver`."""
+        sure(self._api, "DELETE", f"/v2/pods/{machine.id}")
+
+
 TARGET = Target(
     "runpod",
     "RunPod",
@@ -60,4 +108,8 @@ TARGET = Target(
     is_rented=True,
     keys=("RUNPOD_API_KEY",),
     picks_gpus=True,
+    api="https://api.runpod.io",
+    client=RunPod,
+    providers=("RunPod",),
+    quota="an account spends at most $80 an hour unless its limit was raised",
 )

@@ -115,4 +115,10 @@ TARGET = Target(
     ),
     picks_gpus=True,
     keeps_billing=("SkyPilot's jobs controller", "`sky status` names it, `sky down` ends it"),
+    login=("sky check", "sky check says which cloud lacks what"),
+    quota=(
+        "each cloud has its own quota: sky show-gpus --infra CLOUD; a new account often has none"
+    ),
+    providers=tuple(INFRA),
+    takes_values=True,
 )

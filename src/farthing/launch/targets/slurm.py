@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 from farthing.launch.driver import InstanceStatus, job_status
+from farthing.launch.machines import Machine
 from farthing.launch.request import GRACE_S, LaunchRequest, script_of
 from farthing.launch.target import Commands, Files, Target
-from farthing.run.machines import Machine
 
 BATCH = "run.sbatch"
 _OVER = [
@@ -87,4 +87,5 @@ TARGET = Target(
     commands=lambda at: COMMANDS,
     program="sbatch",
     install="log in to a node of the cluster",
+    login=("sinfo --noheader", "log in to a node where `sinfo` answers"),
 )

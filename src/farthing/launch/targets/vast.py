@@ -10,6 +10,16 @@ from __future__ import annotations
 
 import json
 
+from farthing.launch.client import Client, filled, price_of, statuses, sure, understood
+from farthing.launch.driver import (
+    Created,
+    InstanceStatus,
+    OutOfStockError,
+    ProviderError,
+    RefusedError,
+    refusal,
+)
+from farthing.launch.machines import Machine
 from farthing.launch.request import (
     CREATED_AT,
     ENDS_AT,
@@ -17,12 +27,15 @@ from farthing.launch.request import (
     SCRIPT,
     LaunchRequest,
     script_of,
+    values_of,
 )
 from farthing.launch.target import Files, Target
 from farthing.storage.files import Json
 
 SEARCH, CREATE, END = "search.json", "create.json", "schedule.json"
 INSTANCE = "FARTHING_INSTANCE"
+END_WINDOW_S = 3 * 3600
+"""For how long the scheduled job tries to delete."""
 LEAST_RELIABILITY = 0.95
 END_REQUEST: Json = {
     "start_time": f"${{{ENDS_AT}}}",
@@ -108,6 +121,81 @@ def render(ask: LaunchRequest) -> Files:
     }
 
 
+class Vast(Client):
+    """Instances: searched, asked for, and given a scheduled deletion at once."""
+
+    @understood()
+    def create(self, ask: LaunchRequest, asked_at: float) -> Created:
+        """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer
+        refused.
+        """
+        files = render(ask)
+        found = (sure(self._api, "POST", "/api/v0/bundles/", json.loads(files[SEARCH])) or {}).get(
+            "offers"
+        ) or []
+        if not found:
+            raise OutOfStockError("no host offers it at this price now")
+        body = filled(
+            json.loads(files[CREATE]),
+            {**values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"},
+        )
+        answer = self._api.ask("PUT", f"/api/v0/asks/{found[0]['id']}/", body, n_tries=1) or {}
+        if not answer.get("success") or not answer.get("new_contract"):
+            why = str(answer.get("msg") or answer.get("error") or answer)[:200]
+            raise refusal(why)
+        made = Machine(
+            ask.name, id=str(answer["new_contract"]), asked_at=asked_at, most_s=ask.most_s
+        )
+        try:
+            self.secure(made)
+        except ProviderError as error:
+            self.destroy(made)
+            raise RefusedError(
+                f"its end could not be scheduled ({error}), so it was destroyed at once"
+            ) from error
+        return Created(made.id, None if ask.offer.is_spot else price_of(found[0].get("dph_total")))
+
+    def secure(self, machine: Machine) -> None:
+        """See `Driver`. Status 422: such a job is there already."""
+        ends = machine.asked_at + machine.most_s
+        number = int(machine.id)
+        values = {ENDS_AT: ends, f"{ENDS_AT}_LATER": ends + END_WINDOW_S, INSTANCE: number}
+        try:
+            self._api.ask("POST", "/api/v0/commands/schedule_job/", filled(END_REQUEST, values))
+        except RefusedError as error:
+            if "status 422" not in str(error):
+                raise
+
+    @understood()
+    def listed(self, prefix: str) -> list[InstanceStatus]:
+        """See `Driver`. Page by page."""
+        found: list[Json] = []
+        path = "/api/v1/instances/?limit=25"
+        for _ in range(200):
+            answer = sure(self._api, "GET", path) or {}
+            found += answer.get("instances") or []
+            if not answer.get("next_token"):
+                break
+            path = f"/api/v1/instances/?limit=25&after_token={answer['next_token']}"
+        return statuses(
+            found,
+            "label",
+            "actual_status",
+            over=("exited", "offline", "dead"),
+            price=lambda row: row.get("dph_total"),
+        )
+
+    def delete(self, machine: Machine) -> None:
+        """See `Driver`."""
+        sure(self._api, "DELETE", f"/api/v0/instances/{machine.id}/", {})
+
+    def log(self, machine: Machine) -> str:
+        """See `Driver`."""
+        return json.dumps(
+            sure(self._api, "PUT", f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"})
+        )
+
+
 TARGET = Target(
     "vast",
     "Vast.ai",
@@ -116,4 +204,8 @@ TARGET = Target(
     is_rented=True,
     keys=("VAST_API_KEY",),
     picks_gpus=True,
+    api="https://console.vast.ai",
+    client=Vast,
+    providers=("Vast.ai",),
+    takes_values=True,
 )

@@ -157,4 +157,13 @@ TARGET = Target(
     program="gcloud",
     install="https://cloud.google.com/sdk/docs/install",
     picks_gpus=True,
+    login=(
+        "gcloud auth list --filter=status:ACTIVE --format=value(account)",
+        "gcloud auth login",
+    ),
+    quota=(
+        "Vertex AI has a quota for each accelerator and for spot: console, IAM & Admin, Quotas,"
+        " `custom_model_training`"
+    ),
+    providers=("GCP",),
 )
