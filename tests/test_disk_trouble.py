@@ -19,7 +19,6 @@ import pytest
 import farthing.train.run as run_module
 import survive
 import workshop
-from attempts import Clock, attempt
 from checkpoints import checkpoints as checkpoints
 from checkpoints import newest, restored, save
 from checkpoints import said as said
@@ -29,9 +28,7 @@ from farthing.errors import InputError, RunBusyError
 from farthing.events import Note, Restored, StepTaken
 from farthing.run import checkpoint as checkpoint_module
 from farthing.run import mirror as replica
-from farthing.run.accounts import read_ledger
 from farthing.run.checkpoint import Checkpoints
-from farthing.run.ledger import Ledger
 from farthing.storage import files, mounts
 from farthing.storage.files import install_folder, only_writer
 from farthing.storage.objects import LocalStore
@@ -288,36 +285,6 @@ def test_what_could_not_be_set_aside_for_the_store_holds_no_room(
     assert "could not be set aside" in warned[0]
     mirror.offer(1, [done])
     assert (done / "model.safetensors").stat().st_nlink == 2
-
-
-# ---- the bill ----
-
-
-def test_a_line_that_was_written_in_part_is_written_again_in_the_same_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the two places of a running attempt one is whole at any time, however often the disk takes
-    half of a line.
-    """
-    path, clock = tmp_path / "ledger.jsonl", Clock()
-    ledger: Ledger = attempt(path, clock, 3.6, 0, 4)
-    known_s = read_ledger(path).ordered[-1].wall_s
-    real = os.pwrite
-
-    def half(file: int, data: bytes, at: int) -> int:
-        return real(file, data[:100], at)
-
-    monkeypatch.setattr(os, "pwrite", half)
-    for _ in range(4):
-        clock.now += 2
-        with pytest.raises(OSError, match="No space left"):
-            ledger.write()
-        found = read_ledger(path)
-        assert found.ordered[-1].wall_s == pytest.approx(known_s)
-        assert found.n_broken == 0, "a torn line of a running attempt is no damage"
-    monkeypatch.undo()
-    ledger.write()
-    assert read_ledger(path).ordered[-1].wall_s == pytest.approx(known_s + 8)
 
 
 def test_a_file_server_that_forgets_us_in_the_middle_of_a_run_is_said_in_words(

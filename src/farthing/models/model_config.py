@@ -33,6 +33,10 @@ _TIMEOUT_S = 5.0
 _MOST_BYTES = 1 << 20
 _YES = ("1", "on", "yes", "true")
 
+MOST_LAYERS = 10_000
+"""Of the deepest models known, a few hundred; a model is planned and built layer by layer."""
+_LAYERS = re.compile(r"num_\w*layers|n_layers?|(en|de)coder_layers")
+
 
 def find_config(
     name_or_path: str, revision: str | None = None, *, ask_hub: bool = True
@@ -289,6 +293,14 @@ def _parsed(content: bytes, where: str) -> Json:
         raise ModelError(
             f"{CONFIG} is not an object", where=where, to_do="it is damaged: copy it again"
         )
+    for key, value in config.items():
+        is_count = isinstance(value, int) and _LAYERS.fullmatch(key) is not None
+        if is_count and not 0 <= value <= MOST_LAYERS:
+            raise ModelError(
+                f"{key} is {value}, not a number of layers (0 to {MOST_LAYERS:,})",
+                where=where,
+                to_do="check the model's config.json",
+            )
     return config
 
 
