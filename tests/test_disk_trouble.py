@@ -327,8 +327,8 @@ def test_a_run_folder_of_another_user_is_named(tmp_path: Path) -> None:
         "os.chmod(run, 0o700)\nos.seteuid(65534)\n"
         "print('codes', *[main(words) for words in verbs])\n"
     )
-    for folder in (tmp_path, *tmp_path.parents[:3], tmp_path / "job", tmp_path / "job" / "base"):
-        folder.chmod(0o755)
+    for each in (tmp_path, *tmp_path.parents[:3], tmp_path / "job", *(tmp_path / "job").rglob("*")):
+        each.chmod(0o755)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.stdout.splitlines()[-1] == "codes 2 2 2 2", done.stderr

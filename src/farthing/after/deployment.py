@@ -17,7 +17,7 @@ import yaml
 from farthing.clock import today
 from farthing.config.job import Job
 from farthing.errors import InputError
-from farthing.launch.registry import PROVIDERS, TARGETS, called
+from farthing.launch.registry import TARGETS, called
 from farthing.models.shapes import Shape, read_shape
 from farthing.objectives.registry import objective_of
 from farthing.planner.serving import (
@@ -150,7 +150,7 @@ def _is_offered(place: Place, offer: Offer) -> bool:
     if place.server == "vllm":
         return True
     vertex = TARGETS["vertex"]
-    return offer.provider in PROVIDERS["vertex"] and called(vertex, offer) is not None
+    return offer.provider in vertex.providers and called(vertex, offer) is not None
 
 
 def _smallest(shape: Shape, offers: list[Offer]) -> Offer:
