@@ -41,7 +41,6 @@ from farthing.launch.session import Session
 from farthing.launch.supervise import NoBudgetError
 from farthing.launch.targets.runpod import RunPod
 from farthing.launch.words import Speaker, StoreWords
-from farthing.prices.offers import Billing, Offer
 from farthing.report.plan_compare import find_in_study
 from farthing.run.accounts import Account
 from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
