@@ -35,6 +35,7 @@ from farthing.launch.driver import (
 )
 from farthing.launch.http import Api
 from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
+from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.registry import TARGETS
 from farthing.launch.session import Session
@@ -43,7 +44,6 @@ from farthing.launch.targets.runpod import RunPod
 from farthing.launch.words import Speaker, StoreWords
 from farthing.report.plan_compare import find_in_study
 from farthing.run.accounts import Account
-from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.storage.files import only_writer
 from farthing.storage.objects import LocalStore
 from launch_faults import Fate, Killed, is_good, prepared_for, run_case, supervise

@@ -19,8 +19,8 @@ from fake_clouds import World
 from farthing.cli import main
 from farthing.launch.driver import OutOfStockError, UnauthorizedError, refusal
 from farthing.launch.http import Api
-from farthing.launch.targets.lambda_cloud import Lambda
 from farthing.launch.machines import Machine, MachineLedger
+from farthing.launch.targets.lambda_cloud import Lambda
 from launch_faults import Fate, Killed, prepared_for, supervise
 
 ALIVE = Fate(None, is_before=False)

@@ -31,6 +31,7 @@ from farthing.launch.driver import (
     UnauthorizedError,
 )
 from farthing.launch.http import Api
+from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.launch.prepare import extras_of, launch_id_of, secrets_of
 from farthing.launch.registry import TARGETS
 from farthing.launch.request import least_s

@@ -10,6 +10,7 @@ import pytest
 
 from fake_clouds import Machine as CloudMachine
 from fake_clouds import World
+from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import Prepared
 from farthing.launch.session import Session
 from farthing.prices.offers import boot_of

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from farthing.cli import main
+from farthing.launch.machines import MachineLedger
 from farthing.launch.supervise import Launch
 
 KEYS = (

@@ -23,6 +23,7 @@ from farthing.launch import agent as agent_module
 from farthing.launch.agent import HostAgent
 from farthing.launch.driver import Created, Driver, InstanceStatus, UnclearError
 from farthing.launch.http import Api
+from farthing.launch.machines import Machine, MachineLedger
 from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
 from farthing.launch.supervise import Launch
@@ -30,7 +31,6 @@ from farthing.launch.targets.lambda_cloud import Lambda
 from farthing.launch.targets.runpod import RunPod
 from farthing.launch.targets.vast import Vast
 from farthing.launch.words import StoreWords, Word
-from farthing.launch.machines import Machine, MachineLedger
 from farthing.storage.logs import SummedLines
 from farthing.storage.objects import LocalStore
 from launch_faults import Fate, Killed, prepared_for, supervise

@@ -28,6 +28,7 @@ from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Driver, ProviderError, UnauthorizedError, UnclearError
 from farthing.launch.host_driver import HostDriver
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, send_inputs, with_token_sets
+from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.launch.prepare import Prepared, launch_id_of, secrets_of
 from farthing.launch.request import LaunchRequest, values_of
 from farthing.launch.supervise import TEARDOWN_S, Launch, Patience
@@ -39,7 +40,6 @@ from farthing.run.accounts import Account, read_ledger
 from farthing.run.commits import list_commits, take_newest
 from farthing.run.folder import LEDGER, run_id_of
 from farthing.run.ledger import steady_clock
-from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.storage.files import Json, cannot_write, make_private, only_writer, write_text
 from farthing.storage.lease import Lease, LeaseLostError
 from farthing.storage.objects import LocalStore, Retrying, Store, StoreError, open_store
