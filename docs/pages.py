@@ -76,6 +76,13 @@ def keys() -> str:
         " section.\n\n"
     )
     text += table(("key", "what it takes", "default", "meaning"), _keys_of(schema, schema, ""))
+    text += "\n## objective\n\nEach objective has keys of its own.\n"
+    for settings in schema["properties"]["objective"]["anyOf"]:
+        if "properties" in settings:
+            name = settings["properties"].pop("name")["const"]
+            text += f"\n### objective: {name}\n\n{_plain(settings['description'])}\n\n"
+            columns = ("key", "what it takes", "default", "meaning")
+            text += table(columns, _keys_of(schema, settings, ""))
     for section, value in schema["properties"].items():
         definition = _definition(schema, value)
         if definition and "properties" in definition:

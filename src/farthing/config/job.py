@@ -51,6 +51,7 @@ from farthing.data.scored import way_of
 from farthing.objectives.objective import Settings
 from farthing.objectives.registry import (
     find_objective,
+    keys_of_objectives,
     objective_names,
     objective_of,
     read_settings,
@@ -523,7 +524,7 @@ class SearchSection(Section):
     def _keys_can_vary(self) -> SearchSection:
         for key, values in self.vary.items():
             section, _, name = key.partition(".")
-            known = ("model", "data", "method", "train")
+            known = ("model", "data", "method", "train", "objective")
             if section not in known or (name and name not in KEYS[section]):
                 near = difflib.get_close_matches(
                     key, [f"{one}.{other}" for one in known for other in KEYS[one]], n=1
@@ -815,6 +816,7 @@ SECTIONS: dict[str, type[Section]] = {
 }
 KEYS = {
     "": list(Job.model_fields),
+    "objective": keys_of_objectives(),
     **{name: list(section.model_fields) for name, section in SECTIONS.items()},
 }
 """The keys of each section, and of the job itself as ""."""

@@ -10,9 +10,11 @@ import difflib
 import glob
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -171,15 +173,15 @@ def _without(values: Json, places: Iterable[tuple[int | str, ...]]) -> Job | Non
         return None
 
 
-def _words_of_keys() -> dict[str, dict[str, str]]:
-    """What is written below each key in `job.py`, by section. Read when asked for: pydantic would
+def _words_of_keys(module: ModuleType = sections) -> dict[str, dict[str, str]]:
+    """What is written below each key in a module, by section. Read when asked for: pydantic would
     at every start.
     """
     import ast
     import inspect
 
     found: dict[str, dict[str, str]] = {}
-    for section in ast.parse(inspect.getsource(sections)).body:
+    for section in ast.parse(inspect.getsource(module)).body:
         if not isinstance(section, ast.ClassDef):
             continue
         for key, words in pairwise(section.body):
@@ -198,7 +200,16 @@ def job_schema() -> Json:
         properties = schema["$defs"].get(name, schema)["properties"]
         for key, told in words.items():
             properties[key] = dict(sorted({**properties[key], "description": told}.items()))
+    by_title = {each.get("title"): each for each in schema["properties"]["objective"]["anyOf"]}
+    for settings in filter(None, (objective_of(name).settings for name in objective_names())):
+        told_of = _words_of_keys(sys.modules[settings.__module__]).get(settings.__name__, {})
+        for key, told in told_of.items():
+            by_title[settings.__name__]["properties"][key]["description"] = told
+    schema["required"].remove("task")
+    schema["anyOf"] = [{"required": [name]} for name in ("task", "objective")]
     for section, key in SHORTHAND.items():
+        if section == "objective":  # has it
+            continue
         short = {"type": "string", "description": f"short for {section}: {{{key}: ...}}"}
         schema["properties"][section] = {"anyOf": [short, schema["properties"][section]]}
     return {

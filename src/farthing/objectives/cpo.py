@@ -17,7 +17,9 @@ class CPO(Settings):
 
     name: Literal["cpo"] = "cpo"
     beta: Annotated[float, Field(gt=0)] = 0.1
+    """Scale of the log-probabilities that are compared."""
     loss_type: Literal["sigmoid", "hinge"] = "sigmoid"
+    """How the difference is judged."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Of sigmoid: share of pairs whose answers are taken to be swapped."""
     cpo_alpha: Annotated[float, Field(ge=0)] = 1.0

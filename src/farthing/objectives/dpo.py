@@ -54,6 +54,7 @@ class DPO(Settings):
     need it above 0.
     """
     discopop_tau: Annotated[float, Field(gt=0)] = 0.05
+    """Temperature of discopop's mixture."""
 
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:

@@ -25,10 +25,13 @@ class KTO(Settings):
 
     name: Literal["kto"] = "kto"
     beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly the model is held near its reference."""
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """apo_zero_unpaired needs no baseline, and spares a pass over each step's answers."""
     desirable_weight: Annotated[float, Field(ge=0)] = 1.0
     """The paper asks for weights whose products with the counts of rows are in 1 to 4/3."""
     undesirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """The same of answers that were not accepted."""
 
 
 _YES = {"true", "1", "desirable", "good", "chosen", "yes"}

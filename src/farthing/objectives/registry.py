@@ -111,6 +111,12 @@ def read_settings(given: object) -> Settings:
         raise ValueError(_explained(error, found.settings, name)) from None
 
 
+def keys_of_objectives() -> list[str]:
+    """The keys that the objectives of this folder have, each once."""
+    of_all = [each.settings.model_fields for each in _OBJECTIVES.values() if each.settings]
+    return list(dict.fromkeys(key for fields in of_all for key in fields))
+
+
 def schema() -> dict[str, object]:
     """JSON schema of `objective` in a job."""
     known = {name: each.settings for name, each in _OBJECTIVES.items() if each.settings}
