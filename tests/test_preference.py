@@ -28,6 +28,7 @@ from farthing.model.forward import Forward
 from farthing.objectives.columns import Unusable
 from farthing.objectives.objective import Answers, OfStep
 from farthing.objectives.registry import objective_of, read_settings
+from farthing.report.answers_view import answers_of
 from farthing.run.folder import kept_job
 from farthing.tiny import write_jsonl
 from farthing.train.run import opened_attempt
@@ -791,3 +792,24 @@ def test_a_plan_counts_a_prompt_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found[0] == pytest.approx(found[1], rel=0.02)
     tokens = open_token_set(next((tmp_path / "cache" / "tokens").glob("*[0-9a-f]")))
     assert found[1] < 0.7 * float(tokens.lengths.mean())
+
+
+def test_the_receipt_has_what_was_saved_and_a_run_that_forgets_is_named(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "dpo")
+    answers = json.loads((run / "receipt.json").read_text())["answers"]
+    assert 0.3 < answers["shared_share"] < 0.6
+    assert answers["shared_usd"] > 0
+    assert answers["figures"]["rewards/margins"][-1][1] > 0
+    assert "Rewards" in next(run.glob("*.html")).read_text()
+    points = {
+        "rewards/chosen": [[step, -0.1 * step] for step in range(10)],
+        "rewards/rejected": [[step, -0.3 * step] for step in range(10)],
+    }
+    job = {"task": "dpo", "method": {"name": "lora"}}
+    spans = {"compute": 100.0, "reference": 10.0}
+    found = answers_of(job, points, spans, {"compute": 1.0}, 200, 150)
+    assert found is not None
+    assert (found.shared_s, found.reference_s) == (pytest.approx(100 / 3), 40.0)
+    assert "fell from -0.05 to -0.85" in found.notes[0]
+    assert answers_of({"task": "orpo"}, {}, spans, {}, 1, 1).reference_s == 0
+    assert answers_of({"task": "causal-lm"}, {}, spans, {}, 1, 1) is None

@@ -34,7 +34,7 @@ WORST = 10.0  # of what is likely: the upper end of a range that has none
 CRASH_EVERY_S = 7 * 86400.0  # of a machine that is not taken away, by assumption
 SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 1800.0
 STARTING = ("setup", "download", "start-up", "tokenizing")
-BUSY = ("training", "evaluation")
+BUSY = ("training", "evaluation", "reference")
 
 
 class _Timed(NamedTuple):

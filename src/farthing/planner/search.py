@@ -178,14 +178,29 @@ class Search:
         lengths = wanted.lengths
         tokens = objective_of(shape.task).n_tokens(lengths.n_tokens, lengths.n_target_tokens)
         is_tokenized = wanted.is_tokenized and machine.is_local
+        objective, forward_s = objective_of(shape.task), 0.0
+        if objective.needs_reference:
+            n = lengths.n_tokens + (wanted.eval_lengths.n_tokens if wanted.eval_lengths else 0)
+            forward_s = self._forward_s(machine, best, n * (1 + objective.is_mismatched))
+        training_s = wanted.n_steps * step.seconds
+        if objective.is_mismatched:  # a pass over the other answers comes before each step
+            n_computed = wanted.n_steps * best.work.n_padded_tokens
+            training_s += self._forward_s(machine, best, n_computed)
         return {
             "download": 0.0 if machine.is_local else weights_bytes / a.download_bytes_per_s,
             "start-up": start_s,
             "tokenizing": 0.0 if is_tokenized else tokens / a.tokenize_tokens_per_s,
-            "training": wanted.n_steps * step.seconds,
+            "reference": forward_s,
+            "training": training_s,
             "evaluation": wanted.n_evaluations * self._evaluation_s(machine, best),
             "export": export_s,
         }
+
+    def _forward_s(self, machine: Machine, best: Candidate, n_tokens: float) -> float:
+        """Of a forward pass over so many tokens."""
+        known = machine.calibration
+        work = forward_work(best.work, n_tokens / max(1.0, best.work.n_padded_tokens))
+        return step_time(work, machine.device).seconds * known.compute * known.evaluation
 
     def _evaluation_s(self, machine: Machine, best: Candidate) -> float:
         wanted, known, held_out = self.wanted, machine.calibration, self.wanted.eval_lengths

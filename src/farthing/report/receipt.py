@@ -16,6 +16,7 @@ from typing import Any
 from farthing.errors import InputError
 from farthing.launch.machines import bill_of
 from farthing.planner.estimate import Estimate
+from farthing.report.answers_view import answers_of
 from farthing.report.diagnosis import diagnose
 from farthing.report.receipt_serving import serving_of
 from farthing.report.receipt_types import (
@@ -130,6 +131,14 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         machines=bill_of(folder, accounts, datetime.now(UTC).timestamp()),
         **{name: _newest(accounts, lambda a, name=name: a.facts.get(name)) for name in FIGURES},  # type: ignore[misc]
         curves=_curves(log, accounts),
+        answers=answers_of(
+            job,
+            {name: curve.means(N_CURVE_POINTS) for name, curve in log.figures.items()},
+            bill.spans,
+            bill.usd_of,
+            log.n_tokens,
+            _newest(accounts, lambda a: a.facts.get("padded_tokens")),
+        ),
         timeline=timeline_of(accounts, [row["step"] for row in log.evaluations]),
     )
     return replace(receipt, diagnosis=diagnose(receipt))

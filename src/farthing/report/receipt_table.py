@@ -219,6 +219,18 @@ def _of_training(receipt: Receipt) -> dict[str, str]:
             " time)"
         )
         facts["checkpoints"] = f"{saves.n}{every}; {waited}"
+    if answers := receipt.answers:
+        saved = {
+            f"shared prompts ({answers.shared_share:.0%} of the tokens)": answers.shared_s,
+            "cached references": answers.reference_s,
+        }
+        usd = dict(zip(saved, (answers.shared_usd, answers.reference_usd), strict=True))
+        facts["saved about"] = ", ".join(
+            f"{time_and_price(receipt, seconds, usd[by])} by {by}"
+            for by, seconds in saved.items()
+            if seconds > 0
+        )
+        facts["answers"] = " ".join(answers.notes)
     if fit := receipt.schedule:
         words = f"fitted to the limits: {fit['n_steps']:,} of {fit['asked_steps']:,} steps"
         facts["schedule"] = words + ("" if fit["settled"] else ", may still change")

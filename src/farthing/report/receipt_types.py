@@ -132,6 +132,23 @@ class Curves:
 
 
 @dataclass(frozen=True)
+class OfAnswers:
+    """Of a run that compares answers. `shared`: what prompts that are computed once have saved;
+    `reference`: what references that are scored once have, against a live reference model.
+    """
+
+    figures: dict[str, list[list[float]]]
+    """Points [step, mean of its stretch] by name."""
+    notes: list[str]
+    shared_share: float
+    """Of all tokens."""
+    shared_s: float
+    shared_usd: float
+    reference_s: float
+    reference_usd: float
+
+
+@dataclass(frozen=True)
 class Receipt:
     """Everything that a run folder says of its run. Dictionaries are as the files of the folder
     have them.
@@ -193,6 +210,7 @@ class Receipt:
     padded_tokens_per_s: float | None
     mfu: float | None
     curves: Curves
+    answers: OfAnswers | None
     timeline: Timeline
     work: Json | None
     """What a step consists of, as the newest attempt measured it, see `train/throughput.py`."""

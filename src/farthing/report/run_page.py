@@ -55,6 +55,7 @@ def run_page(receipt: Receipt) -> str:
         _diagnosis(receipt),
         _over_time(receipt),
         _loss(receipt),
+        _answers(receipt),
         _metrics(receipt),
         _speed(receipt),
         _spans(receipt),
@@ -352,6 +353,33 @@ def _metrics(receipt: Receipt) -> Section | None:
     axes = _step_axes([x for x, _ in points], [y for _, y in points])
     words = f"At the last evaluation: {said}."
     return Section("Metrics", (curves("Metrics", words, lines, axes),))
+
+
+_SHOWN = (
+    ("Rewards", ("rewards/chosen", "rewards/rejected", "rewards/margins")),
+    ("Accuracy", ("rewards/accuracies", "accuracy")),
+    ("Divergence from the reference", ("kl",)),
+)
+
+
+def _answers(receipt: Receipt) -> Section | None:
+    """Rewards, accuracy and divergence by step, of a run that compares answers."""
+    if receipt.answers is None:
+        return None
+    blocks: list[Any] = [Text(note) for note in receipt.answers.notes]
+    for title, names in _SHOWN:
+        found = {name: receipt.answers.figures.get(name, []) for name in names}
+        lines = [
+            Line(name, [(x, y) for x, y in points], number)
+            for number, (name, points) in enumerate(found.items(), 1)
+            if points
+        ]
+        points = [point for line in lines for point in line.points]
+        if points:
+            last = ", ".join(f"{line.name} {line.points[-1][1]:.3g}" for line in lines)
+            axes = _step_axes([x for x, _ in points], [y for _, y in points])
+            blocks.append(curves(title, f"At the last step: {last}.", lines, axes))
+    return Section("Answers", tuple(blocks)) if blocks else None
 
 
 def _speed(receipt: Receipt) -> Section | None:
