@@ -28,7 +28,7 @@ from farthing.model.forward import Forward
 from farthing.objectives.columns import Unusable
 from farthing.objectives.objective import Answers, OfStep
 from farthing.objectives.registry import objective_of, read_settings
-from farthing.report.answers_view import answers_of
+from farthing.report import answers_view
 from farthing.run.folder import kept_job
 from farthing.tiny import write_jsonl
 from farthing.train.run import opened_attempt
@@ -807,9 +807,9 @@ def test_the_receipt_has_what_was_saved_and_a_run_that_forgets_is_named(tmp_path
     }
     job = {"task": "dpo", "method": {"name": "lora"}}
     spans = {"compute": 100.0, "reference": 10.0}
-    found = answers_of(job, points, spans, {"compute": 1.0}, 200, 150)
+    found = answers_view.answers_of(job, points, spans, {"compute": 1.0}, 200, 150)
     assert found is not None
     assert (found.shared_s, found.reference_s) == (pytest.approx(100 / 3), 40.0)
     assert "fell from -0.05 to -0.85" in found.notes[0]
-    assert answers_of({"task": "orpo"}, {}, spans, {}, 1, 1).reference_s == 0
-    assert answers_of({"task": "causal-lm"}, {}, spans, {}, 1, 1) is None
+    assert answers_view.answers_of({"task": "orpo"}, {}, spans, {}, 1, 1).reference_s == 0
+    assert answers_view.answers_of({"task": "causal-lm"}, {}, spans, {}, 1, 1) is None

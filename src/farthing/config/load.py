@@ -205,8 +205,7 @@ def job_schema() -> Json:
         told_of = _words_of_keys(sys.modules[settings.__module__]).get(settings.__name__, {})
         for key, told in told_of.items():
             by_title[settings.__name__]["properties"][key]["description"] = told
-    schema["required"].remove("task")
-    schema["anyOf"] = [{"required": [name]} for name in ("task", "objective")]
+    schema["required"].remove("task")  # where there is an objective
     for section, key in SHORTHAND.items():
         if section == "objective":  # has it
             continue
