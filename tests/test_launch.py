@@ -86,6 +86,16 @@ def launch(job: Path, *words: str) -> int:
 # ---- dry ----
 
 
+def test_a_flavor_without_a_price_has_no_dollars(demo: Path, capsys: Any) -> None:
+    no_cap = ("--set", "limits.max_usd=null", "--set", "limits.max_hours=3")
+    spot = ("--set", "where.spot=true", "--set", "where.usd_per_hour=0")
+    assert launch(demo, "--on", "hf", *no_cap, *spot) == EXIT_FINISHED
+    said = capsys.readouterr().out
+    assert "on demand at Hugging Face Jobs: no price" in said
+    assert "dollars not known" in said
+    assert "$0.00" not in said
+
+
 def test_dry_run_writes_files_shows_the_bill_and_rents_nothing(demo: Path, capsys: Any) -> None:
     assert launch(demo, "--on", "runpod", "--json") == 0
     view = json.loads(capsys.readouterr().out)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import workshop
 from desk import Desk, Said, left_behind
 from farthing.config.load import load_job
 from farthing.config.preflight import look_over
@@ -310,3 +311,15 @@ def test_doctor_fails_what_a_run_is_refused_for(
     assert (said.code, "failed" in said.out.replace("nothing failed", "")) == (
         (2, True) if says else (0, False)
     )
+
+
+@pytest.mark.parametrize("store", ["", "./store"])
+def test_a_spot_machine_without_a_store_is_warned_of(tmp_path: Path, store: str) -> None:
+    where = {"spot": True, "notices": "off"}
+    job = workshop.make_job(tmp_path, max_steps=1, where=where)
+    if store:
+        job = job.model_copy(update={"output_store": str(tmp_path / store)})
+    heard = workshop.Heard()
+    workshop.train(job, heard)
+    is_warned = "takes this run with it: set output_store" in heard.warnings
+    assert is_warned == (not store)

@@ -20,7 +20,12 @@ from typing import Any
 
 from farthing.config.job import Job
 from farthing.config.load import load_job
-from farthing.config.preflight import load_job_or_tell_all, look_over, unusual_settings
+from farthing.config.preflight import (
+    load_job_or_tell_all,
+    look_over,
+    spot_without_store,
+    unusual_settings,
+)
 from farthing.errors import (
     Check,
     DataError,
@@ -341,11 +346,11 @@ def check_choices(job: Job) -> Iterator[Check]:
     yield Check(
         "save interval", "ok", f"{save}, the newest {train.save_total_limit} and the best are kept"
     )
-    lost = "a machine that is taken away takes this run with it: set output_store"
+    lost = spot_without_store(job)
     no_store = "none: checkpoints stay on this machine"
     yield Check(
         "store",
-        "ok" if job.output_store or not is_spot else "warning",
+        "warning" if lost else "ok",
         job.output_store or no_store,
         lost,
     )

@@ -105,6 +105,14 @@ _USUAL_RATE = 1e-8, 0.02
 """Of Adam, with room: 1e-6 to 1e-4 is usual for all weights, 1e-5 to 1e-3 for adapters."""
 
 
+def spot_without_store(job: Job) -> str:
+    """What a job for a spot machine loses without a store; empty where nothing is lost."""
+    is_spot = job.where.spot or job.where.offers == "spot"
+    if job.output_store or not is_spot:
+        return ""
+    return "a machine that is taken away takes this run with it: set output_store"
+
+
 def unusual_settings(job: Job) -> list[str]:
     """Numbers of the job that no published recipe has, a sentence each: slips of a digit or two."""
     found = []

@@ -596,7 +596,8 @@ def said(view: Json) -> list[str]:
         )
         rows.append(("planned", f"{say_usd(view['planned_usd'])}: {', '.join(parts)}"))
     cap = f" of {say_usd(view['max_usd'])}" if view["max_usd"] is not None else ""
-    most = f"{say_seconds(view['most_s'])}, {say_usd(view['most_usd'])}{cap}"
+    most_usd = f"{say_usd(view['most_usd'])}{cap}" if view["usd_per_hour"] else "dollars not known"
+    most = f"{say_seconds(view['most_s'])}, {most_usd}"
     rows.append(("at most", most if view["most_s"] < 365 * 86400 else "nothing limits it there"))
     rows.append(("ended by", view["ends"] or "nothing but this process"))
     if view["n_inputs"]:

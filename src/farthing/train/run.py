@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from farthing.config.job import Job
-from farthing.config.preflight import unusual_settings
+from farthing.config.preflight import spot_without_store, unusual_settings
 from farthing.data.token_set import notes_of
 from farthing.device_memory import in_words, is_out_of_memory
 from farthing.errors import (
@@ -338,7 +338,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     run_facts = _unfinished_where_more_is_asked(job, folder, run_facts)
     keep_job(folder, job.model_dump(mode="json"), run_facts)
     was_finished = is_finished(folder)
-    for text in unusual_settings(job):
+    for text in filter(None, (*unusual_settings(job), spot_without_store(job))):
         _warn(emit, text)
     ended = _why_not_let_in(job, context, inputs, was_finished)
     lead(context, ended)
