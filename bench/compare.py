@@ -15,7 +15,7 @@ evaluator, and whatever a contestant says of its own speed is not looked at. `--
 for the peers' best settings. Finished runs are kept in `--folder`;
 with
 `--minutes M` the same command, given again, goes on where it stopped. What is fair and what the
-figures are: docs/compare.md.
+figures are: evidence/race.md.
 
 farthing and the naive loop run in this Python, the others in `--peers-python`. Where there is a
 GPU, seconds are the GPU's and memory is what torch allocated; that path was never run on a GPU.
@@ -195,7 +195,7 @@ def machine(asked: argparse.Namespace) -> dict[str, Any]:
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="farthing beside its peers", epilog="see docs/compare.md"
+        description="farthing beside its peers", epilog="see evidence/race.md"
     )
     add = parser.add_argument
     add("--workload", nargs="+", choices=tuple(workloads.WORKLOADS), default=["chat"])

@@ -251,7 +251,7 @@ class Watch:
     """Which kernels attend in a run, and where the host waits for the device in its steps, but for
     the first two.
 
-    Models with experts are left alone: docs/gpu.md says when they are waited for.
+    Models with experts are left alone: docs/explanation/gpu.md says when they are waited for.
     """
 
     def __init__(self, has_flash: bool) -> None:

@@ -12,7 +12,7 @@ import pytest
 from farthing.cli import main
 from farthing.config.load import load_job
 
-DOCS = Path(__file__).parents[1] / "docs" / "migrate"
+DOCS = Path(__file__).parents[1] / "docs" / "guides" / "migrate"
 PAGES = sorted(path.stem for path in DOCS.glob("*.md") if path.stem != "README")
 
 

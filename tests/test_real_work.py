@@ -1,4 +1,4 @@
-"""The real work of `docs/real_work.md`, a few steps of each: real rows, real tokenizers and a real
+"""The real work of `evidence/real-work.md`, a few steps of each: real rows, real tokenizers and a real
 model go through.
 """
 

@@ -2,7 +2,7 @@
 the trainer itself calls.
 
 Run on a CPU, with eyes on each operation: values that come back, and shapes that follow from
-values, are what a GPU would be waited for. docs/gpu.md lists what is left, and why.
+values, are what a GPU would be waited for. docs/explanation/gpu.md lists what is left, and why.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ class Plan:
     """The answer of a plan. `print(plan)` is what the command shows, a notebook shows the page."""
 
     view: PlanView
-    """Typed values: see docs/plan.md."""
+    """Typed values: see docs/explanation/estimates.md."""
 
     @cached_property
     def _json(self) -> Mapping[str, Any]:

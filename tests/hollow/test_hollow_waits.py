@@ -1,4 +1,4 @@
-"""What a step asks of a GPU: the one wait that docs/gpu.md names, no copy that is waited for,
+"""What a step asks of a GPU: the one wait that docs/explanation/gpu.md names, no copy that is waited for,
 kernels by name.
 """
 

@@ -37,7 +37,7 @@ class MicroBatchCost(NamedTuple):
     """
     more_tokens: int = 32
     """Beside its own: gradients of all weights added up. 32 to 128 were the quickest for T5 on a
-    CPU (docs/log.md).
+    CPU (evidence/log.md).
     """
 
     def of(self, n_computed: Any) -> Any:

@@ -5,7 +5,7 @@ micro-batch, where a launch is what a GPU waits for.
 The same numbers: a weight's copy is what autocast would make, gradients are products in the run's
 precision that are added in fp32. Only where several layers read one input, their gradients of it
 are added in the run's precision, as in a model whose weights are in it. On GPUs; CPUs go on as
-before. Never run on a GPU, but on a hollow one, with values (docs/gpu.md).
+before. Never run on a GPU, but on a hollow one, with values (docs/explanation/gpu.md).
 
 Refuses weights that are not fp32, and layers that something else computes. Weights that are spread
 over processes have no copies: they are gathered in the run's precision.

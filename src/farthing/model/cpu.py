@@ -1,6 +1,6 @@
 """What is only for CPUs: attention of packed documents and RMS norms that beat torch's own there.
 
-`use` is the one switch. Measured on two cores (docs/log.md): blocks of few shapes are a tenth to
+`use` is the one switch. Measured on two cores (evidence/log.md): blocks of few shapes are a tenth to
 two fifths of a step in bf16, products of short documents a tenth to a quarter in bf16, one node for
 a norm a tenth for T5. Everything else is left to torch.
 
