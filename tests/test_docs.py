@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import csv
 import importlib.util
 import io
 import re
 import shlex
+from datetime import date
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,8 +25,11 @@ from farthing.config.load import parse_job
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md")]
+    [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 )
+LINKED = sorted([*PAGES, *ROOT.glob("*.md"), *(ROOT / "evidence").rglob("*.md")])
+BY_HAND = {"errors.md", "glossary.md", "run-folder.md"}
+"""Pages of the reference that nobody generates."""
 BLOCK = re.compile(r"^( *)```([a-z]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LEAST = {"task": "causal-lm", "model": "base", "data": "train.jsonl", "output_dir": "run"}
 
@@ -131,7 +136,7 @@ def pages() -> ModuleType:
 def test_written_pages_are_current(name: str, pages: Any) -> None:
     assert {name for name in pages.PAGES if name.endswith(".md")} == {
         path.name for path in (ROOT / "docs/reference").glob("*.md")
-    }
+    } - BY_HAND
     written = (ROOT / "docs/reference" / name).read_text(encoding="utf-8")
     assert written == pages.PAGES[name](), "run `make pages`"
 
@@ -144,8 +149,77 @@ def test_a_command_that_is_not_one_is_found(tmp_path: Path) -> None:
     assert job_problems("task: causal-lm\ntrain: {learning_rat: 1}", page)
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and mkdocs make it."""
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
+
+
+def dead_links(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        is_off_the_site = (
+            page.is_relative_to(ROOT / "docs") and ROOT / "docs" not in target.resolve().parents
+        )
+        if not target.exists() or is_off_the_site:
+            dead.append(link)
+        elif anchor and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            dead += [link] if anchor not in map(slug, headings) else []
+    return dead
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    """Those of the site stay on the site."""
+    assert dead_links(page) == []
+
+
+def test_every_page_of_the_site_is_in_its_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = re.findall(r"[\w/-]+\.md", text)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted(pages)
+
+
+def table_rows(page: Path) -> list[list[str]]:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_every_claim_about_another_tool_has_a_source_and_a_date() -> None:
+    with open(ROOT / "evidence/comparison.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert all(row["source"] and date.fromisoformat(row["date"]) for row in rows)
+    backed = {(row["subject"], row["tool"]): row["claim"] for row in rows}
+    head, _, *body = table_rows(ROOT / "docs/explanation/compared.md")
+    claimed = {
+        (row[0], tool): claim
+        for row in body[: len({subject for subject, _ in backed})]
+        for tool, claim in zip(head[2:], row[2:], strict=True)
+    }
+    assert claimed == backed
+
+
+def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
-    assert links
-    assert [link for link in links if not (ROOT / link.split("#")[0]).exists()] == []
+    assert len(text.split()) <= 700
+
+
+FORMER = ("docs/log.md", "docs/plan.md", "docs/gpu.md", "docs/decisions", "docs/compare.md")
+
+
+def test_no_file_names_a_page_that_is_gone() -> None:
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "bench").rglob("*.py"), *LINKED]
+    found = [
+        (name_of(file), former)
+        for file in files
+        for former in FORMER
+        if file.name != "CHANGELOG.md" and former in file.read_text(encoding="utf-8")
+    ]
+    assert found == []

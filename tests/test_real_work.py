@@ -1,5 +1,5 @@
-"""The real work of `evidence/real-work.md`, a few steps of each: real rows, real tokenizers and a real
-model go through.
+"""The real work of `evidence/real-work.md`, a few steps of each: real rows, real tokenizers and a
+real model go through.
 """
 
 from __future__ import annotations

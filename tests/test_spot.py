@@ -276,8 +276,8 @@ def measured_traces() -> list[spot_replay.Trace]:
     [("hold-out", 25), pytest.param("rolling", 20, marks=pytest.mark.slow), ("same half", 5)],
 )
 def test_replayed_cost_and_hours_are_about_the_predicted_ones(way: str, most_wall: float) -> None:
-    """Hours miss the target of 15 % on unseen halves, because capacity drifts: evidence/log.md. Without
-    drift they keep it.
+    """Hours miss the target of 15 % on unseen halves, because capacity drifts: evidence/log.md.
+    Without drift they keep it.
     """
     result = spot_replay.judge_all(measured_traces(), way)
     assert result["mean_error_percent"]["billed_h"] < 5

@@ -1,5 +1,5 @@
-"""What a step asks of a GPU: the one wait that docs/explanation/gpu.md names, no copy that is waited for,
-kernels by name.
+"""What a step asks of a GPU: the one wait that docs/explanation/gpu.md names, no copy that is
+waited for, kernels by name.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 machine.
 
 `choose` goes from the quickest kernel to the one that can do anything, and says why it passes over
-the others. `padded_groups` cuts documents for that last one. docs/explanation/gpu.md has the table. No torch:
-`attention_kernels.here` asks the machine.
+the others. `padded_groups` cuts documents for that last one. docs/explanation/gpu.md has the
+table. No torch: `attention_kernels.here` asks the machine.
 
 Sources: what torch's varlen takes in each version is by its Python sources of 2.10 to 2.15; what
 its flash kernels take is by the checks in its flash_api.cpp; flash-attn is by its README; flex was

@@ -1,8 +1,8 @@
 """What is only for CPUs: attention of packed documents and RMS norms that beat torch's own there.
 
-`use` is the one switch. Measured on two cores (evidence/log.md): blocks of few shapes are a tenth to
-two fifths of a step in bf16, products of short documents a tenth to a quarter in bf16, one node for
-a norm a tenth for T5. Everything else is left to torch.
+`use` is the one switch. Measured on two cores (evidence/log.md): blocks of few shapes are a tenth
+to two fifths of a step in bf16, products of short documents a tenth to a quarter in bf16, one
+node for a norm a tenth for T5. Everything else is left to torch.
 
 Shapes: T tokens of N documents, K keys, H query and G key heads of D.
 """

@@ -4,12 +4,11 @@ A micro-batch takes the time of its matrix products, of its attention, and of ev
 moves memory; or the time the host needs to launch its kernels, if that is longer. A step adds the
 optimizer and what the GPUs tell each other.
 
-Fitted, with published runs in view (docs/explanation/estimates.md has how far off they were): shares of the peak in
-`facts/gpu_shares.csv` that say so, `HALF_WIDTH`, `EXPOSED`, `WAITING` and `LAUNCH_TAIL`. By
-assumption: `HALF_TOKENS`, `BUS_BYTES_PER_S`. `BANDWIDTH_SHARE` is a tenth less than copies on an
-H200 reached (4.3 of 4.8 TB/s); `DEQUANTIZATION_SHARE` makes 8 ms of 1e9 weights on an A100, where
-LitGPT's tables have 10 to 15.
-"""
+Fitted, with published runs in view (docs/explanation/estimates.md has how far off they were):
+shares of the peak in `facts/gpu_shares.csv` that say so, `HALF_WIDTH`, `EXPOSED`, `WAITING` and
+`LAUNCH_TAIL`. By assumption: `HALF_TOKENS`, `BUS_BYTES_PER_S`. `BANDWIDTH_SHARE` is a tenth less
+than copies on an H200 reached (4.3 of 4.8 TB/s); `DEQUANTIZATION_SHARE` makes 8 ms of 1e9 weights
+on an A100, where LitGPT's tables have 10 to 15."""
 
 from __future__ import annotations
 
