@@ -22,11 +22,11 @@ from farthing.data.formats import Text
 from farthing.errors import ModelError
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.batching import longrope_limit
+from farthing.model.causality import refuse_looking_ahead
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.load import set_languages, speak
 from farthing.model.loss import decoder_inputs
-from farthing.model.one_way import refuse_looking_ahead
 from farthing.models.families import DECODERS, ENCODERS, PADS_SAFELY
 
 CPU = Numerics(torch.device("cpu"), None)

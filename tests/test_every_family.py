@@ -28,10 +28,10 @@ from families import small
 from farthing.config.load import load_job
 from farthing.errors import ModelError
 from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.causality import refuse_looking_ahead
 from farthing.model.compiled import n_kinds
 from farthing.model.head import find_head
 from farthing.model.load import ModelChoice, auto_class, check_fits, load_config, load_model
-from farthing.model.one_way import refuse_looking_ahead
 from farthing.model.positions import max_positions
 from farthing.models.families import PADS_SAFELY, POSITIONS_AFTER_PADDING
 from farthing.objectives.registry import objective_of

@@ -27,7 +27,7 @@ from farthing.tiny import demo_rows, write_jsonl
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
 from farthing.train.run import train
-from farthing.train.settled import first_settings
+from farthing.train.run_settings import first_settings
 from farthing.train.setup import build_model, open_examples, open_inputs
 from farthing.train.step import Sums
 from small_models import make_model_folder

@@ -36,7 +36,7 @@ from farthing.run.folder import kept
 from farthing.run.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.settings import Settings
 from farthing.train.forecast import reserve_with_start_s
-from farthing.train.joining import with_slots
+from farthing.train.rank_setup import with_slots
 from farthing.train.run import Outcome, opened_attempt
 from farthing.train.step import Steps
 from patience import until
@@ -47,46 +47,46 @@ from workshop import Heard, job_file, log_of, losses_of, make_job
 # ---- the table of a step: no process needed ----
 
 
-@pytest.mark.parametrize("n_lanes", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("n_slots", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("n", [1, 2, 5, 16, 61])
 @pytest.mark.parametrize("cut", [split_by_tokens, split_padded])
 def test_every_example_stands_in_one_cell_and_lanes_cost_alike(
-    n: int, n_lanes: int, cut: Any
+    n: int, n_slots: int, cut: Any
 ) -> None:
     lengths = np.random.default_rng(n).integers(3, 120, 200)
-    examples = np.random.default_rng(n_lanes).permutation(200)[:n]
+    examples = np.random.default_rng(n_slots).permutation(200)[:n]
 
     def pieces(some: Any, most: int) -> Any:
         return cut(some, lengths, most)
 
-    table = table_of(examples, lengths, 300, n_lanes, split=pieces, squares_at=12 * 64)
+    table = table_of(examples, lengths, 300, n_slots, split=pieces, squares_at=12 * 64)
     assert sorted(i for cell in table.cells for i in cell.examples.tolist()) == sorted(
         examples.tolist()
     )
     assert [cell.number for cell in table.cells] == sorted({cell.number for cell in table.cells})
     assert all(
-        cell.lane < n_lanes and cell.number // n_lanes < table.n_rows for cell in table.cells
+        cell.slot < n_slots and cell.number // n_slots < table.n_rows for cell in table.cells
     )
-    if n_lanes == 1:
+    if n_slots == 1:
         assert [cell.examples.tolist() for cell in table.cells] == [
             each.tolist() for each in pieces(examples, 300)
         ]
     elif n >= 16:
         sums = [
-            sum(int(lengths[cell.examples].sum()) for cell in table.of_lanes(range(i, i + 1)))
-            for i in range(n_lanes)
+            sum(int(lengths[cell.examples].sum()) for cell in table.of_slots(range(i, i + 1)))
+            for i in range(n_slots)
         ]
-        assert len(table.cells) % n_lanes == 0
-        assert max(sums) <= (1.35 if cut is split_by_tokens else 1.7) * sum(sums) / n_lanes, (
-            "the slowest lane is what a step takes"
+        assert len(table.cells) % n_slots == 0
+        assert max(sums) <= (1.35 if cut is split_by_tokens else 1.7) * sum(sums) / n_slots, (
+            "the slowest slot is what a step takes"
         )
     assert max(int(lengths[cell.examples].sum()) for cell in table.cells) <= 300
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 16, 64])
-@pytest.mark.parametrize("n_lanes", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n_slots", [2, 3, 4, 5, 8])
 def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(
-    n: int, n_lanes: int
+    n: int, n_slots: int
 ) -> None:
     """With eight long and short chats a step, the slower of two processes took 14 % more than the
     mean, when the step was cut before it was dealt."""
@@ -103,7 +103,7 @@ def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(
             examples,
             lengths,
             900,
-            n_lanes,
+            n_slots,
             costs=costs,
             split=lambda some, most: split_by_tokens(some, lengths, most),
         )
@@ -114,20 +114,20 @@ def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(
             {cell.number for cell in table.cells}
         )
         assert all(
-            cell.number % n_lanes == cell.lane and cell.number // n_lanes < table.n_rows
+            cell.number % n_slots == cell.slot and cell.number // n_slots < table.n_rows
             for cell in table.cells
         )
         assert max(int(lengths[cell.examples].sum()) for cell in table.cells) <= 900
-        columns = [table.of_lanes(range(lane, lane + 1)) for lane in range(n_lanes)]
+        columns = [table.of_slots(range(slot, slot + 1)) for slot in range(n_slots)]
         for column in columns:
             of_rows = [int(costs(cell.examples).sum()) for cell in column]
             assert of_rows == sorted(of_rows, reverse=True), "the dearest row comes first"
         halves = [
             sum(int(costs(cell.examples).sum()) for column in some for cell in column)
-            for some in (columns[: n_lanes // 2], columns[n_lanes // 2 :])
+            for some in (columns[: n_slots // 2], columns[n_slots // 2 :])
         ]
         worst.append(max(halves) / sum(halves) * 2)
-    if n_lanes in (2, 4, 8) and n >= 8:
+    if n_slots in (2, 4, 8) and n >= 8:
         assert sum(worst) / len(worst) < 1.01, (
             "of two processes the slower one is what a step takes"
         )
@@ -190,16 +190,16 @@ def test_no_step_walks_through_the_model_to_know_what_leaving_takes(tmp_path: Pa
 # ---- the order of sums: no process needed ----
 
 
-def gradients_of(lane: int, n: int = 5) -> list[torch.Tensor | None]:
-    made = torch.Generator().manual_seed(lane)
-    drawn = [torch.randn(4, 3, generator=made) * 10.0 ** (lane - 2) for _ in range(n)]
-    return [None if (lane + at) % 3 == 0 or at == n - 1 else each for at, each in enumerate(drawn)]
+def gradients_of(slot: int, n: int = 5) -> list[torch.Tensor | None]:
+    made = torch.Generator().manual_seed(slot)
+    drawn = [torch.randn(4, 3, generator=made) * 10.0 ** (slot - 2) for _ in range(n)]
+    return [None if (slot + at) % 3 == 0 or at == n - 1 else each for at, each in enumerate(drawn)]
 
 
 class Seated:
     """A rank of `n` that sends nothing: each sum is noted, and stays what it was."""
 
-    is_spread = trains_rows = False
+    is_fsdp = trains_rows = False
     device = torch.device("cpu")
     together = staticmethod(contextlib.nullcontext)
 

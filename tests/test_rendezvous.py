@@ -25,7 +25,7 @@ from farthing.errors import EXIT_INTERRUPTED, DiskFullError, InputError
 from farthing.run.group import EXIT_RANK_LOST, Elastic, Seat, seat_in
 from farthing.settings import Settings
 from farthing.train import joining
-from farthing.train.joining import with_slots
+from farthing.train.rank_setup import with_slots
 from patience import until
 from ranks_at_work import child, lora_job
 from workshop import Heard, job_file

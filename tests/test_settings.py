@@ -112,7 +112,8 @@ def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path: Path) 
     found: list[Subject] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "farthing.train.settled.known_settings", lambda path, subject: found.append(subject)
+            "farthing.train.run_settings.known_settings",
+            lambda path, subject: found.append(subject),
         )
         train(make_job(tmp_path / "like", max_steps=1, n_rows=48))
     assert job.cache_dir is not None

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import farthing.train.run
 import farthing.train.setup
 from farthing.config.job import Job
-from farthing.dist.fsdp import How, Spread
+from farthing.dist.fsdp import How, ShardedModel
 from farthing.dist.ranks import NoRoomLeft, Ranks
 from farthing.errors import InputError, ModelError
 from farthing.local import machine
@@ -34,12 +34,12 @@ from farthing.run.group import seat_in
 from farthing.run.parts import Shared, files_of, read_part
 from farthing.storage.files import DamagedFileError, verify_folder
 from farthing.train.estimate import estimated
-from farthing.train.joining import joined
+from farthing.train.rank_setup import joined
 from farthing.train.rehearsal import dearest_step
 from farthing.train.run import opened_attempt
 from farthing.train.setup import build_model, open_examples, open_inputs
 from farthing.train.step import Steps
-from farthing.train.strategy import read_where_it_differs, resident_bytes, spread_weights
+from farthing.train.strategy import read_where_it_differs, resident_bytes, shard_weights
 from together import on_ranks
 from workshop import Heard, losses_of, make_job, rows_of
 
@@ -445,9 +445,9 @@ def test_what_is_gathered_is_counted_at_the_moment_when_it_is_there(tmp_path: Pa
         )
         n_root = sum(weight.numel() for weight in base) - 3 * n_layer
         with contextlib.closing(Ranks()) as ranks:
-            ranks.spread(model, How(reshards, gathers_in=dtype))
-            assert ranks.spreads is not None
-            found[trains, reshards, dtype] = ranks.spreads.gathered
+            ranks.apply_fsdp(model, How(reshards, gathers_in=dtype))
+            assert ranks.fsdp is not None
+            found[trains, reshards, dtype] = ranks.fsdp.gathered
     n_head = n_root - 32  # tied to the embeddings; the last norm is there too
     of_layer, of_root = 2 * n_layer, 2 * n_root
     assert found[True, True, torch.bfloat16] == (
@@ -477,7 +477,7 @@ def test_the_residual_stream_and_norms_are_as_precise_as_on_one_gpu(tmp_path: Pa
         seen: list[torch.dtype] = []
         with contextlib.closing(Ranks()) as ranks:
             if strategy == "fsdp":
-                ranks.spread(model, How(gathers_in=torch.bfloat16))
+                ranks.apply_fsdp(model, How(gathers_in=torch.bfloat16))
             for module in model.modules():
                 if (
                     isinstance(module, GradientCheckpointingLayer)
@@ -492,8 +492,8 @@ def test_the_residual_stream_and_norms_are_as_precise_as_on_one_gpu(tmp_path: Pa
             with numerics.autocasting():
                 loss = ranks.within(lambda model=model, ids=ids: model(ids, labels=ids).loss)
             loss.backward()
-            if ranks.spreads is not None:
-                ranks.spreads.take_gradients()
+            if ranks.fsdp is not None:
+                ranks.fsdp.take_gradients()
             kinds = {weight.grad.dtype for weight in ranks.trained_of(model).values()}  # type: ignore[union-attr]
         assert kinds == {torch.float32}
         found.append((seen, float(loss.detach())))
@@ -509,8 +509,8 @@ def test_gradients_added_up_whole_are_those_added_up_by_rows() -> None:
         torch.manual_seed(0)
         model = Shares()
         with contextlib.closing(Ranks()) as ranks:
-            ranks.spread(model, How(gathers_in=torch.bfloat16))
-            spreads = ranks.spreads
+            ranks.apply_fsdp(model, How(gathers_in=torch.bfloat16))
+            spreads = ranks.fsdp
             assert spreads is not None
             assert spreads.whole_gradients_bytes == 4 * 2 * (2 * 2 + 2)
             spreads.accumulates_whole = is_whole
@@ -539,7 +539,7 @@ def test_weights_that_fsdp_would_compute_wrongly_are_refused() -> None:
         (single, "`scale` is a single number"),
     ):
         with pytest.raises(ModelError, match=why):
-            Spread(model, torch.device("cpu"), 0, 1, How())
+            ShardedModel(model, torch.device("cpu"), 0, 1, How())
 
 
 def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process() -> None:
@@ -549,12 +549,12 @@ def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process() -> None:
     model = Shares()
     model.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(3)])
     with contextlib.closing(Ranks()) as ranks:
-        ranks.spread(model, How())
+        ranks.apply_fsdp(model, How())
         before = {name: weight.clone() for name, weight in ranks.trained_of(model).items()}
         ranks.within(
             lambda: model.layers[0](model.experts[1](torch.ones(1, 2))).square().sum()
         ).backward()
-        ranks.spreads.take_gradients()
+        ranks.fsdp.take_gradients()
         found = {
             name: weight.grad
             for name, weight in ranks.trained_of(model).items()
@@ -585,7 +585,7 @@ def test_a_torch_before_2_13_spreads_all_but_what_ranks_may_skip(
         else contextlib.nullcontext()
     )
     with contextlib.closing(Ranks()) as ranks, expected:
-        ranks.spread(model, How())
+        ranks.apply_fsdp(model, How())
 
 
 @pytest.mark.parametrize(
@@ -605,7 +605,7 @@ def test_weights_that_cannot_be_spread_are_refused_in_words(
     where = {"gpus": 2, "strategy": "fsdp", **keys.pop("where", {})}
     job = make_job(tmp_path, family, method=method, where=where, **keys)
     with pytest.raises(InputError, match=f"can't be spread: .*{why}") as refused:
-        spread_weights(job, Ranks(), torch.nn.Linear(1, 1), IN_FP16, Heard())
+        shard_weights(job, Ranks(), torch.nn.Linear(1, 1), IN_FP16, Heard())
     assert refused.value.to_do
 
 
@@ -664,7 +664,7 @@ def test_auto_spreads_what_leaves_no_room_on_one_gpu(
     ranks.n, ranks.device = 2, torch.device("cuda")
     monkeypatch.setattr(ranks, "least", lambda number: number)
     monkeypatch.setattr(ranks, "tell_all", lambda value: value)
-    monkeypatch.setattr(ranks, "spread", lambda model, how: spread.append(how))
+    monkeypatch.setattr(ranks, "apply_fsdp", lambda model, how: spread.append(how))
     monkeypatch.setattr(ranks, "bring", lambda tensors: None)
     for total_bytes, n_spread in ((6_000_000, 0), (4_500_000, 1)):
         memory = type("Properties", (), {"total_memory": total_bytes})()
@@ -673,7 +673,7 @@ def test_auto_spreads_what_leaves_no_room_on_one_gpu(
         )
         heard = Heard()
         numerics = Numerics(torch.device("cpu"), torch.bfloat16)
-        spread_weights(make_job(tmp_path), ranks, model, numerics, heard)
+        shard_weights(make_job(tmp_path), ranks, model, numerics, heard)
         assert len(spread) == n_spread
         assert ("leave no room" in str(heard)) == bool(n_spread)
     assert spread == [How(True, 2, torch.bfloat16)]

@@ -36,7 +36,7 @@ class MicroBatch:
     """Of the step, for this process."""
     number: int = 0
     """In the step's table."""
-    lane: int = 0
+    slot: int = 0
 
 
 def micro_batches(
@@ -54,7 +54,7 @@ def micro_batches(
         for cell in cells:
             arrays = collate(cell.examples)
             yield MicroBatch(
-                step, examples, cell.examples, arrays, cell is cells[-1], cell.number, cell.lane
+                step, examples, cell.examples, arrays, cell is cells[-1], cell.number, cell.slot
             )
         if not cells:
             yield MicroBatch(step, examples, examples[:0], {}, True)

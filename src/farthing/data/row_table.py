@@ -1,6 +1,6 @@
-"""The micro-batches of a step as a table of rows x lanes: a pure function of lengths.
+"""The micro-batches of a step as a table of rows x slots: a pure function of lengths.
 
-Each lane computes a column. Whoever shares a step computes as many rows, of about the same cost.
+Each slot computes a column. Whoever shares a step computes as many rows, of about the same cost.
 What a step is made of does not change: every example stands in exactly one cell. Refuses to know
 the model, processes, and to import torch.
 """
@@ -34,7 +34,7 @@ class Cell:
 
     number: int
     """Row by row, empty cells counted."""
-    lane: int
+    slot: int
     examples: Examples
 
 
@@ -43,14 +43,14 @@ class Table:
     """The cells of a step; those without examples are left out."""
 
     n_rows: int
-    n_lanes: int
+    n_slots: int
     cells: tuple[Cell, ...]
 
-    def of_lanes(self, lanes: range) -> list[Cell]:
-        """The cells of some lanes, lane by lane."""
+    def of_slots(self, slots: range) -> list[Cell]:
+        """The cells of some slots, slot by slot."""
         return sorted(
-            (cell for cell in self.cells if cell.lane in lanes),
-            key=lambda cell: (cell.lane, cell.number),
+            (cell for cell in self.cells if cell.slot in slots),
+            key=lambda cell: (cell.slot, cell.number),
         )
 
 
@@ -58,43 +58,43 @@ def rows_of(
     examples: NDArray[np.int64],
     lengths: NDArray[np.int64],
     micro_batch_tokens: int,
-    n_lanes: int,
+    n_slots: int,
     *,
     split: Split,
     squares_at: int = 0,
     costs: Costs | None = None,
 ) -> Table:
-    """The step's examples in rows of `n_lanes` micro-batches of about the same cost, dearest row
+    """The step's examples in rows of `n_slots` micro-batches of about the same cost, dearest row
     first.
 
-    `lengths` [n_examples of the set] are tokens of each. One lane has the micro-batches of `split`
+    `lengths` [n_examples of the set] are tokens of each. One slot has the micro-batches of `split`
     as they are. With `costs`, where examples may be computed together in any way, they are dealt to
-    lanes, neighbours costing alike too, and each lane is split apart. Else the step is split, the
-    number of micro-batches a multiple of the lanes, and rows are dealt there and back; an example
+    slots, neighbours costing alike too, and each slot is split apart. Else the step is split, the
+    number of micro-batches a multiple of the slots, and rows are dealt there and back; an example
     then costs its tokens x (1 + tokens / `squares_at`), 0: its tokens.
     """
     micro_batches = split(examples, micro_batch_tokens)
-    if n_lanes == 1:
+    if n_slots == 1:
         return Table(len(micro_batches), 1, in_one_lane(micro_batches))
     if costs is not None:
-        return _lane_by_lane(examples, lengths, micro_batch_tokens, n_lanes, split, costs)
+        return _lane_by_lane(examples, lengths, micro_batch_tokens, n_slots, split, costs)
 
     def cost(some: Examples) -> NDArray[np.int64]:
         tokens = lengths[some].astype(np.int64)
         return tokens * squares_at + tokens * tokens if squares_at else tokens
 
-    n_wanted = -(-len(micro_batches) // n_lanes) * n_lanes
+    n_wanted = -(-len(micro_batches) // n_slots) * n_slots
     micro_batches = _split_dearest(
-        _even(examples, lengths, micro_batch_tokens, n_wanted, split), n_lanes, cost
+        _even(examples, lengths, micro_batch_tokens, n_wanted, split), n_slots, cost
     )
     cells = []
     for place, micro_batch in enumerate(_dearest_first(micro_batches, cost)):
-        row, lane = divmod(place, n_lanes)
-        lane = n_lanes - 1 - lane if row % 2 else lane
-        cells.append(Cell(row * n_lanes + lane, lane, micro_batch))
+        row, slot = divmod(place, n_slots)
+        slot = n_slots - 1 - slot if row % 2 else slot
+        cells.append(Cell(row * n_slots + slot, slot, micro_batch))
     return Table(
-        -(-len(micro_batches) // n_lanes),
-        n_lanes,
+        -(-len(micro_batches) // n_slots),
+        n_slots,
         tuple(sorted(cells, key=lambda cell: cell.number)),
     )
 
@@ -103,28 +103,28 @@ def _lane_by_lane(
     examples: NDArray[np.int64],
     lengths: NDArray[np.int64],
     micro_batch_tokens: int,
-    n_lanes: int,
+    n_slots: int,
     split: Split,
     costs: Costs,
 ) -> Table:
-    """The examples dealt to lanes, each of which is split into as many micro-batches as the one
+    """The examples dealt to slots, each of which is split into as many micro-batches as the one
     that needs most.
     """
     of_each = [(cost, at) for at, cost in enumerate(costs(examples).tolist())]
-    parts = [examples[places] for places in _dealt(of_each, n_lanes)]
+    parts = [examples[places] for places in _dealt(of_each, n_slots)]
     n_rows = max(len(split(part, micro_batch_tokens)) for part in parts if len(part))
     cells = []
-    for lane, part in enumerate(parts):
+    for slot, part in enumerate(parts):
         if len(part):
             micro_batches = _split_dearest(
                 _even(part, lengths, micro_batch_tokens, n_rows, split), n_rows, costs
             )
             ordered = _dearest_first(micro_batches, costs)
             cells += [
-                Cell(row * n_lanes + lane, lane, micro_batch)
+                Cell(row * n_slots + slot, slot, micro_batch)
                 for row, micro_batch in enumerate(ordered)
             ]
-    return Table(n_rows, n_lanes, tuple(sorted(cells, key=lambda cell: cell.number)))
+    return Table(n_rows, n_slots, tuple(sorted(cells, key=lambda cell: cell.number)))
 
 
 def _dealt(costs: list[tuple[int, int]], n: int) -> list[list[int]]:

@@ -66,7 +66,7 @@ class Root(nn.Module):
         return compute()
 
 
-class Spread:
+class ShardedModel:
     """A model that was spread. Every rank must go through it as often."""
 
     def __init__(

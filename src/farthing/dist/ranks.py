@@ -34,7 +34,7 @@ from farthing.dist.rendezvous import JOIN_HERE_S, RankLostError, bounded, lost, 
 from farthing.run.stillness import Stillness
 
 if TYPE_CHECKING:
-    from farthing.dist.fsdp import How, Spread
+    from farthing.dist.fsdp import How, ShardedModel
 
 GO_ON, NO_ROOM, LEAVE = range(3)
 """Words of a step, the worst last: all is well; memory ran out; someone asked us to leave."""
@@ -77,7 +77,7 @@ class Ranks:
         end: notes that the next attempt takes less at once. Whether it can."""
         self.n_sums = 0
         """Collectives on gradients so far, which must be as many on every rank."""
-        self.spreads: Spread | None = None
+        self.fsdp: ShardedModel | None = None
         """The model's weights where they are spread over the ranks."""
         self._word = 0
         self._words = [0] * self.n
@@ -211,7 +211,7 @@ class Ranks:
         as ever.
         """
         if self._beats is None:
-            if self.spreads is not None and dist.is_initialized():
+            if self.fsdp is not None and dist.is_initialized():
                 dist.destroy_process_group()
             return
         if not self._word:
@@ -229,43 +229,43 @@ class Ranks:
 
     # ---- weights that are spread ----
 
-    def spread(self, model: nn.Module, how: How) -> None:
+    def apply_fsdp(self, model: nn.Module, how: How) -> None:
         """Leave each rank its rows of the weights, by FSDP2; those of a layer are gathered while it
         computes. All come to the device. Raises `ModelError` where the model can't be spread."""
-        from farthing.dist.fsdp import Spread
+        from farthing.dist.fsdp import ShardedModel
 
         self.bring(model.buffers())
-        self.spreads = Spread(model, self.device, self.index, self.n, how, self.bring)
+        self.fsdp = ShardedModel(model, self.device, self.index, self.n, how, self.bring)
         if self.n > 1:
             self._of_saves = dist.new_group(backend="gloo", timeout=WORDS_TIMEOUT)
 
     @property
-    def is_spread(self) -> bool:
+    def is_fsdp(self) -> bool:
         """Whether ranks wait for each other in every layer: all must go through the model as often."""  # noqa: E501
-        return self.spreads is not None
+        return self.fsdp is not None
 
     @property
     def trains_rows(self) -> bool:
         """Whether a rank has some rows of the trained weights, and not all of them."""
-        return self.spreads is not None and self.spreads.trains_rows
+        return self.fsdp is not None and self.fsdp.trains_rows
 
     @property
     def shard(self) -> int:
         """Which rows of the trained weights this rank has; 0 where each has all."""
-        return self.spreads.shard if self.spreads is not None and self.trains_rows else 0
+        return self.fsdp.shard if self.fsdp is not None and self.trains_rows else 0
 
     def trained_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The trained weights by name, as plain tensors: whole, or the rows of this rank."""
-        if self.spreads is not None:
-            return self.spreads.local
+        if self.fsdp is not None:
+            return self.fsdp.local
         return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
     def within(self, compute: Callable[[], Any]) -> Any:
         """What `compute` gives, with the root's weights whole."""
-        if self.spreads is None:
+        if self.fsdp is None:
             return compute()
         with self.computing():
-            return self.spreads.within(compute)
+            return self.fsdp.within(compute)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -282,18 +282,18 @@ class Ranks:
         """(first, end) of the rows that this rank has of a trained weight, or of the state
         `weight|key`; None: all.
         """
-        return None if self.spreads is None else self.spreads.rows_of(name.partition("|")[0])
+        return None if self.fsdp is None else self.fsdp.rows_of(name.partition("|")[0])
 
     def shared_checkpoints(self) -> Shared | None:
         """This rank's part in checkpoints, where ranks have rows of what is saved."""
-        if self.spreads is None or not self.trains_rows:
+        if self.fsdp is None or not self.trains_rows:
             return None
-        spreads = self.spreads
+        fsdp = self.fsdp
         return Shared(
             self.is_first,
-            spreads.shard,
-            spreads.n_shards,
-            spreads.is_copy,
+            fsdp.shard,
+            fsdp.n_shards,
+            fsdp.is_copy,
             self.rows_of,
             self.gather_for_save,
         )
@@ -306,9 +306,9 @@ class Ranks:
             norm = torch.linalg.vector_norm(torch.stack(norms))
             torch.nn.utils.clip_grads_with_norm_(weights, most, norm)
             return norm
-        assert self.spreads is not None
+        assert self.fsdp is not None
         squares = torch.zeros(self.n, dtype=torch.float64, device=self.device)
-        if not self.spreads.is_copy:
+        if not self.fsdp.is_copy:
             squares[self.index] = sum(
                 torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in found
             )
@@ -395,7 +395,7 @@ class Ranks:
         """
         if self.n == 1 or not (isinstance(error, RunInterruptedError) or is_out_of_memory(error)):
             raise error
-        if self.is_spread and is_out_of_memory(
+        if self.is_fsdp and is_out_of_memory(
             error
         ):  # the others are in a layer, and wait for its weights
             if not self.leave_less():

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from farthing.errors import InputError
-from farthing.model.hollow import skeleton
 from farthing.model.load import auto_class
+from farthing.model.meta_init import skeleton
 from farthing.storage.files import read_json
 
 METHODS = {

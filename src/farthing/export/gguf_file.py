@@ -22,8 +22,8 @@ from safetensors import safe_open
 from farthing.errors import InputError, ModelError
 from farthing.export.gguf_families import Array, Family, family_of, lay_out, settings_of, taken_back
 from farthing.export.gguf_tokens import tokenizer_settings
-from farthing.model.hollow import skeleton
 from farthing.model.load import auto_class
+from farthing.model.meta_init import skeleton
 
 BITS = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 """What is written here, by llama.cpp's names."""

@@ -29,8 +29,8 @@ from farthing.data.encode import first_tokens, sides_of
 from farthing.device_memory import in_words, reported
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
-from farthing.model.hollow import hollow, skeleton
 from farthing.model.loss import decoder_inputs
+from farthing.model.meta_init import skeleton, without_weights
 from farthing.model.positions import max_positions, scale_positions, stretch
 from farthing.model.weights import weights_sha256
 from farthing.models.model_config import TOKENIZERS
@@ -289,8 +289,8 @@ def load_model(
 
     A new classification head, or all of it with `init: random`, is drawn from `seed`; so is one
     whose classes are not `label_names` in this order, and the embeddings of words up to `n_words`.
-    With `init: hollow` there are no weights,
-    see `hollow`. Raises `ModelError`.
+    With `init: meta` there are no weights,
+    see `without_weights`. Raises `ModelError`.
     """
     labels = objective_of(task).labels
     _tell_padding(config, pad_id)
@@ -309,8 +309,8 @@ def load_model(
         {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
     )
     try:
-        if choice.init == "hollow":
-            model = hollow(
+        if choice.init == "meta":
+            model = without_weights(
                 auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention
             )
         elif choice.init == "random":

@@ -91,7 +91,7 @@ def assemble(
         ranks=ranks,
         emit=context.emit,
     )
-    if not ranks.is_spread:
+    if not ranks.is_fsdp:
         kernels.compiled = _compile(job, model, kernels.liger, settings, estimate, schedule.n_steps)
     attempt = Attempt(
         job=job,

@@ -107,12 +107,12 @@ def evaluate(
         found: list[Found] = []
         done = 0
         for number, micro_batch in list(enumerate(micro_batches))[ranks.index :: ranks.n]:
-            if should_stop() and not ranks.is_spread:
+            if should_stop() and not ranks.is_fsdp:
                 raise RunInterruptedError("stopped while evaluating")
             found.append(look(forward, tokens, micro_batch, number))
             done += len(micro_batch)
             progress(done, len(examples))
-        if ranks.is_spread:  # all go through the model as often
+        if ranks.is_fsdp:  # all go through the model as often
             if len(found) < -(-len(micro_batches) // ranks.n):
                 look(forward, tokens, micro_batches[-1], len(micro_batches))
             if should_stop():

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from farthing.errors import NotFiniteError, RunInterruptedError
 from farthing.run.ledger import Ledger
 from farthing.run.signals import Heard, Notice
-from farthing.train.agreement import Due, agreed
 from farthing.train.attempt import Attempt
 from farthing.train.budget import LONGEST_START_S, over_limit
+from farthing.train.due import Due, agreed
 from farthing.train.evaluation import evaluate_run
 from farthing.train.forecast import evaluation_is_due, is_done, reserve_s
 from farthing.train.learning_rate import settle_schedule

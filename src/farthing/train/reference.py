@@ -181,10 +181,10 @@ def _passes(
     own: dict[int, list[float]] = {}
     with ranks.all_or_none():
         mine = micro_batches[ranks.index :: ranks.n]
-        if ranks.is_spread:  # all go through the model as often
+        if ranks.is_fsdp:  # all go through the model as often
             mine = mine + micro_batches[-1:] * (-(-len(micro_batches) // ranks.n) - len(mine))
         for micro_batch in mine:
-            if (notice or ranks.others_ask_to_leave) and not ranks.is_spread:
+            if (notice or ranks.others_ask_to_leave) and not ranks.is_fsdp:
                 raise RunInterruptedError("stopped while scoring by the reference")
             parts = _words(forward, forward.collate(tokens, micro_batch), len(micro_batch))
             if forward.of.is_mismatched:

@@ -29,7 +29,7 @@ def rehearse(attempt: Attempt) -> None:
     Where it does not fit the micro-batch is lowered, as in a step. Raises as a step does.
     """
     steps, ranks = attempt.steps, attempt.context.ranks
-    if attempt.numerics.device.type != "cuda" and not ranks.is_spread:
+    if attempt.numerics.device.type != "cuda" and not ranks.is_fsdp:
         return
     step = ranks.tell_all(dearest_step(attempt) if ranks.is_first else None)
     if step is None:

@@ -88,7 +88,12 @@ from farthing.train.budget import (
 from farthing.train.estimate import estimated
 from farthing.train.finished import STAMPS, stamps_of
 from farthing.train.forecast import leaving_s, reserve_s
-from farthing.train.joining import (
+from farthing.train.loop import loop, note_news
+from farthing.train.measure import leave_measured
+from farthing.train.metrics_file import metrics_file
+from farthing.train.prefix_budget import share_prefix
+from farthing.train.published import publish_finished
+from farthing.train.rank_setup import (
     follow,
     joined,
     lead,
@@ -97,14 +102,9 @@ from farthing.train.joining import (
     tell_of_launchers,
     with_slots,
 )
-from farthing.train.loop import loop, note_news
-from farthing.train.measure import leave_measured
-from farthing.train.metrics_file import metrics_file
-from farthing.train.prefix_budget import share_prefix
-from farthing.train.published import publish_finished
 from farthing.train.reference import refer, without_references
+from farthing.train.run_settings import first_settings, keep_settings
 from farthing.train.saver import restore
-from farthing.train.settled import first_settings, keep_settings
 from farthing.train.setup import (
     Inputs,
     build_model,
@@ -113,7 +113,7 @@ from farthing.train.setup import (
     meanwhile,
     open_examples,
 )
-from farthing.train.strategy import may_be_spread, read_where_it_differs, spread_weights
+from farthing.train.strategy import may_shard, read_where_it_differs, shard_weights
 from farthing.train.summary import emit_summary
 from farthing.train.trackers import tracked
 from farthing.train.watchdog import Watchdog
@@ -490,7 +490,7 @@ def _decide(attempt: Attempt, run_facts: Json) -> None:
         job, attempt.estimate, attempt.settings, is_deterministic=exact, left_s=left_s
     )
     if (
-        attempt.progress.step == 0 and pays and not context.ranks.is_spread
+        attempt.progress.step == 0 and pays and not context.ranks.is_fsdp
     ):  # the others would have to try the same
         with context.meter.span("probe"):
             context.emit(Note("trying a few micro-batch sizes before the first step"))
@@ -575,7 +575,7 @@ def _open(
     """The attempt at step 0: tokenized, planned, with its model on the device."""
     meter, ledger, notice, emit = context.meter, context.ledger, context.notice, context.emit
     before_bytes, ranks = taken_bytes(numerics.device), context.ranks
-    on_host = may_be_spread(job, ranks)
+    on_host = may_shard(job, ranks)
     build = partial(
         build_model,
         job,
@@ -614,7 +614,7 @@ def _open(
         model = read_where_it_differs(
             job, ranks, model, lambda: build(examples.tokens.label_names, reads=True)
         )
-    spread_weights(job, ranks, model, numerics, emit)
+    shard_weights(job, ranks, model, numerics, emit)
     attempt = assemble(
         job, context, inputs, numerics, model, (examples, held_out), estimate, settings
     )

@@ -93,10 +93,8 @@ def _keep_log(attempt: Attempt) -> None:
 
 def refuse_small_disk(attempt: Attempt) -> None:
     """Raises `DiskFullError` where checkpoints and model would not fit."""
-    spreads = attempt.context.ranks.spreads
-    state_bytes = n_bytes_of(attempt.state) * (
-        spreads.n_shards if spreads and spreads.trains_rows else 1
-    )
+    fsdp = attempt.context.ranks.fsdp
+    state_bytes = n_bytes_of(attempt.state) * (fsdp.n_shards if fsdp and fsdp.trains_rows else 1)
     n_aside = (
         2 if attempt.context.replica is not None else 0
     )  # one that is being sent, and the next

@@ -48,6 +48,7 @@ from farthing.model.adapters import (
     refuse_untrained_words,
     word_layers,
 )
+from farthing.model.causality import refuse_looking_ahead
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, choose_numerics, why_not_deterministic
 from farthing.model.load import (
@@ -61,7 +62,6 @@ from farthing.model.load import (
     set_languages,
     speak,
 )
-from farthing.model.one_way import refuse_looking_ahead
 from farthing.model.positions import max_positions
 from farthing.model.precision import precision_of
 from farthing.models.refused import refuse_model
@@ -472,7 +472,7 @@ def build_model(
     method = job.method
     quantize = method.name == "qlora"
     model: Any = load_model(
-        inputs.choice if reads else replace(inputs.choice, init="hollow"),
+        inputs.choice if reads else replace(inputs.choice, init="meta"),
         inputs.config,
         job.task,
         dtype=precision_of(method.name, job.train.optim, numerics).weights,
@@ -563,7 +563,7 @@ def settle_checkpointing(
     scored = float(target_lengths_of(train.tokens, some).sum()) / max(
         1.0, float(train.tokens.lengths[some].sum())
     )
-    spread = ranks.spreads
+    fsdp = ranks.fsdp
 
     def sample_of(n_copies: int) -> Sample:
         arrays = forward.collate(train.tokens, np.full(n_copies, middle))
@@ -586,24 +586,22 @@ def settle_checkpointing(
             else 0,
             free_bytes=free_bytes,
             head=Linear(2 * head - twice, (twice - head) / max(1, n_tokens)),
-            autocast=(
-                None if spread is not None and spread.casts_rows else forward.numerics.autocast
-            ),
+            autocast=(None if fsdp is not None and fsdp.casts_rows else forward.numerics.autocast),
             casts_once=forward.casts is not None and bool(forward.casts.weights),
-            gathered=Gathered() if spread is None else spread.gathered,
+            gathered=Gathered() if fsdp is None else fsdp.gathered,
         ),
         wanted=wanted if wanted == "auto" else int(wanted),
         planned=settings.checkpoint_every,
-        fits_all=lambda fits: fits if spread is None else bool(ranks.least(int(fits))),
+        fits_all=lambda fits: fits if fsdp is None else bool(ranks.least(int(fits))),
     )
-    if spread is not None:  # no backward pass has come after
-        spread.let_go()
-    if spread is not None and spread.trains_rows and ranks.n > 1 and has_several:
-        more = spread.whole_gradients_bytes
+    if fsdp is not None:  # no backward pass has come after
+        fsdp.let_go()
+    if fsdp is not None and fsdp.trains_rows and ranks.n > 1 and has_several:
+        more = fsdp.whole_gradients_bytes
         whole = replace(need, gathered=Gathered(*(each + more for each in need.gathered)))
-        spread.accumulates_whole = bool(ranks.least(int(whole.fits)))
-        need = whole if spread.accumulates_whole else need
-        how = "whole, and sent once a step" if spread.accumulates_whole else "by rows"
-        why = "" if spread.accumulates_whole else ", as whole ones do not fit"
+        fsdp.accumulates_whole = bool(ranks.least(int(whole.fits)))
+        need = whole if fsdp.accumulates_whole else need
+        how = "whole, and sent once a step" if fsdp.accumulates_whole else "by rows"
+        why = "" if fsdp.accumulates_whole else ", as whole ones do not fit"
         emit(Note(f"gradients of several micro-batches are added up {how}{why}"))
     return need

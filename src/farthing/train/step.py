@@ -174,8 +174,8 @@ class Steps:
         self._n_freed = 0
         self._is_agreed = False
         self._update_guard = UpdateGuard(self.optimizer)
-        self.n_lanes = self.settings.slots or self.ranks.n
-        self._lanes = slots_of(self.ranks.index, self.ranks.n, self.n_lanes)
+        self.n_slots = self.settings.slots or self.ranks.n
+        self._slots = slots_of(self.ranks.index, self.ranks.n, self.n_slots)
         self._reducer = reducer_of(self.ranks, self.trained, self.settings.slots)
 
     @property
@@ -219,8 +219,8 @@ class Steps:
             except BaseException as error:
                 self.close()
                 self.optimizer.zero_grad(set_to_none=True)
-                if self.ranks.spreads is not None:
-                    self.ranks.spreads.begin_anew()
+                if self.ranks.fsdp is not None:
+                    self.ranks.fsdp.begin_anew()
                 forget_unscaling(self.scaler)
                 if not is_out_of_memory(error) or self._is_agreed:
                     raise
@@ -252,11 +252,11 @@ class Steps:
     def _baseline(self, step: int, n_units: int) -> Tensor:
         """The mean log-ratio to the reference of the step's mismatched sequences, at least 0."""
         table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
-        own = {cell.number for cell in table.of_lanes(self._lanes)}
+        own = {cell.number for cell in table.of_slots(self._slots)}
         sums = torch.zeros(
             len(table.cells), dtype=torch.float64, device=self.forward.numerics.device
         )
-        n_more = self._n_passes(step) if self.ranks.is_spread else 0
+        n_more = self._n_passes(step) if self.ranks.is_fsdp else 0
         for place, cell in enumerate(table.cells):
             if cell.number in own:
                 with self.meter.span("compute"):
@@ -274,14 +274,14 @@ class Steps:
         largest = self._largest_cell(step)
         arrays = self.forward.collate(self.tokens, largest)
         first, last = (
-            MicroBatch(step, examples, largest, arrays, is_last, lane=lane)
-            for is_last, lane in ((False, self._lanes[0]), (True, self._lanes[-1]))
+            MicroBatch(step, examples, largest, arrays, is_last, slot=slot)
+            for is_last, slot in ((False, self._slots[0]), (True, self._slots[-1]))
         )
-        is_one = self.n_lanes == 1 and not self.ranks.is_spread and not adds_up()
+        is_one = self.n_slots == 1 and not self.ranks.is_fsdp and not adds_up()
         passes = [last] if is_one else [first, last]
         self._gradients(step, iter(passes), len(passes), counts=False)
-        if self.ranks.spreads is not None:
-            self.ranks.spreads.begin_anew()
+        if self.ranks.fsdp is not None:
+            self.ranks.fsdp.begin_anew()
         for weight in self.trained:
             weight.grad = None
         return len(largest), self.forward.n_computed(arrays)
@@ -291,9 +291,9 @@ class Steps:
         self._is_agreed = False
         seed_everything(self.seed, step)
         self._of_step = self._totals(step)
-        n_passes = self._n_passes(step) if self.ranks.is_spread else 1
+        n_passes = self._n_passes(step) if self.ranks.is_fsdp else 1
         sums = self._gradients(step, self._micro_batches_of(step), n_passes)
-        if self.n_lanes > 1:
+        if self.n_slots > 1:
             self._gather_places(step, sums)
         rate = self.learning_rate_at(step)
         self.before_update()
@@ -327,11 +327,11 @@ class Steps:
         `RunInterruptedError`,
         `torch.OutOfMemoryError`.
         """
-        sums, word, is_shared = Sums(), GO_ON, self.n_lanes > 1
+        sums, word, is_shared = Sums(), GO_ON, self.n_slots > 1
         if is_shared:
             self._reducer.begin()
-        if self.ranks.spreads is not None:
-            self.ranks.spreads.begin_step(n_passes)
+        if self.ranks.fsdp is not None:
+            self.ranks.fsdp.begin_step(n_passes)
         try:
             sums = self.accumulate(micro_batches, shared=is_shared, counts=counts)
             if is_shared:
@@ -343,8 +343,8 @@ class Steps:
             word = self.ranks.word_for(error)
         if is_shared:
             self._reduce(sums, word)
-        if self.ranks.spreads is not None:
-            self.ranks.spreads.take_gradients()
+        if self.ranks.fsdp is not None:
+            self.ranks.fsdp.take_gradients()
         return sums
 
     def _reduce(self, sums: Sums, word: int) -> None:
@@ -382,7 +382,7 @@ class Steps:
         """Where weights are spread: go through the model as often as the busiest rank, for nothing.
         Raises `RunInterruptedError`.
         """
-        if not self.ranks.is_spread:
+        if not self.ranks.is_fsdp:
             return
         ranks = self.ranks
         table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
@@ -402,7 +402,7 @@ class Steps:
             self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens),
             self.ranks.n,
         )
-        return max(len(table.of_lanes(slots_of(rank, n, self.n_lanes))) for rank in range(n))
+        return max(len(table.of_slots(slots_of(rank, n, self.n_slots))) for rank in range(n))
 
     def accumulate(
         self,
@@ -437,7 +437,7 @@ class Steps:
                     self.tokens.n_targets(micro_batch.step_examples),
                 )
             if shared:
-                self._reducer.slot(micro_batch.lane)
+                self._reducer.slot(micro_batch.slot)
                 if not len(micro_batch.examples):
                     continue
                 seed_everything(self.seed, micro_batch.step, micro_batch.number)
@@ -461,9 +461,7 @@ class Steps:
                 sums.compute_s += self.meter.spans["compute"] - before_s
             n_computed = self.forward.n_computed(micro_batch.arrays)
             sums.add(micro_batch, loss.detach(), n_computed, figures)
-            if (
-                self.should_stop() and not self.ranks.is_spread
-            ):  # others would wait for their weights
+            if self.should_stop() and not self.ranks.is_fsdp:  # others would wait for their weights
                 raise RunInterruptedError("stopped within a step; it is taken again")
         return sums
 
@@ -522,7 +520,7 @@ class Steps:
             step,
             self.n_steps,
             self.batches.examples_of,
-            lambda examples: self.table_of(examples, most).of_lanes(self._lanes),
+            lambda examples: self.table_of(examples, most).of_slots(self._slots),
             lambda examples: self.forward.collate(self.tokens, examples),
         )
 
@@ -536,7 +534,7 @@ class Steps:
             examples,
             self.forward.lengths_of(self.tokens),
             micro_batch_tokens,
-            self.n_lanes,
+            self.n_slots,
             split=lambda some, most: self.forward.split(self.tokens, some, most),
             squares_at=self.forward.squares_at,
             costs=costs if self.forward.mixes_freely else None,
@@ -549,7 +547,7 @@ class Steps:
         cells = self.table_of(
             self.batches.examples_of(step), self.settings.micro_batch_tokens
         ).cells
-        if self.n_lanes == 1 and not self.ranks.is_spread:
+        if self.n_slots == 1 and not self.ranks.is_fsdp:
             return cells[0].examples  # comes first
         lengths = self.forward.lengths_of(self.tokens)
         return max((cell.examples for cell in cells), key=lambda some: int(lengths[some].sum()))
@@ -598,7 +596,7 @@ def _now_on(device: torch.device) -> Any:
 
 
 def seed_everything(seed: int, *place: int) -> None:
-    """Every generator as a function of (seed, step), in a step of several lanes of the micro-batch
+    """Every generator as a function of (seed, step), in a step of several slots of the micro-batch
     too: dropout after a resume, and on another rank, is what it would have been."""
     digest = hashlib.blake2b(
         "/".join(str(each) for each in (seed, *place)).encode(), digest_size=8

@@ -16,7 +16,7 @@ from farthing.model.hardware import peak_bytes
 from farthing.storage.files import Json
 from farthing.train.attempt import Attempt
 from farthing.train.forecast import remaining_s, takes
-from farthing.train.settled import keep_settings
+from farthing.train.run_settings import keep_settings
 from farthing.train.step import StepResult
 
 FORECAST_AFTER_STEPS = 5

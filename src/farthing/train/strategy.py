@@ -43,7 +43,7 @@ _STATE_BYTES = {
 _BY_BLOCKS = "8bit", "paged", "adafactor"
 
 
-def may_be_spread(job: Job, ranks: Ranks) -> bool:
+def may_shard(job: Job, ranks: Ranks) -> bool:
     """Whether the model should be read into main memory first, as its weights may not come whole to
     the GPU.
     """
@@ -54,7 +54,7 @@ def may_be_spread(job: Job, ranks: Ranks) -> bool:
 def read_where_it_differs(job: Job, ranks: Ranks, model: Any, read: Callable[[], Any]) -> Any:
     """The model whose weights come from the first rank, alone in reading them; read here too where
     its configuration makes another one than its files have."""
-    if ranks.n == 1 or not may_be_spread(job, ranks):
+    if ranks.n == 1 or not may_shard(job, ranks):
         return model
     own = [
         [name, list(tensor.shape)]
@@ -63,8 +63,8 @@ def read_where_it_differs(job: Job, ranks: Ranks, model: Any, read: Callable[[],
     return model if ranks.tell_all(own) == own else read()
 
 
-def spread_weights(job: Job, ranks: Ranks, model: Any, numerics: Numerics, emit: Emit) -> None:
-    """Spread the weights over the ranks where the job says so, or they fit no other way. Raises
+def shard_weights(job: Job, ranks: Ranks, model: Any, numerics: Numerics, emit: Emit) -> None:
+    """Shard the weights over the ranks where the job says so, or they fit no other way. Raises
     `InputError`.
     """
     way, because = _way_of(job, ranks, model)
@@ -75,10 +75,10 @@ def spread_weights(job: Job, ranks: Ranks, model: Any, numerics: Numerics, emit:
                 where="where.offload_weights",
                 to_do="set where.strategy: fsdp as well",
             )
-        if may_be_spread(job, ranks):
+        if may_shard(job, ranks):
             ranks.bring((*model.parameters(), *model.buffers()))
         return
-    if why := why_not_spread(job, numerics.autocast):
+    if why := why_not_shard(job, numerics.autocast):
         raise InputError(
             f"the weights can't be spread: {why[0]}", where=f"where.strategy: {way}", to_do=why[1]
         )
@@ -86,7 +86,7 @@ def spread_weights(job: Job, ranks: Ranks, model: Any, numerics: Numerics, emit:
 
     n_shards = _n_shards(ranks) if way == "hsdp" else ranks.n
     gathers_in = precision_of(job.method.name, job.train.optim, numerics).gathers
-    ranks.spread(
+    ranks.apply_fsdp(
         model, How(job.where.reshard_after_forward, n_shards, gathers_in, job.where.offload_weights)
     )
     zero = "ZeRO-3" if job.where.reshard_after_forward else "ZeRO-2"
@@ -102,7 +102,7 @@ def spread_weights(job: Job, ranks: Ranks, model: Any, numerics: Numerics, emit:
     )
 
 
-def why_not_spread(job: Job, autocast: torch.dtype | None = None) -> tuple[str, str] | None:
+def why_not_shard(job: Job, autocast: torch.dtype | None = None) -> tuple[str, str] | None:
     """(why the weights of this job can't be spread, what to do about it); None where they can."""
     is_full = job.method.name == "full"
     if begins_from_base(job.method.init_lora_weights) and not is_full:
@@ -147,7 +147,7 @@ def _way_of(job: Job, ranks: Ranks, model: Any) -> tuple[str, str]:
     """(ddp, fsdp or hsdp; why, in words)."""
     if job.where.strategy != "auto":
         return job.where.strategy, ""
-    if not may_be_spread(job, ranks) or why_not_spread(job):
+    if not may_shard(job, ranks) or why_not_shard(job):
         return "ddp", ""
     need_bytes = ranks.tell_all(resident_bytes(model, job.train.optim))
     have_bytes = ranks.least(torch.cuda.get_device_properties(ranks.device).total_memory)

@@ -13,7 +13,7 @@ def skeleton(auto: Any, config: Any, *, trust_remote_code: bool = False) -> Any:
         return auto.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def hollow(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
+def without_weights(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
     """The model as it is read, but for its weights, one number in memory each: who has none gets
     them from another process.
     """
