@@ -66,6 +66,15 @@ def test_a_log_is_told_after_five_seconds_and_then_more_seldom() -> None:
     assert 50 <= len(long.lines) <= 75, "once a minute in the end"
 
 
+def test_rates_are_of_what_was_done_since_the_tokenization_was_resumed() -> None:
+    log = Log()
+    for second in range(11):
+        log.now = float(second)
+        log.terminal(Tokenizing("train", 50_000 + 500 * second, 10**6, 0.5 + 0.02 * second))
+    assert "500 rows/s" in log.lines[0]
+    assert "20 s to go" in log.lines[0]
+
+
 def test_a_quick_one_leaves_no_line_and_another_source_has_its_own_time() -> None:
     log = Log()
     log.tokenizing(4, 4)

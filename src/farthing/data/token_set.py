@@ -30,6 +30,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import mmap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -224,17 +225,21 @@ def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
     for name, dtype in DTYPES.items():
         path = folder / f"{name}.bin"
         if path.exists():
-            empty = path.stat().st_size == 0
-            # as plain arrays: each slice of a memmap would be one, which takes longer than a short
-            # example
             dtype = facts.get("label_dtype", dtype) if name == "labels" else dtype
-            arrays[name] = (
-                np.zeros(0, dtype)
-                if empty
-                else np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
-            )
+            arrays[name] = _mapped(path, dtype)
     arrays.setdefault("labels", None)
     return TokenSet(folder, facts, **arrays)
+
+
+def _mapped(path: Path, dtype: Any) -> NDArray[Any]:
+    """The numbers of a file, of which memory holds those that are asked for."""
+    if path.stat().st_size == 0:
+        return np.zeros(0, dtype)
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):  # examples are drawn: what lies around one is not wanted
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype)
 
 
 def notes_of(facts: Json) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ class Terminal:
             ""
         )
         self._work_began = self._work_due = 0.0
+        self._work_from = 0.0, 0
         self._logging_steps = logging_steps
         self._live: Live | None = None
         self._last_at = 0.0
@@ -80,7 +81,7 @@ class Terminal:
     @_show.register
     def _(self, event: events.Tokenizing) -> None:
         words = f"{plural(event.n_rows, 'row')}, {say_count(event.n_tokens)} tokens"
-        self._on_the_way(f"tokenizing {event.role}", event.share, words)
+        self._on_the_way(f"tokenizing {event.role}", event.share, words, event.n_rows)
 
     @_show.register
     def _(self, event: events.DataRead) -> None:
@@ -199,21 +200,27 @@ class Terminal:
         # a terminal is given whole words, a log whole lines
         self.console.print(markup, highlight=False, soft_wrap=not self.console.is_terminal)
 
-    def _on_the_way(self, what: str, share: float | None, words: str) -> None:
+    def _on_the_way(self, what: str, share: float | None, words: str, n_rows: int = 0) -> None:
         """How far something has got: a bar on a terminal; in a log a line after 5 s, and then ever
-        more seldom.
+        more seldom. Rates are those since the first call, which may resume earlier work.
         """
         now = self._clock()
         if what != self._work:
             self._work, self._work_began, self._work_due = what, now, now + _PLAIN_EVERY_S
+            self._work_from = share or 0.0, n_rows
+        took_s, (share_before, rows_before) = now - self._work_began, self._work_from
+        if n_rows > rows_before and took_s > 0:
+            words += f", {say_count((n_rows - rows_before) / took_s)} rows/s"
         percent = "" if share is None else f"{share:.0%}, "
         if self.console.is_terminal:
             n = 0 if share is None else round(20 * min(1.0, share))
             bar = "" if share is None else f" {'█' * n}{'░' * (20 - n)}"
             self._alive(f"{what}{bar} {percent}{words}")
         elif now >= self._work_due:
-            took_s = now - self._work_began
-            to_go = f", {say_seconds(took_s / share - took_s)} to go" if share and share < 1 else ""
+            to_go = ""
+            if share is not None and share_before < share < 1:
+                left_s = took_s * (1 - share) / (share - share_before)
+                to_go = f", {say_seconds(left_s)} to go"
             self._say(escape(f"{what}: {percent}{words}{to_go}"))
             self._work_due = now + min(60.0, max(2 * _PLAIN_EVERY_S, took_s / 5))
 
