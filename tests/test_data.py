@@ -939,6 +939,49 @@ def test_a_tokenization_that_is_killed_resumes_and_gives_the_same_bytes(
     assert (len(made[0]), made[0].label_names[-1]) == (30_000, "late")
 
 
+PEAK = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+from farthing.data.batches import Batches, rows_of, split_by_input
+from farthing.data.read import open_sources
+from farthing.data.token_set import Recipe
+from farthing.data.tokens import tokenize
+
+tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
+sources = open_sources((sys.argv[2],), cache_dir=Path(sys.argv[3]), split="train")
+tokens = tokenize(sources, tokenizer, Recipe("causal-lm", 512), Path(sys.argv[3]))
+train, _ = split_by_input(tokens.groups, 0.01, 0, tokens.inputs)
+rows_of(tokens, Batches(train, 64, 0).examples_of(0))
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(json.dumps({"peak_kb": int(peak.split()[1]), "n_tokens": len(tokens.ids)}))
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_tokens(
+    tmp_path: Path, tiny_folders: dict[str, Path]
+) -> None:
+    found = []
+    for n_rows in (5_000, 150_000):
+        path = tmp_path / f"{n_rows}.jsonl"
+        with open(path, "w") as file:
+            for n in range(n_rows):
+                file.write(json.dumps({"text": f"row {n} " + "of some words " * 30}) + "\n")
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, str(tiny_folders["llama"]), str(path), str(tmp_path)],
+            capture_output=True,
+            check=True,
+        )
+        found.append(json.loads(done.stdout))
+    few, many = found
+    n_more = many["n_tokens"] - few["n_tokens"]
+    assert n_more > 10_000_000
+    more_bytes = 1024 * (many["peak_kb"] - few["peak_kb"])
+    assert more_bytes < min(80 << 20, 8 * n_more), "columns of examples, not of tokens"
+
+
 def test_a_draft_of_another_version_is_dropped(
     tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
