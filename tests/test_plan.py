@@ -391,6 +391,18 @@ def test_calibration_moves_and_narrows_the_ranges() -> None:
     assert len({plan.wall_s for plan in both}) == 2
 
 
+def test_a_family_that_was_not_traced_is_planned_with_a_wider_range() -> None:
+    sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192}
+    sizes |= {"num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4}
+    wide, known = (
+        only(decide(wanted_of(shape=read_shape(sizes | {"model_type": kind})), [place("L4", 0.6)]))
+        for kind in ("granite", "llama")
+    )
+    assert wide.on.memory.allocated == known.on.memory.allocated, "layers of a usual kind"
+    assert wide.on.speed_spread.high == pytest.approx(1.15 * known.on.speed_spread.high, rel=0.05)
+    assert "no model of its family was traced" in wide.on.speed_spread.known
+
+
 # ---- ranking ----
 
 

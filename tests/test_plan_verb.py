@@ -629,6 +629,21 @@ def test_hours_that_are_paid_by_the_gigabyte(
     assert "15 GB x 9.00 h = 135.0 units" in found["words"][0]
 
 
+def test_a_cap_on_gpu_hours_counts_every_gpu(
+    job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """25 h at 100 a minute: within 30 GPU-hours on one GPU, and not on two."""
+    prices = tmp_path / "two.csv"
+    head = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,source,date\n"
+    cap = ("--set", "limits.max_gpu_hours=30", "--samples-per-min", "100", "--mean-tokens", "20")
+    for n, fits in ((1, True), (2, False)):
+        row = f"Here,T4,T4,{n},any,,on-demand,machine_hour,1,made up,2026-11-01\n"
+        prices.write_text(head + row)
+        asked = ("--examples", "150000", "--set", "train.num_train_epochs=1", *cap)
+        found = run_json(capsys, job, *asked, "--prices", str(prices), "--set", "where.gpus=all")
+        assert found["by_hand"]["fits_the_cap"] is fits
+
+
 def test_a_cap_on_gpu_hours_says_the_throughput_that_would_do(
     job: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -355,7 +355,14 @@ def _lengths(
     assert mean_tokens is not None
     target = mean_tokens / 4 if objective_of(job.task).is_pair else None
     longest = max(job.max_length, int(mean_tokens) + 1)
-    return from_mean(n_examples, mean_tokens, longest, mean_target=target), None
+    found = from_mean(n_examples, mean_tokens, longest, mean_target=target)
+    if objective_of(job.task).labels is None:
+        return found, None
+    try:  # the head has an output for each class
+        return replace(found, n_labels=read_lengths(job, cache_dir=cache_dir)[0].n_labels), None
+    except FarthingError:
+        note = "classes: 2 by assumption, because the data is not here"
+        return replace(found, notes=(*found.notes, note)), None
 
 
 # ---- one run here ----

@@ -52,6 +52,10 @@ class Refusal(NamedTuple):
         return Rejected(offer, *self)
 
 
+_Savers = tuple[list[tuple[str, str, Memory]], Iterator[tuple[str, JobSpec]]]
+"""Those that were worked out, and the others."""
+
+
 class Candidate(NamedTuple):
     """A recipe that is worth a look."""
 
@@ -75,7 +79,7 @@ class Search:
     def __init__(self, wanted: JobSpec, assumptions: Assumptions, *, explains: bool = True) -> None:
         self.wanted, self.assumptions, self.explains = wanted, assumptions, explains
         self.candidates = cache(self._candidates)
-        self._savers = cache(self._least_with_savers)
+        self._savers: dict[tuple[str, int, bool], _Savers] = {}
 
     def plan(self, machine: Machine, *, offloads: bool | None = None) -> MachinePlan | Refusal:
         """`offloads`: weights stay in main memory; None: as the job asks."""
@@ -240,9 +244,8 @@ class Search:
         if not self.explains:
             return no
         in_fp16 = self._fp16_instead(machine)
-        for change, kind, memory in self._savers(
-            machine.precision, machine.n_gpus, machine.is_cuda
-        ):
+        key = machine.precision, machine.n_gpus, machine.is_cuda
+        for change, kind, memory in self._least_with_savers(*key):
             if self._on(machine, memory).on_device <= machine.memory:
                 change = f"{change}, or {in_fp16}" if in_fp16 else change
                 return no._replace(change=change, change_kind=kind)
@@ -263,10 +266,15 @@ class Search:
 
     def _least_with_savers(
         self, precision: str, n_gpus: int, is_cuda: bool
-    ) -> list[tuple[str, str, Memory]]:
-        """Changes of the job that save memory, the mildest first, with what it then needs."""
-        found = []
-        for kind, other in _memory_savers(self.wanted, is_cuda, has_bf16=precision == "bf16"):
+    ) -> Iterator[tuple[str, str, Memory]]:
+        """Changes of the job that save memory, the mildest first, with what it then needs: worked
+        out when asked for.
+        """
+        key = precision, n_gpus, is_cuda
+        others = _memory_savers(self.wanted, is_cuda, has_bf16=precision == "bf16")
+        known, rest = self._savers.setdefault(key, ([], others))
+        yield from known
+        for kind, other in rest:
             most = min(budgets(other, n_gpus, is_cuda))
             every = other.checkpoint_every if other.checkpoint_every is not None else 1
             recipe = replace(
@@ -276,8 +284,8 @@ class Search:
                 n_micro_batches=2.0,
             )
             memory = peak_memory(other, other.case(recipe, is_cuda=is_cuda))
-            found.append((_said(other, self.wanted), kind, memory))
-        return found
+            known.append((_said(other, self.wanted), kind, memory))
+            yield known[-1]
 
 
 def lacks_main_memory(offer: Offer, plan: MachinePlan) -> Rejected | None:

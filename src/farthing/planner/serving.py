@@ -31,7 +31,7 @@ PRECISIONS = {
 }
 OLDEST_CAPABILITY = 8.0  # what today's engines have all kernels for: Ampere and later
 MEMORY_SHARE = 0.9  # of a GPU, as engines take it
-BESIDE_BYTES = 2e9  # activations, graphs, context
+BESIDE_BYTES = 3e9  # activations, graphs, context
 MOST_STREAMS = 1024
 BANDWIDTH_REACHED, DECODE_REACHED, PREFILL_REACHED = 0.9, 0.4, 0.6
 STEP_S, STREAM_S = 1e-3, 16e-6  # of the host: for each decoding step, and for each stream in it
@@ -90,8 +90,8 @@ class Server:
         """For the caches of all streams, over all GPUs; below 0 where the weights alone are too
         much.
         """
-        nominal = round(self.gpu.memory_bytes / 2**30) * 1e9
-        return self.n_gpus * (MEMORY_SHARE * nominal - BESIDE_BYTES) - self.weights_bytes
+        taken = MEMORY_SHARE * self.gpu.usable_bytes - BESIDE_BYTES
+        return self.n_gpus * taken - self.weights_bytes
 
     def streams(self, traffic: Traffic) -> int:
         """The most requests at once: as the cache has room for, and as the latency allows; 0 where

@@ -16,11 +16,12 @@ from farthing.clock import today
 from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.models.shapes import Shape, read_shape
+from farthing.objectives.registry import objective_of
 from farthing.planner.serving import Served, Traffic, serve
 from farthing.prices.catalog import Catalog, read_catalog
 from farthing.report.plan_words import say_cost
 from farthing.report.training_log import TrainingLog
-from farthing.run.folder import MODEL
+from farthing.run.folder import MODEL, RECEIPT
 from farthing.storage.files import Json, read_json
 
 REQUESTS_PER_DAY = 1000.0
@@ -59,10 +60,12 @@ def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving |
     with contextlib.suppress(OSError, ValueError, InputError, StopIteration):
         job = Job.model_validate(values)  # ValueError: of another version of farthing
         traffic = traffic_of(job, log)
-        if traffic is None:
+        if traffic is None or not objective_of(job.task).scores_tokens:
             return None
+        if (kept := _kept(folder, traffic)) is not None:
+            return kept
         path = next(path for name in CONFIGS if (path := folder / MODEL / name).exists())
-        best = _cheapest(read_shape(read_json(path), job.task, n_labels=2), traffic)
+        best = _cheapest(read_shape(read_json(path), job.task), traffic)
         if best is not None:
             on, zero = best.always_on_usd, best.to_zero_usd()
             several = f"{best.server.n_gpus}x " if best.server.n_gpus > 1 else ""
@@ -77,6 +80,16 @@ def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving |
                 traffic.output_tokens,
                 best.offer.date.isoformat(),
             )
+    return None
+
+
+def _kept(folder: Path, traffic: Traffic) -> Serving | None:
+    """What the run's own receipt says of that traffic: at the prices of its day, not of today."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = Serving(**read_json(folder / RECEIPT)["serving"])
+        asked = traffic.input_tokens, traffic.output_tokens
+        if (found.input_tokens, found.output_tokens) == asked:
+            return found
     return None
 
 
