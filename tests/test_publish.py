@@ -5,6 +5,7 @@ and taken up again.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -169,3 +170,16 @@ def test_a_receipt_ends_with_what_serving_would_cost(
     )
     assert main(["report", str(trained), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["serving"]["usd_per_month"] == serving.usd_per_month
+
+
+def test_a_receipt_that_is_made_again_keeps_the_prices_of_its_day(
+    trained: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    receipt = json.loads((folder / "receipt.json").read_text())
+    receipt["serving"] |= {"usd_per_month": 12.5, "price_date": "2026-01-02"}
+    (folder / "receipt.json").write_text(json.dumps(receipt))
+    serving = build_receipt(folder).serving
+    assert serving is not None
+    assert (serving.usd_per_month, serving.price_date) == (12.5, "2026-01-02")
