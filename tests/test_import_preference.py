@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from farthing.cli import main
 from farthing.config.importers.job_text import job_text
 from farthing.config.importers.recognise import import_file
 from farthing.config.importers.record import Imported
 from farthing.config.job import Job
 from farthing.config.load import load_job
+from farthing.tiny import make_model_folder, write_jsonl
 
 TRL = "model_name_or_path: org/m\ndataset_name: org/d\nmax_length: 1024\n"
 AXOLOTL = "base_model: org/m\nsequence_len: 512\nlearning_rate: 5e-6\nmicro_batch_size: 4\n"
@@ -270,6 +272,35 @@ def test_stages_of_llama_factory(tmp_path: Path) -> None:
     job = job_of(tmp_path, imported(tmp_path, text))
     assert settings(job) == {"name": "kto", "undesirable_weight": 0.5}
     assert job.data.columns == {"instruction": "{ask}", "output": "{answer}", "label": "good"}
+
+
+def test_an_imported_job_of_chats_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {
+            "ask": f"What is {n} and {n}?",
+            "frame": "" if n else "Be brief.",
+            "chosen": str(2 * n),
+            "rejected": "no idea",
+        }
+        for n in range(4)
+    ]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    make_model_folder(tmp_path / "model", [str(row) for row in rows] * 9, hidden=16, layers=1)
+    columns = {"prompt": "ask", "system": "frame", "chosen": "chosen", "rejected": "rejected"}
+    known = {"asked": {"file_name": "rows.jsonl", "ranking": True, "columns": columns}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(known))
+    settings = (
+        "model_name_or_path: ./model\nstage: dpo\nfinetuning_type: full\ndataset: asked\n"
+        "dataset_dir: .\nmax_steps: 1\ncutoff_len: 256\noutput_dir: run\n"
+    )
+    (tmp_path / "lf.yaml").write_text(settings)
+    job = str(tmp_path / "job.yaml")
+    assert main(["import", str(tmp_path / "lf.yaml"), "-o", job]) == 0
+    own = ["model.init=random", "where.device=cpu", f"cache_dir={tmp_path / 'cache'}"]
+    given = [word for each in own for word in ("--set", each)]
+    assert main(["train", job, *given]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -214,9 +214,11 @@ def _look_at_values(
     """Whether one row of a file can be used whose columns hold plain text. Raises `DataError` with
     what is wrong.
     """
-    understood, reason = reader.understood, ""
-    if understood is None or understood.format in RENDERED or objective_of(task).labels is not None:
-        return  # what chats and labels mean is not known without the tokenizer and the other rows
+    understood, reason, objective = reader.understood, "", objective_of(task)
+    if understood is None or understood.format in RENDERED:
+        return  # what chats mean is not known without the tokenizer ...
+    if objective.labels is not None or objective.loss is not None:
+        return  # ... nor labels without the other rows; answers are texts or chats
     for row in itertools.chain(first, _rows_behind(source, len(first))):
         if isinstance(row, Row):
             if isinstance(row.value.get("prompt"), list):

@@ -280,8 +280,5 @@ def _columns(entry: Mapping[str, Any], columns: Mapping[str, Any]) -> Json:
         return {"text": str(question)}
     asked = [f"{{{question}}}\n{{{more}}}", f"{{{question}}}"] if more else f"{{{question}}}"
     found: Json = {"instruction": asked, "output": f"{{{answer}}}"}
-    if columns.get("system"):
-        found["system"] = f"{{{columns['system']}}}"
-    if columns.get("history"):
-        found["history"] = str(columns["history"])
-    return found
+    own = {name: str(columns[name]) for name in ("system", "history") if columns.get(name)}
+    return found | {name: column for name, column in own.items() if name != column}
