@@ -31,6 +31,9 @@ ACTIONS = ("status", "logs", "stop", "attach")
 AGENT = "agent"
 """What a rented machine runs."""
 
+RARE = ("--image", "--install", "--disk", "--boot-limit", "--prices")
+"""Options that only `--help-all` shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing launch`."""

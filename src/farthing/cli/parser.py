@@ -2,9 +2,8 @@
 known.
 
 A verb is a file of this folder, named after it, and a line in `VERBS`. The file has
-`add_arguments(parser)` and
-`run(arguments) -> exit code`, imports nothing heavy at its top, and is itself imported only when
-its verb is called.
+`add_arguments(parser)`, `run(arguments) -> exit code`, and maybe `RARE`, options that only
+`--help-all` shows. It imports nothing heavy at its top, and is imported when its verb is called.
 """
 
 from __future__ import annotations
@@ -56,8 +55,22 @@ EPILOG = (
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser that suggests the nearest word, and prints what was typed without letting
-    it steer a terminal.
+    it steer a terminal. `--help` leaves out the options in `rare`, `--help-all` shows them.
     """
+
+    rare: tuple[str, ...] = ()
+
+    def format_help(self) -> str:
+        """The help without rare options."""
+        hidden = [each for each in self._actions if set(each.option_strings) & set(self.rare)]
+        helps = [each.help for each in hidden]
+        for each in hidden:
+            each.help = argparse.SUPPRESS
+        try:
+            return super().format_help()
+        finally:
+            for each, words in zip(hidden, helps, strict=True):
+                each.help = words
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message("\n".join(map(printable, message.split("\n"))), file)
@@ -89,6 +102,16 @@ class Parser(argparse.ArgumentParser):
                 and not any(each.startswith(name) for each in known)
             ):
                 self.error(f"no such option: {name}{did_you_mean(name, known)}")
+
+
+class HelpAll(argparse.Action):
+    """`--help-all`: every option, also the rare ones."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        parser.rare = ()
+        parser.print_help()
+        parser.exit()
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -135,7 +158,12 @@ def build_parser(verbs: Iterable[str]) -> Parser:
     for verb, summary in VERBS.items():
         sub = added.add_parser(verb, help=summary, description=summary, epilog=EPILOG)
         if verb in verbs:
-            verb_module(verb).add_arguments(sub)
+            module = verb_module(verb)
+            module.add_arguments(sub)
+            sub.rare = getattr(module, "RARE", ())
+            if sub.rare:
+                words = f"show all options; {len(sub.rare)} more"
+                sub.add_argument("--help-all", action=HelpAll, nargs=0, help=words)
     return parser
 
 

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from farthing.report.blocks import Section
     from farthing.report.plan_view import PlanView
 
+RARE = (
+    *("--region", "--own", "--runs", "--runs-per-month", "--traces", "--torch", "--paid"),
+    *("--examples", "--mean-tokens", "--samples-per-min", "--tokens-per-s", "--spot-discount"),
+    *("--spot-overhead", "--interrupted-every", "--restart", "--step-time", "--max-gpus"),
+)
+"""Options that only `--help-all` shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing plan`."""

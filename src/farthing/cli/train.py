@@ -25,6 +25,9 @@ GOES_ON_UNREAD = True
 """Training does not end because nobody reads what it prints."""
 FINISHED_ALREADY = "it was finished already; nothing was trained"
 
+RARE = ("--deepspeed", "--accelerate", "--local_rank", "--local-rank")
+"""Options that only `--help-all` shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing train`."""
