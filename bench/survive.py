@@ -173,7 +173,12 @@ def say_where(where: Whereabouts) -> None:
 
 def result_of(run: Path) -> dict[str, bytes | str]:
     """Everything about a finished run that has to be equal, by name."""
-    rows = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
+    rows = []
+    for line in (run / "log.jsonl").read_text("utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # a bit of it was flipped
+            rows.append({"damaged": line})
     newest = max((run / "checkpoints").glob("step-*"), key=lambda path: path.name[:13])
     result: dict[str, bytes | str] = {
         f"log line {index}": json.dumps(row) for index, row in enumerate(rows)

@@ -681,3 +681,21 @@ def test_every_verb_helps_and_tells_its_exit_codes(
     said = " ".join(capsys.readouterr().out.split())
     assert "--json" in said
     assert "75 interrupted (run it again)" in said
+
+
+@pytest.mark.parametrize(
+    ("verb", "rare"), [("plan", "--traces"), ("train", "--deepspeed"), ("launch", "--boot-limit")]
+)
+def test_rare_options_are_shown_when_all_are_asked_for(
+    verb: str, rare: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as left:
+        main([verb, "--help"])
+    short = capsys.readouterr().out
+    assert (left.value.code, rare in short, "--help-all" in short) == (0, False, True)
+    assert len(short.splitlines()) <= 50
+    with pytest.raises(SystemExit) as left:
+        main([verb, "--help-all"])
+    assert left.value.code == 0
+    assert rare in capsys.readouterr().out

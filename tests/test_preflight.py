@@ -323,3 +323,16 @@ def test_a_spot_machine_without_a_store_is_warned_of(tmp_path: Path, store: str)
     workshop.train(job, heard)
     is_warned = "takes this run with it: set output_store" in heard.warnings
     assert is_warned == (not store)
+
+
+def test_doctor_says_that_torch_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from farthing.cli import main
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for words in (["doctor"], ["doctor", str(workshop.job_file(tmp_path))]):
+        assert main(words) != 0
+        said = capsys.readouterr().out
+        assert "torch: can't be imported" in said
+        assert "pip install torch" in said

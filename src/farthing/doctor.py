@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -84,12 +85,12 @@ def check_machine(folder: Path, *, with_device: bool = True) -> Iterator[Check]:
         version,
         "use Python 3.11 or later",
     )
-    for package in ("torch", "transformers", "peft"):
-        yield Check(package, "ok", importlib.metadata.version(package))
-    if with_device:
+    torch = _imported("torch") if with_device else _installed("torch")
+    yield from (torch, _installed("transformers"), _installed("peft"))
+    if with_device and torch.state == "ok":
         yield from _device()
     else:
-        yield Check("gpu and cpu", "ok", "not checked: first fix what failed below")
+        yield Check("gpu and cpu", "ok", "not checked: first fix what failed")
     memory = psutil.virtual_memory()
     enough = memory.available > 2 << 30
     yield Check(
@@ -110,6 +111,24 @@ def check_machine(folder: Path, *, with_device: bool = True) -> Iterator[Check]:
         there = importlib.util.find_spec(module) is not None
         absent = f"not installed; only for {what}: pip install 'farthing[{extra}]'"
         yield Check(module, "ok", "installed" if there else absent)
+
+
+def _installed(package: str) -> Check:
+    """Whether a package that every run needs is installed."""
+    try:
+        return Check(package, "ok", importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return Check(package, "failed", "not installed", f"pip install {package}")
+
+
+def _imported(package: str) -> Check:
+    """`_installed`, and whether it can be imported."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # a broken installation fails in any way
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        return Check(package, "failed", f"can't be imported: {why}", f"pip install {package}")
+    return _installed(package)
 
 
 def _device() -> Iterator[Check]:

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _show(list(check_target(arguments.target)), arguments, next_step="")
     faults = check_before(Path(arguments.job), arguments.set) if arguments.job else []
     checks = list(check_machine(Path.cwd(), with_device=not faults)) + faults
-    if arguments.job and not faults:
+    if arguments.job and not any(check.state == "failed" for check in checks):
         checks += check_job(Path(arguments.job), arguments.set)
     if arguments.trial and not any(check.state == "failed" for check in checks):
         checks += check_trial(Path(arguments.job), arguments.set, arguments.trial)
