@@ -34,7 +34,7 @@ WINGS = {  # files to change, and the tests that have to notice
     ),
     "data": ("data/encode.py data/batches.py", "encode data.py packing lengths chat* step*"),
     "planner": (
-        "planner/*pric*.py planner/limits.py planner/calibration.py",
+        "planner/price.py planner/ranges.py planner/ranking.py planner/calibration.py",
         "plan.py plan_view plan_verb limits calibrate money speed spot.py",
     ),
     "report": (

@@ -70,6 +70,7 @@ def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path: P
     assert farthing.fine_tune(path, quiet=True).state == "finished"
 
 
+@pytest.mark.slow
 def test_planning_from_python_needs_no_torch(tmp_path: Path) -> None:
     code = (
         f"import farthing, sys\nplan = farthing.plan({JOB!r}, n_examples=10, mean_tokens=20.0,"

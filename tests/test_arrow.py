@@ -257,6 +257,7 @@ def test_bytes_of_rows_are_about_what_they_are_unfolded() -> None:
 # ---- the other readers ----
 
 
+@pytest.mark.slow
 def test_gzip_that_unfolds_beyond_measure_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

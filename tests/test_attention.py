@@ -44,7 +44,6 @@ from packed_models import (
     heads,
     model_of,
 )
-from thinned import thinned
 
 
 def documents_of(lengths: list[int], seed: int = 0) -> list[Tensor]:
@@ -415,7 +414,8 @@ WAYS = [
 WAYS += [(True, 3, 1.5), (False, None, 1.5)]
 
 
-@pytest.mark.parametrize(("causal", "window", "cap"), thinned(WAYS, 99))
+@pytest.mark.slow
+@pytest.mark.parametrize(("causal", "window", "cap"), WAYS)
 @pytest.mark.parametrize("kernel", ["documents", "padded", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_kernels_follow_the_formula(

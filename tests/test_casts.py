@@ -24,6 +24,7 @@ from farthing.train.loop import take_step
 from farthing.train.run import opened_attempt
 from farthing.train.step_log import settle
 from packed_models import documents, model_of
+from thinned import thinned
 from workshop import Heard, make_job
 
 NUMERICS = Numerics(torch.device("cpu"), torch.bfloat16)
@@ -201,7 +202,7 @@ def test_a_layer_without_autocast_computes_as_it_is() -> None:
         )
 
 
-@pytest.mark.parametrize("method", ["full", {"name": "lora", "lora_r": 4}])
+@pytest.mark.parametrize("method", thinned(["full", {"name": "lora", "lora_r": 4}], 9))
 def test_steps_with_casts_are_those_without(method: Any, tmp_path: Path) -> None:
     """Whole steps of several micro-batches: copies are those of the weights that the step before
     has left.

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 
-from thinned import thinned
 from workshop import Heard, log_of, make_job, rows_of, train
 
 NAMES = ["weather", "food", "sport"]
@@ -48,7 +47,8 @@ def trained(folder: Path, base: Path, rows: list[dict[str, Any]], **keys: Any) -
     return next(row["metrics"] for row in log_of(job) if "metrics" in row), heard
 
 
-@pytest.mark.parametrize("method", thinned(["full", "lora"], 9))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_trained_head_keeps_its_classes(method: str, classifier: Path, tmp_path: Path) -> None:
     rows = rows_of("bert", 60)
     metrics, heard = trained(tmp_path, classifier, rows, method=method)

@@ -206,6 +206,7 @@ def test_a_limit_stops_with_3_and_a_higher_one_goes_on(
     assert len(losses_of(load_job(path))) == 4
 
 
+@pytest.mark.slow
 def test_a_limit_within_a_run_leaves_a_model_and_the_same_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,7 +515,8 @@ def test_a_classifier_keeps_the_names_of_its_classes(
         torch.testing.assert_close(merged(IDS).logits, beside(IDS).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", thinned(["full", "lora"], 9))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_seq2seq_model_writes_the_same_before_and_after_export(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,6 @@ from peers.clock import Clock
 from peers.contestant import CONTESTANTS
 from peers.race import Piece, Race
 from peers.table import draw
-from thinned import thinned
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
@@ -252,18 +251,16 @@ def test_the_peak_is_of_the_process_and_not_of_who_began_it() -> None:
 # ---- from end to end ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "method"),
-    thinned(
-        [
-            ("causal-lm", "full"),
-            ("causal-lm", "lora"),
-            ("causal-lm", "lora-top"),
-            ("seq2seq", "full"),
-            ("classification", "full"),
-        ],
-        9,
-    ),
+    [
+        ("causal-lm", "full"),
+        ("causal-lm", "lora"),
+        ("causal-lm", "lora-top"),
+        ("seq2seq", "full"),
+        ("classification", "full"),
+    ],
 )
 def test_farthing_ends_where_the_naive_loop_ends(
     task: str, method: str, places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path

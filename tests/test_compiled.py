@@ -229,6 +229,7 @@ def test_a_model_without_known_layers_is_left_as_it_is() -> None:
 # ---- what is traced ----
 
 
+@pytest.mark.slow
 def test_documents_of_any_lengths_are_served_by_the_first_programs() -> None:
     plain = flat(causal_model())
     model = copy.deepcopy(plain)

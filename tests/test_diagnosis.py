@@ -250,6 +250,7 @@ def test_a_receipt_holds_its_diagnosis_and_the_terminal_shows_it(plain: Receipt)
 # ---- what it is made from ----
 
 
+@pytest.mark.slow
 def test_a_run_measures_its_work_and_a_killed_one_has_it_too(tmp_path: Path) -> None:
     path = job_file(
         tmp_path, "llama", max_steps=6, micro_batch_tokens=40, gradient_checkpointing=True

@@ -30,7 +30,6 @@ from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, RunInterruptedError
 from farthing.tiny import write_jsonl
-from thinned import thinned
 
 PIECES = [
     "hello",
@@ -422,69 +421,67 @@ CHATML = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tokenizer_name", "n_rows", "recipe", "template", "expected"),
-    thinned(
-        [
-            (
-                "p3_open_license_sample",
-                "gpt2",
-                600,
-                Recipe("causal-lm", 512),
-                None,
-                "624bd708dfe8ee61f2f25af7b7278460",
-            ),
-            (
-                "p3_open_license_sample",
-                "gpt-neox-mpt",
-                600,
-                Recipe("causal-lm", 512),
-                None,
-                "45e1db565612f3fb5955041d08719309",
-            ),
-            (
-                "p3_open_license_sample",
-                "mistral-7b-v0.1",
-                300,
-                Recipe("causal-lm", 512),
-                None,
-                "508fb6ad41de7f687b673f193f6ee4ba",
-            ),
-            (
-                "chat_messages",
-                "gpt2",
-                200,
-                Recipe("causal-lm", 1024),
-                None,
-                "72f8fbde8911b3920f3532f49b72d4db",
-            ),
-            (
-                "chat_messages",
-                "gpt-neox-mpt",
-                200,
-                Recipe("causal-lm", 1024),
-                CHATML,
-                "e64f24ef64bc9cabc62b7691f8cbd162",
-            ),
-            (
-                "e2e_nlg_dev_test",
-                "t5",
-                1500,
-                Recipe("seq2seq", 40, 40),
-                None,
-                "e0640a2683d46b552dfe1034119f374e",
-            ),
-            (
-                "complaints_narratives",
-                "bert-base-uncased",
-                300,
-                Recipe("classification", 128, columns={"label": "product"}),
-                None,
-                "6021c768b325a6fac3f41f3578a08e73",
-            ),
-        ],
-        99,
-    ),
+    [
+        (
+            "p3_open_license_sample",
+            "gpt2",
+            600,
+            Recipe("causal-lm", 512),
+            None,
+            "624bd708dfe8ee61f2f25af7b7278460",
+        ),
+        (
+            "p3_open_license_sample",
+            "gpt-neox-mpt",
+            600,
+            Recipe("causal-lm", 512),
+            None,
+            "45e1db565612f3fb5955041d08719309",
+        ),
+        (
+            "p3_open_license_sample",
+            "mistral-7b-v0.1",
+            300,
+            Recipe("causal-lm", 512),
+            None,
+            "508fb6ad41de7f687b673f193f6ee4ba",
+        ),
+        (
+            "chat_messages",
+            "gpt2",
+            200,
+            Recipe("causal-lm", 1024),
+            None,
+            "72f8fbde8911b3920f3532f49b72d4db",
+        ),
+        (
+            "chat_messages",
+            "gpt-neox-mpt",
+            200,
+            Recipe("causal-lm", 1024),
+            CHATML,
+            "e64f24ef64bc9cabc62b7691f8cbd162",
+        ),
+        (
+            "e2e_nlg_dev_test",
+            "t5",
+            1500,
+            Recipe("seq2seq", 40, 40),
+            None,
+            "e0640a2683d46b552dfe1034119f374e",
+        ),
+        (
+            "complaints_narratives",
+            "bert-base-uncased",
+            300,
+            Recipe("classification", 128, columns={"label": "product"}),
+            None,
+            "6021c768b325a6fac3f41f3578a08e73",
+        ),
+    ],
 )
 def test_sets_of_real_data_are_what_they_were(
     data_dir: Path,

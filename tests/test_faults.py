@@ -173,9 +173,10 @@ def test_a_log_that_can_not_be_written_ends_the_run_in_words(
 # ---- memory ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
-    thinned([torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], 9),
+    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()],
     ids=["gpu", "host"],
 )
 def test_memory_that_runs_out_in_an_evaluation_halves_it(
@@ -263,6 +264,7 @@ def test_bad_rows_are_left_out_alike_by_every_attempt(tmp_path: Path) -> None:
 # ---- stores ----
 
 
+@pytest.mark.slow
 def test_a_stop_signal_within_an_upload_is_heard_and_the_copy_is_whole(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ class Broken:
         patch.setattr(torch.nn.functional, "silu", silu)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_fails_in_a_models_own_code_ends_a_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

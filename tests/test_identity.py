@@ -119,6 +119,7 @@ def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_a_changed_byte_anywhere_in_the_weights_makes_another_model(
     tmp_path: Path,
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_changed_byte_anywhere_in_the_weights_makes_another_model(
         train(job)
 
 
+@pytest.mark.slow
 def test_a_run_of_another_format_is_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path, **KEYS)
     train(job, LeavesAt(step=3))
@@ -208,7 +210,8 @@ def test_a_failed_check_leaves_the_bill_and_nothing_else(tmp_path: Path) -> None
     assert outcome.receipt.usd > outcome.receipt.attempts[1]["usd"]
 
 
-@pytest.mark.parametrize("has_store", thinned([False, True], 2), ids=["folder", "store"])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_store", [False, True], ids=["folder", "store"])
 def test_a_run_that_has_saved_nothing_follows_the_corrected_job(
     has_store: bool, tmp_path: Path
 ) -> None:

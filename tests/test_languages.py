@@ -16,7 +16,6 @@ from transformers import AutoModelForSeq2SeqLM
 from families import CODES, small, speaking
 from farthing.errors import ModelError
 from farthing.export.folders import export_run
-from thinned import thinned
 from workshop import make_folder, make_job, train
 
 ROWS = [{"input": "the bread", "target": "das Brot"}, {"input": "bread", "target": "Brot"}] * 4
@@ -72,7 +71,8 @@ def test_a_model_of_every_form_answers_in_the_language_it_was_taught(
     assert code in written[:2]
 
 
-@pytest.mark.parametrize("method", thinned(["full", "lora"], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_how_a_base_generates_is_in_every_form(tmp_path: Path, method: str) -> None:
     """Llama 2's own settings are among those that transformers writes back as they were read, and
     refuses otherwise.

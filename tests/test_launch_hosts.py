@@ -157,6 +157,7 @@ def test_the_same_request_again_does_not_start_it_twice(host: HostDriver) -> Non
     assert "told" in host.log(machine_of(ask))
 
 
+@pytest.mark.slow
 def test_time_ends_it_when_nobody_of_ours_lives(host: HostDriver) -> None:
     ask = ask_for("forever", most_s=1)
     host.create(ask, 1.0)

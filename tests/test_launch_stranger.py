@@ -64,6 +64,7 @@ def test_what_was_never_launched_is_not_looked_for_at_a_provider(
     assert answer(capsys, job, "status") == (0, "nothing was launched yet\n")
 
 
+@pytest.mark.slow
 def test_a_launch_is_looked_for_where_its_machine_is(
     job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

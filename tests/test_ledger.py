@@ -260,6 +260,7 @@ def test_a_beat_takes_no_room_on_the_disk(tmp_path: Path) -> None:
 # ---- a thousand attempts ----
 
 
+@pytest.mark.slow
 def test_a_ledger_has_a_line_an_attempt_and_is_read_in_little_memory(tmp_path: Path) -> None:
     path, clock = tmp_path / "ledger.jsonl", Clock()
     for number in range(40):

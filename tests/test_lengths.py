@@ -290,6 +290,7 @@ def token_set(job: Job) -> TokenSet:
     return open_token_set(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 def test_what_training_has_tokenized_is_known_exactly(family: str, tmp_path: Path) -> None:
     job = make_job(tmp_path, family, n_rows=40, data={"eval_fraction": 0.2}, max_steps=2)

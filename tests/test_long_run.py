@@ -27,6 +27,7 @@ def traced_peak_bytes(folder: Path) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_a_long_run_has_a_small_ledger_and_a_receipt_in_little_memory(tmp_path: Path) -> None:
     usd = make_run(tmp_path / "long", n_steps=20_000, n_evaluations=20, n_attempts=200)
     make_run(tmp_path / "short", n_steps=2_000, n_evaluations=20, n_attempts=200)

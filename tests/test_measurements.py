@@ -216,7 +216,7 @@ def test_a_record_leaves_the_first_step_out() -> None:
 # ---- real runs ----
 
 
-@pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 3))
+@pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 9))
 def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     job = make_job(
         tmp_path,

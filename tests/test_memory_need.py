@@ -31,7 +31,6 @@ from farthing.models.tiles import head_bytes
 from farthing.train.prefix_budget import accumulates
 from farthing.train.run import opened_attempt
 from on_gpu.work import config_of
-from thinned import thinned
 from traced import Alive, fake_model, own_loss, traced_peak
 from traced_models import BLOCK_BYTES, cut_config
 from workshop import Heard, make_job
@@ -179,8 +178,9 @@ def named(case: Case) -> str:
     return " ".join(str(part) for part in case)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_large_blocks")
-@pytest.mark.parametrize("case", thinned(CASES, 99), ids=named)
+@pytest.mark.parametrize("case", CASES, ids=named)
 def test_the_need_judged_from_two_short_documents_is_the_peak_of_a_step(case: Case) -> None:
     agree(case)
 

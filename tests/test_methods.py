@@ -146,17 +146,15 @@ def test_modules_to_save_are_trained_whole(tmp_path: Path, watched: Watched) -> 
     assert not [name for name in watched.changed() if "original_module" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "saved"),
-    thinned(
-        [
-            ("llama", ["lm_head"]),
-            ("llama", ["embed_tokens", "lm_head"]),
-            ("t5", ["lm_head"]),
-            ("bert", ["pooler"]),
-        ],
-        9,
-    ),
+    [
+        ("llama", ["lm_head"]),
+        ("llama", ["embed_tokens", "lm_head"]),
+        ("t5", ["lm_head"]),
+        ("bert", ["pooler"]),
+    ],
 )
 def test_modules_in_fp32_go_with_a_base_in_half_precision(
     tmp_path: Path, family: str, saved: list[str]
@@ -225,7 +223,7 @@ def test_unknown_modules_to_save_are_refused_in_words(tmp_path: Path) -> None:
 # ---- precision ----
 
 
-@pytest.mark.parametrize("method", thinned(["full", "lora"], 2))
+@pytest.mark.parametrize("method", thinned(["full", "lora"], 9))
 def test_bf16_keeps_frozen_weights_in_bf16_and_trained_ones_in_fp32(
     method: str, tmp_path: Path, watched: Watched
 ) -> None:
@@ -348,6 +346,7 @@ def test_every_torch_optimizer_learns(optim: str, tmp_path: Path) -> None:
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
+@pytest.mark.slow
 def test_fused_and_plain_adamw_agree_to_rounding(tmp_path: Path) -> None:
     plain, fused = (
         make_job(tmp_path / optim, optim=optim, max_steps=8)
@@ -386,18 +385,15 @@ def test_schedules_are_those_of_transformers_step_by_step(name: str, n_warmup_st
 @pytest.mark.parametrize(
     "name",
     thinned(
-        thinned(
-            [
-                "linear",
-                "cosine",
-                "cosine_with_restarts",
-                "polynomial",
-                "constant",
-                "constant_with_warmup",
-                "inverse_sqrt",
-            ],
-            3,
-        ),
+        [
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "polynomial",
+            "constant",
+            "constant_with_warmup",
+            "inverse_sqrt",
+        ],
         9,
     ),
 )
@@ -457,6 +453,7 @@ def test_weight_decay_is_on_matrices_alone(tmp_path: Path) -> None:
         torch.testing.assert_close(parameter, before[name] * factor)
 
 
+@pytest.mark.slow
 def test_clipping_bounds_the_gradient_and_zero_switches_it_off(tmp_path: Path) -> None:
     def moved(name: str, max_grad_norm: float) -> float:
         job = make_job(
@@ -506,6 +503,7 @@ def test_label_smoothing_is_that_of_torch() -> None:
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_label_smoothing_changes_training_and_not_evaluation(tmp_path: Path) -> None:
     plain = make_job(tmp_path / "plain", "bert", max_steps=1)
     smooth = make_job(tmp_path / "smooth", "bert", max_steps=1, label_smoothing_factor=0.2)
@@ -738,7 +736,8 @@ def test_a_frozen_embedding_stays_out_of_the_backward_pass(tmp_path: Path) -> No
     assert not out[0].requires_grad
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_training_with_and_without_checkpointing_ends_in_the_same_weights(
     family: str, tmp_path: Path
 ) -> None:
@@ -814,6 +813,7 @@ def test_settings_of_a_schedule_are_those_of_transformers(
     ]
 
 
+@pytest.mark.slow
 def test_a_run_follows_its_schedule_to_the_least_rate(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr", "max_steps": 8}
     keys |= {"lr_scheduler_kwargs": {"min_lr_rate": 0.25}, "warmup_steps": 0}
@@ -873,7 +873,8 @@ def test_a_schedule_that_can_not_be_followed_is_refused(
         workshop.train(make_job(tmp_path, **keys))
 
 
-@pytest.mark.parametrize("method", thinned(["full", "lora"], 9))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_adafactor_is_that_of_transformers_and_resumes(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

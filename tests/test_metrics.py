@@ -167,6 +167,7 @@ def test_a_classifier_is_judged_by_the_answers_it_gives(tmp_path: Path) -> None:
     assert sum(row["n"] for row in measured["per_class"].values()) == len(held_out)
 
 
+@pytest.mark.slow
 def test_a_generated_answer_that_was_learnt_by_heart_matches_exactly(tmp_path: Path) -> None:
     rows = [
         {"input": "color of grass", "target": "green"},
@@ -256,6 +257,7 @@ def test_the_best_checkpoint_is_the_one_exported(
     assert "| step | 2 of 6 |" in (tmp_path / "run/model/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_real_run_that_gets_worse_exports_its_best_step(tmp_path: Path) -> None:
     rows = workshop.rows_of("llama", 16)
     others = [{**row, "completion": rows[-1 - i]["completion"]} for i, row in enumerate(rows)]
@@ -308,18 +310,16 @@ def test_a_gain_below_the_threshold_does_not_count_for_patience_and_is_still_the
     assert [row["is_best"] for row in evaluations(job)] == [True, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "greater", "best_step"),
-    thinned(
-        [
-            ((9.0, 8.9, 8.8, 8.7), False, 4),
-            ((2.0, 1.0, 1.0, 1.5), False, 2),  # of equal ones the first
-            ((0.1, 0.2, 0.2, 0.15), True, 2),
-            ((None, 3.0, None, 2.9), False, 4),
-            ((2.0, 2.4, 1.9, 1.95), False, 3),
-        ],
-        99,
-    ),
+    [
+        ((9.0, 8.9, 8.8, 8.7), False, 4),
+        ((2.0, 1.0, 1.0, 1.5), False, 2),  # of equal ones the first
+        ((0.1, 0.2, 0.2, 0.15), True, 2),
+        ((None, 3.0, None, 2.9), False, 4),
+        ((2.0, 2.4, 1.9, 1.95), False, 3),
+    ],
 )
 def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
     values: tuple[float | None, ...],

@@ -17,7 +17,6 @@ from farthing.config.load import load_job
 from farthing.errors import ModelError
 from farthing.export.folders import export_run, trained_model
 from mishaps import fail_at
-from thinned import thinned
 from workshop import log_of, losses_of, train
 
 NEW = ["<mood>", "xqzt"]
@@ -82,7 +81,8 @@ def test_the_losses_are_those_of_a_plain_loop(
     assert (now[rows] != embedding[rows]).any(1).all(), "both rows have moved"
 
 
-@pytest.mark.parametrize("method", thinned(["full", BOTH], 9), ids=["full", "lora"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", BOTH], ids=["full", "lora"])
 def test_the_trained_rows_are_exported_merged_and_resumed(method: Any, tmp_path: Path) -> None:
     job = job_of(tmp_path, method, max_steps=6, save_steps=2)
     train(job)

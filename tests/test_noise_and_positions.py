@@ -92,6 +92,7 @@ def test_two_stacks_are_refused(tmp_path: Path) -> None:
         workshop.train(make_job(tmp_path, "t5", max_steps=1, neftune_noise_alpha=5))
 
 
+@pytest.mark.slow
 def test_positions_of_the_job_are_trained_and_exported(tmp_path: Path) -> None:
     path = workshop.job_file(tmp_path, pretrained=True, method="lora", max_steps=2)
     assert (

@@ -133,6 +133,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "run/model/adapter_model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_the_ordinary_commands(  # noqa: E501
     package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

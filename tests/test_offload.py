@@ -195,6 +195,7 @@ def test_weights_that_are_not_fp32_are_refused_in_words() -> None:
     assert caught.value.where == "train.optim"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_one_left_alone_and_as_one_on_the_device(
     tmp_path: Path,
 ) -> None:

@@ -14,7 +14,6 @@ from farthing.after.chat import Asked, Speaker
 from farthing.after.predict import Predictor
 from farthing.cli import main
 from farthing.tiny import write_jsonl
-from thinned import thinned
 
 
 def run_of(folder: Path, family: str, **keys: Any) -> Path:
@@ -57,7 +56,8 @@ def test_classes_come_with_their_probabilities(tmp_path: Path) -> None:
     assert [row["label"] for row in with_labels] == [row["label"] for row in rows]
 
 
-@pytest.mark.parametrize("family", thinned(["llama", "t5"], 9))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "t5"])
 def test_answers_of_a_batch_are_those_of_one_row_at_a_time(family: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, family, method="lora")
     rows = workshop.rows_of(family, 11, seed=2)
@@ -154,6 +154,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(data.read_text()) == {"text": "x"}
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_halves_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

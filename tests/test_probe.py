@@ -284,6 +284,7 @@ def test_a_run_probes_only_where_that_pays(tmp_path: Path) -> None:
     assert not pays(make_job(tmp_path, micro_batch_tokens=100), 7200.0)
 
 
+@pytest.mark.slow
 def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_step_is_named_forward_and_backward(found: dict[str, Any]) -> None:
     assert parts["attention"] > 0
 
 
+@pytest.mark.slow
 def test_the_trace_can_be_opened_and_has_our_names(found: dict[str, Any]) -> None:
     trace = json.loads(Path(found["trace"]).read_text())
     assert Path(found["trace"]).name.endswith(".pt.trace.json"), (

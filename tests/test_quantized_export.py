@@ -199,6 +199,7 @@ def test_without_the_package_it_is_said_how_to_get_it(
     assert export(trained, tmp_path / "out", "--format", "merged", "--bits", "q8_0") == 2
 
 
+@pytest.mark.slow
 def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -521,6 +521,7 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
     assert log_of(alone) == log_of(four) == log_of(others)
 
 
+@pytest.mark.slow
 def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_than_ranks(
     tmp_path: Path,
 ) -> None:
@@ -540,6 +541,7 @@ def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_tha
     )
 
 
+@pytest.mark.slow
 def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
     """Memory that runs out on the second makes both halve."""
     job = lora_job(tmp_path / "a", save_steps=100, where={"same_bits": False})

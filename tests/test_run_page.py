@@ -157,6 +157,7 @@ def test_a_run_that_has_done_nothing_has_a_page(tmp_path: Path) -> None:
     assert "Not finished" in read.text
 
 
+@pytest.mark.slow
 def test_the_page_of_a_million_steps_is_small_and_exact_at_its_ends(tmp_path: Path) -> None:
     make_run(tmp_path / "run", n_steps=20_000, n_evaluations=1_000, n_attempts=200)
     receipt = build_receipt(tmp_path / "run")

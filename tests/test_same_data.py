@@ -62,6 +62,7 @@ class StopAt(Heard):
             raise RunInterruptedError("stopped by the test")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_date_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

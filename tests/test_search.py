@@ -223,6 +223,7 @@ def test_a_search_is_priced_before(tmp_path: Path) -> None:
     assert "would stop" in " ".join(poor.of(4)["warnings"])
 
 
+@pytest.mark.slow
 def test_a_cap_that_pays_for_one_trial_is_refused(tmp_path: Path) -> None:
     section = {key: value for key, value in SEARCH.items() if key != "trials"}
     path = job_of(tmp_path, section, limits={"max_usd": 0.001})

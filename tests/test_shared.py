@@ -38,7 +38,6 @@ from farthing.model.loss import find_labelled, summed_loss
 from farthing.tiny import write_jsonl
 from packed_models import MAIN, Layer, Waits, assert_same, gradients, heads, model_of
 from test_data import opened, real_tokenizer
-from thinned import thinned
 from token_sets import token_set
 
 CLOSE = 1e-5
@@ -570,8 +569,9 @@ def distances(documents: Documents) -> Tensor:
 WAYS = [(None, None), (3, None), (1, None), (100, None), (None, 1.5), (3, 1.5)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_takes_little")
-@pytest.mark.parametrize(("window", "cap"), thinned(WAYS, 99))
+@pytest.mark.parametrize(("window", "cap"), WAYS)
 @pytest.mark.parametrize("kernel", ["documents", "padded", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_kernels_follow_the_formula(

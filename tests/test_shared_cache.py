@@ -126,6 +126,7 @@ def test_sets_are_safe_from_others_whatever_the_umask(made: Any) -> None:
     assert made()[1] == []
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_run_says_it_and_a_plan_does_not_go_by_it(tmp_path: Path) -> None:
     job = make_job(tmp_path, n_rows=20, max_steps=1)

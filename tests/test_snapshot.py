@@ -179,6 +179,7 @@ def test_a_checkpoint_that_is_copied_behind_the_next_step_is_of_one_step(
     assert outcome.receipt.checkpoints.n == 3
 
 
+@pytest.mark.slow
 def test_without_the_wait_such_a_checkpoint_is_torn(
     at_once: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +191,7 @@ def test_without_the_wait_such_a_checkpoint_is_torn(
     assert not all(torch.equal(found[name], tensor) for name, tensor in at_once[0].items())
 
 
+@pytest.mark.slow
 def test_a_copy_that_fails_lets_training_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

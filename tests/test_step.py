@@ -184,7 +184,7 @@ def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(
 # ---- what is computed ----
 
 
-@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+@pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 9))
 def test_a_run_computes_useful_tokens_only(family: str, tmp_path: Path) -> None:
     job = make_job(tmp_path, family, max_steps=4, n_rows=120, global_batch_size=32)
     heard = Heard()
@@ -194,6 +194,7 @@ def test_a_run_computes_useful_tokens_only(family: str, tmp_path: Path) -> None:
     assert last.run_tokens >= least * last.run_padded_tokens
 
 
+@pytest.mark.slow
 def test_another_attention_of_the_job_is_left_alone(tmp_path: Path) -> None:
     path = workshop.job_file(tmp_path, max_steps=2)
     from farthing.config.load import load_job
@@ -203,6 +204,7 @@ def test_another_attention_of_the_job_is_left_alone(tmp_path: Path) -> None:
     assert heard.of(StepTaken)[-1].run_tokens < heard.of(StepTaken)[-1].run_padded_tokens
 
 
+@pytest.mark.slow
 def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path: Path) -> None:
     job = make_job(tmp_path, max_steps=2, method="full")
     farthing.train.run.train(job, Heard())

@@ -913,6 +913,7 @@ def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
     assert (tmp_path / "run" / "model").is_dir()
 
 
+@pytest.mark.slow
 def test_no_run_is_marked_as_finished_before_its_model_is_in_the_store(
     quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -930,6 +931,7 @@ def test_no_run_is_marked_as_finished_before_its_model_is_in_the_store(
     assert is_finished(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_store_that_is_down_at_the_start(
     quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

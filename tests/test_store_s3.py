@@ -334,6 +334,7 @@ def test_training_reads_its_data_from_a_bucket(
         train(remote.model_copy(update={"data": missing, "output_dir": str(tmp_path / "missing")}))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     proxy: FaultProxy, address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

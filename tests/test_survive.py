@@ -216,6 +216,7 @@ def test_dropout_is_a_function_of_seed_and_step() -> None:
     assert not torch.equal(first, torch.rand(4))
 
 
+@pytest.mark.slow
 def test_the_bill_counts_every_attempt_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

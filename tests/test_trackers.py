@@ -133,6 +133,7 @@ def noting(everything: Everything) -> Callable[[Any], Any]:
     return lambda *_: (lambda step, figures: everything.append((step, figures)), lambda: None)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_tensorboard_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")

@@ -89,7 +89,14 @@ def test_a_hang_is_ended_by_the_cap_and_is_on_the_bill(
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [(["train.max_steps=2"], 0), (["limits.max_usd=0.0001"], 3), (["data.train=nothing.jsonl"], 2)],
+    thinned(
+        [
+            (["train.max_steps=2"], 0),
+            (["limits.max_usd=0.0001"], 3),
+            (["data.train=nothing.jsonl"], 2),
+        ],
+        9,
+    ),
 )
 def test_the_command_of_when_done_runs_once_after_the_end(
     words: list[str], code: int, job: Path, tmp_path: Path
@@ -105,6 +112,7 @@ def test_the_command_of_when_done_runs_once_after_the_end(
     assert (tmp_path / "run" / "model").exists() == (code == 0), "a cap that leaves no step"
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_the_command_and_begins_nothing(job: Path, tmp_path: Path) -> None:
     sets = ["--set", "when_done=no-such-program now", "--set", "limits.max_usd=5", "--dry-run"]
     done = train(job, tmp_path / "run", {}, *sets)
