@@ -283,7 +283,7 @@ def test_a_template_that_is_not_there_is_one_of_the_faults(desk: Desk) -> None:
         ("train", {"load_best_model_at_end": True}, "there is no evaluation data"),
         (None, {"task": "seq2seq"}, "can't be loaded for seq2seq"),
         (None, {"model": "bert"}, "looks ahead"),
-        (None, {"output_dir": "train.jsonl/run"}, "is no folder"),
+        (None, {"output_dir": "train.jsonl/run"}, "can't be made: Not a directory"),
         (None, {}, "234 of 1,000 rows can't be used"),
         ("data", {"max_bad_rows": 0.3}, ""),
     ],

@@ -10,6 +10,7 @@ Refuses to count an hour of a process twice.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -127,14 +128,17 @@ def refuse_folder(folder: Path) -> None:
     there = folder
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent
-    why = ""
+    code = 0
     if not there.is_dir():
-        why = f"{there} is no folder"
-    elif not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_RDONLY:
-        why = f"{there} can't be written"
-    if why:
+        code = errno.ENOTDIR
+    elif os.statvfs(there).f_flag & os.ST_RDONLY:
+        code = errno.EROFS
+    elif not os.access(there, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    if code:
+        done = "written" if there == folder else "made"
         raise InputError(
-            f"the run folder can't be made: {why}",
+            f"the run folder can't be {done}: {os.strerror(code)}",
             where=str(folder),
             to_do="choose another output_dir",
         )
