@@ -219,9 +219,20 @@ def error_table(rows: Sequence[Row], today: date) -> list[list[object]]:
             low, high = (math.exp(wider * edge) for edge in width(errors))
             n = sum(map(len, errors.values()))
             words = f"{n} published runs of {len(errors)} trainers whose code was not read"
-            found.append([quantity, *of, f"{low:.3g}", f"{high:.3g}", n, len(errors), words,
-                          f"bench/plan_accuracy.py --write; {held_out(errors, wider):.0%} held "
-                          "with each source left out", today])  # fmt: skip
+            found.append(
+                [
+                    quantity,
+                    *of,
+                    f"{low:.3g}",
+                    f"{high:.3g}",
+                    n,
+                    len(errors),
+                    words,
+                    f"bench/plan_accuracy.py --write; {held_out(errors, wider):.0%} held "
+                    "with each source left out",
+                    today,
+                ]
+            )
     return found
 
 

@@ -358,9 +358,15 @@ def test_two_plans_are_compared_as_people_would_say_it(typed: PlanView) -> None:
     def row(n_gpus: int, gpu: str, usd_per_gpu_hour: float, hours: float) -> Any:
         usd = n_gpus * usd_per_gpu_hour * hours
         return replace(
-            typed.plans[0], n_gpus=n_gpus, gpu=gpu, usd_per_gpu_hour=usd_per_gpu_hour,
-            kind="on-demand", total_usd=usd, wall_s=hours * 3600, hours=hours,
-        )  # fmt: skip
+            typed.plans[0],
+            n_gpus=n_gpus,
+            gpu=gpu,
+            usd_per_gpu_hour=usd_per_gpu_hour,
+            kind="on-demand",
+            total_usd=usd,
+            wall_s=hours * 3600,
+            hours=hours,
+        )
 
     found = compare(row(1, "A100", 2.5, 10), row(2, "RTX 4090", 0.5, 7))
     assert (
@@ -381,9 +387,19 @@ def test_two_plans_are_compared_as_people_would_say_it(typed: PlanView) -> None:
 def here(usd_per_hour: float, flops: float, **changes: Any) -> tuple[Machine, list[Offer]]:
     billing, day = Billing("this machine"), date(2026, 11, 20)
     offer = Offer(
-        "this machine", "Old CPU", "", 1, "", "", False, "machine_hour", usd_per_hour, "the job",
-        day, billing,
-    )  # fmt: skip
+        "this machine",
+        "Old CPU",
+        "",
+        1,
+        "",
+        "",
+        False,
+        "machine_hour",
+        usd_per_hour,
+        "the job",
+        day,
+        billing,
+    )
     device = cpu_device("Old CPU", flops, 2 if flops < 1e12 else 200)
     machine = Machine("Old CPU", 1, device, "fp32", OnDevice(1 << 40), is_cuda=False)
     return replace(machine, is_local=True, **changes), [offer]

@@ -159,9 +159,19 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
         savings = tuple(what_choices_save(wanted, best, answer.plans, catalog.offers, *every))
         methods = tuple(other_methods(wanted, answer, *every))
     return Study(
-        job, wanted, answer, catalog, machine, assumptions, tuple(notes), today, tuple(asked.own),
-        law, savings, methods,
-    )  # fmt: skip
+        job,
+        wanted,
+        answer,
+        catalog,
+        machine,
+        assumptions,
+        tuple(notes),
+        today,
+        tuple(asked.own),
+        law,
+        savings,
+        methods,
+    )
 
 
 def _of_model(wanted: JobSpec) -> list[str]:

@@ -136,9 +136,19 @@ def machine_here(
     def offer(gpu: str, n: int, name: str) -> Offer:
         words = "the job's own price: where.usd_per_hour and electricity"
         return Offer(
-            HERE, name, gpu, n, "", "", job.where.spot, "machine_hour", job.usd_per_hour, words,
-            today, Billing(HERE),
-        )  # fmt: skip
+            HERE,
+            name,
+            gpu,
+            n,
+            "",
+            "",
+            job.where.spot,
+            "machine_hour",
+            job.usd_per_hour,
+            words,
+            today,
+            Billing(HERE),
+        )
 
     if not is_cuda:
         cpu, precision = machine.cpu, wanted.precision or "fp32"
@@ -206,6 +216,16 @@ def owned_offer(owned: Owned, today: date) -> Offer:
     words += f"${owned.wear_usd_per_h:.3f} an hour"
     name = f"{owned.n_gpus}x {owned.gpu}"
     return Offer(
-        OWN, name, owned.gpu, owned.n_gpus, "", "", False, "machine_hour", usd, words, today,
+        OWN,
+        name,
+        owned.gpu,
+        owned.n_gpus,
+        "",
+        "",
+        False,
+        "machine_hour",
+        usd,
+        words,
+        today,
         Billing(OWN),
-    )  # fmt: skip
+    )

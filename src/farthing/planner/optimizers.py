@@ -60,6 +60,15 @@ def optimizer(name: str) -> Optimizer:
         bool(row[key]) for key in ("bitsandbytes", "on_host", "factored", "bf16")
     )
     return Optimizer(
-        moments, state, saved, widths, moved, times, is_other, is_on_host, is_factored, has_bf16,
+        moments,
+        state,
+        saved,
+        widths,
+        moved,
+        times,
+        is_other,
+        is_on_host,
+        is_factored,
+        has_bf16,
         row["quality"],
-    )  # fmt: skip
+    )

@@ -94,10 +94,19 @@ class Pricing:
         )
         total, rate = sum(usd.values()), (offer.usd_per_hour or 0.0) / 3600
         found = Plan(
-            offer, self.on, timed.seconds, timed.wall_s, usd, total, timed.hours_range,
-            Range(total, total, total), timed.interval_s, price_age_days, timed.spot,
+            offer,
+            self.on,
+            timed.seconds,
+            timed.wall_s,
+            usd,
+            total,
+            timed.hours_range,
+            Range(total, total, total),
+            timed.interval_s,
+            price_age_days,
+            timed.spot,
             is_users_price=is_users_price,
-        )  # fmt: skip
+        )
         cheaper, dearer = price_error(found)
         less, _, more = (rate * (s - timed.billed_s) for s in timed.billed_range)
         low = max(0.0, (total + less) * (1 - cheaper))

@@ -41,11 +41,16 @@ class ErrorClass(NamedTuple):
 def error_classes() -> tuple[ErrorClass, ...]:
     found = (
         ErrorClass(
-            row["quantity"], row["era"], row["kind"], row["precision"], float(row["low"]),
-            float(row["high"]), row["known"],
+            row["quantity"],
+            row["era"],
+            row["kind"],
+            row["precision"],
+            float(row["low"]),
+            float(row["high"]),
+            row["known"],
         )
         for row in facts("estimate_errors")
-    )  # fmt: skip
+    )
     return tuple(sorted(found, key=lambda row: -sum(map(bool, row[1:4]))))
 
 

@@ -142,10 +142,14 @@ class Stack:
             return (of_each + caps) * shape.vocab * n_tokens
         n_scored = -int(-n_tokens * case.labelled_share // 1)
         found = head_bytes(
-            n_scored, shape.vocab, shape.hidden, case.recipe.precision,
+            n_scored,
+            shape.vocab,
+            shape.hidden,
+            case.recipe.precision,
             trained_bytes=case.recipe.trained_bytes if is_trained else 0,
-            is_cuda=case.is_cuda, has_cap=bool(caps),
-        )  # fmt: skip
+            is_cuda=case.is_cuda,
+            has_cap=bool(caps),
+        )
         return found + (0.0 if is_trained is None else c * n_scored * shape.hidden)
 
     @property

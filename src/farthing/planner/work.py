@@ -51,9 +51,14 @@ class Work(NamedTuple):
 
 
 _COMPUTED = (
-    "matmul_flops", "attention_flops", "read_bytes", "traffic_bytes", "dequantization_bytes",
-    "host_s", "hauled_bytes",
-)  # fmt: skip
+    "matmul_flops",
+    "attention_flops",
+    "read_bytes",
+    "traffic_bytes",
+    "dequantization_bytes",
+    "host_s",
+    "hauled_bytes",
+)
 
 
 def work_of(case: Case) -> Work:

@@ -117,11 +117,18 @@ def services_of(study: Study) -> tuple[Service, ...]:
     ]
     of_file = [
         Service(
-            offer.provider, offer.instance, usd, usd, offer.unit, offer.usd, offer.source,
-            offer.date.isoformat(), _takes(offer, study),
+            offer.provider,
+            offer.instance,
+            usd,
+            usd,
+            offer.unit,
+            offer.usd,
+            offer.source,
+            offer.date.isoformat(),
+            _takes(offer, study),
         )
         for offer, usd in study.answer.managed
-    ]  # fmt: skip
+    ]
     return (*known, *of_file)
 
 
@@ -212,9 +219,14 @@ def own_machine(
     alike = [row for row in rows if (row.gpu, row.n_gpus) == (owned.gpu, owned.n_gpus)]
     row = next((row for row in alike if row.kind == "own"), None)
     about = (
-        f"{owned.n_gpus}x {owned.gpu}", owned.price_usd, owned.power_kw, owned.usd_per_kwh,
-        owned.running_usd_per_h, owned.wear_usd_per_h, owned.hours_per_month,
-    )  # fmt: skip
+        f"{owned.n_gpus}x {owned.gpu}",
+        owned.price_usd,
+        owned.power_kw,
+        owned.usd_per_kwh,
+        owned.running_usd_per_h,
+        owned.wear_usd_per_h,
+        owned.hours_per_month,
+    )
     if row is None:
         offered = [one for one in study.answer.rejected if one.offer.provider == OWN]
         mine = (one for one in offered if one.offer.gpu == owned.gpu)
@@ -462,8 +474,15 @@ class ServingRow:
 
 
 SERVING_HEADS = (
-    "machine", "=weights", "#GB", "#tok/s", "#first", "#$/month on", "#to zero", "#$/M out",
-)  # fmt: skip
+    "machine",
+    "=weights",
+    "#GB",
+    "#tok/s",
+    "#first",
+    "#$/month on",
+    "#to zero",
+    "#$/M out",
+)
 
 
 @dataclass(frozen=True)

@@ -563,8 +563,19 @@ def _where_it_goes(best: Choice) -> Section:
 
 
 def _choices(rows: Sequence[Choice]) -> Section:
-    heads = ("#rank", "=where", "=GPU", "=kind", "#dollars", "#range", "#time", "#GiB", "#tokens/s",
-             "#price age", "why this rank")  # fmt: skip
+    heads = (
+        "#rank",
+        "=where",
+        "=GPU",
+        "=kind",
+        "#dollars",
+        "#range",
+        "#time",
+        "#GiB",
+        "#tokens/s",
+        "#price age",
+        "why this rank",
+    )
     cells = []
     for row in rows:
         low, usd, high = (say_cost(x) for x in row.usd_range)

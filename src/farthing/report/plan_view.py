@@ -366,12 +366,16 @@ def _choice(rank: int, group: Sequence[Plan], law: str) -> Choice:
         n_also=len(group) - 1,
         also_at=tuple(
             Elsewhere(
-                o.offer.instance, o.offer.region, o.offer.zone, o.offer.usd_per_hour, o.total_usd,
+                o.offer.instance,
+                o.offer.region,
+                o.offer.zone,
+                o.offer.usd_per_hour,
+                o.total_usd,
                 o.wall_s / 3600,
             )
             for o in group[1:]
         ),
-    )  # fmt: skip
+    )
 
 
 def _recipe(plan: Plan) -> RecipeView:
