@@ -108,7 +108,8 @@ def _keys_of(schema: dict[str, Any], of: dict[str, Any], before: str) -> list[li
         default = value.get("default", "required" if name in of.get("required", ()) else "")
         if _definition(schema, value):
             default = ""
-        meaning = _plain(value.get("description", ""))
+        section = _definition(schema, value) or {}
+        meaning = _plain(value.get("description") or section.get("description", ""))
         rows.append(
             [
                 f"`{before}{name}`",
@@ -171,7 +172,7 @@ def verbs() -> str:
             )
             words = " ".join(shown) if isinstance(shown, tuple) else str(shown)
             taken = f"{names} {words}".strip() if action.option_strings else words or names
-            if "--help" not in names:
+            if "--help" not in names and action.help != argparse.SUPPRESS:
                 rows.append([f"`{taken}`", _plain((action.help or "").replace("%%", "%"))])
         text += table(("argument", "meaning"), rows) + "\n"
     return text
@@ -189,7 +190,8 @@ def models() -> str:
         " row of a batch is refused by name. The table says what is known beyond that. **Packed**:"
         " documents lie end to end without padding. **Chunked loss**: the logits of the whole"
         " vocabulary are never all in memory. **Exact plan**: memory is counted weight by weight,"
-        " and held against the model's own code in the tests.\n\n"
+        " and held against the model's own code in the tests; `farthing plan` refuses the"
+        " other families by name.\n\n"
     )
     causal, seq2seq = KNOWN_HEADS["causal-lm"], KNOWN_HEADS["seq2seq"]
     rows = []

@@ -223,3 +223,36 @@ def test_no_file_names_a_page_that_is_gone() -> None:
         if file.name != "CHANGELOG.md" and former in file.read_text(encoding="utf-8")
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("name", ["keys.md", "verbs.md"])
+def test_every_key_and_argument_has_a_meaning(name: str) -> None:
+    rows = table_rows(ROOT / "docs/reference" / name)
+    assert [row[0] for row in rows if not row[-1] or "SUPPRESS" in row[-1]] == []
+
+
+def literals() -> set[str]:
+    """The texts of the source; NUL stands for what is put into them."""
+    found = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
+                ]
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return {text.replace("`", "") for text in found}
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    rows = table_rows(ROOT / "docs/reference/errors.md")
+    quoted = [
+        row[0] for row in rows if row[0] and not re.fullmatch(r"\d+|-+|exit code|it says", row[0])
+    ]
+    assert len(quoted) > 10
+    known = "\n".join(literals())
+    for text in quoted:
+        for part in re.split(r"\b[A-Z]+\b", text):
+            assert part.strip() in known, text

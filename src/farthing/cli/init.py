@@ -16,7 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", nargs="?", help="where to write (default: job.yaml; with --demo: demo/)"
     )
-    parser.add_argument("--task", choices=objective_names(), default=objective_names()[0])
+    parser.add_argument(
+        "--task",
+        choices=objective_names(),
+        default=objective_names()[0],
+        help=f"objective of the starter (default: {objective_names()[0]})",
+    )
     parser.add_argument(
         "--demo",
         action="store_true",

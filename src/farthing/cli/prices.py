@@ -20,10 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="update: refresh the prices kept in the cache",
     )
     parser.add_argument("--gpu", help='such as "RTX 4090" or h100')
-    parser.add_argument("--provider")
-    parser.add_argument("--region", help="or its beginning, such as us-")
-    parser.add_argument("--kind", choices=("spot", "on-demand"))
-    parser.add_argument("--sort", choices=("usd-per-gpu", "usd", "age"), default="usd-per-gpu")
+    parser.add_argument("--provider", help="only this provider")
+    parser.add_argument("--region", help="only these regions; a prefix such as us- works")
+    parser.add_argument("--kind", choices=("spot", "on-demand"), help="only offers of this kind")
+    parser.add_argument(
+        "--sort",
+        choices=("usd-per-gpu", "usd", "age"),
+        default="usd-per-gpu",
+        help="by dollars of a GPU-hour (default), of a machine-hour, or by age",
+    )
     parser.add_argument(
         "--limit",
         type=int,

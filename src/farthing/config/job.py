@@ -208,9 +208,13 @@ class MethodSection(Section):
     """How much of the model is trained. `method: lora` is short for `method: {name: lora}`."""
 
     name: Literal["full", "lora", "qlora"] = "lora"
+    """full: every weight. lora: adapters on a frozen model. qlora: the same with 4-bit weights."""
     lora_r: Positive = 16
+    """Rank of the adapters."""
     lora_alpha: Annotated[Number, Field(gt=0)] = 32.0
+    """Adapters are scaled by lora_alpha / lora_r."""
     lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """Share of the inputs of adapters that training drops."""
     target_modules: Names = ()
     """Layers that get an adapter: names, or `all-linear`. Default: all-linear (query and value for
     classification).
@@ -218,7 +222,9 @@ class MethodSection(Section):
     modules_to_save: Names = ()
     """Further modules trained in full and saved. A classification head is always among them."""
     use_dora: bool = False
+    """DoRA (Liu et al. 2024): direction and size of each weight are trained apart."""
     use_rslora: bool = False
+    """rsLoRA (Kalajdzievski 2023): adapters are scaled by lora_alpha / sqrt(lora_r)."""
     init_lora_weights: Annotated[str, AfterValidator(known_init), AsWord] = "true"
     """How an adapter begins, as in peft: true (A as Kaiming draws it, B zero), false (both drawn:
     it begins as noise), gaussian, orthogonal, or as the main part of the weights themselves: pissa,
@@ -238,6 +244,7 @@ class TrainSection(Section):
     """The training arguments."""
 
     num_train_epochs: Annotated[Number, Field(gt=0)] = 3.0
+    """Passes over the training data; a part of one is allowed."""
     max_steps: Positive | None = None
     """Stop after this many optimizer steps, whatever the epochs."""
     global_batch_size: Positive | None = None
@@ -246,6 +253,7 @@ class TrainSection(Section):
     """As many of the longest examples in one forward pass, and more of shorter ones: an execution
     detail that does not change the result."""
     gradient_accumulation_steps: Positive | None = None
+    """With per_device_train_batch_size: their product is the global batch."""
     micro_batch_tokens: Positive | None = None
     """Most tokens in one forward pass; a longer example goes alone. Overrides
     per_device_train_batch_size as the limit of what is computed at once, and like it changes no
@@ -255,6 +263,7 @@ class TrainSection(Section):
     expected to save more than it takes; false: not even what an earlier `farthing probe` has found
     is used."""
     per_device_eval_batch_size: Positive = 16
+    """Most examples in one forward pass of an evaluation."""
     learning_rate: Annotated[Number, Field(gt=0)] | None = None
     """Default: 2e-4 for lora and qlora, 2e-5 for full."""
     learning_rate_batch_size: Positive | None = None
@@ -272,12 +281,14 @@ class TrainSection(Section):
         "cosine_with_min_lr",
         "warmup_stable_decay",
     ] = "linear"
+    """How the learning rate changes over the steps, as transformers has it."""
     lr_scheduler_kwargs: dict[str, int | float | str] = {}
     """As transformers has them: `min_lr_rate` or `min_lr` of cosine_with_min_lr; `num_decay_steps`
     of warmup_stable_decay, with `decay_type` (cosine, linear, 1-sqrt), `warmup_type` and
     `min_lr_ratio`; `num_cycles` of the cosines; `lr_end` and `power` of polynomial; `timescale` of
     inverse_sqrt."""
     warmup_ratio: Share = 0.03
+    """Share of the steps in which the learning rate rises from 0."""
     warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
     """Overrides warmup_ratio."""
     warmup_epochs: Annotated[Number, Field(ge=0)] | None = None
@@ -286,6 +297,7 @@ class TrainSection(Section):
     """The learning rate comes down to its end when the limits are reached: as many steps as they
     buy, never more than asked. Needs one of the limits."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
+    """Decay of the weights in each step, as the optimizer has it."""
     max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
     """0 switches clipping off."""
     optim: Literal[
@@ -309,19 +321,24 @@ class TrainSection(Section):
     column of each matrix, at a rate that is the job's (`scale_parameter=False`,
     `relative_step=False`). The 8-bit and paged ones need bitsandbytes."""
     adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+    """Decay of the mean of gradients in Adam."""
     adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
+    """Decay of the mean of squared gradients in Adam."""
     adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
+    """Added to Adam's divisor."""
     neftune_noise_alpha: Annotated[Number, Field(gt=0)] | None = None
     """NEFTune (Jain et al. 2023): noise on the input embeddings in training, within alpha /
     sqrt(tokens x width) for each document."""
     label_smoothing_factor: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Of the loss in training; an evaluation measures the plain loss."""
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 42
+    """Order of the examples, dropout, new weights."""
     bf16: bool | None = None
     """Default: on where the GPU has it natively (Ampere and later)."""
     fp16: bool | None = None
     """Default: on for older GPUs (V100, T4)."""
     tf32: bool = True
+    """Products of fp32 numbers in TF32, on GPUs that have it."""
     gradient_checkpointing: bool | Positive | Literal["auto"] = "auto"
     """true: every layer; k: every k-th layer; auto: as much as the measured need asks for."""
     torch_compile: bool | Literal["auto"] = "auto"
@@ -337,6 +354,7 @@ class TrainSection(Section):
     is.
     """
     eval_strategy: Literal["epoch", "steps", "no"] = "epoch"
+    """When the model is evaluated: after each epoch, every eval_steps, or never."""
     eval_steps: Positive | None = None
     """Optimizer steps between evaluations; implies eval_strategy: steps."""
     predict_with_generate: bool = True
@@ -364,6 +382,7 @@ class TrainSection(Section):
     save_total_limit: Annotated[Whole, Field(ge=2)] = 2
     """How many of the newest checkpoints are kept, besides the best."""
     logging_steps: Positive = 10
+    """Steps between two lines of progress and two writes of metrics.prom."""
     max_skipped_steps: Positive = 5
     """Stop after this many steps in a row whose loss or gradient is not a number."""
     push_to_hub: bool = False
@@ -414,7 +433,9 @@ class LimitsSection(Section):
     """What the run may not pass. At a limit it saves, stops and exits with 3."""
 
     max_usd: Usd | None = None
+    """Most dollars of the run, all attempts together. Needs a price."""
     max_hours: Hours | None = None
+    """Most hours of the run, all attempts together."""
     max_gpu_hours: Hours | None = None
     """Hours times GPUs."""
     deadline: datetime | None = None
@@ -430,6 +451,7 @@ class WhereSection(Section):
     """Where it runs and what an hour there costs."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where torch sees one."""
     usd_per_hour: Usd = 0.0
     """Price of the machine."""
     power_watts: Annotated[Number, Field(ge=0)] = 0.0
@@ -508,6 +530,7 @@ class SearchSection(Section):
     min_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.1
     """Least share of its steps that a trial takes before it is compared. 1: every trial in full."""
     seed: Annotated[Whole, Field(ge=0, lt=2**32)] = 0
+    """Which settings are drawn."""
     stop_at: dict[str, Number] = {}
     """{accuracy: 0.85}: end at the first model that reaches it on evaluation examples that no
     choice was made on. Smaller models are tried first."""
