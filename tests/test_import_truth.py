@@ -308,6 +308,18 @@ def test_splits_of_a_recipe_train_and_evaluate(tmp_path: Path) -> None:
     assert other.lines["dataset_splits"].effect == "differs"
 
 
+def test_a_command_that_trains_nothing_makes_no_job(tmp_path: Path) -> None:
+    line = "python measure.py --config other.yaml --hub_repo_id a/b\n"
+    with pytest.raises(InputError, match="no settings of"):
+        import_file(write(tmp_path, "run.sh", line))
+
+
+def test_reinforcement_learning_is_named_before_what_preferences_share(tmp_path: Path) -> None:
+    text = BASE + "beta: 0.04\nmax_length: 64\nnum_generations: 8\n"
+    (line,) = import_file(write(tmp_path, "config.yaml", text)).blockers
+    assert line.key == "num_generations"
+
+
 def test_a_second_training_of_a_script_is_named(tmp_path: Path) -> None:
     script = """from transformers import Trainer, TrainingArguments
 one = load_dataset("org/a", split="train")

@@ -137,12 +137,13 @@ def _refuse_other_objectives(out: Imported) -> None:
     """
     if preference.is_asked(out) or out.source in (axolotl.NAME, llama_factory.NAME):
         return
-    for key, line in list(out.lines.items()):
-        why = table("other-objectives").why(key.rpartition(".")[2])
-        is_on = line.value not in (None, False, 0, "", "none", [], "None")
-        if why and not line.became and is_on:
-            out.lines[key] = Line(key, line.value, "", why.reason, "blocks")
-            return
+    off = (None, False, 0, "", "none", [], "None")
+    lines = [line for line in out.lines.values() if not line.became and line.value not in off]
+    for why in table("other-objectives").reasons:  # what says more comes first
+        for line in lines:
+            if table("other-objectives").why(line.key.rpartition(".")[2]) == why:
+                out.lines[line.key] = Line(line.key, line.value, "", why.reason, "blocks")
+                return
 
 
 def _finish(out: Imported, folder: Path) -> Imported:
@@ -462,4 +463,4 @@ def _commands(path: Path, commands: list[Command], source: str | None) -> Import
     if len(commands) > 1:
         note = f"{len(commands)} command lines are there; the one with {best.program} was read"
         out.notes.append(note)
-    return out
+    return _refuse_strangers(out, source, path)
