@@ -137,7 +137,7 @@ def _refuse_other_objectives(out: Imported) -> None:
     """
     if preference.is_asked(out) or out.source in (axolotl.NAME, llama_factory.NAME):
         return
-    off = (None, False, 0, "", "none", [], "None")
+    off: tuple[Any, ...] = (None, False, 0, "", "none", [], "None")
     lines = [line for line in out.lines.values() if not line.became and line.value not in off]
     for why in table("other-objectives").reasons:  # what says more comes first
         for line in lines:
