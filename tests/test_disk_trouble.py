@@ -358,3 +358,11 @@ def test_a_model_file_that_is_a_pipe_is_refused(
     os.mkfifo(tmp_path / "base" / "model.safetensors")
     assert main(["train", str(path)]) == 2
     assert "this is no file" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_ends_any_verb_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("farthing.cli.init.run", failing(errno.ENOSPC))
+    assert main(["init", str(tmp_path / "job.yaml")]) == EXIT_INTERRUPTED
+    assert "No space left" in capsys.readouterr().err

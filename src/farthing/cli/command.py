@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -21,6 +22,7 @@ from farthing.errors import (
     EXIT_CRASH,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
+    DiskFullError,
     FarthingError,
     InputError,
 )
@@ -82,8 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FINISHED
 
 
-def _forbidden(error: BaseException) -> FarthingError | None:
-    """What the operating system does not let this user read or write."""
+def _of_system(error: BaseException) -> FarthingError | None:
+    """A full disk, and what the operating system does not let this user read or write."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFullError(
+            error.strerror or "the disk is full",
+            where=str(error.filename or ""),
+            to_do="make room, and run the same command again",
+        )
     if not isinstance(error, PermissionError):
         return None
     return InputError(
@@ -106,7 +114,7 @@ def _run(words: Sequence[str]) -> int:
         if isinstance(error, BrokenPipeError) and not getattr(verb, "GOES_ON_UNREAD", False):
             raise  # where a verb goes on when nobody reads, a broken pipe is not that of stdout
         _last[:] = [error]
-        said = error if isinstance(error, FarthingError) else in_words(error) or _forbidden(error)
+        said = error if isinstance(error, FarthingError) else in_words(error) or _of_system(error)
         if said is not None:
             if as_json:
                 print_json(said.as_dict())
