@@ -364,5 +364,5 @@ def test_a_disk_that_is_full_ends_any_verb_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("farthing.cli.init.run", failing(errno.ENOSPC))
-    assert main(["init", str(tmp_path / "job.yaml")]) == EXIT_INTERRUPTED
+    assert main(["init", str(tmp_path / "job.yaml")]) == 75
     assert "No space left" in capsys.readouterr().err
