@@ -324,7 +324,7 @@ def test_a_run_folder_of_another_user_is_named(tmp_path: Path) -> None:
         f"job, run = {str(path)!r}, {str(theirs)!r}\n"
         "verbs = [['train', job], ['report', run], ['runs', run], ['watch', run]]\n"
         "assert [main(words) for words in verbs] == [0] * len(verbs)\n"
-        "os.chmod(run, 0o700)\nos.seteuid(65534)\n"
+        "os.chmod(os.path.dirname(job), 0o755)\nos.chmod(run, 0o700)\nos.seteuid(65534)\n"
         "print('codes', *[main(words) for words in verbs])\n"
     )
     for each in (tmp_path, *tmp_path.parents[:3], tmp_path / "job", *(tmp_path / "job").rglob("*")):
