@@ -295,6 +295,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> int:
     """Run, print, write. Exit code 1: there was no time for all of it, call again."""
+    words = sys.argv[1:] if words is None else words
+    if words[:2] == ["--workload", "preference"]:
+        import preference_race
+
+        return preference_race.main(words[2:])
     asked = arguments(words)
     race = Race(
         asked.folder.resolve(),

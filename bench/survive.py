@@ -57,7 +57,10 @@ N_STEPS = 18
 DATED = "dated.jinja"
 MORE_KEYS: dict[str, bool] = {}
 """Of `train` in every job."""
-FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
+FAMILY = {
+    **{"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"},
+    **dict.fromkeys(("dpo", "kto", "reward"), "llama"),
+}
 
 
 @dataclass
@@ -344,14 +347,18 @@ def become(home: Path | None) -> None:
 
 
 def _data(folder: Path, data: Path | None, seed: int) -> tuple[Path, str]:
-    """The file to train on and its task; without `data` the three tasks take turns."""
+    """The file to train on and its task; without `data` the tasks take turns."""
     if data is not None:
         with open(data, encoding="utf-8-sig") as file:
             columns = set(json.loads(file.readline()))
         if {"text", "label"} <= columns:
             return data, "classification"
+        if {"chosen", "rejected"} <= columns:
+            return data, ("dpo", "reward")[seed % 2]
+        if "label" in columns:
+            return data, "kto"
         return data, "seq2seq" if {"input", "target"} <= columns else "causal-lm"
-    task = list(FAMILY)[seed % 3]
+    task = list(FAMILY)[seed % len(FAMILY)]
     rows: list[dict[str, Any]] = []
     for row in demo_rows(80, seed):
         if task == "classification":
@@ -360,6 +367,12 @@ def _data(folder: Path, data: Path | None, seed: int) -> tuple[Path, str]:
             )
         elif task == "seq2seq":
             rows.append({"input": row["prompt"], "target": row["completion"]})
+        elif task == "kto":
+            rows.append({**row, "label": len(rows) % 3 != 0})
+        elif FAMILY[task] == "llama" and task != "causal-lm":
+            words = row["completion"].split()
+            other = " " + " ".join(reversed(words))
+            rows.append({"prompt": row["prompt"], "chosen": row["completion"], "rejected": other})
         else:
             rows.append(row)
     return write_jsonl(folder / "data.jsonl", rows), task
