@@ -22,21 +22,9 @@ from farthing.objectives.preference import (
     softplus,
 )
 
-Loss = Literal[
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "sigmoid_norm",
-    "robust",
-    "exo_pair",
-    "bco_pair",
-    "nca_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-]
+_OfSums = Literal["sigmoid", "hinge", "robust", "exo_pair", "bco_pair", "nca_pair", "sppo_hard"]
+_Others = Literal["apo_zero", "apo_down", "discopop", "ipo", "sigmoid_norm", "sft"]
+Loss = Literal[_OfSums, _Others]
 
 
 class DPO(Settings):
