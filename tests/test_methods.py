@@ -282,14 +282,13 @@ def test_the_scaler_unscales_before_clipping(
 ) -> None:
     run, _ = overflowing_run(tmp_path)
     seen: list[float] = []
-    clip = torch.nn.utils.clip_grad_norm_
+    clip = torch.nn.utils.clip_grads_with_norm_
 
-    def watching(parameters: Any, most: float) -> torch.Tensor:
-        norm = clip(parameters, most)
+    def watching(parameters: Any, most: float, norm: torch.Tensor) -> None:
         seen.append(float(norm))
-        return norm
+        clip(parameters, most, norm)
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", watching)
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", watching)
     take_step(run)
     scaled = seen[0]
     plain = make_job(tmp_path / "plain", max_grad_norm=0.5, max_steps=1)

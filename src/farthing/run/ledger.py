@@ -370,7 +370,7 @@ class Ledger:
         with self._meter.lock:
             self._is_withdrawn = True
             if self._as_left is not None and self._past:
-                write_text(self._path, self._past_lines)
+                write_text(self._path, self._past_lines, is_private=True)
             elif self._as_left is not None:
                 self._path.unlink(missing_ok=True)
 
@@ -399,7 +399,7 @@ class Ledger:
             self._is_kept_aside = True
         text = self._past_lines + 2 * as_line(self._mine)
         try:
-            write_text(self._path, text, is_synced=False)
+            write_text(self._path, text, is_synced=False, is_private=True)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not is_as_left:
                 raise

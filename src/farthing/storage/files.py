@@ -190,15 +190,22 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, _as_text(value))
 
 
-def write_text(path: Path, text: str | Iterable[str], *, is_synced: bool = True) -> None:
+def write_text(
+    path: Path, text: str | Iterable[str], *, is_synced: bool = True, is_private: bool = False
+) -> None:
     """Replace a file by a text, or by pieces of one: readers see the old content or the new, never
-    a part. What is not synced survives a kill, not the loss of the machine.
+    a part. What is not synced survives a kill, not the loss of the machine. A private file is
+    readable by its owner alone.
 
     Raises `OSError`.
     """
     draft = draft_of(path)
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600 if is_private else 0o666)
+
     try:
-        with open(draft, "w", encoding="utf-8", newline="") as file:
+        with open(draft, "w", encoding="utf-8", newline="", opener=opener) as file:
             file.writelines([text] if isinstance(text, str) else text)
             if is_synced:
                 file.flush()
