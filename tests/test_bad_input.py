@@ -306,7 +306,7 @@ BAD = [
         gpu_by_its_number,
         ["job.yaml:{device}: `where.device` can't be 'cuda:1'", "CUDA_VISIBLE_DEVICES"],
     ),
-    (output_is_a_file, ["/run: the run folder can't be made", "another output_dir"]),
+    (output_is_a_file, ["/run: the run folder can't be written", "another output_dir"]),
     (cache_is_a_file, ["/cache: the token cache can't be written", "set cache_dir"]),
     (
         template_that_is_not_there,

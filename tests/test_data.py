@@ -844,6 +844,7 @@ def test_whatever_a_set_follows_from_changes_its_name(
         {"source_lang": "en"},
         {"target_lang": "de"},
         {"date": "2026-01-01"},
+        {"scored": "best"},
     ]
     keys += [set_key([source], hashes[0], replace(recipe, **change)) for change in changes]
     keys.append(set_key([source, source], hashes[0], recipe))

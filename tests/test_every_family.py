@@ -117,7 +117,7 @@ def test_padding_may_be_the_first_token(family: str, tmp_path: Path) -> None:
 def test_a_model_that_hears_is_no_pair_of_encoder_and_decoder(tmp_path: Path) -> None:
     config = small_config("qwen3_asr", "seq2seq")
     config.save_pretrained(tmp_path)
-    choice = ModelChoice(str(tmp_path), init="hollow")
+    choice = ModelChoice(str(tmp_path), init="meta")
     with pytest.raises(ModelError, match=r"(?s)a qwen3_asr for seq2seq can't be trained.*T5, BART"):
         load_model(choice, load_config(choice), "seq2seq", dtype=torch.float32, seed=0)
 

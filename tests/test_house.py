@@ -292,6 +292,7 @@ def test_nothing_in_src_is_for_tests_alone() -> None:
     # compiler, importlib
     overrides = {
         "on_broken_pipe",
+        "format_help",
         "parse_known_args",
         "redirect_request",
         "assume_constant_result",

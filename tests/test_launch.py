@@ -842,7 +842,7 @@ def test_the_ledger_of_machines_survives_a_torn_line(tmp_path: Path) -> None:
 
 # ---- docs ----
 
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "launch"
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "guides" / "launch"
 
 
 def _commands() -> list[str]:

@@ -32,6 +32,7 @@ from farthing.model.hardware import hardware_key
 from farthing.models.shapes import read_shape
 from farthing.run.ledger import SPANS
 from farthing.storage import logs as summed_lines
+from farthing.storage.logs import line_of
 from thinned import thinned
 from workshop import ESTIMATE, TASK, Heard, make_job, rows_of, train
 
@@ -122,9 +123,9 @@ def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     ]
     with open(path, "wb") as file:
         for line in bad:
-            line = json.dumps(line) if isinstance(line, dict) else line
+            line = line_of(line) if isinstance(line, dict) else line
             file.write((line if isinstance(line, bytes) else line.encode()) + b"\n")
-        file.write(json.dumps(good | {"a later field": 1}).encode() + b"\n\n")
+        file.write(line_of(good | {"a later field": 1}).encode() + b"\n\n")
         file.write(json.dumps(good).encode()[:100])  # torn by a kill
     append_measurement(path, some(hardware="after"))
     found = read_measurements(path)

@@ -107,6 +107,7 @@ def test_every_metric_of_a_task_has_a_direction() -> None:
         "loss",
         "perplexity",
         "document_loss",
+        "rewards/rejected",
     }
     assert all(objective_of(task).metrics["loss"] is False for task in objective_names())
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import farthing.run.checkpoint
 import farthing.train.assemble
 import farthing.train.run
+import farthing.train.setup
 import farthing.train.state
 import farthing.train.step
 import survive
@@ -268,7 +269,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def scale(patch: pytest.MonkeyPatch, scales: bool) -> None:
     """Compute with the gradient scaler of fp16, in fp32."""
     numerics = Numerics(torch.device("cpu"), None, needs_scaler=scales)
-    patch.setattr(farthing.train.run, "choose_numerics", lambda *_: numerics)
+    patch.setattr(farthing.train.setup, "choose_numerics", lambda *_: numerics)
 
 
 def ended(folder: Path, heard: Heard | None = None, **keys: Any) -> Any:

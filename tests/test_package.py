@@ -47,8 +47,8 @@ def test_the_image_takes_the_locked_versions_and_extras_that_exist() -> None:
     assert len(installs) == 2
     for line in installs:
         assert "-c constraints.txt" in line
-        (named,) = re.findall(r"'\.\[(.*)\]'", line)
-        assert set(named.split(",")) <= extras.keys()
+        for named in re.findall(r"'\.\[(.*)\]'", line):
+            assert set(named.split(",")) <= extras.keys()
     copied = " ".join(
         line.removeprefix("COPY ") for line in lines if line.startswith("COPY ")
     ).split()

@@ -24,7 +24,7 @@ from farthing.dist.rendezvous import RankLostError, meet
 from farthing.errors import EXIT_INTERRUPTED, DiskFullError, InputError
 from farthing.run.group import EXIT_RANK_LOST, Elastic, Seat, seat_in
 from farthing.settings import Settings
-from farthing.train import joining
+from farthing.train import rank_setup
 from farthing.train.rank_setup import with_slots
 from patience import until
 from ranks_at_work import child, lora_job
@@ -212,7 +212,7 @@ def test_a_rank_without_room_for_its_files_says_so(tmp_path: Path, monkeypatch: 
     """It was a crash, after which the others went on without that rank."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(DiskFullError, match="has no place for files of its own"):
-        joining._own_folder()
+        rank_setup._own_folder()
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_run_that_is_finished_is_told_to_all_that_a_launcher_has_started(
 
 def test_what_a_killed_rank_leaves_goes_with_the_meeting(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("FARTHING_RANKS_STORE", str(tmp_path / "attempt-1"))
-    with joining._own_folder() as folder:
+    with rank_setup._own_folder() as folder:
         assert Path(folder).parent == tmp_path
 
 

@@ -63,7 +63,7 @@ def refuse_model(config: Mapping[str, Any], task: str, name: str) -> None:
     looks_back = config.get("is_decoder") or config.get("causal")
     family = FAMILIES.get(kind)
     is_encoder = kind in ENCODERS or (family is not None and family.attention == "bidirectional")
-    if is_encoder and objective_of(task).reads_answers and not looks_back:
+    if is_encoder and objective_of(task).predicts_next and not looks_back:
         raise ModelError(
             f"a {kind} with this config.json looks ahead: it sees the tokens that it is to predict",
             where=name,
