@@ -340,7 +340,9 @@ def _evaluations(receipt: Receipt, name: str) -> list[tuple[float, float]]:
 def _metrics(receipt: Receipt) -> Section | None:
     """Metrics between 0 and 1 on one drawing."""
     last = receipt.curves.evaluation[-1] if receipt.curves.evaluation else {}
-    names = [name for name in last if name not in ("step", "loss", "perplexity", "n_examples")][:6]
+    others = ("step", "loss", "perplexity", "n_examples")
+    far = ("logps/", "length/")  # of another scale
+    names = [name for name in last if name not in others and not name.startswith(far)][:6]
     lines = [
         Line(name, rows, i + 1, dots=len(rows) <= 60)
         for i, name in enumerate(names)
