@@ -25,7 +25,7 @@ _COLOURS = {
             "optimizer, setup, memory traffic, rounding",
             "activations, evaluation, attention",
             "gradients, lost work, restarts, dequantization, copies, other ranks",
-            "logits, download, data, storage, waiting for data",
+            "logits, download, data, storage, waiting for data, reference, reference pass",
             "casts, checkpoints, launch, egress",
             "working, waiting, communication, start-up",
         ),
