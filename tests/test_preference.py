@@ -447,6 +447,7 @@ def test_the_reference_of_a_run_that_goes_on_from_another_is_that_one(tmp_path: 
         ("objective: dpo\ndata: {train: data.jsonl, too_long: truncate}", "none of them is cut"),
         ("objective: kto\ntrain: {global_batch_size: 1}", "no other"),
         ("objective: dpo\ntrain: {label_smoothing_factor: 0.1}", "no token targets"),
+        ("objective: dpo\nsearch: {vary: {objective.beta: [0.1, 0.5]}}", "can't be compared"),
     ],
 )
 def test_what_an_objective_can_not_do_is_refused(tmp_path: Path, text: str, word: str) -> None:

@@ -526,6 +526,14 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
             f"{job.task} has no token targets to smooth",
             "leave it out; some objectives have a key `label_smoothing`",
         )
+    varied = [key for key in job.search.vary if key.partition(".")[0] == "objective"]
+    if varied and (job.train.metric_for_best_model or "loss").removeprefix("eval_") == "loss":
+        others = [name for name in objective.metrics if name != "loss"]
+        yield (
+            ("search", "vary"),
+            f"losses under different `{varied[0]}` are different things and can't be compared",
+            f"set train.metric_for_best_model: {others[0]}",
+        )
     is_paired = objective.n_sequences > 1
     if job.data.keep is not None and (is_paired or not objective.reads_answers):
         to_do = "use data.pairs" if is_paired else "leave it out"
