@@ -214,13 +214,18 @@ def _price_words(one: Choice) -> str:
     """`from`, `389d`, `buy $9.99`: whose price it is, its age where it is not new, what to buy."""
     words = [one.price_is] if one.price_is else []
     if one.price_age_days >= AGED_PRICE_DAYS:
-        words.append(f"{one.price_age_days}d")
+        words.append(say_age(one.price_age_days))
     if one.must_buy_more:
         words.append(f"buy {say_cost(one.up_front_usd)}")
     return " ".join(words)
 
 
 # ---- the whole answer ----
+
+
+def say_age(days: int) -> str:
+    """Short, for a column: 391d, or 5y from two years on."""
+    return f"{days}d" if days < 730 else f"{days // 365}y"
 
 
 def whole(view: PlanView, limit: int | None = None) -> list[Section]:
