@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 FORK = multiprocessing.get_context("fork")
 HEAVY = "torch transformers peft pydantic numpy yaml rich fsspec pyarrow httpx pytest coverage"
 WINGS = {  # files to change, and the tests that have to notice
-    "launch": ("launch/*.py", "launch*"),
+    "launch": ("launch/*.py", "launch"),
     "storage": (
         "storage/*.py run/commits.py run/checkpoint.py",
         "store.py lease log_parts checkpoint faults syscalls survive snapshot disk_trouble",
     ),
-    "data": ("data/encode.py data/batches.py", "encode data.py packing lengths chat* step*"),
+    "data": ("data/encode.py data/batches.py", "encode data.py packing lengths chat step columns preference"),
     "planner": (
         "planner/price.py planner/ranges.py planner/ranking.py planner/calibration.py",
         "plan.py plan_view plan_verb limits calibrate money speed spot.py",
@@ -117,7 +117,9 @@ def run_tests(source: Path, tests: list[str], notes: Path | None = None) -> None
     os.environ["PYTHONPATH"] = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
     os.dup2(os.open(source / "out.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(1, 2)
-    words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", *tests]
+    loaded = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+    words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", loaded, "-m", "not slow"]
+    words += tests
     if notes is None:
         os._exit(int(pytest.main(["-x", "--tb=line", *words])))
     measured = coverage.Coverage(data_file=None, include=[f"{source}/*"])

@@ -286,7 +286,7 @@ def test_blanks_that_begin_a_completion_are_learned_where_offsets_are_trimmed(
     assert tokenizer.decode(learned[:-1]) == "    1,"
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 6, 7, 10, 1000])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_inputs_and_targets_are_cut_as_transformers_cuts_them(
     tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, limit: int, side: str
@@ -310,6 +310,20 @@ def test_inputs_and_targets_are_cut_as_transformers_cuts_them(
             len(tokenizer(part)["input_ids"]) > most
             for (part, _), most in zip(text.segments, (limit, limit + 1), strict=True)
         )
+
+
+@pytest.mark.parametrize(("name", "task"), [("t5", "seq2seq"), ("llama", "causal-lm")])
+def test_a_tokenizer_that_others_told_to_cut_and_pad_does_neither(
+    tokenizers: dict[str, Any], name: str, task: str
+) -> None:
+    texts = [Text((("one two three", False), (" four five six", True)))]
+    before = Encoder(tokenizers[name], task, 64, 64)(texts)
+    told = copy.deepcopy(tokenizers[name])
+    told.backend_tokenizer.enable_truncation(2)
+    told.backend_tokenizer.enable_padding(length=40)
+    after = Encoder(told, task, 64, 64)(texts)
+    assert after.ids.tolist() == before.ids.tolist()
+    assert not after.was_cut.any()
 
 
 def test_equal_inputs_are_encoded_once(

@@ -113,7 +113,7 @@ def split_by_input(
     on why they did not.
     """
     distinct = np.unique(groups if inputs is None else inputs)
-    n_eval = min(max(1, round(fraction * len(distinct))), len(distinct) - 1)
+    n_eval = max(0, min(max(1, round(fraction * len(distinct))), len(distinct) - 1))
     with np.errstate(
         over="ignore"
     ):  # the finaliser of splitmix64 (Steele, Lea, Flood 2014), modulo 2^64
@@ -121,7 +121,7 @@ def split_by_input(
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         mixed ^= mixed >> np.uint64(31)
-    chosen = distinct[np.argsort(mixed, kind="stable")[:n_eval]] if n_eval > 0 else distinct[:0]
+    chosen = distinct[np.argsort(mixed, kind="stable")[:n_eval]]
     is_eval = np.isin(groups, chosen)
     return np.flatnonzero(~is_eval), np.flatnonzero(is_eval)
 
