@@ -32,7 +32,10 @@ WINGS = {  # files to change, and the tests that have to notice
         "storage/*.py run/commits.py run/checkpoint.py",
         "store.py lease log_parts checkpoint faults syscalls survive snapshot disk_trouble",
     ),
-    "data": ("data/encode.py data/batches.py", "encode data.py packing lengths chat step columns preference"),
+    "data": (
+        "data/encode.py data/batches.py",
+        "encode data.py packing lengths chat step columns preference",
+    ),
     "planner": (
         "planner/price.py planner/ranges.py planner/ranking.py planner/calibration.py",
         "plan.py plan_view plan_verb limits calibrate money speed spot.py",

@@ -55,9 +55,9 @@ def note_gradients(folder: str, rank: int, attempt: int) -> None:
     import torch.distributed as dist
     from safetensors.torch import save_file
 
-    from farthing.train.step import Steps
+    from farthing.train.step import Step
 
-    update, done = Steps._update, []
+    update, done = Step.update, []
     calls: list[
         str
     ] = []  # appended to: the thread that beats goes through here too, and an addition could be lost  # noqa: E501
@@ -91,7 +91,7 @@ def note_gradients(folder: str, rank: int, attempt: int) -> None:
             (Path(folder) / f"collectives-{rank}").write_text(str(steps.ranks.n_sums + len(calls)))
         return update(steps, *arguments)
 
-    Steps._update = noted
+    Step.update = noted
 
 
 def rows_for(family: str, n: int, seed: int) -> list[dict[str, str]]:
@@ -193,9 +193,9 @@ def _difference(alone: Path, together: Path, n: int, way: str) -> dict[str, Any]
 
 def kill_at(folder: str, victim: int, step: int, rank: int, attempt: int) -> None:
     """In a rank: the victim ends in the middle of a step of the first attempt."""
-    from farthing.train.step import Steps
+    from farthing.train.step import Step
 
-    take = Steps._take
+    take = Step.take
 
     def taken(steps: Any, number: int) -> Any:
         if rank == victim and number == step and not (Path(folder) / "killed").exists():
@@ -203,7 +203,7 @@ def kill_at(folder: str, victim: int, step: int, rank: int, attempt: int) -> Non
             os.kill(os.getpid(), signal.SIGKILL)
         return take(steps, number)
 
-    Steps._take = taken
+    Step.take = taken
 
 
 def compare_bits(seed: int, folder: Path) -> dict[str, Any]:

@@ -87,8 +87,9 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
 
     from farthing.dist import reduce
     from farthing.run import checkpoint
-    from farthing.train import evaluation, joining, run, saver, setup
-    from farthing.train.step import Steps
+    from farthing.train import evaluation, rank_setup, run, saver, setup
+    from farthing.train.room import Steps
+    from farthing.train.step import Step
 
     place, what, victim = Path(folder), case["what"], case["victim"]
     (place / f"pid-{rank}.draft").write_text(str(os.getpid()))
@@ -150,15 +151,15 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
         checkpoint.commit_folder = between
     else:
         module, name = {
-            "joining": (joining, "_own_folder" if what == "full disk" else "Ranks"),
+            "joining": (rank_setup, "_own_folder" if what == "full disk" else "Ranks"),
             "restoring": (run, "take_over"),
             "tokenizing": (setup, "tokenize"),
             "loading": (run, "build_model"),
-            "step": (Steps, "_gradient_scale"),
+            "step": (Step, "_gradient_scale"),
             "sums": (reducer, "finish"),
-            "rehearsal": (Steps, "_rehearse"),
+            "rehearsal": (Steps, "rehearse"),
             "writing": (checkpoint, "save_file"),
-            "update": (Steps, "_update"),
+            "update": (Step, "update"),
             "evaluation": (evaluation, "evaluate"),
             "saving": (checkpoint, "commit_folder"),
             "export": (saver, "export_model"),

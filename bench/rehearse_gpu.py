@@ -57,7 +57,7 @@ from farthing.model.load import quiet_libraries
 from farthing.models.families import DECODERS, ENCODERS, FAMILIES, PACKED, WHY_NOT_PACKED
 from farthing.objectives.registry import objective_of
 from farthing.tiny import write_jsonl
-from farthing.train.step import Steps
+from farthing.train.step import Step
 from hollow_gpu import environment
 
 PRECISIONS: dict[str, dict[str, bool]] = {
@@ -265,13 +265,11 @@ class Watch:
         kernels = {
             name: self._counted(name, kernel) for name, kernel in attention_kernels.KERNELS.items()
         }
-        honest, parameters_of = Steps.take, attention_kernels._parameters_of
+        honest, parameters_of = Step.take, attention_kernels._parameters_of
         attention_kernels.here.cache_clear()
         with contextlib.ExitStack() as stack:
             stack.enter_context(
-                mock.patch.object(
-                    Steps, "take", lambda steps, step: self._take(honest, steps, step)
-                )
+                mock.patch.object(Step, "take", lambda steps, step: self._take(honest, steps, step))
             )
             stack.enter_context(mock.patch.dict(attention_kernels.KERNELS, kernels))
             if self._has_flash:
@@ -294,7 +292,7 @@ class Watch:
 
         return call
 
-    def _take(self, honest: Any, steps: Steps, step: int) -> Any:
+    def _take(self, honest: Any, steps: Step, step: int) -> Any:
         has_experts = any(
             name.endswith("experts") for name, _ in steps.forward.model.named_modules()
         )

@@ -1031,7 +1031,10 @@ def test_the_split_of_an_input_hardly_depends_on_the_others() -> None:
 
 def test_the_split_is_the_one_it_always_was() -> None:
     groups = np.arange(12, dtype=np.uint64) * np.uint64(7919)
-    assert [split_by_input(groups, 0.3, seed)[1].tolist() for seed in (1, 2)] == [[0, 1, 2, 8], [2, 5, 8, 11]]
+    assert [split_by_input(groups, 0.3, seed)[1].tolist() for seed in (1, 2)] == [
+        [0, 1, 2, 8],
+        [2, 5, 8, 11],
+    ]
 
 
 def test_one_input_cannot_be_split() -> None:

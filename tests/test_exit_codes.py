@@ -301,7 +301,7 @@ def test_train_has_every_code(
         return take
 
     with monkeypatch.context() as patch:
-        patch.setattr("farthing.train.step.Steps.take", told(farthing.train.step.Steps.take))
+        patch.setattr("farthing.train.step.Step.take", told(farthing.train.step.Step.take))
         assert main(["train", str(path)]) == 75
     with monkeypatch.context() as patch:
         fail_at(2, ZeroDivisionError("of our own"), patch)

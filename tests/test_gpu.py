@@ -144,10 +144,10 @@ def gradients(run: Attempt, step: int = 0) -> tuple[float, dict[str, Tensor]]:
             step,
             step + 1,
             run.batches.examples_of,
-            lambda examples: run.steps.table_of(examples, run.settings.micro_batch_tokens).cells,
+            lambda examples: run.steps.feed.table_of(examples).cells,
             lambda examples: run.forward.collate(tokens, examples),
         )
-        sums = run.steps.accumulate(ready)
+        sums = run.steps.step.accumulate(ready)
         run.scaler.unscale_(run.optimizer)
         found = {
             name: p.grad.double().cpu()

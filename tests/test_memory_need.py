@@ -228,7 +228,7 @@ def test_the_need_is_that_of_the_largest_micro_batch_that_comes(
     Path(job.output_dir).mkdir()
     with opened_attempt(job, Heard()) as attempt:
         steps, has_several = attempt.steps, budget == 200
-        assert attempt.memory.n_tokens == max(steps.largest_of(step)[1] for step in range(5))
+        assert attempt.memory.n_tokens == max(steps.feed.largest_of(step)[1] for step in range(5))
         assert attempt.memory.n_tokens <= min(budget, 8 * 100)
         assert attempt.memory.gradients.accumulate == has_several
         asked = (attempt.forward, attempt.train_examples, attempt.batches, 5)

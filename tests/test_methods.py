@@ -305,7 +305,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_n
     unscale = run.scaler.unscale_
 
     def overflow(optimizer: torch.optim.Optimizer) -> None:
-        next(p for p in run.steps.trained if p.grad is not None).grad.fill_(torch.inf)
+        next(p for p in run.steps.step.trained if p.grad is not None).grad.fill_(torch.inf)
         unscale(optimizer)
 
     monkeypatch.setattr(run.scaler, "unscale_", overflow)

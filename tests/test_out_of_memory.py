@@ -106,7 +106,7 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_said_and_not_tried_with_less(
         raise of_triton
 
     job = make_job(tmp_path, max_steps=2)
-    monkeypatch.setattr(farthing.train.step.Steps, "accumulate", failing)
+    monkeypatch.setattr(farthing.train.step.Step, "accumulate", failing)
     with pytest.raises(HardwareError, match="a kernel does not fit on this GPU"):
         workshop.train(job)
     assert len(calls) == 1

@@ -29,7 +29,7 @@ from farthing.train.attempt import Attempt, Context
 from farthing.train.run import train
 from farthing.train.run_settings import first_settings
 from farthing.train.setup import build_model, open_examples, open_inputs
-from farthing.train.step import Sums
+from farthing.train.step_result import Sums
 from small_models import make_model_folder
 from thinned import thinned
 
@@ -123,7 +123,7 @@ def accumulate(run: Attempt, pieces: list[Any]) -> Sums:
         lambda _: in_one_lane(pieces),
         lambda e: run.forward.collate(tokens, e),
     )
-    return run.steps.accumulate(ready)
+    return run.steps.step.accumulate(ready)
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ from farthing.settings import Settings
 from farthing.train.forecast import reserve_with_start_s
 from farthing.train.rank_setup import with_slots
 from farthing.train.run import Outcome, opened_attempt
-from farthing.train.step import Steps
+from farthing.train.step import Step
 from patience import until
 from ranks_at_work import child, lora_job
 from together import on_ranks
@@ -143,7 +143,7 @@ def test_going_backward_attention_counts_more_where_the_weights_are_frozen(tmp_p
         job = make_job(tmp_path / method, method=method, max_steps=1)
         Path(job.output_dir).mkdir()
         with opened_attempt(job, Heard()) as attempt:
-            forward, tokens = attempt.forward, attempt.steps.tokens
+            forward, tokens = attempt.forward, attempt.steps.feed.tokens
             examples, lengths = np.arange(len(tokens)), tokens.lengths.astype(np.int64)
             of_products = forward.costs(tokens, examples) - 7 * lengths**2
         assert (of_products % products == 0).all()
@@ -407,7 +407,7 @@ def run(
     rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_early: bool = False
 ) -> dict[str, Any]:
     """Train the job on this rank; `mishap` is (rank, step, what): kill, leave, no room."""
-    heard, take = Heard(), Steps._take
+    heard, take = Heard(), Step.take
     if sends_early:  # as where gradients are large and there are GPUs
         reduce.BUCKET = 50  # less than some gradients have numbers
         begin = AllReduce.begin
@@ -420,7 +420,7 @@ def run(
     if mishap is not None and mishap[0] == rank:
         happened: list[int] = []
 
-        def mishap_in(steps: Steps, step: int) -> Any:
+        def mishap_in(steps: Step, step: int) -> Any:
             if step == mishap[1] and not happened:
                 happened.append(step)
                 if mishap[2] == "kill":
@@ -438,7 +438,7 @@ def run(
                     Forward.loss = no_room  # type: ignore[method-assign,assignment]
             return take(steps, step)
 
-        Steps._take = mishap_in  # type: ignore[method-assign]
+        Step.take = mishap_in  # type: ignore[method-assign]
     loop, held, links = farthing.train.run.loop, [0, 0], list[float]()
     link_bytes_per_s = Ranks.link_bytes_per_s
     Ranks.link_bytes_per_s = lambda ranks: links.append(link_bytes_per_s(ranks)) or links[-1]  # type: ignore[assignment,func-returns-value]

@@ -38,7 +38,7 @@ from farthing.train.rank_setup import joined
 from farthing.train.rehearsal import dearest_step
 from farthing.train.run import opened_attempt
 from farthing.train.setup import build_model, open_examples, open_inputs
-from farthing.train.step import Steps
+from farthing.train.step import Step
 from farthing.train.strategy import read_where_it_differs, resident_bytes, shard_weights
 from together import on_ranks
 from workshop import Heard, losses_of, make_job, rows_of
@@ -79,12 +79,12 @@ def run(
     """Train the job on this rank; `killed` is (rank, step) of one that is lost, or whose memory
     `is_full`.
     """
-    take, loop, held = Steps._take, farthing.train.run.loop, [0, 0]
+    take, loop, held = Step.take, farthing.train.run.loop, [0, 0]
     note_loaded(Path(job["output_dir"]).parent / f"loaded-{rank}")
     if n_local:
         os.environ |= {"LOCAL_RANK": str(rank % n_local), "LOCAL_WORLD_SIZE": str(n_local)}
 
-    def kill_in(steps: Steps, step: int) -> Any:
+    def kill_in(steps: Step, step: int) -> Any:
         if killed == [rank, step] and is_full:
             Forward.loss = no_room  # type: ignore[method-assign,assignment]
         elif killed == [rank, step]:
@@ -92,11 +92,11 @@ def run(
         return take(steps, step)
 
     def looked_at(attempt: Any) -> Any:
-        own = attempt.steps.trained
+        own = attempt.steps.step.trained
         held[:] = [sum(w.numel() for w in own), sum(w.numel() for w in attempt.model.parameters())]
         return loop(attempt)
 
-    Steps._take, farthing.train.run.loop = kill_in, looked_at  # type: ignore[method-assign]
+    Step.take, farthing.train.run.loop = kill_in, looked_at  # type: ignore[method-assign]
     heard = Heard()
     try:
         outcome = farthing.train.run.train(Job.model_validate(job), heard)
@@ -344,15 +344,16 @@ def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
     monkeypatch.setattr(Forward, "loss", limited)
     with opened_attempt(job, Heard()) as attempt:
         steps, step = attempt.steps, dearest_step(attempt)
-        assert step == max(range(5), key=lambda each: steps.largest_of(each)[1])
-        before = [weight.clone() for weight in steps.trained]
+        assert step == max(range(5), key=lambda each: steps.feed.largest_of(each)[1])
+        before = [weight.clone() for weight in steps.step.trained]
         n_examples, n_tokens = steps.rehearse(step)
         assert n_tokens <= most
-        assert (n_examples, n_tokens) == steps.largest_of(step)
+        assert (n_examples, n_tokens) == steps.feed.largest_of(step)
         assert (steps.settings.micro_batch_tokens < 200) == (least > 1)
-        assert all(weight.grad is None for weight in steps.trained)
+        assert all(weight.grad is None for weight in steps.step.trained)
         assert all(
-            torch.equal(weight, other) for weight, other in zip(steps.trained, before, strict=True)
+            torch.equal(weight, other)
+            for weight, other in zip(steps.step.trained, before, strict=True)
         )
         attempt.progress.step = 5
         assert dearest_step(attempt) is None, "nothing is left to take"

@@ -22,7 +22,7 @@ from farthing.data.row_table import in_one_lane
 from farthing.errors import NotFiniteError, RunInterruptedError
 from farthing.events import Decided, Note, StepTaken
 from farthing.model.forward import Forward
-from farthing.train.step import Steps
+from farthing.train.step import Step
 from thinned import thinned
 from workshop import Heard, Watched, log_of, make_job, with_system_prompt
 
@@ -131,9 +131,9 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(
         "eval_steps": 4,
         "max_skipped_steps": 3,
     }
-    take = Steps.take
+    take = Step.take
 
-    def spoil(steps: Steps, step: int) -> Any:
+    def spoil(steps: Step, step: int) -> Any:
         honest = steps.forward.loss
         if step + 1 in spoilt:
             steps.forward.loss = lambda *a: honest(*a) * torch.nan  # type: ignore[method-assign]
@@ -142,9 +142,9 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(
         finally:
             steps.forward.__dict__.pop("loss", None)
 
-    monkeypatch.setattr(Steps, "take", spoil)
+    monkeypatch.setattr(Step, "take", spoil)
     rows, weights, receipt = ends_of(make_job(tmp_path / "a", **keys), monkeypatch)
-    monkeypatch.setattr(Steps, "n_ahead", property(lambda _: 1))
+    monkeypatch.setattr(Step, "n_ahead", property(lambda _: 1))
     ahead_rows, ahead_weights, ahead_receipt = ends_of(
         make_job(tmp_path / "b", **keys), monkeypatch
     )
@@ -162,7 +162,7 @@ def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(
 ) -> None:
     honest = Forward.loss
     monkeypatch.setattr(Forward, "loss", lambda *a: honest(*a) * torch.nan)
-    monkeypatch.setattr(Steps, "n_ahead", property(lambda _: 1))
+    monkeypatch.setattr(Step, "n_ahead", property(lambda _: 1))
     job = make_job(tmp_path, max_steps=9, max_skipped_steps=2)
     with pytest.raises(NotFiniteError):
         farthing.train.run.train(job, Heard())
@@ -250,16 +250,16 @@ def test_what_was_decided_for_a_run_holds_when_it_goes_on(
     job = make_job(tmp_path / "whole", **keys)
     farthing.train.run.train(job, Heard())
     cut = make_job(tmp_path / "cut", **keys)
-    take = Steps.take
+    take = Step.take
 
-    def stop(steps: Steps, step: int) -> Any:
+    def stop(steps: Step, step: int) -> Any:
         if step == 3:
             raise RunInterruptedError("here")
         return take(steps, step)
 
-    monkeypatch.setattr(Steps, "take", stop)
+    monkeypatch.setattr(Step, "take", stop)
     assert farthing.train.run.train(cut, Heard()).state == "interrupted"
-    monkeypatch.setattr(Steps, "take", take)
+    monkeypatch.setattr(Step, "take", take)
     monkeypatch.setattr(
         "farthing.model.forward.WORTH", 2.0
     )  # another version might judge otherwise

@@ -345,7 +345,7 @@ def changed(
                         )
                     }
                 emit({**what, **found, "micro_batch_tokens": wanted, "settings": settings_of(run)})
-            run.steps.close()
+            run.steps.feed.close()
 
 
 def opened_anew(
@@ -460,7 +460,7 @@ def probed(seconds: float) -> Way:
 
 def apply(run: Any, *, global_batch_size: int, **changed: Any) -> None:
     """Compute the next steps so."""
-    run.steps.close()  # what was made ready was of other micro-batches
+    run.steps.feed.close()  # what was made ready was of other micro-batches
     run.steps.use(replace(run.settings, **changed))
     run.batches.global_batch_size = global_batch_size
 
@@ -484,13 +484,13 @@ def padded(run: Any) -> Iterator[None]:
     from farthing.model.attention import go_packed
 
     inner = run.model.get_base_model() if hasattr(run.model, "get_base_model") else run.model
-    run.steps.close()
+    run.steps.feed.close()
     run.forward.why_padded = "to be compared"
     inner.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        run.steps.close()
+        run.steps.feed.close()
         run.forward.why_padded = None
         go_packed(run.model)
 

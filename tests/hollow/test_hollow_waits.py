@@ -91,11 +91,7 @@ def steps_of(
         before, launched = counted(), kernels(folder)
         for step in range(2, 2 + N_STEPS):
             take_step(run)
-            n += len(
-                run.steps.table_of(
-                    run.batches.examples_of(step), run.settings.micro_batch_tokens
-                ).cells
-            )
+            n += len(run.steps.feed.table(step).cells)
         after, now = counted(), kernels(folder)
         settle(run)
     now.subtract(launched)

@@ -7,6 +7,7 @@ Refuses to train, and to read a checkpoint: `saver.restore` does.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +37,12 @@ from farthing.train.attempt import Attempt, Clocks, Context, Kernels, Saving
 from farthing.train.learning_rate import first_schedule
 from farthing.train.optim import allocate_state
 from farthing.train.prefix_budget import micro_batches_of
+from farthing.train.room import Steps
 from farthing.train.saver import wait_for_copies
 from farthing.train.setup import Examples, Inputs, build_optimizer, settle_checkpointing
 from farthing.train.state import Progress, parts_of
-from farthing.train.step import Steps
+from farthing.train.step import Step
+from farthing.train.step_feed import StepFeed
 from farthing.train.step_log import note_out_of_memory
 from farthing.train.throughput import Pace, facts_of_lengths
 from farthing.train.update_guard import OPTIMIZER_TO_DO, out_of_memory_said
@@ -177,23 +180,29 @@ def _steps_of(attempt: Attempt, settings: Settings) -> Steps:
         compiled=isinstance(attempt.kernels.compiled, int),
         kernels="liger" if liger and not liger.startswith("no ") else "torch",
     )
-    return Steps(
+    feed = StepFeed(
         forward=forward,
         batches=attempt.batches,
         tokens=attempt.train_examples.tokens,
+        n_steps=attempt.n_steps,
+        settings=settings,
+        ranks=context.ranks,
+        meter=context.meter,
+    )
+    step = Step(
+        forward=forward,
+        feed=feed,
         optimizer=attempt.optimizer,
         scaler=attempt.scaler,
-        n_steps=attempt.n_steps,
         learning_rate_at=lambda step: job.learning_rate * attempt.schedule.factor(step),
         max_grad_norm=job.train.max_grad_norm,
         seed=job.train.seed,
-        settings=settings,
         meter=context.meter,
         should_stop=lambda: bool(context.notice) or context.ranks.others_ask_to_leave,
-        ran_out=lambda step, why, is_less: note_out_of_memory(attempt, step, why, is_less),
         before_update=lambda: wait_for_copies(attempt),
         ranks=context.ranks,
     )
+    return Steps(step, partial(note_out_of_memory, attempt))
 
 
 def _wants_liger(job: Job, numerics: Numerics, settings: Settings) -> bool:

@@ -30,10 +30,11 @@ from farthing.run.mirror import Mirror
 from farthing.run.signals import Notice
 from farthing.settings import Settings
 from farthing.storage.logs import SummedLines
+from farthing.train.room import Steps
 from farthing.train.schedule import Schedule
 from farthing.train.setup import Examples, Inputs
 from farthing.train.state import Progress
-from farthing.train.step import StepResult, Steps
+from farthing.train.step_result import StepResult
 from farthing.train.throughput import Pace
 from farthing.train.watchdog import Watchdog
 

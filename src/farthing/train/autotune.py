@@ -72,13 +72,13 @@ class Prober:
         self, attempt: Attempt, budget_s: float, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.attempt, self.steps, self.forward = attempt, attempt.steps, attempt.forward
-        self.device = attempt.numerics.device
+        self.feed, self.device = attempt.steps.feed, attempt.numerics.device
         self.trials: list[Trial] = []
         self._clock = clock
         self._budget_s = budget_s
         self._deadline = clock() + budget_s
         self._cap_bytes = taken_bytes(self.device) + int(SHARE_OF_FREE * free_bytes(self.device))
-        self._sample: list[NDArray[np.int64]] = [self.steps.batches.examples_of(0)[:1]]
+        self._sample: list[NDArray[np.int64]] = [self.feed.batches.examples_of(0)[:1]]
 
     def find(self) -> Trial:
         """The best settings in reach, which the run is left with. Raises `RunInterruptedError`."""
@@ -116,8 +116,8 @@ class Prober:
         return best
 
     def _other_budgets(self, start: Settings) -> Iterator[Iterator[Settings]]:
-        most = sum(int(self.steps.tokens.lengths[examples].sum()) for examples in self._sample)
-        longest = int(max(self.steps.tokens.lengths[examples].max() for examples in self._sample))
+        most = sum(int(self.feed.tokens.lengths[examples].sum()) for examples in self._sample)
+        longest = int(max(self.feed.tokens.lengths[examples].max() for examples in self._sample))
         up = (
             replace(start, micro_batch_tokens=start.micro_batch_tokens * 2**k) for k in range(1, 8)
         )
@@ -155,7 +155,7 @@ class Prober:
         self._measure(start)
         spent_s, examples = 0.0, 1
         all_examples = [
-            self.steps.batches.examples_of(step) for step in range(min(self.attempt.n_steps, 64))
+            self.feed.batches.examples_of(step) for step in range(min(self.attempt.n_steps, 64))
         ]
         flat = np.concatenate(all_examples)
         while (
@@ -184,23 +184,23 @@ class Prober:
     def _measure(self, settings: Settings) -> Trial:
         """Losses and gradients of the sample under a settings. Raises `RunInterruptedError`."""
         self.steps.use(settings)
-        ready = list(self._micro_batches(settings))
-        n_tokens = sum(int(self.steps.tokens.lengths[examples].sum()) for examples in self._sample)
+        ready = list(self._micro_batches())
+        n_tokens = sum(int(self.feed.tokens.lengths[examples].sum()) for examples in self._sample)
         n_computed = sum(self.forward.n_computed(one.arrays) for one in ready)
         reset_peak_bytes(self.device)
         failed = False
         started = self._clock()
         try:
             for step in range(len(self._sample)):
-                self.steps.accumulate(one for one in ready if one.step == step)
+                self.steps.step.accumulate(one for one in ready if one.step == step)
                 wait_for(self.device)
-                self.steps.optimizer.zero_grad(set_to_none=True)
+                self.steps.step.optimizer.zero_grad(set_to_none=True)
         except Exception as error:
             if isinstance(error, RunInterruptedError) or not is_out_of_memory(error):
                 raise
             failed = True
         finally:
-            self.steps.optimizer.zero_grad(set_to_none=True)
+            self.steps.step.optimizer.zero_grad(set_to_none=True)
         seconds = self._clock() - started
         peak = max(window_peak_bytes(self.device), self._update_peak_bytes())
         failed = failed or peak > self._cap_bytes
@@ -214,16 +214,16 @@ class Prober:
         """
         if self.device.type != "cuda":
             return 0
-        gradients = sum(weight.nbytes for weight in self.steps.trained)
-        return taken_bytes(self.device) + gradients + update_bytes(self.steps.optimizer)
+        gradients = sum(weight.nbytes for weight in self.steps.step.trained)
+        return taken_bytes(self.device) + gradients + update_bytes(self.steps.step.optimizer)
 
-    def _micro_batches(self, settings: Settings) -> Iterator[MicroBatch]:
-        tokens = self.steps.tokens
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        tokens = self.feed.tokens
         return micro_batches(
             0,
             len(self._sample),
             lambda step: self._sample[step],
-            lambda examples: self.steps.table_of(examples, settings.micro_batch_tokens).cells,
+            lambda examples: self.feed.table_of(examples).cells,
             lambda examples: self.forward.collate(tokens, examples),
         )
 

@@ -77,8 +77,8 @@ def settle_schedule(attempt: Attempt) -> None:
     fit = Fit(**ranks.tell_all(asdict(fit)))
     keep_fit(attempt.context.folder / SCHEDULE, fit)
     attempt.schedule = as_fitted(job, fit)
-    attempt.steps.n_steps = attempt.n_steps
-    attempt.steps.close()  # what was made ready knew the number
+    attempt.steps.feed.n_steps = attempt.n_steps
+    attempt.steps.feed.close()  # what was made ready knew the number
     text = (
         f"the schedule is fixed: {plural(attempt.n_steps, 'step')} of {fit.asked_steps:,} fit the"
         " limits"

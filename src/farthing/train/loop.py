@@ -41,7 +41,7 @@ def loop(attempt: Attempt) -> tuple[str, str]:
     """
     spans = attempt.context.meter.spans
     attempt.clocks.start_s = min(LONGEST_START_S, sum(spans.get(name, 0.0) for name in STARTING))
-    with contextlib.closing(attempt.steps), rare_collections():
+    with contextlib.closing(attempt.steps.feed), rare_collections():
         try:
             try:
                 rehearse(attempt)
@@ -122,7 +122,7 @@ def take_step(attempt: Attempt) -> None:
     )
     attempt.record.micro_batch(*sums.largest)
     attempt.in_flight.append(taken)
-    settle(attempt, attempt.steps.n_ahead)
+    settle(attempt, attempt.steps.step.n_ahead)
     note_finished_save(attempt, attempt.checkpoints.finished_save())
     if attempt.context.replica is not None:
         attempt.context.replica.check()

@@ -214,7 +214,7 @@ def take_over(attempt: Attempt) -> None:
             attempt.schedule = as_fitted(
                 attempt.job, keep_fit(attempt.context.folder / SCHEDULE, Fit(**fit_values))
             )
-            steps.n_steps = attempt.n_steps
+            steps.feed.n_steps = attempt.n_steps
     if ranks.trains_rows:
         _take_rows(attempt)
     ranks.bring_together(attempt.state)

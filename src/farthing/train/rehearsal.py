@@ -64,10 +64,12 @@ def dearest_step(attempt: Attempt) -> int | None:
         return None
     until, longest = time.monotonic() + LOOKS_S, []
     for step in range(at.step, attempt.n_steps):
-        longest.append((-int(steps.tokens.lengths[steps.batches.examples_of(step)].max()), step))
+        longest.append(
+            (-int(steps.feed.tokens.lengths[steps.feed.batches.examples_of(step)].max()), step)
+        )
         if time.monotonic() > until:
             break
     looked_at = {step for _, step in sorted(longest)[:N_STEPS]} | set(
         range(at.step, min(at.step + N_STEPS, attempt.n_steps))
     )
-    return max(sorted(looked_at), key=lambda step: steps.largest_of(step)[1])
+    return max(sorted(looked_at), key=lambda step: steps.feed.largest_of(step)[1])

@@ -640,6 +640,6 @@ def opened_attempt(job: Job, emit: Emit) -> Iterator[Attempt]:
         if attempt.forward.of.needs_reference:
             without_references(attempt.forward, attempt.train_examples.tokens)
         restore(attempt, allow_restart=False)
-        with contextlib.closing(attempt.steps):
+        with contextlib.closing(attempt.steps.feed):
             yield attempt
         ledger.close("finished")

@@ -17,7 +17,7 @@ from farthing.storage.files import Json
 from farthing.train.attempt import Attempt
 from farthing.train.forecast import remaining_s, takes
 from farthing.train.run_settings import keep_settings
-from farthing.train.step import StepResult
+from farthing.train.step_result import StepResult
 
 FORECAST_AFTER_STEPS = 5
 FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "utilisation_percent")

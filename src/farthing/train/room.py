@@ -1,0 +1,132 @@
+"""Steps where memory may run out: what nobody needs is given back and the step is taken again; then
+the micro-batch is halved, then layers are computed again. What a step is made of stays the same.
+
+An update that has begun to change weights can't be taken again: memory that runs out in it ends the
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from farthing.data.loader import MicroBatch
+from farthing.device_memory import first_line, is_out_of_memory
+from farthing.model.activation_checkpointing import checkpoint_layers
+from farthing.model.hardware import free_cached
+from farthing.settings import Settings
+from farthing.train.step import Step
+from farthing.train.step_feed import StepFeed
+from farthing.train.step_result import StepResult
+
+T = TypeVar("T")
+# steps of an attempt that are taken again as they were: a device that is full again is too small
+MOST_FREED = 3
+
+
+@dataclass
+class Steps:
+    """Takes the steps of a run as its `settings` say, which memory that runs out lowers."""
+
+    step: Step
+    ran_out: Callable[[int, str, bool], None]
+    """Told (step, why, whether `settings` have changed) after room was made."""
+
+    def __post_init__(self) -> None:
+        self.step.ranks.leave_less = self._leave_less
+        self._n_freed = 0
+
+    @property
+    def feed(self) -> StepFeed:
+        """Where the micro-batches of the steps come from."""
+        return self.step.feed
+
+    @property
+    def settings(self) -> Settings:
+        """How the steps are computed, now."""
+        return self.feed.settings
+
+    def use(self, settings: Settings) -> None:
+        """Compute as these settings say from now on."""
+        forward = self.step.forward
+        if settings.checkpoint_every != self.settings.checkpoint_every:
+            checkpoint_layers(forward.model, settings.checkpoint_every)
+        self.feed.settings, forward.tile_tokens = settings, settings.tile_tokens
+
+    def take(self, step: int) -> StepResult:
+        """Step number `step`, from 0; nothing has changed when it raises. Raises
+        `RunInterruptedError`, `torch.OutOfMemoryError`.
+        """
+        return self._with_room(step, self.step.take)
+
+    def rehearse(self, step: int, adds_up: Callable[[], bool] = lambda: True) -> tuple[int, int]:
+        """Take the largest micro-batch of a step forward and backward for nothing, twice where
+        `adds_up` says that gradients of several add up; (examples, computed tokens) of it. Raises
+        as `take`."""
+        return self._with_room(step, lambda step: self._rehearse(step, adds_up))
+
+    def _with_room(self, step: int, call: Callable[[int], T]) -> T:
+        """What `call(step)` gives, called again with less at once where memory runs out."""
+        has_freed = False
+        while True:
+            try:
+                return call(step)
+            except BaseException as error:
+                self.step.undo()
+                if not is_out_of_memory(error) or self.step.is_agreed:
+                    raise
+                self.step.update_guard.refuse_half_an_update(step, error)
+                frees = not has_freed and self._n_freed < MOST_FREED
+                if not frees and not self._can_make_room(step):
+                    raise
+                why = first_line(error)
+            # out here, where the error no longer holds on to what had filled the memory
+            if frees:
+                has_freed = True
+                self._n_freed += 1
+            else:
+                self.use(self._lowered(step))
+            free_cached(self.step.forward.numerics.device)
+            self.ran_out(step, why, not frees)
+
+    def _rehearse(self, step: int, adds_up: Callable[[], bool]) -> tuple[int, int]:
+        feed, of, ranks = self.feed, self.step, self.step.ranks
+        of.begin(step)
+        examples, largest = feed.batches.examples_of(step), feed.largest(step)
+        arrays = of.forward.collate(feed.tokens, largest)
+        first, last = (
+            MicroBatch(step, examples, largest, arrays, is_last, slot=slot)
+            for is_last, slot in ((False, feed.slots[0]), (True, feed.slots[-1]))
+        )
+        is_one = feed.n_slots == 1 and not ranks.is_fsdp and not adds_up()
+        passes = [last] if is_one else [first, last]
+        of.gradients(iter(passes), len(passes), counts=False)
+        if ranks.fsdp is not None:
+            ranks.fsdp.begin_anew()
+        for weight in of.trained:
+            weight.grad = None
+        return len(largest), of.forward.n_computed(arrays)
+
+    def _can_make_room(self, step: int) -> bool:
+        return self.feed.largest_of(step)[0] > 1 or self.settings.checkpoint_every != 1
+
+    def _lowered(self, step: int) -> Settings:
+        """Half the micro-batch; when it is one example already, more layers are computed again
+        instead of kept.
+        """
+        n_examples, n_tokens = self.feed.largest_of(step)
+        if n_examples > 1:
+            halved = max(1, min(self.settings.micro_batch_tokens, n_tokens) // 2)
+            return replace(self.settings, micro_batch_tokens=halved)
+        return replace(self.settings, checkpoint_every=1 if self.settings.checkpoint_every else 2)
+
+    def _leave_less(self) -> bool:
+        """On the first rank, before all end as spread weights leave no step to take again: note
+        what the next attempt begins with. Whether it can be less."""
+        step = self.step.number
+        if not self._can_make_room(step):
+            return False
+        self.feed.settings = self._lowered(step)
+        self.ran_out(step, "a rank has no memory left", True)
+        return True
