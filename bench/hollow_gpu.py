@@ -30,8 +30,8 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "hollow"))
-from build import build
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from hollow.build import build
 
 # name, compute capability, GiB that CUDA reports, multiprocessors, KiB of shared memory a block may
 # ask for (NVIDIA's CUDA C++ programming guide, table of compute capabilities, and its data sheets,

@@ -85,7 +85,7 @@ def judge(rows: Iterable[dict[str, str]], *, strangers: bool = False) -> dict[st
             is_right = error > -0.09 if found.limit == "too much" else abs(error) <= 0.09
             limits.append(about | {"says": found.limit, "error": error, "is_right": is_right})
             continue
-        meters = {"allocated": memory.allocated, "reserved": memory.reserved}
+        meters: dict[str, Any] = {"allocated": memory.allocated, "reserved": memory.reserved}
         predicted = {**meters, "nvidia-smi": memory.on_device}[found.meter].n_bytes
         architecture = find_gpu(found.gpu).architecture
         ranges = [

@@ -150,7 +150,7 @@ def compare_gradients(case: dict[str, Any], folder: Path, seed: int) -> dict[str
             method=method,
             where={
                 "gpus": n,
-                "same_bits": n > 1,
+                "same_bits": n > 1 and case["way"] != "sharded",
                 "strategy": "fsdp" if n > 1 and case["way"] != "replicated" else "ddp",
             },
             train={

@@ -319,7 +319,7 @@ def test_keys_that_an_object_lacks_are_not_learned_as_null(tmp_path: Path) -> No
     """Arrow gives every object of a column all keys that one of them has: calls of one tool get the
     arguments of another.
     """
-    calls = [{"city": "Ulm"}, {"a": 1, "b": 2}]
+    calls: list[dict[str, Any]] = [{"city": "Ulm"}, {"a": 1, "b": 2}]
     rows = []
     for number, arguments in enumerate(calls):
         call = {"type": "function", "function": {"name": f"tool{number}", "arguments": arguments}}

@@ -123,7 +123,7 @@ def cloud(tmp_path: Path) -> Iterator[tuple[str, type[Pods]]]:
         "CUDA_VISIBLE_DEVICES": "",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    handler = type(
+    handler: Any = type(
         "Handler",
         (Pods,),
         {"home": tmp_path / "pods", "pods": {}, "bodies": [], "environment": environment},

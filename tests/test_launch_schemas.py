@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,22 +55,22 @@ def test_kubernetes_and_vertex_take_the_files() -> None:
 )
 def test_and_would_have_found_a_mistake(target: str, old: str, new: str) -> None:
     python, rows = python_of("FARTHING_LAUNCH_TOOLS", "launch"), rows_of(target)
-    good = next(
+    good: Any = next(
         row
         for row in rows
         if row["state"] == "ok" and any(old in text for text in row["files"].values())
-    )  # type: ignore[attr-defined]
-    good["files"] = {name: text.replace(old, new) for name, text in good["files"].items()}  # type: ignore[attr-defined]
+    )
+    good["files"] = {name: text.replace(old, new) for name, text in good["files"].items()}
     assert len(validated([good], python, (target,))) == 1
 
 
 def test_skypilot_takes_the_files_and_would_have_found_a_mistake() -> None:
     python, rows = python_of("FARTHING_SKY", "sky"), rows_of("skypilot")
     assert validated(rows, python, ("skypilot",)) == []
-    good = next(row for row in rows if row["state"] == "ok")
+    good: Any = next(row for row in rows if row["state"] == "ok")
     good["files"] = {
         name: text.replace("job_recovery", "job_recovry") for name, text in good["files"].items()
-    }  # type: ignore[attr-defined]
+    }
     assert len(validated([good], python, ("skypilot",))) == 1
 
 

@@ -45,13 +45,13 @@ class Shelf:
             raise NoSuchObject(key)
         return self.objects[key]
 
-    def list(self, prefix: str) -> dict[str, Entry]:
-        seen = list(self.objects)[: len(self.objects) - self.late]
-        return {key: Entry(1, 0.0) for key in seen if key.startswith(prefix)}
-
     def remove(self, keys: list[str]) -> None:
         for key in keys:
             self.objects.pop(key, None)
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        seen = [*self.objects][: len(self.objects) - self.late]
+        return {key: Entry(1, 0.0) for key in seen if key.startswith(prefix)}
 
 
 class World:
