@@ -58,7 +58,7 @@ def test_and_would_have_found_a_mistake(target: str, old: str, new: str) -> None
     good: Any = next(
         row
         for row in rows
-        if row["state"] == "ok" and any(old in text for text in row["files"].values())
+        if row["state"] == "ok" and old in str(row["files"])
     )
     good["files"] = {name: text.replace(old, new) for name, text in good["files"].items()}
     assert len(validated([good], python, (target,))) == 1
