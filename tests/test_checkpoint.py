@@ -23,8 +23,17 @@ from checkpoints import checkpoints as checkpoints
 from checkpoints import said as said
 from farthing.errors import RunChangedError, RunDamagedError, SaveError
 from farthing.run import checkpoint as checkpoint_module
-from farthing.run.checkpoint import Checkpoints
-from farthing.storage.files import commit_folder, seal, write_text
+from farthing.run.checkpoint import Checkpoints, commit_together, fill_along
+from farthing.storage import logs
+from farthing.storage.files import (
+    DamagedFileError,
+    commit_folder,
+    seal,
+    seal_file,
+    unseal,
+    write_text,
+)
+from farthing.storage.logs import SummedLines
 
 
 def test_what_is_saved_comes_back_to_the_bit(checkpoints: Checkpoints) -> None:
@@ -362,3 +371,115 @@ def test_one_failed_save_is_forgiven_when_the_next_one_works(
     assert len(said) == 3
     monkeypatch.undo()
     assert restored(checkpoints.folder) == 7
+
+
+# ---- what is restored, and what is refused ----
+
+
+def test_a_third_save_of_a_step_is_newer_than_the_second(checkpoints: Checkpoints) -> None:
+    for step in (4, 6, 4, 4):
+        save(checkpoints, step)
+    assert [path.name for path in sorted(checkpoints.folder.glob("step-00000004-*"))] == [
+        "step-00000004-0004"
+    ]
+
+
+def test_a_run_of_other_parts_is_refused(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 3)
+    with pytest.raises(
+        RunChangedError, match=r"holds \['model', 'optimizer'\], this run \['model'\]"
+    ):
+        checkpoints.restore(checkpoints.folder_of(3), {"model": Weights()})
+
+
+def test_a_part_that_cannot_take_what_was_saved_is_named(checkpoints: Checkpoints) -> None:
+    class Smaller(Weights):
+        def restore(self, tensors: Any, values: Any) -> None:
+            raise ValueError("7 columns for 5")
+
+    save(checkpoints, 3)
+    with pytest.raises(
+        RunDamagedError, match=r"the optimizer of step-00000003-0001.*7 columns for 5"
+    ):
+        checkpoints.restore(checkpoints.folder_of(3), {"model": Weights(), "optimizer": Smaller()})
+
+
+def test_a_run_that_starts_from_zero_keeps_its_checkpoints_aside(checkpoints: Checkpoints) -> None:
+    for step in (3, 5):
+        save(checkpoints, step)
+    before = sorted(path.name for path in checkpoints.folder.iterdir())
+    checkpoints.forget_all()
+    assert checkpoints.steps() == []
+    aside = sorted(path.name for path in checkpoints.folder.iterdir())
+    assert [name.partition(".")[0] for name in aside] == before, "nothing is deleted"
+
+
+@pytest.mark.parametrize("n_bytes", [1 << 60, 1 << 20])
+def test_no_memory_is_taken_by_what_a_header_says(checkpoints: Checkpoints, n_bytes: int) -> None:
+    save(checkpoints, 5)
+    folder = newest(checkpoints.folder)
+    path, manifest = folder / "model.safetensors", folder / "manifest.json"
+    path.write_bytes(n_bytes.to_bytes(8, "little") + path.read_bytes()[8:])
+    facts = unseal(manifest.read_text(), "it")
+    del facts["sha256"]
+    sealed = [each for each in facts["files"] if each["name"] != path.name] + [seal_file(path)]
+    manifest.write_text(seal({**facts, "files": sealed}))
+    with pytest.raises(DamagedFileError, match=f"its header has {n_bytes} bytes"):
+        checkpoints.verify(5)
+
+
+class Answers:
+    """Other ranks, as the collectives answer one of them."""
+
+    def __init__(self, *answers: Any, is_first: bool) -> None:
+        self.given, self.is_first, self.sent = list(answers), is_first, list[Any]()
+
+    def gather(self, value: Any) -> list[Any]:
+        self.sent.append(value)
+        return [value] if not self.given else self.given.pop(0)
+
+
+def test_what_fails_on_one_rank_has_failed_on_all(tmp_path: Path) -> None:
+    def fill(draft: Path) -> list[Path]:
+        (draft / "mine").write_text("1")
+        return [draft / "mine"]
+
+    first = Answers([str(tmp_path)], ["no space left"], is_first=True)
+    with pytest.raises(OSError, match="no space left"):
+        commit_together(first, tmp_path / "step", fill, {})  # type: ignore[arg-type]
+    assert first.sent[-1] == "no space left", "the others are told why"
+    assert not (tmp_path / "step").exists()
+    along = Answers([str(tmp_path)], [], ["no space left"], is_first=False)
+    with pytest.raises(OSError, match="no space left"):
+        fill_along(along, fill)  # type: ignore[arg-type]
+    refused = Answers(is_first=True)
+    (tmp_path / "step").write_text("a file is in the way")
+    with pytest.raises(OSError):
+        commit_together(refused, tmp_path / "step/1", fill, {})  # type: ignore[arg-type]
+    assert refused.sent[0] is None, "those that wait for a folder are told that there is none"
+
+
+def test_a_line_is_written_whole_or_is_an_error(tmp_path: Path) -> None:
+    log = SummedLines(tmp_path / "log.jsonl")
+    log.append({"step": 1})
+
+    class Half:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def write(self, data: bytes) -> int:
+            return int(self.file.write(data[: len(data) // 2]))
+
+    log.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logs, "open_own", lambda path, mode: Half(path.open(mode, buffering=0)))
+        with pytest.raises(OSError, match="No space left"):
+            log.append({"step": 2})
+        log.close()
+    log.append({"step": 3})
+    assert list(log.rows()) == [{"step": 1}, {"step": 3}]
+    with pytest.raises(ValueError, match="JSON compliant"):
+        log.append({"loss": float("nan")})

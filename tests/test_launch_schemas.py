@@ -55,11 +55,7 @@ def test_kubernetes_and_vertex_take_the_files() -> None:
 )
 def test_and_would_have_found_a_mistake(target: str, old: str, new: str) -> None:
     python, rows = python_of("FARTHING_LAUNCH_TOOLS", "launch"), rows_of(target)
-    good: Any = next(
-        row
-        for row in rows
-        if row["state"] == "ok" and old in str(row["files"])
-    )
+    good: Any = next(row for row in rows if row["state"] == "ok" and old in str(row["files"]))
     good["files"] = {name: text.replace(old, new) for name, text in good["files"].items()}
     assert len(validated([good], python, (target,))) == 1
 

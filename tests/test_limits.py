@@ -232,7 +232,8 @@ def attempt(
     run.batches = SimpleNamespace(steps_per_epoch=7, examples_of=lambda step: [step])  # type: ignore[assignment]
     run.schedule = first_schedule(job, folder, ledger, run.estimate, 7)
     run.pace = SimpleNamespace(longest_step_s=0.0, step_s=None, n_steps=0, most_tokens=0)  # type: ignore[assignment]
-    run.steps = SimpleNamespace(close=lambda: None, n_steps=run.n_steps)  # type: ignore[assignment]
+    feed = SimpleNamespace(close=lambda: None, n_steps=run.n_steps)
+    run.steps = SimpleNamespace(feed=feed)  # type: ignore[assignment]
     run.saving, run.clocks, run.in_flight = (
         Saving(costs.save_every_s, meter.wall_s, mark(run)),
         Clocks(),
