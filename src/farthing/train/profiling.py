@@ -110,7 +110,7 @@ def _named(attempt: Attempt) -> Iterator[None]:
     forward = attempt.forward
     named = [(module, "forward", name) for module, name in named_modules(attempt.model)]
     named += [(forward, "loss", "head"), (forward, "to_device", "copies")]
-    named.append((attempt.steps, "_update", "optimizer"))
+    named += [(forward, "unit_loss", "head"), (attempt.steps.step, "update", "optimizer")]
     before = [(owner, method, vars(owner).get(method)) for owner, method, _ in named]
     for owner, method, name in named:
         vars(owner)[method] = record_function(_MARK + name)(getattr(owner, method))
