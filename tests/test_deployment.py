@@ -93,31 +93,70 @@ def test_what_can_not_be_served_is_refused_before_anything_is_written(
     assert not (tmp_path / "m").exists()
 
 
-JUDGE = """
+MESSAGES = """
 import json, sys
 from google.cloud import aiplatform_v1 as v1, aiplatform_v1beta1 as v1beta1
+from google.protobuf.json_format import ParseError
 kinds = {"model.json": v1.UploadModelRequest, "endpoint.json": v1.Endpoint,
          "deploy.json": v1.DeployModelRequest, "deploy_to_zero.json": v1beta1.DeployModelRequest}
-for name, text in json.load(sys.stdin).items():
-    if name in kinds:
-        kinds[name].from_json(text)
+try:
+    for name, text in json.load(sys.stdin).items():
+        if name in kinds:
+            kinds[name].from_json(text)
+    print("taken")
+except ParseError:
+    print("refused")
 """
+COMPOSE = """
+import json, sys
+from importlib.util import find_spec
+from pathlib import Path
+import jsonschema, yaml
+schemas = Path(find_spec("check_jsonschema").origin).parent / "builtin_schemas/vendor"
+schema = json.loads((schemas / "compose-spec.json").read_text())
+try:
+    jsonschema.validate(yaml.safe_load(json.load(sys.stdin)["compose.yaml"]), schema)
+    print("taken")
+except jsonschema.ValidationError:
+    print("refused")
+"""
+
+
+def verdict(judge: str, files: dict[str, str]) -> str:
+    """What another project's own schema says to the files: taken or refused."""
+    python = Path(os.environ.get("FARTHING_LAUNCH_TOOLS") or ROOT / ".venv/launch") / "bin/python"
+    if not python.exists():
+        pytest.skip(f"{python} is not there: `make launch-tools` makes it")
+    words = [python, "-c", judge]
+    return subprocess.run(
+        words, input=json.dumps(files), text=True, stdout=subprocess.PIPE, check=True
+    ).stdout.strip()
+
+
+def changed(files: dict[str, str], old: str, new: str) -> dict[str, str]:
+    assert any(old in text for text in files.values())
+    return {name: text.replace(old, new) for name, text in files.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 def test_vertex_takes_the_files(family: str, runs: dict[str, Path], tmp_path: Path) -> None:
-    python = Path(os.environ.get("FARTHING_LAUNCH_TOOLS") or ROOT / ".venv/launch") / "bin/python"
-    if not python.exists():
-        pytest.skip(f"{python} is not there: `make launch-tools` makes it")
     files = written(runs[family], tmp_path / "m", VERTEX)
+    assert verdict(MESSAGES, files) == "taken"
+    wrong = changed(files, "minReplicaCount", "minReplicas")
+    assert verdict(MESSAGES, wrong) == "refused"
 
-    def judged(files: dict[str, str]) -> int:
-        done = subprocess.run(
-            [python, "-c", JUDGE], input=json.dumps(files), text=True, capture_output=True
-        )
-        return done.returncode
 
-    assert judged(files) == 0
-    wrong = {name: text.replace("minReplicaCount", "minReplicas") for name, text in files.items()}
-    assert judged(wrong) != 0, "it would have found a mistake"
+@pytest.mark.slow
+@pytest.mark.parametrize("export_format", [None, "fp8"])
+def test_compose_takes_the_file(
+    export_format: str | None, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    files = written(runs["llama"], tmp_path / "m", "vllm", export_format=export_format)
+    assert verdict(COMPOSE, files) == "taken"
+    for wrong in (
+        ("capabilities:", "capability:"),
+        ("volumes:", "volume:"),
+        ("count: 1", "count: []"),
+    ):
+        assert verdict(COMPOSE, changed(files, *wrong)) == "refused"
