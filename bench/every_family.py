@@ -47,9 +47,9 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.load import quiet_libraries
 from farthing.model.loss import decoder_inputs, inner_of
-from farthing.models.shapes import read_shape
 from farthing.objectives.objective import IGNORED
 from farthing.objectives.registry import objective_of
+from farthing.planner.inputs import shape_of
 from farthing.tiny import make_tokenizer, write_jsonl
 from farthing.train.run import errors_in_words
 from farthing.train.setup import build_model, open_examples, open_inputs
@@ -422,7 +422,7 @@ def plan(path: Path, row: dict[str, Any], n_weights: int) -> None:
     job = load_job(path)
     config = json.loads((path.parent / "base" / "config.json").read_text())
     try:
-        shape = read_shape(config, job.task, 3 if objective_of(job.task).labels else 0)
+        shape = shape_of(job, config, 3)
         row["planned parameters off"] = shape.n_parameters - n_weights
     except InputError as error:
         row["plan refused"] = str(error)[:200]

@@ -190,8 +190,9 @@ def models() -> str:
         " row of a batch is refused by name. The table says what is known beyond that. **Packed**:"
         " documents lie end to end without padding. **Chunked loss**: the logits of the whole"
         " vocabulary are never all in memory. **Exact plan**: memory is counted weight by weight,"
-        " and held against the model's own code in the tests; `farthing plan` refuses the"
-        " other families by name.\n\n"
+        " and held against the model's own code in the tests. `farthing plan` counts the weights"
+        " of other families on the model's own code, takes their layers for usual ones of their"
+        " kind, and gives wider ranges.\n\n"
     )
     causal, seq2seq = KNOWN_HEADS["causal-lm"], KNOWN_HEADS["seq2seq"]
     rows = []

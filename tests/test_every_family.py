@@ -33,7 +33,17 @@ from farthing.model.compiled import n_kinds
 from farthing.model.head import find_head
 from farthing.model.load import ModelChoice, auto_class, check_fits, load_config, load_model
 from farthing.model.positions import max_positions
-from farthing.models.families import PADS_SAFELY, POSITIONS_AFTER_PADDING
+from farthing.models.blocks import block_of
+from farthing.models.counted import count_shape
+from farthing.models.families import (
+    DECODERS,
+    ENCODERS,
+    FAMILIES,
+    PADS_SAFELY,
+    POSITIONS_AFTER_PADDING,
+    SEQ2SEQ_FAMILIES,
+)
+from farthing.models.shapes import read_shape
 from farthing.objectives.registry import objective_of
 from farthing.train.run import errors_in_words
 from workshop import make_job
@@ -62,6 +72,52 @@ def test_a_family_that_reads_padding_beside_a_text_gets_texts_of_one_length(
 ) -> None:
     row = look_at(family, "causal-lm", tmp_path, runs=False)
     assert (row["outcome"], row["how"]) == ("exact", "padded, of one length"), row
+
+
+# ---- sizes ----
+
+UNTABLED = [
+    *(("seq2seq", name) for name in SEQ2SEQ_FAMILIES - FAMILIES.keys()),
+    *(("causal-lm", name) for name in DECODERS - FAMILIES.keys()),
+    *(("classification", name) for name in ENCODERS - FAMILIES.keys()),
+    ("causal-lm", "deepseek_v3"),
+    ("causal-lm", "gemma4_text"),
+    ("classification", "modernbert"),
+]
+ALIKE = (
+    *("attention", "hidden", "n_layers", "n_decoder_layers", "n_heads", "n_kv_heads", "head_dim"),
+    *("ffn", "vocab", "max_positions", "is_tied", "windows", "n_active", "n_parameters"),
+    *("n_matmul", "n_head_matmul"),
+)
+
+
+@pytest.mark.parametrize(("task", "family"), sorted(UNTABLED))
+def test_a_family_without_a_table_is_counted_on_its_own_code(task: str, family: str) -> None:
+    config = small_config(family, task)
+    with torch.device("meta"):
+        model = auto_class(task).from_config(config)
+    shape = count_shape(config.to_dict(), task, config.num_labels)
+    assert shape.n_parameters == sum(weight.numel() for weight in model.parameters())
+    lora = shape.with_lora(2, ["all-linear"])
+    assert 0 < lora.n_adapter < lora.n_total
+    assert not block_of(shape).is_traced, "its ranges are wider"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_is_counted_is_what_the_tables_say(family: str) -> None:
+    for task, known in MAPPINGS.items():
+        if family not in known or objective_of(task).head not in FAMILIES[family].heads:
+            continue
+        config = small_config(family, task)
+        n_labels = 0 if objective_of(task).scores_tokens else config.num_labels
+        lengths = (64, 32) if config.is_encoder_decoder else (64, 0)
+        counted, read = (
+            count(config.to_dict(), task, n_labels) for count in (count_shape, read_shape)
+        )
+        for name in ALIKE:
+            assert getattr(counted, name) == getattr(read, name), name
+        flops = [shape.training_flops(*lengths).total for shape in (counted, read)]
+        assert flops[0] == pytest.approx(flops[1], rel=1e-12)
 
 
 # ---- configurations that leave something out ----

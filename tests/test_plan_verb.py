@@ -79,6 +79,19 @@ def job(tmp_path: Path, tiny_folders: dict[str, Path]) -> str:
     return str(path)
 
 
+def test_a_family_without_a_table_is_planned_and_said_to_be(
+    capsys: pytest.CaptureFixture[str], job: str, tmp_path: Path
+) -> None:
+    sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 500}
+    (tmp_path / "bart").mkdir()
+    config = json.dumps({"model_type": "bart", **sizes})
+    (tmp_path / "bart" / "config.json").write_text(config, encoding="utf-8")
+    asked = "--set", f"model={tmp_path / 'bart'}", "--set", "task=seq2seq", "--gpu", "L4"
+    found = run_json(capsys, job, *asked, "--examples", "500", "--mean-tokens", "60")
+    assert found["best"]["gpu"] == "L4"
+    assert any("bart: sizes are exact" in note for note in found["notes"])
+
+
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     code = cli.main(["plan", *argv])
     out, err = capsys.readouterr()

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from farthing.errors import ModelError
 from farthing.model.adapter_start import START, base_is_kept, start_tensors, take_start_away
 from farthing.model.loss import logits_of
+from farthing.models.counted import QUERY_AND_VALUE
 from farthing.models.weights import begins_from_base
 from farthing.objectives.registry import objective_of
 
@@ -265,13 +266,7 @@ def _query_and_value(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
     }
-    for pair in (
-        ("query", "value"),
-        ("q_proj", "v_proj"),
-        ("q_lin", "v_lin"),
-        ("q", "v"),
-        ("query_proj", "value_proj"),
-    ):
+    for pair in QUERY_AND_VALUE:
         if set(pair) <= names:
             return list(pair)
     raise ModelError(

@@ -178,6 +178,13 @@ class Shape(NamedTuple):
             }
         else:
             targets = self._of_experts(tuple(target_modules) or self.query_and_value)
+            if not targets:
+                raise InputError(
+                    "the query and value layers of this model are not known",
+                    where="method.target_modules",
+                    to_do=f"name them, or use all-linear; its linear layers: "
+                    f"{', '.join(self._linear_names())}",
+                )
             self._must_take_adapters(targets, kept_out)
             adapted_copies = self._matched(
                 lambda name: any(_ends(name, t) for t in targets) and not kept_out.match(name)
@@ -288,18 +295,16 @@ class Shape(NamedTuple):
         that a CPU in fp32 folds those into its queries is not counted.
         """
         n_above = self.n_above(first_layer)
-        of_stack = {True: n_above[1], False: n_above[0]}
-        every = [
-            (
-                weight,
-                (
-                    of_stack[weight.name.startswith("decoder.")]
-                    if "*" in weight.name
-                    else weight.copies
-                ),
-            )
-            for weight in self.products
-        ]
+
+        def n_copies(weight: Weight) -> float:
+            """Above, evenly over the layers of its stack."""
+            if "*" not in weight.name:
+                return weight.copies
+            is_decoder = weight.name.startswith("decoder.")
+            n_all = self.n_decoder_layers if is_decoder else self.n_layers
+            return weight.copies * n_above[is_decoder] / max(1, n_all)
+
+        every = [(weight, n_copies(weight)) for weight in self.products]
         body, head, _ = self._products(every, n_tokens, n_targets, n_head_tokens, n_read)
         pairs = 4.0 * self.n_heads * self.head_dim  # queries with keys, and scores with values
         n_pairs: float = self._n_pairs(n_tokens, n_targets, n_above)
@@ -356,7 +361,7 @@ class Shape(NamedTuple):
 
     def _products(
         self,
-        layers: Sequence[tuple[Weight, int]],
+        layers: Sequence[tuple[Weight, float]],
         n_tokens: int,
         n_targets: int,
         n_head_tokens: int | None,

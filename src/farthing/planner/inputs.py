@@ -16,6 +16,8 @@ from farthing.errors import FarthingError, InputError
 from farthing.local.machine import LocalMachine, local_machine
 from farthing.local.measurements import MEASUREMENTS, Measurement, read_measurements
 from farthing.models.blocks import block_of
+from farthing.models.counted import count_shape
+from farthing.models.families import FAMILIES
 from farthing.models.model_config import find_config
 from farthing.models.shapes import Shape, read_shape
 from farthing.models.weights import begins_from_base
@@ -278,8 +280,12 @@ def _counts_here(machine: LocalMachine, job: Job, asked: Asked) -> list[int]:
 
 
 def shape_of(job: Job, config: Json, n_labels: int = 2) -> Shape:
-    """The sizes of the job's model with its head."""
-    return read_shape(config, job.task, 0 if objective_of(job.task).scores_tokens else n_labels)
+    """The sizes of the job's model with its head: by the table of its family, else counted on its
+    own code.
+    """
+    n_labels = 0 if objective_of(job.task).scores_tokens else n_labels
+    read = read_shape if config.get("model_type") in FAMILIES else count_shape
+    return read(config, job.task, n_labels)
 
 
 def wanted_of(
