@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fake_clouds import FAULTS, World
+from fake_clouds import World
 from farthing.cli import main
 from farthing.config.job import Job
 from farthing.errors import InputError, RunBusyError
@@ -424,25 +424,6 @@ def test_values_of_secrets_are_in_the_request_and_nowhere_else(
 def test_faulty_launches_leave_nothing_behind_and_keep_the_cap(seed: int) -> None:
     case = run_case(seed)
     assert is_good(case), case
-
-
-@pytest.mark.parametrize("provider", ["runpod", "vast"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_alone_is_survived(provider: str, fault: str, tmp_path: Path) -> None:
-    world = World(provider, n_steps=120, script=[fault])
-    run = tmp_path / "run"
-    if fault == "refused for good":
-        with pytest.raises(InputError, match="mend it there"):
-            supervise(
-                world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False)
-            )
-        assert world.machines == []
-        return
-    code = supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False))
-    assert (code, world.n_alive, world.n_double, world.saved) == (0, 0, 0, 120)
-    ledger = MachineLedger(run)
-    assert ledger.open == []
-    assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
 
 
 @pytest.mark.parametrize("provider", ["runpod", "vast"])
