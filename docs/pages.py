@@ -1,8 +1,7 @@
 """Write the pages of docs/reference from the code and its facts: `make pages`. A test holds them to
 what this writes.
 
-Refuses to look at the clock and the network: prices are as old as the newest of the table, whatever
-the day.
+The pages do not depend on the clock or the network: today is the date of the newest price.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rich.text import Text
 import farthing
 from farthing.cli.parser import VERBS, build_parser
 from farthing.config.load import job_schema
-from farthing.models.families import FAMILIES, KNOWN_HEADS, PACKED
+from farthing.models.families import FAMILIES, KNOWN_HEADS, PACKED, PADS_SAFELY
 from farthing.prices.gpus import gpus
 from farthing.report.draw import draw
 from farthing.report.plan_report import brief
@@ -68,11 +67,8 @@ def keys() -> str:
     schema = job_schema()
     text = "# Keys of a job file\n\n" + NOTE
     text += (
-        "`farthing init --schema` prints this as a JSON Schema. A key can be given on the command"
-        " line: "
-    )
-    text += (
-        "`--set train.learning_rate=1e-4`. A short form in the second column stands for the whole"
+        "`farthing init --schema` prints this as a JSON Schema. `--set train.learning_rate=1e-4`"
+        " sets a key on the command line. A short form in the second column stands for the whole"
         " section.\n\n"
     )
     text += table(("key", "what it takes", "default", "meaning"), _keys_of(schema, schema, ""))
@@ -185,22 +181,38 @@ def models() -> str:
     """What can be trained, how, and how well it is known."""
     text = "# Models and methods\n\n" + NOTE
     text += (
-        "Any model that transformers loads as `AutoModelForCausalLM`, `AutoModelForSeq2SeqLM` or"
-        " `AutoModelForSequenceClassification` can be trained; what is known to be different per"
-        " row of a batch is refused by name. The table says what is known beyond that. **Packed**:"
-        " documents lie end to end without padding. **Chunked loss**: the logits of the whole"
-        " vocabulary are never all in memory. **Exact plan**: memory is counted weight by weight,"
-        " and held against the model's own code in the tests. `farthing plan` counts the weights"
-        " of other families on the model's own code, takes their layers for usual ones of their"
-        " kind, and gives wider ranges.\n\n"
+        "farthing trains any model that transformers loads as `AutoModelForCausalLM`,"
+        " `AutoModelForSeq2SeqLM` or `AutoModelForSequenceClassification`. It refuses models whose"
+        " answer to a text depends on the texts beside it.\n\n"
+        "- **Plan**: `exact` families are counted weight by weight from a table. For others,"
+        " farthing counts the weights on the model's own code, assumes usual layers, and gives"
+        " wider ranges.\n"
+        "- **Trained**: tasks in which a small model of the family was trained on a CPU, with the"
+        " losses and gradients of transformers (`bench/every_family.py`). No family was trained on"
+        " a GPU.\n"
+        "- **Packed**: documents lie end to end without padding.\n"
+        "- **Chunked loss**: the logits of the whole vocabulary are never all in memory.\n\n"
     )
     causal, seq2seq = KNOWN_HEADS["causal-lm"], KNOWN_HEADS["seq2seq"]
-    rows = []
+    trained: dict[str, str] = {}
+    for task, names in PADS_SAFELY.items():
+        for name in names | PACKED.get(task, frozenset()):
+            trained[name] = f"{trained[name]}, {task}" if name in trained else task
     all_packed = frozenset[str]().union(*PACKED.values())
-    for name in sorted(FAMILIES.keys() | all_packed | causal | seq2seq):
-        packed, chunked = name in all_packed, name in causal | seq2seq
-        rows.append([f"`{name}`", _yes(packed), _yes(chunked), _yes(name in FAMILIES)])
-    text += table(("model_type", "packed", "chunked loss", "exact plan"), rows)
+    known = FAMILIES.keys() | all_packed | causal | seq2seq
+    rows = [
+        [
+            f"`{name}`",
+            "exact" if name in FAMILIES else "wider",
+            trained.get(name, ""),
+            _yes(name in all_packed),
+            _yes(name in causal | seq2seq),
+        ]
+        for name in sorted(known)
+    ]
+    text += table(("model_type", "plan", "trained", "packed", "chunked loss"), rows)
+    others = ", ".join(f"`{name}`" for name in sorted(trained.keys() - known))
+    text += f"\nAlso trained, padded and planned with wider ranges: {others}.\n"
     text += "\n## Methods\n\n"
     text += table(
         ("method", "what is trained", "on a CPU", "on a GPU"),
@@ -241,11 +253,11 @@ def gpu_sizes() -> str:
     now = datetime.combine(newest, time(12))
     text = "# A GPU for each size of model\n\n" + NOTE
     text += (
-        f"What `farthing plan` answers for {N_EXAMPLES:,} examples of {MEAN_TOKENS} tokens on"
-        f" average, one epoch, with the prices of {newest.isoformat()}; the machine's memory and"
-        " hours are estimates, and farthing itself was not run on a GPU yet. Dollars hang on your"
-        " data: run the plan on your job. The smallest GPU is the one that has the weights in its"
-        " own memory.\n\n"
+        f"`farthing plan` for {N_EXAMPLES:,} examples of {MEAN_TOKENS} tokens on average, one"
+        f" epoch, with the prices of {newest.isoformat()}. Memory and hours are estimates, because"
+        " farthing never ran on a GPU. Dollars depend on your data, so plan your own job. The"
+        " smallest GPU holds all weights in its own memory. Where no single GPU does, the table"
+        " shows a machine with several.\n\n"
     )
     rows = []
     for size, model in SIZES.items():
@@ -253,13 +265,12 @@ def gpu_sizes() -> str:
             rows.append([size, f"`{model}`", method, *_smallest_and_cheapest(model, method, now)])
     text += table(
         (
-            *("size", "reckoned for", "method"),
+            *("size", "model", "method"),
             *("smallest GPU", "its time", "its dollars"),
             *("first choice", "its time", "its dollars"),
         ),
         rows,
     )
-    text += "\nMachines with several GPUs are named where no single GPU has the memory.\n"
     return text
 
 
@@ -302,8 +313,8 @@ def providers() -> str:
     """Who rents machines: what they have, by which terms, what they charge beside the hours."""
     text = "# Providers\n\n" + NOTE
     text += (
-        "From the price table and the terms that are shipped with farthing; each row of them has"
-        " its source and date (`farthing prices --json`). Empty: no source says.\n\n"
+        "From farthing's price table and billing terms. `farthing prices --json` prints each row's"
+        " source and date. An empty cell has no source.\n\n"
     )
     terms = {row["provider"]: row for row in _facts("billing")}
     prices = _facts("prices")
@@ -370,7 +381,7 @@ def _picture(title: str, draw: Callable[[Console], None], n_lines: int) -> str:
 
 
 def plan_picture() -> str:
-    """The terminal's answer to `farthing plan` for a job that many have: LoRA on 8B, 20,000 chats."""  # noqa: E501
+    """`farthing plan` of a job of about ten dollars: LoRA on 8B with 200,000 chats."""
     newest = max(date.fromisoformat(row["date"]) for row in _facts("prices"))
     job = {
         "task": "causal-lm",
@@ -384,12 +395,12 @@ def plan_picture() -> str:
         job,
         now=datetime.combine(newest, time(12)),
         prices=FACTS / "prices.csv",
-        n_examples=20_000,
+        n_examples=200_000,
         mean_tokens=450,
         is_local=False,
         torch="2.13.0+cu126",
     )
-    return _picture("farthing plan job.yaml", lambda console: draw(console, brief(plan.view)), 34)
+    return _picture("farthing plan job.yaml", lambda console: draw(console, brief(plan.view)), 15)
 
 
 def receipt_picture() -> str:
@@ -398,7 +409,7 @@ def receipt_picture() -> str:
     """
     folder = FOLDER.parent / "pictures/run"
     receipt = replace(build_receipt(folder), run="runs/demo", diagnosis=None)
-    return _picture("farthing report runs/demo", lambda console: draw_receipt(console, receipt), 36)
+    return _picture("farthing report runs/demo", lambda console: draw_receipt(console, receipt), 16)
 
 
 PAGES: dict[str, Callable[[], str]] = {
