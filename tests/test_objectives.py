@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import yaml
 from safetensors.torch import load_file
 
 from farthing.cli import main
+from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.errors import InputError, JobError
+from farthing.launch.prepare import Wishes, prepare
 from farthing.objectives import registry
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
@@ -103,6 +106,26 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
     yield folder
     sys.modules.pop("scoring_of_texts", None)
+
+
+def test_an_objective_of_a_package_is_rented_for_only_where_the_package_will_be(
+    package: Path, tmp_path: Path
+) -> None:
+    job = Job.model_validate(
+        {
+            "task": "scoring",
+            "model": "org/model",
+            "data": "org/data",
+            "output_dir": str(tmp_path),
+            "output_store": "s3://bucket/run",
+            "limits": {"max_usd": 2},
+        }
+    )
+    now = datetime(2026, 11, 22, tzinfo=UTC)
+    with pytest.raises(InputError, match="in the package scoring_of_texts, which does not travel"):
+        prepare(job, Wishes(on="ssh:host"), now)
+    assert prepare(job, Wishes(on="ssh:host", image="us/ours"), now).offers
+    assert prepare(job, Wishes(on="local"), now).offers
 
 
 def rows_of(n: int) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from farthing.launch.request import FETCH, GRACE_S, MOST_OVER, PLAIN_IMAGE, Laun
 from farthing.launch.supervise import TEARDOWN_S, NoBudgetError, Patience
 from farthing.launch.target import Target
 from farthing.launch.wheel import FETCHER, fetch_script, wheel_of_this
+from farthing.objectives.registry import package_of
 from farthing.planner.inputs import Asked, study_job
 from farthing.planner.types import Plan
 from farthing.prices.offers import Billing, Offer, boot_of
@@ -360,7 +361,7 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
     if named is not None and not asks and named[0].is_rented:
         return Prepared(job, *named, wishes, (), {}, Packed())
     if named is not None:
-        _refuse_what_cannot_work(job, *named)  # before anything is planned
+        _refuse_what_cannot_work(job, *named, wishes)  # before anything is planned
     if named is not None and not named[0].providers:
         target, at = named
         offers = _own_offers(job, target, at, now.date())
@@ -369,7 +370,7 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
     else:
         target, at, offers, plans, n_steps = _rented_offers(job, wishes, named, now)
     if named is None:
-        _refuse_what_cannot_work(job, target, at)
+        _refuse_what_cannot_work(job, target, at, wishes)
     prepared = Prepared(job, target, at, wishes, tuple(offers), plans, Packed(), n_steps)
     return replace(prepared, packed=pack(job)) if prepared.travels else prepared
 
@@ -502,7 +503,7 @@ def most_gpus(job: Job) -> int:
     return {"all": 8, None: 1}.get(job.where.gpus, job.where.gpus)  # type: ignore[arg-type, return-value]
 
 
-def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
+def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) -> None:
     """Raise `InputError` for what can be told without a plan."""
     store, title, limits = job.output_store, target.title, job.limits
     is_folder = store is not None and (not is_remote(store) or store.startswith("file:"))
@@ -519,6 +520,7 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
     secret = next(
         (name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None
     )
+    package = package_of(job.task)
     refusals = (
         (
             store is None and not _shares(target, at),
@@ -550,6 +552,14 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
             "the weights of another run do not travel",
             f"model.from_run: {job.model.from_run}",
             "farthing export that run, and name the exported folder as the model",
+        ),
+        (
+            bool(package)
+            and target.name not in OWN_FOLDERS
+            and not (wishes.install or wishes.image),
+            f"the objective is in the package {package}, which does not travel",
+            f"objective: {job.task}",
+            "name an image that has it (--image), or what pip installs instead (--install)",
         ),
         (
             bool(job.usd_per_hour == 0) and limits.max_usd is not None and target.name == "hf",

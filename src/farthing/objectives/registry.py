@@ -41,9 +41,17 @@ _BUILT_IN = frozenset(_OBJECTIVES)
 
 def is_installed(name: str) -> bool:
     """Whether every process finds an objective, and not only the program that registered it."""
+    return name in _BUILT_IN or bool(package_of(name))
+
+
+def package_of(name: str) -> str:
+    """The installed package that brings an objective; empty for farthing's own."""
     from importlib.metadata import entry_points
 
-    return name in _BUILT_IN or bool(entry_points(group=ENTRY_POINTS, name=name))
+    if name in _BUILT_IN:
+        return ""
+    points = entry_points(group=ENTRY_POINTS, name=name)
+    return next((point.dist.name if point.dist else point.module for point in points), "")
 
 
 def objective_names() -> tuple[str, ...]:
