@@ -313,7 +313,7 @@ class World:
         machine.prices = [(self.now, price)]
         return machine
 
-    def _create(
+    def create(
         self, name: str, ends_at: float | None, own_end: float | None, refusal: Any, made: Any
     ) -> tuple[int, Any]:
         """A creation, as the script has it. `refusal(is_stock)` and `made(id)` are the provider's
@@ -388,7 +388,7 @@ class World:
                 )
                 return 200, {"errors": [{"message": why}], "data": {kind: None}}
 
-            return self._create(
+            return self.create(
                 pod["name"],
                 ends,
                 None,
@@ -419,7 +419,7 @@ class World:
                 why = "insufficient-capacity" if is_stock else "invalid api key"
                 return (400 if is_stock else 403), {"error": why}
 
-            return self._create(
+            return self.create(
                 body["name"],
                 None,
                 None,
@@ -455,7 +455,7 @@ class World:
             script, asked_at = body["args"][-1], float(body["env"]["FARTHING_CREATED_AT"])
             most = re.search(r"^left=\$\(\(FARTHING_CREATED_AT \+ (\d+) - ", script, re.MULTILINE)
             own_end = asked_at + float(most[1]) if most else None
-            return self._create(
+            return self.create(
                 body["label"],
                 None,
                 own_end,

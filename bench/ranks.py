@@ -231,7 +231,7 @@ def compare_bits(seed: int, folder: Path) -> dict[str, Any]:
     place = folder / "killed"
     make_job(place, base, seed, where={"gpus": begins}, train=train)
     first = Elastic(begins, start_of(place, kill_at, str(place), victim, step), lambda text: None)
-    first._group.wait()  # nothing goes on by itself here: another number does
+    first.group.wait()  # nothing goes on by itself here: another number does
     code = Elastic(goes_on, start_of(place), lambda text: None).wait()
     digests["killed"] = sha256_of(place / "run", n_steps) if code == 0 else f"ended with {code}"
     said = (
@@ -281,7 +281,7 @@ def compare_spread(seed: int, folder: Path) -> dict[str, Any]:
     )
     Elastic(
         begins, start_of(place, kill_at, str(place), victim, step), lambda text: None
-    )._group.wait()
+    ).group.wait()
     code = Elastic(goes_on, start_of(place), lambda text: None).wait()
     worst = float("inf")
     if code == 0:

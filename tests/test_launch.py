@@ -469,7 +469,7 @@ def test_a_line_stands_in_the_ledger_before_each_creation(tmp_path: Path) -> Non
     world = World("runpod", n_steps=12)
     run = tmp_path / "run"
     seen = []
-    make = world._create
+    make = world.create
 
     def watched(name: str, *rest: Any) -> Any:
         seen.append(
@@ -481,7 +481,7 @@ def test_a_line_stands_in_the_ledger_before_each_creation(tmp_path: Path) -> Non
         )
         return make(name, *rest)
 
-    world._create = watched  # type: ignore[method-assign]
+    world.create = watched  # type: ignore[method-assign]
     supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, Fate(None, is_before=False))
     assert seen == [["asked"]]
 
@@ -971,17 +971,17 @@ def test_one_process_watches_a_launch(
     ]
     assert sessions[0].prepared.launch_id == sessions[1].prepared.launch_id
     is_over = threading.Event()
-    with sessions[0]._only_watcher() as (sleep, _):
+    with sessions[0].only_watcher() as (sleep, _):
         other = threading.Thread(target=lambda: [sleep(0.1) for _ in iter(is_over.is_set, True)])
         other.start()
         with (
             pytest.raises(RunBusyError, match="another process watches"),
-            sessions[1]._only_watcher(),
+            sessions[1].only_watcher(),
         ):
             pass
         is_over.set()
         other.join()
-    with sessions[1]._only_watcher():
+    with sessions[1].only_watcher():
         sessions[1].words().ask_to_stop(is_wanted=True)
         assert sessions[0].words().is_stopped()
         sessions[1].words().ask_to_stop(is_wanted=False)
@@ -1023,7 +1023,7 @@ def test_spot_is_left_out_when_the_rest_would_only_just_fit_on_demand(demo: Path
     def may_take(left_s: float) -> tuple[bool, bool]:
         at = datetime(2026, 11, 22, 23, tzinfo=UTC).timestamp() - left_s
         session = Session(prepared, lambda text: None, clock=lambda: at)
-        return session._is_in_time(spot), session._is_in_time(steady)
+        return session.is_in_time(spot), session.is_in_time(steady)
 
     assert may_take(20 * wall_s + 3600) == (True, True)
     assert may_take(wall_s + 60) == (False, True)

@@ -116,5 +116,5 @@ def test_spot_is_taken_as_long_as_a_quarter_and_two_boots_are_left(
     )
     at = deadline.timestamp() - least_s - more_s
     session = Session(prepared, lambda text: None, clock=lambda: at)
-    assert session._is_in_time(spot) is may
-    assert session._is_in_time(steady)
+    assert session.is_in_time(spot) is may
+    assert session.is_in_time(steady)

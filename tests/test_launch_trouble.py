@@ -337,13 +337,13 @@ def test_a_creation_answered_with_something_else_is_looked_for_by_name(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "no key")
     world, run = World(provider, n_steps=60), tmp_path / "run"
-    real = world._create
+    real = world.create
 
     def made_and_garbled(*args: Any) -> Any:
         status, value = real(*args)
         return (status, [json.dumps(value)]) if world.n_created == 1 else (status, value)
 
-    world._create = made_and_garbled  # type: ignore[method-assign]
+    world.create = made_and_garbled  # type: ignore[method-assign]
     assert supervise(world, prepared_for(provider, run, 4.0, 0.4), run, ALIVE) == 0
     assert (world.n_alive, len(world.machines), world.n_double) == (0, 1, 0)
 

@@ -59,7 +59,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(
 ) -> None:
     is_over = threading.Event()
     monkeypatch.setitem(
-        track._OPEN, "tensorboard", lambda *_: (lambda *told: is_over.wait(600), lambda: None)
+        track.OPENERS, "tensorboard", lambda *_: (lambda *told: is_over.wait(600), lambda: None)
     )
     monkeypatch.setattr(track, "MOST_WAITING", most_waiting)
     monkeypatch.setattr(track, "PATIENCE_S", 0.2)

@@ -333,8 +333,8 @@ def test_unreadable_answers_of_a_metadata_service_are_not_notices(
     metadata.headers["Metadata-Flavor"] = "Google"
     watch = ears.watch(metadata, "aws", "gcp", "azure")
     watch.start()
-    watch._thread.join(120)
-    assert not watch._thread.is_alive(), "given up"
+    watch.thread.join(120)
+    assert not watch.thread.is_alive(), "given up"
     assert (ears.signs, ears.warnings) == ([], [])
 
 
@@ -346,11 +346,11 @@ def test_without_a_service_it_is_given_up_and_nobody_waits(
     metadata.says[TOKEN] = lambda request: (404, "") if first.wait(60) else (200, "")
     watch = ears.watch(metadata, "aws", "gcp", "azure")
     watch.start()
-    assert watch._thread.is_alive(), "it asks while the run goes on"
+    assert watch.thread.is_alive(), "it asks while the run goes on"
     monkeypatch.setattr(farthing.run.notices, "TIMEOUT_S", 0.05)
     first.set()
-    watch._thread.join(120)
-    assert not watch._thread.is_alive()
+    watch.thread.join(120)
+    assert not watch.thread.is_alive()
     until(lambda: metadata.count(PREEMPTED) >= 5)  # who asks is gone before some are answered
     hang.set()
     assert metadata.count(PREEMPTED) == 5

@@ -675,7 +675,7 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
             attempts,
             said,
         )
-        assert all(each.poll() is not None for each in attempt._group.children), (
+        assert all(each.poll() is not None for each in attempt.group.children), (
             "no process is left"
         )
 
@@ -721,4 +721,4 @@ def test_a_wish_to_leave_reaches_all_and_nothing_is_begun_again(tmp_path: Path) 
     until(lambda: all(path.exists() for path in listening))
     attempt.send_signal(signal.SIGTERM)
     assert attempt.wait() == 75
-    assert attempt._n_begun == 1
+    assert attempt.n_begun == 1

@@ -231,7 +231,7 @@ def test_a_wish_to_leave_while_others_are_not_there_yet_begins_nothing_again(
     }
     attempt = Elastic(3, lambda seat, slot, number: child(ends[seat.index]), lambda text: None)
     assert attempt.wait() == EXIT_INTERRUPTED
-    assert attempt._n_begun == 1
+    assert attempt.n_begun == 1
 
 
 def test_one_that_is_killed_before_all_have_met_takes_nobody_along(

@@ -278,11 +278,11 @@ def test_a_kill_at_any_operation_leaves_the_copy_before_or_the_new_one(
         second = mirror_of(Faulty(store, fault), run)
         was_killed = False
         try:  # what its threads would do, here, so that the kill ends it
-            patient = second._patient(1.0)
-            second._catch_up(second._lease.claim(patient, lambda: False), False)
+            patient = second.patient(1.0)
+            second.catch_up(second.lease.claim(patient, lambda: False), False)
             second.offer(2, [best, step_done(run, 2)])
-            assert second._pending is not None
-            second._send(second._pending, patient)
+            assert second.pending is not None
+            second.send(second.pending, patient)
         except Killed:
             was_killed = True
         outcomes.append(taken(store, tmp_path / f"empty-{k}"))
@@ -868,7 +868,7 @@ def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
         if isinstance(event, StepTaken) and is_away:
             time.sleep(0.2)
         if isinstance(event, StepTaken) and event.step == 7:
-            until(lambda: mirrors[0]._failing or fault in ("slow", "hangs"))
+            until(lambda: mirrors[0].failing or fault in ("slow", "hangs"))
             is_away = False
 
     assert train(machine(tmp_path, "run", tmp_path / "store"), tell).exit_code == 0  # type: ignore[arg-type]

@@ -173,15 +173,15 @@ def an_upload(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
 
     def send(step: int, checkpoint: Path) -> None:
         mirror = mirror_of(store, run, pace=pace, keep=1)
-        mirror._catch_up(mirror._lease.claim(store, lambda: False), False)
+        mirror.catch_up(mirror.lease.claim(store, lambda: False), False)
         mirror.offer(step, [checkpoint])
-        assert mirror._pending is not None
-        mirror._send(mirror._pending, store)
+        assert mirror.pending is not None
+        mirror.send(mirror.pending, store)
 
     def taken() -> int:
         """The step that an empty machine goes on from; all of it is verified."""
         empty = mirror_of(store, folder / "empty", pace=pace)
-        step = empty._catch_up(empty._lease.claim(store, lambda: False), False)
+        step = empty.catch_up(empty.lease.claim(store, lambda: False), False)
         assert not list((folder / "empty").rglob("*.draft-*"))
         return step or 0
 

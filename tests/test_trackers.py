@@ -153,7 +153,7 @@ def test_steps_that_are_taken_again_are_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything: Everything = []
-    monkeypatch.setitem(track._OPEN, "tensorboard", noting(everything))
+    monkeypatch.setitem(track.OPENERS, "tensorboard", noting(everything))
     job = crashed_and_continued(tmp_path, monkeypatch, "tensorboard")
     assert [step for step, figures in everything if "train/loss" in figures] == list(range(1, 11))
     assert [step for step, figures in everything if "eval/loss" in figures] == [5, 10]
@@ -175,9 +175,9 @@ def test_one_that_hangs_does_not_keep_another_from_its_figures(
     def fails(*_: Any) -> Any:
         raise ConnectionError("no server")
 
-    monkeypatch.setitem(track._OPEN, "tensorboard", noting(everything))
-    monkeypatch.setitem(track._OPEN, "wandb", lambda *_: (is_over.wait(600), None))
-    monkeypatch.setitem(track._OPEN, "mlflow", fails)
+    monkeypatch.setitem(track.OPENERS, "tensorboard", noting(everything))
+    monkeypatch.setitem(track.OPENERS, "wandb", lambda *_: (is_over.wait(600), None))
+    monkeypatch.setitem(track.OPENERS, "mlflow", fails)
     monkeypatch.setattr(track.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(track, "PATIENCE_S", 0.5)
     with tracked(heard, ("tensorboard", "wandb", "mlflow"), tmp_path) as emit:

@@ -137,7 +137,7 @@ class Session:
                 self._there(driver)  # whoever refuses the key refuses it before anything is sent
             if self.prepared.travels:
                 self._send(tokenize)
-            with self._only_watcher() as (sleep, reclaim):
+            with self.only_watcher() as (sleep, reclaim):
                 self.words().ask_to_stop(is_wanted=False)
                 launch = self._launch(driver, patience, sleep)
                 launch.reclaim = reclaim
@@ -169,7 +169,7 @@ class Session:
             ) from error
 
     @contextlib.contextmanager
-    def _only_watcher(self) -> Iterator[tuple[Callable[[float], None], Callable[[], None]]]:
+    def only_watcher(self) -> Iterator[tuple[Callable[[float], None], Callable[[], None]]]:
         """Hold the launch against processes on other machines, by a lease in the store as the run
         itself is held; gives a `sleep` that keeps it and a call that makes sure of it. Raises
         `RunBusyError`, `StoreUnavailableError`.
@@ -267,7 +267,7 @@ class Session:
         )
         launch.patience = patience or Patience(boot_s=self.prepared.wishes.boot_s)
         launch.may_take, launch.reaches, launch.awake = (
-            self._is_in_time,
+            self.is_in_time,
             self._reaches,
             seconds_since_boot,
         )
@@ -282,7 +282,7 @@ class Session:
             return machine.on == (f"{target}:{at}" if at else target)
         return machine.target in ("", target)
 
-    def _is_in_time(self, offer: Offer) -> bool:
+    def is_in_time(self, offer: Offer) -> bool:
         """Spot only as long as the deadline leaves room for the rest of the run on demand, with a
         quarter to spare.
         """

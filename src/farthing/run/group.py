@@ -283,15 +283,15 @@ class Elastic:
         self._slots = list(range(n))
         self._start, self._say = start, say
         self._asked_to_leave = False
-        self._n_begun = 0
-        self._group = self._begin()
+        self.n_begun = 0
+        self.group = self._begin()
 
     def _begin(self) -> Group:
-        n, self._n_begun = len(self._slots), self._n_begun + 1
+        n, self.n_begun = len(self._slots), self.n_begun + 1
         seats = [Seat(index, n, index, n, "farthing") for index in range(n)]
         return Group(
             [
-                self._start(seat, slot, self._n_begun)
+                self._start(seat, slot, self.n_begun)
                 for seat, slot in zip(seats, self._slots, strict=True)
             ]
         )
@@ -302,7 +302,7 @@ class Elastic:
         """
         n_vain = 0
         while True:
-            group = self._group
+            group = self.group
             group.wait()
             self._at_end()
             lost = group.lost
@@ -321,12 +321,12 @@ class Elastic:
                 f"{who or 'no rank'} was lost; going on from the last checkpoint with"
                 f" {plural(len(self._slots), 'rank')}"
             )
-            self._group = self._begin()
+            self.group = self._begin()
 
     def send_signal(self, number: int) -> None:
         """Hand a wish to leave to all; no attempt is begun after it."""
         self._asked_to_leave = True
-        self._group.send_signal(number)
+        self.group.send_signal(number)
 
 
 def until_it_ends(attempt: Child) -> int:

@@ -148,7 +148,7 @@ class Mirror:
         self.delivery_s = 0.0
         """Seconds of the longest delivery so far."""
         self._store, self._keep, self._warn = store, keep, warn
-        self._lease = Lease(folder, pace.lease_s, self._words, self._say_at_once)
+        self.lease = Lease(folder, pace.lease_s, self._words, self._say_at_once)
         self._known: dict[Commit, Objects] = {}
         self._newest: Json | None = None
         self._n_commits = 0
@@ -159,9 +159,9 @@ class Mirror:
         """Gets the ledger rows of attempts that have lost the run, see `check`."""
         self._bills: list[list[Json]] = []
         self._known_bills: set[str] = set()
-        self._failing = False
+        self.failing = False
         self._wake, self._late = threading.Condition(), threading.Lock()
-        self._pending: _Parcel | None = None
+        self.pending: _Parcel | None = None
         self._sending: _Parcel | None = None
         self._stop = threading.Event()
         self._log = LogParts(folder / LOG, folder / OUTBOX / LOG_PARTS)
@@ -200,11 +200,11 @@ class Mirror:
         `DiskFullError`, `RunInterruptedError`; `StoreUnavailableError` when it doesn't answer and
         the folder alone does not hold the run.
         """
-        step, patient = None, self._patient(self.pace.answer_s)
+        step, patient = None, self.patient(self.pace.answer_s)
         try:
-            words = self._lease.claim(patient, should_stop)
+            words = self.lease.claim(patient, should_stop)
             words += bills_left(patient, self._known_bills)
-            step = self._catch_up(words, allow_restart)
+            step = self.catch_up(words, allow_restart)
         except LeaseLostError as error:
             raise self._busy(str(error)) from error
         except StoreRefuses as error:
@@ -221,15 +221,15 @@ class Mirror:
         except StoreError as error:
             if not (self.folder / RUN).exists():
                 raise self._unavailable(error) from error
-            self._lease.epoch = None
+            self.lease.epoch = None
             self._warn(f"the store does not answer ({error}); the run goes on from this folder")
         for work in (self._keep_lease, self._keep_sending):
             self._threads.append(threading.Thread(target=work, name="store", daemon=True))
             self._threads[-1].start()
         return step
 
-    def _catch_up(self, words: list[Json], allow_restart: bool) -> int | None:
-        store, step = self._patient(self.pace.deliver_s), None
+    def catch_up(self, words: list[Json], allow_restart: bool) -> int | None:
+        store, step = self.patient(self.pace.deliver_s), None
         commits = list_commits(store)
         is_empty = run_id_of(self.folder) is None or is_damaged(self.folder)
         if commits and (
@@ -264,7 +264,7 @@ class Mirror:
             return 0
 
     def _note_seen(self) -> None:
-        write_json(self.folder / SEEN, {"store": self._store.name, "epoch": self._lease.epoch})
+        write_json(self.folder / SEEN, {"store": self._store.name, "epoch": self.lease.epoch})
 
     # ---- while the run goes on ----
 
@@ -288,7 +288,7 @@ class Mirror:
 
     def offer_last_words(self) -> None:
         """The newest commit once more, with ledger and receipt as they are now. Never raises."""
-        if self._newest is not None and self._pending is None:
+        if self._newest is not None and self.pending is None:
             again = (*SMALL, LOG_PARTS)
             carried = [
                 entry
@@ -314,7 +314,7 @@ class Mirror:
     def _confirm(self) -> None:
         """Hold the run again after a gap, before anything of it goes on."""
         try:
-            self._hold(self._patient(self.pace.answer_s))
+            self._hold(self.patient(self.pace.answer_s))
         except LeaseLostError as error:
             self._lost = str(error)
         except StoreError as error:
@@ -335,7 +335,7 @@ class Mirror:
             raise
         parcel = _Parcel(folder, step, files, list(carried), dict(self._log.digests))
         with self._wake:
-            replaced, self._pending = self._pending, parcel
+            replaced, self.pending = self.pending, parcel
             self._wake.notify_all()
         if replaced is not None:
             shutil.rmtree(replaced.folder, ignore_errors=True)
@@ -374,7 +374,7 @@ class Mirror:
         if not self._threads:
             self.check()
 
-    def _patient(self, total_s: float) -> Retrying:
+    def patient(self, total_s: float) -> Retrying:
         return Retrying(self._store, total_s, self._stop, pause_s=self.pace.pause_s)
 
     def _words(self) -> list[Json]:
@@ -397,8 +397,8 @@ class Mirror:
             try:
                 if seconds_since_boot() >= due_at:
                     due_at = seconds_since_boot() + self.pace.renew_s
-                    if seconds_since_boot() - self._lease.renewed_at >= self.pace.renew_s / 2:
-                        self._hold(self._patient(self.pace.answer_s))
+                    if seconds_since_boot() - self.lease.renewed_at >= self.pace.renew_s / 2:
+                        self._hold(self.patient(self.pace.answer_s))
             except LeaseLostError as error:
                 self._lost = str(error)
                 return
@@ -410,32 +410,32 @@ class Mirror:
         `LeaseLostError`, `StoreError`.
         """
         with self._late:
-            if self._lease.epoch is None:
-                self._lease.claim(store, self._stop.is_set)
+            if self.lease.epoch is None:
+                self.lease.claim(store, self._stop.is_set)
                 if any(commit.epoch > self._seen_epoch() for commit in list_commits(store)):
                     raise LeaseLostError(
                         "the run has gone on elsewhere while the store could not be reached"
                     )
                 self._note_seen()
                 return
-        self._lease.renew(store)
+        self.lease.renew(store)
 
     def _keep_sending(self) -> None:
         """The newest parcel; one that failed goes again unless there is a newer one."""
         while True:
             with self._wake:
-                while self._pending is None and not self._stop.is_set():
+                while self.pending is None and not self._stop.is_set():
                     self._wake.wait(1.0)
-                if self._pending is None or self._stop.is_set():
+                if self.pending is None or self._stop.is_set():
                     return
-                parcel, self._pending = self._pending, None
+                parcel, self.pending = self.pending, None
                 self._sending = parcel
             is_done, began_s = True, time.monotonic()
             try:
-                self._send(parcel, self._patient(self.pace.deliver_s))
-                if self._failing:
+                self.send(parcel, self.patient(self.pace.deliver_s))
+                if self.failing:
                     self._said.append(f"the store is back: the copy of step {parcel.step} is in it")
-                self._failing = False
+                self.failing = False
                 self.delivery_s = max(self.delivery_s, time.monotonic() - began_s)
             except LeaseLostError as error:
                 self._lost = str(error)
@@ -448,15 +448,15 @@ class Mirror:
                 Exception
             ) as error:  # of whatever library: it must not end the run, nor go unsaid
                 is_done = False
-                if not self._failing:
+                if not self.failing:
                     self._said.append(
                         f"the copy of step {parcel.step} has not reached the store ({error});"
                         " training goes on"
                     )
-                self._failing = True
+                self.failing = True
             with self._wake:
-                if not is_done and self._pending is None:
-                    self._pending = parcel
+                if not is_done and self.pending is None:
+                    self.pending = parcel
                 else:
                     shutil.rmtree(parcel.folder, ignore_errors=True)
                 self._sending = None
@@ -466,13 +466,13 @@ class Mirror:
                 if not is_done and not self._stop.is_set():
                     self._wake.wait(self.pace.again_s)
 
-    def _send(self, parcel: _Parcel, store: Store) -> None:
+    def send(self, parcel: _Parcel, store: Store) -> None:
         """Data first, the lease once more, the commit last; then what is older goes. Raises
         `LeaseLostError`, `StoreError`, `DamagedFileError`.
         """
-        if self._lease.epoch is None:
+        if self.lease.epoch is None:
             self._hold(store)
-        epoch = self._lease.epoch
+        epoch = self.lease.epoch
         assert epoch is not None
         parcel.prefix = parcel.prefix or f"data/{epoch:08d}-{uuid.uuid4().hex}"
         entries = self._send_data(parcel, store)
@@ -486,7 +486,7 @@ class Mirror:
             "schema": SCHEMA,
             "run_id": run_id_of(parcel.folder),
             **commit._asdict(),
-            "writer": self._lease.writer,
+            "writer": self.lease.writer,
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "files": entries,
         }
@@ -565,7 +565,7 @@ class Mirror:
         )
 
     def _is_old(self, key: str, entry: Entry) -> bool:
-        is_mine = key.startswith(f"data/{self._lease.epoch:08d}-")
+        is_mine = key.startswith(f"data/{self.lease.epoch:08d}-")
         return is_mine or time.time() - entry.at > SAFE_AGE_S
 
     # ---- at the end ----
@@ -577,9 +577,9 @@ class Mirror:
         began = time.monotonic()
         with self._wake:
             self._wake.notify_all()
-            while self._pending is not None or self._sending is not None:
+            while self.pending is not None or self._sending is not None:
                 waited_s = time.monotonic() - began
-                is_hopeless = self._failing and waited_s > self.pace.give_up_s
+                is_hopeless = self.failing and waited_s > self.pace.give_up_s
                 if waited_s >= seconds or is_hopeless or self._lost is not None:
                     return False
                 self._wake.wait(min(seconds - waited_s, 0.5))
@@ -598,10 +598,10 @@ class Mirror:
         self._stop.set()
         if self._lost is not None:
             with contextlib.suppress(StoreError):
-                self._lease.leave_bill(Retrying(self._store, 5.0, pause_s=self.pace.pause_s))
-        elif not self._failing:
+                self.lease.leave_bill(Retrying(self._store, 5.0, pause_s=self.pace.pause_s))
+        elif not self.failing:
             with contextlib.suppress(LeaseLostError, StoreError):
-                self._lease.release(
+                self.lease.release(
                     Retrying(self._store, min(5.0, seconds), pause_s=self.pace.pause_s)
                 )
         with self._wake:

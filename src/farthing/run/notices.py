@@ -235,12 +235,12 @@ class Watch:
         self._is_known = len(names) == 1
         self._told: set[tuple[str, bool]] = set()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="notices", daemon=True)
 
     def start(self) -> None:
         """Begin to ask, without waiting for an answer."""
         if self._services:
-            self._thread.start()
+            self.thread.start()
 
     def stop(self) -> None:
         """Ask no more. An answer that is waited for is not waited for here."""

@@ -65,7 +65,7 @@ class _Tracker(threading.Thread):
                     mark = make_private(self.folder / TRACKERS) / f"{self.kind}-{run_id[:12]}.json"
                     with contextlib.suppress(OSError, ValueError, TypeError):
                         told |= json.loads(mark.read_text(encoding="utf-8"))
-                    opened = _OPEN[self.kind](self.folder, run_id, told["train"])
+                    opened = OPENERS[self.kind](self.folder, run_id, told["train"])
                 if opened and figures and step > told[prefix]:
                     told[prefix] = step
                     draft = mark.with_suffix(".draft")
@@ -198,7 +198,7 @@ def _open_trackio(folder: Path, run_id: str, step: int) -> tuple[Log, Callable[[
     return lambda step, figures: run.log(figures, step=step), run.finish
 
 
-_OPEN = {
+OPENERS = {
     "tensorboard": _open_tensorboard,
     "wandb": _open_wandb,
     "mlflow": _open_mlflow,
