@@ -675,9 +675,7 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
             attempts,
             said,
         )
-        assert all(each.poll() is not None for each in attempt.group.children), (
-            "no process is left"
-        )
+        assert all(each.poll() is not None for each in attempt.group.children), "no process is left"
 
 
 @pytest.mark.parametrize(
