@@ -151,7 +151,7 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
         checkpoint.commit_folder = between
     else:
         module, name = {
-            "joining": (rank_setup, "_own_folder" if what == "full disk" else "Ranks"),
+            "joining": (rank_setup, "own_folder" if what == "full disk" else "Ranks"),
             "restoring": (run, "take_over"),
             "tokenizing": (setup, "tokenize"),
             "loading": (run, "build_model"),

@@ -250,7 +250,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "before a later update": (farthing.train.step, "reserve_for_update", 4),
     "the update, before it writes": (torch.optim.AdamW, "step", 2),
     "evaluation": (Forward, "loss_and_log_probs", 1),
-    "snapshot of a checkpoint": (farthing.run.checkpoint, "_copied", 3),
+    "snapshot of a checkpoint": (farthing.run.checkpoint, "copied", 3),
 }
 
 
@@ -444,7 +444,7 @@ def test_checkpoints_without_room_for_a_snapshot_end_the_run_like_a_full_disk(
     def failing(_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(farthing.run.checkpoint, "_copied", failing)
+    monkeypatch.setattr(farthing.run.checkpoint, "copied", failing)
     heard = Heard()
     with pytest.raises(SaveError):
         workshop.train(make_job(tmp_path, max_steps=6, save_steps=1), heard)

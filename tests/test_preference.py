@@ -403,7 +403,7 @@ def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(
     monkeypatch.setattr(reference, "BLOCK", 4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(load_job(preference_job(whole, "kto", max_steps=1)), Heard())
-    write, n = reference._write, 0
+    write, n = reference.write_block, 0
 
     def dies(*given: Any) -> None:
         nonlocal n
@@ -412,12 +412,12 @@ def test_a_pass_that_is_killed_goes_on_to_the_same_bytes(
             raise KeyboardInterrupt
         write(*given)
 
-    monkeypatch.setattr(reference, "_write", dies)
+    monkeypatch.setattr(reference, "write_block", dies)
     job = load_job(preference_job(parts, "kto", max_steps=1))
     with pytest.raises(KeyboardInterrupt):
         train(job, Heard())
     assert len(references_in(parts)) == 2
-    monkeypatch.setattr(reference, "_write", write)
+    monkeypatch.setattr(reference, "write_block", write)
     train(job, Heard())
     assert [each.read_bytes() for each in references_in(parts)] == [
         each.read_bytes() for each in references_in(whole)

@@ -266,7 +266,7 @@ def test_a_bad_answer_is_the_failure_of_one_feed(
     limits: dict[str, float],
 ) -> None:
     monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
-    honest = price_feeds._download
+    honest = price_feeds.download
 
     def download(address: str, timeout_s: float, give_up_at: float) -> bytes:
         """The others may be as slow as this machine is."""
@@ -275,7 +275,7 @@ def test_a_bad_answer_is_the_failure_of_one_feed(
             address, timeout_s if is_bad else 120.0, give_up_at if is_bad else float("inf")
         )
 
-    monkeypatch.setattr(price_feeds, "_download", download)
+    monkeypatch.setattr(price_feeds, "download", download)
     server.answers["/bad.csv"] = answer
     feeds = [Feed("Azure", "skypilot", f"{server.address}/bad.csv"), *both(server)]
     result = update(tmp_path / "prices.csv", TODAY, feeds, **limits)
@@ -450,7 +450,7 @@ def test_the_library_itself_reads_the_same_from_a_folder(
         (o.instance, o.n_gpus, o.usd, o.is_spot) for o in ours
     )
     items = tmp_path / "items.csv"
-    price_feeds._write_items(items, theirs)
+    price_feeds.write_items(items, theirs)
     assert len(price_feeds.read_feed(items, TODAY).offers) == 2
 
 

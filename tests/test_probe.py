@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_not_tried_and_what_ran_out_is_not_chosen(run: Any)
         lambda setting: 1000 / setting.micro_batch_tokens,
         lambda setting: setting.micro_batch_tokens << 30,
     )
-    bench._cap_bytes = 600 << 30
+    bench.cap_bytes = 600 << 30
     assert bench.find().settings.micro_batch_tokens == 512
     assert max(setting.micro_batch_tokens for setting in bench.measured) == 512
 
@@ -117,7 +117,7 @@ def test_less_checkpointing_is_tried_where_there_is_some(run: Any) -> None:
 
 def test_it_keeps_to_its_time(run: Any) -> None:
     bench = Bench(run, lambda setting: 1000 / setting.micro_batch_tokens)
-    bench._deadline = 5.0
+    bench.deadline = 5.0
     bench.find()
     assert bench.now_s <= 8
 
@@ -147,13 +147,13 @@ def test_memory_that_runs_out_in_a_trial_is_an_answer(
 
     monkeypatch.setattr(run.forward, "loss", loss)
     prober = Prober(run, 4.0)
-    found = prober._measure(Settings(100_000)), prober._measure(Settings(128))
+    found = prober.measure(Settings(100_000)), prober.measure(Settings(128))
     assert [one.seconds_per_token == float("inf") for one in found] == [
-        len(prober._sample[0]) > 9,
+        len(prober.sample[0]) > 9,
         False,
     ]
-    prober._sample = [run.batches.examples_of(0)]
-    assert prober._measure(Settings(100_000)).seconds_per_token == float("inf")
+    prober.sample = [run.batches.examples_of(0)]
+    assert prober.measure(Settings(100_000)).seconds_per_token == float("inf")
 
 
 def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:

@@ -333,10 +333,10 @@ def test_a_folder_that_lacks_weights_is_not_kept(
     pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
     from farthing.export import compressed
 
-    real = compressed._compressed
+    real = compressed.compressed_weight
     monkeypatch.setattr(
         compressed,
-        "_compressed",
+        "compressed_weight",
         lambda name, *rest: {} if "layers.0.mlp.up" in name else real(name, *rest),
     )
     assert export(trained, tmp_path / "out", "--format", "w8a16") != 0

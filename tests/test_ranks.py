@@ -688,7 +688,7 @@ def test_who_is_done_and_waits_for_a_first_rank_that_hangs_says_so(
     and not at once. One that is gone at the same moment is no loss."""
     ranks = Ranks()
     ranks.index, ranks.n, ranks.is_first, ranks.patience_s = index, 2, index == 0, 20.0
-    ranks.seat, ranks._word, ranks._of_beats = (
+    ranks.seat, ranks.word, ranks.of_beats = (
         replace(ranks.seat, index=index, n=2, by="farthing"),
         1000,
         None,
@@ -706,7 +706,7 @@ def test_who_is_done_and_waits_for_a_first_rank_that_hangs_says_so(
     monkeypatch.setattr("farthing.dist.ranks.dist.all_reduce", all_reduce)
     monkeypatch.setattr("farthing.dist.ranks.os._exit", leave)
     with pytest.raises(SystemExit if code is None else KeyError) as ended:
-        ranks._beat()
+        ranks.beat()
     assert code is None or ended.value.args == (code,)
 
 

@@ -173,7 +173,7 @@ def test_who_does_not_come_is_named(
 def test_more_processes_than_gpus_are_refused_by_all_and_told_by_the_first(
     others: list[str], says: str, host: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_who", lambda device: ("cuda", "here GPU-a"))
+    monkeypatch.setattr(rendezvous, "device_of", lambda device: ("cuda", "here GPU-a"))
     host.set("seat-0", json.dumps(others))
     if not says:
         meet(Seat(1, 2, by="torchrun"), CPU, 5.0)
@@ -212,7 +212,7 @@ def test_a_rank_without_room_for_its_files_says_so(tmp_path: Path, monkeypatch: 
     """It was a crash, after which the others went on without that rank."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(DiskFullError, match="has no place for files of its own"):
-        rank_setup._own_folder()
+        rank_setup.own_folder()
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_run_that_is_finished_is_told_to_all_that_a_launcher_has_started(
 
 def test_what_a_killed_rank_leaves_goes_with_the_meeting(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("FARTHING_RANKS_STORE", str(tmp_path / "attempt-1"))
-    with rank_setup._own_folder() as folder:
+    with rank_setup.own_folder() as folder:
         assert Path(folder).parent == tmp_path
 
 

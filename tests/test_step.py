@@ -65,7 +65,7 @@ def test_a_feed_runs_ahead_but_not_away() -> None:
     time.sleep(0.2)
     assert len(made) == 3  # two wait, one is in the thread's hand
     feed.close()
-    assert not feed._thread.is_alive()
+    assert not feed.thread.is_alive()
 
 
 def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken() -> None:

@@ -269,7 +269,7 @@ def test_the_receipt_says_how_long_saving_held_the_run_up(
     """A snapshot that takes 50 ms, and a disk that takes 200 ms, which only the last save has to
     wait for.
     """
-    snapshot, write = Checkpoints.save, Checkpoints._write
+    snapshot, write = Checkpoints.save, Checkpoints.write
 
     def slow_snapshot(*arguments: Any) -> Any:
         time.sleep(0.05)
@@ -280,7 +280,7 @@ def test_the_receipt_says_how_long_saving_held_the_run_up(
         write(*arguments)
 
     monkeypatch.setattr(Checkpoints, "save", slow_snapshot)
-    monkeypatch.setattr(Checkpoints, "_write", slow_write)
+    monkeypatch.setattr(Checkpoints, "write", slow_write)
     under_way: list[str] = []
     taken_s = {
         "loop": 0.0,

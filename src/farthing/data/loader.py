@@ -71,10 +71,10 @@ class Ahead(Generic[Item]):
     def __init__(self, items: Iterator[Item], ahead: int = AHEAD) -> None:
         self._queue: queue.Queue[Item | BaseException | None] = queue.Queue(ahead)
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._run, args=(items,), name="farthing-feed", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def __iter__(self) -> Iterator[Item]:
         return self
@@ -91,7 +91,7 @@ class Ahead(Generic[Item]):
     def close(self) -> None:
         """Stop the thread; what was ready is dropped."""
         self._is_closed.set()
-        while self._thread.is_alive():
+        while self.thread.is_alive():
             try:
                 self._queue.get(timeout=0.05)
             except queue.Empty:

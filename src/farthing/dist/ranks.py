@@ -79,7 +79,7 @@ class Ranks:
         """Collectives on gradients so far, which must be as many on every rank."""
         self.fsdp: ShardedModel | None = None
         """The model's weights where they are spread over the ranks."""
-        self._word = 0
+        self.word = 0
         self._words = [0] * self.n
         self.asks_to_leave: Callable[[], bool] = lambda: False
         """Asked at every beat: whether this rank was asked to leave."""
@@ -131,41 +131,41 @@ class Ranks:
                     timeout=TENSORS_TIMEOUT,
                 )
                 self._to_all = dist.new_group(backend="gloo", timeout=WORDS_TIMEOUT)
-                self._of_beats = dist.new_group(
+                self.of_beats = dist.new_group(
                     backend="gloo", timeout=timedelta(seconds=self.patience_s)
                 )
         except (RuntimeError, ValueError, OSError) as error:
             raise lost(self.seat, str(error).splitlines()[0][:200]) from error
-        self._beats = threading.Thread(target=self._beat, name="farthing-ranks", daemon=True)
+        self._beats = threading.Thread(target=self.beat, name="farthing-ranks", daemon=True)
         self._beats.start()
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
         """Exchange words with all others until every one of them leaves. A rank that is lost ends
         this process.
         """
         while True:
             words = torch.zeros(2 * self.n + 1, dtype=torch.int32)
-            words[self.index], words[-1] = self._word, int(self.asks_to_leave())
-            words[self.n + self.index] = 0 if self._word else int(self._still_s())
+            words[self.index], words[-1] = self.word, int(self.asks_to_leave())
+            words[self.n + self.index] = 0 if self.word else int(self._still_s())
             began_s = time.monotonic()
             try:
-                dist.all_reduce(words, dist.ReduceOp.MAX, group=self._of_beats)
+                dist.all_reduce(words, dist.ReduceOp.MAX, group=self.of_beats)
             except RuntimeError as error:
-                waits_for_first = self._word == _GONE and not self.is_first
+                waits_for_first = self.word == _GONE and not self.is_first
                 hangs = waits_for_first and time.monotonic() - began_s > self.patience_s / 2
                 self._leave_the_lost(str(error).splitlines()[0][:120], EXIT_INTERRUPTED, hangs)
             told = words.tolist()
             self._words, still_s, asks = told[: self.n], told[self.n : -1], told[-1]
             self._others_ask = bool(asks)
             failed = [code for code in self._words if 0 < code < _GONE]
-            if failed and self._word == 0:
+            if failed and self.word == 0:
                 if EXIT_NO_ROOM in failed and self.is_first:
                     last = threading.Thread(target=self.leave_less, daemon=True)
                     last.start()
                     last.join(LAST_WORDS_S)
                 code = EXIT_MISTAKE if EXIT_MISTAKE in failed else EXIT_INTERRUPTED
                 self._leave_the_lost(f"rank {self._words.index(failed[0])} has failed", code)
-            if self._word == 0 and max(still_s) > self.patience_s:
+            if self.word == 0 and max(still_s) > self.patience_s:
                 why = f"rank {still_s.index(max(still_s))} shows no sign of work"
                 self._leave_the_lost(f"{why} for {max(still_s)} s", EXIT_INTERRUPTED)
             if all(self._words):
@@ -178,7 +178,7 @@ class Ranks:
 
     def _leave_the_lost(self, why: str, code: int, hangs: bool = False) -> None:
         if (
-            self._word and not hangs
+            self.word and not hangs
         ):  # this one has failed, or is done, and says so in its own words
             self._words = [_GONE] * self.n
             raise SystemExit
@@ -202,7 +202,7 @@ class Ranks:
         if self._beats is None:
             return True
         word = EXIT_NO_ROOM if isinstance(error, NoRoomLeft) else exit_code
-        self._word = word if word in (EXIT_MISTAKE, EXIT_INTERRUPTED, EXIT_NO_ROOM) else 1
+        self.word = word if word in (EXIT_MISTAKE, EXIT_INTERRUPTED, EXIT_NO_ROOM) else 1
         self._wait_until(lambda: self._words[self.index] != 0, 4 * BEAT_S)
         return self.is_first or self._words[0] in (0, _GONE)
 
@@ -214,10 +214,10 @@ class Ranks:
             if self.fsdp is not None and dist.is_initialized():
                 dist.destroy_process_group()
             return
-        if not self._word:
-            self._word = _GONE
+        if not self.word:
+            self.word = _GONE
         self._closed.set()
-        self._beats.join(None if self._word == _GONE else self.patience_s)
+        self._beats.join(None if self.word == _GONE else self.patience_s)
         self._beats = None
         with contextlib.suppress(RuntimeError, ValueError):
             dist.destroy_process_group()

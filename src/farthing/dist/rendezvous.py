@@ -58,7 +58,7 @@ def meet(seat: Seat, device: torch.device, patience_s: float) -> Any:
                 where="MASTER_ADDR, MASTER_PORT",
                 to_do="choose a port that no other run uses",
             )
-        store.set(f"seat-{seat.index}", json.dumps(_who(device)))
+        store.set(f"seat-{seat.index}", json.dumps(device_of(device)))
         _wait(store, seat, most_s)
         seen = [json.loads(store.get(f"seat-{index}")) for index in range(seat.n)]
     except (RuntimeError, OSError) as error:
@@ -138,7 +138,7 @@ def _wait(store: Any, seat: Seat, most_s: float) -> None:
         time.sleep(0.02)
 
 
-def _who(device: torch.device) -> tuple[str, str]:
+def device_of(device: torch.device) -> tuple[str, str]:
     """(kind of device, which one it is of all machines; "" where that is not known)."""
     number = (
         str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))

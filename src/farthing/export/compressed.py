@@ -180,7 +180,7 @@ def write_compressed(plan: Compression, source: Path, folder: Path) -> None:
         with safe_open(path, framework="pt") as file:
             kept: dict[str, torch.Tensor] = {}
             for name in file.keys():  # noqa: SIM118
-                kept |= _compressed(name, file.get_tensor(name), plan, settings)
+                kept |= compressed_weight(name, file.get_tensor(name), plan, settings)
         save_file(kept, folder / path.name, metadata={"format": "pt"})
         places |= dict.fromkeys(kept, path.name)
         n_bytes += sum(tensor.nbytes for tensor in kept.values())
@@ -197,7 +197,7 @@ def write_compressed(plan: Compression, source: Path, folder: Path) -> None:
     ModelCompressor(quantization_config=settings).update_config(folder)
 
 
-def _compressed(
+def compressed_weight(
     name: str, tensor: torch.Tensor, plan: Compression, settings: Any
 ) -> dict[str, torch.Tensor]:
     """What becomes of one weight, by name: [out, in] in few bits with its scales; or itself, in

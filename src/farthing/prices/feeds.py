@@ -173,13 +173,13 @@ def _ask(feed: Feed, folder: Path, today: date, timeout_s: float, feed_s: float)
         if feed.layout == "skypilot":
             path = folder / feed.provider / "vms.csv"
             path.parent.mkdir()
-            path.write_bytes(_download(feed.address, timeout_s, give_up_at))
+            path.write_bytes(download(feed.address, timeout_s, give_up_at))
         elif feed.layout == "gpuhunt":
             path = folder / f"{feed.provider}.csv"
             path.write_bytes(_gpuhunt_csv(feed.address, timeout_s, give_up_at))
         elif feed.layout == "gpuhunt-live":
             path = folder / f"{feed.provider}.csv"
-            _write_items(path, _live_items(feed.address))
+            write_items(path, _live_items(feed.address))
         else:
             return Outcome(feed, problem=f"no layout `{feed.layout}` is known")
         catalog = read_feed(path, today)
@@ -219,7 +219,7 @@ def _source(feed: Feed) -> str:
     return f"{feed.layout} feed, {urlsplit(without_secrets(feed.address)).netloc}"
 
 
-def _download(address: str, timeout_s: float, give_up_at: float) -> bytes:
+def download(address: str, timeout_s: float, give_up_at: float) -> bytes:
     """The bytes at an address: over HTTPS (or this machine), bounded in size and time."""
     parts = urlsplit(address)
     if parts.scheme != "https" and not (
@@ -251,14 +251,14 @@ def _gpuhunt_csv(address: str, timeout_s: float, give_up_at: float) -> bytes:
         return (Path(local) / f"{name}.csv").read_bytes()
     mirror = os.environ.get("GPUHUNT_CATALOG_URL")
     base = f"{mirror.rstrip('/')}/{name}" if mirror else address.rstrip("/")
-    version = _download(f"{base}/version", timeout_s, give_up_at).decode("utf-8", "replace").strip()
+    version = download(f"{base}/version", timeout_s, give_up_at).decode("utf-8", "replace").strip()
     if (
         not version
         or not version.replace("-", "").replace(".", "").replace("_", "").isalnum()
         or len(version) > 64
     ):
         raise ValueError(f"{version[:40]!r} is not a version")
-    data = _download(f"{base}/{version}/catalog.zip", timeout_s, give_up_at)
+    data = download(f"{base}/{version}/catalog.zip", timeout_s, give_up_at)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         try:
             size = archive.getinfo(f"{name}.csv").file_size
@@ -295,7 +295,7 @@ def _live_items(address: str) -> Iterable[Any]:
     return items
 
 
-def _write_items(path: Path, items: Iterable[Any]) -> None:
+def write_items(path: Path, items: Iterable[Any]) -> None:
     """Items of gpuhunt in its own layout."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)

@@ -126,7 +126,7 @@ class Checkpoints:
             fill = partial(_give_up, error)
         self._later = later
         arguments = (step, fill, later, best_step, dict(self._facts()))
-        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+        self._thread = threading.Thread(target=self.write, args=arguments, name="checkpoint")
         self._thread.start()
         return earlier
 
@@ -181,7 +181,7 @@ class Checkpoints:
             ) from result.error
         return result
 
-    def _write(
+    def write(
         self, step: int, fill: Fill, later: Later | None, best_step: int | None, more: Json
     ) -> None:
         result, began_s = SaveResult(step), time.monotonic()
@@ -458,9 +458,7 @@ def _snapshot(parts: Mapping[str, Part], shared: Shared) -> tuple[dict[str, Stat
                 for name, (tensors, _) in states.items()
             }
             now = {
-                name: _copied(
-                    ({k: t for k, t in tensors.items() if k not in waiting[name]}, values)
-                )
+                name: copied(({k: t for k, t in tensors.items() if k not in waiting[name]}, values))
                 for name, (tensors, values) in states.items()
             }
             first = next(
@@ -474,7 +472,7 @@ def _snapshot(parts: Mapping[str, Part], shared: Shared) -> tuple[dict[str, Stat
     raise AssertionError
 
 
-def _copied(state: State) -> State:
+def copied(state: State) -> State:
     """The state apart from what training will change next: tensors copied to the CPU, values
     through JSON.
     """

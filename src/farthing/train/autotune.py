@@ -76,9 +76,9 @@ class Prober:
         self.trials: list[Trial] = []
         self._clock = clock
         self._budget_s = budget_s
-        self._deadline = clock() + budget_s
-        self._cap_bytes = taken_bytes(self.device) + int(SHARE_OF_FREE * free_bytes(self.device))
-        self._sample: list[NDArray[np.int64]] = [self.feed.batches.examples_of(0)[:1]]
+        self.deadline = clock() + budget_s
+        self.cap_bytes = taken_bytes(self.device) + int(SHARE_OF_FREE * free_bytes(self.device))
+        self.sample: list[NDArray[np.int64]] = [self.feed.batches.examples_of(0)[:1]]
 
     def find(self) -> Trial:
         """The best settings in reach, which the run is left with. Raises `RunInterruptedError`."""
@@ -102,7 +102,7 @@ class Prober:
         """Along each way that `neighbours` leads, as long as it gets better."""
         for way in neighbours(best.settings):
             for settings in way:
-                if self._clock() >= self._deadline or not self._has_room(best, settings):
+                if self._clock() >= self.deadline or not self._has_room(best, settings):
                     break
                 trial = self._try(settings)
                 if trial.seconds_per_token > best.seconds_per_token * (1 - BETTER):
@@ -116,8 +116,8 @@ class Prober:
         return best
 
     def _other_budgets(self, start: Settings) -> Iterator[Iterator[Settings]]:
-        most = sum(int(self.feed.tokens.lengths[examples].sum()) for examples in self._sample)
-        longest = int(max(self.feed.tokens.lengths[examples].max() for examples in self._sample))
+        most = sum(int(self.feed.tokens.lengths[examples].sum()) for examples in self.sample)
+        longest = int(max(self.feed.tokens.lengths[examples].max() for examples in self.sample))
         up = (
             replace(start, micro_batch_tokens=start.micro_batch_tokens * 2**k) for k in range(1, 8)
         )
@@ -146,13 +146,13 @@ class Prober:
             return True  # tried; memory that runs out is an answer too
         growth = max(1.0, settings.micro_batch_tokens / best.settings.micro_batch_tokens)
         resting = taken_bytes(self.device)
-        return resting + growth * max(0, best.peak_bytes - resting) <= self._cap_bytes
+        return resting + growth * max(0, best.peak_bytes - resting) <= self.cap_bytes
 
     # ---- one trial ----
 
     def _choose_sample(self, start: Settings) -> None:
         """As many steps as one trial may take, or a part of one step; the first ones warm up."""
-        self._measure(start)
+        self.measure(start)
         spent_s, examples = 0.0, 1
         all_examples = [
             self.feed.batches.examples_of(step) for step in range(min(self.attempt.n_steps, 64))
@@ -161,37 +161,37 @@ class Prober:
         while (
             spent_s < self._budget_s / TRIALS / 2
             and examples < len(flat)
-            and self._clock() < self._deadline
+            and self._clock() < self.deadline
         ):
             examples = min(len(flat), 2 * examples)
-            self._sample = _in_steps(flat[:examples], len(all_examples[0]))
+            self.sample = _in_steps(flat[:examples], len(all_examples[0]))
             started = self._clock()
-            self._measure(start)
+            self.measure(start)
             spent_s = self._clock() - started
 
     def _try(self, settings: Settings) -> Trial:
-        trial = self._measure(settings)
+        trial = self.measure(settings)
         self.trials.append(trial)
         self.attempt.context.emit(Probed(settings, 1 / trial.seconds_per_token))
         return trial
 
     def _again(self, trial: Trial) -> Trial:
-        if self._clock() >= self._deadline:
+        if self._clock() >= self.deadline:
             return trial
-        second = self._measure(trial.settings)
+        second = self.measure(trial.settings)
         return second if second.seconds_per_token < trial.seconds_per_token else trial
 
-    def _measure(self, settings: Settings) -> Trial:
+    def measure(self, settings: Settings) -> Trial:
         """Losses and gradients of the sample under a settings. Raises `RunInterruptedError`."""
         self.steps.use(settings)
         ready = list(self._micro_batches())
-        n_tokens = sum(int(self.feed.tokens.lengths[examples].sum()) for examples in self._sample)
+        n_tokens = sum(int(self.feed.tokens.lengths[examples].sum()) for examples in self.sample)
         n_computed = sum(self.forward.n_computed(one.arrays) for one in ready)
         reset_peak_bytes(self.device)
         failed = False
         started = self._clock()
         try:
-            for step in range(len(self._sample)):
+            for step in range(len(self.sample)):
                 self.steps.step.accumulate(one for one in ready if one.step == step)
                 wait_for(self.device)
                 self.steps.step.optimizer.zero_grad(set_to_none=True)
@@ -203,7 +203,7 @@ class Prober:
             self.steps.step.optimizer.zero_grad(set_to_none=True)
         seconds = self._clock() - started
         peak = max(window_peak_bytes(self.device), self._update_peak_bytes())
-        failed = failed or peak > self._cap_bytes
+        failed = failed or peak > self.cap_bytes
         return Trial(
             settings, float("inf") if failed else seconds / n_tokens, n_tokens / n_computed, peak
         )
@@ -221,8 +221,8 @@ class Prober:
         tokens = self.feed.tokens
         return micro_batches(
             0,
-            len(self._sample),
-            lambda step: self._sample[step],
+            len(self.sample),
+            lambda step: self.sample[step],
             lambda examples: self.feed.table_of(examples).cells,
             lambda examples: self.forward.collate(tokens, examples),
         )

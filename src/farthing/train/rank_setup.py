@@ -63,7 +63,7 @@ def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
     with contextlib.ExitStack() as stack:
         try:
             if not ranks.is_first:
-                folder = stack.enter_context(_own_folder())
+                folder = stack.enter_context(own_folder())
                 ranks.at_loss = lambda: shutil.rmtree(folder, ignore_errors=True)
                 job = _shadow(job, folder, asks_cloud=seat.local_index == 0)
             yield ranks, job
@@ -75,7 +75,7 @@ def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
             ranks.close()
 
 
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
+def own_folder() -> tempfile.TemporaryDirectory[str]:
     """Of a rank that is not the first, thrown away as it parts; where `farthing` has started it and
     it is killed, with what the ranks have met in. Raises `DiskFullError`."""
     meeting = os.environ.get(STORE)

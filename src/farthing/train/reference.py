@@ -120,7 +120,7 @@ def _refer_to(attempt: Attempt, tokens: TokenSet, wanted: NDArray[np.int64]) -> 
         words = _measured(attempt, tokens, _units_of(tokens, block))
         found[block] = words
         if not (folder / _name(block)).exists():
-            _write(folder, block, words)
+            write_block(folder, block, words)
     if n_kept:
         _compare(attempt, tokens, wanted, found, n_kept)
     n = tokens.n_sequences + int(forward.of.is_mismatched)
@@ -282,7 +282,7 @@ def _read(folder: Path, block: int, n_words: int) -> NDArray[np.float32] | None:
     return np.frombuffer(words, np.float32)
 
 
-def _write(folder: Path, block: int, words: NDArray[np.float32]) -> None:
+def write_block(folder: Path, block: int, words: NDArray[np.float32]) -> None:
     content = words.astype(np.float32).tobytes()
     path = folder / _name(block)
     draft = draft_of(path)
