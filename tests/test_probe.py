@@ -40,7 +40,7 @@ class Bench(Prober):
     def _now(self) -> float:
         return getattr(self, "now_s", 0.0)
 
-    def _measure(self, setting: Settings) -> Trial:
+    def measure(self, setting: Settings) -> Trial:
         self.steps.use(setting)
         self.measured.append(setting)
         self.now_s += 1.0
