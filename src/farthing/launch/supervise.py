@@ -94,6 +94,8 @@ class Ending:
     code: int | None = None
     """None: lost, or never booted."""
     leaves_offer_out: bool = False
+    at: float | None = None
+    """When it was first missed, where it was taken away: it is billed no longer than that."""
 
 
 class Launch:
@@ -132,6 +134,7 @@ class Launch:
         self._is_ending = False
         """Everything is to be destroyed, whoever knows of it."""
         self._acknowledged_at: dict[str, float] = {}
+        self._missed: set[str] = set()
         """When the provider first acknowledged the deletion of a machine."""
         self._price_seen_at: dict[str, float] = {}
         self._n_repriced: dict[tuple[str, str, bool], int] = {}
@@ -582,7 +585,7 @@ class Launch:
         """Until it has left, is lost or has to go."""
         is_paid = self._driver.is_paid_in_queue
         n_absent, was_seen, answered_at, beat, beat_at = 0, False, self.awake(), "", self.awake()
-        began, n_gaps = self.awake(), self._n_gaps
+        began, n_gaps, missed_at = self.awake(), self._n_gaps, self._clock()
         is_ours = abs(self._clock() - machine.asked_at) < self.patience.boot_s
         # an adopted machine was asked for by another clock: its age counts from its adoption
         while True:
@@ -613,10 +616,10 @@ class Launch:
                 self._take_price(machine, seen)
                 answered_at, was_seen = awake, was_seen or seen is not None
                 n_absent = n_absent + 1 if seen is None else 0
+                missed_at = now if n_absent == 1 else missed_at
                 if n_absent >= 3 and (was_seen or age > self._driver.late_s):
-                    return Ending(
-                        "taken away" if machine.booted_at else "gone before it had booted"
-                    )
+                    why = "taken away" if machine.booted_at else "gone before it had booted"
+                    return Ending(why, at=missed_at)
                 if seen is not None and seen.is_over:
                     code = seen.code if seen.code is not None else self._last_word(machine)
                     return Ending(
@@ -660,7 +663,9 @@ class Launch:
 
     def _release(self, machine: Machine, ending: Ending) -> None:
         if machine.left_at is None:
-            self._ledger.note(machine.name, "left", self._clock(), code=ending.code, why=ending.why)
+            at = self._clock() if ending.at is None else ending.at
+            self._ledger.note(machine.name, "left", at, code=ending.code, why=ending.why)
+            self._missed |= {machine.name} if ending.at is not None else set()
             usd = say_usd(machine.usd(self._clock()))
             self._say(f"{machine.name}: {ending.why}; {usd} so far")
         if ending.leaves_offer_out:
@@ -701,6 +706,7 @@ class Launch:
             acknowledged_at = self._acknowledged_at.setdefault(machine.name, self._clock())
             seen = self._asked(lambda: self._driver.look(machine))
             if seen is not None and seen.is_paid:
+                self._missed.discard(machine.name)
                 return False
             why, at = machine.why, acknowledged_at
         except UnclearError:
@@ -712,6 +718,8 @@ class Launch:
             self._driver.ends_by_itself and machine.most_s
         ):  # where it was gone long before we looked
             at = min(at, max(machine.asked_at + machine.most_s, machine.left_at or 0.0))
+        if machine.name in self._missed:
+            at = machine.left_at or at
         self._ledger.note(machine.name, "gone", at, why=why)
         self._say(f"{machine.name}: confirmed gone; {say_usd(machine.usd(self._clock()))} in all")
         return True
