@@ -20,17 +20,24 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing chat`."""
     add_run_argument(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this text and exit")
+    parser.add_argument("--base", action="store_true", help="also answer with the base model")
     parser.add_argument(
-        "--base", action="store_true", help="answer with what the run began with too"
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="maximum tokens of an answer (default: 256)",
     )
-    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer")
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0 (default): always the likeliest token"
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0 (default) always picks the likeliest token",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of a temperature above 0")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for a temperature above 0")
     parser.add_argument(
-        "--json", action="store_true", help="print one answer as JSON; needs a prompt"
+        "--json", action="store_true", help="print one answer as JSON; needs --prompt"
     )
 
 

@@ -16,25 +16,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing doctor`."""
     parser.add_argument("job", nargs="?", help="job file (YAML)")
     parser.add_argument(
-        "--target", metavar="TARGET", help="what `farthing launch --on TARGET` would lack here"
+        "--target", metavar="TARGET", help="check what `farthing launch --on TARGET` needs here"
     )
     add_set_argument(parser)
     parser.add_argument(
-        "--data", metavar="FILE", help="say what a data file is; with a job, as that job reads it"
+        "--data", metavar="FILE", help="show the format of a data file; a job's columns apply"
     )
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="with --data and no job: by the tokenizer and template of this model",
+        help="with --data and no job: use this model's tokenizer and template",
     )
     parser.add_argument(
         "--try",
         dest="trial",
         type=int,
         metavar="N",
-        help=(
-            "take N examples through train, save, kill, resume and export, in a folder of their own"
-        ),
+        help=("train, save, kill, resume and export N examples in a separate folder"),
     )
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 

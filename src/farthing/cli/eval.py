@@ -18,21 +18,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing eval`."""
     add_run_argument(parser)
     parser.add_argument(
-        "--data", metavar="FILE", help="examples of your own, instead of the run's held-out ones"
+        "--data", metavar="FILE", help="use these examples instead of the run's held-out ones"
     )
     parser.add_argument(
-        "--base", action="store_true", help="measure what the run began with too, and the gain"
+        "--base", action="store_true", help="also measure the base model, and the gain"
     )
     parser.add_argument(
         "--tasks",
         metavar="A,B",
-        help="tasks of lm-eval, or a folder with tasks for it (pip install 'farthing[eval]')",
+        help="lm-eval tasks, or a folder with your own (pip install 'farthing[eval]')",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="at most so many examples")
+    parser.add_argument("--limit", type=int, metavar="N", help="measure at most N examples")
     parser.add_argument(
         "--score",
         metavar="FILE",
-        help="score the answers of this file by a reward model: one JSON line a row, with `score`",
+        help="score a file's answers with a reward model: a JSON line with `score` for each row",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 

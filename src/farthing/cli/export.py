@@ -23,42 +23,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         choices=(*WHOLE, "gguf", "fp8", "w8a16", "w4a16"),
-        help="default: merged; with --serve the cheapest to serve",
+        help="format of the model (default: merged; with --serve the cheapest to serve)",
     )
     parser.add_argument(
         "--serve",
         metavar="SERVER",
-        help="also write what a server needs: vllm, or vertex:PROJECT/REGION/BUCKET",
+        help="also write files for a server: vllm, or vertex:PROJECT/REGION/BUCKET",
     )
     parser.add_argument(
         "--traffic",
         metavar="TRAFFIC",
-        help='with --serve: such as "requests=2000/day,input=800,output=200,latency=2s"',
+        help='traffic for --serve, such as "requests=2000/day,input=800,output=200,latency=2s"',
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the merged weights"
     )
     parser.add_argument(
         "--bits",
-        help="of a GGUF file: f32, f16, bf16, q8_0 (default), q4_0, or with llama.cpp q4_k_m ...",
+        help="GGUF type: f32, f16, bf16, q8_0 (default), q4_0; with llama.cpp q4_k_m ...",
     )
     parser.add_argument(
         "--max-kl",
         type=float,
         metavar="NATS",
-        help="most divergence from the merged model that is kept (default 0.1)",
+        help="reject the export if KL from the merged model exceeds NATS (default: 0.1)",
+    )
+    parser.add_argument("--force", action="store_true", help="keep the export despite --max-kl")
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help="judge the export on these examples instead of the run's held-out ones",
     )
     parser.add_argument(
-        "--force", action="store_true", help="keep the model however far it is from the merged one"
+        "--push",
+        metavar="hub:NAME",
+        help="publish the model on the Hugging Face Hub (token: HF_TOKEN)",
     )
     parser.add_argument(
-        "--data", metavar="FILE", help="examples to judge it on, instead of the run's held-out ones"
-    )
-    parser.add_argument(
-        "--push", metavar="hub:NAME", help="publish it on the Hugging Face Hub (token: HF_TOKEN)"
-    )
-    parser.add_argument(
-        "--public", action="store_true", help="with --push: everyone may read it (default: private)"
+        "--public",
+        action="store_true",
+        help="with --push: make the repository public (default: private)",
     )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="source",
         metavar="TOOL",
         choices=SOURCES,
-        help=f"{', '.join(SOURCES)} (default: seen from its content)",
+        help=f"{', '.join(SOURCES)} (default: recognised by content)",
     )
     parser.add_argument(
         "-o", "--output", metavar="JOB", help="where to write the job (default: print it)"

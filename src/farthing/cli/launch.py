@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="[status|logs|stop|attach] JOB",
         help=(
-            "job file (YAML). status: machines, dollars, progress. logs: the end of the output of"
-            " the newest machine. stop: destroy all machines and wait for the confirmation. attach:"
-            " watch a launch that began before"
+            "job file (YAML). status: machines, dollars, progress. logs: the newest machine's last"
+            " output. stop: destroy all machines and wait for confirmation. attach: resume the"
+            " watch"
         ),
     )
     add_set_argument(parser)
@@ -77,13 +77,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REQUIREMENT",
         help="pip requirement to install in place of this farthing",
     )
-    add("--disk", type=int, default=100, metavar="GB", help="disk of a rented machine (100)")
+    add(
+        "--disk",
+        type=int,
+        default=100,
+        metavar="GB",
+        help="disk of a rented machine (default: 100)",
+    )
     add(
         "--boot-limit",
         type=float,
         default=10.0,
         metavar="MIN",
-        help="minutes in which a machine must boot (10)",
+        help="minutes in which a machine must boot (default: 10)",
     )
     add("--prices", metavar="FILE", help="use only the prices in this CSV file")
     add("--json", action="store_true", help="print the result as JSON; progress goes to stderr")

@@ -34,70 +34,87 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser)
     add = parser.add_argument
     add("--gpu", action="append", default=[], help='only these GPUs: "RTX 4090", h100 (repeatable)')
-    add("--provider", action="append", default=[], help="only these (repeatable)")
-    add("--region", action="append", default=[], help="or its beginning, such as us- (repeatable)")
-    add("--offers", choices=("spot", "on-demand"), help="only of this kind")
+    add("--provider", action="append", default=[], help="only these providers (repeatable)")
     add(
-        "--max-gpus", type=int, default=8, metavar="N", help="most GPUs of one machine (default: 8)"
+        "--region",
+        action="append",
+        default=[],
+        help="only these regions; a prefix such as us- works (repeatable)",
     )
-    add("--budget", metavar="USD", help="at most this many dollars, instead of limits.max_usd")
-    add("--deadline", metavar="WHEN", help='"2026-12-01 18:00", or from now: 12h, 90min, 2d')
-    text = 'a GPU of your own, such as "RTX 4090:1600usd:0.45kW" (repeatable)'
+    add("--offers", choices=("spot", "on-demand"), help="only offers of this kind")
+    add(
+        "--max-gpus",
+        type=int,
+        default=8,
+        metavar="N",
+        help="maximum GPUs of a machine (default: 8)",
+    )
+    add("--budget", metavar="USD", help="maximum dollars, instead of limits.max_usd")
+    add("--deadline", metavar="WHEN", help='finish by "2026-12-01 18:00", or within 12h, 90min, 2d')
+    text = 'your own GPU, such as "RTX 4090:1600usd:0.45kW" (repeatable)'
     add("--own", action="append", default=[], metavar="GPU:PRICE:POWER", help=text)
-    add("--runs", type=int, metavar="N", help="add what N such runs come to")
+    add("--runs", type=int, metavar="N", help="add the cost of N such runs")
     add(
         "--runs-per-month",
         type=float,
         metavar="N",
-        help="add the yearly cost of a project of N such runs a month",
+        help="add the yearly cost of N such runs a month",
     )
     text = (
-        'what answering with the model costs: "requests=2000/day,input=800,output=200,latency=2s",'
-        " or nothing for the usual"
+        'add the cost of serving: "requests=2000/day,input=800,output=200,latency=2s", or nothing'
+        " for the default traffic"
     )
     add("--serve", nargs="?", const="", metavar="TRAFFIC", help=text)
     text = (
-        "measured traces of spot capacity, used instead of the built-in assumption where they tell"
-        " more"
+        "folder with your own traces of spot capacity, used instead of the built-in ones where they"
+        " tell more"
     )
     add("--traces", metavar="DIR", help=text)
     add("--prices", metavar="FILE", help="use only the prices of this CSV file")
-    text = "the torch of rented machines, e.g. 2.13.0+cu126 (default: as it is installed here)"
+    text = "torch version of rented machines, e.g. 2.13.0+cu126 (default: the one installed here)"
     add("--torch", metavar="VERSION", help=text)
     add(
-        "--examples", type=int, metavar="N", help="plan for N examples without reading the data ..."
+        "--examples",
+        type=int,
+        metavar="N",
+        help="plan for N examples without reading the data; needs --mean-tokens",
     )
-    add("--mean-tokens", type=float, metavar="M", help="... of M tokens on average")
+    add("--mean-tokens", type=float, metavar="M", help="average tokens of these examples")
     add(
         "--paid",
         metavar="USD",
-        help="what you paid a service for this job: shown beside what it costs here",
+        help="a service's fee for this job, to compare with the cost here",
     )
     add(
         "--all",
         action="store_true",
-        help="show everything: more choices, why not the others, savings, sources",
+        help="show everything: more choices, refusals with reasons, savings, sources",
     )
-    text = "choices to show, 0 for all (default: 5; with --all 10, with --json all)"
+    text = "choices to show; 0 shows all (default: 5; with --all 10, with --json all)"
     add("--limit", type=int, metavar="N", help=text)
-    text = "the components of the best plan, or of the plan with this rank or name"
+    text = "show the components of the best plan, or of the plan with this rank or name"
     add("--explain", nargs="?", const="", metavar="PLAN", help=text)
     add(
         "--compare",
         nargs=2,
         metavar=("A", "B"),
-        help='two ranks or names: "H100" "2x RTX 4090 spot" Together',
+        help='two ranks, names ("2x RTX 4090 spot"), "A100 at $2.50 for 10h", or "NAME: $250"',
     )
-    add("--html", metavar="FILE", help="write the plan as one self-contained page as well")
+    add("--html", metavar="FILE", help="also write the plan as one self-contained page")
     add("--json", action="store_true", help="print everything as JSON")
-    add = parser.add_argument_group("arithmetic with figures of your own").add_argument
-    add("--samples-per-min", type=float, metavar="N", help="the cost at a throughput that you know")
-    add("--tokens-per-s", type=float, metavar="N", help="the same in tokens")
-    add("--spot-discount", metavar="SHARE", help="how much less an hour on spot costs, e.g. 50%%")
-    add("--spot-overhead", metavar="SHARE", help="how many more hours it takes on spot, e.g. 10%%")
+    add = parser.add_argument_group("arithmetic with your own figures").add_argument
+    add("--samples-per-min", type=float, metavar="N", help="your own speed in samples a minute")
+    add("--tokens-per-s", type=float, metavar="N", help="your own speed in tokens a second")
+    add("--spot-discount", metavar="SHARE", help="discount of an hour on spot, e.g. 50%%")
+    add("--spot-overhead", metavar="SHARE", help="extra hours on spot, e.g. 10%%")
     add("--interrupted-every", metavar="TIME", help="mean time between interruptions, e.g. 8h")
-    add("--restart", metavar="TIME", help="from an interruption until training goes on, e.g. 3min")
-    add("--step-time", nargs=2, metavar=("BEFORE", "AFTER"), help="of one step, e.g. 200ms 130ms")
+    add("--restart", metavar="TIME", help="time to resume after an interruption, e.g. 3min")
+    add(
+        "--step-time",
+        nargs=2,
+        metavar=("BEFORE", "AFTER"),
+        help="step time before and after a change, e.g. 200ms 130ms",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,16 +15,24 @@ from farthing.printable import printable
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing predict`."""
     add_run_argument(parser)
-    parser.add_argument("data", help="rows, in any form that the run's job reads")
+    parser.add_argument("data", help="file of rows, in any format that the run's job reads")
     parser.add_argument(
         "-o",
         "--output",
         required=True,
         metavar="FILE",
-        help="new JSON Lines file: each row with its prediction and score",
+        help="new JSON Lines file with prediction and score for each row",
     )
-    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer")
-    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="rows at a time")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="maximum tokens of an answer (default: 256)",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=16, metavar="N", help="rows in a batch (default: 16)"
+    )
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
 
 

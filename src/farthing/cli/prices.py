@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("update",),
         help="update: refresh the prices kept in the cache",
     )
-    parser.add_argument("--gpu", help='such as "RTX 4090" or h100')
+    parser.add_argument("--gpu", help='only this GPU, such as "RTX 4090" or h100')
     parser.add_argument("--provider", help="only this provider")
     parser.add_argument("--region", help="only these regions; a prefix such as us- works")
     parser.add_argument("--kind", choices=("spot", "on-demand"), help="only offers of this kind")
@@ -27,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sort",
         choices=("usd-per-gpu", "usd", "age"),
         default="usd-per-gpu",
-        help="by dollars of a GPU-hour (default), of a machine-hour, or by age",
+        help="sort by dollars a GPU-hour (default), dollars a machine-hour, or age",
     )
     parser.add_argument(
         "--limit",
         type=int,
         metavar="N",
-        help="rows to show, 0 for all (default: 20; with --json all)",
+        help="rows to show; 0 shows all (default: 20; with --json all)",
     )
     parser.add_argument("--prices", metavar="FILE", help="use only the prices of this CSV file")
     parser.add_argument("--json", action="store_true", help="print the offers as JSON")

@@ -18,10 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing profile`."""
     add_job_arguments(parser)
     parser.add_argument(
-        "--steps", type=int, default=5, metavar="N", help="steps to profile, after 3 that warm up"
+        "--steps",
+        type=int,
+        default=5,
+        metavar="N",
+        help="steps to profile after 3 warm-up steps (default: 5)",
     )
     parser.add_argument(
-        "--output", default="profile", metavar="FOLDER", help="for the trace (default: ./profile)"
+        "--output",
+        default="profile",
+        metavar="FOLDER",
+        help="folder for the trace (default: ./profile)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the table as JSON; progress goes to stderr"

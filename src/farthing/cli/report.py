@@ -13,14 +13,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing report`."""
     parser.add_argument("folder", help="run folder (output_dir)")
     parser.add_argument(
-        "baseline", nargs="*", help="run folder to compare with; with --html several"
+        "baseline", nargs="*", help="run folder to compare with (several with --html)"
     )
     parser.add_argument(
         "--json", action="store_true", help="print the receipt or the comparison as JSON"
     )
-    parser.add_argument(
-        "--html", metavar="FILE", help="write a page that needs nothing else, to open in a browser"
-    )
+    parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -36,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-restart",
         action="store_true",
         help=(
-            "start from step 0 when every checkpoint is damaged, and the bill from $0 when its file"
-            " is gone"
+            "start over if every checkpoint is damaged; start the bill at $0 if the ledger is gone"
         ),
     )
     parser.add_argument(
@@ -47,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=3,
         metavar="N",
         help=(
-            "begin again after interruptions, crashes and kills, until N attempts in a row saved"
+            "restart after interruptions, crashes and kills, until N attempts in a row saved"
             " nothing (default: 3)"
         ),
     )
@@ -55,26 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="ancestor",
         metavar="RUN[:STEP]",
-        help=(
-            "begin a new run with the trained weights of another, which its receipt names and adds"
-        ),
+        help=("start from another run's weights; the receipt includes that run's cost"),
     )
     for kind in ("deepspeed", "accelerate"):
         parser.add_argument(
             f"--{kind}",
             metavar="FILE",
-            help=f"take what a configuration of {kind} says; every line is mapped or named",
+            help=f"read parallelism settings from a {kind} file; unsupported keys are listed",
         )
     parser.add_argument(
         "--local_rank",
         "--local-rank",
         metavar="N",
-        help="what deepspeed adds; its environment says it too",
+        help="set by deepspeed; farthing reads the environment instead",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="show limits, price and `when_done` of the job, and begin nothing",
+        help="show limits, price and `when_done`, without starting",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the receipt as JSON; progress goes to stderr"

@@ -25,12 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--every",
         type=float,
         metavar="SECONDS",
-        help="between two looks (default: 2; 20 for a store)",
+        help="seconds between updates (default: 2; 20 for a store)",
     )
-    parser.add_argument("--once", action="store_true", help="look once and leave")
-    parser.add_argument(
-        "--json", action="store_true", help="print a JSON object on a line for each look"
-    )
+    parser.add_argument("--once", action="store_true", help="print one update and exit")
+    parser.add_argument("--json", action="store_true", help="print a JSON line for each update")
 
 
 def run(arguments: argparse.Namespace) -> int:

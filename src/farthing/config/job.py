@@ -89,9 +89,9 @@ class ModelSection(Section):
     """Other rotary positions than the model's, as transformers has them: {rope_type: linear,
     factor: 4.0}. They go into the exported configuration."""
     new_tokens: Names = ()
-    """Tokens that the vocabulary gets besides: the embeddings grow as transformers'
-    `resize_token_embeddings` has it, are trained and exported. An adapter has to train embeddings
-    and output layer whole: method.modules_to_save."""
+    """Tokens to add to the vocabulary. Embeddings grow as in transformers'
+    `resize_token_embeddings`, and are trained and exported. An adapter needs
+    method.modules_to_save with embeddings and output layer."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Needs a Hub `revision` of 40 hex digits, or a local
     folder.
@@ -124,9 +124,8 @@ class DataSection(Section):
     eval: Paths = ()
     """The same for evaluation."""
     of_train: tuple[Own, ...] = ()
-    """Filled from `train: [{path, weight, columns, split, name}]`: what is said of each file or
-    data set alone.
-    """
+    """Filled from `train: [{path, weight, columns, split, name}]`: the settings of each file or
+    data set."""
     of_eval: tuple[Own, ...] = ()
     """The same of `eval`."""
     eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.0
@@ -144,19 +143,17 @@ class DataSection(Section):
     template of several, "{question}\\n{context}"; or a list of which the first counts whose columns
     are filled."""
     keep: Literal["best"] | Above | None = None
-    """Of rows with several answers and scores: learn the best, or all that score above a number,
-    {above: 0.5}.
-    """
+    """Rows with several answers and scores: learn the best, or all that score above a number,
+    {above: 0.5}."""
     pairs: Literal["best_worst", "adjacent"] | None = None
-    """The same as pairs of a better and a worse answer: the best with the worst, or each with the
-    next.
-    """
+    """Rows with several answers and scores: make pairs of the best and the worst, or of
+    neighbours."""
     label_map: LabelMap = {}
     """Classification: label in the data -> label to train on, to merge what is the same class."""
     encoding: Annotated[str, AfterValidator(known_encoding)] | None = None
-    """Of text files: utf-8, cp1252, utf-16 ... Default: what the bytes look like."""
+    """Encoding of text files: utf-8, cp1252, utf-16 ... Default: guessed from the bytes."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
-    """What separates the columns of CSV files. Default: what the first line has."""
+    """Separator of CSV files. Default: guessed from the first line."""
     field: Name | None = None
     """JSON files whose rows are a list within an object: its path, such as `data.items`."""
     text_unit: Literal["document", "line"] = "document"
@@ -380,7 +377,7 @@ class TrainSection(Section):
     against what may be lost.
     """
     save_total_limit: Annotated[Whole, Field(ge=2)] = 2
-    """How many of the newest checkpoints are kept, besides the best."""
+    """Number of newest checkpoints to keep, besides the best."""
     logging_steps: Positive = 10
     """Steps between two lines of progress and two writes of metrics.prom."""
     max_skipped_steps: Positive = 5
@@ -393,8 +390,8 @@ class TrainSection(Section):
     hub_private_repo: bool = True
     """false: everyone may read it."""
     report_to: Trackers = ()
-    """Trackers that are told of every step and evaluation, by their own libraries (extras of the
-    same names; `track` for TensorBoard). A run that goes on goes on in the same run of theirs."""
+    """Trackers that get every step and evaluation (extras of the same names; `track` for
+    TensorBoard). A resumed run continues in the same tracker run."""
 
     @model_validator(mode="after")
     def _schedule_takes_its_settings(self) -> TrainSection:
@@ -430,7 +427,7 @@ class TrainSection(Section):
 
 
 class LimitsSection(Section):
-    """What the run may not pass. At a limit it saves, stops and exits with 3."""
+    """Limits of the run. At a limit it saves, stops and exits with 3."""
 
     max_usd: Usd | None = None
     """Most dollars of the run, all attempts together. Needs a price."""
@@ -470,8 +467,8 @@ class WhereSection(Section):
     """How many GPUs of this machine share the run, or all of them; with device: cpu so many
     processes. Default: one, and as many as torchrun or another launcher has started."""
     patience_s: Annotated[Number, Field(ge=2)] = 60.0
-    """Several GPUs: one that does not answer for so long is lost, and the run goes on with those
-    that are left.
+    """Several GPUs: a GPU that is silent for so long is lost, and the run continues with the
+    others.
     """
     same_bits: bool = False
     """Several GPUs: gradients are added up in an order that does not depend on how many there are,
@@ -489,10 +486,10 @@ class WhereSection(Section):
     those that are trained, and each layer comes to the GPU while it computes. Slow: for what has no
     room with optim: adamw_torch_offload either."""
     spot: bool = False
-    """The machine may be taken away: checkpoints are taken as often as that asks for."""
+    """The machine may be taken away: farthing saves more often and listens for notices."""
     notices: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"
-    """Whose metadata service is asked whether the machine is about to be taken. auto: the one whose
-    machine this is seen to be; where it can't be seen, all of them, with spot: true; else none."""
+    """Cloud whose metadata service farthing asks for notices. auto: this machine's cloud if it
+    can be recognised; otherwise all of them with spot: true, and none without."""
 
 
 class Range(Section):
@@ -582,7 +579,7 @@ class Job(Section):
     """A whole job. Every key besides the first three has a default."""
 
     task: TaskName
-    """What the model learns. Left out where `objective` names it."""
+    """What the model learns. Omit it when `objective` is set."""
     objective: Annotated[
         SerializeAsAny[Settings] | None, BeforeValidator(_settings), WithJsonSchema(schema())
     ] = None

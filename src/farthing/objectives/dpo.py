@@ -36,7 +36,7 @@ class DPO(Settings):
     loss_type: Loss | tuple[Loss, ...] = "sigmoid"
     """One loss, or several that are added up by `loss_weights`: [sigmoid, sft] is RPO."""
     loss_weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
-    """Of each of several losses; default 1."""
+    """Weight of each loss; default 1."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of pairs whose answers are taken to be swapped: cDPO for sigmoid; robust and exo_pair
     need it above 0.
