@@ -186,6 +186,17 @@ def test_every_page_of_the_site_is_in_its_navigation() -> None:
     assert sorted(named) == sorted(pages)
 
 
+def test_every_page_is_within_two_clicks_of_the_index() -> None:
+    reached = {ROOT / "docs/index.md"}
+    for _ in range(2):
+        reached |= {
+            (page.parent / name).resolve()
+            for page in reached
+            for name in re.findall(r"\]\(([^)\s#:]+\.md)", page.read_text(encoding="utf-8"))
+        }
+    assert set((ROOT / "docs").rglob("*.md")) <= reached
+
+
 def table_rows(page: Path) -> list[list[str]]:
     lines = page.read_text(encoding="utf-8").splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
@@ -209,6 +220,12 @@ def test_every_claim_about_another_tool_has_a_source_and_a_date() -> None:
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 600
+
+
+def test_one_variable_stands_for_the_address_of_the_project() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert 'pip install "git+$FARTHING_SOURCE"' in readme
+    assert "`FARTHING_SOURCE`" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
 FORMER = ("docs/log.md", "docs/plan.md", "docs/gpu.md", "docs/decisions", "docs/compare.md")
