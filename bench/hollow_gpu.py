@@ -26,6 +26,7 @@ as far as the GPU's kernels are, and runs compare to the bit.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -48,6 +49,20 @@ GPUS = {
     "B200": ("NVIDIA B200", "10.0", 178.4, 148, 227),
     "5090": ("NVIDIA GeForce RTX 5090", "12.0", 31.4, 170, 99),
 }
+
+COUNTS = "launches waits copies_up copies_down bytes_up bytes_down waits_for_copies products"
+
+
+class _Counts(ctypes.Structure):
+    """`struct counts` of hollow/cudart.c."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in (*COUNTS.split(), "allocations")]
+
+
+def counted() -> dict[str, int]:
+    """What the hollow GPU has counted so far in this process. Raises `ValueError` without one."""
+    counts = _Counts.in_dll(ctypes.CDLL(None), "hollow_counts")
+    return {name: int(getattr(counts, name)) for name, _ in _Counts._fields_}
 
 
 def environment(

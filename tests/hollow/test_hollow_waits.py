@@ -18,35 +18,11 @@ from farthing.tiny import write_jsonl
 from farthing.train.loop import take_step
 from farthing.train.run import opened_attempt
 from farthing.train.step_log import settle
+from hollow_gpu import counted
 from small_models import make_model_folder
 from workshop import TASK, rows_of
 
 N_LAYERS, N_STEPS = 3, 3
-COUNTS = (
-    *(
-        "launches",
-        "waits",
-        "copies_up",
-        "copies_down",
-        "bytes_up",
-        "bytes_down",
-        "waits_for_copies",
-        "products",
-    ),
-    "allocations",
-)
-
-
-class Counts(ctypes.Structure):
-    """What the hollow GPU has counted so far in this process (`struct counts` of hollow/cudart.c)."""  # noqa: E501
-
-    _fields_ = [(name, ctypes.c_uint64) for name in COUNTS]
-
-
-def counted() -> dict[str, int]:
-    """The counts now. Raises `ValueError` where there is no hollow GPU."""
-    counts = Counts.in_dll(ctypes.CDLL(None), "hollow_counts")
-    return {name: int(getattr(counts, name)) for name in COUNTS}
 
 
 def kernels(folder: Path) -> Counter[str]:
@@ -95,7 +71,7 @@ def steps_of(
         after, now = counted(), kernels(folder)
         settle(run)
     now.subtract(launched)
-    each = {name: (after[name] - before[name]) / N_STEPS for name in COUNTS}
+    each = {name: (after[name] - before[name]) / N_STEPS for name in after}
     return {
         **each,
         "micro_batches": n,
