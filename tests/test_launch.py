@@ -648,6 +648,7 @@ def test_damaged_and_malicious_inputs_are_refused(demo: Path, tmp_path: Path) ->
 FACTS: dict[str, Any] = {
     "name": "farthing-1-1",
     "inputs": None,
+    "does": ["train", "--retry"],
     "most_s": 1000,
     "boot_limit_s": 600.0,
     "usd_per_hour": 3.6,

@@ -236,9 +236,8 @@ def test_a_search_is_refused_where_one_run_is_wanted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = job_of(tmp_path)
-    for words in (["train", str(path)], ["launch", str(path), "--on", "local"]):
-        assert main(words) == 2
-        assert "search" in capsys.readouterr().err
+    assert main(["train", str(path)]) == 2
+    assert "search" in capsys.readouterr().err
     assert not (tmp_path / "run" / "trials").exists()
 
 

@@ -211,6 +211,8 @@ class Evaluated(Event):
     step: int
     metrics: Metrics
     is_best: bool
+    each: tuple[list[float], list[float]] | None = None
+    """(what each example adds to the run's metric, its weight in the mean), where that is known."""
 
     def log_row(self) -> dict[str, object]:
         """Its line in the log."""

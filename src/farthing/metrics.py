@@ -18,6 +18,17 @@ def perplexity(loss: float) -> float | None:
     return math.exp(loss) if loss < 700 else None
 
 
+def stderr_of_mean(sums: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+    """Standard error of sums / weights [n], drawn as examples: of a ratio estimator (Cochran 1977,
+    section 2.11). 0 for one example.
+    """
+    n, of_all = len(sums), float(weights.sum())
+    if n < 2 or of_all <= 0:
+        return 0.0
+    residuals = sums - float(sums.sum()) / of_all * weights
+    return math.sqrt(n / (n - 1) * float((residuals**2).sum())) / of_all
+
+
 def classification_metrics(confusion: NDArray[np.int64], names: tuple[str, ...]) -> Metrics:
     """Accuracy, macro precision/recall/F1 and the same per class, from confusion[true, predicted].
 

@@ -188,13 +188,35 @@ def _show_dry(session: Any, arguments: argparse.Namespace) -> int:
     except NoBudgetError as error:
         raise InputError(str(error), where="limits", to_do="raise the limit") from None
     folder = session.write(ask)
-    view = dry_view(session, ask, folder, sorted(session.files_of(ask)))
+    searches_s = _searches_s(session, ask.offer, arguments)
+    view = dry_view(session, ask, folder, sorted(session.files_of(ask)), searches_s)
     if arguments.json:
         print_json(view)
     else:
         print("\n".join(map(printable, said(view))))
         print("\nDry run: nothing was rented. --yes rents and trains.")
     return EXIT_FINISHED
+
+
+def _searches_s(session: Any, offer: Any, arguments: argparse.Namespace) -> float | None:
+    """Seconds that the job's search should take on an offer; None where that can't be told, and
+    for a job that is no search.
+    """
+    from farthing.search.bill import priced
+    from farthing.search.run import MOST_TRIALS
+
+    job, prepared = session.prepared.job, session.prepared
+    if not job.search.is_asked:
+        return None
+    names = (offer.provider,) if prepared.target.is_rented else ()
+    bill = priced(job, arguments.job, provider=names, prices=arguments.prices)
+    if bill is None:
+        return None
+    kind = offer.kind if prepared.target.is_rented else "here"
+    name = f"{max(1, offer.n_gpus)}x {offer.gpu} {kind.replace('-', ' ')} at {offer.provider}"
+    rows = bill.of(bill.n_trials(MOST_TRIALS))["machines"]
+    found = [row for row in rows if row["kind"] == "here" == kind or row["name"] == name]
+    return found[0]["hours"] * 3600 if found else None
 
 
 @contextlib.contextmanager
@@ -240,7 +262,9 @@ def _do(session: Any, action: str, arguments: argparse.Namespace) -> int:
                 _say_open(session)
             raise
     standing = session.standing()
-    if (session.folder / LEDGER).exists() and not session.prepared.folder:
+    if session.prepared.job.search.is_asked:
+        _bring_winner(session.prepared.job)
+    elif (session.folder / LEDGER).exists() and not session.prepared.folder:
         leave_receipt(session.folder)
     if arguments.json:
         print_json(standing | {"exit_code": code})
@@ -258,6 +282,21 @@ def _do(session: Any, action: str, arguments: argparse.Namespace) -> int:
     if code == EXIT_LIMIT:
         write("farthing: stopped by a limit; raise it and launch again to continue")
     return code
+
+
+def _bring_winner(job: Any) -> None:
+    """The receipt of a search that came back from its store, and its winner's run."""
+    from farthing.run.accounts import read_ledger
+    from farthing.run.folder import LEDGER, SEARCH_LOG
+    from farthing.search.receipt import leave_receipt
+    from farthing.search.record import SearchRecord
+
+    folder = Path(job.output_dir)
+    if not (folder / SEARCH_LOG).exists():
+        return
+    with contextlib.closing(SearchRecord(folder)) as record:
+        usd = sum(account.usd for account in read_ledger(folder / LEDGER).ordered)
+        leave_receipt(job, record, usd)
 
 
 def _left_alone(session: Any) -> int:
@@ -310,7 +349,11 @@ def _show_standing(session: Any, *, as_json: bool) -> int:
     for name in strays:
         _say(f"{name}  there, and in no line of this folder: farthing launch stop destroys it")
     if standing["committed_step"] is not None:
-        print(f"saved up to step {standing['committed_step']:,}; {say_usd(standing['usd'])} so far")
+        is_search = session.prepared.job.search.is_asked
+        unit = "result of trials" if is_search else "step"
+        print(
+            f"saved up to {unit} {standing['committed_step']:,}; {say_usd(standing['usd'])} so far"
+        )
     _say_still_billed(standing)
     if standing["not_known"]:
         write(f"farthing: could not ask: {printable(standing['not_known'])}")

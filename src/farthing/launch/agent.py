@@ -66,7 +66,7 @@ class HostAgent:
         return max(0.0, round(facts["max_usd"] - elsewhere, 6))
 
     def run(self) -> int:
-        """The exit code of the run here."""
+        """The exit code of the run or search here."""
         self.speaker.booted()
         code, why = EXIT_INTERRUPTED, "asked to leave before it began"
         with handled(self._hand_on):
@@ -102,14 +102,14 @@ class HostAgent:
         left_s = self.facts["most_s"] - self.boot_s - GRACE_S
         if left_s < LEAST_USE_S:
             return EXIT_LIMIT, f"booting left {max(0.0, left_s):.0f} s to train: too little"
-        ends_at = time.monotonic() + left_s
+        ends_at, does = time.monotonic() + left_s, self.facts["does"]
         with open("log.agent.txt", "ab") as log:
             cap = [] if self.max_usd is None else ["--set", f"limits.max_usd={self.max_usd!r}"]
             cap += ["--set", "when_done=null"]  # who has rented the machine gives it back
             if self.usd_per_hour != self.facts["usd_per_hour"]:
                 cap += ["--set", f"where.usd_per_hour={self.usd_per_hour!r}"]
             self._child = begin(
-                ["train", str(self.job), "--retry", *cap],
+                [does[0], str(self.job), *does[1:], *cap],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
@@ -133,7 +133,7 @@ class HostAgent:
         if is_over and code in (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM):
             return EXIT_LIMIT, "the machine's time is over: as much as the cap buys"
         code = code if code >= 0 else 128 - code
-        return code, f"`farthing train` ended with {code}"
+        return code, f"`farthing {does[0]}` ended with {code}"
 
     def _hand_on(self, number: int, frame: Any) -> None:
         self._was_told = True

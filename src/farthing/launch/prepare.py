@@ -86,6 +86,7 @@ OF_PLACE = (
 """What `where` says of this machine, or of which one to rent; the rest is about the run, and goes
 along.
 """
+OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 LAUNCH_ID = "launch/id"
 OWN_FOLDERS = ("local", "slurm")
 """Targets whose machines see the files of this one: nothing has to travel."""
@@ -188,6 +189,7 @@ class Prepared:
         has_cap = limits.max_usd is not None
         told = {
             "name": name,
+            "does": ["search"] if self.job.search.is_asked else ["train", "--retry"],
             "store": self.job.output_store or self.job.output_dir,
             "inputs": inputs_key(self.launch_id) if self.travels else None,
             "most_s": int(lasts[which]),
@@ -268,6 +270,14 @@ class Prepared:
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
+def _has_files(choices: Any) -> bool:
+    """Whether a choice of a search is, by its form, a file or folder of this machine."""
+    if isinstance(choices, str):
+        return choices.startswith((".", "/", "~")) or choices.endswith(OF_DATA)
+    inner = choices.values() if isinstance(choices, dict) else choices
+    return isinstance(choices, list | tuple | dict) and any(map(_has_files, inner))
+
+
 def _shares(target: Target, at: str) -> bool:
     """Whether all machines of a target see the run folder of this one."""
     return target.name in OWN_FOLDERS or (target.name == "kubernetes" and "/" in at)
@@ -316,6 +326,7 @@ def extras_of(job: Job, n_gpus: int) -> tuple[str, ...]:
         ),
         "sentencepiece": True,  # which tokenizer a model has is known there
         "gpu": n_gpus > 0,
+        "search": job.search.is_asked,
         "track": "tensorboard" in job.train.report_to,
         **{name: name in job.train.report_to for name in ("wandb", "mlflow", "trackio")},
     }
@@ -351,12 +362,6 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
     A launch that asks for no machine, only after those that there are, needs no plan and no data:
     those may have changed.
     """
-    if job.search.is_asked:
-        raise InputError(
-            "a search is not launched yet: a launch trains one run",
-            where="search",
-            to_do="rent a machine and run `farthing search` there, or take `search:` out",
-        )
     named = find_target(wishes.on) if wishes.on else None
     if named is not None and not asks and named[0].is_rented:
         return Prepared(job, *named, wishes, (), {}, Packed())
@@ -521,6 +526,7 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) 
         (name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None
     )
     package = package_of(job.task)
+    varied = next((key for key in job.search.vary if _has_files(job.search.vary[key])), "")
     refusals = (
         (
             store is None and not _shares(target, at),
@@ -546,6 +552,12 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) 
             "nothing says how much this may cost",
             "limits",
             "set limits.max_usd, e.g. --set limits.max_usd=5",
+        ),
+        (
+            bool(varied) and not _shares(target, at),
+            "files that only this machine has do not travel as choices of a search",
+            f"search.vary.{varied}",
+            "name a model or data set of the Hub, or run `farthing search` where the files are",
         ),
         (
             job.model.from_run is not None and not _shares(target, at),

@@ -381,8 +381,7 @@ class Session:
             return
         store = self._store()
         try:
-            commits = list_commits(store)
-            if commits:
+            if commits := list_commits(store):
                 words = [account.as_row() for account in self.words().accounts()]
                 take_newest(store, self.folder, commits, words, self.say)
         except (StoreError, FarthingError, UnclearError, OSError) as error:
@@ -496,13 +495,24 @@ def paid_s(plan: Plan) -> float:
     return plan.wall_s - plan.seconds.get("setup", 0.0) - plan.seconds.get("waiting", 0.0)
 
 
-def dry_view(session: Session, ask: LaunchRequest, folder: Path, files: Sequence[str]) -> Json:
-    """What would be rented, for how long at most, the bill and what ends it, as plain values."""
+def dry_view(
+    session: Session,
+    ask: LaunchRequest,
+    folder: Path,
+    files: Sequence[str],
+    searches_s: float | None = None,
+) -> Json:
+    """What would be rented, for how long at most, the bill and what ends it, as plain values. A
+    search takes so many seconds; None: not known.
+    """
     prepared, offer, rate = session.prepared, ask.offer, ask.usd_per_hour
     target, plan, boot = prepared.target, prepared.plans.get(offer), boot_of(offer.provider)
+    train_s = None if plan is None else paid_s(plan)
+    if prepared.job.search.is_asked:
+        train_s = searches_s
     seconds = {
         "boot": boot.seconds if target.is_rented else 0.0,
-        **({} if plan is None else {"train": paid_s(plan)}),
+        **({} if train_s is None else {"train": train_s}),
         "teardown": float(TEARDOWN_S) if target.is_rented else 0.0,
     }
     of_offer = ("provider", "instance", "gpu", "n_gpus", "region", "is_spot")
@@ -517,7 +527,7 @@ def dry_view(session: Session, ask: LaunchRequest, folder: Path, files: Sequence
         "price_date": offer.date.isoformat(),
         "seconds": seconds,
         "usd_of": {name: each / 3600 * rate for name, each in seconds.items()},
-        "planned_usd": sum(seconds.values()) / 3600 * rate if plan is not None else None,
+        "planned_usd": None if train_s is None else sum(seconds.values()) / 3600 * rate,
         "boot_source": boot.source,
         "most_s": ask.most_s,
         "most_usd": ask.most_s / 3600 * rate,

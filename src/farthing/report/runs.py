@@ -20,10 +20,8 @@ from farthing.errors import FarthingError
 from farthing.report.live import progress_of
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_types import Receipt
-from farthing.run.folder import CHECKPOINTS, LEDGER, MODEL
+from farthing.run.folder import CHECKPOINTS, LEDGER, MODEL, SEARCH_LOG
 
-SEARCH_LOG = "search.jsonl"
-"""In the folder of a search."""
 _NOT_LOOKED_INTO = {CHECKPOINTS, MODEL, "tensorboard", ".git", "node_modules", "__pycache__"}
 
 

@@ -38,6 +38,7 @@ from farthing.run.folder import (
     RECEIPT,
     RUN,
     SCHEDULE,
+    SEARCH_LOG,
     SETTINGS,
     mend,
     run_id_of,
@@ -64,7 +65,10 @@ LOG_PARTS = "log.parts"
 """Of the log, which grows for as long as the run: pieces that end with a line, of which all but the
 last never change.
 """
-SMALL = (JOB, RUN, PLAN, SETTINGS, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
+SMALL = (
+    *(JOB, RUN, PLAN, SETTINGS, SCHEDULE, LOG, LEDGER, RECEIPT, SEARCH_LOG),
+    "measurements.json",
+)
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
 
 

@@ -63,6 +63,8 @@ LOG, LEDGER, RECEIPT, CHECKPOINTS, MODEL = (
 PAGE = "report.html"
 DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 """The files that decide the result."""
+SEARCH_LOG = "search.jsonl"
+"""In the folder of a search: what was decided and came out."""
 EVALUATION, STANDARD_TASKS = "evaluation.json", "standard_tasks.json"
 """What `farthing eval` has measured of the run's model: on held-out examples, and by tasks of
 lm-eval.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from farthing import api
 from farthing.config.job import Job
 from farthing.errors import InputError
-from farthing.search.halving import Rungs, interval, least_difference, rungs_of
+from farthing.search.halving import SHARES, Rungs, least_difference, rungs_of
 from farthing.search.space import draw, job_of, n_choices, values_with
 from farthing.storage.files import Json
 
@@ -145,7 +145,7 @@ class Bill:
     def _warnings(self, n_trials: int, row: Mapping[str, Any] | None) -> list[str]:
         found = []
         metric = (self.job.train.metric_for_best_model or "loss").removeprefix("eval_")
-        if interval(metric, 0.8, self.n_eval) is not None:
+        if metric in SHARES:
             found.append(
                 f"{self.n_eval:,} evaluation examples: two settings whose {metric} differs by less"
                 f" than {100 * least_difference(self.n_eval):.1f} points can't be told apart"

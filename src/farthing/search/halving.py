@@ -10,10 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-Z_95 = 1.959964
-IN_UNIT_INTERVAL = {
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.metrics import classification_metrics, stderr_of_mean
+
+Z_95, N_DRAWN = 1.959964, 1000
+SHARES = {
     *("accuracy", "f1", "precision", "recall", "exact_match", "rouge1", "rouge2", "rougeL"),
+    "rewards/accuracies",
 }
 """Metrics that are means of values from 0 to 1, or nearly so."""
 
@@ -77,22 +84,54 @@ def best_score(
     return max(there) if greater_is_better else min(there)
 
 
-def interval(metric: str, score: float, n_examples: int) -> tuple[float, float] | None:
-    """95 % interval of a score from the size of its evaluation set (Wilson 1927); None where the
-    metric has no bounds, as a loss.
+def interval(metric: str, row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """95 % interval of a metric in a row of an evaluation, from what its examples vary by; None
+    where that is not known.
 
-    A mean of values within 0 and 1 varies at most as much as a share does.
+    A loss: normal, by its standard error. Precision, recall and F1: percentiles of 1,000 bootstrap
+    samples of the confusion. Other shares: Wilson (1927); a mean of values within 0 and 1 varies at
+    most as much as a share does.
     """
-    if metric not in IN_UNIT_INTERVAL or n_examples < 1:
+    score, n = row.get(metric), row.get("n_examples") or 0
+    if score is None or n < 1:
         return None
-    z2 = Z_95**2
-    middle = (score + z2 / (2 * n_examples)) / (1 + z2 / n_examples)
-    half = (
-        Z_95
-        / (1 + z2 / n_examples)
-        * math.sqrt(score * (1 - score) / n_examples + z2 / (4 * n_examples**2))
-    )
+    if (stderr := row.get(f"{metric}_stderr")) is not None:
+        return score - Z_95 * stderr, score + Z_95 * stderr
+    if metric in ("f1", "precision", "recall") and "confusion" in row:
+        return _bootstrapped(metric, np.array(row["confusion"]))
+    if metric not in SHARES:
+        return None
+    z2 = Z_95**2 / n
+    middle = (score + z2 / 2) / (1 + z2)
+    half = math.sqrt(max(0.0, score * (1 - score)) * z2 + z2**2 / 4) / (1 + z2)
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _bootstrapped(metric: str, confusion: NDArray[np.int64]) -> tuple[float, float]:
+    n, names = int(confusion.sum()), ("",) * len(confusion)
+    drawn = np.random.default_rng(0).multinomial(n, confusion.ravel() / n, N_DRAWN)
+    values = [
+        classification_metrics(each.reshape(confusion.shape), names)[metric] for each in drawn
+    ]
+    low, high = np.quantile(np.array(values, dtype=float), [0.025, 0.975])
+    return float(low), float(high)
+
+
+Each = Sequence[Sequence[float]]
+"""(what each example adds to a mean, its weight), in the order of the examples."""
+
+
+def paired(one: Each, other: Each) -> tuple[float, float] | None:
+    """95 % interval of the difference between two means over the same examples; None where they
+    are others.
+    """
+    (sums, weights), (sums_of_other, weights_of_other) = one, other
+    if weights != weights_of_other:
+        return None
+    differences, of_all = np.array(sums) - np.array(sums_of_other), np.array(weights)
+    mean = float(differences.sum() / of_all.sum())
+    half = Z_95 * stderr_of_mean(differences, of_all)
+    return mean - half, mean + half
 
 
 def least_difference(n_examples: int, score: float = 0.8) -> float:

@@ -11,14 +11,18 @@ from typing import Any
 import yaml
 
 import farthing
+from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.run.accounts import WORK
-from farthing.run.folder import kept_job
+from farthing.run.commits import list_commits, take_newest
+from farthing.run.folder import RUN, kept_job
 from farthing.search.curve import Gain, gain
-from farthing.search.halving import interval, ranked
+from farthing.search.halving import SHARES, Z_95, paired, ranked
 from farthing.search.page import search_page
-from farthing.search.record import SearchRecord, folder_of
-from farthing.storage.files import Json, read_json, write_json, write_text
+from farthing.search.record import SearchRecord, folder_of, store_of
+from farthing.storage.files import Json, make_private, read_json, write_json, write_text
+from farthing.storage.lease import newest_words
+from farthing.storage.objects import Retrying, open_store
 
 SEARCH = "search.json"
 PAGE = "search.html"
@@ -26,6 +30,7 @@ WINNER = "winner.yaml"
 KIND = "farthing search"
 NEXT_ROWS = 1000
 PART = "data.max_train_samples"
+STORE_S = 120.0
 
 
 def is_search(folder: Path) -> bool:
@@ -45,14 +50,30 @@ def read_receipt(folder: Path) -> Json:
         ) from error
 
 
-def leave_receipt(max_usd: float | None, folder: Path, record: SearchRecord, usd: float) -> Json:
-    """Write the receipt, the page and the winner's job; returns the receipt."""
-    receipt = {**build(folder, record, usd), "max_usd": max_usd}
+def leave_receipt(job: Job, record: SearchRecord, usd: float) -> Json:
+    """Write the receipt, the page and the winner's job; returns the receipt. Raises
+    `FarthingError`.
+    """
+    folder = Path(job.output_dir)
+    receipt = {**build(folder, record, usd), "max_usd": job.limits.max_usd}
     if receipt["winner"] is not None:
+        bring_trial(job, receipt["winner"]["trial"])
         leave_winner(folder, receipt["winner"]["trial"])
     write_json(folder / SEARCH, receipt)
     write_text(folder / PAGE, search_page(receipt))
     return receipt
+
+
+def bring_trial(job: Job, trial: int) -> None:
+    """Bring a trial that another machine has trained from the store into the search's folder.
+    Raises `FarthingError`, `StoreError`.
+    """
+    run = folder_of(Path(job.output_dir), trial)
+    if job.output_store is None or (run / RUN).exists():
+        return
+    store = Retrying(open_store(store_of(job.output_store, trial)), STORE_S)
+    commits = list_commits(store)
+    take_newest(store, make_private(run), commits, newest_words(store), lambda text: None)
 
 
 def leave_winner(folder: Path, trial: int) -> None:
@@ -67,7 +88,7 @@ def build(folder: Path, record: SearchRecord, usd: float) -> Json:
     """The receipt as plain values; `usd` is what the search has cost in all."""
     header, metric = record.header, record.header["metric"]
     greater = header["greater_is_better"]
-    trials = [_trial(record, trial, metric) for trial in sorted(record.settings)]
+    trials = [_trial(record, trial) for trial in sorted(record.settings)]
     known = [each for each in trials if each["score"] is not None and each["part_of"] is None]
     order = _order(known, greater)
     held = [trial for trial, row in record.confirmed.items() if _holds(row, record)]
@@ -99,7 +120,7 @@ def build(folder: Path, record: SearchRecord, usd: float) -> Json:
         "trials": trials,
         "rungs": rungs,
         "winner": winner,
-        "margin": _margin(winner, [by_number[trial] for trial in order[1:]], greater),
+        "margin": _margin(record, [by_number[trial] for trial in order[:2]], greater),
         "front": _front(known, greater),
         "saved": _saved(record, trials),
         "confirmed": list(record.confirmed.values()),
@@ -110,9 +131,8 @@ def build(folder: Path, record: SearchRecord, usd: float) -> Json:
     return receipt
 
 
-def _trial(record: SearchRecord, trial: int, metric: str) -> Json:
+def _trial(record: SearchRecord, trial: int) -> Json:
     row = record.newest(trial)
-    score, n = row.get("score"), row.get("n_examples") or 0
     return {
         "trial": trial,
         "settings": record.settings[trial],
@@ -121,9 +141,9 @@ def _trial(record: SearchRecord, trial: int, metric: str) -> Json:
         "state": row.get("state", "not begun"),
         "reason": row.get("reason", "") if row.get("state") in ("failed", "diverged") else "",
         "fraction": row.get("fraction", 0.0),
-        "score": score,
-        "interval": interval(metric, score, n) if score is not None else None,
-        "n_examples": n,
+        "score": row.get("score"),
+        "interval": row.get("interval"),
+        "n_examples": row.get("metrics", {}).get("n_examples", 0),
         "usd": row.get("usd", 0.0),
         "step": row.get("step"),
         "n_steps": row.get("n_steps"),
@@ -162,22 +182,30 @@ def _by_rung(record: SearchRecord) -> list[Json]:
     return [found[rung] for rung in sorted(found)]
 
 
-def _margin(winner: Json | None, others: Sequence[Json], greater: bool) -> Json | None:
-    """By how much the winner is better than the next one, and whether that is within noise."""
-    if winner is None or not others:
+def _margin(record: SearchRecord, best: Sequence[Json], greater: bool) -> Json | None:
+    """By how much the winner is better than the next one, and whether that is within noise: by the
+    differences of the same examples where those are known, else by both intervals.
+    """
+    if len(best) < 2:
         return None
-    second = others[0]
-    better_by = (winner["score"] - second["score"]) * (1 if greater else -1)
-    both = winner["interval"], second["interval"]
-    within = None
-    if None not in both and winner["fraction"] == second["fraction"]:
-        halves = [(each[1] - each[0]) / 2 for each in both]
-        within = better_by < math.hypot(*halves)
+    (winner, second), sign = best, 1 if greater else -1
+    better_by = (winner["score"] - second["score"]) * sign
+    is_as_far = winner["fraction"] == second["fraction"]
+    bounds = None
+    if is_as_far:
+        one, other = (record.newest(trial["trial"]).get("each") for trial in best)
+        found = paired(one, other) if one and other else None
+        halves = [_error(trial) * Z_95 for trial in best if trial["interval"]]
+        if found is not None:
+            bounds = sorted(sign * bound for bound in found)
+        elif len(halves) == 2:
+            bounds = [better_by - math.hypot(*halves), better_by + math.hypot(*halves)]
     return {
         "second": second["trial"],
         "better_by": better_by,
-        "is_as_far_trained": winner["fraction"] == second["fraction"],
-        "is_within_noise": within,
+        "interval": bounds,
+        "is_as_far_trained": is_as_far,
+        "is_within_noise": None if bounds is None else bounds[0] <= 0,
     }
 
 
@@ -225,23 +253,25 @@ def _gains(record: SearchRecord, winner: Json | None, greater: bool) -> list[Jso
         return []
     n_train = record.counts["n_train"]
     points = [
-        (record.settings[trial][PART], row["score"], row["n_examples"])
+        (record.settings[trial][PART], row["score"], _error(row))
         for trial in sorted(parts)
         if (row := record.newest(trial)) and row["score"] is not None
     ]
-    points.append((n_train, winner["score"], winner["n_examples"]))
+    own = _error(winner)
+    points.append((n_train, winner["score"], own))
     found = []
     epochs = winner["epochs"] or 0.0
     spans = record.newest(winner["trial"]).get("spans") or {}
     training_s = sum(spans.get(name, 0.0) for name in WORK)
     training_usd = training_s / 3600 * record.header["usd_per_hour"]
-    most = 1 - winner["score"] if greater else winner["score"]
+    best = (1.0 if record.header["metric"] in SHARES else math.inf) if greater else 0.0
+    most = abs(best - winner["score"])
     with contextlib.suppress(InputError):
         more = min(NEXT_ROWS, n_train)
         rows = gain(
             [point[:2] for point in points],
             n_train + more,
-            [_error(record.header["metric"], score, n) for _, score, n in points],
+            [error for _, _, error in points],
             greater_is_better=greater,
         )
         usd = training_usd * more / n_train
@@ -253,10 +283,7 @@ def _gains(record: SearchRecord, winner: Json | None, greater: bool) -> list[Jso
             rows = gain(
                 [(step * each, score) for step, score in curve],
                 epochs + 1,
-                [
-                    _error(record.header["metric"], score, winner["n_examples"])
-                    for _, score in curve
-                ],
+                [own] * len(curve),
                 greater_is_better=greater,
             )
             found.append(
@@ -265,10 +292,10 @@ def _gains(record: SearchRecord, winner: Json | None, greater: bool) -> list[Jso
     return found
 
 
-def _error(metric: str, score: float, n: int) -> float:
+def _error(row: Mapping[str, Any]) -> float:
     """Standard error of a score; 0 where it is not known."""
-    bounds = interval(metric, score, n)
-    return 0.0 if bounds is None else (bounds[1] - bounds[0]) / (2 * 1.96)
+    bounds = row["interval"]
+    return 0.0 if bounds is None else (bounds[1] - bounds[0]) / (2 * Z_95)
 
 
 def _json(found: Gain, most: float) -> Json:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import RunChangedError, RunDamagedError
-from farthing.report.runs import SEARCH_LOG
+from farthing.run.folder import SEARCH_LOG
 from farthing.storage.files import Json
 from farthing.storage.logs import SummedLines
 
@@ -91,3 +91,8 @@ class SearchRecord:
 def folder_of(search: Path, trial: int) -> Path:
     """The run folder of a trial."""
     return search / TRIALS / f"{trial:03d}"
+
+
+def store_of(search: str, trial: int) -> str:
+    """The store of a trial's run, below that of the search."""
+    return f"{search.rstrip('/')}/{TRIALS}/{trial:03d}"

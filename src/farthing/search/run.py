@@ -12,9 +12,10 @@ import math
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,22 +28,22 @@ from farthing.errors import (
     FarthingError,
     InputError,
     RunInterruptedError,
+    RunTakenError,
 )
 from farthing.objectives.registry import objective_of
-from farthing.report.runs import SEARCH_LOG
 from farthing.run.accounts import read_ledger
-from farthing.run.folder import LEDGER, MODEL
+from farthing.run.folder import LEDGER, MODEL, claim
 from farthing.run.ledger import Ledger
-from farthing.run.opening import opened
+from farthing.run.mirror import Mirror, open_mirror
+from farthing.run.opening import Opened, opened
 from farthing.run.signals import handled
 from farthing.search.bill import priced
-from farthing.search.halving import Rungs, best_score, ranked, rungs_of
+from farthing.search.halving import Rungs, best_score, interval, ranked, rungs_of
 from farthing.search.pool import Worker, WorkerDiedError, environs
-from farthing.search.receipt import is_search, leave_receipt, read_receipt
-from farthing.search.record import SearchRecord, folder_of
+from farthing.search.receipt import bring_trial, is_search, leave_receipt, read_receipt
+from farthing.search.record import SearchRecord, folder_of, store_of
 from farthing.search.space import by_model, draw, n_choices, values_with
-from farthing.storage.files import Json, make_private, write_text
-from farthing.storage.objects import NoSuchObject, Retrying, open_store
+from farthing.storage.files import Json
 from farthing.train.budget import limits_left, refuse_cap_without_price
 
 MOST_TRIALS = 27
@@ -57,7 +58,8 @@ OF_THE_MACHINE = {
     *("RunDamagedError", "RunChangedError"),
 }
 """Failures that say nothing about settings: the search stops, and can be resumed."""
-STORE_S = 60.0
+N_COPIES, STORE_S = 2, 60.0
+"""Copies of the record that a store keeps; seconds in which the last one gets there."""
 Tell = Callable[[Json], None]
 
 
@@ -94,22 +96,46 @@ def search(
     folder = Path(job.output_dir)
     if (done := _finished(job, folder)) is not None:
         return done
-    store = _Copies(job.output_store, folder)
-    store.bring_back()
-    with opened(folder, job.usd_per_hour) as begun:
+    with opened(folder, job.usd_per_hour) as begun, _mirrored(job, begun, tell) as mirror:
         record = SearchRecord(folder)
         with contextlib.closing(record):
-            found = _Search(job, str(place), folder, record, begun.ledger, store, tell, n_at_a_time)
+            found = _Search(
+                job, str(place), folder, record, begun.ledger, mirror, tell, n_at_a_time
+            )
             found.begin()
             begun.is_accepted = True
             state, reason = found.run()
             record.add("ended", state=state, reason=reason)
             begun.ledger.end(state)
-            receipt = leave_receipt(job.limits.max_usd, folder, record, begun.ledger.spent_usd)
+            receipt = leave_receipt(job, record, begun.ledger.spent_usd)
             if state == "finished":
                 _drop_partial_models(folder, receipt)
-            store.send()
+            found.copy()
     return SearchOutcome(state, reason, receipt)
+
+
+@contextlib.contextmanager
+def _mirrored(job: Job, begun: Opened, tell: Tell) -> Iterator[Mirror | None]:
+    """The copy of record and ledger in the job's store, and the hold of the search there; what the
+    store knows is here first. None without a store.
+    """
+
+    def warn(text: str) -> None:
+        tell({"trial": None, "warning": text})
+
+    def is_over() -> bool:
+        return any(left.seconds <= CLOSING_S for left in limits_left(job, begun.ledger))
+
+    mirror = open_mirror(job.output_store, begun.folder, N_COPIES, warn)
+    if mirror is not None:
+        mirror.on_bills = begun.ledger.take_in
+        mirror.bring_back(should_stop=is_over)
+        begun.ledger.write()
+    try:
+        yield mirror
+    finally:
+        if mirror is not None:
+            mirror.close(STORE_S)
 
 
 def _drop_partial_models(folder: Path, receipt: Json) -> None:
@@ -139,7 +165,8 @@ def asked_of(job: Job) -> Json:
     """
     section = job.search.model_dump(mode="json", exclude={"trials"})
     of_search = {f"search.{key}": value for key, value in section.items()}
-    return {**of_search, **job.identity(), "model": job.model.model_name_or_path}
+    model = job.model.model_name_or_path
+    return {**of_search, **job.identity(), "model": "" if model.startswith("/") else model}
 
 
 def check(job: Job) -> None:
@@ -186,12 +213,12 @@ class _Search:
         folder: Path,
         record: SearchRecord,
         ledger: Ledger,
-        store: _Copies,
+        mirror: Mirror | None,
         tell: Tell,
         n_at_a_time: int,
     ) -> None:
         self.job, self.place, self.folder, self.record = job, place, folder, record
-        self.ledger, self.store, self.tell = ledger, store, tell
+        self.ledger, self.mirror, self.tell = ledger, mirror, tell
         self.metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
         greater = job.train.greater_is_better
         known = objective_of(job.task).metrics
@@ -227,6 +254,7 @@ class _Search:
                 where="limits.max_usd",
                 to_do="raise it, or say how many with search.trials; `farthing plan` has the bill",
             )
+        claim(self.folder, asked, {}, lambda text: None)
         self.record.add(
             "search",
             asked=asked,
@@ -237,6 +265,17 @@ class _Search:
             usd_per_hour=self.job.usd_per_hour,
             plan=bill and bill.of(n_trials),
         )
+        self.copy()
+        if self.mirror is not None:
+            self.mirror.wait(STORE_S)  # another machine has as many trials and rungs
+
+    def copy(self) -> None:
+        """Bring what was decided and came out to the store."""
+        n_done = len(self.record.results) + len(self.record.confirmed)
+        if not self.ledger.has_ended:
+            self.ledger.committed(n_done)
+        if self.mirror is not None:
+            self.mirror.offer(n_done)
 
     def _count(self) -> None:
         """How many examples there are, where parts of them are taken."""
@@ -254,7 +293,7 @@ class _Search:
                 return "finished", self._run()
         except _LimitError as error:
             return "limit", str(error)
-        except RunInterruptedError as error:
+        except (RunInterruptedError, RunTakenError) as error:
             return "interrupted", self._asked or error.what
         finally:
             self._has_ended.set()
@@ -338,6 +377,7 @@ class _Search:
             values = self._values(trial)
             values["data"].pop("max_eval_samples", None)
             asked = {"do": "confirm", "values": values, "skip": self._n_chosen_on}
+            bring_trial(self.job, trial)
             answer = self._ask(asked)
             score, n_examples = answer["metrics"].get(metric), answer["n_examples"]
             found = self.record.add(
@@ -346,8 +386,10 @@ class _Search:
                 metric=metric,
                 score=score,
                 n_examples=n_examples,
+                interval=interval(metric, {**answer["metrics"], "n_examples": n_examples}),
                 is_greater_better=better,
             )
+            self.copy()
         score = found["score"]
         if score is None or (score < wanted if better else score > wanted):
             return ""
@@ -399,7 +441,7 @@ class _Search:
             self._note(trial, {**before, "rung": rung})
             return
         values = self._values(trial)
-        values["limits"] = self._limits(spent_of(folder_of(self.folder, trial))[1])
+        values["limits"] = self._limits()
         task = {
             "do": "train",
             "values": values,
@@ -415,16 +457,18 @@ class _Search:
         keeps_best = self.job.train.load_best_model_at_end
         score = best_score(rows, self.metric, greater_is_better=self.greater, best=keeps_best)
         state = "diverged" if rows and score is None else answer["state"]
+        scored = next((each for each in rows if each.get(self.metric) == score), None)
         row = {
             "rung": rung,
             "fraction": rungs.fractions[rung] if rows else 0.0,
             "state": state,
             "reason": answer.get("reason") or answer.get("error", ""),
             "score": score,
-            "n_examples": rows[-1].get("n_examples") if rows else None,
-            "metrics": rows[-1] if rows else {},
+            "metrics": scored or {},
+            "interval": scored and interval(self.metric, scored),
+            "each": answer["each"].get(str(scored["step"])) if scored else None,
             "curve": [[each["step"], each.get(self.metric)] for each in rows],
-            "usd": spent_of(folder_of(self.folder, trial))[0],
+            "usd": usd_of(folder_of(self.folder, trial)),
         }
         names = ("step", "n_steps", "spans", "epochs", "serving_usd_per_month")
         self._note(trial, row | {name: answer.get(name) for name in names})
@@ -433,7 +477,7 @@ class _Search:
         with self._writing:
             self.record.add("rung", **{**row, "trial": trial})
             self.tell({"done": trial, **row})
-            self.store.send()
+            self.copy()
 
     def _ask(self, task: Json, trial: int | None = None) -> Json:
         """The answer of a worker. One that dies is begun again. Raises what is not the trial's."""
@@ -463,6 +507,8 @@ class _Search:
 
     def _refuse_to_begin(self) -> None:
         """Raises what ends the search, where something does."""
+        if self.mirror is not None:
+            self.mirror.check()
         if self._asked:
             raise RunInterruptedError(self._asked)
         if self._over:
@@ -473,7 +519,7 @@ class _Search:
         values: Json = values_with(self.job, self.record.settings[trial])
         values["output_dir"] = str(folder_of(self.folder, trial))
         if self.job.output_store:
-            values["output_store"] = f"{self.job.output_store.rstrip('/')}/trials/{trial:03d}"
+            values["output_store"] = store_of(self.job.output_store, trial)
         where = self.job.where.model_dump(
             exclude_unset=True, exclude={"gpus", "power_watts", "usd_per_kwh"}
         )
@@ -483,12 +529,16 @@ class _Search:
             values["data"]["max_eval_samples"] = self._n_chosen_on
         return values
 
-    def _limits(self, spent_s: float) -> Json:
-        """The limits of a trial that has taken so many seconds: what the search's limits leave."""
+    def _limits(self) -> Json:
+        """The limits of a trial: what those of the search leave."""
         left_s, limit = self._left()
         if left_s <= CLOSING_S:
             raise _LimitError(limit)
-        return {} if math.isinf(left_s) else {"max_hours": (spent_s + left_s - CLOSING_S) / 3600}
+        if math.isinf(left_s):
+            return {}
+        # a moment: what another machine has spent on the trial is known only once it begins
+        until = datetime.fromtimestamp(self.ledger.now + left_s - CLOSING_S, UTC)
+        return {"deadline": until.isoformat(timespec="milliseconds")}
 
     def _left(self) -> tuple[float, str]:
         """Seconds until the first limit of the search, and that limit."""
@@ -512,30 +562,6 @@ class _Search:
             worker.leave()
 
 
-class _Copies:
-    """The record and the ledger in the store, for a machine that comes after this one."""
-
-    def __init__(self, address: str | None, folder: Path) -> None:
-        self._address, self._folder = address, folder
-
-    def bring_back(self) -> None:
-        """What the store has, where this folder has nothing. Raises `StoreError`."""
-        if self._address is None or (self._folder / SEARCH_LOG).exists():
-            return
-        store = Retrying(open_store(self._address), STORE_S)
-        with contextlib.suppress(NoSuchObject):
-            for name in (LEDGER, SEARCH_LOG):
-                text = store.get(f"search/{name}").decode()
-                write_text(make_private(self._folder) / name, text)
-
-    def send(self) -> None:
-        """Copy what there is now. Raises `StoreError`."""
-        if self._address is not None:
-            store = Retrying(open_store(self._address), STORE_S)
-            for name in (LEDGER, SEARCH_LOG):
-                store.put(f"search/{name}", self._folder / name)
-
-
 def model_in(section: SearchSection) -> str:
     """The model of a section with one choice of it; empty where it does not vary."""
     key = next((key for key in ("model", "model.model_name_or_path") if key in section.vary), None)
@@ -543,7 +569,6 @@ def model_in(section: SearchSection) -> str:
     return str(values[0]) if isinstance(values, tuple) else ""
 
 
-def spent_of(folder: Path) -> tuple[float, float]:
-    """Dollars and seconds that the run in a folder has taken so far."""
-    accounts = read_ledger(folder / LEDGER).ordered
-    return sum(each.usd for each in accounts), sum(each.wall_s for each in accounts)
+def usd_of(folder: Path) -> float:
+    """Dollars that the run in a folder has taken so far."""
+    return sum(each.usd for each in read_ledger(folder / LEDGER).ordered)

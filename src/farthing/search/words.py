@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from farthing.search.halving import SHARES
 from farthing.storage.files import Json
 from farthing.units import plural, say_usd
 
@@ -16,7 +17,7 @@ def in_words(receipt: Json) -> list[str]:
             lines.append(f"trained for {100 * winner['fraction']:.0f} % of its steps only")
     if margin is not None:
         noise = {True: ", within noise", False: ", beyond noise", None: ""}
-        unit = 100 if winner["interval"] else 1
+        unit = 100 if metric in SHARES else 1
         said = f"{unit * margin['better_by']:.3g}{' points' if unit == 100 else ''}"
         other = "" if margin["is_as_far_trained"] else ", which was trained less"
         lines.append(
@@ -25,12 +26,12 @@ def in_words(receipt: Json) -> list[str]:
         )
     for row in receipt["confirmed"]:
         lines.append(
-            f"trial {row['trial']}: {row['metric']} {row['score']:.4g} on {row['n_examples']:,}"
+            f"trial {row['trial']}: {row['metric']} {score_in_words(row)} on {row['n_examples']:,}"
             " examples that no choice was made on"
         )
     for each in receipt["gains"]:
         what = f"{each['more']:,} more rows" if each["of"] == "rows" else "another epoch"
-        scale, of = (100, "points") if winner and winner["interval"] else (1, metric)
+        scale, of = (100, "points") if metric in SHARES else (1, metric)
         basis = "" if each["of"] == "rows" else " (by the curve within this run)"
         lines.append(
             f"{what} should add {scale * each['low']:.2g} to {scale * each['high']:.2g} {of}"

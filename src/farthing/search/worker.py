@@ -69,7 +69,7 @@ def train_segment(task: Json, tell: Tell) -> Json:
             "train": job.train.model_copy(update={"eval_strategy": "steps", "eval_steps": every})
         }
     )
-    folder, is_paused = Path(job.output_dir), False
+    folder, is_paused, each = Path(job.output_dir), False, dict[int, Any]()
 
     def pause(step: int) -> None:
         nonlocal is_paused
@@ -79,6 +79,7 @@ def train_segment(task: Json, tell: Tell) -> Json:
 
     def on_event(event: Event) -> None:
         if isinstance(event, Evaluated):
+            each[event.step] = event.each
             tell({"step": event.step, "n_steps": n_steps, "metrics": event.log_row()})
             pause(event.step)
         elif isinstance(event, Restored) and event.step in [
@@ -99,6 +100,7 @@ def train_segment(task: Json, tell: Tell) -> Json:
         "step": receipt.steps,
         "n_steps": n_steps,
         "evaluations": rows,
+        "each": each if task["times"] is None else {},
         "spans": {span.name: span.seconds for span in receipt.spans},
         "serving_usd_per_month": receipt.serving and receipt.serving.usd_per_month,
         "epochs": receipt.epochs,
@@ -112,7 +114,7 @@ def _evaluations(folder: Path) -> list[Json]:
         | {
             name: value
             for name, value in row["metrics"].items()
-            if isinstance(value, int | float | None)
+            if isinstance(value, int | float | None) or name == "confusion"
         }
         for row in read_log(folder / LOG).evaluations
     ]

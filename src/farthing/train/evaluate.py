@@ -19,12 +19,14 @@ from farthing.data.token_set import TokenSet
 from farthing.device_memory import is_out_of_memory
 from farthing.dist.ranks import Ranks
 from farthing.errors import RunInterruptedError
-from farthing.metrics import Metrics
+from farthing.metrics import Metrics, stderr_of_mean
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
 from farthing.objectives.objective import Evaluated, OfStep
 
 T = TypeVar("T")
+Scores = dict[str, tuple[list[float], list[float]]]
+"""Metric -> (what each example adds, how much of the mean it is), in the order of the examples."""
 
 
 class Writing(NamedTuple):
@@ -40,6 +42,8 @@ class Found(NamedTuple):
     number: int
     """Of the batch among all."""
     loss: Tensor | None = None
+    each: Tensor | None = None
+    """[N]: the loss of each example, summed over its targets."""
     of_documents: Tensor | None = None
     """Sum over the documents of the mean loss of each, where tokens are scored."""
     labels: Tensor | None = None
@@ -88,13 +92,14 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     ranks: Ranks | None = None,
+    each: Scores | None = None,
 ) -> Metrics:
     """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is
     not a number.
 
     A batch has at most `micro_batch_tokens` computed tokens, or one example. Where input and target
     are apart, a text is written for each with `writing`. `ranks` share the batches, and all know
-    all metrics. Raises
+    all metrics. `each` gets what every example has added. Raises
     `RunInterruptedError` when asked to stop in between.
     """
     model, ranks = forward.model, ranks or Ranks()
@@ -150,14 +155,24 @@ def evaluate(
     if not np.isfinite(mean):  # what such scores choose means nothing
         return {"loss": None, "n_examples": len(examples)}
     metrics: Metrics = {"loss": mean, "n_examples": len(examples)}
+    if forward.of.loss is None:
+        order = np.argsort(np.concatenate(micro_batches), kind="stable")
+        losses = _fetched([one.each for one in found])[order].astype(float)
+        weights = _weights(forward, tokens, np.sort(examples))
+        metrics["loss_stderr"] = stderr_of_mean(losses, weights)
+        if each is not None:
+            each["loss"] = losses.tolist(), weights.tolist()
     if forward.of.figures:
         return metrics | _means(forward.of.figures, [each.figures for each in found])
     labels, answers = (
         _fetched([each.labels for each in found]),
         _fetched([each.answers for each in found]),
     )
-    predictions = [text for each in found for text in each.predictions or ()]
-    references = [text for each in found for text in each.references or ()]
+    if each is not None and "accuracy" in forward.of.metrics and len(answers):
+        hits = (labels == answers)[order].astype(float)
+        each["accuracy"] = hits.tolist(), [1.0] * len(hits)
+    predictions = [text for one in found for text in one.predictions or ()]
+    references = [text for one in found for text in one.references or ()]
     of_task = Evaluated(
         mean, document_loss, labels, answers, tokens.label_names, predictions, references
     )
@@ -172,14 +187,26 @@ def _measure(
     batch = forward.to_device(forward.collate(tokens, micro_batch))
     if task.labels is not None:
         loss, scores = forward.loss_and_scores(batch)
+        of_one, labels = task.labels.loss, batch["labels"]
+        each = torch.vmap(lambda row, label: of_one(row[None], label[None], 0.0))(scores, labels)
         return Found(
-            number, loss.double(), labels=batch["labels"], answers=task.labels.answers(scores)
+            number, loss.double(), each, labels=labels, answers=task.labels.answers(scores)
         )
     loss, log_probs = forward.loss_and_log_probs(batch)
     n_each = torch.from_numpy(target_lengths_of(tokens, micro_batch)).to(
         log_probs.device, non_blocking=True
     )
-    return Found(number, loss.double(), -(log_probs / n_each).double().sum())
+    of_documents = -(log_probs / n_each).double().sum()
+    return Found(number, loss.double(), -log_probs, of_documents)
+
+
+def _weights(
+    forward: Forward, tokens: TokenSet, examples: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """[n]: how many targets of each example the loss is the mean over."""
+    if forward.of.labels is not None:
+        return np.ones(len(examples))
+    return target_lengths_of(tokens, examples).astype(float)
 
 
 def _measure_units(
@@ -266,7 +293,7 @@ def _of_all(ranks: Ranks, found: list[Found], device: torch.device) -> list[Foun
         (row for of_rank in ranks.gather(own) for row in of_rank), key=lambda row: row[0]
     )
     dtypes = {
-        **dict.fromkeys(("loss", "of_documents", "figures"), torch.float64),
+        **dict.fromkeys(("loss", "each", "of_documents", "figures"), torch.float64),
         **dict.fromkeys(("labels", "answers")),
     }
 

@@ -9,7 +9,7 @@ from functools import partial
 from farthing.events import Evaluated, Evaluating
 from farthing.metrics import Metrics
 from farthing.train.attempt import Attempt
-from farthing.train.evaluate import Writing, evaluate, with_room
+from farthing.train.evaluate import Scores, Writing, evaluate, with_room
 from farthing.train.step_log import settle
 
 
@@ -18,15 +18,16 @@ def evaluate_run(attempt: Attempt) -> None:
     settle(attempt)
     meter, at = attempt.context.meter, attempt.progress
     started_s, n_before = meter.wall_s, attempt.forward.n_sent_tokens
+    each: Scores = {}
     with meter.span("evaluation"):
-        metrics = _measured(attempt)
+        metrics = _measured(attempt, each)
     at.evaluated_step = at.step
     attempt.n_evaluated_tokens = attempt.forward.n_sent_tokens - n_before
     value = metrics.get(attempt.metric)
     is_best = _judge(attempt, value if isinstance(value, float | int) else None)
     attempt.clocks.evaluation_s = meter.wall_s - started_s
     attempt.record.evaluations_s.append(attempt.clocks.evaluation_s)
-    event = Evaluated(at.step, metrics, is_best)
+    event = Evaluated(at.step, metrics, is_best, each.get(attempt.metric))
     attempt.log.append(event.log_row())
     attempt.context.emit(event)
 
@@ -57,8 +58,8 @@ def _judge(attempt: Attempt, value: float | None) -> bool:
     return is_best
 
 
-def _measured(attempt: Attempt) -> Metrics:
-    """Metrics of the model as it is. Raises `RunInterruptedError`."""
+def _measured(attempt: Attempt, each: Scores) -> Metrics:
+    """Metrics of the model as it is; `each` gets those of every example. Raises `RunInterruptedError`."""
     held_out, train, ranks = attempt.eval_examples, attempt.job.train, attempt.context.ranks
     assert held_out is not None
     writing = Writing(attempt.inputs.tokenizer, attempt.job.data.max_target_length)
@@ -75,6 +76,7 @@ def _measured(attempt: Attempt) -> Metrics:
         writing=writing if train.predict_with_generate else None,
         should_stop=lambda: bool(attempt.context.notice) or ranks.others_ask_to_leave,
         ranks=ranks,
+        each=each,
         progress=lambda done, total: attempt.context.emit(Evaluating(done, total)),
     )
     return with_room(measure, most_tokens, longest, attempt.numerics.device, attempt.warn)
