@@ -196,7 +196,9 @@ def test_a_seq2seq_run_may_spare_the_generation(tmp_path: Path) -> None:
         tmp_path, "t5", rows=rows, eval_rows=rows, max_steps=1, predict_with_generate=False
     )
     workshop.train(job)
-    assert set(evaluations(job)[-1]["metrics"]) == {"loss", "n_examples", "document_loss"}
+    assert set(evaluations(job)[-1]["metrics"]) == {
+        *("loss", "loss_stderr", "n_examples", "document_loss")
+    }
 
 
 @pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 3))

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -19,9 +20,17 @@ from farthing.cli import main
 from farthing.config.job import SearchSection
 from farthing.config.load import load_job
 from farthing.errors import InputError, JobError, RunChangedError
+from farthing.metrics import stderr_of_mean
 from farthing.search.bill import priced
 from farthing.search.curve import gain
-from farthing.search.halving import best_score, interval, least_difference, ranked, rungs_of
+from farthing.search.halving import (
+    best_score,
+    interval,
+    least_difference,
+    paired,
+    ranked,
+    rungs_of,
+)
 from farthing.search.run import search
 from farthing.search.space import draw, n_choices
 from small_models import make_model_folder
@@ -50,8 +59,26 @@ def test_what_is_no_number_loses() -> None:
 
 
 def test_scores_have_the_noise_of_their_evaluation_set() -> None:
-    assert interval("accuracy", 0.8, 100) == pytest.approx((0.711, 0.867), abs=1e-3)
-    assert interval("loss", 1.5, 100) is None
+    row = {"accuracy": 0.8, "loss": 1.5, "loss_stderr": 0.1, "f1": 0.8, "n_examples": 100}
+    assert interval("accuracy", row) == pytest.approx((0.711, 0.867), abs=1e-3)
+    assert interval("loss", row) == pytest.approx((1.304, 1.696), abs=1e-3)
+    assert interval("rewards/margins", {"rewards/margins": 2.0, "n_examples": 100}) is None
+    low, high = interval("f1", {**row, "confusion": [[40, 10], [10, 40]]}) or (0.0, 0.0)
+    assert 0.70 < low < 0.74
+    assert 0.86 < high < 0.89
+    assert stderr_of_mean(np.array([1.0, 2.0, 3.0]), np.ones(3)) == pytest.approx(1 / 3**0.5)
+
+
+def test_the_same_examples_tell_settings_apart_that_their_intervals_do_not() -> None:
+    hits = [1.0] * 70 + [0.0] * 30
+    better = [1.0] * 76 + [0.0] * 24
+    ones = [1.0] * 100
+    low, high = paired((better, ones), (hits, ones)) or (0.0, 0.0)
+    assert (low, high) == pytest.approx((0.0132, 0.1068), abs=1e-3)
+    assert paired((better, ones), (hits, [1.0] * 99)) is None
+
+
+def test_least_difference_of_two_shares() -> None:
     assert least_difference(400) == pytest.approx(0.0554, abs=1e-4)
 
 

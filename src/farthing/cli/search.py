@@ -135,7 +135,7 @@ class _Progress:
     """Lines for what happens. A warning is told once a trial."""
 
     def __init__(self, console: Any) -> None:
-        self._console, self._told = console, set[tuple[int, str]]()
+        self._console, self._told = console, set[tuple[int | None, str]]()
 
     def show(self, row: Any) -> None:
         """Print the line of something that happened, where it is worth one."""
@@ -144,7 +144,8 @@ class _Progress:
 
         if "warning" in row and (row["trial"], row["warning"]) not in self._told:
             self._told.add((row["trial"], row["warning"]))
-            self._say(f"trial {row['trial']}: {escape(row['warning'])}")
+            whose = "" if row["trial"] is None else f"trial {row['trial']}: "
+            self._say(f"{whose}{escape(row['warning'])}")
         elif "done" in row:
             score = "no score" if row["score"] is None else f"{row['score']:.4g}"
             reason = f" ({escape(row['reason'])})" if row["state"] in ("failed", "diverged") else ""

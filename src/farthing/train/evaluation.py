@@ -59,7 +59,9 @@ def _judge(attempt: Attempt, value: float | None) -> bool:
 
 
 def _measured(attempt: Attempt, each: Scores) -> Metrics:
-    """Metrics of the model as it is; `each` gets those of every example. Raises `RunInterruptedError`."""
+    """Metrics of the model as it is; `each` gets those of every example. Raises
+    `RunInterruptedError`.
+    """
     held_out, train, ranks = attempt.eval_examples, attempt.job.train, attempt.context.ranks
     assert held_out is not None
     writing = Writing(attempt.inputs.tokenizer, attempt.job.data.max_target_length)
