@@ -183,28 +183,29 @@ def _by_rung(record: SearchRecord) -> list[Json]:
 
 
 def _margin(record: SearchRecord, best: Sequence[Json], greater: bool) -> Json | None:
-    """By how much the winner is better than the next one, and whether that is within noise: by the
-    differences of the same examples where those are known, else by both intervals.
+    """By how much the winner is better than the next one at the last rung that both have reached,
+    and whether that is within noise: by the differences of the same examples where those are known,
+    else by both intervals.
     """
     if len(best) < 2:
         return None
-    (winner, second), sign = best, 1 if greater else -1
-    better_by = (winner["score"] - second["score"]) * sign
-    is_as_far = winner["fraction"] == second["fraction"]
-    bounds = None
-    if is_as_far:
-        one, other = (record.newest(trial["trial"]).get("each") for trial in best)
-        found = paired(one, other) if one and other else None
-        halves = [_error(trial) * Z_95 for trial in best if trial["interval"]]
-        if found is not None:
-            bounds = sorted(sign * bound for bound in found)
-        elif len(halves) == 2:
-            bounds = [better_by - math.hypot(*halves), better_by + math.hypot(*halves)]
+    (winner, second), sign = (each["trial"] for each in best), 1 if greater else -1
+    rung = max(at for trial, at in record.results if trial == second)
+    one, other = record.results.get((winner, rung)), record.results[second, rung]
+    if one is None or one["score"] is None:  # held on other examples, though it was trained less
+        return None
+    better_by, bounds = (one["score"] - other["score"]) * sign, None
+    found = paired(one["each"], other["each"]) if one["each"] and other["each"] else None
+    if found is not None:
+        bounds = sorted(sign * bound for bound in found)
+    elif one["interval"] and other["interval"]:
+        half = Z_95 * math.hypot(_error(one), _error(other))
+        bounds = [better_by - half, better_by + half]
     return {
-        "second": second["trial"],
+        "second": second,
         "better_by": better_by,
         "interval": bounds,
-        "is_as_far_trained": is_as_far,
+        "at_fraction": other["fraction"],
         "is_within_noise": None if bounds is None else bounds[0] <= 0,
     }
 

@@ -448,6 +448,7 @@ class _Search:
             "first_fraction": rungs.fractions[0],
             "times": None if rung == rungs.n - 1 else rungs.factor**rung,
             "n_steps": before.get("n_steps"),
+            "is_close": rung >= rungs.n - 2,  # to the end: few trials, each of which may win
         }
         self.tell({"trial": trial, "rung": rung, "n_rungs": rungs.n})
         answer = self._ask(task, trial)

@@ -19,10 +19,12 @@ def in_words(receipt: Json) -> list[str]:
         noise = {True: ", within noise", False: ", beyond noise", None: ""}
         unit = 100 if metric in SHARES else 1
         said = f"{unit * margin['better_by']:.3g}{' points' if unit == 100 else ''}"
-        other = "" if margin["is_as_far_trained"] else ", which was trained less"
+        bounds = margin["interval"]
+        said += f" ({unit * bounds[0]:.2g} to {unit * bounds[1]:.2g})" if bounds else ""
+        share = f" at {100 * margin['at_fraction']:.0f} % of their steps"
         lines.append(
-            f"better than trial {margin['second']} by {said}"
-            f"{noise[margin['is_within_noise']]}{other}"
+            f"better than trial {margin['second']} by {said}{noise[margin['is_within_noise']]}"
+            f"{share if margin['at_fraction'] < 1 else ''}"
         )
     for row in receipt["confirmed"]:
         lines.append(
