@@ -1,13 +1,13 @@
-"""How good a winner a search finds, and for how much of a grid's compute: three real tasks whose
-grid is trained in full.
+"""How good a winner a search finds, for how much of a grid's compute, and whether its cap holds.
 
-    FARTHING_DATA=... python bench/search.py --seeds 10 --first-seed 0 --json result.json
+    FARTHING_DATA=... python bench/search.py --seeds 10 --first-seed 0 [--caps 50] --json result.json
 
-A seed is that of training and of the search; each has a grid of its own. Trials resume to the bit,
-so the grid's curves say what a search of it would have seen: the search is replayed on them. That
-of the first seed is run, killed five times, and must have the trials, the winner and the weights of
-the replay and of the grid's own run. Compute is training in trials of full length. Beside it, at
-equal compute: Optuna's TPE with separate full runs, and random search.
+Three real tasks have a grid that is trained in full, for each seed of training and search. Trials
+resume to the bit, so the grid's curves say what a search would have seen: it is replayed on them.
+That of the first seed is run too: once for its bill, and once killed five times, which must have
+the trials, the winner and the weights of the replay and the grid. Beside it, at equal compute:
+Optuna's TPE with separate full runs, and random search. --caps: searches at drawn prices whose caps
+are too small for them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import hashlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,67 +43,61 @@ from farthing.search.worker import train_segment
 from farthing.tiny import write_jsonl
 from small_models import make_model_folder
 
-VARY = {
-    "train.learning_rate": [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2],
-    "train.global_batch_size": [16, 32],
-}
-N_TRIALS, N_KILLS = 12, 5
+RATES, BATCHES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2], [16, 32]
+VARY = {"train.learning_rate": RATES, "train.global_batch_size": BATCHES}
+GRID = [dict(zip(VARY, values, strict=True)) for values in product(RATES, BATCHES)]
+N_TRIALS, N_KILLS, USD_PER_HOUR = len(GRID), 5, 0.36
+RUNGS = rungs_of(3, 0.1, N_TRIALS)
 
 
-class Objective(NamedTuple):
+class Task(NamedTuple):
     """A real task, small enough for a CPU."""
 
     name: str
     family: str
     kind: str
     metric: str
-    rows: Callable[[Path], list[dict[str, str]]]
-
-
-def complaints(data: Path) -> list[dict[str, str]]:
-    """Complaints of the four most frequent products."""
-    rows = _read(data / "complaints_narratives.jsonl")
-    frequent = [name for name, _ in Counter(row["product"] for row in rows).most_common(4)]
-    chosen = [row for name in frequent for row in rows if row["product"] == name]
-    found = [{"text": row["text"][:400], "label": row["product"]} for row in chosen]
-    return _some([row for row in found if row["text"]], 280)
-
-
-def restaurants(data: Path) -> list[dict[str, str]]:
-    """Facts about restaurants, and a sentence that says them."""
-    rows = _read(data / "e2e_nlg_dev_test.jsonl")
-    return _some([{"prompt": row["input"], "completion": " " + row["target"]} for row in rows], 240)
-
-
-def prompts(data: Path) -> list[dict[str, str]]:
-    """Short prompts of many tasks, and their answers."""
-    rows = _read(data / "p3_open_license_sample.jsonl")
-    short = [row for row in rows if len(row["prompt"]) < 400 and 0 < len(row["completion"]) < 100]
-    return _some([{"input": row["prompt"], "target": row["completion"]} for row in short], 240)
+    rows: Callable[[Path], Iterable[dict[str, str]]]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _some(rows: list[dict[str, str]], n: int) -> list[dict[str, str]]:
-    return random.Random(0).sample(rows, min(n, len(rows)))
+def complaints(data: Path) -> Iterable[dict[str, str]]:
+    """Complaints of the four most frequent products."""
+    rows = [row for row in _read(data / "complaints_narratives.jsonl") if row["text"]]
+    frequent = [name for name, _ in Counter(row["product"] for row in rows).most_common(4)]
+    of_name = (row for name in frequent for row in rows if row["product"] == name)
+    return ({"text": row["text"][:400], "label": row["product"]} for row in of_name)
+
+
+def restaurants(data: Path) -> Iterable[dict[str, str]]:
+    """Facts about restaurants, and a sentence that says them."""
+    rows = _read(data / "e2e_nlg_dev_test.jsonl")
+    return ({"prompt": row["input"], "completion": " " + row["target"]} for row in rows)
+
+
+def prompts(data: Path) -> Iterable[dict[str, str]]:
+    """Short prompts of many tasks, and their answers."""
+    for row in _read(data / "p3_open_license_sample.jsonl"):
+        if len(row["prompt"]) < 400 and 0 < len(row["completion"]) < 100:
+            yield {"input": row["prompt"], "target": row["completion"]}
 
 
 TASKS = (
-    Objective("complaints", "bert", "classification", "accuracy", complaints),
-    Objective("restaurants", "llama", "causal-lm", "loss", restaurants),
-    Objective("prompts", "t5", "seq2seq", "loss", prompts),
+    Task("complaints", "bert", "classification", "accuracy", complaints),
+    Task("restaurants", "llama", "causal-lm", "loss", restaurants),
+    Task("prompts", "t5", "seq2seq", "loss", prompts),
 )
 
 
-def job_file(folder: Path, task: Objective, data: Path, seed: int) -> Path:
+def job_file(folder: Path, task: Task, data: Path, seed: int, **keys: Any) -> Path:
     """The search's job."""
     folder.mkdir(parents=True)
-    rows = task.rows(data)
-    make_model_folder(
-        folder / "model", (" ".join(row.values()) for row in rows), task.family, hidden=32
-    )
+    rows = random.Random(0).sample(list(task.rows(data)), 260)
+    texts = (" ".join(row.values()) for row in rows)
+    make_model_folder(folder / "model", texts, task.family, hidden=32)
     write_jsonl(folder / "data.jsonl", rows)
     job = {
         "task": task.kind,
@@ -117,45 +113,20 @@ def job_file(folder: Path, task: Objective, data: Path, seed: int) -> Path:
             "seed": seed,
         },
         "search": {"vary": VARY, "trials": N_TRIALS, "seed": seed},
-        "where": {"device": "cpu", "usd_per_hour": 0.36},
+        "where": {"device": "cpu", "usd_per_hour": USD_PER_HOUR},
         "limits": {"max_usd": 10},
         "output_dir": "./search",
         "cache_dir": "./cache",
+        **keys,
     }
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job), encoding="utf-8")
     return path
 
 
-def grid(folder: Path, path: Path) -> dict[str, Any]:
-    """Every setting trained in full: its curve, and the hash of its weights."""
-    job = load_job(path)
-    found = {}
-    for number, settings in enumerate(every_setting()):
-        values = values_with(job, settings)
-        run = folder / "grid" / f"{number:02d}"
-        values |= {"output_dir": str(run), "limits": {}}
-        task = {
-            "values": values,
-            "place": str(path),
-            "n_steps": None,
-            "first_fraction": rungs_of(3, 0.1, N_TRIALS).fractions[0],
-            "times": None,
-        }
-        answer = train_segment(task, lambda row: None)
-        found[json.dumps(settings, sort_keys=True)] = {
-            "curve": answer["evaluations"],
-            "n_steps": answer["n_steps"],
-            "weights": sha256_of(run),
-        }
-    return found
-
-
-def every_setting() -> Iterator[dict[str, Any]]:
-    """All settings of the grid."""
-    for rate in VARY["train.learning_rate"]:
-        for batch in VARY["train.global_batch_size"]:
-            yield {"train.learning_rate": rate, "train.global_batch_size": batch}
+def key_of(settings: dict[str, Any]) -> str:
+    """Settings as a key."""
+    return json.dumps(settings, sort_keys=True)
 
 
 def sha256_of(run: Path) -> str:
@@ -164,133 +135,134 @@ def sha256_of(run: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
-class Curves:
-    """What a search sees of the grid."""
+class Grid:
+    """Every setting trained in full: what a search sees of it."""
 
-    def __init__(self, task: Objective, of_grid: dict[str, Any]) -> None:
+    def __init__(self, task: Task, folder: Path, path: Path) -> None:
         self.greater = objective_of(task.kind).metrics[task.metric]
-        self._metric, self._grid = task.metric, of_grid
+        self._metric, self._answers, self.weights = task.metric, {}, {}
+        job, ways = load_job(path), {"n_steps": None, "times": None, "is_close": False}
+        for number, settings in enumerate(GRID):
+            run = folder / "grid" / f"{number:02d}"
+            values = values_with(job, settings) | {"output_dir": str(run), "limits": {}}
+            asked = {"values": values, "place": str(path), "first_fraction": RUNGS.fractions[0]}
+            self._answers[key_of(settings)] = train_segment(asked | ways, lambda row: None)
+            self.weights[key_of(settings)] = sha256_of(run)
 
-    def score(self, settings: dict[str, Any], step_share: float) -> float | None:
+    def score(self, settings: dict[str, Any], fraction: float) -> float | None:
         """The score of settings after a share of their steps."""
-        row = self._grid[json.dumps(settings, sort_keys=True)]
-        rows = [each for each in row["curve"] if each["step"] <= step_share * row["n_steps"] + 1]
-        if step_share < 1:
-            first = row["curve"][0]["step"]
-            rows = [each for each in rows if each["step"] <= first * round(step_share * 9)]
-        return best_score(rows, self._metric, greater_is_better=self.greater, best=True)
+        rows = self._answers[key_of(settings)]["evaluations"]
+        n = len(rows) if fraction == 1 else round(fraction / RUNGS.fractions[0])
+        return best_score(rows[:n], self._metric, greater_is_better=self.greater, best=True)
 
     def loss_of(self, settings: dict[str, Any]) -> float:
         """By how much the settings' score is worse than the grid's best, as a share of that."""
-        scores = {key: self.score(json.loads(key), 1.0) for key in self._grid}
-        known = [score for score in scores.values() if score is not None]
-        best = max(known) if self.greater else min(known)
-        mine = scores[json.dumps(settings, sort_keys=True)]
+        known = [score for each in GRID if (score := self.score(each, 1.0)) is not None]
+        best, mine = max(known) if self.greater else min(known), self.score(settings, 1.0)
         return 1.0 if mine is None else abs(mine - best) / abs(best)
 
+    def drawn(self, sampler: str, seed: int, n: int, fraction: float) -> list[dict[str, Any]]:
+        """Settings as Optuna draws them after such scores."""
+        section = SearchSection.model_validate({"vary": VARY, "seed": seed, "sampler": sampler})
+        found: list[tuple[dict[str, Any], float | None]] = []
+        for number in range(n):
+            settings = draw(section, number, found, greater_is_better=self.greater)
+            assert settings is not None
+            found.append((settings, self.score(settings, fraction)))
+        return [settings for settings, _ in found]
 
-def replayed(curves: Curves, seed: int) -> tuple[list[dict[str, Any]], int, float]:
-    """(settings of the trials, the winner, compute in full trainings) of our search."""
-    section = SearchSection.model_validate({"vary": VARY, "seed": seed})
-    rungs = rungs_of(3, 0.1, N_TRIALS)
-    drawn: list[tuple[dict[str, Any], float | None]] = []
-    for number in range(N_TRIALS):
-        settings = draw(section, number, drawn, greater_is_better=curves.greater)
-        assert settings is not None
-        drawn.append((settings, curves.score(settings, rungs.fractions[0])))
-    left = list(range(N_TRIALS))
-    for rung in range(rungs.n):
-        scores = {trial: curves.score(drawn[trial][0], rungs.fractions[rung]) for trial in left}
-        order = ranked(scores, greater_is_better=curves.greater)
-        left = order[: rungs.n_trials(N_TRIALS)[rung + 1]] if rung + 1 < rungs.n else order
-    return [settings for settings, _ in drawn], left[0], rungs.full_runs(N_TRIALS)
-
-
-def separate(curves: Curves, seed: int, sampler: str, n_full: int) -> float:
-    """What the best of so many full runs loses against the grid's best."""
-    section = SearchSection.model_validate({"vary": VARY, "seed": seed, "sampler": sampler})
-    drawn: list[tuple[dict[str, Any], float | None]] = []
-    for number in range(n_full):
-        settings = draw(section, number, drawn, greater_is_better=curves.greater)
-        assert settings is not None
-        drawn.append((settings, curves.score(settings, 1.0)))
-    return min(curves.loss_of(settings) for settings, _ in drawn)
+    def searched(self, seed: int) -> tuple[list[dict[str, Any]], int]:
+        """(settings of the trials, the winner) of our search."""
+        trials = self.drawn("tpe", seed, N_TRIALS, RUNGS.fractions[0])
+        left = list(range(N_TRIALS))
+        for fraction, n in zip(RUNGS.fractions, RUNGS.n_trials(N_TRIALS), strict=True):
+            scores = {trial: self.score(trials[trial], fraction) for trial in left[:n]}
+            left = ranked(scores, greater_is_better=self.greater)
+        return trials, left[0]
 
 
-def killed(path: Path, n_kills: int) -> int:
-    """Run the search as a command, killed so often and resumed; how often it was."""
-    n, chance = 0, random.Random(0)
-    log = path.parent / "search" / "search.jsonl"
+def run(path: Path, n_kills: int = 0) -> int:
+    """Run the search as a command, killed so often and resumed; its exit code."""
+    chance, log = random.Random(0), path.parent / "search" / "search.jsonl"
     while True:
+        n_before = log.read_bytes().count(b"\n") if log.exists() else 0
         with open(path.parent / "said.txt", "ab") as said:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "farthing", "search", str(path)],
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            )
-        before = log.read_bytes().count(b"\n") if log.exists() else 0
-        wait_s = chance.uniform(0, 1.5)
-        while child.poll() is None and n < n_kills:
-            if log.exists() and log.read_bytes().count(b"\n") >= before + 3:
-                time.sleep(wait_s)
+            words = [sys.executable, "-m", "farthing", "search", str(path)]
+            child = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
+        while n_kills and child.poll() is None:
+            if log.exists() and log.read_bytes().count(b"\n") >= n_before + 3:
+                time.sleep(chance.uniform(0, 1.5))
                 os.kill(child.pid, signal.SIGKILL)
-                n += 1
+                n_kills -= 1
                 break
             time.sleep(0.01)
-        if child.wait() == 0:
-            return n
-        if n >= n_kills and child.returncode not in (0, -signal.SIGKILL):
-            raise SystemExit((path.parent / "said.txt").read_text())
+        if child.wait() != -signal.SIGKILL:
+            return child.returncode
 
 
-def measured(task: Objective, data: Path, folder: Path, seeds: range) -> dict[str, Any]:
-    """All figures of one task; of the first seed a search is run as well."""
-    rows: list[dict[str, Any]] = []
-    of_search: dict[str, Any] = {}
+def measured(task: Task, data: Path, folder: Path, seeds: range) -> dict[str, Any]:
+    """All figures of one task."""
+    rows, of_first = list[dict[str, Any]](), dict[str, Any]()
+    n_full = max(1, round(RUNGS.full_runs(N_TRIALS)))
     for seed in seeds:
-        place = folder / str(seed)
-        path = job_file(place, task, data, seed)
-        of_grid = grid(place, path)
-        curves, n_grid = Curves(task, of_grid), len(of_grid)
-        trials, winner, compute = replayed(curves, seed)
-        n_full = max(1, round(compute))
-        rows.append(
-            {
-                "seed": seed,
-                "loss": curves.loss_of(trials[winner]),
-                "compute_share": compute / n_grid,
-                "optuna_loss": separate(curves, seed, "tpe", n_full),
-                "random_loss": separate(curves, seed, "random", n_full),
-            }
-        )
-        if not of_search:
-            bill = priced(load_job(path), str(path))
-            n_kills = killed(path, N_KILLS)
-            receipt = read_receipt(place / "search")
-            won = receipt["winner"]
-            weights = sha256_of(folder_of(place / "search", won["trial"]))
-            of_search = {
-                "n_kills": n_kills,
-                "same_trials": [each["settings"] for each in receipt["trials"]] == trials,
-                "same_winner": won["trial"] == winner,
-                "same_weights": weights
-                == of_grid[json.dumps(trials[winner], sort_keys=True)]["weights"],
-                "usd": receipt["usd"],
-                "planned_usd": None if bill is None else bill.of(N_TRIALS)["here"]["usd"],
-                "max_usd": receipt["max_usd"],
-            }
+        path = job_file(folder / str(seed), task, data, seed)
+        grid = Grid(task, path.parent, path)
+        trials, winner = grid.searched(seed)
+        row = {"seed": seed, "search": grid.loss_of(trials[winner])}
+        for name, sampler in (("optuna", "tpe"), ("random", "random")):
+            row[name] = min(map(grid.loss_of, grid.drawn(sampler, seed, n_full, 1.0)))
+        rows.append(row)
+        if not of_first:
+            of_first = ran(path, grid, trials, winner)
     return {
         "task": task.name,
-        "n_grid": n_grid,
-        "n_seeds": len(rows),
+        "compute_share": RUNGS.full_runs(N_TRIALS) / N_TRIALS,
+        "within_1_percent": {
+            name: sum(row[name] <= 0.01 for row in rows) for name in ("search", "optuna", "random")
+        },
+        **of_first,
         "seeds": rows,
-        "within_1_percent": sum(row["loss"] <= 0.01 for row in rows),
-        "optuna_within_1_percent": sum(row["optuna_loss"] <= 0.01 for row in rows),
-        "random_within_1_percent": sum(row["random_loss"] <= 0.01 for row in rows),
-        "compute_share": max(row["compute_share"] for row in rows),
-        **of_search,
     }
+
+
+def ran(path: Path, grid: Grid, trials: list[dict[str, Any]], winner: int) -> dict[str, Any]:
+    """What a search that is killed comes to, and what one costs that is not."""
+    assert run(path, N_KILLS) == 0, (path.parent / "said.txt").read_text()
+    receipt, folder = read_receipt(path.parent / "search"), path.parent / "search"
+    won = receipt["winner"]["trial"]
+    folder.rename(path.parent / "killed")
+    bill = priced(load_job(path), str(path))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run(path) == 0, (path.parent / "said.txt").read_text()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "n_kills": N_KILLS,
+        "same_trials": [each["settings"] for each in receipt["trials"]] == trials,
+        "same_winner": won == winner,
+        "same_weights": sha256_of(folder_of(path.parent / "killed", won))
+        == grid.weights[key_of(trials[winner])],
+        "planned_usd": bill and bill.of(N_TRIALS)["here"]["usd"],
+        "usd": read_receipt(folder)["usd"],
+        "usd_of_cpu_time": cpu_s / 3600 * USD_PER_HOUR,
+    }
+
+
+def capped(data: Path, folder: Path, seeds: range) -> dict[str, Any]:
+    """Searches at drawn prices, with caps that buy too little."""
+    over, codes = list[int](), Counter[int]()
+    for seed in seeds:
+        chance = random.Random(seed)
+        price, seconds = 10 ** chance.uniform(-1, 1.6), chance.uniform(12, 60)
+        cap = {"limits": {"max_usd": price * seconds / 3600}}
+        where = {"where": {"device": "cpu", "usd_per_hour": price}}
+        path = job_file(folder / str(seed), TASKS[seed % 3], data, seed, **cap, **where)
+        began = time.monotonic()
+        codes[run(path)] += 1
+        spent_usd = (time.monotonic() - began) / 3600 * price
+        if spent_usd > cap["limits"]["max_usd"]:
+            over.append(seed)
+    return {"task": "caps", "n": len(seeds), "over": over, "exit_codes": dict(codes)}
 
 
 def main() -> None:
@@ -298,20 +270,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--tasks", nargs="*", choices=[task.name for task in TASKS])
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--caps", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", type=Path)
     arguments = parser.parse_args()
-    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    data = Path(os.environ["FARTHING_DATA"])
-    found = []
-    for task in TASKS:
-        if arguments.tasks and task.name not in arguments.tasks:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            found.append(measured(task, data, Path(folder), seeds))
-        print(json.dumps(found[-1]), flush=True)
-        if arguments.json:
-            Path(arguments.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    data, first, found = Path(os.environ["FARTHING_DATA"]), arguments.first_seed, []
+    with tempfile.TemporaryDirectory() as folder:
+        for task in TASKS if arguments.seeds else ():
+            seeds = range(first, first + arguments.seeds)
+            found.append(measured(task, data, Path(folder) / task.name, seeds))
+            print(json.dumps(found[-1]), flush=True)
+        if arguments.caps:
+            seeds = range(first, first + arguments.caps)
+            found.append(capped(data, Path(folder) / "caps", seeds))
+            print(json.dumps(found[-1]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
