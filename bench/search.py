@@ -1,6 +1,6 @@
 """How good a winner a search finds, for how much of a grid's compute, and whether its cap holds.
 
-    FARTHING_DATA=... python bench/search.py --seeds 10 --first-seed 0 [--caps 50] --json result.json
+    FARTHING_DATA=... python bench/search.py --seeds 10 --first-seed 0 [--caps 50] --json out.json
 
 Three real tasks have a grid that is trained in full, for each seed of training and search. Trials
 resume to the bit, so the grid's curves say what a search would have seen: it is replayed on them.
@@ -253,7 +253,7 @@ def capped(data: Path, folder: Path, seeds: range) -> dict[str, Any]:
     over, codes = list[int](), Counter[int]()
     for seed in seeds:
         chance = random.Random(seed)
-        price, seconds = 10 ** chance.uniform(-1, 1.6), chance.uniform(12, 60)
+        price, seconds = 10 ** chance.uniform(-1, 1.6), chance.uniform(8, 40)
         cap = {"limits": {"max_usd": price * seconds / 3600}}
         where = {"where": {"device": "cpu", "usd_per_hour": price}}
         path = job_file(folder / str(seed), TASKS[seed % 3], data, seed, **cap, **where)
