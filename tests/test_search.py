@@ -32,7 +32,7 @@ from farthing.search.halving import (
     rungs_of,
 )
 from farthing.search.run import search
-from farthing.search.space import draw, n_choices
+from farthing.search.space import draw, n_choices, refuse_choices
 from small_models import make_model_folder
 from workshop import job_file
 
@@ -295,3 +295,27 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path: Path) -
     (rows,) = receipt["gains"]  # a curve of one evaluation says nothing of epochs
     assert (rows["of"], rows["more"]) == ("rows", 90)
     assert rows["low"] <= rows["likely"] <= rows["high"] <= 1 - receipt["winner"]["score"]
+
+
+@pytest.mark.parametrize(
+    ("vary", "words"),
+    [
+        ({"train.learning_rate": ["fast", 1e-3]}, "'fast'"),
+        ({"method": ["lora", "lorra"]}, "'lorra'"),
+        ({"method.lora_r": [8, -1], "method": ["lora"]}, "-1"),
+        ({"model": ["./base", "./nowhere"]}, "nowhere"),
+    ],
+)
+def test_a_choice_that_can_never_work_is_refused_before_a_cent(
+    vary: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = job_of(tmp_path, {"vary": vary, "trials": 2})
+    with pytest.raises(InputError, match=words):
+        search(load_job(path), path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_choice_may_need_the_choice_of_another_key(tmp_path: Path) -> None:
+    vary = {"method": ["full", "lora"], "method.lora_r": [4, 8]}
+    path = job_of(tmp_path, {"vary": vary})
+    refuse_choices(load_job(path), str(path))

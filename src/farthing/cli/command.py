@@ -29,6 +29,8 @@ from farthing.errors import (
 from farthing.printable import printable_lines
 from farthing.run.guard import guarded
 
+GUARDED = (["train"], ["search"])
+"""Verbs that a process of their own watches, which runs the job's `when_done`."""
 _last: list[BaseException] = []
 """The error that ends the process, and with it the tensors that its frames hold: where a GPU has
 failed, torch ends the process with a signal when it frees them."""
@@ -40,7 +42,7 @@ def entry() -> None:
     atexit.register(
         _leave_at_once, ended_with
     )  # the first to be registered is the last to be called
-    ended_with.append(guarded(main, leave_last_words) if sys.argv[1:2] == ["train"] else main())
+    ended_with.append(guarded(main, leave_last_words) if sys.argv[1:2] in GUARDED else main())
     sys.exit(ended_with[0])
 
 

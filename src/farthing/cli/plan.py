@@ -210,8 +210,10 @@ def _search_bill(job: Any, arguments: argparse.Namespace) -> Any:
     """What the job costs as a search; None where its trials can't be planned."""
     from farthing.search.bill import priced
     from farthing.search.run import MOST_TRIALS, check
+    from farthing.search.space import refuse_choices
 
     check(job)
+    refuse_choices(job, arguments.job)
     bill = priced(
         job,
         arguments.job,

@@ -9,6 +9,7 @@ from typing import Any
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.parser import add_job_arguments
 from farthing.errors import InputError
+from farthing.run.guard import forget_done, tell
 
 GOES_ON_UNREAD = True
 """A search does not end because nobody reads what it prints."""
@@ -30,6 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     job = load_job_or_tell_all(arguments.job, arguments.set)
     check(job)
     look_over(job)
+    tell(folder=job.output_dir, when_done=job.when_done)
+    forget_done(Path(job.output_dir))
     console = rich_console(stderr=arguments.json, goes_on=True)
     outcome = search(
         job,

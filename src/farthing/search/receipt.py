@@ -177,6 +177,7 @@ def _by_rung(record: SearchRecord) -> list[Json]:
         at = found.setdefault(
             rung, {"rung": rung, "fraction": row["fraction"], "n_trials": 0, "usd": 0.0}
         )
+        at["fraction"] = max(at["fraction"], row["fraction"])  # 0 of one that failed at once
         at["n_trials"] += 1
         at["usd"] += row["usd"] - before
     return [found[rung] for rung in sorted(found)]

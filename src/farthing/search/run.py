@@ -42,7 +42,7 @@ from farthing.search.halving import Rungs, best_score, interval, ranked, rungs_o
 from farthing.search.pool import Worker, WorkerDiedError, environs
 from farthing.search.receipt import bring_trial, is_search, leave_receipt, read_receipt
 from farthing.search.record import SearchRecord, folder_of, store_of
-from farthing.search.space import by_model, draw, n_choices, values_with
+from farthing.search.space import by_model, draw, n_choices, refuse_choices, values_with
 from farthing.storage.files import Json
 from farthing.train.budget import limits_left, refuse_cap_without_price
 
@@ -244,6 +244,7 @@ class _Search:
         self.record.must_be(asked)
         if self.record.header:
             return
+        refuse_choices(self.job, self.place)
         bill = priced(self.job, self.place)
         most = n_choices(section) if section.vary else 1
         n_trials = min(section.trials or MOST_TRIALS, most or MOST_TRIALS)

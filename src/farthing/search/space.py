@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job, Range, SearchSection
 from farthing.config.load import SHORTHAND, parse_job
+from farthing.config.preflight import look_over
 from farthing.errors import InputError
 from farthing.storage.files import Json
 
 Scored = tuple[Json, float | None]
 """Settings, and their score; None: they failed."""
-MOST_DRAWS = 20
+MOST_DRAWS, MOST_JOBS = 20, 100
 
 
 def n_choices(section: SearchSection) -> int | None:
@@ -161,6 +163,34 @@ def job_of(values: Mapping[str, Any], place: str) -> Job:
     import yaml
 
     return parse_job(yaml.safe_dump(dict(values), sort_keys=False), Path(place))
+
+
+def refuse_choices(job: Job, place: str) -> None:
+    """Raises `InputError` for a choice with which no setting is a job, before any is paid for."""
+    keys = {
+        key: (values.low, values.high) if isinstance(values, Range) else values
+        for key, values in job.search.vary.items()
+    }
+    for key, choices in keys.items():
+        others = {other: values for other, values in keys.items() if other != key}
+        for choice in choices:
+            why = None
+            for values in islice(product(*others.values()), MOST_JOBS):
+                settings = {**dict(zip(others, values, strict=True)), key: choice}
+                try:
+                    found = job_of(values_with(job, settings), place)
+                    if key.partition(".")[0] in ("model", "data"):
+                        look_over(found, only_plans=True)
+                    break
+                except InputError as error:
+                    why = why or error
+            else:
+                assert why is not None
+                raise InputError(
+                    f"no setting with {choice!r} is a job: {str(why).splitlines()[0]}",
+                    where=f"search.vary.{key}",
+                    to_do="change that choice, or take it out",
+                ) from why
 
 
 def _plain(value: Any) -> Any:

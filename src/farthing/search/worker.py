@@ -44,7 +44,8 @@ def serve() -> None:
         try:
             done = _DO[task["do"]](task, tell)
         except FarthingError as error:
-            done = {"state": "failed", "kind": type(error).__name__, **error.as_dict()}
+            said = {"state": "failed", "kind": type(error).__name__, **error.as_dict()}
+            done = {**said, "error": str(error).splitlines()[0]}
         except Exception as error:  # of a model's code, a library: the trial's own
             done = {"state": "failed", "kind": "crash", "error": f"{type(error).__name__}: {error}"}
         tell({"done": done})
