@@ -250,7 +250,7 @@ def ran(path: Path, grid: Grid, trials: list[dict[str, Any]], winner: int) -> di
 
 def capped(data: Path, folder: Path, seeds: range) -> dict[str, Any]:
     """Searches at drawn prices, with caps that buy too little."""
-    over, codes = list[int](), Counter[int]()
+    over, codes = dict[int, float](), Counter[int]()
     for seed in seeds:
         chance = random.Random(seed)
         price, seconds = 10 ** chance.uniform(-1, 1.6), chance.uniform(8, 40)
@@ -259,10 +259,10 @@ def capped(data: Path, folder: Path, seeds: range) -> dict[str, Any]:
         path = job_file(folder / str(seed), TASKS[seed % 3], data, seed, **cap, **where)
         began = time.monotonic()
         codes[run(path)] += 1
-        spent_usd = (time.monotonic() - began) / 3600 * price
-        if spent_usd > cap["limits"]["max_usd"]:
-            over.append(seed)
-    return {"task": "caps", "n": len(seeds), "over": over, "exit_codes": dict(codes)}
+        over_s = time.monotonic() - began - seconds
+        if over_s > 0:
+            over[seed] = over_s
+    return {"task": "caps", "n": len(seeds), "over_s": over, "exit_codes": dict(codes)}
 
 
 def main() -> None:

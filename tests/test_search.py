@@ -179,6 +179,8 @@ def test_the_best_settings_win(tmp_path: Path) -> None:
     assert receipt["winner"]["fraction"] == 1.0
     by_rate = {each["settings"]["train.learning_rate"]: each for each in receipt["trials"]}
     failed = by_rate[1.0e9]
+    if failed["state"] == "diverged":
+        assert failed["reason"] == "its loss is not a number"
     assert failed["state"] in ("failed", "diverged")
     assert failed["score"] is None
     assert failed["usd"] > 0
@@ -236,6 +238,13 @@ def kill_when(path: Path, n_lines: int) -> None:
     child.wait()
 
 
+def test_a_cap_too_small_to_begin_with_is_refused(tmp_path: Path) -> None:
+    path = job_of(tmp_path, limits={"max_usd": 0.002})  # 2 seconds
+    with pytest.raises(InputError, match="a start takes"):
+        search(load_job(path), path)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_search_is_priced_before(tmp_path: Path) -> None:
     job = load_job(job_of(tmp_path))
     bill = priced(job, str(tmp_path / "job.yaml"))
@@ -253,8 +262,8 @@ def test_a_search_is_priced_before(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_cap_that_pays_for_one_trial_is_refused(tmp_path: Path) -> None:
     section = {key: value for key, value in SEARCH.items() if key != "trials"}
-    path = job_of(tmp_path, section, limits={"max_usd": 0.001})
-    with pytest.raises(InputError, match="nothing to compare"):
+    path = job_of(tmp_path, section, limits={"max_usd": 0.012})
+    with pytest.raises(InputError, match="nothing to compare|no time for a trial"):
         search(load_job(path), path)
     assert not (tmp_path / "run").exists()
 

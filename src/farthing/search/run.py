@@ -32,25 +32,30 @@ from farthing.errors import (
 )
 from farthing.objectives.registry import objective_of
 from farthing.run.accounts import read_ledger
-from farthing.run.folder import LEDGER, MODEL, claim
+from farthing.run.folder import LEDGER, MODEL, SEARCH_LOG, claim
 from farthing.run.ledger import Ledger
 from farthing.run.mirror import Mirror, open_mirror
 from farthing.run.opening import Opened, opened
 from farthing.run.signals import handled
-from farthing.search.bill import priced
+from farthing.search.bill import Bill, priced
 from farthing.search.halving import Rungs, best_score, interval, ranked, rungs_of
 from farthing.search.pool import Worker, WorkerDiedError, environs
 from farthing.search.receipt import bring_trial, is_search, leave_receipt, read_receipt
 from farthing.search.record import SearchRecord, folder_of, store_of
 from farthing.search.space import by_model, draw, n_choices, refuse_choices, values_with
 from farthing.storage.files import Json
-from farthing.train.budget import limits_left, refuse_cap_without_price
+from farthing.train.budget import (
+    limits_left,
+    refuse_cap_without_price,
+    refuse_limits,
+    seconds_left,
+)
 
 MOST_TRIALS = 27
 """Where neither the job, the choices nor the cap says how many."""
-CLOSING_S, KILLED_S = 4.0, 2.0
-"""Before a limit is reached trials save and leave, and are killed. What is left is for the receipt
-of the search.
+CLOSING_S, LONGEST_CLOSING_S = 4.0, 30.0
+"""So long before a limit is reached trials save and leave, or as long as this process took to
+start; halfway they are killed. What is left is for the receipt of the search.
 """
 MOST_DEATHS = 3
 OF_THE_MACHINE = {
@@ -96,11 +101,15 @@ def search(
     folder = Path(job.output_dir)
     if (done := _finished(job, folder)) is not None:
         return done
-    with opened(folder, job.usd_per_hour) as begun, _mirrored(job, begun, tell) as mirror:
+    if not (folder / SEARCH_LOG).exists():
+        refuse_limits(job, 0.0, 0.0)
+    with opened(folder, job.usd_per_hour) as begun, contextlib.ExitStack() as stack:
+        closing_s = min(LONGEST_CLOSING_S, max(CLOSING_S, begun.meter.wall_s))
+        mirror = stack.enter_context(_mirrored(job, begun, tell, closing_s))
         record = SearchRecord(folder)
         with contextlib.closing(record):
             found = _Search(
-                job, str(place), folder, record, begun.ledger, mirror, tell, n_at_a_time
+                job, str(place), folder, record, begun.ledger, mirror, tell, n_at_a_time, closing_s
             )
             found.begin()
             begun.is_accepted = True
@@ -115,7 +124,7 @@ def search(
 
 
 @contextlib.contextmanager
-def _mirrored(job: Job, begun: Opened, tell: Tell) -> Iterator[Mirror | None]:
+def _mirrored(job: Job, begun: Opened, tell: Tell, closing_s: float) -> Iterator[Mirror | None]:
     """The copy of record and ledger in the job's store, and the hold of the search there; what the
     store knows is here first. None without a store.
     """
@@ -124,7 +133,7 @@ def _mirrored(job: Job, begun: Opened, tell: Tell) -> Iterator[Mirror | None]:
         tell({"trial": None, "warning": text})
 
     def is_over() -> bool:
-        return any(left.seconds <= CLOSING_S for left in limits_left(job, begun.ledger))
+        return seconds_left(job, begun.ledger) <= closing_s
 
     mirror = open_mirror(job.output_store, begun.folder, N_COPIES, warn)
     if mirror is not None:
@@ -135,7 +144,7 @@ def _mirrored(job: Job, begun: Opened, tell: Tell) -> Iterator[Mirror | None]:
         yield mirror
     finally:
         if mirror is not None:
-            mirror.close(STORE_S)
+            mirror.close(min(STORE_S, max(1.0, seconds_left(job, begun.ledger))))
 
 
 def _drop_partial_models(folder: Path, receipt: Json) -> None:
@@ -216,9 +225,11 @@ class _Search:
         mirror: Mirror | None,
         tell: Tell,
         n_at_a_time: int,
+        closing_s: float,
     ) -> None:
         self.job, self.place, self.folder, self.record = job, place, folder, record
         self.ledger, self.mirror, self.tell = ledger, mirror, tell
+        self.closing_s = closing_s
         self.metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
         greater = job.train.greater_is_better
         known = objective_of(job.task).metrics
@@ -245,7 +256,7 @@ class _Search:
         if self.record.header:
             return
         refuse_choices(self.job, self.place)
-        bill = priced(self.job, self.place)
+        bill = self._priced()
         most = n_choices(section) if section.vary else 1
         n_trials = min(section.trials or MOST_TRIALS, most or MOST_TRIALS)
         n_trials = n_trials if bill is None else bill.n_trials(MOST_TRIALS)
@@ -269,6 +280,20 @@ class _Search:
         self.copy()
         if self.mirror is not None:
             self.mirror.wait(STORE_S)  # another machine has as many trials and rungs
+
+    def _priced(self) -> Bill | None:
+        """The bill of the search, while the limits leave time to plan. Raises `InputError`."""
+        planned = list[Bill | None]()
+        thread = threading.Thread(
+            target=lambda: planned.append(priced(self.job, self.place)), daemon=True
+        )
+        thread.start()
+        thread.join(min(threading.TIMEOUT_MAX, max(0.0, self._left()[0] - self.closing_s)))
+        if thread.is_alive():
+            raise InputError(
+                f"{self._left()[1]} leaves no time for a trial", where="limits", to_do="raise it"
+            )
+        return planned[0] if planned else None
 
     def copy(self) -> None:
         """Bring what was decided and came out to the store."""
@@ -459,12 +484,13 @@ class _Search:
         keeps_best = self.job.train.load_best_model_at_end
         score = best_score(rows, self.metric, greater_is_better=self.greater, best=keeps_best)
         state = "diverged" if rows and score is None else answer["state"]
+        reason = answer.get("reason") or answer.get("error", "")
         scored = next((each for each in rows if each.get(self.metric) == score), None)
         row = {
             "rung": rung,
             "fraction": rungs.fractions[rung] if rows else 0.0,
             "state": state,
-            "reason": answer.get("reason") or answer.get("error", ""),
+            "reason": f"its {self.metric} is not a number" if state == "diverged" else reason,
             "score": score,
             "metrics": scored or {},
             "interval": scored and interval(self.metric, scored),
@@ -534,12 +560,12 @@ class _Search:
     def _limits(self) -> Json:
         """The limits of a trial: what those of the search leave."""
         left_s, limit = self._left()
-        if left_s <= CLOSING_S:
+        if left_s <= self.closing_s:
             raise _LimitError(limit)
         if math.isinf(left_s):
             return {}
         # a moment: what another machine has spent on the trial is known only once it begins
-        until = datetime.fromtimestamp(self.ledger.now + left_s - CLOSING_S, UTC)
+        until = datetime.fromtimestamp(self.ledger.now + left_s - self.closing_s, UTC)
         return {"deadline": until.isoformat(timespec="milliseconds")}
 
     def _left(self) -> tuple[float, str]:
@@ -551,8 +577,9 @@ class _Search:
         """Kill the trials when a limit is reached, however slow they start or save: what they have
         committed is whole.
         """
-        while not self._has_ended.wait(min(60.0, max(0.05, self._left()[0] - KILLED_S))):
-            if self._left()[0] <= KILLED_S:
+        killed_s = self.closing_s / 2
+        while not self._has_ended.wait(min(60.0, max(0.05, self._left()[0] - killed_s))):
+            if self._left()[0] <= killed_s:
                 self._over = self._left()[1]
                 for worker in self.workers:
                     worker.kill()

@@ -58,7 +58,7 @@ def score_in_words(trial: Json) -> str:
 
 def dollars_in_words(receipt: Json) -> str:
     """What it cost, of which cap, and what was planned."""
-    said = f"{say_usd(receipt['usd'])} for {len(receipt['trials'])} trials"
+    said = f"{say_usd(receipt['usd'])} for {plural(len(receipt['trials']), 'trial')}"
     if receipt["max_usd"] is not None:
         said += f" of the cap of {say_usd(receipt['max_usd'])}"
     if receipt["planned_usd"]:
