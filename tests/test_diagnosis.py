@@ -15,8 +15,9 @@ from rich.console import Console
 
 from farthing.config.load import load_job
 from farthing.report.diagnosis import CHECKS, diagnose
+from farthing.report.draw import draw
 from farthing.report.receipt import build_receipt
-from farthing.report.receipt_table import draw_diagnosis
+from farthing.report.receipt_report import diagnosis
 from farthing.report.receipt_types import Diagnosis, Finding, Receipt, Span
 from farthing.report.timeline import OF_SPAN, grouped, seconds_of
 from farthing.run.ledger import SPANS
@@ -242,9 +243,9 @@ def test_a_receipt_holds_its_diagnosis_and_the_terminal_shows_it(plain: Receipt)
     receipt = replace(receipt, diagnosis=diagnose(receipt))
     assert receipt.to_json()["diagnosis"]["findings"][0]["cause"] == "slow storage"
     text = io.StringIO()
-    draw_diagnosis(Console(file=text, width=200), receipt)
-    assert "data slow storage: training waited 40 s" in text.getvalue()
-    assert "saves about 40 s ($0.0400)" in text.getvalue()
+    draw(Console(file=text, width=200), [diagnosis(receipt)])
+    assert "data: slow storage, worth 40 s ($0.0400) in a run like this one" in text.getvalue()
+    assert "training waited 40 s" in text.getvalue()
 
 
 # ---- what it is made from ----

@@ -4,7 +4,6 @@ view.
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -17,7 +16,6 @@ import pytest
 from farthing.planner.ownership import parse_owned, saving
 from farthing.planner.types import Range
 from farthing.report.plan_report import plan_page
-from farthing.report.plan_scatter import place_labels
 from farthing.report.plan_view import PlanView, plan_view
 from farthing.report.plan_words import say_cost
 from farthing.units import say_seconds
@@ -205,32 +203,3 @@ def test_choices_between_two_times_that_have_a_name_are_drawn(view: PlanView) ->
     )
     read = Read(plan_page(replace(view, plans=rows, best=rows[0])))
     assert sum(tag == "circle" for tag, _ in read.tags) == len(rows)
-
-
-# ---- labels ----
-
-
-@pytest.mark.slow
-def test_no_label_overlaps_another_or_hides_a_point() -> None:
-    draw = random.Random(0)
-    n_placed = 0
-    for _ in range(50):
-        points = [
-            ("x" * draw.randint(3, 30), draw.uniform(60, 800), draw.uniform(20, 400))
-            for _ in range(12)
-        ]
-        dots = [(draw.uniform(60, 800), draw.uniform(20, 400)) for _ in range(100)]
-        labels = place_labels(points, dots, (60, 10, 840, 420))
-        n_placed += len(labels)
-        for i, label in enumerate(labels):
-            left, top, right, bottom = label.box
-            assert left >= 60
-            assert top >= 10
-            assert right <= 840
-            assert bottom <= 420
-            assert not any(left < x < right and top < y < bottom for _, x, y in points)
-            for other in labels[i + 1 :]:
-                a, b, c, d = other.box
-                assert right < a or left > c or bottom < b or top > d
-    assert n_placed > 0.9 * 50 * 12, "most points have room for their label"
-    assert place_labels([("no room at all", 70, 20)], [], (60, 10, 90, 30)) == []

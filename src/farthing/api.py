@@ -352,9 +352,10 @@ class Receipt:
         return self.content.to_json()
 
     def __str__(self) -> str:
-        from farthing.report.receipt_table import draw_receipt
+        from farthing.report.draw import draw
+        from farthing.report.receipt_report import receipt_report
 
-        return _drawn(lambda console: draw_receipt(console, self.content))
+        return _drawn(lambda console: draw(console, receipt_report(self.content)))
 
     def __repr__(self) -> str:
         return f"Receipt({self.state}: {self.reason}, {self.folder})"

@@ -53,9 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(found)
     else:
-        from farthing.report.receipt_table import evaluation_table
+        from farthing.report.draw import draw_block
+        from farthing.report.receipt_report import evaluation_table
 
-        rich_console().print(evaluation_table(found))
+        draw_block(rich_console(), evaluation_table(found))
     return EXIT_FINISHED
 
 

@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         return probe(job, terminal, arguments.seconds)
 
     if found := measure(job, work, as_json=arguments.json, goes_on=True):
-        from farthing.report.receipt_table import draw_probe
+        from farthing.report.draw import draw
+        from farthing.report.receipt_report import probe_report
 
-        draw_probe(rich_console(goes_on=True), found)
+        draw(rich_console(goes_on=True), probe_report(found))
     return EXIT_FINISHED

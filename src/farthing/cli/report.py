@@ -54,12 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(comparisons[0].to_json() if comparisons else receipts[0].to_json() | model)
         return EXIT_FINISHED
     if not arguments.html:
-        from farthing.report.receipt_table import draw_comparison, draw_receipt
+        from farthing.report.draw import draw
+        from farthing.report.receipt_report import comparison_report, receipt_report
 
-        if comparisons:
-            draw_comparison(rich_console(), comparisons[0])
-        else:
-            draw_receipt(rich_console(), receipts[0])
+        one = comparison_report(comparisons[0]) if comparisons else receipt_report(receipts[0])
+        draw(rich_console(), one)
     return EXIT_FINISHED
 
 

@@ -329,13 +329,15 @@ def _show_end(
     arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: Any, code: int
 ) -> int:
     """The receipt, and how it ended."""
-    from farthing.report.receipt_table import draw_receipt
+    from farthing.report.draw import draw
+    from farthing.report.receipt_report import receipt_report
     from farthing.report.safe import escape
 
     if arguments.json:
         print_json(receipt.to_json())
     else:
-        draw_receipt(console, receipt)
+        console.print()
+        draw(console, receipt_report(receipt))
         console.print()
     words = {
         "finished": f"[green]finished[/]: {escape(reason)}",

@@ -105,7 +105,7 @@ class Drawing(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a diagnosis found; `between backticks` is code. On a page only."""
+    """What a diagnosis found; `between backticks` is code."""
 
     name: str
     worth: str

@@ -81,8 +81,17 @@ def draw_block(console: Console, block: Block) -> None:
             draw_block(console, one)
     elif isinstance(block, Table):
         console.print(_table(console, block))
+    elif isinstance(block, Finding):
+        colour, paragraphs = "red" if block.is_first else "yellow", block.paragraphs
+        if block.name:
+            console.print(f"[{colour}]{escape(block.name)}[/]{escape(block.worth)}")
+        else:
+            console.print(f"[dim]advice[/] {escape(paragraphs[0])}", soft_wrap=True)
+            paragraphs = paragraphs[1:]
+        for words in paragraphs:  # commands in them are to be copied: they stay on one line
+            console.print(f"  {escape(words.replace('`', ''))}", soft_wrap=True)
     else:
-        assert isinstance(block, Cards | Drawing | Finding | More)  # for a page
+        assert isinstance(block, Cards | Drawing | More)  # for a page
 
 
 def _table(console: Console, block: Table) -> Grid:

@@ -14,7 +14,6 @@ from farthing.report.blocks import (
     Block,
     Cards,
     Cell,
-    Columns,
     Listed,
     Pairs,
     Section,
@@ -498,7 +497,9 @@ def plan_page(view: PlanView) -> str:
         report += [Section("", (_cards(best),))]
         if drawing := cost_against_time(rows, best):
             report.append(Section("Cost against time", (drawing,)))
-        report += [_memory(rows), _where_it_goes(best), _choices(rows)]
+        note = Text("* no other choice is both cheaper and sooner.", "soft")
+        choices = Section("Choices", (note, choices_table(rows)._replace(n_open=N_PAGE)))
+        report += [_memory(rows), *explained(best), choices]
     else:
         report.append(listed("The nearest ways", ways_out(view), is_ordered=True))
     ways = [f"{name}: {words}" for name, words in other_ways(view).items()]
@@ -553,60 +554,6 @@ def _memory(rows: Sequence[Choice]) -> Section:
     words += "quickest is taken."
     table = Table(heads, tuple(cells), "Memory", words, has_key=True)
     return Section("Memory of one GPU", (table,))
-
-
-def _where_it_goes(best: Choice) -> Section:
-    recipe, memory, step = best.recipe, best.memory, best.step
-    words = f"{recipe.words}; {recipe.optimizer}; a step is {micro_batches(recipe)}; a checkpoint "
-    words += f"every {say_seconds(best.save_every_s)}. {best.confidence}."
-    bars = [Bars("Time", best.seconds, best.wall_s, say_seconds)]
-    if best.is_priced:
-        bars.append(Bars("Dollars", best.usd, best.total_usd, say_usd))
-    bars.append(Bars("One step", step.parts, step.seconds, say_short))
-    bars.append(Bars("Memory", memory.parts, memory.needed_bytes, say_bytes))
-    return Section(f"Where it goes: {best.name}", (Text(words, "soft"), Columns(tuple(bars))))
-
-
-def _choices(rows: Sequence[Choice]) -> Section:
-    heads = (
-        "#rank",
-        "=where",
-        "=GPU",
-        "=kind",
-        "#dollars",
-        "#range",
-        "#time",
-        "#GiB",
-        "#tokens/s",
-        "#price age",
-        "why this rank",
-    )
-    cells = []
-    for row in rows:
-        low, usd, high = (say_cost(x) for x in row.usd_range)
-        kind = f"spot, {row.spot.n_interruptions:.1f} stops" if row.spot else row.kind
-        also = f" (+{row.n_also})" if row.n_also else ""
-        place = ", ".join(dict.fromkeys(w for w in (row.provider, row.zone or row.region) if w))
-        gib = f"{row.memory.needed_bytes / 2**30:.1f} of {row.memory.capacity_bytes / 2**30:.0f}"
-        cells.append(
-            (
-                f"{row.rank}{'*' if row.on_front else ''}",
-                place + also,
-                machine_name(row.n_gpus, row.gpu),
-                kind,
-                usd if row.is_priced else "?",
-                f"{low[1:]} to {high[1:]}" if row.is_priced else "",
-                say_seconds(row.wall_s),
-                gib,
-                say_count(row.step.tokens_per_s),
-                f"{row.price_age_days} d" if row.is_rented else "",
-                row.why,
-            )
-        )
-    note = "* no other choice is both cheaper and sooner. (+n): n more offers elsewhere."
-    return Section(
-        "Choices", (Text(note, "soft"), Table(heads, tuple(cells), "Choices", n_open=N_PAGE))
-    )
 
 
 def _why_not(view: PlanView) -> Section | None:

@@ -15,10 +15,7 @@ from typing import Any
 
 import farthing
 from farthing.report.blocks import (
-    Block,
     Cards,
-    Cell,
-    Finding,
     More,
     Section,
     Stack,
@@ -31,9 +28,10 @@ from farthing.report.blocks import (
 from farthing.report.chart import Axes, Bars, Line, curves, stacked, ticks, time_ticks
 from farthing.report.html import page
 from farthing.report.receipt import Comparison
-from farthing.report.receipt_rows import ESTIMATE, compared_rows, estimate_rows, time_and_price
-from farthing.report.receipt_types import Diagnosis, Receipt
-from farthing.report.timeline import Column, group_of, grouped
+from farthing.report.receipt_report import diagnosis, estimate, spans
+from farthing.report.receipt_rows import compared_rows
+from farthing.report.receipt_types import Receipt
+from farthing.report.timeline import Column, grouped
 from farthing.run.folder import PAGE
 from farthing.storage.files import write_text
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
@@ -52,14 +50,14 @@ def run_page(receipt: Receipt) -> str:
     head = Text(_headline(receipt), "answer"), Text(_what(receipt), "soft"), _facts(receipt)
     report = sections(
         Section("", head),
-        _diagnosis(receipt),
+        diagnosis(receipt),
         _over_time(receipt),
         _loss(receipt),
         _answers(receipt),
         _metrics(receipt),
         _speed(receipt),
-        _spans(receipt),
-        _estimate(receipt),
+        Section("Where each second went", (spans(receipt),)),
+        estimate(receipt),
         _attempts(receipt),
         *_settings(receipt),
     )
@@ -89,7 +87,7 @@ def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]
         _groups(receipts, names),
     ]
     for receipt, name in zip(receipts, names, strict=True):
-        held_back = _diagnosis(receipt)
+        held_back = diagnosis(receipt)
         title = f"{name}: {_headline(receipt)}"
         report += [Section(title, (Text(held_back.title, "soft"), *held_back.blocks))]
     end = f"farthing {farthing.__version__}, {first.written}"
@@ -185,26 +183,6 @@ def _facts(receipt: Receipt) -> Cards:
             )
         )
     return Cards(tuple(rows))
-
-
-def _diagnosis(receipt: Receipt) -> Section:
-    found, blocks = receipt.diagnosis or Diagnosis([], "", []), list[Block]()
-    for one in found.findings:
-        fix = f"`--set {one.fix}` " if "=" in one.fix else f"`{one.fix}`: " if one.fix else ""
-        worth = time_and_price(receipt, one.saves_s, one.saves_usd) + " in a run like this one"
-        if one.rest_s:
-            rest = time_and_price(receipt, one.rest_s, one.rest_usd)
-            worth += f", {rest} in what is left of this one"
-        name = one.area if one.cause == one.area else f"{one.area}: {one.cause}"
-        words = f", worth {worth}" if one.saves_s else ""
-        is_first = one.cause == found.largest
-        blocks.append(Finding(name, words, (f"{one.evidence}.", f"{fix}{one.to_do}"), is_first))
-    for advice in found.advice:
-        command = (f"`{advice.command}`",) if advice.command else ()
-        blocks.append(Finding("", "", (advice.words, *command)))
-    if not blocks:
-        blocks = [Text("Nothing stands out: no single cause takes 3 % of the time.", "soft")]
-    return Section("What held it back", tuple(blocks))
 
 
 # ---- over time ----
@@ -414,32 +392,6 @@ def _speed(receipt: Receipt) -> Section | None:
 
 
 # ---- tables ----
-
-
-def _spans(receipt: Receipt) -> Section:
-    rows: list[tuple[Cell, ...]] = [
-        (
-            span.what,
-            Stack({group_of(span.name): span.seconds}, receipt.wall_s),
-            f"{span.seconds:,.1f} s",
-            percent(span.share),
-            *([_cost(receipt, span.usd)] if receipt.usd_is_known else []),
-        )
-        for span in sorted(receipt.spans, key=lambda span: -span.seconds)
-        if span.seconds >= 0.005
-    ]
-    heads = ["part", "|", "#seconds", "#share", *(["#dollars"] if receipt.usd_is_known else [])]
-    table = Table(tuple(heads), tuple(rows), "Parts of the bill")
-    return Section("Where each second went", (table,))
-
-
-def _estimate(receipt: Receipt) -> Section | None:
-    if receipt.promised is None:
-        return None
-    title = "Estimated and happened"
-    table = Table(("", *ESTIMATE), tuple(estimate_rows(receipt)), title)
-    words = Text(f"The estimate is based on: {receipt.promised.calibration}", "soft")
-    return Section(title, (table, words))
 
 
 def _attempts(receipt: Receipt) -> Section | None:

@@ -1,5 +1,5 @@
 """What a person sees of a run as it goes, drawn from its events. Computes nothing; tables are in
-`receipt_table.py`.
+`receipt_report.py`.
 """
 
 from __future__ import annotations
