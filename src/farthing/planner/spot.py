@@ -37,7 +37,7 @@ from farthing.tables import facts
 from farthing.units import plural
 
 Floats = NDArray[np.float64]
-N_PATHS, MOST_SPELLS = 256, 160
+N_PATHS, MOST_SPELLS, FEW_SPELLS = 256, 160, 12
 N_QUANTILES = 512  # of a law that is known by its formula
 Z80 = 1.2816  # standard deviations on either side of the middle that hold 80 % of a normal law
 KNOWN_SPREAD = 0.75  # of the spread, that the scenarios of a zone lie apart: the least error
@@ -239,20 +239,26 @@ class _Ran(NamedTuple):
 
 
 def _run(work_s: float, saves: SaveSchedule, zone: Interruptions) -> _Ran:
-    """Each path until its work is done; beyond the drawn spells at their mean pace."""
-    drawn, rows = zone.drawn, np.arange(N_PATHS)
-    restart = np.full(MOST_SPELLS, saves.restart_s)
+    """Each path until its work is done. Most need few spells, so that few are looked at first."""
+    ran, is_done = _follow(work_s, saves, zone.drawn, FEW_SPELLS)
+    return ran if is_done else _follow(work_s, saves, zone.drawn, MOST_SPELLS)[0]
+
+
+def _follow(work_s: float, saves: SaveSchedule, drawn: _Drawn, n_spells: int) -> tuple[_Ran, bool]:
+    """Through so many spells, and beyond them at their mean pace; whether all ended within."""
+    rows, up, down = np.arange(N_PATHS), drawn.up[:, :n_spells], drawn.down[:, :n_spells]
+    restart = np.full(n_spells, saves.restart_s)
     restart[0] = 0.0
-    kept = saves.kept_s(drawn.up, restart)
+    kept = saves.kept_s(up, restart)
     left = np.maximum(0.0, work_s - np.cumsum(kept, axis=1) + kept)  # at the start of each spell
     needed = restart + saves.needed_s(left)
-    ends = drawn.up >= needed
+    ends = up >= needed
     last, is_done = ends.argmax(axis=1), ends.any(axis=1)
-    last = np.where(is_done, last, MOST_SPELLS - 1)
-    before = np.arange(MOST_SPELLS) < last[:, None]
-    began = np.minimum(restart, drawn.up)
-    billed = np.where(before, drawn.up, 0.0).sum(axis=1) + needed[rows, last]
-    wall = billed + drawn.wait + np.where(before, drawn.down, 0.0).sum(axis=1)
+    last = np.where(is_done, last, n_spells - 1)
+    before = np.arange(n_spells) < last[:, None]
+    began = np.minimum(restart, up)
+    billed = np.where(before, up, 0.0).sum(axis=1) + needed[rows, last]
+    wall = billed + drawn.wait + np.where(before, down, 0.0).sum(axis=1)
     restarts = np.where(before, began, 0.0).sum(axis=1) + restart[last]
     n = last.astype(float)
     if not is_done.all():
@@ -260,11 +266,11 @@ def _run(work_s: float, saves: SaveSchedule, zone: Interruptions) -> _Ran:
         more = np.where(is_done, 0.0, left[:, -1] / pace if pace > 0 else math.inf)
         off = np.where(is_done, 0.0, needed[rows, last])
         with np.errstate(invalid="ignore"):
-            per_spell = (drawn.up.mean(), drawn.down.mean(), began[:, 1:].mean())
+            per_spell = (up.mean(), down.mean(), began[:, 1:].mean())
             billed = np.where(is_done, billed, billed - off + more * per_spell[0])
             wall = np.where(is_done, wall, wall - off + more * (per_spell[0] + per_spell[1]))
             restarts, n = restarts + more * per_spell[2], n + more
-    return _Ran(wall, billed, restarts, n)
+    return _Ran(wall, billed, restarts, n), bool(is_done.all())
 
 
 def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:

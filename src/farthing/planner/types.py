@@ -293,7 +293,8 @@ class Spread(NamedTuple):
         return Range(certain + self.low * rest, likely, certain + self.high * rest)
 
 
-class MachinePlan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class MachinePlan:
     """The quickest recipe that fits a machine, and the seconds of the whole job there."""
 
     machine: Machine
@@ -307,14 +308,14 @@ class MachinePlan(NamedTuple):
     host_bytes: int = 0
     """Of main memory: rows of weights, or an optimizer's state, that are kept there."""
 
-    @property
+    @cached_property
     def memory_range(self) -> Range:
         """On the device: of all but what is certain."""
         return self.memory_spread.of(
             self.memory.on_device.n_bytes, self.memory.certain_on_device.n_bytes
         )
 
-    @property
+    @cached_property
     def is_tight(self) -> bool:
         """It may not fit after all: the range of its memory passes what is there."""
         return self.memory_range.high > self.machine.memory.n_bytes
