@@ -377,7 +377,7 @@ def test_report_prints_the_receipt_again(
     for words in (
         "Receipt",
         "forward and backward",
-        "100.0%",
+        "100 %",
         "evaluation",
         "accuracy",
         "class",

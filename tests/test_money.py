@@ -16,7 +16,6 @@ from farthing.planner.ownership import (
     own_way,
     parse_owned,
     run_on_own,
-    run_on_rent,
     saving,
     yearly_usd,
 )
@@ -37,16 +36,8 @@ def test_24_runs_a_year_at_250_against_10() -> None:
     assert saving(totals["spot"], totals["managed"]).usd == 5760
 
 
-def test_rent_is_hours_times_gpus_times_runs() -> None:
-    assert run_on_rent(2.0, 50) == 100
-    assert run_on_rent(0.50, 20, n_runs=5) == 50
-    assert run_on_rent(250 / 50, 10, n_gpus=5) == 250
-
-
 def test_two_cheap_gpus_against_one_expensive_gpu() -> None:
-    one, two = run_on_rent(2.50, 10), run_on_rent(0.50, 7, n_gpus=2)
-    assert (one, two) == (25, 7)
-    saved = saving(two, one)
+    saved = saving(2 * 0.50 * 7, 2.50 * 10)
     assert saved.is_one
     assert saved.usd == 18
     assert f"{saved.share:.0%}" == "72%"
@@ -59,9 +50,6 @@ def test_how_fast_it_has_to_be() -> None:
     )
     hours = hours_of(100_000, 3, samples_per_min=1100)
     assert round(hours, 2) == 4.55
-    assert run_on_rent(1.0, hours) == pytest.approx(4.55, abs=0.005), (
-        "4.55 times the price of an hour"
-    )
     assert round(hours_of(200_000, 2, 1200), 2) == 5.56
 
 

@@ -164,15 +164,7 @@ def _view(arguments: argparse.Namespace) -> tuple[PlanView, Any]:
         )
     own = [parse_owned(text) for text in arguments.own]
     budget_usd, deadline_s = _dollars(arguments.budget), _seconds_until(arguments.deadline, now)
-    figures = parse_figures(
-        arguments.samples_per_min,
-        arguments.tokens_per_s,
-        arguments.spot_discount,
-        arguments.spot_overhead,
-        arguments.interrupted_every,
-        arguments.restart,
-        arguments.step_time,
-    )
+    figures = parse_figures(vars(arguments))
     traffic = None if arguments.serve is None else parse_traffic(arguments.serve)
     if arguments.html is not None:
         _check_page_path(Path(arguments.html))

@@ -67,11 +67,6 @@ def run_on_own(owned: Owned, hours: float) -> dict[str, float]:
     }
 
 
-def run_on_rent(usd_per_gpu_hour: float, hours: float, n_gpus: int = 1, n_runs: int = 1) -> float:
-    """Dollars for runs on rented GPUs."""
-    return usd_per_gpu_hour * n_gpus * hours * n_runs
-
-
 # ---- when buying pays back ----
 
 

@@ -10,23 +10,20 @@ Refuses to predict a throughput: `speed` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from farthing.errors import InputError
-from farthing.planner.ownership import faster, hours_of, needed_samples_per_min, run_on_rent
+from farthing.planner.ownership import faster, hours_of, needed_samples_per_min
 from farthing.planner.price import LONGEST_INTERVAL_S
 from farthing.units import parse_hours, parse_share, say_seconds, say_usd
 
 MUCH_FASTER = 1.5  # than the plan expects: from here on it is said
-REACHED = (
-    0.75  # of the peak of a GPU: more than the best published runs reach, recomputation included
-)
+REACHED = 0.75  # of a GPU's peak: more than the best published runs, recomputation included
 
 
-@dataclass(frozen=True)
-class OwnFigures:
+class OwnFigures(NamedTuple):
     """What somebody knows of a run from elsewhere. Shares are of 1."""
 
     samples_per_min: float | None = None
@@ -39,94 +36,52 @@ class OwnFigures:
     step_s: tuple[float, float] | None = None
     """Seconds of a step before and after."""
 
-    @property
-    def is_any(self) -> bool:
-        """Whether there is anything to reckon with."""
-        return self != OwnFigures()
 
-    def check(self) -> None:
-        """Raises `InputError` for figures that can't be, and for those that lack their throughput."""  # noqa: E501
-        for name in ("samples_per_min", "tokens_per_s", "interrupted_every_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1e12:
-                flag = f"--{name.removesuffix('_s') if name != 'tokens_per_s' else name}".replace(
-                    "_", "-"
-                )
-                raise InputError(
-                    f"{value:g} is not above 0", where=flag, to_do="give a number above 0"
-                )
-        if self.samples_per_min is not None and self.tokens_per_s is not None:
-            raise InputError(
-                "one throughput is enough",
-                where="--samples-per-min, --tokens-per-s",
-                to_do="leave one out",
-            )
-        spot = self.spot_discount, self.spot_overhead, self.interrupted_every_s
-        if (
-            any(value is not None for value in spot)
-            and self.samples_per_min is None
-            and self.tokens_per_s is None
-        ):
-            raise InputError(
-                "a discount or interruptions need a throughput",
-                where="plan",
-                to_do="add --samples-per-min N",
-            )
-        if self.restart_s and self.interrupted_every_s is None:
-            raise InputError(
-                "a restart comes after an interruption",
-                where="--restart",
-                to_do="add --interrupted-every 8h",
-            )
-        if self.step_s is not None and min(self.step_s) <= 0:
-            raise InputError(
-                "a step takes more than 0 seconds",
-                where="--step-time",
-                to_do="e.g. --step-time 200ms 130ms",
-            )
+def _seconds(text: str) -> float:
+    return 3600 * parse_hours(text)
 
 
-def parse_figures(
-    samples_per_min: float | None,
-    tokens_per_s: float | None,
-    spot_discount: str | None,
-    spot_overhead: str | None,
-    interrupted_every: str | None,
-    restart: str | None,
-    step_time: Sequence[str] | None,
-) -> OwnFigures:
-    """Figures as people write them: "50%", "8h", "3min", "200ms". Raises `InputError`."""
+_PARSERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "samples_per_min": ("samples_per_min", float),
+    "tokens_per_s": ("tokens_per_s", float),
+    "spot_discount": ("spot_discount", parse_share),
+    "spot_overhead": ("spot_overhead", parse_share),
+    "interrupted_every": ("interrupted_every_s", _seconds),
+    "restart": ("restart_s", _seconds),
+    "step_time": ("step_s", lambda both: tuple(map(_seconds, both))),
+}
+"""By the names of the options: the figure, and how its text is read."""
 
-    def read(name: str, parse: Callable[[str], float], text: str) -> float:
+
+def parse_figures(says: Mapping[str, Any]) -> OwnFigures:
+    """Figures as people write them, by option: "50%", "8h", "3min", "200ms". Raises `InputError`
+    for those that can't be, and for those that lack their throughput.
+    """
+    found: dict[str, Any] = {}
+    for option, (name, parse) in _PARSERS.items():
+        flag = f"--{option.replace('_', '-')}"
+        if says.get(option) is None:
+            continue
         try:
-            return parse(text)
+            found[name] = value = parse(says[option])
         except ValueError as error:
-            raise InputError(
-                str(error), where=name, to_do=f"see `farthing plan --help` for {name}"
-            ) from None
-
-    def share(name: str, text: str | None) -> float | None:
-        return None if text is None else read(name, parse_share, text)
-
-    def seconds(name: str, text: str) -> float:
-        return 3600 * read(name, parse_hours, text)
-
-    figures = OwnFigures(
-        samples_per_min=samples_per_min,
-        tokens_per_s=tokens_per_s,
-        spot_discount=share("--spot-discount", spot_discount),
-        spot_overhead=share("--spot-overhead", spot_overhead),
-        interrupted_every_s=(
-            None if interrupted_every is None else seconds("--interrupted-every", interrupted_every)
-        ),
-        restart_s=0.0 if restart is None else seconds("--restart", restart),
-        step_s=(
-            None
-            if step_time is None
-            else (seconds("--step-time", step_time[0]), seconds("--step-time", step_time[1]))
-        ),
-    )
-    figures.check()
+            to_do = f"see `farthing plan --help-all` for {flag}"
+            raise InputError(str(error), where=flag, to_do=to_do) from None
+        least = min(value) if isinstance(value, tuple) else value
+        is_share = parse is parse_share or option == "restart"
+        if not (is_share or 0 < least < 1e12):
+            raise InputError(f"{least:g} is not above 0", where=flag, to_do="give more")
+    figures = OwnFigures(**found)
+    rates = found.keys() & {"samples_per_min", "tokens_per_s"}
+    if len(rates) > 1:
+        where = "--samples-per-min, --tokens-per-s"
+        raise InputError("one throughput is enough", where=where, to_do="leave one out")
+    if not rates and found.keys() & {"spot_discount", "spot_overhead", "interrupted_every_s"}:
+        what = "a discount or interruptions need a throughput"
+        raise InputError(what, where="plan", to_do="add --samples-per-min N")
+    if figures.restart_s and figures.interrupted_every_s is None:
+        what = "a restart comes after an interruption"
+        raise InputError(what, where="--restart", to_do="add --interrupted-every 8h")
     return figures
 
 
@@ -155,144 +110,99 @@ class Known:
 
 
 @dataclass(frozen=True)
-class OnSpot:
-    """Hours, and what they come to in hours on demand."""
-
-    hours: float
-    overhead: float
-    price_hours: float
-    saved_share: float
-
-
-@dataclass(frozen=True)
 class ByHand:
-    """What somebody's figures come to, and a line of words for each of them; None where nothing is
-    known of it.
-    """
+    """What somebody's figures come to: a line of words for each, and the numbers by name."""
 
-    words: tuple[str, ...] = ()
-    needed_samples_per_min: float | None = None
-    samples_per_min: float | None = None
-    hours: float | None = None
-    price_hours: float | None = None
-    usd: float | None = None
-    units: float | None = None
-    share_of_peak: float | None = None
-    fits_the_cap: bool | None = None
-    n_interruptions: float | None = None
-    lost_s_each: float | None = None
-    lost_s: float | None = None
-    spot: OnSpot | None = None
-    times_as_fast: float | None = None
-    saved_share: float | None = None
-
-    def and_say(self, words: str, **found: Any) -> ByHand:
-        """The same with more that was found, and words for it."""
-        return replace(self, words=(*self.words, words), **found)
+    words: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """Plain values, without what is not known."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {"words": self.words, **self.numbers}
 
 
 def by_hand(figures: OwnFigures, known: Known) -> ByHand:
     """What the figures come to for a run."""
     found = ByHand()
+    words, numbers = found.words, found.numbers
     rate, cap = figures.samples_per_min, known.max_gpu_hours
     if rate is None and figures.tokens_per_s is not None:
         rate = figures.tokens_per_s * 60 / max(1.0, known.tokens_per_sample)
     if cap is not None:
         needed = needed_samples_per_min(known.n_samples, known.n_epochs, cap, known.n_gpus)
         of_several = f" with {known.n_gpus} GPUs" if known.n_gpus > 1 else ""
-        found = found.and_say(
-            f"{cap:g} GPU-hours are enough at {needed:,.0f} samples/min{of_several}",
-            needed_samples_per_min=needed,
-        )
+        words.append(f"{cap:g} GPU-hours are enough at {needed:,.0f} samples/min{of_several}")
+        numbers["needed_samples_per_min"] = needed
     if rate is not None:
         hours = hours_of(known.n_samples, known.n_epochs, rate)
-        found = _with_bill(found, known, rate, hours)
-        found = _with_peak(found, known, rate)
-        found = _with_spot(found, figures, hours, known.save_every_s)
+        numbers |= {"samples_per_min": rate, "hours": hours, "price_hours": hours}
+        if cap is not None:
+            numbers["fits_the_cap"] = hours * known.n_gpus <= cap
+        words.append(_with_bill(numbers, known, rate, hours))
+        if known.samples_per_min and rate >= MUCH_FASTER * known.samples_per_min:
+            words.append(_with_peak(numbers, known, rate))
+        words += _with_spot(numbers, figures, hours, known.save_every_s)
     if figures.step_s is not None:
         times, saved = faster(*figures.step_s)
         before, after = (f"{1000 * s:g} ms" for s in figures.step_s)
-        words = (
-            f"a step of {after} instead of {before}: {times:.2f} x as fast, {saved:.0%} fewer"
-            " dollars"
-        )
-        found = found.and_say(words, times_as_fast=times, saved_share=saved)
+        step = f"a step of {after} instead of {before}"
+        words.append(f"{step}: {times:.2f} x as fast, {saved:.0%} fewer dollars")
+        numbers |= {"times_as_fast": times, "saved_share": saved}
     return found
 
 
-def _with_bill(found: ByHand, known: Known, rate: float, hours: float) -> ByHand:
+def _with_bill(numbers: dict[str, Any], known: Known, rate: float, hours: float) -> str:
     """Hours and dollars on demand."""
-    usd = run_on_rent(known.usd_per_hour, hours) if known.usd_per_hour else None
-    units = known.paid_gb * hours if known.paid_gb else None
-    text = (
-        f"{known.n_samples:,} samples x {known.n_epochs:g} at {rate:,.0f} a minute: {hours:.2f} h,"
-        f" {hours:.2f} P on demand"
-    )
-    if usd is not None:
+    what = f"{known.n_samples:,} samples x {known.n_epochs:g} at {rate:,.0f} a minute"
+    text = f"{what}: {hours:.2f} h, {hours:.2f} P on demand"
+    if known.usd_per_hour:
+        numbers["usd"] = usd = known.usd_per_hour * hours
         text += f", {say_usd(usd)} at {say_usd(known.usd_per_hour)} an hour"
-    if units is not None:
+    if known.paid_gb:
+        numbers["units"] = units = known.paid_gb * hours
         text += f" ({known.paid_gb:g} GB x {hours:.2f} h = {units:.1f} units)"
-    cap = known.max_gpu_hours
-    return found.and_say(
-        text,
-        samples_per_min=rate,
-        hours=hours,
-        price_hours=run_on_rent(1.0, hours),
-        usd=usd,
-        units=units,
-        fits_the_cap=None if cap is None else hours * known.n_gpus <= cap,
-    )
+    return text
 
 
-def _with_peak(found: ByHand, known: Known, rate: float) -> ByHand:
+def _with_peak(numbers: dict[str, Any], known: Known, rate: float) -> str:
     """Whether the first choice could do it: against what the plan expects there, and against its
     peak.
     """
-    if not known.samples_per_min or rate < MUCH_FASTER * known.samples_per_min:
-        return found
-    share = known.share_of_peak * rate / known.samples_per_min
-    verdict = (
-        "more than it has"
-        if share > 1
-        else "more than training reaches"
-        if share > REACHED
-        else "ask how it was measured"
-    )
-    words = f"{known.machine}: the plan expects {known.samples_per_min:,.0f} samples/min of "
-    words += (
-        f"{known.tokens_per_sample:,.0f} tokens there; {rate:,.0f} would take {share:.0%} of its"
-        f" peak FLOP/s, {verdict}"
-    )
-    return found.and_say(words, share_of_peak=share)
+    numbers["share_of_peak"] = share = known.share_of_peak * rate / known.samples_per_min
+    verdict = "more than training reaches" if share > REACHED else "ask how it was measured"
+    verdict = "more than it has" if share > 1 else verdict
+    expected = f"{known.samples_per_min:,.0f} samples/min of {known.tokens_per_sample:,.0f} tokens"
+    taken = f"{rate:,.0f} would take {share:.0%} of its peak FLOP/s, {verdict}"
+    return f"{known.machine}: the plan expects {expected} there; {taken}"
 
 
 def _with_spot(
-    found: ByHand, figures: OwnFigures, hours: float, save_every_s: float | None
-) -> ByHand:
+    numbers: dict[str, Any], figures: OwnFigures, hours: float, save_every_s: float | None
+) -> list[str]:
     """Interruptions, what they lose, and what spot costs with them."""
-    overhead = figures.spot_overhead or 0.0
+    overhead, words, discount = figures.spot_overhead or 0.0, list[str](), figures.spot_discount
     if figures.interrupted_every_s is not None:
         interval_s = save_every_s if save_every_s is not None else LONGEST_INTERVAL_S
         n = hours * 3600 / figures.interrupted_every_s
         each_s = interval_s / 2 + figures.restart_s
         if figures.spot_overhead is None:
             overhead = n * each_s / (hours * 3600)
-        words = (
-            f"{n:.2g} expected interruptions, {say_seconds(each_s)} lost each (half of the"
-            f" {say_seconds(interval_s)} between checkpoints, and the restart):"
-            f" {say_seconds(n * each_s)} in all"
+        why = f"half of the {say_seconds(interval_s)} between checkpoints, and the restart"
+        words.append(
+            f"{n:.2g} expected interruptions, {say_seconds(each_s)} lost each ({why}): "
+            f"{say_seconds(n * each_s)} in all"
         )
-        found = found.and_say(words, n_interruptions=n, lost_s_each=each_s, lost_s=n * each_s)
-    if figures.spot_discount is None:
-        return found
-    price_hours = run_on_rent(1 - figures.spot_discount, hours * (1 + overhead))
-    saved = 1 - price_hours / hours
-    words = (
-        f"on spot, {figures.spot_discount:.0%} cheaper with {overhead:.1%} more hours:"
-        f" {price_hours:.2g} P, {abs(saved):.0%} {'less' if saved > 0 else 'more'} than on demand"
-    )
-    return found.and_say(words, spot=OnSpot(hours * (1 + overhead), overhead, price_hours, saved))
+        numbers |= {"n_interruptions": n, "lost_s_each": each_s, "lost_s": n * each_s}
+    if discount is not None:
+        longer = hours * (1 + overhead)
+        price_hours = (1 - discount) * longer
+        saved = 1 - price_hours / hours
+        less = f"{abs(saved):.0%} {'less' if saved > 0 else 'more'} than on demand"
+        how = f"on spot, {discount:.0%} cheaper with {overhead:.1%} more hours"
+        words.append(f"{how}: {price_hours:.2g} P, {less}")
+        numbers["spot"] = {
+            "hours": longer,
+            "overhead": overhead,
+            "price_hours": price_hours,
+            "saved_share": saved,
+        }
+    return words

@@ -273,7 +273,7 @@ def _job(study: Study) -> JobView:
 def _by_hand(study: Study, figures: OwnFigures, best: Choice | None) -> ByHand | None:
     """What somebody's own figures come to; the throughput that the job's cap on GPU-hours asks."""
     wanted, plan = study.wanted, study.answer.best
-    if not figures.is_any and wanted.max_gpu_hours is None:
+    if figures == OwnFigures() and wanted.max_gpu_hours is None:
         return None
     known = Known(
         n_samples=wanted.lengths.n_examples,
