@@ -28,7 +28,7 @@ from farthing.prices.gpus import gpus
 from farthing.report.draw import draw
 from farthing.report.plan_report import brief
 from farthing.report.receipt import build_receipt
-from farthing.report.receipt_table import draw_receipt
+from farthing.report.receipt_report import receipt_report
 from farthing.units import say_seconds
 
 FOLDER = Path(__file__).parent / "reference"
@@ -409,7 +409,9 @@ def receipt_picture() -> str:
     """
     folder = FOLDER.parent / "pictures/run"
     receipt = replace(build_receipt(folder), run="runs/demo", diagnosis=None)
-    return _picture("farthing report runs/demo", lambda console: draw_receipt(console, receipt), 16)
+    return _picture(
+        "farthing report runs/demo", lambda console: draw(console, receipt_report(receipt)), 16
+    )
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -69,10 +69,10 @@ def test_an_interruption_in_8_hours_and_a_12_hour_job() -> None:
     # restart and loss of 5 min each: save every 4 min, half of it lost on average, and 3 min to
     # restart
     expected = expect(12 * H, SaveSchedule(240, 0, 180), exponential(8 * H))
-    assert expected.n_interruptions == pytest.approx(1.5, abs=0.05)
+    assert expected.n_interruptions == pytest.approx(1.5, abs=0.02)
     assert 7 <= (expected.lost_s + expected.restart_s) / 60 <= 10
     lost_5 = expect(12 * H, SaveSchedule(600, 0, 0), exponential(8 * H))
-    assert lost_5.lost_s / lost_5.n_interruptions / 60 == pytest.approx(5, abs=0.3)
+    assert lost_5.lost_s / lost_5.n_interruptions / 60 == pytest.approx(5, abs=0.2)
     assert 7 <= lost_5.lost_s / 60 <= 10
 
 
@@ -83,7 +83,7 @@ def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(
     work_s = 400_000 / 1200 * 60
     assert work_s / H == pytest.approx(5.56, abs=0.005)
     expected = expect(work_s, SaveSchedule(300, 5, 180), exponential(mean_h * H))
-    assert expected.billed_s / work_s * 0.5 == pytest.approx(0.5, abs=0.035)
+    assert expected.billed_s / work_s * 0.5 == pytest.approx(0.5, abs=0.033)
 
 
 # ---- closed forms ----
@@ -101,9 +101,9 @@ def test_exponential_spells_give_dalys_formula(
     daly = (
         mean_s * math.exp(restart / mean_s) * math.expm1((tau + save) / mean_s) * work_h * H / tau
     )
-    assert expected.billed_s == pytest.approx(daly, rel=0.01)
+    assert expected.billed_s == pytest.approx(daly, rel=5e-4)
     assert expected.wall_s == expected.billed_s
-    assert expected.n_interruptions == pytest.approx(daly / mean_s, rel=0.05)
+    assert expected.n_interruptions == pytest.approx(daly / mean_s, rel=0.01)
 
 
 def test_the_best_interval_of_exponential_spells_is_dalys() -> None:
@@ -112,7 +112,7 @@ def test_the_best_interval_of_exponential_spells_is_dalys() -> None:
     for save_s in (5, 30, 300):
         x = save_s / (2 * 4 * H)
         daly = young_interval_s(save_s, 4 * H) * (1 + math.sqrt(x) / 3 + x / 9) - save_s
-        assert best_interval_s(save_s, 300, exponential(4 * H)) == pytest.approx(daly, rel=0.1)
+        assert best_interval_s(save_s, 300, exponential(4 * H)) == pytest.approx(daly, rel=0.025)
 
 
 def test_no_interval_does_better_than_the_best_one() -> None:
@@ -133,7 +133,7 @@ def test_a_job_that_can_never_save_is_said_never_to_end() -> None:
 def test_a_job_twice_as_long_takes_twice_as_long() -> None:
     zone = Interruptions(weibull(H, 0.7), weibull(0.5 * H))
     one, two = (expect(n * H, SaveSchedule(60, 1, 30), zone).billed_s for n in (500, 1000))
-    assert two == pytest.approx(2 * one, rel=0.03), "beyond the spells that are drawn too"
+    assert two == pytest.approx(2 * one, rel=5e-4), "beyond the spells that are drawn too"
 
 
 # ---- models ----
@@ -147,7 +147,7 @@ def test_fits_find_the_law_again_with_spells_cut_short() -> None:
     found, n = fit_spells(spells)
     assert n < 4000
     quantiles = np.array([0.2, 0.5, 0.7])
-    assert found.at(quantiles) == pytest.approx(BURSTY.up.at(quantiles), rel=0.1)
+    assert found.at(quantiles) == pytest.approx(BURSTY.up.at(quantiles), rel=0.06)
     # worked by hand: 2, 3 cut short, 5, 8 cut short; 1/4 at 2, half of the other 3/4 at 5, the rest
     # at 8 (Efron)
     few, _ = fit_spells([Spell(5, 0), Spell(2, 0), Spell(8, 0, True), Spell(3, 0, True)])
@@ -188,7 +188,7 @@ def test_few_spells_and_priors_have_wide_ranges() -> None:
     assert guess.spread > many.spread
     assert guess.is_prior
     assert not many.is_prior
-    assert prior(8).up.mean_s == pytest.approx(guess.up.mean_s / 2.7, rel=0.02)
+    assert prior(8).up.mean_s == pytest.approx(guess.up.mean_s / 2.7, rel=0.005)
     assert prior(8).spread > guess.spread
     saves, (good, bad) = SaveSchedule(1200, 30, 300), guess.good_and_bad
     hours = [expect(12 * H, saves, zone) for zone in (good, guess, bad)]
@@ -294,7 +294,7 @@ def test_the_old_last_and_the_young_are_at_risk() -> None:
     law = BURSTY.up
     assert np.median(law.rest(u, v, 3 * H)) > np.median(law.rest(u, v, 0.0))
     old = Spells(np.array([600.0, 1200.0]), np.array([0.5, 0.5]))
-    assert np.median(old.rest(u, v, 5 * H)) == pytest.approx(5 * H, rel=0.05), "as long again"
+    assert np.median(old.rest(u, v, 5 * H)) == pytest.approx(5 * H), "as long again"
 
 
 def test_a_zone_that_is_up_now_is_likelier_to_be_in_time() -> None:
