@@ -135,11 +135,11 @@ def by_hand(figures: OwnFigures, known: Known) -> ByHand:
     if rate is not None:
         hours = hours_of(known.n_samples, known.n_epochs, rate)
         numbers |= {"samples_per_min": rate, "hours": hours, "price_hours": hours}
-        if cap is not None:
-            numbers["fits_the_cap"] = hours * known.n_gpus <= cap
         words.append(_with_bill(numbers, known, rate, hours))
         if known.samples_per_min and rate >= MUCH_FASTER * known.samples_per_min:
             words.append(_with_peak(numbers, known, rate))
+        if cap is not None:
+            numbers["fits_the_cap"] = hours * known.n_gpus <= cap
         words += _with_spot(numbers, figures, hours, known.save_every_s)
     if figures.step_s is not None:
         times, saved = faster(*figures.step_s)

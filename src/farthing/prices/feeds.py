@@ -39,18 +39,8 @@ MAX_FEED_BYTES = 96 << 20
 TIMEOUT_S = 20.0  # for one answer of a server
 FEED_S = 90.0  # for one feed as a whole
 _GPUHUNT_COLUMNS = (
-    *(
-        "instance_name",
-        "location",
-        "price",
-        "cpu",
-        "memory",
-        "gpu_count",
-        "gpu_name",
-        "gpu_memory",
-        "spot",
-    ),
-    "disk_size",
+    *("instance_name", "location", "price", "cpu", "memory", "gpu_count", "gpu_name"),
+    *("gpu_memory", "spot", "disk_size"),
 )
 
 

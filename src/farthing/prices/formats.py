@@ -19,23 +19,12 @@ from typing import Any, NamedTuple
 from farthing.errors import InputError
 from farthing.prices.gpus import did_you_mean, find_gpu, gpu_named
 from farthing.prices.offers import KINDS, UNITS, Offer, billing_of
+from farthing.tables import facts
 from farthing.units import plural
 
 COLUMNS = (
-    *(
-        "provider",
-        "instance",
-        "gpu",
-        "n_gpus",
-        "region",
-        "zone",
-        "kind",
-        "unit",
-        "usd",
-        "vcpus",
-        "ram_gib",
-    ),
-    *("source", "date"),
+    *("provider", "instance", "gpu", "n_gpus", "region", "zone", "kind", "unit", "usd", "vcpus"),
+    *("ram_gib", "source", "date"),
 )
 _LARGEST_USD = 100_000.0
 
@@ -278,61 +267,14 @@ def _skypilot_memory(info: str, n_gpus: str, name: str) -> float | None:
     return gib
 
 
-_NAMES = {
-    **{
-        "aws": "AWS",
-        "gcp": "GCP",
-        "azure": "Azure",
-        "oci": "Oracle",
-        "lambda": "Lambda",
-        "lambdalabs": "Lambda",
-    },
-    **{
-        "lambda_labs": "Lambda",
-        "runpod": "RunPod",
-        "vast": "Vast.ai",
-        "vastai": "Vast.ai",
-        "vast_ai": "Vast.ai",
-    },
-    **{
-        "verda": "Verda",
-        "datacrunch": "Verda",
-        "nebius": "Nebius",
-        "hyperbolic": "Hyperbolic",
-        "cudo": "Cudo",
-    },
-    **{
-        "jarvislabs": "JarvisLabs",
-        "mithril": "Mithril",
-        "cloudrift": "CloudRift",
-        "do": "DigitalOcean",
-    },
-    **{
-        "digitalocean": "DigitalOcean",
-        "vultr": "Vultr",
-        "fluidstack": "FluidStack",
-        "paperspace": "Paperspace",
-    },
-    **{
-        "together_ai": "Together",
-        "together": "Together",
-        "modal": "Modal",
-        "coreweave": "CoreWeave",
-    },
-    **{
-        "seeweb": "Seeweb",
-        "crusoe": "Crusoe",
-        "hotaisle": "Hot Aisle",
-        "lium": "Lium",
-        "shadeform": "Shadeform",
-    },
-    **{"primeintellect": "Prime Intellect", "hyperstack": "Hyperstack", "tensordock": "TensorDock"},
-}
+@cache
+def _names() -> dict[str, str]:
+    return {row["feed"]: row["name"] for row in facts("provider_names")}
 
 
 def provider_name(text: str) -> str:
     """How farthing writes the provider that a feed names."""
-    return _NAMES.get(text.lower(), text)
+    return _names().get(text.lower(), text)
 
 
 class _Parser:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from farthing.prices.catalog import Catalog
+from farthing.prices.formats import COLUMNS
 from farthing.prices.offers import Offer
 from farthing.report.safe import escape, fitted_table
 from farthing.units import plural, say_usd
@@ -18,21 +19,7 @@ if TYPE_CHECKING:
 
 _UNITS = {"gb_hour": "a GB-hour", "run": "a run", "million_tokens": "/M tokens"}
 _COLUMNS = ("GPUs", "provider", "machine", "where", "kind", "an hour", "per GPU", "age")
-_OF_OFFER = (
-    *(
-        "provider",
-        "instance",
-        "gpu",
-        "n_gpus",
-        "region",
-        "zone",
-        "kind",
-        "unit",
-        "usd",
-        "usd_per_hour",
-    ),
-    *("usd_per_gpu_hour", "vcpus", "ram_gib", "source"),
-)
+_OF_OFFER = (*(name for name in COLUMNS if name != "date"), "usd_per_hour", "usd_per_gpu_hour")
 _CUTS = {"machine": 30, "provider": 10, "where": 5, "GPUs": 20}
 
 
