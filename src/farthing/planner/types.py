@@ -293,7 +293,7 @@ class Spread(NamedTuple):
         return Range(certain + self.low * rest, likely, certain + self.high * rest)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MachinePlan:
     """The quickest recipe that fits a machine, and the seconds of the whole job there."""
 
