@@ -114,6 +114,13 @@ def test_dry_run_writes_files_shows_the_bill_and_rents_nothing(demo: Path, capsy
     )
 
 
+def test_a_model_folder_without_weights_is_refused_before_anything_is_rented(
+    demo: Path, capsys: Any
+) -> None:
+    assert launch(demo, "--on", "runpod", "--set", "model.init=pretrained") == 2
+    assert "no weights (*.safetensors) in the folder" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_dry_run_takes_no_torch_and_no_library_of_a_vendor(demo: Path) -> None:
     code = (

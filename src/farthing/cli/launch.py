@@ -145,7 +145,8 @@ def _session(arguments: argparse.Namespace, action: str) -> Any:
     job = load_job(arguments.job, arguments.set)
     asks = action in ("", "attach")
     if asks:
-        look_over(job, only_plans=True)
+        # a folder travels as it is: a rented machine can't mend what it lacks
+        look_over(job, only_plans=not Path(job.model.model_name_or_path).is_absolute())
     on, boot_s = arguments.on or _where_it_is(job, arguments, action), arguments.boot_limit * 60
     if on is None and action == "status":
         return None
