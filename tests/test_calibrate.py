@@ -16,13 +16,13 @@ from farthing.local.machine import Cpu, LocalMachine
 from farthing.local.measurements import Measurement
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
-from farthing.planner.calibration import N_AGREE, N_NEWEST, SPREAD_SAME, as_run
+from farthing.planner.calibration import as_run
 from farthing.planner.calibration import calibrate as calibrate_case
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import plan_here
 from farthing.planner.machines import machine_here
 from farthing.planner.memory import estimate_memory
-from farthing.planner.ranges import NARROWEST, speed_spread
+from farthing.planner.ranges import speed_spread
 from farthing.planner.recipe import Case, Recipe, stack_for
 from farthing.planner.speed import Calibration, cpu_device, step_time
 from farthing.planner.types import JobSpec, Machine, Plan
@@ -110,7 +110,7 @@ def test_runs_of_the_same_model_give_their_factors_back() -> None:
     assert found.waiting_s == pytest.approx(0.05)
     assert (found.start_s, found.save_s) == (5.0, 0.5)
     assert found.extra_bytes == 100 << 20
-    assert (found.spread, found.n_runs) == (NARROWEST, 1)
+    assert (found.spread, found.n_runs) == (0.3, 1)
     assert found.source == "1 run of this model here, the last on 2026-11-21 (too few to agree)"
 
 
@@ -147,12 +147,12 @@ def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_ran
         return calibrate(runs, shape)
 
     found = after(2, 2.2, 2.1, 9, 1.9, 50)
-    assert found.n_runs == N_NEWEST
+    assert found.n_runs == 5
     assert found.compute == pytest.approx(2.1)
-    assert found.spread == NARROWEST >= 0.3
+    assert found.spread == 0.3
     assert "they differ" in found.source
-    assert after(*[2.0] * (N_AGREE - 1)).spread == NARROWEST
-    assert after(2.0, 2.1, 1.9).spread == SPREAD_SAME < NARROWEST
+    assert after(*[2.0] * 2).spread == 0.3
+    assert after(2.0, 2.1, 1.9).spread == 0.08
 
 
 def test_a_few_steps_set_no_pace() -> None:

@@ -877,9 +877,9 @@ def test_doctor_says_what_a_target_lacks(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_boot_times_are_facts_with_a_source() -> None:
     from farthing.planner.types import Assumptions
-    from farthing.prices.offers import INSTALL_S, boot_of
+    from farthing.prices.offers import boot_of
 
-    assert boot_of("AWS").seconds == 101 + INSTALL_S
+    assert boot_of("AWS").seconds == 101 + 120
     assert boot_of("AWS").source.startswith("github.com/")
     assert boot_of("nobody").seconds == Assumptions().setup_s
 

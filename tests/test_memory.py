@@ -19,13 +19,9 @@ import farthing.models.tiles
 from farthing.data.lengths import Largest, Padded
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
-from farthing.models.tiles import CUDA_BLOCK_BYTES
 from farthing.models.weights import Adapters
 from farthing.planner.memory import (
-    COMMUNICATION_BYTES,
-    CUDA_CONTEXT_BYTES,
     NF4_BYTES,
-    SLACK,
     Memory,
     estimate_memory,
     evaluation_memory,
@@ -444,13 +440,13 @@ def test_parts_add_up_and_the_device_needs_more_than_torch_says() -> None:
     assert found.on_device.n_bytes == found.allocated.n_bytes  # of a processor
     on_gpu = peak(shape, FULL, SHORT)
     allocated, reserved = on_gpu.allocated.n_bytes, on_gpu.reserved.n_bytes
-    assert reserved == allocated + int(SLACK * allocated)
-    assert on_gpu.on_device.n_bytes == reserved + CUDA_CONTEXT_BYTES + on_gpu.beside_bytes
+    assert reserved == allocated + int(0.05 * allocated)
+    assert on_gpu.on_device.n_bytes == reserved + 858993459 + on_gpu.beside_bytes
     assert on_gpu.beside_bytes > 0, "of whole logits the allocator keeps a part"
     by_positions = replace(FULL, stack=replace(FULL.stack, scores_positions=True))
     assert peak(shape, by_positions, SHORT).beside_bytes == 0
     two = replace(by_positions, n_gpus=2, sharding="ddp", global_batch=2 * FULL.global_batch)
-    assert peak(shape, two, SHORT).beside_bytes == COMMUNICATION_BYTES["ddp"]
+    assert peak(shape, two, SHORT).beside_bytes == 2**29
 
 
 def test_what_one_meter_shows_is_not_compared_with_another() -> None:
@@ -507,7 +503,7 @@ def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most() -> No
     assert logits(65_536, 0.25) - logits(65_536, 0.125) == gradients, (
         "a whole tile either way, gradients of positions"
     )
-    block = 4 * (CUDA_BLOCK_BYTES // (4 * words)) * words
+    block = 4 * (2**28 // (4 * words)) * words
     assert logits(8192, 1.0) == 2 * 2048 * (words + h) + 2 * block + 2 * 8192 * h
     assert logits(8192, 1.0, None) == logits(8192, 1.0) - 2 * 8192 * h, (
         "an evaluation has no gradients"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from attempts import Clock, attempt
-from farthing.run.accounts import N_MARKS, Account, read_ledger, with_redone
+from farthing.run.accounts import Account, read_ledger, with_redone
 from farthing.run.ledger import SPANS, Ledger, Meter
 
 
@@ -120,7 +120,7 @@ def test_stretches_add_up_to_the_spans_however_many_there_were() -> None:
         account.step, account.n_saves = step, step // 100
         account.facts = {"tokens": 10 * step}
         account.mark()
-        assert len(account.marks) <= N_MARKS
+        assert len(account.marks) <= 32
     stretches = account.stretches
     assert sums_of(account) == pytest.approx(account.spans, abs=0.01)
     assert [stretch.step for stretch in stretches] == sorted(each.step for each in stretches)
