@@ -158,7 +158,7 @@ def real_config(name: str) -> dict[str, Any]:
 
 
 def shape_of(config: dict[str, Any], task: str | None = None) -> Shape:
-    return read_shape(config, task, N_LABELS if task == "classification" else 0)
+    return read_shape(config, task, N_LABELS if "classification" in (task or "") else 0)
 
 
 def model_of(config: dict[str, Any], task: str, device: str = "meta") -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +62,61 @@ def classification_metrics(confusion: NDArray[np.int64], names: tuple[str, ...])
             for i, name in enumerate(names)
         },
         "confusion": confusion.tolist(),
+    }
+
+
+def _scores(hits: float, n_predicted: float, n_true: float) -> dict[str, float]:
+    """Precision, recall and F1; a ratio with an empty denominator is 0."""
+    return {
+        "precision": hits / n_predicted if n_predicted else 0.0,
+        "recall": hits / n_true if n_true else 0.0,
+        "f1": 2 * hits / (n_predicted + n_true) if n_predicted + n_true else 0.0,
+    }
+
+
+def multi_label_metrics(
+    labels: NDArray[np.bool_], answers: NDArray[np.bool_], names: tuple[str, ...]
+) -> Metrics:
+    """Of labels and answers [n, classes]: the share of examples whose classes are all right, macro
+    precision, recall and F1, F1 of all classes together, and the same of each class.
+    """
+    hits, n_predicted, n_true = (
+        each.sum(0).tolist() for each in (labels & answers, answers, labels)
+    )
+    per_class = {
+        name: _scores(*of_class) | {"n": of_class[2]}
+        for name, *of_class in zip(names, hits, n_predicted, n_true, strict=True)
+    }
+    n = max(1, len(names))
+    return {
+        "accuracy": float((labels == answers).all(1).mean()),
+        **{
+            key: sum(each[key] for each in per_class.values()) / n
+            for key in ("precision", "recall", "f1")
+        },
+        "f1_micro": _scores(sum(hits), sum(n_predicted), sum(n_true))["f1"],
+        "per_class": per_class,
+    }
+
+
+def entity_metrics(
+    labels: Sequence[set[tuple[str, int, int]]], answers: Sequence[set[tuple[str, int, int]]]
+) -> Metrics:
+    """Precision, recall and F1 of the entities (type, first word, last word) of texts, and the same
+    of each type. An entity counts where type and words are right.
+    """
+    hits, n_predicted, n_true = Counter[str](), Counter[str](), Counter[str]()
+    for wanted, found in zip(labels, answers, strict=True):
+        hits.update(kind for kind, *_ in wanted & found)
+        n_predicted.update(kind for kind, *_ in found)
+        n_true.update(kind for kind, *_ in wanted)
+    kinds = sorted({*n_true, *n_predicted})
+    return {
+        **_scores(hits.total(), n_predicted.total(), n_true.total()),
+        "per_class": {
+            kind: _scores(hits[kind], n_predicted[kind], n_true[kind]) | {"n": n_true[kind]}
+            for kind in kinds
+        },
     }
 
 

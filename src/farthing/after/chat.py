@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from farthing.errors import FarthingError, InputError
 from farthing.export.folders import trained_model, trusted_job, tuned_config, untrained_model
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.model.load import ModelChoice, load_tokenizer
+from farthing.objectives.objective import class_names
 from farthing.objectives.registry import objective_of
 from farthing.planner.software import fp16_risk
 from farthing.run.folder import MODEL
@@ -69,6 +71,12 @@ class Speaker:
         """Whether it answers with a class."""
         return self.task.labels is not None
 
+    @property
+    def says_a_number(self) -> bool:
+        """Whether it answers with a number."""
+        labels = self.task.labels
+        return self.model.config.num_labels == 1 and labels is not None and labels.shares is None
+
     def _ids(self, messages: list[Message]) -> dict[str, torch.Tensor]:
         """What the model is asked with, as it was in training."""
         last = messages[-1]["content"]
@@ -99,15 +107,30 @@ class Speaker:
     @torch.no_grad()
     def classify(self, text: str) -> dict[str, object]:
         """The likeliest class and the probability of each, the likeliest first; of a number alone,
-        the number.
+        the number. Raises `InputError` for a model that reads words.
         """
+        if self.task.scores_words:
+            raise InputError(
+                f"a model of {self.task.name} reads words, not a text",
+                where="the prompt",
+                to_do="write rows with `tokens`, and use `farthing predict`",
+            )
         scores = self.model(**self._ids([{"role": "user", "content": text}])).logits[0].float()
-        if len(scores) == 1:
+        if self.says_a_number:
             return {"score": float(scores[0])}
-        names = self.model.config.id2label
-        shares = {str(names[i]): float(share) for i, share in enumerate(scores.softmax(-1))}
+        label, shares = self.said(scores)
         ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
-        return {"label": next(iter(ordered)), "probabilities": ordered}
+        return {"label": label, "probabilities": ordered}
+
+    def said(self, scores: torch.Tensor) -> tuple[Any, dict[str, float]]:
+        """What is predicted of scores [C], and the share of each class."""
+        labels, names = self.task.labels, class_names(self.model.config)
+        assert labels is not None
+        of_all = (labels.shares or (lambda each: each.softmax(-1)))(scores.float()).tolist()
+        shares = dict(zip(names, of_all, strict=True))
+        if labels.predict is not None:
+            return labels.predict(of_all, names), shares
+        return max(shares, key=lambda name: shares[name]), shares
 
     def stream(self, messages: list[Message], asked: Asked) -> Iterator[str]:
         """The answer to the last message, piece by piece."""

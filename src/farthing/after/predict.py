@@ -23,6 +23,7 @@ from farthing.after.chat import Speaker
 from farthing.config.job import Job
 from farthing.data.chat import asks_for_the_date
 from farthing.data.encode import Encoder
+from farthing.data.formats import Understood
 from farthing.data.read import Source, file_source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row, RowValue, Text
@@ -32,7 +33,7 @@ from farthing.errors import DataError, InputError
 from farthing.model.hardware import free_cached
 from farthing.model.load import set_languages
 from farthing.model.positions import max_positions
-from farthing.objectives.columns import Unusable
+from farthing.objectives.columns import Unusable, list_of
 from farthing.objectives.objective import class_names
 from farthing.objectives.registry import objective_of
 from farthing.run.folder import began
@@ -63,6 +64,8 @@ class _Asked:
     row: RowValue
     ids: list[int] = field(default_factory=list)
     found: dict[str, Any] = field(default_factory=dict)
+    words: list[int | None] = field(default_factory=list)
+    """Where words have labels: the first token of each, if it has one."""
 
 
 class Predictor:
@@ -166,7 +169,8 @@ class Predictor:
                         where=f"{source.name}:{row.line}",
                         to_do="rename it in the file",
                     )
-                one.ids = self._ids(reader.text(whole))
+                text = reader.text(self._with_tags(whole, reader.understood))
+                one.ids, one.words = self._words(text) if text.words else (self._ids(text), [])
             except Unusable as error:
                 one.found = {"error": f"{source.name}:{row.line}: {error}"}
                 if len(self.summary.first_errors) < 5:
@@ -184,7 +188,9 @@ class Predictor:
         said: Any = value.get("conversations")
         if self.speaker.classes:
             names = class_names(self.speaker.model.config)
-            answer: Any = names[0] if len(names) > 1 else 0.0
+            answer: Any = 0.0 if self.speaker.says_a_number else names[0]
+            labels = self.speaker.task.labels
+            answer = [] if labels is not None and labels.predict else answer
         else:
             answer = [turn] if isinstance(value.get("prompt"), list) else _ANSWER
         if _ends_with_a_question(messages, "role", "assistant"):
@@ -195,6 +201,24 @@ class Predictor:
             if not value.get(name) or self.speaker.classes:
                 value[name] = answer
         return Row(row.line, value)
+
+    def _with_tags(self, row: Row | BadRow, understood: Understood | None) -> Row | BadRow:
+        """The row with as many tags as words, where these have labels."""
+        if not self.speaker.task.scores_words or isinstance(row, BadRow) or understood is None:
+            return row
+        own = understood.columns.get("tokens", "tokens")
+        words = list_of(row.value, own) if isinstance(own, str) else []
+        return Row(row.line, {**row.value, "tags": ["O"] * len(words)})
+
+    def _words(self, text: Text) -> tuple[list[int], list[int | None]]:
+        """The tokens of a text, and the first of each of its words."""
+        found = self._encode([text])
+        self.summary.n_cut += bool(found.was_cut[0])
+        places: list[int | None] = [None] * len(text.words)
+        assert found.words is not None
+        for word, at in zip(found.words.tolist(), found.is_target.nonzero()[0], strict=True):
+            places[word] = int(at)
+        return found.ids.tolist(), places
 
     def _ids(self, text: Text) -> list[int]:
         """The tokens that the model is asked with. Raises `Unusable`."""
@@ -227,7 +251,7 @@ class Predictor:
         while at < len(ready):
             batch = ready[at : at + size]
             try:
-                found = self._of_batch([one.ids for one in batch])
+                found = self._of_batch(batch)
             except Exception as error:
                 if not is_out_of_memory(error) or size == 1:
                     raise
@@ -235,13 +259,13 @@ class Predictor:
                 size = max(1, size // 2)
                 continue
             for one, each in zip(batch, found, strict=True):
-                finite = math.isfinite(each.get("score", each["prediction"]))
-                one.found = each if finite else {"error": "the model's scores are no numbers"}
+                one.found = each or {"error": "the model's scores are no numbers"}
             at += len(batch)
 
     @torch.no_grad()
-    def _of_batch(self, rows: list[list[int]]) -> list[dict[str, Any]]:
-        speaker = self.speaker
+    def _of_batch(self, asked: list[_Asked]) -> list[dict[str, Any]]:
+        """What is said of each; nothing where scores are no numbers."""
+        speaker, rows = self.speaker, [one.ids for one in asked]
         longest, pad = max(map(len, rows)), self._pad_id()
         is_left = speaker.task.predicts_next
         gaps = [[pad] * (longest - len(row)) for row in rows]
@@ -255,24 +279,39 @@ class Predictor:
             "input_ids": ids.to(speaker.model.device),
             "attention_mask": mask.long().to(speaker.model.device),
         }
-        return self._classified(given) if speaker.classes else self._written(given)
+        if not speaker.classes:
+            found = self._written(given)
+            return [each if math.isfinite(each["score"]) else {} for each in found]
+        scores = speaker.model(**given).logits.float().cpu()  # [B, C], or [B, T, C] of words
+        if speaker.task.scores_words:
+            found = [self._tagged(of, one.words) for of, one in zip(scores, asked, strict=True)]
+        else:
+            found = self._classified(scores)
+        are_finite = scores.isfinite().flatten(1).all(1).tolist()
+        return [each if finite else {} for each, finite in zip(found, are_finite, strict=True)]
 
     def _pad_id(self) -> int:
         config, tokenizer = self.speaker.model.config.get_text_config(), self.speaker.tokenizer
         known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
         return next((int(index) for index in known if index is not None and index >= 0), 0)
 
-    def _classified(self, given: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-        scores = self.speaker.model(**given).logits.float().cpu()  # [B, C]
-        names = class_names(self.speaker.model.config)
-        if scores.shape[1] == 1:
+    def _classified(self, scores: torch.Tensor) -> list[dict[str, Any]]:
+        if self.speaker.says_a_number:
             return [{"prediction": float(score)} for score in scores[:, 0]]
         found = []
-        for shares in scores.softmax(-1).tolist():
-            by_name = dict(zip(names, shares, strict=True))
-            label = max(by_name, key=lambda name: by_name[name])
-            found.append({"prediction": label, "score": by_name[label], "scores": by_name})
+        for each in scores:
+            label, shares = self.speaker.said(each)
+            one = {} if isinstance(label, list) else {"score": shares[label]}
+            found.append({"prediction": label, **one, "scores": shares})
         return found
+
+    def _tagged(self, scores: torch.Tensor, words: list[int | None]) -> dict[str, Any]:
+        """The tag of each word and how sure it is, from scores [T, C]; None of words behind the
+        limit. `words`: the first token of each.
+        """
+        said = [None if at is None else self.speaker.said(scores[at]) for at in words]
+        sure = [None if each is None else each[1][each[0]] for each in said]
+        return {"prediction": [each and each[0] for each in said], "scores": sure}
 
     def _written(self, given: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
         speaker, ends, log_probs = self.speaker, self.speaker.ends(), list[torch.Tensor]()

@@ -211,7 +211,8 @@ def _n_labels(job: Job, tokenizer: LightTokenizer, recipe: Recipe) -> int:
                 if reader.understood is None:  # none of the first could be read
                     reader.look([row])
                 with contextlib.suppress(Unusable):
-                    found.update(text.label for text in reader.text(row).of_row)
+                    for text in reader.text(row).of_row:
+                        found.update(text.label if labels.per_word else [text.label])
     return max(1, len(labels.names(found)))
 
 

@@ -526,6 +526,12 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
             f"{job.task} has no token targets to smooth",
             "leave it out; some objectives have a key `label_smoothing`",
         )
+    if objective.labels and not objective.labels.smooths and job.train.label_smoothing_factor:
+        yield (
+            ("train", "label_smoothing_factor"),
+            f"{job.task} has no probabilities of one class among others to smooth",
+            "leave it out",
+        )
     varied = [key for key in job.search.vary if key.partition(".")[0] == "objective"]
     if varied and (job.train.metric_for_best_model or "loss").removeprefix("eval_") == "loss":
         others = [name for name in objective.metrics if name != "loss"]

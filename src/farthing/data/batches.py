@@ -142,5 +142,5 @@ def rows_of(
 ) -> Rows:
     """These examples end to end, without the first `skipped` tokens of each."""
     places, lengths = tokens.places_of(examples, skipped)
-    labels = None if tokens.labels is None else tokens.labels[np.asarray(examples)]
-    return Rows(tokens.ids[places], tokens.targets[places].astype(bool), lengths, labels)
+    is_target = tokens.targets[places].astype(bool)
+    return Rows(tokens.ids[places], is_target, lengths, tokens.labels_of(examples))

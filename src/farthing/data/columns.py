@@ -71,6 +71,10 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         "comment",
         "utterance",
     ),
+    "labels": ("label", "categories", "topics", "tags", "classes", "genres", "emotions"),
+    "score": ("rating", "stars", "similarity", "similarity_score", "grade"),
+    "tokens": ("words",),
+    "tags": ("ner_tags", "labels", "ner", "bio_tags", "iob_tags"),
     "chosen": ("chosen_response", "preferred", "chosen_answer", "accepted", "better"),
     "rejected": ("rejected_answer", "dispreferred", "worse"),
     "label": (

@@ -52,6 +52,8 @@ class Encoded(NamedTuple):
     """Which were longer than the limits."""
     sequences: NDArray[np.int64] | None = None
     """[n_examples, k]: tokens of each sequence of an example; None where it is one."""
+    words: NDArray[np.int64] | None = None
+    """[n_targets]: of each target token its word, where words have labels."""
 
     def joined(self, n_sequences: int) -> Encoded:
         """Sequences as examples of so many each."""
@@ -76,19 +78,22 @@ class Encoded(NamedTuple):
         if kept.all():
             return self
         of_token = np.repeat(kept, self.lengths)
+        of_target = np.repeat(kept, self.n_targets())
         return Encoded(
             self.ids[of_token],
             self.is_target[of_token],
             self.lengths[kept],
             self.was_cut[kept],
             None if self.sequences is None else self.sequences[kept],
+            None if self.words is None else self.words[of_target],
         )
 
 
 class Asked(NamedTuple):
     """Strings, and what the tokenizer says of each."""
 
-    strings: list[str]
+    strings: Sequence[Any]
+    """Texts, or words of texts."""
     encodings: list[Encoding]
 
 
@@ -211,6 +216,7 @@ class Encoder:
         self.tokenizer, self.train_on_prompt = tokenizer, train_on_prompt
         self.max_length, self._is_one_text = max_length, objective_of(task).reads_answers
         self._n_sequences = objective_of(task).n_sequences
+        self._has_words = objective_of(task).scores_words
         self._limits = (
             (max_length, max_target_length) if objective_of(task).is_pair else (max_length,)
         )
@@ -218,11 +224,14 @@ class Encoder:
         self.bos = first_tokens(tokenizer)
         self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         rust = self._sides[0]
+        self._has_words &= rust is not None
         self._sizes = None if rust is None or not self._is_one_text else bytes_of_tokens(rust)
 
     def __call__(self, texts: Sequence[Text], asked: list[Asked] | None = None) -> Encoded:
         """The examples of `texts`, in order, cut to the limits; `asked` is `ask(texts)`."""
         asked = self.ask(texts) if asked is None else asked
+        if self._has_words:
+            return _of_first_pieces(self._apart(asked), asked[0])
         if not self._is_one_text:
             return self._apart(asked)
         return self._one_text(self._sequences_of(texts), asked[0]).joined(self._n_sequences)
@@ -240,6 +249,9 @@ class Encoder:
             sequences = self._sequences_of(texts)
             joined = ["".join([part for part, _ in text.segments]) for text in sequences]
             return [self._ask(joined, special=False, with_map=self._sizes is None)]
+        if self._has_words:
+            words = [text.words for text in texts]
+            return [self._ask(words, special=True, limit=self.max_length, with_map=True)]
         asked = []
         for side, limit in enumerate(self._limits):
             strings = [
@@ -251,7 +263,7 @@ class Encoder:
 
     def _ask(
         self,
-        strings: list[str],
+        strings: Sequence[Any],
         *,
         special: bool,
         limit: int | None = None,
@@ -268,7 +280,7 @@ class Encoder:
         return Asked(strings, [found[string] for string in strings])
 
     def _encode(
-        self, strings: list[str], special: bool, limit: int | None, with_map: bool, side: int = 0
+        self, strings: list[Any], special: bool, limit: int | None, with_map: bool, side: int = 0
     ) -> list[Encoding]:
         rust = self._sides[side]
         if rust is None:  # the planner's, which does without transformers
@@ -278,7 +290,7 @@ class Encoder:
         run: Callable[..., list[Encoding]] = (
             rust.encode_batch if with_map else rust.encode_batch_fast
         )
-        return run(strings, add_special_tokens=special)
+        return run(strings, add_special_tokens=special, is_pretokenized=self._has_words)
 
     # ---- one text with targets in it ----
 
@@ -353,7 +365,7 @@ class Encoder:
     def _by_bytes(
         self,
         texts: Sequence[Text],
-        joined: list[str],
+        joined: Sequence[str],
         upto: NDArray[np.int64],
         own: tuple[Any, Any],
     ) -> Iterator[tuple[int, int]]:
@@ -392,6 +404,18 @@ class Encoder:
         return Encoded(
             ids, is_target, lengths.reshape(-1, n_sides).sum(1), np.logical_or.reduce(was_cut)
         )
+
+
+def _of_first_pieces(encoded: Encoded, asked: Asked) -> Encoded:
+    """The same with the first token of each word as a target."""
+    encodings: list[Any] = list(asked.encodings)
+    of_each = itertools.chain.from_iterable(each.word_ids for each in encodings)
+    word = np.fromiter((-1 if each is None else each for each in of_each), np.int64)
+    starts = np.cumsum(encoded.lengths) - encoded.lengths
+    before = np.concatenate([[-1], word[:-1]])
+    before[starts[encoded.lengths > 0]] = -1
+    is_first = (word >= 0) & (word != before)
+    return encoded._replace(is_target=is_first.astype(np.uint8), words=word[is_first])
 
 
 def _were_cut(asked: Asked, limit: int) -> NDArray[np.bool_]:

@@ -246,6 +246,8 @@ def _pair_of_chats(row: RowValue, reader: Callable[[], ChatReader], shown: Shown
 
 def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
     text, label = labels.read(row, label_map)
+    if labels.per_word:
+        return Text(((" ".join(text), False),), label=label, given=text, words=text)
     return Text(((text, False),), label=label, given=(text,))
 
 

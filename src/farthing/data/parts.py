@@ -210,7 +210,7 @@ class _Making:
         kept = self._usable(encoded, texts, lines)
         groups = np.array([hash_of_input(text.given) for text in texts], np.uint64)
         self._inputs += groups.tolist()
-        labels = self._numbered(texts, lines, kept)
+        labels = self._numbered(texts, lines, kept, encoded)
         self.tally.n_unlearned_turns += sum(
             texts[index].n_unlearned for index in np.flatnonzero(kept)
         )
@@ -255,28 +255,39 @@ class _Making:
             )
         kept = ~encoded.was_cut if recipe.too_long == "skip" else np.ones(len(texts), bool)
         tally.n_skipped_long += len(kept) - int(kept.sum())
-        if self._objective.scores_tokens:
+        if self._objective.scores_tokens or self._objective.scores_words:
             has_target = encoded.n_targets() > 0
             tally.n_without_target += int((kept & ~has_target).sum())
             kept &= has_target
         return kept
 
     def _numbered(
-        self, texts: list[Text], lines: NDArray[np.int64], kept: NDArray[np.bool_]
+        self,
+        texts: list[Text],
+        lines: NDArray[np.int64],
+        kept: NDArray[np.bool_],
+        encoded: Encoded,
     ) -> NDArray[np.int32] | None:
-        """The labels of the kept examples, by their place in `labels`; one that is not known is a
-        bad row, and not kept.
+        """The labels of the kept examples, or of their words, by their place in `labels`; one that
+        is not known is a bad row, and not kept.
         """
         of = self._objective.labels
         if of is None or not self._objective.reads_labels:
             return None
         found = []
+        words = encoded.words
+        stops = np.cumsum(encoded.n_targets())
         for index in np.flatnonzero(kept).tolist():
             label = texts[index].label
+            own = [label]
+            if words is not None:
+                start = stops[index - 1] if index else 0
+                own = [label[word] for word in words[start : stops[index]].tolist()]
             try:
-                if self._known:
-                    of.number(label, self._known)
-                found.append(self.labels.setdefault(label, len(self.labels)))
+                for each in own if self._known else ():
+                    label = each
+                    of.number(each, self._known)
+                found += [self.labels.setdefault(each, len(self.labels)) for each in own]
             except KeyError:
                 self.tally.reject(
                     f"{self._name}:{lines[index]}", f"label {label!r} is never seen in training"

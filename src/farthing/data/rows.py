@@ -79,6 +79,7 @@ class Text:
     in it are one input. `n_unlearned`: assistant turns that are learned nowhere.
     `earlier`: further examples of the same row, which come before it. `beside`: the further
     sequences of the unit, as `segments`. `value`: its number, where the objective reads one.
+    `words`: where each has a label.
     """
 
     segments: Segments
@@ -89,6 +90,7 @@ class Text:
     earlier: tuple[Text, ...] = ()
     beside: tuple[Segments, ...] = ()
     value: float = 0.0
+    words: tuple[str, ...] = ()
 
     @property
     def sequences(self) -> tuple[Text, ...]:

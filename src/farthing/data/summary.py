@@ -217,8 +217,14 @@ def _count_tokens(texts: list[Text], tokenizer: Any, recipe: Recipe, found: Summ
         "learned_share": float(targets.sum() / max(1, lengths.sum())),
     }
     found.n_too_long = int((lengths > recipe.max_length).sum())
-    if objective_of(found.task).labels is not None:
-        found.labels = dict(Counter(str(text.label) for text in texts).most_common(50))
+    if (of := objective_of(found.task).labels) is not None and of.names(
+        {text.label for text in texts}
+    ):
+        labels = [text.label for text in texts]
+        of_all = itertools.chain.from_iterable(
+            each if isinstance(each, tuple) else (each,) for each in labels
+        )
+        found.labels = dict(Counter(map(str, of_all)).most_common(50))
     found.examples = [list(text.segments) for text in kept[:N_EXAMPLES]]
     if recipe.train_on_prompt and objective_of(found.task).predicts_next:
         found.examples = [[(part, True) for part, _ in example] for example in found.examples]

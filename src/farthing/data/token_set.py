@@ -11,7 +11,7 @@ So a stale set can't be used, and a set that exists is complete. On disk, flat:
     groups.bin   uint64 [n_examples]    hash of the input as it was written: equal inputs are never
     split between train and eval
     labels.bin   int32  [n_examples]    where the task has labels: index into the label names, or
-    another dtype of its own
+    another dtype and shape of its own; [n_targets] where words have labels
     sequences.bin int32 [n_examples,k]  where an example is a unit of k sequences end to end: tokens
     of each
     shared.bin   int32 [n_examples,k]   how many it begins with in common with the first
@@ -121,6 +121,21 @@ class TokenSet:
         """Tokens of each example [n_examples]."""
         return np.diff(self.offsets)
 
+    @functools.cached_property
+    def _of_words(self) -> NDArray[np.int64]:
+        """Where the labels of the words of each example begin [n_examples]."""
+        return np.cumsum(self.target_lengths) - self.target_lengths
+
+    def labels_of(self, indices: Indices) -> NDArray[Any] | None:
+        """The labels of these examples, or of their words, end to end."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        if self.labels is None or not self.facts.get("labels_per_word"):
+            return None if self.labels is None else self.labels[chosen]
+        lengths = self.target_lengths[chosen]
+        stops = np.cumsum(lengths)
+        starts = self._of_words[chosen]
+        return self.labels[np.arange(lengths.sum()) + np.repeat(starts - stops + lengths, lengths)]
+
     @property
     def content_sha256(self) -> str:
         """Identity of the examples: of every byte that training reads."""
@@ -227,6 +242,8 @@ def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
         if path.exists():
             dtype = facts.get("label_dtype", dtype) if name == "labels" else dtype
             arrays[name] = _mapped(path, dtype)
+            if name == "labels":
+                arrays[name] = arrays[name].reshape(-1, *facts.get("label_shape", ()))
     arrays.setdefault("labels", None)
     return TokenSet(folder, facts, **arrays)
 

@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,15 +217,16 @@ def try_out(
     }
     _refuse_unusable(facts, recipe)
     if of is not None and is_whole:
-        refuse_one_class(facts["label_names"], [source.name for source in sources])
+        refuse_one_class(labels, [source.name for source in sources])
     return facts, is_whole
 
 
-def refuse_one_class(names: Sequence[str], sources: Sequence[str]) -> None:
-    """Refuse data of one class, of which nothing can be learned. Raises `DataError`."""
-    if len(names) == 1:
+def refuse_one_class(labels: Collection[Any], sources: Sequence[str]) -> None:
+    """Refuse data of one distinct label, of which nothing can be learned. Raises `DataError`."""
+    if len(labels) == 1:
+        label = next(iter(labels))
         raise DataError(
-            f"every training example has the same label, {names[0]!r}: there is nothing to learn",
+            f"every training example has the same label, {label!r}: there is nothing to learn",
             where=", ".join(sources),
             to_do=(
                 "check the label column, and data.max_train_samples where rows are sorted by label"
@@ -331,6 +332,10 @@ class _Draft:
         if (of := self._of_labels()) is not None:
             numbers = {name: number for number, name in enumerate(names)}
             of_each = np.array([of.number(label, numbers) for label in self._labels], of.dtype)
+            if of_each.ndim > 1:
+                facts["label_shape"] = of_each.shape[1:]
+            if of.per_word:
+                facts["labels_per_word"] = True
             of_each[self._column("classes", np.int32)].tofile(self.folder / "labels.bin")
         return facts
 

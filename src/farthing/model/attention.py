@@ -79,7 +79,8 @@ def can_go_packed(model: Any, task: str) -> str | None:
         return f"{kind}: used as a decoder"
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         return f"{kind}: its scores are biased by the distance of tokens"
-    if not objective_of(task).scores_tokens and _head_kind(inner) is None:
+    of = objective_of(task)
+    if not (of.scores_tokens or of.scores_words) and _head_kind(inner) is None:
         return f"{kind}: its classification head is not known"
     return None
 
@@ -132,14 +133,14 @@ def packed_inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
-    """Logits of a packed batch: [1, T, V], or [N, C], one row a document, where examples are
+    """Logits of a packed batch: [1, T, V or C], or [N, C], one row a document, where examples are
     scored.
 
     The last layer of an encoder is computed for the tokens alone that its classifier reads.
     """
     documents, inputs = batch["documents"], packed_inputs(batch)
     logits: Tensor
-    if objective_of(task).scores_tokens:
+    if objective_of(task).scores_tokens or objective_of(task).scores_words:
         logits = model(**inputs).logits
         return logits
     inner = inner_of(model)

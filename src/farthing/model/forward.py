@@ -166,7 +166,9 @@ class Forward:
         ascending, that saves nearly as much as the largest; 0 where sharing does not pay).
         """
         self.shares = False
-        if self.of.loss or not self.is_packed or self.noise or can_share(self.model, self.task):
+        if self.of.loss or self.of.scores_words or not self.is_packed or self.noise:
+            return 0.0, 0
+        if can_share(self.model, self.task):
             return 0.0, 0
         most = saved_by_sharing(tokens, batches, budgets[-1])
         if most < WORTH:
@@ -270,7 +272,9 @@ class Forward:
         """(the layer that is computed for the tokens alone that are read, which share of all these
         are); None and 1 without.
         """
-        if self.of.scores_tokens or not self.is_packed or not reads_first_tokens(self._inner):
+        if self.of.scores_tokens or self.of.scores_words or not self.is_packed:
+            return None, 1.0
+        if not reads_first_tokens(self._inner):
             return None, 1.0
         last = last_layer(self._inner)
         share = len(examples) / float(tokens.lengths[examples].sum())

@@ -109,14 +109,17 @@ def load_config(choice: ModelChoice) -> Any:
     return config
 
 
-def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
+def load_tokenizer(
+    choice: ModelChoice, chat_template: str | None, *, of_words: bool = False
+) -> Any:
     """The fast tokenizer, its chat template set (the job's, its own, or farthing's default). Raises
     `ModelError`.
 
     Of several templates its own is the one named "default"; where none is, it has none.
 
     Truncation and padding that its files ask for are taken off: they would cut texts without a
-    word, here and wherever it is exported to.
+    word, here and wherever it is exported to. With `of_words` one that has blanks in its tokens
+    reads each word of a list as behind a blank, as transformers asks for.
     """
     name = choice.tokenizer_name or choice.name
     if Path(name).is_absolute():
@@ -141,6 +144,11 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
             else {"trust_remote_code": choice.trust_remote_code}
         )
         tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True, **where_from)
+        before = getattr(getattr(tokenizer, "backend_tokenizer", None), "pre_tokenizer", None)
+        if of_words and getattr(before, "add_prefix_space", True) is False:
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, use_fast=True, add_prefix_space=True, **where_from
+            )
     except Exception as error:
         raise _in_words("the tokenizer can't be loaded", name, error) from error
     if not getattr(tokenizer, "is_fast", False):

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.seq2seq import SEQ2SEQ
+from farthing.objectives.token_classification import TOKEN_CLASSIFICATION
 
 
 class Family(NamedTuple):
@@ -59,6 +60,7 @@ _HEADS = {
     "next_token": CAUSAL_LM.head,
     "pair": SEQ2SEQ.head,
     "classes": CLASSIFICATION.head,
+    "tags": TOKEN_CLASSIFICATION.head,
     BODY: BODY,
 }
 _TABLE: Any = json.loads(
@@ -96,6 +98,7 @@ DECODERS, ENCODERS = frozenset(_TABLE["decoders"]), frozenset(_TABLE["encoders"]
 PACKED = {
     _HEADS["next_token"]: DECODERS,
     _HEADS["classes"]: DECODERS | ENCODERS,
+    _HEADS["tags"]: DECODERS | ENCODERS,
     _HEADS["pair"]: frozenset(_TABLE["pairs"]),
 }
 WHY_NOT_PACKED: Mapping[str, str] = _TABLE["why_not_packed"]
@@ -118,6 +121,7 @@ POSITIONS_AFTER_PADDING = frozenset(_TABLE["positions_after_padding"])
 PADS_SAFELY = {
     _HEADS["next_token"]: DECODERS | frozenset(_TABLE["pads_safely"]["next_token"]),
     _HEADS["classes"]: DECODERS | ENCODERS | frozenset(_TABLE["pads_safely"]["classes"]),
+    _HEADS["tags"]: DECODERS | ENCODERS | frozenset(_TABLE["pads_safely"]["tags"]),
     _HEADS["pair"]: frozenset(_TABLE["pads_safely"]["pair"]),
 }
 

@@ -21,14 +21,18 @@ def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, st
         raise Unusable("no `label`")
     if not isinstance(label, str | int):
         what = f"{label}, a number with a fraction" if isinstance(label, float) else kind_of(label)
-        raise Unusable(f"`label` is {what}, not a class (text or a whole number)")
+        to_do = {
+            float: "; task: regression learns numbers",
+            list: "; task: multi-label-classification learns lists",
+        }.get(type(label), "")
+        raise Unusable(f"`label` is {what}, not a class (text or a whole number){to_do}")
     name = str(label)
     if isinstance(label, bool):  # as JSON writes it, or as Python does
         return text_of(row, "text"), label_map.get(name, label_map.get(name.lower(), name))
     return text_of(row, "text"), label_map.get(name, name)
 
 
-def _in_order(names: Collection[str]) -> list[str]:
+def in_order(names: Collection[str]) -> list[str]:
     """Whole numbers by size, else by name."""
     try:
         return sorted(names, key=int)
@@ -36,7 +40,7 @@ def _in_order(names: Collection[str]) -> list[str]:
         return sorted(names)
 
 
-def _set_head(config: Any, names: Sequence[str]) -> None:
+def set_head(config: Any, names: Sequence[str]) -> None:
     config.num_labels = len(names)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
@@ -49,7 +53,7 @@ def _loss(scores: Any, labels: Any, label_smoothing: float) -> Any:
     return cross_entropy(scores.float(), labels, reduction="sum", label_smoothing=label_smoothing)
 
 
-def _judge(seen: Evaluated) -> Metrics:
+def confusion_of(seen: Evaluated) -> Metrics:
     import numpy as np
 
     from farthing.metrics import classification_metrics
@@ -70,25 +74,26 @@ def _packed_labels(rows: Rows) -> NDArray[Any]:
     return rows.labels.astype("float32" if rows.labels.dtype.kind == "f" else "int64")
 
 
+LABELS = Labels(
+    read=_read,
+    names=in_order,
+    number=lambda label, numbers: numbers[label],
+    set_head=set_head,
+    loss=_loss,
+    answers=lambda scores: scores.argmax(-1),
+)
 CLASSIFICATION = Objective(
     name="classification",
     formats=(TEXT_LABEL,),
     example_columns="text: narrative, label: product",
     max_length=512,
     metrics={"loss": False, "accuracy": True, "f1": True, "precision": True, "recall": True},
-    judge=_judge,
+    judge=confusion_of,
     pad=_pad,
     packed_labels=_packed_labels,
     auto_class="AutoModelForSequenceClassification",
     peft_type="SEQ_CLS",
     pipeline_tag="text-classification",
     starter=Starter("FacebookAI/roberta-base", "2.0e-4", "f1", "text, label"),
-    labels=Labels(
-        read=_read,
-        names=_in_order,
-        number=lambda label, numbers: numbers[label],
-        set_head=_set_head,
-        loss=_loss,
-        answers=lambda scores: scores.argmax(-1),
-    ),
+    labels=LABELS,
 )

@@ -4,6 +4,8 @@ to render chats.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -35,6 +37,9 @@ PROMPT_COMPLETION = Format("prompt/completion", ("prompt", "completion"), ("tool
 INPUT_TARGET = Format("input/target", ("input", "target"))
 TEXT_LABEL = Format("text/label", ("text", "label"))
 TEXT = Format("text", ("text",))
+TEXT_LABELS = Format("text/labels", ("text", "labels"))
+TEXT_SCORE = Format("text/score", ("text", "score"))
+TOKENS_TAGS = Format("tokens/tags", ("tokens", "tags"))
 
 _BESIDE = ("system", "tools", "margin")
 PAIRS = (
@@ -75,6 +80,20 @@ _KINDS = {
 def kind_of(value: Any) -> str:
     """What a value is, in words."""
     return _KINDS.get(type(value).__name__, type(value).__name__)
+
+
+def list_of(row: Mapping[str, Any], column: str) -> list[Any]:
+    """The list in a column of a row; a table without lists has it as JSON. Raises `Unusable`."""
+    value = row.get(column)
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if value is None:
+        raise Unusable(f"no `{column}`")
+    if not isinstance(value, list | tuple):
+        what = "text" if isinstance(value, str) else kind_of(value)
+        raise Unusable(f"`{column}` is {what}, not a list")
+    return list(value)
 
 
 def text_of(row: Mapping[str, Any], column: str, *, may_be_empty: bool = False) -> str:

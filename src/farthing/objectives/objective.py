@@ -26,7 +26,7 @@ IGNORED = -100  # label of a position the loss does not count, as in transformer
 
 class Rows(NamedTuple):
     """The examples of a micro-batch end to end: ids and is_target [T], lengths [N], and the label
-    of each [N], if any.
+    of each [N, ...], or of each target token, if any.
     """
 
     ids: NDArray[np.int32]
@@ -76,6 +76,8 @@ class Evaluated(NamedTuple):
     predictions: list[str]
     """Texts that the model wrote, where it was asked to."""
     references: list[str]
+    n_each: NDArray[Any]
+    """Where tokens have labels: how many of each example [n]."""
 
 
 def class_names(config: Any) -> tuple[str, ...]:
@@ -103,32 +105,45 @@ def _bare(name: str) -> str:
 
 
 class Labels(NamedTuple):
-    """How a task reads, learns and judges what each example is scored for as a whole."""
+    """How a task reads, learns and judges what each example is scored for, as a whole or word by
+    word.
+    """
 
-    read: Callable[[Mapping[str, Any], Mapping[str, str]], tuple[str, Any]]
-    """(input text, label) of a row with standard columns, under the job's `label_map`. Raises
-    `Unusable`.
+    read: Callable[[Mapping[str, Any], Mapping[str, str]], tuple[Any, Any]]
+    """(input text, label) of a row with standard columns, under the job's `label_map`; with
+    `per_word` tuples: the words, and the label of each. Raises `Unusable`.
     """
     names: Callable[[set[Any]], list[str]]
     """The names of the classes, in order, from the labels that are there; none where labels are
     numbers.
     """
-    number: Callable[[Any, Mapping[str, int]], float]
-    """A label as what is stored and learned, by the number of each name. Raises `KeyError` for a
-    class without one.
+    number: Callable[[Any, Mapping[str, int]], Any]
+    """A label as what is stored and learned, one number or several, by the number of each name.
+    Raises `KeyError` for a class without one.
     """
     set_head: Callable[[Any, Sequence[str]], None]
     """Say in the model's configuration, which is changed, how many scores an example gets and what
     they mean.
     """
     loss: Callable[[Any, Any, float], Any]
-    """Sum of the losses of scores [N, C] against labels [N] with so much label smoothing: tensors,
-    a scalar in fp32.
+    """Sum of the losses of scores [N, C] against labels [N, ...] with so much label smoothing:
+    tensors, a scalar in fp32. With `per_word` N are all tokens, and `IGNORED` labels most.
     """
     answers: Callable[[Any], Any]
     """What is kept of scores [N, C] for `Objective.judge`: tensors, [N, ...]."""
     dtype: str = "int32"
     """What labels are stored as, by numpy's name."""
+    smooths: bool = True
+    """Whether `loss` takes label smoothing."""
+    per_word: bool = False
+    """Whether each word has a label, at its first token."""
+    shares: Callable[[Any], Any] | None = None
+    """What is said of scores [N, C] beside the prediction: tensors, probabilities [N, C]. None: the
+    softmax.
+    """
+    predict: Callable[[Sequence[float], Sequence[str]], Any] | None = None
+    """What is said of the shares of one example, by the names of the classes. None: the likeliest.
+    """
 
 
 class Settings(BaseModel):
@@ -241,9 +256,14 @@ class Objective(NamedTuple):
         return self.same_head_as or self.name
 
     @property
+    def scores_words(self) -> bool:
+        """Whether each word of a text has a label."""
+        return self.labels is not None and self.labels.per_word
+
+    @property
     def counts_units(self) -> bool:
         """Whether the loss of a step is divided by its examples; else by its target tokens."""
-        return self.loss is not None or self.labels is not None
+        return self.loss is not None or (self.labels is not None and not self.scores_words)
 
     @property
     def scores_tokens(self) -> bool:

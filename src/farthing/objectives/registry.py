@@ -16,8 +16,11 @@ from farthing.objectives import cpo, dpo, kto, orpo, reward, simpo
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.columns import Format
+from farthing.objectives.multi_label import MULTI_LABEL
 from farthing.objectives.objective import Objective, Settings
+from farthing.objectives.regression import REGRESSION
 from farthing.objectives.seq2seq import SEQ2SEQ
+from farthing.objectives.token_classification import TOKEN_CLASSIFICATION
 
 ENTRY_POINTS = "farthing.objectives"
 _OBJECTIVES: dict[str, Objective] = {}
@@ -31,6 +34,7 @@ def register(task: Objective) -> None:
 
 for _each in (
     *(CAUSAL_LM, SEQ2SEQ, CLASSIFICATION),
+    *(MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION),
     *(each.OBJECTIVE for each in (dpo, kto, orpo, simpo, cpo, reward)),
 ):
     register(_each)

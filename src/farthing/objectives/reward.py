@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from farthing.objectives.classification import CLASSIFICATION
+from farthing.objectives.classification import CLASSIFICATION, LABELS
 from farthing.objectives.columns import Unusable
 from farthing.objectives.objective import Answers, Figures, Settings, Starter
 from farthing.objectives.preference import METRICS, figures_of, objective, softplus
@@ -51,8 +51,6 @@ def _loss(answers: Answers, settings: Reward) -> tuple[Any, Figures]:
     return loss, figures_of(answers, answers.scores)
 
 
-_LABELS = CLASSIFICATION.labels
-assert _LABELS is not None
 OBJECTIVE = objective(
     name="reward",
     learning_rates=(1e-5, 1e-4),
@@ -74,5 +72,5 @@ OBJECTIVE = objective(
         "rewards/chosen",
         "rewards/rejected",
     ),
-    labels=_LABELS._replace(set_head=_set_head, answers=lambda scores: scores[:, 0]),
+    labels=LABELS._replace(set_head=_set_head, answers=lambda scores: scores[:, 0]),
 )

@@ -22,7 +22,7 @@ from farthing.errors import RunInterruptedError
 from farthing.metrics import Metrics, stderr_of_mean
 from farthing.model.forward import Forward
 from farthing.model.hardware import free_cached
-from farthing.objectives.objective import Evaluated, OfStep
+from farthing.objectives.objective import IGNORED, Evaluated, OfStep
 
 T = TypeVar("T")
 Scores = dict[str, tuple[list[float], list[float]]]
@@ -168,13 +168,24 @@ def evaluate(
         _fetched([each.labels for each in found]),
         _fetched([each.answers for each in found]),
     )
+    n_each = tokens.target_lengths[np.concatenate(micro_batches)]
     if each is not None and "accuracy" in forward.of.metrics and len(answers):
-        hits = (labels == answers)[order].astype(float)
-        each["accuracy"] = hits.tolist(), [1.0] * len(hits)
+        are_right = labels == answers
+        hits = are_right.reshape(len(are_right), -1).all(1).astype(float)
+        if forward.of.scores_words:
+            hits = np.add.reduceat(hits, np.cumsum(n_each) - n_each)
+        each["accuracy"] = hits[order].tolist(), weights.tolist()
     predictions = [text for one in found for text in one.predictions or ()]
     references = [text for one in found for text in one.references or ()]
     of_task = Evaluated(
-        mean, document_loss, labels, answers, tokens.label_names, predictions, references
+        mean,
+        document_loss,
+        labels,
+        answers,
+        tokens.label_names,
+        predictions,
+        references,
+        n_each,
     )
     return metrics | forward.of.judge(of_task)
 
@@ -187,11 +198,17 @@ def _measure(
     batch = forward.to_device(forward.collate(tokens, micro_batch))
     if task.labels is not None:
         loss, scores = forward.loss_and_scores(batch)
-        of_one, labels = task.labels.loss, batch["labels"]
+        labels, of_one = batch["labels"], task.labels.loss
+        if task.scores_words:
+            is_labelled = labels != IGNORED
+            labels, scores = labels[is_labelled], scores[is_labelled]
         each = torch.vmap(lambda row, label: of_one(row[None], label[None], 0.0))(scores, labels)
-        return Found(
-            number, loss.double(), each, labels=labels, answers=task.labels.answers(scores)
-        )
+        if task.scores_words:
+            n_words = torch.from_numpy(target_lengths_of(tokens, micro_batch)).to(each.device)
+            owners = torch.arange(len(n_words), device=each.device).repeat_interleave(n_words)
+            each = each.new_zeros(len(n_words)).index_add(0, owners, each)
+        answers = task.labels.answers(scores)
+        return Found(number, loss.double(), each, labels=labels, answers=answers)
     loss, log_probs = forward.loss_and_log_probs(batch)
     n_each = torch.from_numpy(target_lengths_of(tokens, micro_batch)).to(
         log_probs.device, non_blocking=True
@@ -204,7 +221,7 @@ def _weights(
     forward: Forward, tokens: TokenSet, examples: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """[n]: how many targets of each example the loss is the mean over."""
-    if forward.of.labels is not None:
+    if forward.of.labels is not None and not forward.of.scores_words:
         return np.ones(len(examples))
     return target_lengths_of(tokens, examples).astype(float)
 

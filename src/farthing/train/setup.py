@@ -198,7 +198,8 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
     config = load_config(choice)
     refuse_model(config.to_dict(), job.task, choice.name)
     day = began(Path(job.output_dir))
-    tokenizer = load_tokenizer(choice, job.data.chat_template)
+    of_words = objective_of(job.task).scores_words
+    tokenizer = load_tokenizer(choice, job.data.chat_template, of_words=of_words)
     limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]
     max_length = job.data.max_length or min([job.max_length, *limits])
     data = job.data
@@ -375,9 +376,9 @@ def _judge_labels(train: Examples, label_map: dict[str, str], emit: Emit) -> Non
     names = train.tokens.label_names
     if train.tokens.labels is None or not names:
         return
-    seen = np.unique(train.tokens.labels[train.indices])
     sources = [source["name"] for source in train.tokens.facts["sources"]]
-    refuse_one_class([names[label] for label in seen], sources)
+    seen = np.unique(_labels_of(train), axis=0).tolist()
+    refuse_one_class([names[each] if isinstance(each, int) else each for each in seen], sources)
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(" ".join(name.lower().split()), []).append(name)
@@ -404,8 +405,8 @@ def _say_unseen_labels(train: Examples, held_out: Examples, emit: Emit) -> None:
         or not train.tokens.label_names
     ):
         return
-    seen = set(train.tokens.labels[train.indices].tolist())
-    unseen = set(held_out.tokens.labels[held_out.indices].tolist()) - seen
+    of_train, of_held_out = (_classes_in(_labels_of(each)) for each in (train, held_out))
+    unseen = of_held_out - of_train
     if unseen:
         names = ", ".join(repr(held_out.tokens.label_names[label]) for label in sorted(unseen)[:5])
         text = (
@@ -413,6 +414,17 @@ def _say_unseen_labels(train: Examples, held_out: Examples, emit: Emit) -> None:
             " they count as errors"
         )
         emit(Warned(text))
+
+
+def _labels_of(examples: Examples) -> NDArray[Any]:
+    found = examples.tokens.labels_of(examples.indices)
+    assert found is not None
+    return found
+
+
+def _classes_in(labels: NDArray[Any]) -> set[int]:
+    """The classes that occur in labels [n], or are marked in [n, C]."""
+    return set((np.flatnonzero(labels.any(0)) if labels.ndim > 1 else np.unique(labels)).tolist())
 
 
 def _say_shared_inputs(train: Examples, held_out: Examples, emit: Emit) -> None:

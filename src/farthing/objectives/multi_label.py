@@ -1,0 +1,108 @@
+"""Any number of classes for each text: each class is a yes or a no by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from farthing.objectives.classification import CLASSIFICATION, LABELS, in_order, set_head
+from farthing.objectives.columns import TEXT_LABELS, Unusable, kind_of, list_of, text_of
+from farthing.objectives.objective import Evaluated, Rows, Starter
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from farthing.metrics import Metrics
+
+Names = tuple[str, ...]
+
+
+def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, Names]:
+    """The text, and the names of its classes: of a list of texts or whole numbers, or of one of
+    fractions or truths, 1 at the place of each class. Raises `Unusable`.
+    """
+    given = list_of(row, "labels")
+    if given and all(isinstance(each, bool | float) for each in given):
+        if set(given) - {0.0, 1.0}:
+            raise Unusable("`labels` has fractions: a class is there (1) or not (0)")
+        given = [place for place, is_there in enumerate(given) if is_there]
+    for each in given:
+        if isinstance(each, bool) or not isinstance(each, str | int) or each == "":
+            raise Unusable(f"`labels` holds {kind_of(each)}, not a class (text or a whole number)")
+    if len(set(given)) < len(given):
+        raise Unusable(
+            "`labels` has a class twice; zeros and ones at the place of each class are written"
+            " as 0.0 and 1.0, or as true and false"
+        )
+    return text_of(row, "text"), tuple(
+        sorted({label_map.get(str(each), str(each)) for each in given})
+    )
+
+
+def _names(labels: set[Names]) -> list[str]:
+    return in_order({name for each in labels for name in each})
+
+
+def _number(label: Names, numbers: Mapping[str, int]) -> list[int]:
+    """1 at the place of each class that is there."""
+    there = {numbers[name] for name in label}
+    return [int(place in there) for place in range(len(numbers))]
+
+
+def _set_head(config: Any, names: Sequence[str]) -> None:
+    set_head(config, names)
+    config.problem_type = "multi_label_classification"
+
+
+def _loss(scores: Any, labels: Any, _: float) -> Any:
+    """Of each example the mean over the classes, as in transformers."""
+    from torch.nn.functional import binary_cross_entropy_with_logits
+
+    whole = binary_cross_entropy_with_logits(scores.float(), labels, reduction="sum")
+    return whole / scores.shape[1]
+
+
+def _judge(seen: Evaluated) -> Metrics:
+    from farthing.metrics import multi_label_metrics
+
+    return multi_label_metrics(seen.labels > 0.5, seen.answers, seen.label_names)
+
+
+def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
+    """input_ids and attention_mask [N, longest], labels [N, C]."""
+    return {**rows.padded(pad_id), "labels": _packed_labels(rows)}
+
+
+def _packed_labels(rows: Rows) -> NDArray[Any]:
+    """[N, C]"""
+    assert rows.labels is not None
+    return rows.labels.astype("float32")
+
+
+def _predict(shares: Sequence[float], names: Sequence[str]) -> list[str]:
+    return [name for name, share in zip(names, shares, strict=True) if share > 0.5]
+
+
+MULTI_LABEL = CLASSIFICATION._replace(
+    name="multi-label-classification",
+    formats=(TEXT_LABELS,),
+    example_columns="text: comment, labels: topics",
+    metrics={**CLASSIFICATION.metrics, "f1_micro": True},
+    judge=_judge,
+    pad=_pad,
+    packed_labels=_packed_labels,
+    same_head_as=CLASSIFICATION.name,
+    starter=Starter("FacebookAI/roberta-base", "2.0e-4", "f1", "text, labels"),
+    labels=LABELS._replace(
+        read=_read,
+        names=_names,
+        number=_number,
+        set_head=_set_head,
+        loss=_loss,
+        answers=lambda scores: scores > 0,
+        dtype="uint8",
+        smooths=False,
+        shares=lambda scores: scores.sigmoid(),
+        predict=_predict,
+    ),
+)

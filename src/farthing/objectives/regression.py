@@ -1,0 +1,91 @@
+"""A number for each text: mean squared error, as transformers' heads of one output learn it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from farthing.objectives.classification import CLASSIFICATION, LABELS
+from farthing.objectives.columns import TEXT_LABEL, TEXT_SCORE, Unusable, kind_of, text_of
+from farthing.objectives.objective import Evaluated, Starter
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from farthing.metrics import Metrics
+
+
+def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, float]:
+    """The text, and its number. Raises `Unusable`."""
+    column = "score" if row.get("score") is not None else "label"
+    value = row.get(column)
+    if value is None or value == "":
+        raise Unusable("no `label` or `score`")
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise Unusable(f"`{column}` is {kind_of(value)}, not a number")
+    try:
+        number = float(label_map.get(str(value), value))
+    except ValueError:
+        raise Unusable(f"`{column}` is {str(value)[:40]!r}, not a number") from None
+    if not math.isfinite(number):
+        raise Unusable(f"`{column}` is {number}, which can't be learned")
+    return text_of(row, "text"), number
+
+
+def _set_head(config: Any, _: Any) -> None:
+    config.num_labels = 1
+    config.id2label, config.label2id = {0: "LABEL_0"}, {"LABEL_0": 0}
+    config.problem_type = "regression"
+
+
+def _loss(scores: Any, labels: Any, _: float) -> Any:
+    return (scores[:, 0].float() - labels).square().sum()
+
+
+def _ranks(values: NDArray[Any]) -> NDArray[Any]:
+    """[n]: the place of each in order; equal values share the mean of theirs."""
+    import numpy as np
+
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[which]
+
+
+def _correlation(one: NDArray[Any], other: NDArray[Any]) -> float | None:
+    """Pearson's; None where one of both is constant."""
+    one, other = one - one.mean(), other - other.mean()
+    norm = float((one**2).sum() * (other**2).sum()) ** 0.5
+    return float((one * other).sum()) / norm if norm else None
+
+
+def _judge(seen: Evaluated) -> Metrics:
+    import numpy as np
+
+    labels, answers = seen.labels.astype(np.float64), seen.answers.astype(np.float64)
+    return {
+        "mse": float(((labels - answers) ** 2).mean()),
+        "mae": float(abs(labels - answers).mean()),
+        "pearson": _correlation(labels, answers),
+        "spearman": _correlation(_ranks(labels), _ranks(answers)),
+    }
+
+
+REGRESSION = CLASSIFICATION._replace(
+    name="regression",
+    formats=(TEXT_SCORE, TEXT_LABEL),
+    example_columns="text: review, score: stars",
+    metrics={"loss": False, "mse": False, "mae": False, "pearson": True, "spearman": True},
+    judge=_judge,
+    same_head_as=CLASSIFICATION.name,
+    starter=Starter("FacebookAI/roberta-base", "2.0e-4", "spearman", "text, score"),
+    labels=LABELS._replace(
+        read=_read,
+        names=lambda labels: [],
+        number=lambda label, numbers: label,
+        set_head=_set_head,
+        loss=_loss,
+        answers=lambda scores: scores[:, 0],
+        dtype="float32",
+        smooths=False,
+    ),
+)

@@ -1,0 +1,118 @@
+"""A tag for each word of a text, which the model learns at the word's first token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from farthing.objectives.classification import CLASSIFICATION, LABELS, confusion_of, set_head
+from farthing.objectives.columns import TOKENS_TAGS, Unusable, kind_of, list_of
+from farthing.objectives.objective import IGNORED, Evaluated, Rows, Starter, filled, is_within
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from farthing.metrics import Metrics
+
+_OF_ENTITIES = re.compile(r"O|[BIESLUM]-.+")
+
+
+def _read(
+    row: Mapping[str, Any], label_map: Mapping[str, str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The words, and the tag of each: text or a whole number. Raises `Unusable`."""
+    words, tags = list_of(row, "tokens"), list_of(row, "tags")
+    if not words:
+        raise Unusable("`tokens` is empty")
+    if len(words) != len(tags):
+        raise Unusable(f"{len(words):,} `tokens` and {len(tags):,} `tags`: each has one")
+    for name, each, kinds in (
+        *(("tokens", word, str) for word in words),
+        *(("tags", tag, str | int) for tag in tags),
+    ):
+        if not isinstance(each, kinds) or isinstance(each, bool) or each == "":
+            what = "an empty text" if each == "" else kind_of(each)
+            raise Unusable(f"`{name}` holds {what}, not {name[:-1]}s")
+    return tuple(words), tuple(label_map.get(str(tag), str(tag)) for tag in tags)
+
+
+def _set_head(config: Any, names: Sequence[str]) -> None:
+    set_head(config, names)
+    config.problem_type = None
+
+
+def _loss(scores: Any, labels: Any, label_smoothing: float) -> Any:
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(
+        scores.flatten(0, -2).float(),
+        labels.flatten(),
+        reduction="sum",
+        ignore_index=IGNORED,
+        label_smoothing=label_smoothing,
+    )
+
+
+def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+    """(type, first word, last word) of each entity, by the rules of conlleval and seqeval: a word
+    goes on with the entity before it where the type is the same and neither mark parts them.
+    """
+    found: list[tuple[str, int, int]] = []
+    may_go_on = False
+    for place, tag in enumerate(tags):
+        mark, _, kind = tag.partition("-")
+        if mark == "O":
+            may_go_on = False
+            continue
+        if may_go_on and mark in "IELM" and found[-1][0] == kind:
+            found[-1] = kind, found[-1][1], place
+        else:
+            found.append((kind, place, place))
+        may_go_on = mark in "BIM"
+    return set(found)
+
+
+def _judge(seen: Evaluated) -> Metrics:
+    """Of entities where the tags mark these, else the means over the tags."""
+    import numpy as np
+
+    from farthing.metrics import entity_metrics
+
+    if not all(map(_OF_ENTITIES.fullmatch, seen.label_names)):
+        return confusion_of(seen)
+    ends, names = np.cumsum(seen.n_each)[:-1], np.array(seen.label_names)
+    texts = [
+        [entities(each.tolist()) for each in np.split(names[numbers.astype(np.int64)], ends)]
+        for numbers in (seen.labels, seen.answers)
+    ]
+    accuracy = float((seen.labels == seen.answers).mean())
+    return {"accuracy": accuracy, **entity_metrics(*texts)}
+
+
+def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
+    """input_ids, attention_mask and labels [N, longest]."""
+    where = is_within(rows.lengths)
+    labels = filled(_packed_labels(rows)[0], where, IGNORED)
+    return {**rows.padded(pad_id), "labels": labels}
+
+
+def _packed_labels(rows: Rows) -> NDArray[Any]:
+    """[1, T]"""
+    assert rows.labels is not None
+    return filled(rows.labels, rows.is_target[None], IGNORED)
+
+
+TOKEN_CLASSIFICATION = CLASSIFICATION._replace(
+    name="token-classification",
+    formats=(TOKENS_TAGS,),
+    example_columns="tokens: words, tags: ner_tags",
+    judge=_judge,
+    pad=_pad,
+    packed_labels=_packed_labels,
+    auto_class="AutoModelForTokenClassification",
+    peft_type="TOKEN_CLS",
+    pipeline_tag="token-classification",
+    starter=Starter("FacebookAI/roberta-base", "2.0e-4", "f1", "tokens, tags (or ner_tags)"),
+    labels=LABELS._replace(read=_read, set_head=_set_head, loss=_loss, per_word=True),
+)

@@ -1,0 +1,333 @@
+"""Tasks of numbers, of several classes and of tags for words, held against transformers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import yaml
+
+from farthing.cli import main
+from farthing.config.load import load_job
+from farthing.data.encode import Encoder
+from farthing.data.rows import Text
+from farthing.errors import DataError, InputError, JobError
+from farthing.metrics import entity_metrics, multi_label_metrics
+from farthing.model.load import ModelChoice, load_tokenizer
+from farthing.objectives.objective import Evaluated
+from farthing.objectives.registry import objective_of
+from farthing.objectives.token_classification import entities
+from farthing.tiny import write_jsonl
+from workshop import Heard, job_file, log_of, losses_of, train
+
+NUMBERS, SEVERAL, TAGS = "regression", "multi-label-classification", "token-classification"
+TASKS = [NUMBERS, SEVERAL, TAGS]
+KINDS = {"FOOD": ["bread", "cheese"], "SPORT": ["goal", "match"], "WEATHER": ["rain", "storm"]}
+AUTO = {
+    NUMBERS: transformers.AutoModelForSequenceClassification,
+    SEVERAL: transformers.AutoModelForSequenceClassification,
+    TAGS: transformers.AutoModelForTokenClassification,
+}
+PROBLEM = {NUMBERS: "regression", SEVERAL: "multi_label_classification", TAGS: None}
+
+
+def rows_of(task: str, n: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Texts of one to eight words, some of which are of a kind."""
+    draw = np.random.default_rng(seed)
+    words = ["the", "and", "numbers", *(word for each in KINDS.values() for word in each)]
+    rows: list[dict[str, Any]] = []
+    for _ in range(n):
+        text = draw.choice(words, size=draw.integers(1, 9)).tolist()
+        kinds = [next((k for k, own in KINDS.items() if word in own), "") for word in text]
+        there = sorted(set(kinds) - {""})
+        if task == NUMBERS:
+            rows.append({"text": " ".join(text), "score": len(there) - 0.5})
+        elif task == SEVERAL:
+            rows.append({"text": " ".join(text), "labels": there})
+        else:
+            before = ["", *kinds]
+            tags = [
+                f"{'I' if kind == last else 'B'}-{kind}" if kind else "O"
+                for kind, last in zip(kinds, before, strict=False)
+            ]
+            rows.append({"tokens": text, "ner_tags": tags})
+    return rows
+
+
+def names_of(task: str) -> list[str]:
+    """The classes of `rows_of`, in farthing's order."""
+    tags = sorted(f"{mark}-{kind}" for kind in KINDS for mark in "BI")
+    return {NUMBERS: [], SEVERAL: sorted(KINDS), TAGS: [*tags, "O"]}[task]
+
+
+def write_job(folder: Path, task: str, family: str = "bert", **keys: Any) -> Path:
+    """A job of the task, its base with a trained body and head."""
+    keys = {"rows": rows_of(task, 48), "eval_rows": rows_of(task, 12, 1), **keys}
+    path = job_file(folder, "bert" if family == "bert" else "llama", **keys)
+    names = names_of(task) or ["LABEL_0"]
+    config = transformers.AutoConfig.from_pretrained(
+        folder / "base",
+        id2label=dict(enumerate(names)),
+        label2id={n: i for i, n in enumerate(names)},
+    )
+    config.classifier_dropout = 0.0
+    torch.manual_seed(0)
+    AUTO[task].from_config(config).save_pretrained(folder / "base")
+    values = yaml.safe_load(path.read_text()) | {"task": task}
+    values["model"]["init"] = "pretrained"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def plain_loss(task: str, model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
+    """transformers' own loss of a padded batch."""
+    names = names_of(task)
+    given = [row["tokens"] if task == TAGS else row["text"] for row in rows]
+    batch = tokenizer(given, is_split_into_words=task == TAGS, padding=True, return_tensors="pt")
+    batch.pop("token_type_ids", None)
+    if task == NUMBERS:
+        labels = torch.tensor([row["score"] for row in rows])
+    elif task == SEVERAL:
+        labels = torch.tensor([[float(name in row["labels"]) for name in names] for row in rows])
+    else:
+        labels = torch.full(batch["input_ids"].shape, -100)
+        for index, row in enumerate(rows):
+            last = None
+            for place, word in enumerate(batch.word_ids(index)):
+                if word is not None and word != last:
+                    labels[index, place] = names.index(row["ner_tags"][word])
+                last = word
+    model.config.problem_type = PROBLEM[task]
+    return model(**batch, labels=labels).loss
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("task", TASKS)
+def test_losses_are_those_of_a_plain_loop_of_transformers(
+    task: str, family: str, tmp_path: Path
+) -> None:
+    if task == NUMBERS and family == "llama":
+        pytest.skip("one decoder is enough for heads that read one token")
+    job = load_job(write_job(tmp_path, task, family, optim="sgd", max_grad_norm=0, max_steps=3))
+    heard = Heard()
+    model = AUTO[task].from_pretrained(tmp_path / "base").train()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
+    train(job, heard)
+    assert "padd" not in heard.warnings, "documents are laid end to end"
+    optimizer, plain = torch.optim.SGD(model.parameters(), lr=0.01), []
+    rows = rows_of(task, 48)
+    for step in (row for row in log_of(job) if "examples" in row):
+        loss = plain_loss(task, model, tokenizer, [rows[index] for index in step["examples"]])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.append(loss.item())
+    assert losses_of(job) == pytest.approx(plain, rel=1e-5)
+    evaluated = [row["metrics"] for row in log_of(job) if "metrics" in row][-1]
+    with torch.no_grad():
+        held_out = plain_loss(task, model.eval(), tokenizer, rows_of(task, 12, 1))
+    assert evaluated["loss"] == pytest.approx(held_out.item(), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_model_is_planned_checked_trained_exported_and_asked(
+    task: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys: dict[str, Any] = {"max_steps": 12, "learning_rate": 3e-3}
+    path = write_job(tmp_path, task, method=method, **keys)
+    assert main(["doctor", str(path)]) == 0
+    assert main(["plan", str(path), "--json"]) == 0
+    assert main(["train", str(path)]) == 0
+    metrics = [row["metrics"] for row in log_of(load_job(path)) if "metrics" in row]
+    assert set(objective_of(task).metrics) <= set(metrics[-1])
+    merged = tmp_path / "merged"
+    export = ["export", str(tmp_path / "run"), "--format", "merged", "--output", str(merged)]
+    assert main(export) == 0
+    model = AUTO[task].from_pretrained(merged).eval()
+    assert model.config.problem_type == PROBLEM[task]
+    assert list(model.config.id2label.values()) == (names_of(task) or ["LABEL_0"])
+    asked = [
+        {name: value for name, value in row.items() if name in ("text", "tokens")}
+        for row in rows_of(task, 5, 9)
+    ]
+    write_jsonl(tmp_path / "asked.jsonl", asked)
+    out = tmp_path / "out.jsonl"
+    assert (
+        main(["predict", str(tmp_path / "run"), str(tmp_path / "asked.jsonl"), "-o", str(out)]) == 0
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
+    for row in map(json.loads, out.read_text().splitlines()):
+        given = row.get("tokens", row.get("text"))
+        batch = tokenizer(given, is_split_into_words=task == TAGS, return_tensors="pt")
+        with torch.no_grad():
+            scores = model(**batch).logits[0]
+        if task == NUMBERS:
+            assert row["prediction"] == pytest.approx(float(scores[0]), abs=1e-4)
+        elif task == SEVERAL:
+            shares = dict(zip(names_of(task), scores.sigmoid().tolist(), strict=True))
+            assert row["scores"] == pytest.approx(shares, abs=1e-4)
+            assert row["prediction"] == [name for name, share in shares.items() if share > 0.5]
+        else:
+            firsts = [batch.word_ids(0).index(word) for word in range(len(given))]
+            tags = [names_of(task)[index] for index in scores[firsts].argmax(-1)]
+            assert row["prediction"] == tags
+            assert len(row["scores"]) == len(given)
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "roberta-base", "gpt2", "mistral-7b-v0.1"])
+def test_words_become_the_tokens_of_transformers(name: str, data_dir: Path) -> None:
+    folder = data_dir / "tokenizers" / name
+    rows = [["John", "lives", "in", "New", "York", "!"], ["U.N.", "", "Überraschung", "東京", "’s"]]
+    texts = [Text(((" ".join(row), False),), words=tuple(row)) for row in rows]
+    ours = load_tokenizer(ModelChoice(str(folder)), None, of_words=True)
+    encoded = Encoder(ours, TAGS, 512, 1)(texts)
+    options = {"add_prefix_space": True} if name in ("roberta-base", "gpt2") else {}
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, **options)
+    expected = theirs(rows, is_split_into_words=True)
+    assert encoded.ids.tolist() == [*itertools.chain(*expected["input_ids"])]
+    first: list[int] = []
+    for index in range(2):
+        words = expected.word_ids(index)
+        first += [
+            word
+            for place, word in enumerate(words)
+            if word is not None and (place == 0 or words[place - 1] != word)
+        ]
+    assert encoded.words is not None
+    assert encoded.words.tolist() == first
+    assert encoded.n_targets().sum() == len(first)
+
+
+def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path: Path) -> None:
+    path = write_job(tmp_path, TAGS, data={"max_length": 4}, max_steps=1)
+    train(load_job(path))
+    write_jsonl(tmp_path / "asked.jsonl", [{"tokens": ["the", "rain", "and", "the", "storm"]}])
+    out = tmp_path / "out.jsonl"
+    assert (
+        main(["predict", str(tmp_path / "run"), str(tmp_path / "asked.jsonl"), "-o", str(out)]) == 0
+    )
+    said = json.loads(out.read_text())
+    assert [tag is None for tag in said["prediction"]] == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "why"),
+    [
+        (NUMBERS, {"text": "a", "score": "four"}, "'four', not a number"),
+        (NUMBERS, {"text": "a", "score": True}, "true/false, not a number"),
+        (NUMBERS, {"text": "a", "score": float("nan")}, "can't be learned"),
+        (SEVERAL, {"text": "a", "labels": "FOOD"}, "is text, not a list"),
+        (SEVERAL, {"text": "a", "labels": [0, 1, 0]}, "a class twice"),
+        (SEVERAL, {"text": "a", "labels": [0.5, 1.0]}, "fractions"),
+        (SEVERAL, {"text": "a", "labels": [["FOOD"]]}, "holds a list"),
+        (TAGS, {"tokens": ["a", "b"], "tags": ["O"]}, "2 `tokens` and 1 `tags`"),
+        (TAGS, {"tokens": "a b", "tags": "O O"}, "`tokens` is text, not a list"),
+        (TAGS, {"tokens": ["a"], "tags": [None]}, "holds nothing, not tags"),
+        ("classification", {"text": "a", "label": 0.5}, "task: regression"),
+        ("classification", {"text": "a", "label": ["x"]}, "task: multi-label-classification"),
+    ],
+)
+def test_rows_that_are_no_labels_are_named(task: str, row: dict[str, Any], why: str) -> None:
+    labels = objective_of(task).labels
+    assert labels is not None
+    with pytest.raises(Exception, match=why):
+        labels.read(row, {})
+
+
+def test_labels_are_read_as_tables_and_hubs_write_them() -> None:
+    several, tags = objective_of(SEVERAL).labels, objective_of(TAGS).labels
+    assert several is not None
+    assert tags is not None
+    read = several.read
+    assert read({"text": "a", "labels": '["x", "y"]'}, {})[1] == ("x", "y")
+    assert read({"text": "a", "labels": [3, 11]}, {"3": "joy"})[1] == ("11", "joy")
+    assert read({"text": "a", "labels": [0.0, 1.0, 1.0]}, {})[1] == ("1", "2")
+    assert read({"text": "a", "labels": [False, True]}, {})[1] == ("1",)
+    assert read({"text": "a", "labels": []}, {})[1] == ()
+    words, found = tags.read({"tokens": ["a", "b"], "tags": [0, 3]}, {"0": "O", "3": "B-ORG"})
+    assert (words, found) == (("a", "b"), ("O", "B-ORG"))
+
+
+def test_labels_that_are_all_alike_are_refused(tmp_path: Path) -> None:
+    rows = [{"text": f"number {i}", "labels": ["FOOD"]} for i in range(20)]
+    with pytest.raises(DataError, match="nothing to learn"):
+        train(load_job(write_job(tmp_path, SEVERAL, rows=rows, eval_rows=rows)))
+
+
+def test_one_class_that_is_there_or_not_can_be_learned(tmp_path: Path) -> None:
+    rows = [{"text": f"number {i}", "labels": ["FOOD"][: i % 2]} for i in range(20)]
+    job = load_job(write_job(tmp_path, SEVERAL, rows=rows, eval_rows=rows, max_steps=1))
+    train(job)
+    assert [row["metrics"]["per_class"] for row in log_of(job) if "metrics" in row][-1].keys() == {
+        "FOOD"
+    }
+
+
+def test_a_class_that_is_not_in_the_training_data_is_a_bad_row(tmp_path: Path) -> None:
+    rows = [*rows_of(SEVERAL, 11, 1), {"text": "the", "labels": ["FOOD", "MUSIC"]}]
+    with pytest.raises(DataError, match="MUSIC"):
+        train(load_job(write_job(tmp_path, SEVERAL, eval_rows=rows)))
+
+
+@pytest.mark.parametrize("task", [NUMBERS, SEVERAL])
+def test_label_smoothing_that_means_nothing_is_refused(task: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="of one class among others to smooth"):
+        load_job(write_job(tmp_path, task, label_smoothing_factor=0.1))
+
+
+@pytest.mark.slow
+def test_a_tagger_is_not_asked_for_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(load_job(write_job(tmp_path, TAGS, max_steps=1)))
+    assert main(["chat", str(tmp_path / "run"), "--prompt", "the rain"]) == InputError.exit_code
+    assert "farthing predict" in capsys.readouterr().err
+
+
+def test_entities_are_those_of_seqeval() -> None:
+    assert entities(["B-PER", "I-PER", "O", "B-LOC"]) == {("PER", 0, 1), ("LOC", 3, 3)}
+    assert entities(["I-PER", "I-LOC", "I-LOC"]) == {("PER", 0, 0), ("LOC", 1, 2)}
+    assert entities(["B-PER", "B-PER", "I-ORG"]) == {("PER", 0, 0), ("PER", 1, 1), ("ORG", 2, 2)}
+    assert entities(["B-A", "E-A", "I-A", "S-A"]) == {("A", 0, 1), ("A", 2, 2), ("A", 3, 3)}
+
+
+def test_entities_count_where_type_and_words_are_right() -> None:
+    wanted = [{("PER", 0, 1), ("LOC", 3, 3)}, {("PER", 0, 0)}]
+    found = [{("PER", 0, 1), ("LOC", 2, 3)}, set[tuple[str, int, int]]()]
+    metrics = entity_metrics(wanted, found)
+    assert metrics["precision"] == 0.5
+    assert metrics["recall"] == pytest.approx(1 / 3)
+    assert metrics["f1"] == pytest.approx(0.4)
+    assert metrics["per_class"] == {
+        "LOC": {"precision": 0.0, "recall": 0.0, "f1": 0.0, "n": 1},
+        "PER": {"precision": 1.0, "recall": 0.5, "f1": pytest.approx(2 / 3), "n": 2},
+    }
+
+
+def test_f1_of_several_labels_is_of_each_class_and_of_all() -> None:
+    labels = np.array([[1, 0], [1, 1], [0, 0]], bool)
+    answers = np.array([[1, 0], [0, 1], [0, 1]], bool)
+    metrics = multi_label_metrics(labels, answers, ("x", "y"))
+    assert metrics["accuracy"] == pytest.approx(1 / 3)
+    assert metrics["f1"] == pytest.approx(2 / 3)
+    assert metrics["f1_micro"] == pytest.approx(2 / 3)
+    assert metrics["precision"] == 0.75
+
+
+def test_correlations_are_those_of_the_books() -> None:
+    labels, answers = np.array([1.0, 2, 2, 5]), np.array([0.0, 1, 3, 2])
+    seen = Evaluated(0.0, 0.0, labels, answers, (), [], [], np.ones(4))
+    metrics = objective_of(NUMBERS).judge(seen)
+    assert metrics["mse"] == pytest.approx(3.0)
+    assert metrics["pearson"] == pytest.approx(3 / 45**0.5)
+    assert metrics["spearman"] == pytest.approx(3 / 22.5**0.5)
+    flat = objective_of(NUMBERS).judge(seen._replace(answers=np.zeros(4)))
+    assert flat["pearson"] is None
