@@ -190,7 +190,6 @@ def test_a_mistake_exits_with_2_and_is_one_json_document_too(
         [
             ({"max_usd": "$0.000001"}, "limits.max_usd=5"),
             ({"max_hours": "0.001s"}, "limits.max_hours=1"),
-            ({"deadline": "2001-01-01T00:00:00"}, "limits.deadline=2999-01-01T00:00:00"),
         ],
         9,
     ),
@@ -204,6 +203,16 @@ def test_a_limit_stops_with_3_and_a_higher_one_goes_on(
     out_of(capsys, "train", path, code=3)
     assert "finished" in out_of(capsys, "train", path, "--set", raised)
     assert len(losses_of(load_job(path))) == 4
+
+
+def test_a_new_run_whose_deadline_has_passed_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job_file(tmp_path, max_steps=4, limits={"deadline": "2001-01-01T00:00:00"})
+    error = json_of(capsys, "train", path, code=2)
+    assert "the deadline 2001-01-01 00:00 leaves 0.0 s" in error["problems"][0]["what"]
+    assert not (tmp_path / "run").exists()
+    out_of(capsys, "train", path, "--set", "limits.deadline=2999-01-01T00:00:00")
 
 
 @pytest.mark.slow

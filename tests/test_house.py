@@ -138,10 +138,13 @@ def test_the_name_of_an_objective_stands_in_its_own_file_alone() -> None:
         "cpo",
         "dpo",
         "kto",
+        "multi_label",
         "orpo",
+        "regression",
         "reward",
         "seq2seq",
         "simpo",
+        "token_classification",
     ]
     in_a_sentence = {
         "tiny",  # the job of the demo

@@ -108,6 +108,8 @@ def test_every_metric_of_a_task_has_a_direction() -> None:
         "perplexity",
         "document_loss",
         "rewards/rejected",
+        "mse",
+        "mae",
     }
     assert all(objective_of(task).metrics["loss"] is False for task in objective_names())
 

@@ -114,7 +114,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from farthing.report.receipt import leave_receipt
     from farthing.run.folder import is_finished
     from farthing.run.opening import opened
-    from farthing.train.budget import allowance_s, refuse_cap_without_price
+    from farthing.train.budget import allowance_s, refuse_start
     from farthing.train.watchdog import tell_limits
 
     try:
@@ -124,7 +124,7 @@ def _run(arguments: argparse.Namespace) -> int:
             tell(folder=error.rest.output_dir, when_done=error.rest.when_done)
         raise
     folder = Path(job.output_dir)
-    refuse_cap_without_price(job)
+    refuse_start(job)
     if arguments.dry_run:
         return _show_dry_run(job)
     offer = _scaling_offer(arguments, job)

@@ -7,6 +7,7 @@ a few seconds. Refuses to change rows, and to decide whether they will do.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -19,7 +20,7 @@ import numpy as np
 from farthing.data.chat_rows import of_usual_role
 from farthing.data.encode import Encoder
 from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
-from farthing.data.formats import hash_of_input, recognise
+from farthing.data.formats import Understood, converter, hash_of_input, recognise
 from farthing.data.read import Source
 from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row, Text
@@ -28,13 +29,18 @@ from farthing.errors import DataError
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.columns import Unusable
+from farthing.objectives.multi_label import MULTI_LABEL
 from farthing.objectives.registry import objective_of
+from farthing.objectives.regression import REGRESSION
 from farthing.objectives.seq2seq import SEQ2SEQ
+from farthing.objectives.token_classification import TOKEN_CLASSIFICATION
 
 MOST_CHARACTERS = 8_000_000  # that are tokenized: some seconds
 N_EXAMPLES = 3
-TASKS = (CLASSIFICATION, CAUSAL_LM, SEQ2SEQ)
+TASKS = (CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, CAUSAL_LM, SEQ2SEQ)
 _NO_LIMIT = 1 << 40
+_AT_ONCE = 1024  # rows in memory
+_MOST_NAMED = 100
 _USUAL_ROLES = {
     "system",
     "developer",
@@ -61,6 +67,7 @@ class Summary:
     notes: list[str] = field(default_factory=list)
     n_rows: int = 0
     n_usable: int = 0
+    n_bad: int = 0
     bad: list[str] = field(default_factory=list)
     """The first reasons why rows can't be used, with their line."""
     foreign: dict[str, list[Any]] = field(default_factory=dict)
@@ -84,60 +91,78 @@ class Summary:
     examples: list[list[tuple[str, bool]]] = field(default_factory=list)
     """Rendered: (text, is_learned) in order."""
 
+    def reject(self, line: int, reason: str) -> None:
+        """Count a row that can't be used."""
+        self.n_bad += 1
+        if len(self.bad) < _MOST_NAMED:
+            self.bad.append(f"line {line}: {reason}")
+
 
 def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) -> Summary:
     """Look at every row of a source. `task`: None takes the one that its columns fit. Raises
     `DataError`.
     """
     recipe = replace(recipe, columns=source.columns_or(recipe.columns))
-    rows = list(source.rows())
-    good = [row for row in rows if isinstance(row, Row)]
-    columns: set[str] = set().union(*(row.value.keys() for row in good))
-    found = Summary(
-        source.name,
-        task or _task_of(columns, recipe),
-        n_rows=len(rows),
-        max_length=recipe.max_length,
-    )
+    rows = source.rows()
+    first = list(itertools.islice(rows, _AT_ONCE))
+    good = [row for row in first if isinstance(row, Row)]
+    found = Summary(source.name, task or _task_of(good, recipe), max_length=recipe.max_length)
     recipe = replace(recipe, task=found.task)
-    found.bad = [f"line {row.line}: {row.reason}" for row in rows if isinstance(row, BadRow)]
     found.is_exact = bool(getattr(tokenizer, "is_exact", True))
-    ours = _not_foreign(good, found, recipe)
-    found.n_equal_rows = len(good) - len({_hash(row.value) for row in good})
-    if not ours:
+    reader, turns, tokens = SourceReader(source, recipe, tokenizer), _Turns(), _Kept()
+    equal, inputs = set[bytes](), set[int]()
+    n_good = 0
+    while first:
+        for each in first:
+            if isinstance(each, BadRow):
+                found.reject(each.line, each.reason)
+        found.n_rows += len(first)
+        good = [row for row in first if isinstance(row, Row)]
+        n_good += len(good)
+        equal.update(_hash(row.value) for row in good)
+        ours = _not_foreign(good, found, recipe)
+        reader.look(ours)
+        for row in ours:
+            try:
+                text = reader.text(row)
+            except Unusable as error:
+                found.reject(row.line, str(error))
+                continue
+            found.n_usable += 1
+            inputs.add(hash_of_input(text.given))
+            found.n_unlearned_turns += sum(each.n_unlearned for each in text.of_row)
+            tokens.add(text)
+        if reader.understood is not None:
+            turns.count(ours, reader.understood)
+        first = list(itertools.islice(rows, _AT_ONCE))
+    found.n_equal_rows = n_good - len(equal)
+    if reader.understood is None:
         return found
-    reader = SourceReader(source, recipe, tokenizer)
-    reader.look(ours)
-    assert reader.understood is not None
     found.format, found.columns, notes = reader.understood
     found.notes, found.ignored = list(notes), say_ignored(reader.ignored, reader.n_rows)
-    texts: list[Text] = []
-    inputs: set[int] = set()
-    for row in ours:
-        try:
-            text = reader.text(row)
-        except Unusable as error:
-            found.bad.append(f"line {row.line}: {error}")
-            continue
-        found.n_usable += 1
-        inputs.add(hash_of_input(text.given))
-        texts += text.of_row
     found.n_equal_inputs = found.n_usable - len(inputs)
-    found.n_unlearned_turns = sum(text.n_unlearned for text in texts)
     found.left_out = reader.shown.said() if found.is_exact else []
-    _count_turns(ours, found)
-    _count_tokens(texts, tokenizer, recipe, found)
+    turns.say(found)
+    tokens.say(tokenizer, recipe, found)
     return found
 
 
-def _task_of(columns: set[str], recipe: Recipe) -> str:
-    for task in (each.name for each in TASKS):
+def _task_of(rows: list[Row], recipe: Recipe) -> str:
+    """The first task that can read these rows by their columns, and their labels."""
+    columns: set[str] = set().union(*(row.value.keys() for row in rows))
+    for task in TASKS:
         try:
-            recognise(columns, task, recipe.columns, "")
+            name, own, _ = recognise(columns, task.name, recipe.columns, "")
         except DataError:
             continue
-        if objective_of(task).labels is None or "label" in columns or "text" not in columns:
-            return task
+        if task.labels is None:
+            return task.name
+        if "text" not in columns or {"label", "labels", "score"} & columns:
+            convert = converter(name, own, {}, None, task.name)
+            for row in rows[:_MOST_NAMED]:
+                with contextlib.suppress(Unusable):
+                    convert(row.value)
+                    return task.name
     return CLASSIFICATION.name if "label" in columns else CAUSAL_LM.name
 
 
@@ -163,68 +188,87 @@ def _not_foreign(rows: list[Row], found: Summary, recipe: Recipe) -> list[Row]:
     return ours
 
 
-def _count_turns(rows: list[Row], found: Summary) -> None:
+class _Turns:
     """Turns and roles of chats; odd: roles that are not usual, and chats whose order is not."""
-    if found.format not in ("messages", "conversations"):
-        return
-    roles: Counter[str] = Counter()
-    lengths, odd = [], Counter[str]()
-    for row in rows:
-        turns = row.value.get(str(found.columns.get(found.format, found.format)))
-        turns = turns if isinstance(turns, list) else []
-        said = [
-            str(of_usual_role({"role": str(turn.get("role", turn.get("from")))})["role"])
-            for turn in turns
-            if isinstance(turn, dict)
-        ]
-        roles.update(said)
-        lengths.append(len(said))
-        odd.update({f"role `{role}`": 1 for role in set(said) - _USUAL_ROLES})
-        if said and said[-1] not in ("assistant", "gpt", "function_call"):
-            odd["ends without an answer"] += 1
-        if any(
-            a == b and a in ("user", "human", "assistant", "gpt")
-            for a, b in itertools.pairwise(said)
-        ):
-            odd["two turns of the same role in a row"] += 1
-        if any(role in ("system", "developer") for role in said[1:]):
-            odd["a system turn that is not the first"] += 1
-    found.roles, found.odd_roles = dict(roles.most_common()), dict(odd.most_common())
-    if lengths:
-        found.turns = {"mean": float(np.mean(lengths)), "most": float(max(lengths))}
 
+    def __init__(self) -> None:
+        self._roles, self._odd = Counter[str](), Counter[str]()
+        self._n_chats = self._most = 0
 
-def _count_tokens(texts: list[Text], tokenizer: Any, recipe: Recipe, found: Summary) -> None:
-    n_characters = 0
-    kept: list[Text] = []
-    for text in texts:
-        n_characters += sum(len(part) for part, _ in text.segments)
-        if kept and n_characters > MOST_CHARACTERS:
-            break
-        kept.append(text)
-    if not kept:
-        return
-    encode = Encoder(tokenizer, found.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
-    encoded = encode(kept)
-    lengths, targets = encoded.lengths, encoded.n_targets()
-    found.n_tokenized = len(kept)
-    found.tokens = {
-        "mean": float(lengths.mean()),
-        "median": float(np.median(lengths)),
-        "nine_in_ten": float(np.quantile(lengths, 0.9)),
-        "longest": float(lengths.max()),
-        "all": float(lengths.sum()) * len(texts) / len(kept),
-        "learned_share": float(targets.sum() / max(1, lengths.sum())),
-    }
-    found.n_too_long = int((lengths > recipe.max_length).sum())
-    if (of := objective_of(found.task).labels) is not None and of.names(
-        {text.label for text in texts}
-    ):
-        labels = [text.label for text in texts]
-        of_all = itertools.chain.from_iterable(
-            each if isinstance(each, tuple) else (each,) for each in labels
+    def count(self, rows: list[Row], understood: Understood) -> None:
+        """Those of some rows."""
+        if understood.format not in ("messages", "conversations"):
+            return
+        for row in rows:
+            turns = row.value.get(str(understood.columns.get(understood.format, understood.format)))
+            turns = turns if isinstance(turns, list) else []
+            said = [
+                str(of_usual_role({"role": str(turn.get("role", turn.get("from")))})["role"])
+                for turn in turns
+                if isinstance(turn, dict)
+            ]
+            self._roles.update(said)
+            self._n_chats, self._most = self._n_chats + 1, max(self._most, len(said))
+            odd = self._odd
+            odd.update({f"role `{role}`": 1 for role in set(said) - _USUAL_ROLES})
+            if said and said[-1] not in ("assistant", "gpt", "function_call"):
+                odd["ends without an answer"] += 1
+            if any(
+                a == b and a in ("user", "human", "assistant", "gpt")
+                for a, b in itertools.pairwise(said)
+            ):
+                odd["two turns of the same role in a row"] += 1
+            if any(role in ("system", "developer") for role in said[1:]):
+                odd["a system turn that is not the first"] += 1
+
+    def say(self, found: Summary) -> None:
+        """What was counted."""
+        found.roles, found.odd_roles = (
+            dict(self._roles.most_common()),
+            dict(self._odd.most_common()),
         )
-        found.labels = dict(Counter(map(str, of_all)).most_common(50))
-    found.examples = [list(text.segments) for text in kept[:N_EXAMPLES]]
-    if recipe.train_on_prompt and objective_of(found.task).predicts_next:
-        found.examples = [[(part, True) for part, _ in example] for example in found.examples]
+        if self._n_chats:
+            mean = self._roles.total() / self._n_chats
+            found.turns = {"mean": mean, "most": float(self._most)}
+
+
+class _Kept:
+    """The first texts, which are tokenized, and the labels of all."""
+
+    def __init__(self) -> None:
+        self._texts: list[Text] = []
+        self._n_texts = self._n_characters = 0
+        self._labels = Counter[Any]()
+
+    def add(self, row: Text) -> None:
+        """A row that is a text, or several."""
+        for text in row.of_row:
+            self._n_texts += 1
+            self._labels.update(text.label if isinstance(text.label, tuple) else (text.label,))
+            self._n_characters += sum(len(part) for part, _ in text.segments)
+            if not self._texts or self._n_characters <= MOST_CHARACTERS:
+                self._texts.append(text)
+
+    def say(self, tokenizer: Any, recipe: Recipe, found: Summary) -> None:
+        """Tokenize, and say what was found."""
+        kept, task = self._texts, objective_of(found.task)
+        if not kept:
+            return
+        encode = Encoder(tokenizer, found.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
+        encoded = encode(kept)
+        lengths, targets = encoded.lengths, encoded.n_targets()
+        found.n_tokenized = len(kept)
+        found.tokens = {
+            "mean": float(lengths.mean()),
+            "median": float(np.median(lengths)),
+            "nine_in_ten": float(np.quantile(lengths, 0.9)),
+            "longest": float(lengths.max()),
+            "all": float(lengths.sum()) * self._n_texts / len(kept),
+            "learned_share": float(targets.sum() / max(1, lengths.sum())),
+        }
+        found.n_too_long = int((lengths > recipe.max_length).sum())
+        if task.reads_labels and not any(isinstance(each, float) for each in self._labels):
+            found.labels = {str(label): n for label, n in self._labels.most_common(50)}
+        found.examples = [list(text.segments) for text in kept[:N_EXAMPLES]]
+        if recipe.train_on_prompt and task.predicts_next:
+            found.examples = [[(part, True) for part, _ in example] for example in found.examples]

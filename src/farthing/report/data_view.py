@@ -30,10 +30,9 @@ def data_lines(found: Summary) -> list[str]:
             f"[red]not ours[/]   {plural(n, 'row')} (the first: line {line}): {escape(what)};"
             f" {escape(to_do)}"
         )
-    if found.bad:
+    if found.n_bad:
         rows.append(
-            f"[red]unusable[/]   {plural(len(found.bad), 'row')}:"
-            f" {escape('; '.join(found.bad[:3]))}"
+            f"[red]unusable[/]   {plural(found.n_bad, 'row')}: {escape('; '.join(found.bad[:3]))}"
         )
     if found.tokens:
         rows += _tokens(found)
@@ -111,8 +110,8 @@ def as_json(found: Summary) -> dict[str, object]:
     """For programs."""
     return {
         **{key: value for key, value in vars(found).items() if key not in ("bad", "examples")},
-        "n_bad": len(found.bad),
-        "bad": found.bad[:100],
+        "n_bad": found.n_bad,
+        "bad": found.bad,
         "examples": [
             [{"text": text, "is_learned": is_learned} for text, is_learned in each]
             for each in found.examples

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from farthing.config.job import Job
 from farthing.errors import InputError
 from farthing.run.exported import damage_of
-from farthing.run.folder import MODEL, is_finished
+from farthing.run.folder import MODEL, RUN, is_finished
 from farthing.run.group import seat_in
 from farthing.run.ledger import Ledger
 from farthing.run.opening import Opened
@@ -85,11 +85,20 @@ def refuse_cap_without_price(job: Job) -> None:
         )
 
 
-def refuse_limits(job: Job, spent_usd: float, spent_s: float) -> None:
-    """Refuse limits that leave no time for a start. Raises `InputError`."""
+def refuse_start(job: Job) -> None:
+    """Refuse a cap that holds nothing, and a new run whose time is over. Raises `InputError`."""
+    refuse_cap_without_price(job)
+    if not (Path(job.output_dir) / RUN).exists() and job.output_store is None:
+        refuse_limits(job, 0.0, 0.0, least_s=0.0)
+
+
+def refuse_limits(
+    job: Job, spent_usd: float, spent_s: float, least_s: float = LEAST_START_S
+) -> None:
+    """Refuse limits that leave no time for a start, which takes `least_s`. Raises `InputError`."""
     refuse_cap_without_price(job)
     for each in limits_left(job, _Spent(spent_usd, spent_s, time.time())):
-        if each.seconds <= LEAST_START_S:
+        if each.seconds <= least_s:
             raise InputError(
                 f"{each.why} leaves {say_seconds(max(0.0, each.seconds))}, and a start takes"
                 f" {say_seconds(LEAST_START_S)} at least",

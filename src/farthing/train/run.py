@@ -81,7 +81,7 @@ from farthing.train.autotune import is_worth_it, probe_run
 from farthing.train.budget import (
     allowance_s,
     over_limit,
-    refuse_cap_without_price,
+    refuse_start,
     seconds_left,
     why_not_start,
 )
@@ -162,7 +162,8 @@ def train(
     opened it closes it. Raises `FarthingError`s in words; whatever was committed before stays
     valid.
     """
-    refuse_cap_without_price(job)
+    if begun is None:
+        refuse_start(job)
     if job.search.is_asked:
         raise InputError(
             "this job is a search of settings",
