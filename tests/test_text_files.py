@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from desk import Desk, Said
+from farthing.cli import main
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.read import open_sources
 from farthing.data.rows import Layout, Row
 from farthing.errors import DataError
+from workshop import job_file
 
 WORDS = "The lamp is bright.\n\nThe second paragraph has\nthree\nlines.\n"
 
@@ -147,3 +149,14 @@ def test_rows_of_a_large_document_are_read_across_its_pieces(tmp_path: Path) -> 
     (tmp_path / "b.json").write_text(broken)
     with pytest.raises(DataError, match=rf"b\.json:{2500 * 4 + 4}:\d+: invalid JSON"):
         rows_of(tmp_path / "b.json", tmp_path)
+
+
+def test_many_files_are_one_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = job_file(tmp_path, max_steps=2, data={"train": "texts/*.txt"})
+    (tmp_path / "texts").mkdir()
+    for number in range(10, 50):
+        (tmp_path / f"texts/{number}.txt").write_text(f"the number is {number}\nand no other\n")
+    assert main(["doctor", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "40 files, texts/10.txt to texts/49.txt" in said
+    assert "texts/11.txt" not in said

@@ -222,6 +222,8 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
         yield from _try(
             "bitsandbytes works", lambda: f"version {need_bitsandbytes('this job').__version__}"
         )
+    from farthing.data.read import say_names
+
     try:
         numerics, inputs = identify(job)
     except FarthingError as error:
@@ -244,7 +246,7 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
 
     for role, sources in (("train", inputs.train_sources), ("eval", inputs.eval_sources)):
         if sources:
-            names = ", ".join(source.name for source in sources)
+            names = say_names([source.name for source in sources])
             yield from _try(f"{role} data {names}", functools.partial(tried, role, sources))
 
     def built() -> str:

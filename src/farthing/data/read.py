@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,13 @@ def is_dataset(name: str) -> bool:
     """Whether a name that is no address means a data set: a folder here, or on the Hub."""
     path = Path(name)
     return path.is_dir() or (not path.exists() and not path.is_absolute())
+
+
+def say_names(names: Sequence[str]) -> str:
+    """The names of sources: of many the first and the last."""
+    if len(names) <= 4:
+        return ", ".join(names)
+    return f"{len(names):,} files, {names[0]} to {names[-1]}"
 
 
 def is_text_folder(path: Path) -> bool:

@@ -31,7 +31,7 @@ from farthing.data.chat import said_of_chats
 from farthing.data.encode import TokenizerState
 from farthing.data.formats import Understood
 from farthing.data.parts import Part, PartMaker, Place, Tally, places, read_part
-from farthing.data.read import Source
+from farthing.data.read import Source, say_names
 from farthing.data.reader import SourceReader, understand
 from farthing.data.rows import Reading
 from farthing.data.token_set import (
@@ -227,7 +227,7 @@ def refuse_one_class(labels: Collection[Any], sources: Sequence[str]) -> None:
         label = next(iter(labels))
         raise DataError(
             f"every training example has the same label, {label!r}: there is nothing to learn",
-            where=", ".join(sources),
+            where=say_names(sources),
             to_do=(
                 "check the label column, and data.max_train_samples where rows are sorted by label"
             ),
@@ -495,7 +495,7 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
 
 
 def _refuse_unusable(facts: Json, recipe: Recipe) -> None:
-    where = ", ".join(source["name"] for source in facts["sources"])
+    where = say_names([source["name"] for source in facts["sources"]])
     n_rows, n_bad = facts["n_rows"], facts["n_bad"]
     if n_rows == 0:
         raise DataError("no rows", where=where, to_do="check how the file was written")
