@@ -33,6 +33,7 @@ from farthing.search.halving import (
 )
 from farthing.search.run import search
 from farthing.search.space import draw, n_choices, refuse_choices
+from farthing.search.words import in_words
 from small_models import make_model_folder
 from workshop import job_file
 
@@ -296,6 +297,11 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path: Path) -
     assert confirmed["n_examples"] == 30
     assert winner["n_examples"] == 30
     assert winner["interval"][0] < winner["score"]
+    small, large = outcome.receipt["models"]
+    assert (small["model"], small["trial"]) == ("./base", winner["trial"])
+    assert (large["model"], large["trial"], large["score"]) == ("./large", None, None)
+    assert large["usd_per_million_tokens"] is None, "nobody serves a classifier by the token"
+    assert "./large" in next(line for line in in_words(outcome.receipt) if "not tried" in line)
 
     part = {"vary": {"train.learning_rate": [1.0e-2, 1.0e-9]}, "data_fraction": [0.25, 0.5]}
     path = job_of(tmp_path, part, **keys, data={"eval_fraction": 0.4}, output_dir="./more")

@@ -229,6 +229,13 @@ class Served:
         return share * usd_per_s / read_per_s * 1e6, (1 - share) * usd_per_s / per_s * 1e6
 
     @property
+    def usd_per_million_tokens(self) -> float:
+        """Dollars for a million tokens, in and out, of a machine that is never idle."""
+        traffic = self.traffic
+        all_per_s = self.capacity_tokens_per_s * (1 + traffic.input_tokens / traffic.output_tokens)
+        return self.usd_per_hour / 3600 / all_per_s * 1e6
+
+    @property
     def break_even_requests_per_hour(self) -> float:
         """Above so many requests an hour a machine that is always on is cheaper than one that goes
         to zero.

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from farthing import api
+from farthing.clock import today
 from farthing.config.job import Job
 from farthing.errors import InputError
+from farthing.models.model_config import find_config
+from farthing.models.shapes import read_shape
+from farthing.planner.serving import Traffic, serve
+from farthing.prices.catalog import read_catalog
 from farthing.search.halving import SHARES, Rungs, least_difference, rungs_of
-from farthing.search.space import draw, job_of, n_choices, values_with
+from farthing.search.space import draw, job_of, model_of, n_choices, values_with
 from farthing.storage.files import Json
 
 if TYPE_CHECKING:
@@ -47,6 +52,8 @@ class Bill:
     """By machine: its choice in the plan of each kind of trial."""
     n_parameters: Mapping[str, int]
     """By model that is a choice."""
+    usd_per_million_tokens: Mapping[str, float]
+    """Of answering with it on the machine that is cheapest at full load; by model that writes."""
     n_eval: int
     n_evaluations: int
     """Of one full training."""
@@ -72,6 +79,7 @@ class Bill:
             "best": best,
             "here": here,
             "n_parameters": dict(self.n_parameters),
+            "usd_per_million_tokens": dict(self.usd_per_million_tokens),
             "n_eval": self.n_eval,
             "warnings": self._warnings(n_trials, here or best),
         }
@@ -168,6 +176,8 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
     """The bill of a search; None where its trials can't be planned. `asked` as for `api.plan`."""
     views = []
     sizes: dict[str, int] = {}
+    serving: dict[str, float] = {}
+    offers = list(read_catalog(None, today()).offers)
     seen: set[str] = set()
     for settings in _samples(job):
         kind = str({key: settings[key] for key in settings if key.split(".")[-1] not in FREE})
@@ -176,11 +186,16 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
         seen.add(kind)
         values = {key: part for key, part in values_with(job, settings).items() if key != "limits"}
         with contextlib.suppress(InputError):
-            plan = api.plan(job_of(values, place), **asked)
+            trial = job_of(values, place)
+            plan = api.plan(trial, **asked)
             views.append(plan.view)
-            model = settings.get("model", settings.get("model.model_name_or_path"))
+            model = model_of(settings)
             if model is not None:
                 sizes[str(model)] = plan.view.job.n_parameters
+                config, _ = find_config(trial.model.model_name_or_path, trial.model.revision)
+                served, _ = serve(read_shape(config, job.task), Traffic(), offers)
+                if served:
+                    serving[str(model)] = min(each.usd_per_million_tokens for each in served)
     if not views:
         return None
     plans = {
@@ -189,7 +204,7 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
         if (choices := _on(name, views))
     }
     of_one = views[0].job
-    return Bill(job, plans, sizes, of_one.n_eval_examples, of_one.n_evaluations)
+    return Bill(job, plans, sizes, serving, of_one.n_eval_examples, of_one.n_evaluations)
 
 
 def _on(name: str, views: Sequence[PlanView]) -> list[Choice]:

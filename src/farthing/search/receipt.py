@@ -20,6 +20,7 @@ from farthing.search.curve import Gain, gain
 from farthing.search.halving import SHARES, Z_95, paired, ranked
 from farthing.search.page import search_page
 from farthing.search.record import SearchRecord, folder_of, store_of
+from farthing.search.space import model_of
 from farthing.storage.files import Json, make_private, read_json, write_json, write_text
 from farthing.storage.lease import newest_words
 from farthing.storage.objects import Retrying, open_store
@@ -124,6 +125,7 @@ def build(folder: Path, record: SearchRecord, usd: float) -> Json:
         "front": _front(known, greater),
         "saved": _saved(record, trials),
         "confirmed": list(record.confirmed.values()),
+        "models": _models(record, order, by_number),
         "gains": _gains(record, winner, greater),
         "is_trained_in_full": winner is not None and winner["fraction"] == 1.0,
         "next": _next(folder, winner),
@@ -149,7 +151,6 @@ def _trial(record: SearchRecord, trial: int) -> Json:
         "n_steps": row.get("n_steps"),
         "epochs": row.get("epochs"),
         "curve": row.get("curve", []),
-        "serving_usd_per_month": row.get("serving_usd_per_month"),
     }
 
 
@@ -209,6 +210,30 @@ def _margin(record: SearchRecord, best: Sequence[Json], greater: bool) -> Json |
         "at_fraction": other["fraction"],
         "is_within_noise": None if bounds is None else bounds[0] <= 0,
     }
+
+
+def _models(record: SearchRecord, order: Sequence[int], trials: Mapping[int, Json]) -> list[Json]:
+    """The best trial of each model that is a choice, and what answering with it costs; those that
+    were not tried too.
+    """
+    plan = record.header["plan"] or {}
+    usd = plan.get("usd_per_million_tokens", {})
+    best = {model_of(trials[trial]["settings"]): trial for trial in reversed(order)}
+    found = []
+    for model, n_parameters in plan.get("n_parameters", {}).items():
+        trial = best.get(model)
+        row = {} if trial is None else record.confirmed.get(trial) or trials[trial]
+        found.append(
+            {
+                "model": model,
+                "n_parameters": n_parameters,
+                "usd_per_million_tokens": usd.get(model),
+                "trial": trial,
+                "score": row.get("score"),
+                "interval": row.get("interval"),
+            }
+        )
+    return sorted(found, key=lambda one: one["n_parameters"])
 
 
 def _front(trials: Sequence[Json], greater: bool) -> list[int]:

@@ -42,7 +42,14 @@ from farthing.search.halving import Rungs, best_score, interval, ranked, rungs_o
 from farthing.search.pool import Worker, WorkerDiedError, environs
 from farthing.search.receipt import bring_trial, is_search, leave_receipt, read_receipt
 from farthing.search.record import SearchRecord, folder_of, store_of
-from farthing.search.space import by_model, draw, n_choices, refuse_choices, values_with
+from farthing.search.space import (
+    by_model,
+    draw,
+    model_of,
+    n_choices,
+    refuse_choices,
+    values_with,
+)
 from farthing.storage.files import Json
 from farthing.train.budget import (
     limits_left,
@@ -349,11 +356,17 @@ class _Search:
         return "no model reached stop_at" if section.stop_at else "all trials done"
 
     def _brackets(self) -> list[SearchSection]:
-        """One bracket; with `stop_at` one for each model, the smallest first."""
+        """One bracket; with `stop_at` one for each model, the cheapest to serve first, else the
+        smallest.
+        """
         section = self.job.search
         parts = by_model(section) if section.stop_at else [section]
-        sizes = (self.record.header["plan"] or {}).get("n_parameters", {})
-        return sorted(parts, key=lambda part: sizes.get(model_in(part), 0))
+        plan = self.record.header["plan"] or {}
+        usd, sizes = plan.get("usd_per_million_tokens", {}), plan.get("n_parameters", {})
+        return sorted(
+            parts,
+            key=lambda part: (usd.get(model_in(part), math.inf), sizes.get(model_in(part), 0)),
+        )
 
     def _halve(self, section: SearchSection, first: int, n: int) -> list[int]:
         """Successive halving over `n` trials from number `first`; those trained in full."""
@@ -498,7 +511,7 @@ class _Search:
             "curve": [[each["step"], each.get(self.metric)] for each in rows],
             "usd": usd_of(folder_of(self.folder, trial)),
         }
-        names = ("step", "n_steps", "spans", "epochs", "serving_usd_per_month")
+        names = ("step", "n_steps", "spans", "epochs")
         self._note(trial, row | {name: answer.get(name) for name in names})
 
     def _note(self, trial: int, row: Json) -> None:
@@ -593,8 +606,7 @@ class _Search:
 
 def model_in(section: SearchSection) -> str:
     """The model of a section with one choice of it; empty where it does not vary."""
-    key = next((key for key in ("model", "model.model_name_or_path") if key in section.vary), None)
-    values = section.vary.get(key or "")
+    values = model_of(section.vary)
     return str(values[0]) if isinstance(values, tuple) else ""
 
 

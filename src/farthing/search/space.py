@@ -202,6 +202,11 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
+def model_of(settings: Mapping[str, Any]) -> Any:
+    """What settings, or what varies, say of the model; None where it is always the same."""
+    return settings.get("model", settings.get("model.model_name_or_path"))
+
+
 def by_model(section: SearchSection) -> list[SearchSection]:
     """A search for each model that is a choice, in the order given; the search itself where none
     is.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from farthing.search.halving import SHARES
 from farthing.storage.files import Json
-from farthing.units import plural, say_usd
+from farthing.units import plural, say_count, say_usd
 
 
 def in_words(receipt: Json) -> list[str]:
@@ -31,6 +31,11 @@ def in_words(receipt: Json) -> list[str]:
             f"trial {row['trial']}: {row['metric']} {score_in_words(row)} on {row['n_examples']:,}"
             " examples that no choice was made on"
         )
+    for each in receipt["models"] if len(receipt["models"]) > 1 else ():
+        said = "not tried" if each["trial"] is None else f"{metric} {score_in_words(each)}"
+        usd = each["usd_per_million_tokens"]
+        serves = f"; serves at {say_usd(usd)} a million tokens" if usd else ""
+        lines.append(f"{each['model']} ({say_count(each['n_parameters'])}): {said}{serves}")
     for each in receipt["gains"]:
         what = f"{each['more']:,} more rows" if each["of"] == "rows" else "another epoch"
         scale, of = (100, "points") if metric in SHARES else (1, metric)

@@ -103,7 +103,6 @@ def train_segment(task: Json, tell: Tell) -> Json:
         "evaluations": rows,
         "each": each if task["is_close"] else {},
         "spans": {span.name: span.seconds for span in receipt.spans},
-        "serving_usd_per_month": receipt.serving and receipt.serving.usd_per_month,
         "epochs": receipt.epochs,
     }
 
