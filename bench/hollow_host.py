@@ -44,8 +44,11 @@ from on_gpu.work import (
 ROWS = ("0.5B lora", "1B lora", "8B lora", "1B full", "8B qlora", "BERT full", "T5 full")
 WHO = ("farthing", "hf-tuned", "trl-tuned")
 LENGTHS = {"BERT": "classes", "T5": "seq2seq"}
-BATCHES = {"BERT": 256, "T5": 480}
-TOKENS, ROW_TOKENS, N_WARM, N_TIMED = 8192, 2048, 2, 4
+BATCHES = {"BERT": 592, "T5": 800}
+"""Examples of a step, 96 of other shapes: enough to fill several micro-batches."""
+TOKENS, ROW_TOKENS, N_WARM, N_TIMED = 8192, 2048, 2, 3
+HALF = ("8B",)
+"""Shapes whose micro-batches have half as many tokens, to fit without checkpointing."""
 
 
 class Marks:
@@ -81,14 +84,14 @@ class Marks:
         }
 
 
-def of_farthing(folder: Path, method: str, batch: int) -> Marks:
+def of_farthing(folder: Path, method: str, batch: int, n_tokens: int) -> Marks:
     """The steps of farthing's own loop."""
     from farthing.train.loop import rare_collections, take_step
     from farthing.train.step_log import settle
 
     drawn, marks = Drawn.load(folder / "train.npz"), Marks()
     values = job_values(
-        folder, folder / "ours", method, batch, 1000, 1.0, micro_batch_tokens=TOKENS
+        folder, folder / "ours", method, batch, 1000, 1.0, micro_batch_tokens=n_tokens
     )
     with opened(values, drawn) as run, rare_collections():
         marks.begin()
@@ -100,7 +103,7 @@ def of_farthing(folder: Path, method: str, batch: int) -> Marks:
     return marks
 
 
-def of_peer(who: str, folder: Path, method: str, batch: int) -> Marks:
+def of_peer(who: str, folder: Path, method: str, batch: int, n_tokens: int) -> Marks:
     """The steps of a trainer of Hugging Face."""
     import torch
 
@@ -110,9 +113,9 @@ def of_peer(who: str, folder: Path, method: str, batch: int) -> Marks:
     torch.backends.cuda.enable_cudnn_sdp(False)  # there is no hollow cuDNN
     drawn, marks = Drawn.load(folder / "train.npz"), Marks()
     mean = float(drawn.lengths.mean())
-    own: dict[str, Any] = {"micro_batch": max(1, round(TOKENS / mean))}
+    own: dict[str, Any] = {"micro_batch": max(1, round(n_tokens / mean))}
     if who == "trl-tuned":
-        own = {"packing": True, "rows": TOKENS // ROW_TOKENS}
+        own = {"packing": True, "rows": n_tokens // ROW_TOKENS}
     assignment = Assignment(
         contestant=who,
         folder=str(folder),
@@ -176,16 +179,17 @@ def in_four_bits(folder: Path) -> Any:
 def measured(row: str, who: str) -> dict[str, Any]:
     """One contestant, in this process."""
     shape, method = row.split()
-    batch = BATCHES.get(shape, 48)
+    batch = BATCHES.get(shape, 96)
+    n_tokens = TOKENS // 2 if shape in HALF else TOKENS
     with tempfile.TemporaryDirectory(prefix="hollow-host-") as work:
         prepare(Path(work), shape, FULL)
         folder = Path(work) / f"{shape}-{LENGTHS.get(shape, 'chat')}"
         if method == "qlora":
             write_weights(folder / "model", objective_of(shape), "BF16")
         marks = (
-            of_farthing(folder, method, batch)
+            of_farthing(folder, method, batch, n_tokens)
             if who == "farthing"
-            else of_peer(who, folder, method, batch)
+            else of_peer(who, folder, method, batch, n_tokens)
         )
     return marks.a_thousand()
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from farthing.data.batches import Batches
 from farthing.events import Note
 from farthing.model.activation_checkpointing import MemoryNeed
@@ -71,13 +74,14 @@ def accumulates(
 
 def micro_batches_of(
     forward: Forward, examples: Examples, batches: Batches, n_steps: int, micro_batch_tokens: int
-) -> tuple[int, bool]:
-    """(computed tokens of the largest micro-batch, whether a step has several), by the first steps
-    of a run.
+) -> tuple[NDArray[np.int64], bool]:
+    """(examples of the largest micro-batch, whether a step has several), by the first steps of a
+    run.
     """
-    tokens, largest, has_several = examples.tokens, 1, False
+    tokens, has_several = examples.tokens, False
+    cells: list[NDArray[np.int64]] = []
     for step in range(min(n_steps, LOOKED_AT_STEPS)):
-        cells = forward.split(tokens, batches.examples_of(step), micro_batch_tokens)
-        largest = max(largest, *(forward.n_tokens_of(tokens, cell) for cell in cells))
-        has_several = has_several or len(cells) > 1
-    return largest, has_several
+        of_step = forward.split(tokens, batches.examples_of(step), micro_batch_tokens)
+        cells += of_step
+        has_several = has_several or len(of_step) > 1
+    return max(cells, key=lambda cell: forward.n_tokens_of(tokens, cell)), has_several

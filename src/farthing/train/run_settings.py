@@ -45,10 +45,8 @@ def first_settings(
             subject = subject_of(job, inputs.config, examples, numerics)
             found = known_settings(Path(job.cache_dir or ".") / PROBES, subject)
             settings = settings if found is None else settings.with_probed(found)
-    elif (
-        not settings.probed
-    ):  # more of it was for the memory that was free then, and changes no bit
-        settings = replace(settings, checkpoint_every=planned.checkpoint_every)
+    if not settings.probed:  # the least that fits is measured anew: it changes no bit
+        settings = replace(settings, checkpoint_every=0)
     lengths = examples.tokens.lengths[examples.indices]
     longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
     n_tokens = job.train.micro_batch_tokens or settings.micro_batch_tokens or longest

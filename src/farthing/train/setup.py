@@ -556,7 +556,7 @@ def settle_checkpointing(
     *,
     optimizer: torch.optim.Optimizer,
     free_bytes: int,
-    ahead: tuple[int, bool],
+    ahead: tuple[NDArray[np.int64], bool],
     ranks: Ranks,
     emit: Emit = ignore,
 ) -> MemoryNeed:
@@ -564,25 +564,31 @@ def settle_checkpointing(
     micro-batch needs.
 
     With `auto` no less is tried than `settings` have. `free_bytes` are those before the optimizer's
-    state was made; `ahead` has the tokens of the largest micro-batch, and whether a step has
+    state was made; `ahead` has the examples of the largest micro-batch, and whether a step has
     several.
     """
-    lengths = forward.lengths_of(train.tokens)[train.indices].astype(np.int64)
+    lengths = forward.lengths_of(train.tokens).astype(np.int64)
+    (largest, has_several), of_all = ahead, lengths[train.indices]
     # as many pairs for each token as all have together: where scores are kept, they grow with the
     # squares of lengths
-    middle = int(train.indices[int(np.argmin(abs(lengths - (lengths**2).sum() / lengths.sum())))])
-    some = train.indices[:: max(1, len(lengths) // 4096)]
+    middle = np.argmin(abs(of_all - (of_all**2).sum() / of_all.sum()))
+    sorted_largest = largest[np.argsort(lengths[largest])]
+    some = train.indices[:: max(1, len(of_all) // 4096)]
     scored = float(target_lengths_of(train.tokens, some).sum()) / max(
         1.0, float(train.tokens.lengths[some].sum())
     )
     fsdp = ranks.fsdp
 
-    def sample_of(n_copies: int) -> Sample:
-        arrays = forward.collate(train.tokens, np.full(n_copies, middle))
+    def sample_of(size: int) -> Sample:
+        sample = np.full(size, train.indices[middle])
+        if forward.of.is_pair and len(largest) >= 8:  # padded in groups, as all of them will be
+            sample = sorted_largest[2 // size :: 4 // size]
+        arrays = forward.collate(train.tokens, sample)
         batch = forward.to_device(arrays)
         return Sample(forward.n_computed(arrays), lambda: forward.before_head(batch))
 
-    wanted, (n_tokens, has_several) = job.train.gradient_checkpointing, ahead
+    wanted = job.train.gradient_checkpointing
+    n_tokens = forward.n_tokens_of(train.tokens, largest)
     head, twice = forward.head_bytes(n_tokens, scored), forward.head_bytes(2 * n_tokens, scored)
     is_cuda = forward.numerics.device.type == "cuda"
     trained = [weight for group in optimizer.param_groups for weight in group["params"]]
