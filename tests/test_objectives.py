@@ -40,35 +40,48 @@ from patience import until
 from workshop import job_file, log_of, losses_of, train
 
 PACKAGE = '''
-"""A task that is not farthing's: a number for each text."""
+"""Tasks that are not farthing's: stars as ordered classes, and tags of which some weigh more."""
 
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.columns import Format, Unusable, text_of
+from farthing.objectives.token_classification import TOKEN_CLASSIFICATION
+
+MOST = 5
+WEIGHT = 4.0  # of a tag that is not O
 
 
 def read(row, label_map):
-    score = row.get("score")
-    if isinstance(score, bool) or not isinstance(score, int | float):
-        raise Unusable("no number in `score`")
-    return text_of(row, "text"), float(score)
+    stars = row.get("stars")
+    if isinstance(stars, bool) or not isinstance(stars, int) or not 1 <= stars <= MOST:
+        raise Unusable(f"`stars` is no whole number from 1 to {MOST}")
+    return text_of(row, "text"), stars
 
 
 def set_head(config, names):
-    config.num_labels, config.problem_type = 1, "regression"
+    """One score for each step between stars (Cao et al. 2020)."""
+    config.num_labels = MOST - 1
+    config.id2label = {i: f"more than {i + 1}" for i in range(MOST - 1)}
+    config.label2id = {name: i for i, name in config.id2label.items()}
+    config.problem_type = "multi_label_classification"
 
 
 def loss(scores, labels, label_smoothing):
-    return (scores[:, 0].float() - labels).square().sum()
+    import torch
+    from torch.nn.functional import binary_cross_entropy_with_logits
+
+    steps = torch.arange(1, MOST, device=scores.device)
+    is_above = (labels[:, None] > steps).float()
+    return binary_cross_entropy_with_logits(scores.float(), is_above, reduction="sum")
 
 
 def judge(seen):
     return {"mean_error": float(abs(seen.answers - seen.labels).mean())}
 
 
-SCORING = CLASSIFICATION._replace(
-    name="scoring",
-    formats=(Format("text/score", ("text", "score")),),
-    example_columns="text: review, score: stars",
+STARS = CLASSIFICATION._replace(
+    name="stars",
+    formats=(Format("text/stars", ("text", "stars")),),
+    example_columns="text: review, stars: rating",
     metrics={"loss": False, "mean_error": False},
     judge=judge,
     same_head_as=CLASSIFICATION.name,
@@ -78,34 +91,57 @@ SCORING = CLASSIFICATION._replace(
         number=lambda label, numbers: label,
         set_head=set_head,
         loss=loss,
-        answers=lambda scores: scores[:, 0],
-        dtype="float32",
+        answers=lambda scores: 1 + (scores > 0).sum(-1),
+        smooths=False,
+        shares=lambda scores: scores.sigmoid(),
+        predict=lambda shares, names: [1 + sum(share > 0.5 for share in shares)],
+    ),
+)
+
+
+def weighted_loss(scores, labels, label_smoothing):
+    """Class 0 is O, as its name stands first."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    scores = scores.flatten(0, -2).float()
+    weight = torch.full(scores.shape[-1:], WEIGHT, device=scores.device)
+    weight[0] = 1.0
+    return cross_entropy(scores, labels.flatten(), weight, reduction="sum")
+
+
+WEIGHTED_TAGS = TOKEN_CLASSIFICATION._replace(
+    name="weighted-tags",
+    same_head_as=TOKEN_CLASSIFICATION.name,
+    labels=TOKEN_CLASSIFICATION.labels._replace(
+        names=lambda labels: ["O", *sorted(labels - {"O"})], loss=weighted_loss, smooths=False
     ),
 )
 NO_TASK = 3
 '''
 ENTRIES = """
 [farthing.objectives]
-scoring = scoring_of_texts:SCORING
-broken = scoring_of_texts:NO_TASK
+stars = tasks_of_ours:STARS
+weighted-tags = tasks_of_ours:WEIGHTED_TAGS
+broken = tasks_of_ours:NO_TASK
 gone = nowhere_at_all:TASK
 """
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with an installed package that brings the task `scoring`; forgotten afterwards."""
+    """A folder with an installed package that brings the task `stars`; forgotten afterwards."""
     folder = tmp_path / "site"
-    (folder / "scoring_of_texts-1.dist-info").mkdir(parents=True)
-    (folder / "scoring_of_texts.py").write_text(PACKAGE)
-    (folder / "scoring_of_texts-1.dist-info/METADATA").write_text(
-        "Metadata-Version: 2.1\nName: scoring_of_texts\nVersion: 1\n"
+    (folder / "tasks_of_ours-1.dist-info").mkdir(parents=True)
+    (folder / "tasks_of_ours.py").write_text(PACKAGE)
+    (folder / "tasks_of_ours-1.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: tasks_of_ours\nVersion: 1\n"
     )
-    (folder / "scoring_of_texts-1.dist-info/entry_points.txt").write_text(ENTRIES)
+    (folder / "tasks_of_ours-1.dist-info/entry_points.txt").write_text(ENTRIES)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
     yield folder
-    sys.modules.pop("scoring_of_texts", None)
+    sys.modules.pop("tasks_of_ours", None)
 
 
 def test_an_objective_of_a_package_is_rented_for_only_where_the_package_will_be(
@@ -113,7 +149,7 @@ def test_an_objective_of_a_package_is_rented_for_only_where_the_package_will_be(
 ) -> None:
     job = Job.model_validate(
         {
-            "task": "scoring",
+            "task": "stars",
             "model": "org/model",
             "data": "org/data",
             "output_dir": str(tmp_path),
@@ -122,31 +158,30 @@ def test_an_objective_of_a_package_is_rented_for_only_where_the_package_will_be(
         }
     )
     now = datetime(2026, 11, 22, tzinfo=UTC)
-    with pytest.raises(InputError, match="in the package scoring_of_texts, which does not travel"):
+    with pytest.raises(InputError, match="in the package tasks_of_ours, which does not travel"):
         prepare(job, Wishes(on="ssh:host"), now)
     assert prepare(job, Wishes(on="ssh:host", image="us/ours"), now).offers
     assert prepare(job, Wishes(on="local"), now).offers
 
 
 def rows_of(n: int) -> list[dict[str, Any]]:
-    """Texts whose score is how good their words are."""
-    words = {"awful": -1.0, "dull": -0.5, "fine": 0.5, "grand": 1.0}
-    names = list(words)
+    """Texts with stars by how good their words are."""
+    names = ["awful", "dull", "fine", "grand"]
     return [
         {
             "text": f"the {names[i % 4]} and the {names[i // 4 % 4]} number {i}",
-            "score": words[names[i % 4]] / 2 + i % 3,
+            "stars": 1 + (i % 4) + (i // 4 % 4 > 1),
         }
         for i in range(n)
     ]
 
 
 def write_job(folder: Path, **keys: Any) -> Path:
-    """A small job of the task `scoring`."""
+    """A small job of the task `stars`."""
     path = job_file(
         folder, "bert", rows=rows_of(40), pretrained=True, eval_rows=rows_of(8), max_steps=8, **keys
     )
-    values = yaml.safe_load(path.read_text()) | {"task": "scoring"}
+    values = yaml.safe_load(path.read_text()) | {"task": "stars"}
     path.write_text(yaml.safe_dump(values))
     return path
 
@@ -169,9 +204,9 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
     path = write_job(tmp_path / "killed", **keys)
     assert main(["plan", str(path), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["job"]["task"] == "scoring"
+    assert plan["job"]["task"] == "stars"
     assert main(["doctor", str(path)]) == 0
-    assert "text/score" in capsys.readouterr().out
+    assert "text/stars" in capsys.readouterr().out
 
     job, command = load_job(path), [sys.executable, "-m", "farthing", "train", str(path)]
     held = Held(tmp_path / "hold", "step-00000003", package)
@@ -195,8 +230,8 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert losses_of(job)[-1] == losses_of(whole)[-1] < losses_of(whole)[0]
     metrics = [row["metrics"] for row in log_of(whole) if "metrics" in row]
-    assert all(set(each) == {"loss", "n_examples", "mean_error"} for each in metrics)
-    assert (metrics[-1]["mean_error"] ** 2) <= metrics[-1]["loss"], "Jensen's inequality"
+    assert all(set(each) == {"loss", "loss_stderr", "n_examples", "mean_error"} for each in metrics)
+    assert 0 <= metrics[-1]["mean_error"] <= 4
 
     assert (
         main(
@@ -212,10 +247,32 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
         == 0
     )
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
-    assert (model.config.num_labels, model.config.problem_type) == (1, "regression")
+    assert (model.config.num_labels, model.config.problem_type) == (4, "multi_label_classification")
     assert main(["report", str(job.output_dir)]) == 0
     assert "mean_error" in capsys.readouterr().out
     assert "pipeline_tag: text-classification" in (tmp_path / "merged/README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_tagger_of_a_package_weighs_its_tags(package: Path, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    rows = [
+        {"tokens": words, "tags": ["B-X" if word == "rain" else "O" for word in words]}
+        for words in draw.choice(["the", "rain", "and"], size=(40, 5)).tolist()
+    ]
+    path = job_file(tmp_path, "bert", rows=rows, pretrained=True, eval_rows=rows[:8], max_steps=20)
+    values = yaml.safe_load(path.read_text()) | {"task": "weighted-tags"}
+    path.write_text(yaml.safe_dump(values))
+    job = load_job(path)
+    train(job)
+    metrics = [row["metrics"] for row in log_of(job) if "metrics" in row]
+    assert metrics[-1]["f1"] == 1.0
+    assert losses_of(job)[0] > 1.2, "of two classes, of which one weighs 4: more than log 2"
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"tokens": ["the", "rain"]}) + "\n")
+    asked = ["predict", str(tmp_path / "run"), str(tmp_path / "asked.jsonl"), "-o", str(out)]
+    assert main(asked) == 0
+    assert json.loads(out.read_text())["prediction"] == ["O", "B-X"]
 
 
 def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(
@@ -223,8 +280,8 @@ def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(
 ) -> None:
     path = write_job(tmp_path, data={"max_bad_rows": 0})
     text = (tmp_path / "data.jsonl").read_text()
-    (tmp_path / "data.jsonl").write_text(text + '{"text": "no number", "score": "four"}\n')
-    with pytest.raises(InputError, match=r"data.jsonl:41: no number in `score`"):
+    (tmp_path / "data.jsonl").write_text(text + '{"text": "no number", "stars": "four"}\n')
+    with pytest.raises(InputError, match=r"data.jsonl:41: `stars` is no whole number from 1 to 5"):
         train(load_job(path))
 
 
@@ -233,8 +290,8 @@ def test_a_package_whose_task_can_not_be_used_is_named(package: Path, tmp_path: 
         with pytest.raises(InputError, match=why):
             find_objective(name)
     path = write_job(tmp_path)
-    path.write_text(path.read_text().replace("scoring", "scorning"))
-    with pytest.raises(JobError, match="`task` can't be 'scorning'"):
+    path.write_text(path.read_text().replace("task: stars", "task: starz"))
+    with pytest.raises(JobError, match="`task` can't be 'starz'"):
         load_job(path)
     assert find_objective("nothing") is None
     with pytest.raises(InputError, match="there is no task `nothing`"):
