@@ -424,3 +424,65 @@ def test_an_unknown_or_other_word_of_ones_own_is_named(tmp_path: Path) -> None:
         "eval.batch_size": "differs",
         "fancy_noise": "differs",
     }
+
+
+@pytest.mark.parametrize(
+    ("head", "task"),
+    [
+        ("SequenceClassification", "classification"),
+        ("SequenceClassification, num_labels=1", "regression"),
+        (
+            "SequenceClassification, problem_type='multi_label_classification'",
+            "multi-label-classification",
+        ),
+        ("TokenClassification, num_labels=9", "token-classification"),
+    ],
+)
+def test_a_head_says_the_task(head: str, task: str, tmp_path: Path) -> None:
+    kind, _, keys = head.partition(", ")
+    text = (
+        "from transformers import Trainer, TrainingArguments\n"
+        f"model = AutoModelFor{kind}.from_pretrained('org/m', {keys})\n"
+        "args = TrainingArguments('out', learning_rate=1e-5)\n"
+        "Trainer(model=model, args=args, train_dataset=load_dataset('org/d')['train']).train()\n"
+    )
+    assert import_file(write(tmp_path, "train.py", text)).job["task"] == task
+
+
+@pytest.mark.parametrize(
+    ("line", "task"),
+    [
+        ("run_glue.py --task_name stsb", "regression"),
+        ("run_glue.py --task_name mrpc", "classification"),
+        ("run_classification.py --train_file t.csv --do_regression True", "regression"),
+        ("run_ner.py --dataset_name conll2003", "token-classification"),
+    ],
+)
+def test_a_script_says_the_task(line: str, task: str, tmp_path: Path) -> None:
+    text = f"python {line} --model_name_or_path org/m --output_dir o --do_train\n"
+    assert import_file(write(tmp_path, "run.sh", text)).job["task"] == task
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("class Own(Trainer):\n    def compute_loss(self, *a): ...", "Own.compute_loss"),
+        ("for p in model.parameters():\n    p.requires_grad = False", "requires_grad"),
+        ("model.roberta.requires_grad_(False)", "requires_grad"),
+        ("ds = ds.filter(f)", "ds.filter"),
+        ("ds = ds.select(range(500))", "ds.select"),
+    ],
+)
+def test_code_of_a_script_that_changes_what_is_learned_is_named(
+    line: str, named: str, tmp_path: Path
+) -> None:
+    text = (
+        "from transformers import Trainer, TrainingArguments\n"
+        "ds = load_dataset('org/d')['train']\n"
+        "model = AutoModelForSequenceClassification.from_pretrained('org/m')\n"
+        f"{line}\n"
+        "args = TrainingArguments('out', learning_rate=1e-5)\n"
+        "Trainer(model=model, args=args, train_dataset=ds).train()\n"
+    )
+    found = import_file(write(tmp_path, "train.py", text))
+    assert [line.effect for key, line in found.lines.items() if key == named] == ["differs"]

@@ -233,6 +233,8 @@ def test_a_word_behind_the_limit_is_neither_learned_nor_predicted(tmp_path: Path
         (TAGS, {"tokens": ["a"], "tags": [None]}, "holds nothing, not tags"),
         ("classification", {"text": "a", "label": 0.5}, "task: regression"),
         ("classification", {"text": "a", "label": ["x"]}, "task: multi-label-classification"),
+        ("classification", {"text": "a", "label": "0.143"}, "task: regression"),
+        ("classification", {"text": "a", "label": "['x']"}, "task: multi-label-classification"),
     ],
 )
 def test_rows_that_are_no_labels_are_named(task: str, row: dict[str, Any], why: str) -> None:
@@ -248,6 +250,7 @@ def test_labels_are_read_as_tables_and_hubs_write_them() -> None:
     assert tags is not None
     read = several.read
     assert read({"text": "a", "labels": '["x", "y"]'}, {})[1] == ("x", "y")
+    assert read({"text": "a", "labels": "['x']"}, {})[1] == ("x",)
     assert read({"text": "a", "labels": [3, 11]}, {"3": "joy"})[1] == ("11", "joy")
     assert read({"text": "a", "labels": [0.0, 1.0, 1.0]}, {})[1] == ("1", "2")
     assert read({"text": "a", "labels": [False, True]}, {})[1] == ("1",)

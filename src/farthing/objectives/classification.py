@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from farthing.objectives.columns import TEXT_LABEL, Unusable, kind_of, text_of
+from farthing.objectives.columns import TEXT_LABEL, Unusable, kind_of, parsed_list, text_of
 from farthing.objectives.objective import Evaluated, Labels, Objective, Rows, Starter
 
 if TYPE_CHECKING:
@@ -19,17 +20,26 @@ def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, st
     label = row.get("label")
     if label is None or label == "":
         raise Unusable("no `label`")
-    if not isinstance(label, str | int):
-        what = f"{label}, a number with a fraction" if isinstance(label, float) else kind_of(label)
+    given = label if str(label) in label_map else _meant(label)
+    if not isinstance(given, str | int):
+        what = f"{label}, a number with a fraction" if isinstance(given, float) else kind_of(given)
         to_do = {
-            float: "; task: regression learns numbers",
+            float: "; task: regression learns numbers, and data.label_map names classes",
             list: "; task: multi-label-classification learns lists",
-        }.get(type(label), "")
+        }.get(type(given), "")
         raise Unusable(f"`label` is {what}, not a class (text or a whole number){to_do}")
     name = str(label)
     if isinstance(label, bool):  # as JSON writes it, or as Python does
         return text_of(row, "text"), label_map.get(name, label_map.get(name.lower(), name))
     return text_of(row, "text"), label_map.get(name, name)
+
+
+def _meant(label: Any) -> Any:
+    """What a text of a table stands for, where that is a list or has a fraction."""
+    if isinstance(label, str) and re.fullmatch(r"\s*[-+]?\d*\.\d*[1-9]\d*\s*", label):
+        return float(label)
+    found = parsed_list(label)
+    return found if isinstance(found, list) else label
 
 
 def in_order(names: Collection[str]) -> list[str]:

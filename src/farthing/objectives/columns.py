@@ -4,6 +4,7 @@ to render chats.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 from collections.abc import Mapping
@@ -82,12 +83,20 @@ def kind_of(value: Any) -> str:
     return _KINDS.get(type(value).__name__, type(value).__name__)
 
 
-def list_of(row: Mapping[str, Any], column: str) -> list[Any]:
-    """The list in a column of a row; a table without lists has it as JSON. Raises `Unusable`."""
-    value = row.get(column)
+def parsed_list(value: Any) -> Any:
+    """A list that is written as text; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] == "[":
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
+        for parse in (json.loads, ast.literal_eval):
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                return parse(value.strip())
+    return value
+
+
+def list_of(row: Mapping[str, Any], column: str) -> list[Any]:
+    """The list in a column of a row; a table has it as JSON, or as Python writes it. Raises
+    `Unusable`.
+    """
+    value = parsed_list(row.get(column))
     if value is None:
         raise Unusable(f"no `{column}`")
     if not isinstance(value, list | tuple):

@@ -16,9 +16,12 @@ from farthing.config.importers.tables import defaults, fact, names, number, tabl
 from farthing.objectives.causal_lm import CAUSAL_LM
 from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.registry import objective_of
+from farthing.objectives.regression import REGRESSION
 from farthing.objectives.seq2seq import SEQ2SEQ
+from farthing.objectives.token_classification import TOKEN_CLASSIFICATION
 from farthing.storage.files import Json
 
+_OF_TEXTS = (CLASSIFICATION.name, REGRESSION.name)
 TRL, TRAINER, UNSLOTH = "trl", "hf-trainer", "unsloth"
 NO_COUNT_OF_GPUS = (
     "written for one GPU: where the original ran on N of them its global batch was N times "
@@ -200,7 +203,13 @@ def read_trainer(values: Mapping[str, Any], out: Imported, program: str, place: 
         out.name("(script)", program, f"{program} is a task that farthing does not have", "blocks")
     if not preference.is_asked(out):
         out.job["task"] = task or _guessed(values)
-    if values.get("task_name") and out.job["task"] == CLASSIFICATION.name:
+    is_number = str(values.get("do_regression")).lower() == "true"
+    is_number |= str(values.get("task_name")).lower() == "stsb"
+    if out.job["task"] == CLASSIFICATION.name and is_number:
+        out.job["task"] = REGRESSION.name
+        if "do_regression" in values:
+            out.put("do_regression", values["do_regression"], "task", REGRESSION.name)
+    if values.get("task_name") and out.job["task"] in _OF_TEXTS:
         name_of_task = str(values["task_name"]).lower()
         source: Json = {"path": "nyu-mll/glue", "name": name_of_task}
         if name_of_task in fact("glue"):
@@ -260,7 +269,10 @@ def _columns(values: Mapping[str, Any], out: Imported) -> None:
     source = values.get("text_column") or values.get("text_column_name")
     prefix, task = values.get("source_prefix"), out.job["task"]
     of_texts = values.get("text_column_names")
-    if task == CLASSIFICATION.name:
+    if task == TOKEN_CLASSIFICATION.name:
+        known = {"tokens": "text_column_name", "tags": "label_column_name"}
+        columns = {own: str(values[key]) for own, key in known.items() if values.get(key)}
+    elif task in _OF_TEXTS:
         if of_texts:
             given = names(of_texts)
             glue = str(values.get("text_column_delimiter", " "))
@@ -278,8 +290,8 @@ def _columns(values: Mapping[str, Any], out: Imported) -> None:
     for key in ("text_column", "text_column_name", "summary_column", "text_column_names"):
         if values.get(key):
             out.name(key, values[key], "is in data.columns" if columns else "found by its name")
-    if "label" in columns:
-        out.name("label_column_name", columns["label"], "is in data.columns")
+    if label := columns.get("label", columns.get("tags")):
+        out.name("label_column_name", label, "is in data.columns")
     if prefix and source:
         out.name("source_prefix", prefix, "is in data.columns")
     elif prefix:

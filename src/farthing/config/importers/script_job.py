@@ -10,8 +10,11 @@ from typing import Any
 
 from farthing.config.importers import hf, preference
 from farthing.config.importers.record import Computed, Effect, Imported, flat, read_keys
-from farthing.config.importers.scripts import Call
+from farthing.config.importers.scripts import OWN_METHODS, Call
 from farthing.config.importers.tables import defaults, fact, table
+from farthing.objectives.classification import CLASSIFICATION
+from farthing.objectives.multi_label import MULTI_LABEL
+from farthing.objectives.regression import REGRESSION
 from farthing.storage.files import Json
 
 Keys = list[tuple[str, Any]]
@@ -117,6 +120,15 @@ class _Script:
             self._table(keys)
         elif last == "EarlyStoppingCallback":
             self._table(self._keys(call, call.named, ("early_stopping_patience",)))
+        elif last in OWN_METHODS and not call.positional:
+            why = "code of the script that farthing does not run; without it the losses differ"
+            self.out.name(call.name, None, why, "differs")
+        elif last == "requires_grad_" and call.positional[:1] == [False]:
+            why = "freezes weights of the script's choice; farthing trains all, or an adapter"
+            self.out.name("requires_grad", False, why, "differs")
+        elif last in ("filter", "select") and "." in call.name:
+            why = "chooses rows; farthing takes all of the file: make it so"
+            self.out.name(call.name, None, why, "differs")
         elif last == "load_dataset":
             self._data(call)
         elif last in ("DataCollatorForCompletionOnlyLM", "train_on_responses_only"):
@@ -164,8 +176,9 @@ class _Script:
         is_first, self.has_model = not self.has_model, True
         keys = self._keys(call, call.named, ("model_name",))
         if is_first:
-            self._task(owner, str(call.named.get("auto_model", "")))
             given = call.named
+            self._task(owner, str(given.get("auto_model", "")))
+            self._labels(given)
             is_16bit = given.get("load_in_8bit") or given.get("load_in_16bit")
             is_fast = owner.startswith("Fast") and not is_16bit
             self.is_4bit |= given.get("load_in_4bit", is_fast) is True
@@ -186,6 +199,15 @@ class _Script:
                 return self.out.name(owner, None, why, "blocks")
             if not preference.is_asked(self.out):
                 self.out.job.setdefault("task", task)
+
+    def _labels(self, given: Mapping[str, Any]) -> None:
+        """What a classifier's head is for, where the script says it."""
+        if self.out.job.get("task") != CLASSIFICATION.name:
+            return
+        kinds = {"regression": REGRESSION, "multi_label_classification": MULTI_LABEL}
+        is_number = given.get("num_labels") == 1
+        default = REGRESSION if is_number else CLASSIFICATION
+        self.out.job["task"] = kinds.get(str(given.get("problem_type")), default).name
 
     def _bits(self, keys: Keys) -> None:
         for key, value in keys:

@@ -94,10 +94,14 @@ def _parts_that_parse(source: str) -> ast.Module | None:
     return ast.Module(body, []) if body else None
 
 
+OWN_METHODS = ("compute_loss", "training_step", "create_optimizer", "get_train_dataloader")
+
+
 def calls_of(tree: ast.Module) -> list[Call]:
     """Every call, in the order of their lines."""
     known, found = _Values(tree), []
     for node in ast.walk(tree):
+        found += _own_code(node)
         name = _dotted(node.func) if isinstance(node, ast.Call) else ""
         if not isinstance(node, ast.Call) or not name:
             continue
@@ -114,6 +118,22 @@ def calls_of(tree: ast.Module) -> list[Call]:
                 named[f"**{source}"] = Computed(source)
         found.append(Call(name, node.lineno, positional, named))
     return sorted(found, key=lambda call: call.line)
+
+
+def _own_code(node: ast.AST) -> list[Call]:
+    """Methods of a trainer that a script writes itself, and weights that it freezes, as calls."""
+    if isinstance(node, ast.ClassDef):
+        methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
+        return [
+            Call(f"{node.name}.{each.name}", each.lineno, [], {})
+            for each in methods
+            if each.name in OWN_METHODS
+        ]
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+        targets = (each for each in node.targets if isinstance(each, ast.Attribute))
+        if node.value.value is False and any(each.attr == "requires_grad" for each in targets):
+            return [Call("().requires_grad_", node.lineno, [False], {})]
+    return []
 
 
 def _dotted(node: ast.expr) -> str:
