@@ -3,17 +3,20 @@
     python bench/caps.py --seeds 20 --first-seed 0 [--json]
 
 A seed draws a phase, what happens there (the main thread sleeps, Python's lock is held, the process
-is stopped, a file never answers, the phase is slow), one process or two ranks, and a cap. `farthing
-train` runs as a command. Reported: the exit code, seconds past the cap, what the bill says, whether
-processes are left, and whether anything untrained was exported.
+is stopped, a file or a file system never answers, the phase is slow), one process or two ranks, and
+a cap. `farthing train` runs as a command, or `farthing.fine_tune` in a Python program. Reported:
+the exit code, seconds past the cap, what the bill says, whether processes are left, and whether
+anything untrained was exported.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +28,7 @@ import psutil
 
 from farthing.run.accounts import read_ledger
 from farthing.tiny import demo_rows, write_jsonl
-from hangs import hanging
+from hangs import hanging, stuck_file_system
 from small_models import make_model_folder
 
 PHASES = {
@@ -39,7 +42,11 @@ PHASES = {
     "export": "farthing.train.saver:export_model",
     "receipt": "farthing.train.run:leave_receipt",
 }
-WAYS = ("sleep", "lock", "stop", "fifo", "slow")
+WAYS = ("sleep", "lock", "stop", "fifo", "stuck", "slow")
+IN_PYTHON = """
+import sys, farthing
+sys.exit({"limit": 3}.get(farthing.fine_tune(sys.argv[1], quiet=True).state, 0))
+"""
 USD_PER_HOUR = 3.6
 LATE_S = 10.0
 
@@ -56,7 +63,9 @@ def draw(seed: int) -> dict[str, Any]:
         "slow_s": dice.choice((5.0, 15.0, 60.0)),
         "patience_s": dice.choice((3.0, 60.0)),
     }
-    return case
+    # nothing ends a Python program that waits for a stuck file system
+    may_be_called = case["n_ranks"] == 1 and case["way"] != "stuck"
+    return case | {"in_python": may_be_called and dice.random() < 0.3}
 
 
 def job_in(folder: Path, case: dict[str, Any]) -> Path:
@@ -93,13 +102,19 @@ def job_in(folder: Path, case: dict[str, Any]) -> Path:
 
 def play(case: dict[str, Any]) -> dict[str, Any]:
     """One case; its outcome beside what was drawn."""
-    with tempfile.TemporaryDirectory(prefix="farthing-caps-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="farthing-caps-") as name,
+        contextlib.ExitStack() as stack,
+    ):
         folder = Path(name)
+        if case["way"] == "stuck":
+            stack.enter_context(stuck_file_system(folder / "stuck"))
         job = job_in(folder, case)
         environ = hanging(folder, PHASES[case["phase"]], case["way"], slow_s=case["slow_s"])
+        how = ["-c", IN_PYTHON] if case["in_python"] else ["-m", "farthing", "train"]
         began = time.monotonic()
         process = subprocess.Popen(
-            [sys.executable, "-m", "farthing", "train", str(job)],
+            [sys.executable, *how, str(job)],
             env={**os.environ, **environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -113,7 +128,9 @@ def play(case: dict[str, Any]) -> dict[str, Any]:
             time.sleep(0.2)
         wall_s = time.monotonic() - began
         process.kill()
+        stack.close()  # what waits for a file system ends only now
         words = process.communicate()[1].decode(errors="replace").strip().splitlines()
+        psutil.wait_procs(seen, timeout=2 if case["way"] == "stuck" else 0)
         left = [each.pid for each in seen if _is_there(each)]
         accounts = read_ledger(folder / "run" / "ledger.jsonl").ordered
         exported = folder / "run" / "model"
@@ -141,7 +158,9 @@ def _is_there(process: psutil.Process) -> bool:
 def faults_of(found: dict[str, Any]) -> list[str]:
     """What is wrong with an outcome."""
     wrong = []
-    if found["code"] != 3:
+    # a Python program of somebody's is killed, where the command has a guard that ends with 3
+    is_killed = found["in_python"] and found["way"] in ("lock", "stop")
+    if found["code"] not in ((3, -signal.SIGKILL) if is_killed else (3,)):
         wrong.append(f"exit code {found['code']}")
     if found["late_s"] > LATE_S:
         wrong.append(f"ended {found['late_s']:.1f} s after the cap")

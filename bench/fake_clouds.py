@@ -8,8 +8,10 @@ here, apart from the ledger of the launch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import format_datetime
@@ -101,6 +103,13 @@ class World:
     """What the store has of each machine."""
     asks: dict[str, Any] = field(default_factory=dict)
     requests: list[tuple[str, str, str]] = field(default_factory=list)
+    is_attended: bool = True
+    """Whether a process of ours is alive and awake."""
+    unattended_usd: float = 0.0
+    """What machines have cost while none was."""
+    unseen_usd: float = 0.0
+    """What of that is because of prices above those that were asked for."""
+    unattended_s: float = 0.0
 
     # ---- time ----
 
@@ -116,7 +125,23 @@ class World:
             self.now += step
             self._live(step)
 
+    @contextlib.contextmanager
+    def unattended(self) -> Iterator[None]:
+        """Within the block no process of ours is alive and awake."""
+        was_attended, self.is_attended = self.is_attended, False
+        try:
+            yield
+        finally:
+            self.is_attended = was_attended
+
     def _live(self, step_s: float) -> None:
+        if not self.is_attended:
+            self.unattended_s += step_s
+            for machine in self.machines:
+                if machine.gone_at is None:
+                    price, asked = machine.prices[-1][1], self.asks[machine.name].usd_per_hour
+                    self.unattended_usd += step_s / 3600 * price
+                    self.unseen_usd += step_s / 3600 * max(0.0, price - asked)
         training = 0
         for machine in self.machines:
             if machine.gone_at is not None:

@@ -6,7 +6,13 @@ imported; the call after which it hangs leaves a file `hung`.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 WAYS = {
@@ -14,13 +20,15 @@ WAYS = {
     # Python's lock is held: no other thread runs
     "lock": "ctypes.PyDLL(None).sleep(10_000)",
     "stop": "os.kill(os.getpid(), signal.SIGSTOP)",
-    # a file system that never answers
+    # a file that never answers
     "fifo": "os.path.exists(FIFO) or os.mkfifo(FIFO); open(FIFO).read()",
+    # a file system that never answers: no signal ends who waits for it
+    "stuck": "os.stat(STUCK)",
     "slow": "time.sleep(SLOW_S)",
 }
 _CODE = """
 import ctypes, importlib.abc, importlib.util, os, signal, sys, time
-MODULE, NAME, CALLS, HUNG, FIFO, SLOW_S, ONCE = {settings!r}
+MODULE, NAME, CALLS, HUNG, FIFO, STUCK, SLOW_S, ONCE = {settings!r}
 calls = 0
 
 def fire():
@@ -79,6 +87,7 @@ def hanging(
         n_calls,
         str(folder / "hung"),
         str(folder / "fifo"),
+        str(folder / "stuck" / "file"),
         slow_s,
         once,
     )
@@ -88,3 +97,41 @@ def hanging(
     (place / "sitecustomize.py").write_text(code, encoding="utf-8")
     others = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join([str(place), *([others] if others else [])])}
+
+
+@contextlib.contextmanager
+def stuck_file_system(place: Path) -> Iterator[None]:
+    """Within the block `place` is a FUSE file system whose server takes requests and never answers.
+
+    A process that asks it for a file can't be killed until the block ends. Raises `OSError` where
+    this user may not mount.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    server = subprocess.Popen([sys.executable, __file__, str(place)], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    try:
+        if server.stdout.readline() != b"mounted\n":
+            raise OSError("FUSE can't be mounted here")
+        yield
+    finally:
+        server.kill()  # the kernel gives up on what waits for it
+        server.wait()
+        ctypes.CDLL(None).umount2(bytes(place), 2)
+
+
+def _serve(place: bytes) -> None:
+    """Mount there, answer the greeting, and take everything else without an answer."""
+    server = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={server},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
+    if ctypes.CDLL(None).mount(b"stuck", place, b"fuse", 6, options.encode()):
+        return
+    print("mounted", flush=True)
+    while request := os.read(server, 1 << 18):
+        _, opcode, unique = struct.unpack_from("<IIQ", request)
+        if opcode == 26:  # FUSE_INIT
+            about = struct.pack("<IIIIHHIIHHI28x", 7, 31, 0, 0, 1, 1, 4096, 1, 1, 0, 0)
+            os.write(server, struct.pack("<IiQ", 16 + len(about), 0, unique) + about)
+
+
+if __name__ == "__main__":
+    _serve(os.fsencode(sys.argv[1]))

@@ -239,7 +239,8 @@ def run_case(seed: int) -> dict[str, Any]:
 
         def other() -> None:
             """While a watcher is suspended: its lease runs out, and another one takes over."""
-            world.sleep(dice.choice((10, 61, 900, 30_000)))
+            with world.unattended():
+                world.sleep(dice.choice((10, 61, 900, 30_000)))
             if dice.random() < 0.7:
                 folders.append(Path(name) / f"run-{len(folders)}")
                 n = None if dice.random() < 0.5 else dice.randrange(1, 60)
@@ -254,14 +255,16 @@ def run_case(seed: int) -> dict[str, Any]:
             code = live(life, fate)
             if code not in (None, EXIT_INTERRUPTED):
                 break
-            world.sleep(dice.choice((1, 30, 400, 4000)))
+            with world.unattended():
+                world.sleep(dice.choice((1, 30, 400, 4000)))
         last = MachineLedger(folders[-1])
         is_left = code == EXIT_MISTAKE and bool(last.open)  # until its user exports a valid key
         last.close()
         if returns and (code is None or is_left):
             code = live(n_lives, Fate(None, is_before=False))
         if not returns:
-            world.sleep(40 * 3600)
+            with world.unattended():
+                world.sleep(40 * 3600)
         ledger = MachineLedger(folders[0])
         ledger.take_over(world.lines, to_disk=False)
         counted = ledger.usd(world.now)
@@ -287,26 +290,36 @@ def run_case(seed: int) -> dict[str, Any]:
         "counted_usd": counted,
         "open": open_,
         "over_usd": max(0.0, usd - max_usd),
+        "unattended_usd": world.unattended_usd,
+        "unseen_usd": world.unseen_usd,
+        "away_usd": world.unattended_s
+        / 3600
+        * max(
+            [world.usd_per_hour, *(price for each in world.machines for _, price in each.prices)]
+        ),
     }
 
 
-def is_good(case: dict[str, Any]) -> bool:
-    """Whether a case kept every promise. What was counted is what it cost; more where our process
-    was away when it ended. Where our process is away, nobody sees a price that changes, and nothing
-    ends a machine of Lambda: the cap there is only as good as whoever attends.
+def most_over_usd(case: dict[str, Any]) -> float:
+    """How much more than its cap a case may cost: nothing where a process of ours is there. While
+    none is, nothing ends a machine of Lambda, and nobody sees a price that rises.
     """
-    is_away, is_attended = bool(case["kinds"]), case["provider"] == "lambda"
-    unseen = is_away and "gets dearer on the way" in case["script"]
+    away = case["unattended_usd"] if case["provider"] == "lambda" else case["unseen_usd"]
+    return float(away)
+
+
+def is_good(case: dict[str, Any]) -> bool:
+    """Whether a case kept every promise. The bill is what the provider charged, within 1 % and a
+    cent. What nobody of ours saw is another matter: a price above the one that was asked for may be
+    missing, and a machine that ended, or never came, is counted for no longer than we were away.
+    """
     off_usd = case["counted_usd"] - case["usd"]
-    near_usd = max(0.01 * case["usd"], 0.01)
-    counted = not case["returns"] or (
-        (off_usd > -near_usd or unseen) and (off_usd < near_usd or is_away)
-    )
-    ended = not case["returns"] or (case["code"] is not None and not case["open"])
-    is_excused = unseen or (is_away and is_attended)
-    is_in_cap = case["over_usd"] <= 1e-9 or is_excused
+    near_usd = 0.01 * case["usd"] + 0.01
+    is_counted = -near_usd - case["unseen_usd"] < off_usd < near_usd + case["away_usd"]
+    is_ended = case["code"] is not None and not case["open"]
+    is_in_cap = case["over_usd"] <= most_over_usd(case) + 1e-9
     kept = case["leaked"] == 0 and case["double"] == 0 and is_in_cap
-    return kept and ended and counted
+    return kept and (not case["returns"] or (is_counted and is_ended))
 
 
 def main() -> int:
@@ -331,10 +344,9 @@ def main() -> int:
         "leaked": sum(case["leaked"] for case in cases),
         "left_loading": sum(case["left_loading"] for case in cases),
         "double_trainers": sum(case["double"] > 0 for case in cases),
-        "most_over_usd": max(
-            [0.0, *(case["over_usd"] for case in cases if not case["kinds"] or not is_good(case))]
-        ),
-        "most_over_while_away_usd": max([0.0, *(case["over_usd"] for case in cases)]),
+        "most_over_usd": max(max(0.0, case["over_usd"] - most_over_usd(case)) for case in cases),
+        "over_while_away": sum(case["over_usd"] > 0 for case in cases),
+        "most_over_while_away_usd": max(case["over_usd"] for case in cases),
         "machines": sum(case["n_machines"] for case in cases),
         "blows": sum(len(case["kinds"]) for case in cases),
         "finished": sum(case["code"] == 0 for case in cases),

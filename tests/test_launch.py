@@ -38,9 +38,10 @@ from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_s
 from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.registry import TARGETS
-from farthing.launch.session import Session
+from farthing.launch.session import Session, notes_of
 from farthing.launch.supervise import NoBudgetError
 from farthing.launch.targets.runpod import RunPod
+from farthing.launch.wheel import refuse_without_extras
 from farthing.launch.words import Speaker, StoreWords
 from farthing.report.plan_compare import find_in_study
 from farthing.run.accounts import Account
@@ -171,6 +172,16 @@ def _job(path: Path, *overrides: str) -> Job:
         ("hf", ["where.gpu=K80", "where.usd_per_hour=1"], "has no K80"),
         ("hf", ["where.gpu=L4"], "a cap in dollars does not hold without a price"),
         ("runpod", ["model.from_run=./other"], "the weights of another run do not travel"),
+        ("ssh:host", ["model.from_run=./other:12"], "the weights of another run do not travel"),
+        ("kubernetes:lab/claim", ["output_store="], "no way there"),
+        ("kubernetes:lab/claim", ["model.from_run=./other"], "do not travel"),
+        ("runpod", ["data=file:///data/rows.jsonl"], "name the file by its path"),
+        ("runpod", ["data=zip://rows.jsonl::/data/all.zip"], "name the file by its path"),
+        (
+            "runpod",
+            ["model.attn_implementation=flash_attention_2"],
+            "use sdpa or eager or flex_attention, or name an image",
+        ),
     ],
 )
 def test_what_can_not_run_there_is_refused(
@@ -179,6 +190,50 @@ def test_what_can_not_run_there_is_refused(
     with pytest.raises(InputError) as refused:
         prepare(_job(demo, *overrides), Wishes(on=on), NOW)
     assert words in str(refused.value)
+
+
+def test_what_only_an_image_of_ones_own_has_is_taken_with_one(demo: Path) -> None:
+    job = _job(demo, "model.attn_implementation=flash_attention_2")
+    assert prepare(job, Wishes(on="runpod", image="me/farthing:1"), NOW).offers
+
+
+@pytest.mark.parametrize(
+    "place", ["http://localhost:5000", "sqlite:////home/me/m.db", "/mlruns", "http://127.0.0.1"]
+)
+def test_a_tracker_on_this_machine_is_refused(
+    demo: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    with pytest.raises(InputError, match="a tracker on this machine"):
+        prepare(_job(demo, "train.report_to=mlflow"), Wishes(on="runpod"), NOW)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example")
+    assert prepare(_job(demo, "train.report_to=mlflow"), Wishes(on="runpod"), NOW).offers
+
+
+def test_a_published_model_keeps_its_name_and_keys_of_data_in_buckets_travel(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "no key")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "no key")
+    job = _job(demo, "train.push_to_hub=true").model_copy(update={"when_done": "poweroff"})
+    data = job.data.model_copy(update={"train": ("az://container/rows.jsonl",)})
+    prepared = replace(
+        prepare(job, Wishes(on="runpod"), NOW), job=job.model_copy(update={"data": data})
+    )
+    session = Session(prepared, lambda text: None, clock=lambda: NOW.timestamp())
+    ask = session.next_ask()
+    name = Path(job.output_dir).name
+    assert yaml.safe_load(ask.job_text)["train"]["hub_model_id"] == name
+    assert {"AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"} <= set(ask.secrets)
+    assert "HF_HUB_OFFLINE" not in ask.settings
+    assert any("when_done does not run there" in note for note in notes_of(prepared, ask))
+
+
+def test_an_extra_that_the_installed_farthing_does_not_know_is_found_before_the_rent() -> None:
+    refuse_without_extras(["datasets", "sentencepiece", "gpu"])
+    with pytest.raises(InputError, match="knows no extra warp"):
+        refuse_without_extras(["gpu", "warp"])
 
 
 def test_no_gpu_is_rented_that_the_job_would_not_use(demo: Path) -> None:

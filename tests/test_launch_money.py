@@ -35,6 +35,7 @@ from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.launch.prepare import extras_of, launch_id_of, secrets_of
 from farthing.launch.registry import TARGETS
 from farthing.launch.request import least_s
+from farthing.launch.still_billed import still_billed
 from farthing.launch.targets.lambda_cloud import Lambda
 from farthing.launch.targets.runpod import RunPod
 from farthing.launch.targets.vast import Vast
@@ -88,6 +89,44 @@ def test_a_machine_that_gets_dearer_ends_at_the_cap(tmp_path: Path) -> None:
     assert supervise(world, prepared_for("lambda", run, 0.7, 0.4), run, ALIVE) == 3
     assert 0.55 < world.usd <= 0.7
     assert MachineLedger(run).usd(world.now) == pytest.approx(world.usd, rel=0.02)
+
+
+def test_a_machine_that_its_provider_has_ended_is_billed_until_then(tmp_path: Path) -> None:
+    world, run = World("runpod", n_steps=10**9), tmp_path / "run"
+
+    def ends_meanwhile() -> None:
+        with world.unattended():
+            world.sleep(3600.0)
+
+    fate = Fate(40, is_before=True, kind="suspend", meanwhile=ends_meanwhile)
+    supervise(world, prepared_for("runpod", run, 0.3, 0.4), run, fate)
+    assert world.machines[0].why_gone == "its own end"
+    billed = MachineLedger(run).machines[world.machines[0].name]
+    assert billed.usd(world.now) == pytest.approx(world.usd_of(world.machines[0]), abs=0.01)
+
+
+def test_what_is_billed_after_a_run_names_the_command_that_ends_it() -> None:
+    row = {"name": "f-1", "usd_per_hour": 2.0, "state": "booted", "target": "skypilot"}
+    rows = [row, row | {"name": "f-2", "state": "gone"}]
+    assert still_billed({"output_store": "s3://b/run"}, rows, 5_000_000) == [
+        {"what": "f-1: $2.00 an hour", "ends": "farthing launch stop JOB"},
+        {
+            "what": "SkyPilot's jobs controller",
+            "ends": "`sky status` names it, `sky down` ends it",
+        },
+        {
+            "what": "4.8 MiB in s3://b/run",
+            "ends": "aws s3 rm --recursive s3://b/run, once you have the model",
+        },
+    ]
+    own = {"where": {"usd_per_hour": 0.5}, "output_store": "/mnt/share"}
+    assert still_billed(own, []) == [
+        {
+            "what": "the machine that it ran on: $0.50 an hour",
+            "ends": "its provider, where you rented it",
+        }
+    ]
+    assert still_billed({"output_store": "gs://b/r"}, [], 0) == []
 
 
 def test_prices_of_one_machine_are_added_up_by_when_they_held() -> None:

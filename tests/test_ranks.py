@@ -678,6 +678,28 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(
         assert all(each.poll() is not None for each in attempt.group.children), "no process is left"
 
 
+def test_a_killed_rank_that_waits_in_the_kernel_is_gone_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GRACE_S", "STUCK_S"):
+        monkeypatch.setattr(f"farthing.run.group.{name}", 0.2)
+    stuck, said = child(HANGS), list[str]()
+    codes = {(1, 0): "sys.exit(76)", (2, 0): "sys.exit(0)"}
+    kill = stuck.kill
+    monkeypatch.setattr(stuck, "kill", lambda: None)  # no signal ends it
+
+    def start(seat: Seat, slot: int, number: int) -> Popen[bytes]:
+        return stuck if (number, slot) == (1, 1) else child(codes[number, slot])
+
+    try:
+        assert Elastic(2, start, said.append).wait() == 0
+        assert stuck.poll() is None
+        assert "rank 1 of 2 (it did not answer) was lost" in said[0]
+    finally:
+        kill()
+        stuck.wait()
+
+
 @pytest.mark.parametrize(
     ("index", "took_s", "code"), [(1, 20.0, 76), (1, 0.0, None), (0, 20.0, None)]
 )

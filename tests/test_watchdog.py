@@ -6,16 +6,20 @@ sees and does afterwards is here too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import workshop
 from farthing.errors import InputError, LimitError
@@ -25,7 +29,7 @@ from farthing.run.ledger import Ledger, Meter
 from farthing.run.stillness import Stillness
 from farthing.train.budget import refuse_cap_without_price, say_what_bills_on
 from farthing.train.watchdog import Watchdog
-from hangs import hanging
+from hangs import hanging, stuck_file_system
 from patience import until
 from thinned import thinned
 
@@ -58,14 +62,43 @@ def train(
     job: Path, run: Path, environ: dict[str, str], *words: str
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "farthing", "train", str(job), "--set", f"output_dir={run}"]
-    return subprocess.run(
-        [*command, *words],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        # not pipes: who waits in the kernel keeps those open
+        done = subprocess.run(
+            [*command, *words],
+            env={**os.environ, **environ},
+            stdout=out,
+            stderr=err,
+            timeout=300,
+            check=False,
+        )
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(done.args, done.returncode, out.read(), err.read())
+
+
+def hung(
+    where: Path, begin: Callable[[Path, float], subprocess.CompletedProcess[str]]
+) -> tuple[subprocess.CompletedProcess[str], Path, float]:
+    """What `begin(run folder, cap)` gave under the first cap that lasted until the hang, the
+    folder, and the cap: on a machine with other work a start takes long.
+    """
+    for n in range(5):
+        run, cap_usd = where / f"run-{n}", 0.03 * 2**n
+        done = begin(run, cap_usd)
+        if (where / "hung").exists():
+            return done, run, cap_usd
+    raise AssertionError(done.stderr)
+
+
+def train_until_hung(
+    job: Path, where: Path, environ: dict[str, str], *sets: str
+) -> tuple[subprocess.CompletedProcess[str], Path, float]:
+    def begin(run: Path, cap_usd: float) -> subprocess.CompletedProcess[str]:
+        ours = [f"cache_dir={run}-cache", f"limits.max_usd={cap_usd}", *sets]
+        return train(job, run, environ, *(word for each in ours for word in ("--set", each)))
+
+    return hung(where, begin)
 
 
 @pytest.mark.parametrize(
@@ -74,17 +107,59 @@ def train(
 def test_a_hang_is_ended_by_the_cap_and_is_on_the_bill(
     phase: str, way: str, job: Path, tmp_path: Path
 ) -> None:
-    run, environ = tmp_path / "run", hanging(tmp_path, phase, way)
-    begins = [f"cache_dir={tmp_path / 'cache'}", "limits.max_usd=0.03"]
-    done = train(job, run, environ, *(word for each in begins for word in ("--set", each)))
-    assert (tmp_path / "hung").exists(), done.stderr
+    done, run, cap_usd = train_until_hung(job, tmp_path, hanging(tmp_path, phase, way))
     assert done.returncode == 3, done.stderr
     (account,) = read_ledger(run / "ledger.jsonl").ordered
     assert account.state == "limit"
-    assert account.usd > 0.03, "the hang is paid for"
+    assert account.usd > cap_usd, "the hang is paid for"
     assert json.loads((run / "receipt.json").read_text())["state"] == "limit"
     if "take_step" in phase:
         assert list((run / "checkpoints").glob("step-*")), "what was committed stays"
+
+
+def test_who_waits_in_the_kernel_is_named_and_the_machine_can_be_ended(
+    job: Path, tmp_path: Path
+) -> None:
+    stack = contextlib.ExitStack()
+    try:
+        stack.enter_context(stuck_file_system(tmp_path / "stuck"))
+    except OSError:
+        pytest.skip("this user may not mount a file system")
+    with stack:
+        environ = hanging(tmp_path, "farthing.train.setup:tokenize", "stuck")
+        when_done = f"when_done=touch {tmp_path / 'ended'}"
+        done, run, _ = train_until_hung(job, tmp_path, environ, when_done)
+    assert done.returncode == 3, done.stderr
+    assert "can't be killed" in done.stderr
+    assert (tmp_path / "ended").exists()
+    assert json.loads((run / "receipt.json").read_text())["state"] == "limit"
+
+
+@pytest.mark.parametrize("way", thinned(["lock", "stop"], 9))
+def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(
+    way: str, job: Path, tmp_path: Path
+) -> None:
+    environ = {**os.environ, **hanging(tmp_path, "farthing.train.setup:tokenize", way)}
+
+    def begin(run: Path, cap_usd: float) -> subprocess.CompletedProcess[str]:
+        other, sets = job.with_name(f"{way}.yaml"), {"limits": {"max_usd": cap_usd}}
+        sets |= {"output_dir": str(run), "cache_dir": f"{run}-cache"}
+        other.write_text(yaml.safe_dump(yaml.safe_load(job.read_text()) | sets))
+        program = f"import farthing; farthing.fine_tune({str(other)!r}, quiet=True)"
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+
+    done, run, cap_usd = hung(tmp_path, begin)
+    assert done.returncode == -signal.SIGKILL
+    assert "stopped by the cap of" in done.stderr
+    (account,) = read_ledger(run / "ledger.jsonl").ordered
+    assert (account.state, account.usd > cap_usd) == ("limit", True)
 
 
 @pytest.mark.parametrize(

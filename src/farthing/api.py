@@ -7,7 +7,9 @@ line prints.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,23 +126,34 @@ def fine_tune(
     for whatever reason.
 
     `on_event` gets what happens (the events of `farthing.events`) instead of the terminal; `quiet`
-    shows nothing. The receipt says how it ended: "finished", "limit" or "interrupted".
+    shows nothing. The receipt says how it ended: "finished", "limit" or "interrupted". With limits
+    a second process kills this one 5 s past a limit, should it hang.
     """
     from farthing.report.terminal import Terminal
-    from farthing.train.run import train as run
+    from farthing.run.group import seat_in
+    from farthing.run.guard import watched_from_beside
+    from farthing.run.opening import opened
+    from farthing.train.budget import allowance_s, refuse_cap_without_price
+    from farthing.train.watchdog import tell_limits
 
-    loaded = load_job(job)
-    if on_event is not None or quiet:
-        outcome = run(loaded, on_event or ignore, allow_restart=allow_restart)
-        return Receipt(outcome.state, outcome.reason, Path(loaded.output_dir), outcome.receipt)
-    from rich.console import Console
+    loaded, begun = load_job(job), None
+    refuse_cap_without_price(loaded)
+    folder = Path(loaded.output_dir)
+    with contextlib.ExitStack() as stack:
+        if loaded.limits.is_set and seat_in(os.environ).n == 1:
+            stack.enter_context(watched_from_beside("farthing.report.last_words", folder))
+            begun = stack.enter_context(opened(folder, loaded.usd_per_hour))
+            tell_limits(loaded, begun.ledger, allowance_s(loaded, folder, begun.ledger))
+        from farthing.train.run import train as run  # imports torch: the limits hold by now
 
-    terminal = Terminal(Console(), loaded.train.logging_steps)
-    try:
-        outcome = run(loaded, terminal, allow_restart=allow_restart)
-    finally:
-        terminal.close()
-    return Receipt(outcome.state, outcome.reason, Path(loaded.output_dir), outcome.receipt)
+        emit = on_event or ignore
+        if on_event is None and not quiet:
+            from rich.console import Console
+
+            emit = terminal = Terminal(Console(), loaded.train.logging_steps)
+            stack.callback(terminal.close)
+        outcome = run(loaded, emit, allow_restart=allow_restart, begun=begun)
+    return Receipt(outcome.state, outcome.reason, folder, outcome.receipt)
 
 
 def evaluate(

@@ -13,7 +13,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 from farthing.cli.console import complain, discard, print_json, write
 from farthing.cli.parser import parse
@@ -27,6 +26,7 @@ from farthing.errors import (
     InputError,
 )
 from farthing.printable import printable_lines
+from farthing.report.last_words import leave_last_words
 from farthing.run.guard import guarded
 
 GUARDED = (["train"], ["search"])
@@ -44,16 +44,6 @@ def entry() -> None:
     )  # the first to be registered is the last to be called
     ended_with.append(guarded(main, leave_last_words) if sys.argv[1:2] in GUARDED else main())
     sys.exit(ended_with[0])
-
-
-def leave_last_words(folder: Path, why: str, late_s: float) -> None:
-    """Bill and receipt of a run that was killed at a limit, `late_s` after its last line."""
-    from farthing.report.receipt import leave_receipt
-    from farthing.run.folder import LEDGER
-    from farthing.run.ledger import end_for
-
-    end_for(folder / LEDGER, "limit", late_s)
-    leave_receipt(folder)
 
 
 def _leave_at_once(ended_with: list[int]) -> None:

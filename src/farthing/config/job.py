@@ -438,6 +438,11 @@ class LimitsSection(Section):
     deadline: datetime | None = None
     """ISO date and time; without a zone it is the machine's own."""
 
+    @property
+    def is_set(self) -> bool:
+        """Whether there is any."""
+        return self != LimitsSection()
+
     def most_hours(self, n_gpus: int = 1) -> float | None:
         """What `max_hours` and `max_gpu_hours` leave a run on so many GPUs."""
         caps = [self.max_hours, None if self.max_gpu_hours is None else self.max_gpu_hours / n_gpus]
@@ -639,11 +644,7 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _a_fitted_schedule_has_a_budget(self) -> Job:
-        limits = self.limits
-        if (
-            self.train.fit_schedule_to_budget
-            and (limits.max_usd, limits.most_hours(), limits.deadline) == (None,) * 3
-        ):
+        if self.train.fit_schedule_to_budget and not self.limits.is_set:
             raise ValueError(
                 "train.fit_schedule_to_budget fits to a limit; set limits.max_usd, max_hours or"
                 " deadline"

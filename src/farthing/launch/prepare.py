@@ -14,7 +14,7 @@ import re
 import secrets
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from farthing.launch.registry import HERE, called, find_target, refuse_nowhere, 
 from farthing.launch.request import FETCH, GRACE_S, MOST_OVER, PLAIN_IMAGE, LaunchRequest, least_s
 from farthing.launch.supervise import TEARDOWN_S, NoBudgetError, Patience
 from farthing.launch.target import Target
-from farthing.launch.wheel import FETCHER, fetch_script, wheel_of_this
+from farthing.launch.wheel import FETCHER, fetch_script, refuse_without_extras, wheel_of_this
 from farthing.objectives.registry import package_of
 from farthing.planner.inputs import Asked, study_job
 from farthing.planner.types import Plan
@@ -53,7 +53,8 @@ GOOGLE_KEY = "GOOGLE_SERVICE_ACCOUNT_KEY"
 TRACKER_KEYS = {"wandb": ("WANDB_API_KEY",), "mlflow": ("MLFLOW_TRACKING_URI",)}
 """Variables without which a tracker can't be told anything from another machine."""
 TRACKER_SECRETS = {
-    "wandb": ("WANDB_ENTITY", "WANDB_PROJECT", "WANDB_BASE_URL"),
+    "wandb": ("WANDB_ENTITY", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_MODE"),
+    "trackio": ("TRACKIO_PROJECT",),
     "mlflow": (
         "MLFLOW_TRACKING_USERNAME",
         "MLFLOW_TRACKING_PASSWORD",
@@ -62,6 +63,10 @@ TRACKER_SECRETS = {
     ),
 }
 """Those that travel where they are set."""
+TRACKER_PLACES = {"wandb": ("WANDB_BASE_URL",), "mlflow": ("MLFLOW_TRACKING_URI",)}
+"""Those that say where its server is."""
+ATTENTION_OF_TORCH = ("sdpa", "eager", "flex_attention")
+"""What needs no package besides."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 STORE_KEYS = {
     "s3": (S3_KEYS, ("AWS_SESSION_TOKEN",)),
@@ -221,7 +226,11 @@ class Prepared:
             folder=self.folder,
             secrets=secrets_of(self.job, self.target),
             settings={
-                name: os.environ[name] for name in SETTINGS if _is_plain(os.environ.get(name))
+                name: os.environ[name]
+                for name in SETTINGS
+                if _is_plain(os.environ.get(name))
+                # a rented machine has an empty cache
+                and not (name == "HF_HUB_OFFLINE" and self.target.is_rented)
             },
         )
 
@@ -232,8 +241,9 @@ class Prepared:
         pip = "python3 -m pip install --quiet"
         if self.wishes.install:
             return f"{pip} {shlex.quote(self.wishes.install)}"
-        extras = ",".join(extras_of(self.job, offer.n_gpus))
-        what = f"./{wheel_of_this().name}[{extras}]"
+        extras = extras_of(self.job, offer.n_gpus)
+        refuse_without_extras(extras)
+        what = f"./{wheel_of_this().name}[{','.join(extras)}]"
         brought = f"{pip} {FETCHER} && python3 {FETCH} && " if self._fetch() else ""
         return f"{brought}{pip} {shlex.quote(what)}"
 
@@ -252,6 +262,8 @@ class Prepared:
                 values[section] = {**values.get(section, {}), **moved}
         if not self.folder:
             values |= {"output_dir": "./run", "cache_dir": "./cache"}
+            if self.job.train.push_to_hub and not self.job.train.hub_model_id:
+                values["train"]["hub_model_id"] = Path(self.job.output_dir).name
         if self.target.is_rented:
             of_run = {
                 key: value for key, value in values.get("where", {}).items() if key not in OF_PLACE
@@ -339,17 +351,18 @@ def _is_plain(value: str | None) -> bool:
 
 
 def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
-    """Names of the variables that a run needs there: keys of the store, and the Hub's token where
-    there is one here.
+    """Names of the variables that a run needs there: keys of the store and of data in buckets,
+    those of trackers, and the Hub's token where there is one here.
     """
     names = [name for name in ("HF_TOKEN",) if os.environ.get(name)]
     for tracker in job.train.report_to:
         names += TRACKER_KEYS.get(tracker, ())
         names += [name for name in TRACKER_SECRETS.get(tracker, ()) if os.environ.get(name)]
-    needed, others = STORE_KEYS.get((job.output_store or "").partition("://")[0], ((), ()))
     is_strangers = target.is_rented or target.name == "kubernetes"
-    names += [name for name in needed if is_strangers or os.environ.get(name)]
-    names += [name for name in others if os.environ.get(name)]
+    for address in (job.output_store or "", *job.data.train, *job.data.eval):
+        needed, others = STORE_KEYS.get(address.partition("://")[0], ((), ()))
+        names += [name for name in needed if is_strangers or os.environ.get(name)]
+        names += [name for name in others if os.environ.get(name)]
     return tuple(sorted(set(names)))
 
 
@@ -376,8 +389,16 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
         target, at, offers, plans, n_steps = _rented_offers(job, wishes, named, now)
     if named is None:
         _refuse_what_cannot_work(job, target, at, wishes)
-    prepared = Prepared(job, target, at, wishes, tuple(offers), plans, Packed(), n_steps)
-    return replace(prepared, packed=pack(job)) if prepared.travels else prepared
+    packed = Packed() if target.name in OWN_FOLDERS else pack(job)
+    prepared = Prepared(job, target, at, wishes, tuple(offers), plans, packed, n_steps)
+    outside = [str(path) for path, _ in packed.files if not path.is_relative_to(job.output_dir)]
+    if outside and not prepared.travels:  # on a volume with the run folder, and nothing else
+        raise InputError(
+            "a file of this machine, which has no way there without a store",
+            where=outside[0],
+            to_do="set output_store, or move it into the run folder on that volume",
+        )
+    return prepared
 
 
 def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
@@ -508,8 +529,49 @@ def most_gpus(job: Job) -> int:
     return {"all": 8, None: 1}.get(job.where.gpus, job.where.gpus)  # type: ignore[arg-type, return-value]
 
 
+def _refuse_what_stays_here(job: Job, wishes: Wishes) -> None:
+    """Raise `InputError` for what the job names and only this machine has."""
+    brings = "name an image that has it (--image), or what pip installs there (--install)"
+    if not (wishes.image or wishes.install):
+        attention = job.model.attn_implementation
+        if attention not in (None, *ATTENTION_OF_TORCH):
+            raise InputError(
+                "no package with this attention is installed there",
+                where=f"model.attn_implementation: {attention}",
+                to_do=f"use {' or '.join(ATTENTION_OF_TORCH)}, or {brings}",
+            )
+    for name in (*job.data.train, *job.data.eval):
+        parts = name.split("::")
+        if is_remote(name) and any(part.startswith(("file:", "/", ".", "~")) for part in parts):
+            raise InputError(
+                "an address of a file that only this machine has",
+                where=f"data: {without_secrets(name)}",
+                to_do="name the file by its path: then it travels",
+            )
+    for tracker in job.train.report_to:
+        for variable in TRACKER_PLACES.get(tracker, ()):
+            place = os.environ.get(variable, "")
+            if _is_here(place):
+                raise InputError(
+                    "a tracker on this machine can't be told anything from another one",
+                    where=f"{variable}={place}",
+                    to_do="export the address of a server, or take it out of train.report_to",
+                )
+
+
+def _is_here(place: str) -> bool:
+    """Whether a tracker's address means this machine: a file, or a server on it."""
+    scheme, is_address, rest = place.partition("://")
+    if scheme.partition("+")[0] in ("file", "sqlite") or place.startswith(("/", ".", "file:")):
+        return True
+    host = rest.rpartition("@")[2].partition("/")[0].rpartition(":")[0] or rest.partition("/")[0]
+    return bool(is_address) and (host in ("localhost", "[::1]") or host.startswith("127."))
+
+
 def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) -> None:
     """Raise `InputError` for what can be told without a plan."""
+    if target.name not in OWN_FOLDERS:
+        _refuse_what_stays_here(job, wishes)
     store, title, limits = job.output_store, target.title, job.limits
     is_folder = store is not None and (not is_remote(store) or store.startswith("file:"))
     also = (
@@ -547,8 +609,7 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) 
             f'export {GOOGLE_KEY}="$(cat key.json)" of a service account, or use --on vertex',
         ),
         (
-            target.is_rented
-            and (limits.max_usd, limits.most_hours(), limits.deadline) == (None, None, None),
+            target.is_rented and not limits.is_set,
             "nothing says how much this may cost",
             "limits",
             "set limits.max_usd, e.g. --set limits.max_usd=5",
@@ -560,7 +621,7 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) 
             "name a model or data set of the Hub, or run `farthing search` where the files are",
         ),
         (
-            job.model.from_run is not None and not _shares(target, at),
+            job.model.from_run is not None and target.name not in OWN_FOLDERS,
             "the weights of another run do not travel",
             f"model.from_run: {job.model.from_run}",
             "farthing export that run, and name the exported folder as the model",

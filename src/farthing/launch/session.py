@@ -31,6 +31,7 @@ from farthing.launch.inputs import INPUTS, Packed, inputs_key, send_inputs, with
 from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.launch.prepare import Prepared, launch_id_of, secrets_of
 from farthing.launch.request import LaunchRequest, values_of
+from farthing.launch.still_billed import still_billed
 from farthing.launch.supervise import TEARDOWN_S, Launch, Patience
 from farthing.launch.wheel import wheel_of_this
 from farthing.launch.words import StoreWords
@@ -421,30 +422,10 @@ class Session:
             "not_known": asked,
             "committed_step": step,
             "usd": sum(row["usd"] for row in rows),
-            "still_billed": self._still_billed(rows, stored),
+            "still_billed": still_billed(
+                self.prepared.job.model_dump(mode="json"), rows, 0 if stored is None else stored
+            ),
         }
-
-    def _still_billed(self, rows: Sequence[Json], stored: int | None) -> list[Json]:
-        """What costs money though no process runs, and what ends each."""
-        target, store = self.prepared.target, self.prepared.job.output_store
-        found = [
-            {
-                "what": f"{row['name']}: {say_usd(row['usd_per_hour'])} an hour",
-                "ends": "farthing launch stop JOB",
-            }
-            for row in rows
-            if row["state"] not in ("gone", "refused")
-        ]
-        if stored:
-            found.append(
-                {
-                    "what": f"{say_bytes(stored)} in {store}",
-                    "ends": "delete the prefix there once you have the model",
-                }
-            )
-        if target.keeps_billing and rows:
-            found.append({"what": target.keeps_billing[0], "ends": target.keeps_billing[1]})
-        return found
 
     def log(self) -> str:
         """The end of what the newest machine has printed: from the store, else from the target.
@@ -551,6 +532,7 @@ def dry_view(
 def notes_of(prepared: Prepared, ask: LaunchRequest) -> list[str]:
     """What somebody should know before saying yes."""
     target, store = prepared.target, prepared.job.output_store
+    kept = [name for name in prepared.job.train.report_to if name in ("tensorboard", "trackio")]
     notes = {
         f"nothing at {target.title} ends the machine when this process dies: --attended only": (
             not target.ends
@@ -570,11 +552,30 @@ def notes_of(prepared: Prepared, ask: LaunchRequest) -> list[str]:
         f"image: {ask.image}, on which this farthing is installed; --image names your own": (
             ask.image and not prepared.wishes.image
         ),
+        "when_done does not run there: the launch gives the machine back": (
+            prepared.job.when_done and target.is_rented
+        ),
+        "when_done does not run there, and nothing but you ends that machine": (
+            prepared.job.when_done and not target.is_rented
+        ),
+        f"{' and '.join(kept)} of train.report_to write on the machine alone, and go with it": (
+            kept and not prepared.folder
+        ),
+        "HF_TOKEN is not set, and the login of `hf auth login` does not travel: a gated or private"
+        " model can't be fetched there": (
+            prepared.travels and not os.environ.get("HF_TOKEN") and _has_hub_login()
+        ),
         f"the price is the lowest of many hosts' on {ask.offer.date}: it may not be had": (
             ask.offer.billing.prices_are == "from"
         ),
     }
     return [note for note, is_so in notes.items() if is_so]
+
+
+def _has_hub_login() -> bool:
+    from huggingface_hub.constants import HF_TOKEN_PATH
+
+    return Path(HF_TOKEN_PATH).is_file()
 
 
 def said(view: Json) -> list[str]:

@@ -134,8 +134,10 @@ class Launch:
         self._is_ending = False
         """Everything is to be destroyed, whoever knows of it."""
         self._acknowledged_at: dict[str, float] = {}
-        self._missed: set[str] = set()
         """When the provider first acknowledged the deletion of a machine."""
+        self._alive_at: dict[str, float] = {}
+        """When the provider last showed it."""
+        self._missed: set[str] = set()
         self._price_seen_at: dict[str, float] = {}
         self._n_repriced: dict[tuple[str, str, bool], int] = {}
         self._prefix = self._trouble_said = ""
@@ -545,7 +547,9 @@ class Launch:
                     return True
                 now = self._clock()
                 if now >= until and was_away:
-                    at = min(now, machine.asked_at + machine.most_s) if machine.most_s else now
+                    # when the search began late, no list was late any more
+                    at = began if began - machine.asked_at > late_s else now
+                    at = min(at, machine.asked_at + machine.most_s) if machine.most_s else at
                     why = "nobody knows whether it was there; counted as if it was"
                     self._ledger.note(machine.name, "gone", at, why=why)
                     return False
@@ -616,7 +620,9 @@ class Launch:
                 self._take_price(machine, seen)
                 answered_at, was_seen = awake, was_seen or seen is not None
                 n_absent = n_absent + 1 if seen is None else 0
-                missed_at = now if n_absent == 1 else missed_at
+                missed_at = self._clock() if n_absent == 1 else missed_at
+                if seen is not None:
+                    self._alive_at[machine.name] = self._clock()
                 if n_absent >= 3 and (was_seen or age > self._driver.late_s):
                     why = "taken away" if machine.booted_at else "gone before it had booted"
                     return Ending(why, at=missed_at)
@@ -707,6 +713,7 @@ class Launch:
             seen = self._asked(lambda: self._driver.look(machine))
             if seen is not None and seen.is_paid:
                 self._missed.discard(machine.name)
+                self._alive_at[machine.name] = self._clock()
                 return False
             why, at = machine.why, acknowledged_at
         except UnclearError:
@@ -717,7 +724,8 @@ class Launch:
         if (
             self._driver.ends_by_itself and machine.most_s
         ):  # where it was gone long before we looked
-            at = min(at, max(machine.asked_at + machine.most_s, machine.left_at or 0.0))
+            alive_at = self._alive_at.get(machine.name, 0.0)
+            at = min(at, max(machine.asked_at + machine.most_s, alive_at))
         if machine.name in self._missed:
             at = machine.left_at or at
         self._ledger.note(machine.name, "gone", at, why=why)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import tomllib
 import zipfile
+from collections.abc import Sequence
+from email import message_from_string
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -38,14 +41,6 @@ def wheel_of_this() -> Wheel:
     """The wheel of the package that is running. Raises `InputError` where nothing tells what it
     needs.
     """
-    try:
-        about = metadata.distribution("farthing")
-    except metadata.PackageNotFoundError:
-        raise InputError(
-            "farthing runs from a folder without its metadata, so it can't be packed",
-            where=str(Path(farthing.__file__).parent),
-            to_do="pip install -e . there, or name an image with farthing in it: --image",
-        ) from None
     info = f"farthing-{farthing.__version__}.dist-info"
     root = Path(farthing.__file__).parent
     files = {
@@ -53,7 +48,7 @@ def wheel_of_this() -> Wheel:
         for path in sorted(root.rglob("*"))
         if path.is_file() and not _SKIPPED & set(path.parts) and path.suffix != ".pyc"
     }
-    files[f"{info}/METADATA"] = (about.read_text("METADATA") or "").encode()
+    files[f"{info}/METADATA"] = _metadata().encode()
     files[f"{info}/WHEEL"] = (
         b"Wheel-Version: 1.0\nGenerator: farthing\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     )
@@ -69,6 +64,49 @@ def wheel_of_this() -> Wheel:
     content = packed.getvalue()
     name = f"farthing-{farthing.__version__}-py3-none-any.whl"
     return Wheel(name, content, hashlib.sha256(content).hexdigest())
+
+
+def _metadata() -> str:
+    """What farthing needs: of a checkout by its pyproject.toml, since what was noted when it was
+    installed may be older than the code. Raises `InputError` where nothing tells.
+    """
+    root = Path(farthing.__file__).parents[2]
+    try:
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    except (OSError, KeyError):
+        project = {}
+    if project.get("name") != "farthing":
+        try:
+            return metadata.distribution("farthing").read_text("METADATA") or ""
+        except metadata.PackageNotFoundError:
+            raise InputError(
+                "farthing runs from a folder without its metadata, so it can't be packed",
+                where=str(root),
+                to_do="pip install -e . there, or name an image with farthing in it: --image",
+            ) from None
+    lines = ["Metadata-Version: 2.4", "Name: farthing", f"Version: {farthing.__version__}"]
+    lines += [f"Requires-Python: {project['requires-python']}"]
+    lines += [f"Requires-Dist: {each}" for each in project["dependencies"]]
+    for extra, needs in project["optional-dependencies"].items():
+        lines.append(f"Provides-Extra: {extra}")
+        for each in needs:
+            what, _, marker = (part.strip() for part in each.partition(";"))
+            also = f"({marker}) and " if marker else ""
+            lines.append(f'Requires-Dist: {what}; {also}extra == "{extra}"')
+    return "\n".join(lines) + "\n"
+
+
+def refuse_without_extras(names: Sequence[str]) -> None:
+    """Raise `InputError` where the wheel does not know extras that a job needs: pip would leave
+    those out with a warning.
+    """
+    known = message_from_string(_metadata()).get_all("Provides-Extra") or []
+    if absent := [name for name in names if name not in known]:
+        raise InputError(
+            f"the farthing that is installed here knows no extra {', '.join(absent)}",
+            where=str(Path(farthing.__file__).parent),
+            to_do="install it again",
+        )
 
 
 def _digest(content: bytes) -> str:

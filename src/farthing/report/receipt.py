@@ -15,6 +15,7 @@ from typing import Any
 
 from farthing.errors import InputError
 from farthing.launch.machines import bill_of
+from farthing.launch.still_billed import still_billed
 from farthing.planner.estimate import Estimate
 from farthing.report.answers_view import answers_of
 from farthing.report.diagnosis import diagnose
@@ -82,13 +83,14 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         _estimate_in(folder / PLAN),
         _read_json(folder / RUN) or {},
     )
-    bill = _bill_of(accounts)
+    bill, now = _bill_of(accounts), datetime.now(UTC)
+    machines = bill_of(folder, accounts, now.timestamp())
     exported_step = _newest(accounts, lambda a: a.exported)
     best, of_model = _evaluations_of_note(log.evaluations, exported_step)
     receipt = Receipt(
         run=str(folder),
         state=bill.state,
-        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        written=now.isoformat(timespec="seconds"),
         seen_at=accounts[-1].at if accounts else None,
         job=job,
         identity=facts.get("identity"),
@@ -128,7 +130,8 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         promised=against_estimate(estimate, bill, accounts),
         forecast=_forecast(next((a.forecast for a in accounts if a.forecast), None), bill),
         peak_bytes=bill.peak_bytes,
-        machines=bill_of(folder, accounts, datetime.now(UTC).timestamp()),
+        machines=machines,
+        still_billed=still_billed(job or {}, machines),
         **{name: _newest(accounts, lambda a, name=name: a.facts.get(name)) for name in FIGURES},  # type: ignore[misc]
         curves=_curves(log, accounts),
         answers=answers_of(

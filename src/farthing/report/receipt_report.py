@@ -188,6 +188,8 @@ def _afterwards(receipt: Receipt) -> dict[str, str]:
         commit = one["commit"]
         state = f"commit {commit}" if commit else "not sent yet: run the same command again"
         facts[f"published {one['form']}"] = f"hub:{one['to']}, {state}"
+    for n, each in enumerate(receipt.still_billed, 1):
+        facts[f"still billed {n}"] = f"{each['what']}; ends with: {each['ends']}"
     return facts | {"serving": receipt.serving.in_words() if receipt.serving else ""}
 
 

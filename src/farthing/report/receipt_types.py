@@ -206,6 +206,8 @@ class Receipt:
     machines: list[
         Json
     ]  # that were rented: what each has cost, see `bill_by_machine`; training is a part of it
+    still_billed: list[Json]
+    """What costs money though no process of the run is alive, and what ends each: what, ends."""
     tokens_per_s: float | None
     padded_tokens_per_s: float | None
     mfu: float | None

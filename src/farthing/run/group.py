@@ -29,6 +29,9 @@ EXIT_RANK_LOST = 76
 GRACE_S, LAST_WORDS_S = 5.0, 60.0
 """So long the others may take to end by themselves: once one was lost, or the first has ended; once
 another has ended in order."""
+STUCK_S = 30.0
+"""After so long a killed process is taken for gone: it waits in the kernel, for a device or a file
+system that does not answer."""
 MOST_VAIN_STARTS = 3
 """Attempts in a row that end as their processes lose each other, and none of them is gone."""
 STORE = "FARTHING_RANKS_STORE"
@@ -224,6 +227,8 @@ class Group:
                     kills_at = min(kills_at, time.monotonic() + (GRACE_S if soon else LAST_WORDS_S))
             if time.monotonic() > kills_at:
                 self._kill_the_rest()
+            if time.monotonic() > kills_at + STUCK_S:
+                self.codes = dict.fromkeys(self.killed, -signal.SIGKILL) | self.codes
             time.sleep(0.02)
 
     def send_signal(self, number: int) -> None:

@@ -34,6 +34,8 @@ KILLED_AFTER_S = 5.0
 """Seconds past a limit at which a worker is killed that has not ended itself."""
 ORPHANS_S = 30.0
 """Seconds that attempts may take to save whose supervisor has died."""
+DIES_WITHIN_S = 1.5
+"""Seconds after which a process that was killed is known to wait in the kernel."""
 LAST_WORDS_S = 2.0
 """Seconds that the ledger and the receipt of a killed worker may take."""
 SECOND_THOUGHTS_S = 10.0
@@ -137,13 +139,14 @@ def guarded(work: Callable[[], int], last_words: Callable[[Path, str, float], No
         os.setpgid(pid, pid)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     code, told, was_killed = _watch(pid, reads)
-    _end_orphans()
+    stuck = _end_orphans(0.0 if was_killed else ORPHANS_S)
+    if stuck:
+        _say(
+            f"can't be killed: {', '.join(map(str, stuck))}; a file system or a device does not"
+            " answer them, and GPU and memory stay taken until this machine is ended"
+        )
     if was_killed:
-        code = EXIT_LIMIT
-        _say(f"stopped by {told.why}: the run had not ended by itself; the last save is whole")
-        if told.folder:
-            late_s = time.monotonic() - told.heard_at
-            _bounded(lambda: last_words(Path(told.folder), told.why, late_s), LAST_WORDS_S)
+        _say_killed(told, last_words)
     if code in _DONE_AFTER and told.when_done and told.folder:
         _run_when_done(told, code)
     for stream in (sys.stdout, sys.stderr):
@@ -152,6 +155,52 @@ def guarded(work: Callable[[], int], last_words: Callable[[Path, str, float], No
     if code < 0:
         _die_of(-code)
     os._exit(code)
+
+
+def _say_killed(told: Told, last_words: Callable[[Path, str, float], None]) -> None:
+    _say(f"stopped by {told.why}: the run had not ended by itself; the last save is whole")
+    if told.folder:
+        late_s = time.monotonic() - told.heard_at
+        _bounded(lambda: last_words(Path(told.folder), told.why, late_s), LAST_WORDS_S)
+
+
+@contextlib.contextmanager
+def watched_from_beside(module: str, folder: Path) -> Iterator[None]:
+    """Within the block another process kills this one where it passes what it tells of limits.
+
+    `module` is run there, and calls `watch_beside`. A thread of this process can't do it
+    where a library holds Python's lock.
+    """
+    if is_guarded() or sys.platform == "win32":
+        yield
+        return
+    reads, writes = os.pipe()
+    os.set_inheritable(writes, True)
+    os.set_blocking(writes, False)
+    command = [sys.executable, "-P", "-m", module, str(os.getpid())]
+    beside = subprocess.Popen(command, stdin=reads, start_new_session=True)
+    os.close(reads)
+    os.environ[PIPE] = str(writes)
+    tell(folder=str(folder))
+    try:
+        yield
+    finally:
+        del os.environ[PIPE]
+        os.close(writes)
+        beside.kill()
+        beside.wait()
+
+
+def watch_beside(pid: int, last_words: Callable[[Path, str, float], None]) -> None:
+    """Read limits from standard input until it ends; kill process `pid`, and all that descend from
+    it, where it passes one. See `guarded` for `last_words`.
+    """
+    told, pipe = Told(), _Pipe(0)
+    while pipe.is_open and told.left_s >= -KILLED_AFTER_S:
+        pipe.read_into(told, told.left_s + KILLED_AFTER_S)
+    if pipe.is_open:
+        _kill([pid, *(each for each in _descendants(pid) if each != os.getpid())])
+        _say_killed(told, last_words)
 
 
 def _follow(parent: int) -> None:
@@ -170,44 +219,55 @@ def _prctl(what: int, value: int) -> None:
         ctypes.CDLL(None).prctl(what, value)
 
 
-def _end_orphans() -> None:
-    """Attempts that a dead worker has left were asked to leave as it died: they get a while."""
-    until = time.monotonic() + ORPHANS_S
+def _end_orphans(grace_s: float) -> list[int]:
+    """Attempts that a dead worker has left were asked to leave as it died: they get a while, then
+    they are killed. Those that no signal ends.
+    """
+    until, is_killed = time.monotonic() + grace_s, False
     with contextlib.suppress(ChildProcessError):
         while True:
             if not os.waitpid(-1, os.WNOHANG)[0]:
                 time.sleep(0.02)
                 if time.monotonic() > until:
-                    until = float("inf")
-                    for each in _descendants(os.getpid()):
-                        with contextlib.suppress(OSError):
-                            os.kill(each, signal.SIGKILL)
+                    left = _descendants(os.getpid())
+                    if is_killed:
+                        return left
+                    until, is_killed = time.monotonic() + DIES_WITHIN_S, True
+                    _kill(left)
+    return []
 
 
-def _watch(pid: int, pipe: int) -> tuple[int, Told, bool]:
+class _Pipe:
+    """What a worker writes, a line at a time."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe, self._rest, self.is_open = pipe, b"", True
+
+    def read_into(self, told: Told, most_s: float) -> None:
+        """Wait for lines, for half a second at most, and take them in."""
+        wait_s = min(_TICK_S, max(0.01, most_s))
+        if not self.is_open:
+            time.sleep(min(wait_s, 0.01))
+        elif select.select([self._pipe], [], [], wait_s)[0]:
+            data = os.read(self._pipe, 1 << 16)
+            self.is_open = bool(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                told.take(line)
+
+
+def _watch(pid: int, reads: int) -> tuple[int, Told, bool]:
     """(exit code or, negative, the signal; what was told; whether the guard has killed it)."""
-    told, rest, was_killed, is_open = Told(), b"", False, True
+    told, pipe = Told(), _Pipe(reads)
     with _handing_on(pid):
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                return os.waitstatus_to_exitcode(status), told, was_killed
+                return os.waitstatus_to_exitcode(status), told, False
             if told.left_s < -KILLED_AFTER_S:
-                if was_killed:  # in a system call that no signal ends: nobody waits for it
-                    return EXIT_LIMIT, told, True
-                was_killed = True
-                _kill_tree(pid)
-                _until_gone(pid)
-                continue
-            wait_s = min(_TICK_S, max(0.01, told.left_s + KILLED_AFTER_S))
-            if not is_open:
-                time.sleep(min(wait_s, 0.01))
-            elif select.select([pipe], [], [], wait_s)[0]:
-                data = os.read(pipe, 1 << 16)
-                is_open = bool(data)
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    told.take(line)
+                _kill([pid, *_descendants(pid)])
+                return EXIT_LIMIT, told, True
+            pipe.read_into(told, told.left_s + KILLED_AFTER_S)
 
 
 @contextlib.contextmanager
@@ -236,9 +296,8 @@ def _handing_on(pid: int) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _kill_tree(pid: int) -> None:
-    """SIGKILL to a process and all that descend from it."""
-    for each in (pid, *_descendants(pid)):
+def _kill(pids: list[int]) -> None:
+    for each in pids:
         with contextlib.suppress(OSError):
             os.kill(each, signal.SIGKILL)
 
@@ -254,16 +313,6 @@ def _descendants(pid: int) -> list[int]:
     for each in wanted:
         wanted += children.get(each, [])
     return wanted[1:]
-
-
-def _until_gone(pid: int) -> None:
-    """A second at most: memory of a large process takes a while to be freed."""
-    for _ in range(100):
-        with contextlib.suppress(ChildProcessError):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                time.sleep(0.01)
-                continue
-        return
 
 
 def _bounded(work: Callable[[], None], most_s: float) -> None:
