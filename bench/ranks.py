@@ -222,14 +222,20 @@ def compare_bits(seed: int, folder: Path) -> dict[str, Any]:
     digests, base = {}, folder / "base"
     for n in (1, 2, 3, 4):
         strategy = "fsdp" if n in (2, 4) and seed % 2 else "ddp"
-        make_job(folder / str(n), base, seed, where={"gpus": n, "strategy": strategy}, train=train)
+        make_job(
+            folder / str(n),
+            base,
+            seed,
+            where={"gpus": n, "strategy": strategy, "same_bits": True},
+            train=train,
+        )
         code = Elastic(n, start_of(folder / str(n)), lambda text: None).wait()
         assert code == 0, (folder / str(n) / "out.txt").read_text()[-2000:]
         digests[n] = sha256_of(folder / str(n) / "run", n_steps)
     begins, goes_on = drawn.randint(2, 4), drawn.randint(1, 4)
     victim, step = drawn.randrange(begins), drawn.randrange(1, n_steps)
     place = folder / "killed"
-    make_job(place, base, seed, where={"gpus": begins}, train=train)
+    make_job(place, base, seed, where={"gpus": begins, "same_bits": True}, train=train)
     first = Elastic(begins, start_of(place, kill_at, str(place), victim, step), lambda text: None)
     first.group.wait()  # nothing goes on by itself here: another number does
     code = Elastic(goes_on, start_of(place), lambda text: None).wait()
