@@ -814,3 +814,13 @@ def test_a_mistake_is_placed_at_its_key(tmp_path: Path, data: Any, place: str) -
         farthing.load_job(path)
     line = int(caught.value.problems[0].where.rpartition(":")[2])
     assert path.read_text().splitlines()[line - 1].strip().startswith(place.rpartition(".")[2])
+
+
+@pytest.mark.parametrize("key", ["output_dir", "cache_dir", "data", "model", "output_store"])
+def test_a_name_that_no_file_system_takes_is_a_mistake_in_the_job(key: str, tmp_path: Path) -> None:
+    """It was a crash, after which the same command was to go on."""
+    values = {"task": "causal-lm", "model": "a/b", "data": "./d.jsonl", "output_dir": "./run"}
+    values[key] = f"./{'ü' * 200}"
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(InputError, match="a name of 400 bytes in a path; file systems take 255"):
+        load_job(tmp_path / "job.yaml")

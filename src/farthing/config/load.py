@@ -31,6 +31,7 @@ from farthing.storage.files import Json
 
 MAX_JOB_BYTES = 1 << 20
 MAX_DEPTH = 20
+MOST_NAME_BYTES = 255  # of ext4, XFS, APFS and NTFS
 FILE_ENDINGS = {
     *(
         ".jsonl",
@@ -595,14 +596,26 @@ def _all_columns(job: Job) -> list[Json]:
 
 
 def _absolute(path: str, base: Path) -> str:
+    _refuse_long(path)
     expanded = Path(path).expanduser()
     return str(expanded) if expanded.is_absolute() else str((base / expanded).resolve())
+
+
+def _refuse_long(path: str) -> None:
+    longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
+    if longest > MOST_NAME_BYTES:
+        raise InputError(
+            f"a name of {longest} bytes in a path; file systems take {MOST_NAME_BYTES}",
+            where=f"{path[:60]}...",
+            to_do="give a shorter one",
+        )
 
 
 def _looks_local(name: str, base: Path) -> bool:
     """A Hub name has at most one slash and no leading dot; whatever exists, or looks like a path,
     is a path.
     """
+    _refuse_long(name)
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (base / name).exists():
         return True
     return Path(name).suffix.lower() in FILE_ENDINGS or any(c in name for c in "*?[")
@@ -661,6 +674,7 @@ def _with_absolute_paths(
         }
     )
     cache, store = job.cache_dir, job.output_store
+    _refuse_long(job.output_dir)
     return job.model_copy(
         update={
             "model": model,
