@@ -171,7 +171,7 @@ def say_where(where: Whereabouts) -> None:
 
     patched(meter.Meter, "_switch", switched)
     patched(checkpoint, "commit_folder", meanwhile("save"))
-    patched(mirror.Mirror, "_send", meanwhile("upload"))
+    patched(mirror.Mirror, "send", meanwhile("upload"))
 
 
 def result_of(run: Path) -> dict[str, bytes | str]:

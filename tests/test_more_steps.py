@@ -37,6 +37,7 @@ def test_a_finished_run_takes_more_steps(schedule: dict[str, Any], tmp_path: Pat
     job = make_job(tmp_path / "twice", max_steps=8, **keys)
     outcome = train(job)
     assert (outcome.state, outcome.receipt.steps) == ("finished", 8)
+    assert outcome.receipt.interruptions == 0, "it had ended"
     assert len(losses_of(job)) == 8
     ours, theirs = weights_of(tmp_path / "twice"), weights_of(tmp_path / "once")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -117,6 +117,7 @@ def test_a_hang_is_ended_by_the_cap_and_is_on_the_bill(
         assert list((run / "checkpoints").glob("step-*")), "what was committed stays"
 
 
+@pytest.mark.slow
 def test_who_waits_in_the_kernel_is_named_and_the_machine_can_be_ended(
     job: Path, tmp_path: Path
 ) -> None:
@@ -135,7 +136,8 @@ def test_who_waits_in_the_kernel_is_named_and_the_machine_can_be_ended(
     assert json.loads((run / "receipt.json").read_text())["state"] == "limit"
 
 
-@pytest.mark.parametrize("way", thinned(["lock", "stop"], 9))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["lock", "stop"])
 def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(
     way: str, job: Path, tmp_path: Path
 ) -> None:

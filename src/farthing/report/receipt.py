@@ -122,7 +122,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         checkpoints=_checkpoints(job, estimate, accounts, bill.wall_s),
         attempts=[_attempt(a) for a in accounts],
         notices=[_notice(each, a) for a in accounts for each in a.notices],
-        interruptions=max(0, len([a for a in accounts if a.began]) - 1),
+        interruptions=sum(a.state != "finished" for a in [a for a in accounts if a.began][:-1]),
         redone_s=sum(a.redone_s for a in accounts),
         redone_usd=sum(a.redone_s / 3600 * a.usd_per_hour for a in accounts),
         restart_s=sum(_start_up_s(a) for a in accounts[1:]),
