@@ -314,8 +314,7 @@ def _waiting(run: _Run) -> Iterator[Finding]:
         f"{plural(receipt.interruptions, 'interruption')}: starting again and redoing work took"
         f" {run.share(lost_s)}",
         "where.spot=true" if share else "",
-        "tell farthing that the machine may go, so that it saves as often as that asks for; or rent"
-        " it on demand",
+        "set where.spot: true to save more often, or rent on demand",
         lost_s,
     )
 
