@@ -20,6 +20,7 @@ from fake_clouds import FAULTS, World
 from farthing.errors import FarthingError
 from farthing.launch.machines import MachineLedger
 from launch_faults import Fate, Killed, prepared_for, supervise
+from thinned import thinned
 
 COURSES = Path(__file__).parent / "golden" / "launch_courses.json"
 DEATHS = [(kind, n) for kind in ("kill", "signal") for n in (3, 9, 25)]
@@ -76,7 +77,7 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("provider", "what"), cases())
+@pytest.mark.parametrize(("provider", "what"), thinned(cases(), 3))
 def test_a_launch_takes_the_course_that_it_took(
     provider: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
