@@ -164,6 +164,19 @@ def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(
     assert (account.state, account.usd > cap_usd) == ("limit", True)
 
 
+def test_who_watches_from_beside_kills_nobody_but_who_began_it() -> None:
+    """The number of a process that died may be a stranger's, while a child of it holds the pipe."""
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        program = [sys.executable, "-m", "farthing.report.last_words", str(stranger.pid)]
+        with subprocess.Popen(program, stdin=subprocess.PIPE) as watcher:
+            assert watcher.stdin is not None
+            watcher.stdin.write(b'{"left_s": -100}\n')
+            watcher.stdin.flush()
+            assert watcher.wait(60) == 0
+            assert stranger.poll() is None
+        stranger.kill()
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     thinned(

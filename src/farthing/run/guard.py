@@ -192,13 +192,14 @@ def watched_from_beside(module: str, folder: Path) -> Iterator[None]:
 
 
 def watch_beside(pid: int, last_words: Callable[[Path, str, float], None]) -> None:
-    """Read limits from standard input until it ends; kill process `pid`, and all that descend from
-    it, where it passes one. See `guarded` for `last_words`.
+    """Read limits from standard input until it ends; kill process `pid`, which has begun this one,
+    and all that descend from it, where it passes one. See `guarded` for `last_words`.
     """
     told, pipe = Told(), _Pipe(0)
-    while pipe.is_open and told.left_s >= -KILLED_AFTER_S:
+    while pipe.is_open and os.getppid() == pid and told.left_s >= -KILLED_AFTER_S:
         pipe.read_into(told, told.left_s + KILLED_AFTER_S)
-    if pipe.is_open:
+    # children may hold the pipe open when it is dead, and its number may be a stranger's
+    if pipe.is_open and os.getppid() == pid:
         _kill([pid, *(each for each in _descendants(pid) if each != os.getpid())])
         _say_killed(told, last_words)
 
