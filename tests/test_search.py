@@ -312,6 +312,21 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path: Path) -
     assert rows["low"] <= rows["likely"] <= rows["high"] <= 1 - receipt["winner"]["score"]
 
 
+def test_a_bill_that_can_not_be_made_ends_the_search_before_a_cent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prices that can't be read: it searched on without a bill."""
+
+    def fails(*_: Any) -> Any:
+        raise InputError("a line is damaged", where="prices.csv", to_do="mend it")
+
+    monkeypatch.setattr("farthing.search.run.priced", fails)
+    path = job_of(tmp_path)
+    with pytest.raises(InputError, match="a line is damaged"):
+        search(load_job(path), path)
+    assert not (tmp_path / "run/trials").exists()
+
+
 @pytest.mark.parametrize(
     ("vary", "words"),
     [

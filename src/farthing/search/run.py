@@ -13,7 +13,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -290,17 +290,22 @@ class _Search:
 
     def _priced(self) -> Bill | None:
         """The bill of the search, while the limits leave time to plan. Raises `InputError`."""
-        planned = list[Bill | None]()
-        thread = threading.Thread(
-            target=lambda: planned.append(priced(self.job, self.place)), daemon=True
-        )
+        found: Future[Bill | None] = Future()
+
+        def plan() -> None:
+            try:
+                found.set_result(priced(self.job, self.place))
+            except BaseException as error:
+                found.set_exception(error)
+
+        thread = threading.Thread(target=plan, daemon=True)
         thread.start()
         thread.join(min(threading.TIMEOUT_MAX, max(0.0, self._left()[0] - self.closing_s)))
         if thread.is_alive():
             raise InputError(
                 f"{self._left()[1]} leaves no time for a trial", where="limits", to_do="raise it"
             )
-        return planned[0] if planned else None
+        return found.result()
 
     def copy(self) -> None:
         """Bring what was decided and came out to the store."""
