@@ -231,9 +231,9 @@ class Served:
     @property
     def usd_per_million_tokens(self) -> float:
         """Dollars for a million tokens, in and out, of a machine that is never idle."""
-        traffic = self.traffic
-        all_per_s = self.capacity_tokens_per_s * (1 + traffic.input_tokens / traffic.output_tokens)
-        return self.usd_per_hour / 3600 / all_per_s * 1e6
+        usd_in, usd_out = self.usd_per_million(load=1.0)
+        n_in, n_out = self.traffic.input_tokens, self.traffic.output_tokens
+        return (usd_in * n_in + usd_out * n_out) / (n_in + n_out)
 
     @property
     def break_even_requests_per_hour(self) -> float:

@@ -177,7 +177,6 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
     views = []
     sizes: dict[str, int] = {}
     serving: dict[str, float] = {}
-    offers = list(read_catalog(None, today()).offers)
     seen: set[str] = set()
     for settings in _samples(job):
         kind = str({key: settings[key] for key in settings if key.split(".")[-1] not in FREE})
@@ -193,7 +192,8 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
             if model is not None:
                 sizes[str(model)] = plan.view.job.n_parameters
                 config, _ = find_config(trial.model.model_name_or_path, trial.model.revision)
-                served, _ = serve(read_shape(config, job.task), Traffic(), offers)
+                offers = read_catalog(asked.get("prices"), today()).offers
+                served, _ = serve(read_shape(config, job.task), Traffic(), list(offers))
                 if served:
                     serving[str(model)] = min(each.usd_per_million_tokens for each in served)
     if not views:
