@@ -107,7 +107,9 @@ class RunChangedError(InputError):
 
 
 class RunDamagedError(InputError):
-    """No checkpoint of an earlier attempt can be trusted; a restart from zero has to be asked for."""  # noqa: E501
+    """No checkpoint of an earlier attempt can be trusted; a restart from zero has to be
+    asked for.
+    """
 
 
 class RunBusyError(InputError):

@@ -76,7 +76,9 @@ def make_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int = 1000) -
 def make_model_folder(
     folder: Path, texts: Iterable[str], *, hidden: int = 64, layers: int = 2, dropout: float = 0.0
 ) -> Path:
-    """A folder with a tokenizer and the `config.json` of a small Llama, for `model.init: random`."""  # noqa: E501
+    """A folder with a tokenizer and the `config.json` of a small Llama, for `model.init:
+    random`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(folder, texts)
     heads = max(1, hidden // 32)

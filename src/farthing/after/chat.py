@@ -178,7 +178,9 @@ class Speaker:
 
 
 def trained_on_chats(job: Json) -> bool:
-    """Whether the run's rows are rendered by the chat template; of rows that are gone, taken to be."""  # noqa: E501
+    """Whether the run's rows are rendered by the chat template; of rows that are gone,
+    taken to be.
+    """
     data = job["data"]
     try:
         opened = {"split": data["train_split"], "config_name": data["dataset_config_name"]}

@@ -1,4 +1,6 @@
-"""A job measured instead of trained, and signals that arrive before a run listens to them itself."""  # noqa: E501
+"""A job measured instead of trained, and signals that arrive before a run listens to them
+itself.
+"""
 
 from __future__ import annotations
 

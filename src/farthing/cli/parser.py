@@ -174,7 +174,9 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    """A run folder, as every verb takes it that loads the model of one; `run_folder` looks for it."""  # noqa: E501
+    """A run folder, as every verb takes it that loads the model of one; `run_folder` looks
+    for it.
+    """
     parser.add_argument("folder", help="run folder (output_dir)")
     parser.add_argument(
         "--trust-remote-code",

@@ -246,7 +246,9 @@ def _read_text(path: Path) -> str:
 
 
 def _refuse_tangles(text: str, path: Path) -> None:
-    """Aliases and deep nesting: nothing a job needs, and a small file of them can fill the memory."""  # noqa: E501
+    """Aliases and deep nesting: nothing a job needs, and a small file of them can fill the
+    memory.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
@@ -448,7 +450,9 @@ def _meant(loc: tuple[str, ...]) -> str:
 
 
 def _once_each(problems: Iterable[InputError]) -> list[InputError]:
-    """A key that takes several kinds of value gives one problem for each kind: say them together."""  # noqa: E501
+    """A key that takes several kinds of value gives one problem for each kind: say them
+    together.
+    """
     together: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
         wanted = together.setdefault((problem.what, problem.where), [])

@@ -172,7 +172,9 @@ def _look_at_data(job: Job, name: str, said: Own, split: str, only_plans: bool) 
 
 
 def _first_of(folder: Path, split: str) -> list[Path]:
-    """The first file of a split; none where the folder's own description says what its splits are."""  # noqa: E501
+    """The first file of a split; none where the folder's own description says what its
+    splits are.
+    """
     if (folder / "README.md").exists():
         return []
     try:

@@ -74,7 +74,9 @@ _ROLES = {
 
 
 def of_usual_role(message: RowValue) -> RowValue:
-    """A message with the role as templates know it: `User`, `CHATBOT` (Cohere), `model` (Gemini)."""  # noqa: E501
+    """A message with the role as templates know it: `User`, `CHATBOT` (Cohere), `model`
+    (Gemini).
+    """
     role = message["role"].lower()
     return {**message, "role": _ROLES.get(role, role)}
 

@@ -176,7 +176,9 @@ def _guarded(url: str) -> dict[str, Any]:
 
 
 async def _client(**settings: Any) -> Any:
-    """A web client that connects to no metadata address. A download may take long, silence may not."""  # noqa: E501
+    """A web client that connects to no metadata address. A download may take long, silence
+    may not.
+    """
     import aiohttp
 
     def guarded_socket(address: Any) -> socket.socket:
@@ -278,7 +280,9 @@ def _host(cause: BaseException, shown: str) -> str:
 
 
 def _redacted(text: str, url: str) -> str:
-    """An error's text without what the address keeps secret, in whatever form the text repeats it."""  # noqa: E501
+    """An error's text without what the address keeps secret, in whatever form the text
+    repeats it.
+    """
     text = text.replace(url, without_secrets(url))
     for secret in re.findall(r"://([^/?#]*)@", url):
         for part in sorted({secret, *secret.split(":", 1)[1:]}, key=len, reverse=True):

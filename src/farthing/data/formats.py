@@ -55,7 +55,9 @@ _ROLES = {
 
 
 class Understood(NamedTuple):
-    """The format of a source, the columns it is read from, and what of that was guessed, in words."""  # noqa: E501
+    """The format of a source, the columns it is read from, and what of that was guessed, in
+    words.
+    """
 
     format: str
     columns: dict[str, Template]

@@ -78,7 +78,9 @@ def _spread(
     n_micro_batches: int,
     micro_batch_tokens: int,
 ) -> list[list[int]] | None:
-    """`order` over `n_micro_batches`, each example onto the lightest; None where one does not fit."""  # noqa: E501
+    """`order` over `n_micro_batches`, each example onto the lightest; None where one does
+    not fit.
+    """
     lightest = [(0, number) for number in range(n_micro_batches)]
     micro_batches: list[list[int]] = [[] for _ in range(n_micro_batches)]
     for place in order:

@@ -291,7 +291,9 @@ def short_name(name: str) -> str:
 def _open_dataset(
     name: str, split: str, config_name: str | None, cache_dir: Path, warn: Callable[[str], None]
 ) -> Source:
-    """A Hub data set or a folder in a layout that `datasets` knows. No loading script is ever run."""  # noqa: E501
+    """A Hub data set or a folder in a layout that `datasets` knows. No loading script is
+    ever run.
+    """
     if Path(name).is_dir():
         _refuse_leading_out(Path(name))
         for path in sorted(Path(name).rglob("*")):

@@ -54,7 +54,9 @@ class SourceReader:
         self._chosen: dict[str, str] = {}
 
     def look(self, rows: Iterable[Row | BadRow]) -> None:
-        """Raises `DataError` for rows of another kind that were not chosen, or of no known format."""  # noqa: E501
+        """Raises `DataError` for rows of another kind that were not chosen, or of no known
+        format.
+        """
         for row in rows:
             if isinstance(row, BadRow):
                 continue

@@ -241,7 +241,9 @@ class Ranks:
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether ranks wait for each other in every layer: all must go through the model as often."""  # noqa: E501
+        """Whether ranks wait for each other in every layer: all must go through the model
+        as often.
+        """
         return self.fsdp is not None
 
     @property
@@ -327,7 +329,9 @@ class Ranks:
                 dist.all_reduce(found, dist.ReduceOp.MAX)
 
     def gather_for_save(self, value: Any) -> list[Any]:
-        """`gather` for the thread that writes checkpoints. Raises `OSError` where a rank is gone."""  # noqa: E501
+        """`gather` for the thread that writes checkpoints. Raises `OSError` where a rank is
+        gone.
+        """
         try:
             return self._gathered(value, self._of_saves) if self.n > 1 else [value]
         except RuntimeError as error:

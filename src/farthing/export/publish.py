@@ -26,7 +26,9 @@ LEFT_OUT = ("manifest.json", ".*", "*.part")
 
 
 class PublishError(FarthingError):
-    """The Hub did not take the model; what was written here is whole, and the same command goes on."""  # noqa: E501
+    """The Hub did not take the model; what was written here is whole, and the same command
+    goes on.
+    """
 
 
 @dataclass(frozen=True)

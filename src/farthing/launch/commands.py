@@ -35,7 +35,9 @@ _NO_LOGIN = re.compile(
 
 
 class CommandDriver(Driver):
-    """A target by its own command, see `Driver`. `files` gives the folder where an ask was written."""  # noqa: E501
+    """A target by its own command, see `Driver`. `files` gives the folder where an ask was
+    written.
+    """
 
     is_paid_in_queue, late_s, may_refuse_twice = False, 30.0, True
 

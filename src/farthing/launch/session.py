@@ -79,7 +79,9 @@ class Session:
         return files
 
     def write(self, ask: LaunchRequest) -> Path:
-        """The files of a machine in the run folder: `launch/NAME/`, readable by their owner alone."""  # noqa: E501
+        """The files of a machine in the run folder: `launch/NAME/`, readable by their owner
+        alone.
+        """
         folder = make_private(make_private(self.folder / FOLDER) / ask.name)
         for name, text in self.files_of(ask).items():
             write_text(folder / name, text)

@@ -79,7 +79,9 @@ MOST_REPRICED = 2
 
 
 class NoBudgetError(Exception):
-    """The rest of the cap, of the hours or of the time until the deadline buys no further machine."""  # noqa: E501
+    """The rest of the cap, of the hours or of the time until the deadline buys no further
+    machine.
+    """
 
 
 MakeAsk = Callable[[int, Offer, list[Account], float], LaunchRequest]
@@ -657,7 +659,9 @@ class Launch:
         return machine.usd(soon) > machine.left_usd
 
     def _last_word(self, machine: Machine) -> int | None:
-        """The exit code of a machine that runs no more, from its words, which may be a moment late."""  # noqa: E501
+        """The exit code of a machine that runs no more, from its words, which may be a
+        moment late.
+        """
         for _ in range(2):
             with contextlib.suppress(UnclearError):
                 if (code := self._words.of(machine.name).code) is not None:

@@ -27,7 +27,9 @@ _OURS = "default"
 
 @contextlib.contextmanager
 def base_is_kept() -> Iterator[None]:
-    """While it lasts peft makes such adapters without a change of the weights that they are put on."""  # noqa: E501
+    """While it lasts peft makes such adapters without a change of the weights that they are
+    put on.
+    """
     from peft.tuners.lora import LoraLayer
 
     own = {name: getattr(LoraLayer, name) for name in ("pissa_init", "olora_init")}

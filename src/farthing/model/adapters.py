@@ -260,7 +260,9 @@ def new_heads(model: Any) -> list[str]:
 
 
 def _query_and_value(model: Any) -> list[str]:
-    """The names this family gives to the query and value projections (Hu et al. 2021, section 4.2)."""  # noqa: E501
+    """The names this family gives to the query and value projections (Hu et al. 2021,
+    section 4.2).
+    """
     names = {
         name.split(".")[-1]
         for name, module in model.named_modules()

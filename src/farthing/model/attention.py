@@ -264,7 +264,9 @@ def _without_documents(
     how: How,
     others: dict[str, Any],
 ) -> Tensor:
-    """What `sdpa` does with the mask that was made for it, and soft-capping besides: [B, T, Hq, D]."""  # noqa: E501
+    """What `sdpa` does with the mask that was made for it, and soft-capping besides: [B, T,
+    Hq, D].
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if how.softcap is None:

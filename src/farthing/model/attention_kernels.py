@@ -77,7 +77,9 @@ def keys_as_seen(tokens: Tensor, documents: Documents) -> Tensor:
 
 
 def choose_kernel(query: Tensor, how: How) -> str:
-    """The name in `KERNELS` of the quickest that is here and can do what is asked of these queries."""  # noqa: E501
+    """The name in `KERNELS` of the quickest that is here and can do what is asked of these
+    queries.
+    """
     if query.device.type == "cpu":
         return "documents"
     if how.bias is not None:

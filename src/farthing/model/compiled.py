@@ -55,7 +55,9 @@ def predicted_saving(step_s: float, n_steps_left: int, device: str) -> float:
 
 
 def compile_seconds(n_kinds: int, device: str) -> float:
-    """Seconds that the first steps take longer, for `n_kinds` kinds of layers and nothing cached."""  # noqa: E501
+    """Seconds that the first steps take longer, for `n_kinds` kinds of layers and nothing
+    cached.
+    """
     return n_kinds * (CUDA_S_PER_KIND if device == "cuda" else CPU_S_PER_KIND)
 
 
@@ -180,7 +182,9 @@ class _Recomputed:
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, function: functools.partial[Any], *args: Any, **kwargs: Any) -> Any:
-        """`function` is what transformers wants recomputed: a partial of the layer's own forward."""  # noqa: E501
+        """`function` is what transformers wants recomputed: a partial of the layer's own
+        forward.
+        """
         body = function.func
         if body not in self._compiled:
             self._compiled[body] = in_programs(body, **self._how)

@@ -20,7 +20,9 @@ from farthing.model.loss import inner_of
 
 
 class EmbeddingNoise:
-    """Adds noise behind the input embedding of `model`; told of each batch before it goes through."""  # noqa: E501
+    """Adds noise behind the input embedding of `model`; told of each batch before it goes
+    through.
+    """
 
     def __init__(self, model: Any, alpha: float) -> None:
         inner = inner_of(model)

@@ -62,7 +62,9 @@ def recomputed_of_forward(model: Any, layers: list[Any], checkpoint_every: int) 
 
 
 def recomputed_share(model: Any, layers: list[Any], checkpoint_every: int) -> float:
-    """Of the FLOPs of a step, those that activation checkpointing of every so many `layers` adds."""  # noqa: E501
+    """Of the FLOPs of a step, those that activation checkpointing of every so many `layers`
+    adds.
+    """
     frozen, trained = matrix_weights(model)
     again = 2.0 * (frozen + trained) * recomputed_of_forward(model, layers, checkpoint_every)
     return again / (6.0 * trained + 4.0 * frozen + again) if again else 0.0

@@ -497,7 +497,9 @@ class Forward:
 
     @_whole
     def source_states(self, arrays: Host) -> Tensor:
-        """Hidden states [S, h] of the sources of a packed micro-batch of pairs, one after another."""  # noqa: E501
+        """Hidden states [S, h] of the sources of a packed micro-batch of pairs, one after
+        another.
+        """
         with self.numerics.autocasting():
             return source_states(self._inner, pair_batch(arrays, self.numerics.device))[0]
 

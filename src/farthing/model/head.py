@@ -536,7 +536,9 @@ def _said(config: Any, key: str) -> Any:
 
 
 def _decoder_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Hidden states [B, T, h] of the decoder, scaled where the head shares the embeddings' weights."""  # noqa: E501
+    """Hidden states [B, T, h] of the decoder, scaled where the head shares the embeddings'
+    weights.
+    """
     if "documents" in batch:
         states = pairs.decoder_states(inner, batch)
     else:

@@ -512,7 +512,9 @@ def model_sha256(choice: ModelChoice, config: Any, cache_dir: Path | None = None
 
 
 def _without_places(value: Any) -> Any:
-    """A configuration without what tells where it was saved, and by which version of the library."""  # noqa: E501
+    """A configuration without what tells where it was saved, and by which version of the
+    library.
+    """
     if isinstance(value, dict):
         places = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
         return {key: _without_places(item) for key, item in value.items() if key not in places}
@@ -529,7 +531,9 @@ def _head_of(config: Any, choice: ModelChoice, task: str) -> list[str]:
 
 
 def _four_bit(dtype: torch.dtype, device: torch.device, skip: list[str]) -> dict[str, Any]:
-    """NF4 with double quantization (Dettmers et al. 2023, arXiv 2305.14314) through bitsandbytes."""  # noqa: E501
+    """NF4 with double quantization (Dettmers et al. 2023, arXiv 2305.14314) through
+    bitsandbytes.
+    """
     need_bitsandbytes("method: qlora")
     return {
         "quantization_config": transformers.BitsAndBytesConfig(

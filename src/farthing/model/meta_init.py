@@ -1,4 +1,6 @@
-"""A model without its weights, for a process that gets them from another one. Refuses to read any."""  # noqa: E501
+"""A model without its weights, for a process that gets them from another one. Refuses to
+read any.
+"""
 
 from __future__ import annotations
 

@@ -194,7 +194,9 @@ def _biased_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bias(attention: Any, longest: int) -> Tensor:
-    """[1, H, longest, longest]: a layer's bias by distance, minus infinity where it does not look."""  # noqa: E501
+    """[1, H, longest, longest]: a layer's bias by distance, minus infinity where it does
+    not look.
+    """
     bias: Tensor = attention.compute_bias(
         longest, longest, device=attention.relative_attention_bias.weight.device
     )

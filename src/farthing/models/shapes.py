@@ -389,7 +389,9 @@ class Shape(NamedTuple):
         return body, head, low_rank
 
     def _n_pairs(self, n_tokens: int, n_targets: int, n_above: tuple[int, int]) -> int:
-        """Pairs of tokens that attend to one another, summed over the upper layers of each stack."""  # noqa: E501
+        """Pairs of tokens that attend to one another, summed over the upper layers of each
+        stack.
+        """
         n_layers, n_decoder_layers = n_above
         if self.attention == "bidirectional":
             return n_layers * n_tokens**2
@@ -586,5 +588,7 @@ def _with_parents(name: str) -> Iterator[str]:
 
 
 def _is_saved(name: str, wanted: Sequence[str]) -> bool:
-    """Whether `peft` trains this module whole: its name, or that of a module it stands in, ends so."""  # noqa: E501
+    """Whether `peft` trains this module whole: its name, or that of a module it stands in,
+    ends so.
+    """
     return any(module.endswith(end) for module in _with_parents(name) for end in wanted)

@@ -286,5 +286,7 @@ class Objective(NamedTuple):
         return not self.is_pair and not self.reads_labels
 
     def n_tokens(self, n_input: float, n_target: float) -> float:
-        """All tokens, from those of the input (which of one text are all) and those of the target."""  # noqa: E501
+        """All tokens, from those of the input (which of one text are all) and those of the
+        target.
+        """
         return n_input + (n_target if self.is_pair else 0.0)

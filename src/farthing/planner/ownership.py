@@ -113,7 +113,9 @@ def own_way(owned: Owned, hours_per_run: float) -> Way:
 def yearly_usd(
     ways: Mapping[str, Way], n_runs_per_month: float, n_years: int = 1
 ) -> dict[str, float]:
-    """What each way comes to over years of a project with so many runs a month, the cheapest first."""  # noqa: E501
+    """What each way comes to over years of a project with so many runs a month, the
+    cheapest first.
+    """
     n_months = n_years * MONTHS_PER_YEAR
     totals = {
         name: way.up_front_usd + n_months * (way.usd_per_month + n_runs_per_month * way.usd_per_run)

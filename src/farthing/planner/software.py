@@ -207,7 +207,9 @@ def runs_in_words(torch: Torch) -> str:
 
 @cache
 def _of_version(version: str) -> list[Build]:
-    """The builds of the newest row that is not newer than a version; of the oldest for older ones."""  # noqa: E501
+    """The builds of the newest row that is not newer than a version; of the oldest for
+    older ones.
+    """
     of_torch = [one for one in builds() if one.package == "torch"]
     until = [one.since for one in of_torch if one.since <= _numbers(version)]
     since = max(until, default=of_torch[0].since)

@@ -255,7 +255,9 @@ def _is_none(text: str) -> bool:
 
 @cache
 def _skypilot_memory(info: str, n_gpus: str, name: str) -> float | None:
-    """GiB of one GPU. Some clouds write the size of all of them, some write GB where MiB is said."""  # noqa: E501
+    """GiB of one GPU. Some clouds write the size of all of them, some write GB where MiB is
+    said.
+    """
     match = re.search(r"'SizeInMiB': (\d+)", info)
     if match is None or int(match[1]) == 0:
         return None

@@ -93,7 +93,9 @@ class _Run:
 
 
 def diagnose(receipt: Receipt) -> Diagnosis:
-    """The diagnosis of a run; without findings where nothing stands out or too little has happened."""  # noqa: E501
+    """The diagnosis of a run; without findings where nothing stands out or too little has
+    happened.
+    """
     run = _Run(receipt)
     found = [
         replace(finding, area=area) for area, check in CHECKS.items() for finding in check(run)

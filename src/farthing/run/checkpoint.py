@@ -428,7 +428,9 @@ def fill_along(shared: Shared, fill: Fill) -> None:
 
 
 def _sealed_by(fill: Fill, draft: Path) -> list[FileEntry] | str:
-    """Entries of the files that this process has written into a draft; why it could not, in words."""  # noqa: E501
+    """Entries of the files that this process has written into a draft; why it could not, in
+    words.
+    """
     try:
         return [seal_file(path) for path in fill(draft)]
     except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:

@@ -250,7 +250,9 @@ def keep_job(folder: Path, job: Mapping[str, Any], facts: Json) -> None:
 
 
 def kept_job(folder: Path) -> Json:
-    """The job of a run as it was read. Raises `RunDamagedError` where it is not what was written."""  # noqa: E501
+    """The job of a run as it was read. Raises `RunDamagedError` where it is not what was
+    written.
+    """
     to_do = "run `farthing train` with the job once more: it writes the file again"
     try:
         text = (folder / JOB).read_text(encoding="utf-8")

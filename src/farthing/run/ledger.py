@@ -69,7 +69,9 @@ MOST_TAIL_S = 3600.0
 
 
 def seconds_since_process_start() -> float:
-    """Age of this process in seconds: what imports and start-up have cost before the meter existed."""  # noqa: E501
+    """Age of this process in seconds: what imports and start-up have cost before the meter
+    existed.
+    """
     try:  # the kernel counts from the boot, as a clock that jumps does not
         stat = Path(f"/proc/{guard_of_this() or 'self'}/stat").read_text()
         ticks = int(stat.rpartition(")")[2].split()[19])

@@ -192,7 +192,9 @@ AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # the chassis tag of Azure's mac
 def services_for(
     wanted: str, *, is_spot: bool, firmware: Path = Path("/sys/class/dmi/id")
 ) -> list[str]:
-    """Whom to ask: `wanted` is `where.notices` of a job. Reads three small files and asks nobody."""  # noqa: E501
+    """Whom to ask: `wanted` is `where.notices` of a job. Reads three small files and asks
+    nobody.
+    """
     if wanted != "auto":
         return [] if wanted == "off" else [wanted]
     if here := cloud_here(firmware):

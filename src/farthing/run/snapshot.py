@@ -54,7 +54,9 @@ class Lane(Protocol):
 
 
 class CudaLane:
-    """A stream of its own. What was queued before the lane was made is done before its first copy."""  # noqa: E501
+    """A stream of its own. What was queued before the lane was made is done before its
+    first copy.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -132,7 +132,9 @@ def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
 
 
 def make_private(folder: Path) -> Path:
-    """Create `folder` if need be, readable by its owner alone: it may hold data. Raises `OSError`."""  # noqa: E501
+    """Create `folder` if need be, readable by its owner alone: it may hold data. Raises
+    `OSError`.
+    """
     if folder.is_symlink() and folder.lstat().st_uid not in (0, os.getuid()):
         raise PermissionError(errno.EPERM, "it is a link made by another user")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -233,7 +235,9 @@ def seal(manifest: Json) -> str:
 
 
 def unseal(text: str, name: str) -> Json:
-    """The manifest of a text that `seal` wrote, which is called `name`. Raises `DamagedFileError`."""  # noqa: E501
+    """The manifest of a text that `seal` wrote, which is called `name`. Raises
+    `DamagedFileError`.
+    """
     try:
         manifest = parse_json(text)
         is_whole = isinstance(manifest, dict) and text == seal(manifest)

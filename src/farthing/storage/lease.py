@@ -133,7 +133,9 @@ class Lease:
                     store.remove([_key(self._number - N_LINKS)])
 
     def release(self, store: Store) -> None:
-        """Give the run back, so that others need not wait. Raises `LeaseLostError`, `StoreError`."""  # noqa: E501
+        """Give the run back, so that others need not wait. Raises `LeaseLostError`,
+        `StoreError`.
+        """
         if self.epoch is not None and self._lock.acquire(timeout=2.0):
             try:
                 self._add(store, self._number + 1, self.epoch, self._words(), is_last=True)

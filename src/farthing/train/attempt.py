@@ -41,7 +41,9 @@ from farthing.train.watchdog import Watchdog
 
 @dataclass
 class Context:
-    """What an attempt runs in: where it writes, who pays, who may ask it to leave, and who is told."""  # noqa: E501
+    """What an attempt runs in: where it writes, who pays, who may ask it to leave, and who
+    is told.
+    """
 
     folder: Path
     run_id: str

@@ -523,7 +523,9 @@ def _wait_for_replica(context: Context, state: str) -> bool:
 
 
 def clear_damaged_model(folder: Path, emit: Emit) -> bool:
-    """Set an exported model aside that is not what was written, with a warning; whether it was so."""  # noqa: E501
+    """Set an exported model aside that is not what was written, with a warning; whether it
+    was so.
+    """
     damage = damage_of(folder)
     if damage is None:
         return False

@@ -57,7 +57,9 @@ def first_settings(
 
 
 def keep_settings(attempt: Attempt) -> None:
-    """Write down how the run is computed from here on, before a step is taken so. Raises `OSError`."""  # noqa: E501
+    """Write down how the run is computed from here on, before a step is taken so. Raises
+    `OSError`.
+    """
     path, now = attempt.context.folder / SETTINGS, attempt.settings
     values = kept(path)
     before = Settings() if values is None else Settings.from_json(values)

@@ -81,7 +81,9 @@ def first_fit(
 
 
 def settled_fit(fit: Fit, left_s: float, step_s: float | None, at_the_end_s: float) -> Fit:
-    """The fit after `settles_at` steps, for good. Where no pace was measured the first one stands."""  # noqa: E501
+    """The fit after `settles_at` steps, for good. Where no pace was measured the first one
+    stands.
+    """
     if step_s is None:
         return replace(fit, settled=True)
     bought = steps_bought(left_s, step_s, at_the_end_s=at_the_end_s)

@@ -428,7 +428,9 @@ def _classes_in(labels: NDArray[Any]) -> set[int]:
 
 
 def _say_shared_inputs(train: Examples, held_out: Examples, emit: Emit) -> None:
-    """Inputs that are learned and evaluated on: what is measured on them says nothing of new ones."""  # noqa: E501
+    """Inputs that are learned and evaluated on: what is measured on them says nothing of
+    new ones.
+    """
     is_shared = np.isin(
         held_out.tokens.groups[held_out.indices], train.tokens.groups[train.indices]
     )

@@ -80,7 +80,9 @@ class StepResult:
     _update: Any = None
 
     def read(self) -> tuple[list[float], float]:
-        """(what each micro-batch adds to the mean loss, gradient norm before clipping); waited for."""  # noqa: E501
+        """(what each micro-batch adds to the mean loss, gradient norm before clipping);
+        waited for.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
         n = len(self.sums.losses)

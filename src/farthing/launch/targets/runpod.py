@@ -1,4 +1,6 @@
-"""RunPod: a pod with the moment of its own end, by GraphQL, the only door that has one (and spot)."""  # noqa: E501
+"""RunPod: a pod with the moment of its own end, by GraphQL, the only door that has one (and
+spot).
+"""
 
 from __future__ import annotations
 
