@@ -94,6 +94,8 @@ class World:
     """(from, until, status) of answers that are none."""
     store_away_until: float = 0.0
     n_created: int = 0
+    n_unanswered: int = 0
+    """Creations that made nothing, and were not answered."""
     stopped: bool = False
     holder: int = 0
     """Whose launch it is: the last process that claimed it."""
@@ -350,6 +352,7 @@ class World:
         if fault in ("no stock", "refused for good"):
             return refusal(fault == "no stock")
         if fault == "create never answers":
+            self.n_unanswered += 1
             self.sleep(30)
             raise TimeoutError("no answer")
         self.machines.append(machine)

@@ -32,7 +32,8 @@ import httpx
 from fake_clouds import FAULTS, World
 from farthing.config.job import Job
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, InputError, RunInterruptedError
-from farthing.launch.http import Api
+from farthing.launch.driver import Driver
+from farthing.launch.http import TIMEOUT_S, Api
 from farthing.launch.inputs import Packed
 from farthing.launch.machines import MachineLedger
 from farthing.launch.prepare import S3_KEYS, Prepared, Wishes
@@ -48,6 +49,8 @@ from farthing.run.accounts import Account
 PROVIDERS = {"runpod": "RunPod", "vast": "Vast.ai", "lambda": "Lambda"}
 GPUS = ("RTX 4090", "RTX 3090", "A40", "L40S", "RTX 5090", "H100-80GB")
 DAY = date(2026, 11, 22)
+ANSWER_S = TIMEOUT_S + Driver.late_s
+"""A request waits so long for its answer, and a provider's list for its machine."""
 
 
 class Killed(BaseException):
@@ -270,6 +273,8 @@ def run_case(seed: int) -> dict[str, Any]:
         counted = ledger.usd(world.now)
         open_ = [machine.name for machine in ledger.open]
         ledger.close()
+    # what nobody answered for counts from its request on, if we were away while it was looked for
+    away_s = world.unattended_s and world.unattended_s + ANSWER_S * world.n_unanswered
     loading = [] if returns else world.loading
     usd = world.usd - sum(map(world.usd_of, loading))
     return {
@@ -292,7 +297,7 @@ def run_case(seed: int) -> dict[str, Any]:
         "over_usd": max(0.0, usd - max_usd),
         "unattended_usd": world.unattended_usd,
         "unseen_usd": world.unseen_usd,
-        "away_usd": world.unattended_s
+        "away_usd": away_s
         / 3600
         * max(
             [world.usd_per_hour, *(price for each in world.machines for _, price in each.prices)]

@@ -405,7 +405,7 @@ def test_the_words_say_where_prices_are_from_and_how_old() -> None:
     )
     old = of(2, 31, 40)
     assert old.is_stale
-    assert old.words.endswith("stale: `farthing prices update` refreshes them")
+    assert old.words.endswith("stale: `farthing prices update` reads newer ones")
     assert of(-5).ages_days == (0, 0, 0), "a clock that is behind makes no price younger than new"
 
 

@@ -92,6 +92,47 @@ def test_a_machine_that_came_and_went_while_its_watcher_was_suspended_is_counted
     assert world.usd <= 0.7
 
 
+def test_a_machine_that_several_processes_looked_for_in_vain_costs_nothing(tmp_path: Path) -> None:
+    world, run = World("lambda", n_steps=120, script=["create never answers"]), tmp_path / "run"
+    for n_calls, pause_s in ((33, 30), (18, 30), (23, 4000)):
+        with pytest.raises(Killed):
+            supervise(
+                world, prepared_for("lambda", run, 0.7, 0.4), run, Fate(n_calls, is_before=True)
+            )
+        with world.unattended():
+            world.sleep(pause_s)
+    assert supervise(world, prepared_for("lambda", run, 0.7, 0.4), run, ALIVE) == 0
+    ledger = MachineLedger(run)
+    assert [each.state for each in ledger.machines.values()] == ["refused", "gone"]
+    assert ledger.usd(world.now) == pytest.approx(world.usd, rel=0.01)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_old_price_names_what_gives_newer_ones(
+    own: bool,
+    tmp_path: Path,
+    tiny_folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FARTHING_TODAY", "2027-11-22")
+    job, words = job_at(tmp_path, tiny_folders), list[str]()
+    if own:
+        (tmp_path / "own.csv").write_text(
+            "provider,instance,gpu,n_gpus,region,kind,unit,usd,source,date\n"
+            "RunPod,1x RTX 4090 secure,RTX 4090,1,any,on-demand,machine_hour,0.4,me,2026-11-20\n"
+        )
+        words = ["--prices", str(tmp_path / "own.csv")]
+    assert main(["launch", str(job), "--on", "runpod", *words]) == 0
+    out = capsys.readouterr().out
+    assert ("days old: `farthing prices update` reads newer ones" in out) is not own
+    assert (f"is 367 days old: renew {tmp_path}/own.csv" in out) is own
+    assert main(["plan", str(job), *words]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("days old: `farthing prices update` reads newer ones" in out) is not own
+    assert (f"days old: renew {tmp_path}" in out) is own
+
+
 def test_what_is_billed_beside_the_machines_is_in_the_dry_run(
     tmp_path: Path,
     tiny_folders: dict[str, Path],

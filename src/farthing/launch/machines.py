@@ -18,7 +18,7 @@ from farthing.storage.files import Json, fsync_path, make_private
 from farthing.storage.logs import SummedLines
 
 MACHINES = "machines.jsonl"
-EVENTS = ("asked", "created", "refused", "priced", "booted", "left", "gone")
+EVENTS = ("asked", "sought", "created", "refused", "priced", "booted", "left", "gone")
 _BILLED = (
     *("name", "target", "provider", "instance", "gpu", "is_spot", "id", "usd_per_hour"),
     *("state", "why", "asked_at", "gone_at", "price_from"),
@@ -55,6 +55,8 @@ class Machine:
     """The newest step that was saved when it was asked for."""
     id: str = ""
     asked_at: float = 0.0
+    sought: list[float] = field(default_factory=list)
+    """When it was looked for after a request that was not answered."""
     created_at: float | None = None
     booted_at: float | None = None
     left_at: float | None = None
@@ -149,7 +151,7 @@ class MachineLedger:
             is_same = (
                 own[:1] == rows[:1] or own[0].get("event") != "asked"
             )  # that line is damaged here
-            was_made = {row.get("event") for row in own} - {"asked", "refused"}
+            was_made = {row.get("event") for row in own} - {"asked", "sought", "refused"}
             to = f"{name}-elsewhere" if was_made and not is_same else name
             for row in rows:
                 row = {**row, "machine": to}
@@ -204,7 +206,9 @@ class MachineLedger:
                 setattr(machine, key, row[key])
         if event in ("created", "priced") and "usd_per_hour" in row:
             machine.charged.append((at, float(row["usd_per_hour"])))
-        if event == "refused":
+        if event == "sought":
+            machine.sought.append(at)
+        elif event == "refused":
             machine.is_refused = True
         elif event in EVENTS and event != "priced":
             setattr(machine, f"{event}_at", at)

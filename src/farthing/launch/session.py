@@ -35,7 +35,7 @@ from farthing.launch.still_billed import still_billed
 from farthing.launch.supervise import TEARDOWN_S, Launch, Patience
 from farthing.launch.wheel import wheel_of_this
 from farthing.launch.words import StoreWords
-from farthing.planner.types import Plan
+from farthing.planner.types import AGED_PRICE_DAYS, Plan
 from farthing.prices.offers import Offer, boot_of
 from farthing.run.accounts import Account, read_ledger
 from farthing.run.commits import list_commits, take_newest
@@ -535,6 +535,9 @@ def notes_of(prepared: Prepared, ask: LaunchRequest) -> list[str]:
     """What somebody should know before saying yes."""
     target, store = prepared.target, prepared.job.output_store
     kept = [name for name in prepared.job.train.report_to if name in ("tensorboard", "trackio")]
+    plan, own = prepared.plans.get(ask.offer), prepared.wishes.prices
+    age = 0 if plan is None else plan.price_age_days
+    renewal = f"renew {own}" if own else "`farthing prices update` reads newer ones"
     notes = {
         f"nothing at {target.title} ends the machine when this process dies: --attended only": (
             not target.ends
@@ -567,6 +570,7 @@ def notes_of(prepared: Prepared, ask: LaunchRequest) -> list[str]:
         " model can't be fetched there": (
             prepared.travels and not os.environ.get("HF_TOKEN") and _has_hub_login()
         ),
+        f"the price is {age} days old: {renewal}": age >= AGED_PRICE_DAYS,
         f"the price is the lowest of many hosts' on {ask.offer.date}: it may not be had": (
             ask.offer.billing.prices_are == "from"
         ),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeVar
 
 from farthing.errors import (
@@ -531,37 +532,33 @@ class Launch:
         """Whether a machine is there whose creation was not answered; looked for until it must be
         in every list.
 
-        One that is looked for long after may have been there and gone: it is counted as if it was.
+        While nobody looked it may have been there and gone: then it is counted as if it was.
         """
-        began, is_said, late_s = self._clock(), False, self._driver.late_s
-        until = max(machine.asked_at, began) + late_s
-        was_away, last = began - machine.asked_at > late_s, self.awake()
+        is_said, late_s = False, self._driver.late_s
         while True:
             try:
                 try:
                     seen = self._asked(lambda: self._driver.look(machine))
-                finally:  # suspended meanwhile?
-                    was_away |= self.awake() - last > late_s + GAP_S
-                    last = self.awake()
+                finally:
+                    now = self._clock()
+                    self._ledger.note(machine.name, "sought", now)
+                    with contextlib.suppress(UnclearError):
+                        self._share()
                 if seen is not None:
-                    self._ledger.note(machine.name, "created", self._clock(), id=seen.id)
+                    self._ledger.note(machine.name, "created", now, id=seen.id)
                     self._take_price(machine, seen)
                     return True
-                now = self._clock()
-                if now >= until and was_away:
-                    # when the search began late, no list was late any more
-                    at = began if began - machine.asked_at > late_s else now
-                    at = min(at, machine.asked_at + machine.most_s) if machine.most_s else at
+                times = sorted([machine.asked_at, *machine.sought])
+                back = [at for before, at in pairwise(times) if at - before > late_s + GAP_S]
+                began = back[-1] if back else times[1]
+                if now >= began + late_s and back:
+                    at = min(began, machine.asked_at + machine.most_s) if machine.most_s else began
                     why = "nobody knows whether it was there; counted as if it was"
                     self._ledger.note(machine.name, "gone", at, why=why)
                     return False
-                if now >= until:
-                    self._ledger.note(
-                        machine.name,
-                        "refused",
-                        now,
-                        why="no such machine came into being",
-                    )
+                if now >= began + late_s:
+                    why = "no such machine came into being"
+                    self._ledger.note(machine.name, "refused", now, why=why)
                     return False
             except UnclearError as error:
                 if not is_said:

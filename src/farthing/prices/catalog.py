@@ -30,6 +30,7 @@ class Catalog(NamedTuple):
     where: str
     today: date
     skipped: Mapping[str, int]  # GPU names of a feed that are not known here, with their rows
+    is_own: bool = False  # a file of the user's
 
     @property
     def providers(self) -> tuple[str, ...]:
@@ -55,7 +56,12 @@ class Catalog(NamedTuple):
             f"{plural(len(self.offers), 'price')} of {plural(len(self.providers), 'provider')} from"
             f" {self.where}: newest {newest} old, half within {median}, oldest {oldest}"
         )
-        return f"{text}; stale: `farthing prices update` refreshes them" if self.is_stale else text
+        return f"{text}; stale: {self.renewal}" if self.is_stale else text
+
+    @property
+    def renewal(self) -> str:
+        """What gives newer prices."""
+        return f"renew {self.where}" if self.is_own else "`farthing prices update` reads newer ones"
 
 
 def cache_path() -> Path:
@@ -204,4 +210,4 @@ def read_refreshed(path: Path, today: date) -> Catalog:
 
 def _read(path: Path, today: date, *, is_own: bool = False, is_feed: bool = False) -> Catalog:
     offers, skipped = read_prices(path, today, is_own=is_own, is_feed=is_feed)
-    return Catalog(offers, str(path), today, skipped)
+    return Catalog(offers, str(path), today, skipped, is_own)

@@ -85,8 +85,7 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
     facts.append(("check", to_check(view, best)))
     oldest = max(one.price_age_days for one in shown)
     if oldest > OLD_PRICE_DAYS:
-        words = f"up to {oldest} days old: `farthing prices update` reads newer ones"
-        facts.append(("prices", words))
+        facts.append(("prices", f"up to {oldest} days old: {view.prices.renewal}"))
     last: list[Block] = [Pairs(tuple(facts))]
     if next_step:
         last.append(Text(f"next      {next_step}", "code"))

@@ -54,6 +54,8 @@ class Prices:
     words: str
     where: str
     is_stale: bool
+    renewal: str
+    """What gives newer prices."""
     age_days: dict[str, int]
 
 

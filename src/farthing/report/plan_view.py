@@ -190,7 +190,7 @@ def plan_view(
         version=farthing.__version__,
         date=study.today.isoformat(),
         job=_job(study),
-        prices=Prices(prices.words, prices.where, prices.is_stale, ages),
+        prices=Prices(prices.words, prices.where, prices.is_stale, prices.renewal, ages),
         assumptions=tuple(study.assumptions.in_words()),
         notes=study.notes,
         data_notes=tuple(dict.fromkeys(data_notes)),
