@@ -24,6 +24,7 @@ from farthing.units import plural
 
 N_NEWEST = 5
 ENOUGH_STEPS = 10  # of a run that sets a pace; the first ones of a process are unlike the rest
+LEAST_START_S = 0.5  # of a new process, which imports torch
 ALIKE_LENGTHS = 3.0  # longest over shortest mean of examples that say something of each other
 N_AGREE, AGREE = 3, 0.10  # so many runs whose pace differs by less than this, either way, agree
 SPREAD_SAME = 0.08  # what is left of the error once runs of the same model agree
@@ -46,8 +47,12 @@ def calibrate(
     first = adapters.first_layer if adapters is not None else 0
     same = [m for m in of_device if _is_same(m, case) and m.first_layer == first]
     same = [m for m in same if m.n_steps >= ENOUGH_STEPS and _is_alike(m, mean_tokens)][:N_NEWEST]
+    # a process that has trained before starts in no time
+    starts = [m.start_up_s for m in matching(measurements, hardware=hardware)]
+    starts = [seconds for seconds in starts if seconds >= LEAST_START_S][:N_NEWEST]
+    start_s = statistics.median(starts) if starts else None
     if not same:
-        return Calibration()
+        return Calibration(start_s=start_s)
     found = [_compare(m, case, device) for m in same]
 
     def median(name: str) -> float:
@@ -63,7 +68,7 @@ def calibrate(
         optimizer=median("optimizer"),
         evaluation=statistics.median(evaluations or [1.0]),
         waiting_s=median("waiting_s"),
-        start_s=statistics.median(m.start_up_s + m.load_model_s + m.restore_s for m in same),
+        start_s=start_s and start_s + statistics.median(m.load_model_s for m in same),
         save_s=statistics.median([m.save_s / m.n_saves for m in same if m.n_saves] or [0.1]),
         export_s=statistics.median([m.export_s for m in same if m.export_s > 0] or [0.5]),
         extra_bytes=int(max(one.extra_bytes or 0 for one in found)),

@@ -176,7 +176,8 @@ class Search:
         shape, weights_bytes = wanted.shape, wanted.shape.n_parameters * 2.0
         start_s, export_s = known.start_s, known.export_s
         if start_s is None:
-            start_s = a.import_s + weights_bytes / a.load_bytes_per_s
+            start_s = a.import_s if machine.is_cuda else a.import_on_cpu_s
+            start_s += weights_bytes / a.load_bytes_per_s
         if export_s is None:
             export_s = 0.5 + wanted.n_trainable * 4 / a.disk_bytes_per_s
         lengths = wanted.lengths

@@ -39,6 +39,7 @@ class Assumptions(NamedTuple):
     download_bytes_per_s: float = 100e6
     load_bytes_per_s: float = 1e9  # from disk to the device
     import_s: float = 10.0
+    import_on_cpu_s: float = 4.5  # two cores, measured
     tokenize_tokens_per_s: float = 0.4e6  # two cores, measured
     snapshot_bytes_per_s: float = 5e9  # a checkpoint to host memory; written in the background
     disk_bytes_per_s: float = 500e6
@@ -48,7 +49,7 @@ class Assumptions(NamedTuple):
         return [
             f"a rented machine boots in {say_seconds(self.setup_s)} where its provider's time is "
             f"not known (facts/boot.csv), and downloads {self.download_bytes_per_s / 1e6:.0f} MB/s",
-            f"imports take {self.import_s:.0f} s, weights load {self.load_bytes_per_s / 1e9:g} "
+            f"imports take {self.import_s:.0f} s ({self.import_on_cpu_s:g} s on a CPU), weights load {self.load_bytes_per_s / 1e9:g} "
             "GB/s",
             f"where terms are silent, a GB costs ${ASSUMED_STORAGE_USD_PER_GB_MONTH:.2f} a month "
             "to "

@@ -164,7 +164,7 @@ def opened(folder: Path, usd_per_hour: float) -> Iterator[Opened]:
             to_do="choose another output_dir",
         ) from error
     with only_writer(folder):
-        meter = Meter(already_s=_age_to_count(), idle_s=_paused_s())
+        meter = Meter(already_s=uncounted_age_s(), idle_s=_paused_s())
         ledger = Ledger(folder / LEDGER, meter, usd_per_hour, witnesses_of(folder))
         attempt = Opened(folder, meter, ledger)
         try:
@@ -201,8 +201,8 @@ def _state_after(error: BaseException) -> str:
     return "interrupted" if is_asked else "failed"
 
 
-def _age_to_count() -> float:
-    """Seconds of this process that are on no bill yet: its age, for its first attempt."""
+def uncounted_age_s() -> float:
+    """Seconds of this process that are on no bill yet: its age, the first time that it is asked."""
     if os.getpid() in _counted_by:
         return 0.0
     _counted_by.clear()

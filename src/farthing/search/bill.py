@@ -18,6 +18,7 @@ from farthing.errors import InputError
 from farthing.models.model_config import find_config
 from farthing.models.shapes import read_shape
 from farthing.planner.serving import Traffic, serve
+from farthing.planner.types import Assumptions
 from farthing.prices.catalog import read_catalog
 from farthing.search.halving import SHARES, Rungs, least_difference, rungs_of
 from farthing.search.space import draw, job_of, model_of, n_choices, values_with
@@ -39,8 +40,8 @@ N_DRAWN = 24
 KEPT_BACK = 0.15
 """Of the cap, for restarts and for trials that cost more than planned."""
 OF_TRAINING = ("training", "checkpoints")
-SEGMENT_SHARE = 0.1
-"""Of a start, that each further segment of a trial takes to load its model again."""
+SEGMENT_S = 0.3
+"""That each segment of a trial takes besides its model: to open its data and its run, and to leave."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Bill:
     n_eval: int
     n_evaluations: int
     """Of one full training."""
+    load_s: float
+    """Of a model, which every segment of a trial loads again."""
 
     def of(self, n_trials: int) -> Json:
         """The bill of so many trials."""
@@ -136,7 +139,7 @@ class Bill:
             if part not in (*OF_TRAINING, "evaluation", "start-up", "export")
         )
         wall_s = runs * (mean(*OF_TRAINING) + evaluations * of_one) + export_s + others_s
-        wall_s += start_s * (1 + SEGMENT_SHARE * (sum(at_rungs) - 1))
+        wall_s += start_s + sum(at_rungs) * (SEGMENT_S + self.load_s)
         spread = [each / max(first.hours, 1e-12) for each in first.hours_range]
         hours = wall_s / 3600
         rate = first.total_usd / max(first.hours, 1e-12) if first.total_usd else 0.0
@@ -204,7 +207,9 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
         if (choices := _on(name, views))
     }
     of_one = views[0].job
-    return Bill(job, plans, sizes, serving, of_one.n_eval_examples, of_one.n_evaluations)
+    bytes_of_weights = sum(2.0 * view.job.n_parameters for view in views) / len(views)
+    load_s = bytes_of_weights / Assumptions().load_bytes_per_s
+    return Bill(job, plans, sizes, serving, of_one.n_eval_examples, of_one.n_evaluations, load_s)
 
 
 def _on(name: str, views: Sequence[PlanView]) -> list[Choice]:

@@ -34,7 +34,7 @@ class Worker:
 
     def call(self, task: Json, tell: Callable[[Json], None]) -> Json:
         """The answer to a task; what comes before it goes to `tell`. Raises `WorkerDiedError`."""
-        process = self._running()
+        process = self.start()
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has died: the answer does not come either
@@ -51,7 +51,8 @@ class Worker:
         self._process = None
         raise WorkerDiedError(code)
 
-    def _running(self) -> subprocess.Popen[str]:
+    def start(self) -> subprocess.Popen[str]:
+        """The process, begun where there is none."""
         if self._process is None:
             with open_own(self._log, "ab") as log:
                 self._process = subprocess.Popen(

@@ -118,6 +118,7 @@ def search(
             found = _Search(
                 job, str(place), folder, record, begun.ledger, mirror, tell, n_at_a_time, closing_s
             )
+            stack.callback(found.end)
             found.begin()
             begun.is_accepted = True
             state, reason = found.run()
@@ -260,9 +261,12 @@ class _Search:
         section = self.job.search
         asked = asked_of(self.job)
         self.record.must_be(asked)
+        if not self.record.header:
+            refuse_choices(self.job, self.place)
+        for worker in self.workers:
+            worker.start()  # they import while this process plans
         if self.record.header:
             return
-        refuse_choices(self.job, self.place)
         bill = self._priced()
         most = n_choices(section) if section.vary else 1
         n_trials = min(section.trials or MOST_TRIALS, most or MOST_TRIALS)
@@ -334,10 +338,14 @@ class _Search:
         except (RunInterruptedError, RunTakenError) as error:
             return "interrupted", self._asked or error.what
         finally:
-            self._has_ended.set()
-            self._threads.shutdown()
-            for worker in self.workers:
-                worker.end()
+            self.end()
+
+    def end(self) -> None:
+        """End the workers, which are idle."""
+        self._has_ended.set()
+        self._threads.shutdown()
+        for worker in self.workers:
+            worker.end()
 
     def _run(self) -> str:
         section, n_all, first = self.job.search, self.record.header["n_trials"], 0

@@ -22,6 +22,7 @@ from farthing.errors import EXIT_INTERRUPTED, FarthingError, RunInterruptedError
 from farthing.events import Evaluated, Event, Restored, Warned, ignore
 from farthing.report.training_log import read_log
 from farthing.run.folder import LOG
+from farthing.run.opening import uncounted_age_s
 from farthing.search.space import job_of
 from farthing.storage.files import Json
 
@@ -34,6 +35,7 @@ def serve() -> None:
     os.dup2(2, 1)
     tasks: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(sys.stdin, tasks), daemon=True).start()
+    _prepare()
 
     def tell(row: Json) -> None:
         answers.write(json.dumps(row, default=str) + "\n")
@@ -57,6 +59,17 @@ def _listen(lines: IO[str], tasks: queue.Queue[str]) -> None:
     os._exit(EXIT_INTERRUPTED)  # nobody waits for the answer; what was committed is whole
 
 
+def _prepare() -> None:
+    """Import what trials need, while the search still plans; its bill has these seconds."""
+    import gc
+
+    import farthing.train.run  # noqa: F401
+
+    uncounted_age_s()
+    gc.collect()
+    gc.freeze()  # libraries are not looked through again by each trial
+
+
 def train_segment(task: Json, tell: Tell) -> Json:
     """Train a trial until its rung, and how it stands there."""
     from farthing.train.run import train
@@ -76,7 +89,7 @@ def train_segment(task: Json, tell: Tell) -> Json:
         nonlocal is_paused
         if until <= step and until < n_steps:
             is_paused = True
-            raise RunInterruptedError(f"paused at step {until}")
+            raise RunInterruptedError("paused")
 
     def on_event(event: Event) -> None:
         if isinstance(event, Evaluated):
@@ -97,7 +110,7 @@ def train_segment(task: Json, tell: Tell) -> Json:
     _free_memory()
     return {
         "state": state,
-        "reason": outcome.reason,
+        "reason": f"paused at step {receipt.steps}" if is_paused else outcome.reason,
         "step": receipt.steps,
         "n_steps": n_steps,
         "evaluations": rows,
