@@ -31,6 +31,7 @@ from farthing.report.receipt import APART, Bill, against_estimate
 from farthing.settings import Settings
 
 HERE = "a processor, 2 threads"
+STARTS_ONLY = Calibration(start_s=4.0)
 DEVICE = cpu_device("a processor", 1e11, 2)
 STACK = stack_for("llama", "causal-lm", "fp32", "full")
 RECIPE = Recipe("full", Settings(512, precision="fp32"), "adamw_torch_fused", 16, stack=STACK)
@@ -108,7 +109,7 @@ def test_runs_of_the_same_model_give_their_factors_back() -> None:
     assert found.compute == pytest.approx(2.0)
     assert found.optimizer == pytest.approx(3.0)
     assert found.waiting_s == pytest.approx(0.05)
-    assert (found.start_s, found.save_s) == (5.0, 0.5)
+    assert (found.start_s, found.load_s, found.save_s) == (4.0, 1.0, 0.5)
     assert found.extra_bytes == 100 << 20
     assert (found.spread, found.n_runs) == (0.3, 1)
     assert found.source == "1 run of this model here, the last on 2026-11-21 (too few to agree)"
@@ -133,7 +134,7 @@ def test_a_run_is_taken_as_it_was_cut() -> None:
 def test_runs_of_other_layers_are_others() -> None:
     shape = shape_of()
     run = run_of(shape, 2.0, first_layer=15)
-    assert calibrate([run], shape) == Calibration()
+    assert calibrate([run], shape) == STARTS_ONLY
 
 
 def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_range() -> None:
@@ -158,19 +159,26 @@ def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_ran
 def test_a_few_steps_set_no_pace() -> None:
     shape = shape_of()
     run = run_of(shape, 3.5)
-    assert calibrate([replace(run, n_steps=5)], shape) == Calibration()
+    assert calibrate([replace(run, n_steps=5)], shape) == STARTS_ONLY
     assert calibrate([run, replace(run, n_steps=5)], shape).n_runs == 1
+
+
+def test_only_new_processes_say_how_long_a_start_takes() -> None:
+    shape = shape_of()
+    runs = [run_of(shape, 2.0, start_up_s=0.01), run_of(shape, 2.0, start_up_s=6.0)]
+    assert calibrate(runs, shape).start_s == 6.0
+    assert calibrate(runs[:1], shape).start_s is None
 
 
 def test_a_run_on_two_gpus_sets_no_pace_for_one() -> None:
     shape = shape_of()
-    assert calibrate([run_of(shape, 2.0, n_devices=2)], shape) == Calibration()
+    assert calibrate([run_of(shape, 2.0, n_devices=2)], shape) == STARTS_ONLY
 
 
 def test_runs_elsewhere_or_in_another_precision_say_nothing() -> None:
     shape = shape_of()
-    others = [run_of(shape, 2.0, hardware="another"), run_of(shape, 2.0, precision="bf16")]
-    assert calibrate(others, shape) == Calibration()
+    assert calibrate([run_of(shape, 2.0, hardware="another")], shape) == Calibration()
+    assert calibrate([run_of(shape, 2.0, precision="bf16")], shape) == STARTS_ONLY
 
 
 def test_examples_of_other_lengths_set_no_pace() -> None:
@@ -190,8 +198,8 @@ def test_another_model_or_method_sets_no_pace() -> None:
         "formula": {"compute_s": run.compute_s / 10 / 3.5, "optimizer_s": run.optimizer_s / 10}
     }
     others = [replace(run, promised=promised, when=f"2026-11-{day:02}") for day in range(1, 5)]
-    assert calibrate(others, large) == Calibration()
-    assert calibrate(others, small, replace(RECIPE, method="lora")) == Calibration()
+    assert calibrate(others, large) == STARTS_ONLY
+    assert calibrate(others, small, replace(RECIPE, method="lora")) == STARTS_ONLY
 
 
 def test_restarts_and_work_done_again_are_not_the_estimates_error() -> None:

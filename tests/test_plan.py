@@ -370,7 +370,9 @@ def test_old_gpus_compute_in_fp16_and_none_in_bf16() -> None:
 def test_calibration_moves_and_narrows_the_ranges() -> None:
     raw = place("L4", 0.6)
     known = raw.but(
-        calibration=Calibration(compute=2.0, start_s=30.0, spread=0.08, n_runs=3, source="3 runs"),
+        calibration=Calibration(
+            compute=2.0, start_s=30.0, load_s=0.0, spread=0.08, n_runs=3, source="3 runs"
+        ),
     )
     before, after = (only(decide(wanted_of(), [one])) for one in (raw, known))
     moving = [("matmul", 2.0), ("attention", 2.0), ("memory traffic", 2.0), ("optimizer", 1.0)]

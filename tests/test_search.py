@@ -208,7 +208,7 @@ def test_the_best_settings_win(tmp_path: Path) -> None:
 def test_a_search_that_is_capped_and_killed_ends_as_one_left_alone(tmp_path: Path) -> None:
     path = job_of(tmp_path / "straight")
     receipt = search(load_job(path), path).receipt
-    cap_usd = 0.012  # 12 seconds: less than all trials take
+    cap_usd = 0.009  # 9 seconds: less than all trials take
     other = job_of(tmp_path / "other", limits={"max_usd": cap_usd})
     stopped = search(load_job(other), other)
     assert (stopped.state, stopped.exit_code) == ("limit", 3)
@@ -260,10 +260,35 @@ def test_a_search_is_priced_before(tmp_path: Path) -> None:
     assert "would stop" in " ".join(poor.of(4)["warnings"])
 
 
+def test_trials_side_by_side_take_less_time(tmp_path: Path) -> None:
+    path = job_of(tmp_path)
+    alone = priced(load_job(path), str(path))
+    both = priced(load_job(path, ["where.gpus=2"]), str(path))
+    assert alone is not None
+    assert both is not None
+    found, other = alone.of(4), both.of(4)
+    assert other["here"]["hours"] < found["here"]["hours"]
+    assert {row["kind"] for row in found["machines"]} >= {"here", "spot", "on-demand"}
+    assert all(row["name"].startswith("1x") for row in found["machines"] if row["kind"] == "spot")
+    assert all(row["name"].startswith("2x") for row in other["machines"] if row["kind"] == "spot")
+
+
+def test_models_that_are_tried_one_by_one_have_a_winner_each_on_the_bill(tmp_path: Path) -> None:
+    make_model_folder(tmp_path / "large", ["a b c"], hidden=128, layers=2)
+    vary = {"model": ["./large", "./base"], "train.learning_rate": [1.0e-2, 1.0e-9]}
+    path = job_of(tmp_path, {"vary": vary})
+    of_all = priced(load_job(path), str(path))
+    one_by_one = priced(load_job(path, ["search.stop_at={loss: 0.1}"]), str(path))
+    assert of_all is not None
+    assert one_by_one is not None
+    assert [each["trials"] for each in of_all.of(12)["rungs"]] == [12, 4, 1]
+    assert [each["trials"] for each in one_by_one.of(12)["rungs"]] == [12, 4]
+
+
 @pytest.mark.slow
 def test_a_cap_that_pays_for_one_trial_is_refused(tmp_path: Path) -> None:
     section = {key: value for key, value in SEARCH.items() if key != "trials"}
-    path = job_of(tmp_path, section, limits={"max_usd": 0.012})
+    path = job_of(tmp_path, section, limits={"max_usd": 0.007})
     with pytest.raises(InputError, match=r"nothing to compare|no time for a trial"):
         search(load_job(path), path)
     assert not (tmp_path / "run").exists()

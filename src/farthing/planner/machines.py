@@ -98,7 +98,8 @@ class Calibrations:
             device, made = device_of(gpu, precision, tf32=wanted.tf32), UNCALIBRATED
             if device is not None:
                 made = self.on(hardware, precision, device)
-            self._made[gpu.name] = replace(made, start_s=None, save_s=None)  # of that machine
+            # the rest is of that machine
+            self._made[gpu.name] = replace(made, start_s=None, load_s=None, save_s=None)
         return self._made[gpu.name]
 
     def on(self, hardware: str, precision: str, device: Device) -> Calibration:

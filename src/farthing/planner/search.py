@@ -174,10 +174,11 @@ class Search:
         """Of the whole job by what they go to, an offer's own aside."""
         wanted, a, known = self.wanted, self.assumptions, machine.calibration
         shape, weights_bytes = wanted.shape, wanted.shape.n_parameters * 2.0
-        start_s, export_s = known.start_s, known.export_s
+        start_s, load_s, export_s = known.start_s, known.load_s, known.export_s
         if start_s is None:
             start_s = a.import_s if machine.is_cuda else a.import_on_cpu_s
-            start_s += weights_bytes / a.load_bytes_per_s
+        if load_s is None:
+            load_s = weights_bytes / a.load_bytes_per_s
         if export_s is None:
             export_s = 0.5 + wanted.n_trainable * 4 / a.disk_bytes_per_s
         lengths = wanted.lengths
@@ -193,7 +194,7 @@ class Search:
             training_s += self._forward_s(machine, best, n_computed)
         return {
             "download": 0.0 if machine.is_local else weights_bytes / a.download_bytes_per_s,
-            "start-up": start_s,
+            "start-up": start_s + load_s,
             "tokenizing": 0.0 if is_tokenized else tokens / a.tokenize_tokens_per_s,
             "reference": forward_s,
             "training": training_s,

@@ -131,7 +131,9 @@ class Calibration:
     waiting_s: float = 0.0
     """Of each step, for data and copying it."""
     start_s: float | None = None
-    """Imports, checks and loading the model."""
+    load_s: float | None = None
+    """Of the model."""
+    """Imports and checks of a new process."""
     save_s: float | None = None
     """For which training stands still, each time."""
     export_s: float | None = None

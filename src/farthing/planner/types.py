@@ -49,8 +49,8 @@ class Assumptions(NamedTuple):
         return [
             f"a rented machine boots in {say_seconds(self.setup_s)} where its provider's time is "
             f"not known (facts/boot.csv), and downloads {self.download_bytes_per_s / 1e6:.0f} MB/s",
-            f"imports take {self.import_s:.0f} s ({self.import_on_cpu_s:g} s on a CPU), weights load {self.load_bytes_per_s / 1e9:g} "
-            "GB/s",
+            f"imports take {self.import_s:.0f} s ({self.import_on_cpu_s:g} s on a CPU), weights"
+            f" load {self.load_bytes_per_s / 1e9:g} GB/s",
             f"where terms are silent, a GB costs ${ASSUMED_STORAGE_USD_PER_GB_MONTH:.2f} a month "
             "to "
             f"keep and ${ASSUMED_EGRESS_USD_PER_GB:.2f} to send away: the model, and each "

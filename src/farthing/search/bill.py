@@ -7,8 +7,10 @@ its share of the training and evaluation, and every process its start.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from farthing import api
@@ -20,8 +22,8 @@ from farthing.models.shapes import read_shape
 from farthing.planner.serving import Traffic, serve
 from farthing.planner.types import Assumptions
 from farthing.prices.catalog import read_catalog
-from farthing.search.halving import SHARES, Rungs, least_difference, rungs_of
-from farthing.search.space import draw, job_of, model_of, n_choices, values_with
+from farthing.search.halving import SHARES, Rungs, least_difference, rungs_of, shares_of
+from farthing.search.space import by_model, draw, job_of, model_of, n_choices, values_with
 from farthing.storage.files import Json
 
 if TYPE_CHECKING:
@@ -35,13 +37,24 @@ FREE = {
     *("use_rslora", "init_lora_weights", "loraplus_lr_ratio"),
 }
 """Keys whose value changes no cost."""
-MOST_PLANS = 6
+ONE_GPU = {"gpus": 1}
+MOST_PLANS, MOST_AFFORDED = 6, 81
+"""Kinds of trials that are planned; trials of a search that only a cap bounds."""
 N_DRAWN = 24
 KEPT_BACK = 0.15
 """Of the cap, for restarts and for trials that cost more than planned."""
 OF_TRAINING = ("training", "checkpoints")
-SEGMENT_S = 0.3
-"""That each segment of a trial takes besides its model: to open its data and its run, and to leave."""
+SEGMENT_S = 0.35
+"""That each segment of a trial takes besides its model: to open data and run, and to leave."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A machine, and the plan of each kind of trial on one of its GPUs."""
+
+    machine: Choice
+    at_a_time: int
+    trials: Sequence[Choice]
 
 
 @dataclass(frozen=True)
@@ -49,8 +62,7 @@ class Bill:
     """What searches of any size would cost, by machine."""
 
     job: Job
-    plans: Mapping[str, Sequence[Choice]]
-    """By machine: its choice in the plan of each kind of trial."""
+    places: Sequence[Place]
     n_parameters: Mapping[str, int]
     """By model that is a choice."""
     usd_per_million_tokens: Mapping[str, float]
@@ -63,19 +75,18 @@ class Bill:
 
     def of(self, n_trials: int) -> Json:
         """The bill of so many trials."""
-        rungs = self._rungs(n_trials)
-        rows = [self._row(name, choices, n_trials) for name, choices in self.plans.items()]
+        at_rungs = Counter[float]()
+        for rungs, n in self._brackets(n_trials):
+            at_rungs.update(dict(zip(rungs.fractions, rungs.n_trials(n), strict=True)))
+        rows = [self._row(place, n_trials) for place in self.places]
         rows.sort(key=lambda row: (row["usd"], row["hours"]))
         section = self.job.search
         best = rows[0] if rows else None
         here = next((row for row in rows if row["kind"] == "here"), None)
         return {
             "trials": n_trials,
-            "rungs": [
-                {"fraction": fraction, "trials": n}
-                for fraction, n in zip(rungs.fractions, rungs.n_trials(n_trials), strict=True)
-            ],
-            "full_trainings": rungs.full_runs(n_trials),
+            "rungs": [{"fraction": each, "trials": at_rungs[each]} for each in sorted(at_rungs)],
+            "full_trainings": sum(rungs.full_runs(n) for rungs, n in self._brackets(n_trials)),
             "n_settings": n_choices(section) if section.vary else 1,
             "max_usd": self.job.limits.max_usd,
             "machines": rows,
@@ -102,55 +113,58 @@ class Bill:
         or a price.
         """
         cap_usd = self.job.limits.max_usd
-        rows = [self._row(name, choices, 1) for name, choices in self.plans.items()]
-        there = [row for row in rows if row["kind"] == "here"] or rows
+        there = [place for place in self.places if place.machine.kind == "here"] or self.places
         if cap_usd is None or not there:
             return None
-        name = min(there, key=lambda row: row["usd"])["name"]
-        if self._row(name, self.plans[name], 1)["usd"] <= 0:
+        place = min(there, key=lambda each: float(self._row(each, 1)["usd"]))
+        if self._row(place, 1)["usd"] <= 0:
             return None
-        n, most = 1, n_choices(self.job.search) or 1000
+        n, most = 1, n_choices(self.job.search) or MOST_AFFORDED
         room = cap_usd * (1 - KEPT_BACK)
-        while n < most and self._row(name, self.plans[name], n + 1)["usd"] <= room:
+        while n < most and self._row(place, n + 1)["usd"] <= room:
             n += 1
         return n
 
-    def _rungs(self, n_trials: int) -> Rungs:
+    def _brackets(self, n_trials: int) -> list[tuple[Rungs, int]]:
+        """Rungs and trials of each; with `stop_at` a model has one of its own."""
         section = self.job.search
-        return rungs_of(section.reduction_factor, section.min_fraction, n_trials)
+        parts = shares_of(n_trials, len(by_model(section)) if section.stop_at else 1)
+        factor, least = section.reduction_factor, section.min_fraction
+        return [(rungs_of(factor, least, n), n) for n in parts]
 
-    def _row(self, name: str, choices: Sequence[Choice], n_trials: int) -> Json:
+    def _row(self, place: Place, n_trials: int) -> Json:
         """What a machine takes for it: the mean over kinds of trials."""
-        rungs = self._rungs(n_trials)
-        at_rungs, runs = rungs.n_trials(n_trials), rungs.full_runs(n_trials)
-        n_kinds, first = len(choices), choices[0]
-        if self.job.search.data_fraction:
-            runs += sum(share for share in self.job.search.data_fraction if share < 1)
+        machine, section, choices = place.machine, self.job.search, place.trials
 
         def mean(*names: str) -> float:
-            return sum(row.seconds.get(each, 0) for row in choices for each in names) / n_kinds
+            return sum(row.seconds.get(each, 0) for row in choices for each in names) / len(choices)
 
-        evaluations = 1 / rungs.fractions[0]
-        of_one = mean("evaluation") / max(1, self.n_evaluations)
-        start_s, export_s = mean("start-up"), mean("export") * at_rungs[-1]
-        others_s = sum(
-            seconds
-            for part, seconds in first.seconds.items()
-            if part not in (*OF_TRAINING, "evaluation", "start-up", "export")
-        )
-        wall_s = runs * (mean(*OF_TRAINING) + evaluations * of_one) + export_s + others_s
-        wall_s += start_s + sum(at_rungs) * (SEGMENT_S + self.load_s)
-        spread = [each / max(first.hours, 1e-12) for each in first.hours_range]
+        of_one = mean("evaluation") / max(1, self.n_evaluations) / (2 if section.stop_at else 1)
+        wall_s, shares = mean("start-up", "tokenizing"), list[float]()
+        for rungs, n in self._brackets(n_trials):
+            full_s = mean(*OF_TRAINING) + of_one / rungs.fractions[0]
+            before = 0.0
+            for fraction, at_rung in zip(rungs.fractions, rungs.n_trials(n), strict=True):
+                segment_s = SEGMENT_S + self.load_s + (fraction - before) * full_s
+                before, wall_s = fraction, wall_s + ceil(at_rung / place.at_a_time) * segment_s
+            wall_s += ceil(at_rung / place.at_a_time) * mean("export")
+            if section.stop_at:
+                wall_s += self.load_s + of_one
+            shares = sorted(share for share in section.data_fraction if share < 1)[::-1]
+            wall_s += (n == n_trials) * sum(shares[:: place.at_a_time]) * full_s
+        of_machine = ("start-up", "tokenizing", "evaluation", "export", *OF_TRAINING)
+        wall_s += sum(each for name, each in machine.seconds.items() if name not in of_machine)
+        spread = [each / max(machine.hours, 1e-12) for each in machine.hours_range]
         hours = wall_s / 3600
-        rate = first.total_usd / max(first.hours, 1e-12) if first.total_usd else 0.0
+        rate = machine.total_usd / max(machine.hours, 1e-12) if machine.total_usd else 0.0
         return {
-            "name": name,
-            "kind": first.kind,
+            "name": machine.name,
+            "kind": machine.kind,
             "usd": hours * rate,
             "usd_range": [hours * rate * each for each in spread],
             "hours": hours,
             "hours_range": [hours * each for each in spread],
-            "usd_of_one_full_training": sum(row.total_usd for row in choices) / n_kinds,
+            "usd_of_one_full_training": sum(row.total_usd for row in choices) / len(choices),
         }
 
     def _warnings(self, n_trials: int, row: Mapping[str, Any] | None) -> list[str]:
@@ -178,6 +192,7 @@ class Bill:
 def priced(job: Job, place: str, **asked: Any) -> Bill | None:
     """The bill of a search; None where its trials can't be planned. `asked` as for `api.plan`."""
     views = []
+    machines: PlanView | None = None
     sizes: dict[str, int] = {}
     serving: dict[str, float] = {}
     seen: set[str] = set()
@@ -189,7 +204,10 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
         values = {key: part for key, part in values_with(job, settings).items() if key != "limits"}
         with contextlib.suppress(InputError):
             trial = job_of(values, place)
-            plan = api.plan(trial, **asked)
+            if machines is None and job.where.gpus is not None:
+                machines = api.plan(trial, **asked).view
+            alone = trial.model_copy(update={"where": trial.where.model_copy(update=ONE_GPU)})
+            plan = api.plan(alone, **asked)
             views.append(plan.view)
             model = model_of(settings)
             if model is not None:
@@ -201,22 +219,39 @@ def priced(job: Job, place: str, **asked: Any) -> Bill | None:
                     serving[str(model)] = min(each.usd_per_million_tokens for each in served)
     if not views:
         return None
-    plans = {
-        name: choices
-        for name in {row.name: None for row in views[0].plans}
-        if (choices := _on(name, views))
-    }
     of_one = views[0].job
     bytes_of_weights = sum(2.0 * view.job.n_parameters for view in views) / len(views)
     load_s = bytes_of_weights / Assumptions().load_bytes_per_s
-    return Bill(job, plans, sizes, serving, of_one.n_eval_examples, of_one.n_evaluations, load_s)
+    return Bill(
+        job,
+        _places(job, machines or views[0], views),
+        sizes,
+        serving,
+        of_one.n_eval_examples,
+        of_one.n_evaluations,
+        load_s,
+    )
 
 
-def _on(name: str, views: Sequence[PlanView]) -> list[Choice]:
-    """The choice of a machine in every plan; none where it can't do one of them."""
-    found = [next((row for row in view.plans if row.name == name), None) for view in views]
-    choices = [row for row in found if row is not None]
-    return choices if len(choices) == len(views) else []
+def _places(job: Job, machines: PlanView, views: Sequence[PlanView]) -> list[Place]:
+    """Machines on one GPU of which every kind of trial can be done, the cheapest first."""
+    found: dict[str, Place] = {}
+    for machine in machines.plans:
+        wanted, trials = job.where.gpus or 1, [_on_one(machine, view) for view in views]
+        at_a_time = max(1, machine.n_gpus) if wanted == "all" else int(wanted)
+        if all(trials):
+            there = [trial for trial in trials if trial is not None]
+            found.setdefault(machine.name, Place(machine, at_a_time, there))
+    return list(found.values())
+
+
+def _on_one(machine: Choice, view: PlanView) -> Choice | None:
+    """The choice of one GPU of a machine in a plan."""
+    rows = [row for row in view.plans if row.gpu == machine.gpu and row.is_cpu == machine.is_cpu]
+    is_here = machine.kind == "here"
+    same = [row for row in rows if row.kind == machine.kind and row.provider == machine.provider]
+    rows = same or [row for row in rows if is_here == (row.kind == "here")]
+    return next(iter(rows), None)
 
 
 def _samples(job: Job) -> list[Json]:

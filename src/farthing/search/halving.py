@@ -58,6 +58,11 @@ def rungs_of(factor: int, min_fraction: float, n_trials: int) -> Rungs:
     return Rungs(factor, tuple(float(factor) ** -(n - rung) for rung in range(n + 1)))
 
 
+def shares_of(n: int, parts: int) -> list[int]:
+    """`n` trials in parts as equal as can be, none of them empty."""
+    return [max(1, n // parts + (number < n % parts)) for number in range(parts)]
+
+
 def ranked(scores: Mapping[int, float | None], *, greater_is_better: bool) -> list[int]:
     """Trials from the best score to the worst; those without a score are left out. Of equal ones
     the earlier is first.

@@ -29,7 +29,7 @@ class Worker:
     """A process that trains trials on one device."""
 
     def __init__(self, log: Path, environ: dict[str, str]) -> None:
-        self._log, self._environ = log, environ
+        self.log, self._environ = log, environ
         self._process: subprocess.Popen[str] | None = None
 
     def call(self, task: Json, tell: Callable[[Json], None]) -> Json:
@@ -54,7 +54,7 @@ class Worker:
     def start(self) -> subprocess.Popen[str]:
         """The process, begun where there is none."""
         if self._process is None:
-            with open_own(self._log, "ab") as log:
+            with open_own(self.log, "ab") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "farthing.search.worker"],
                     stdin=subprocess.PIPE,

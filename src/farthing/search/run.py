@@ -38,7 +38,7 @@ from farthing.run.mirror import Mirror, open_mirror
 from farthing.run.opening import Opened, opened
 from farthing.run.signals import handled
 from farthing.search.bill import Bill, priced
-from farthing.search.halving import Rungs, best_score, interval, ranked, rungs_of
+from farthing.search.halving import Rungs, best_score, interval, ranked, rungs_of, shares_of
 from farthing.search.pool import Worker, WorkerDiedError, environs
 from farthing.search.receipt import bring_trial, is_search, leave_receipt, read_receipt
 from farthing.search.record import SearchRecord, folder_of, store_of
@@ -341,18 +341,19 @@ class _Search:
             self.end()
 
     def end(self) -> None:
-        """End the workers, which are idle."""
+        """End the workers, which are idle. A search that did not begin leaves nothing of them."""
         self._has_ended.set()
         self._threads.shutdown()
         for worker in self.workers:
             worker.end()
+            if not self.record.header:
+                worker.log.unlink(missing_ok=True)
 
     def _run(self) -> str:
         section, n_all, first = self.job.search, self.record.header["n_trials"], 0
         parts = self._brackets()
         finalists: list[int] = []
-        for number, part in enumerate(parts):
-            n = max(1, n_all // len(parts) + (number < n_all % len(parts)))
+        for part, n in zip(parts, shares_of(n_all, len(parts)), strict=True):
             trials = self._halve(part, first, n)
             first, finalists = first + n, [*finalists, *trials]
             if section.stop_at and trials and (said := self._good_enough(self._rank(trials)[0])):

@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -33,6 +34,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 """What flock(2) says on file systems without locks: NFS without its lock daemon, Lustre mounted
 without `-o flock`.
 """
+
+FREED_S = 0.5
+"""So long after the end of a process its lock may still be there."""
 
 Json = dict[str, Any]
 """An object of a JSON text that others may have written: whatever it holds, nothing of it is known
@@ -454,13 +458,27 @@ def only_writer(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(open_own(folder / ".lock", "a+"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file.fileno())
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
         except OSError as error:
             raise _not_held(folder, error) from error
         yield
+
+
+def _lock(fd: int) -> None:
+    """Lock a file. The kernel frees the lock of a killed process a moment after its end. Raises
+    `OSError`.
+    """
+    until = time.monotonic() + FREED_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
 
 
 def _not_held(folder: Path, error: OSError) -> FarthingError:
