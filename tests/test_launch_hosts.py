@@ -36,11 +36,18 @@ from launch_chains import QUICK, environment, left_alone, saved_step, write_job
 from patience import titles_of_processes, until
 
 FAKE = """#!/bin/sh
+[ "$2" = needs ] && exit 0
 echo "secret is ${#AWS_SECRET_ACCESS_KEY} long, asked at $FARTHING_CREATED_AT"
 case "$(cat job.yaml)" in
   *leave*) exit 75 ;;
   *forever*) trap 'echo told; exit 75' TERM; echo listening; while :; do sleep 0.1; done ;;
 esac
+"""
+
+
+CHECKED = """#!/bin/sh
+[ "$2" = needs ] || exit 0
+echo "$@" >> asked; [ -e installed ]
 """
 
 
@@ -146,6 +153,18 @@ def test_a_script_runs_on_its_own_and_its_exit_code_is_kept(
     assert stat.S_IMODE((tmp_path / "home" / ask.name / "run.sh").stat().st_mode) & 0o077 == 0
 
 
+@pytest.mark.parametrize(("install", "code"), [("touch installed", 0), ("true", 2), ("false", 2)])
+def test_what_a_job_needs_is_installed_where_a_host_lacks_it(
+    install: str, code: int, host: HostDriver, tmp_path: Path
+) -> None:
+    (tmp_path / "bin" / "farthing").write_text(CHECKED)
+    ask = replace(ask_for("x"), install=install, needs=("0.1.0", "bitsandbytes"))
+    host.create(ask, time.time())
+    assert over(host, ask).code == code
+    asked = (tmp_path / "home" / ask.name / "asked").read_text().splitlines()
+    assert set(asked) == {"launch needs 0.1.0 bitsandbytes"}
+
+
 def test_the_same_request_again_does_not_start_it_twice(host: HostDriver) -> None:
     ask = ask_for("forever")
     number = host.create(ask, 1.0).id
@@ -205,13 +224,15 @@ def test_a_launch_here_from_the_start_to_the_log(host: HostDriver, tmp_path: Pat
     said: list[str] = []
     session = Session(prepare(load_job(job), Wishes(on="local"), datetime.now(UTC)), said.append)
     program = tmp_path / "bin" / "farthing"
-    program.write_text("#!/bin/sh\necho hello from there\nexit 3\n")
+    program.write_text("#!/bin/sh\n[ $2 = needs ] && exit 0\necho hello from there\nexit 3\n")
     assert session.run(is_attended=False, tokenize=list, patience=replace(QUICK, poll_s=0.1)) == 3
     standing = session.standing()
     assert [row["state"] for row in standing["machines"]] == ["gone"]
     assert standing["there_now"] == {}
     assert session.log().strip() == "hello from there"
-    program.write_text("#!/bin/sh\ntrap 'exit 75' TERM\nwhile :; do sleep 0.1; done\n")
+    program.write_text(
+        "#!/bin/sh\n[ $2 = needs ] && exit 0\ntrap 'exit 75' TERM\nwhile :; do sleep 0.1; done\n"
+    )
     thread = threading.Thread(
         target=lambda: session.run(
             is_attended=False, tokenize=list, patience=replace(QUICK, poll_s=0.1)

@@ -32,7 +32,7 @@ from farthing.launch.driver import (
 )
 from farthing.launch.http import Api
 from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
-from farthing.launch.prepare import extras_of, launch_id_of, secrets_of
+from farthing.launch.prepare import extras_of, launch_id_of, modules_of, secrets_of
 from farthing.launch.registry import TARGETS
 from farthing.launch.request import least_s
 from farthing.launch.still_billed import still_billed
@@ -395,7 +395,7 @@ def test_nothing_is_installed_by_a_bare_name(tmp_path: Path) -> None:
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     ledger = MachineLedger(tmp_path / "run")
     ask = prepared.ask(1, prepared.offers[0], ledger, [], 1_800_000_000.0)
-    assert ask.install.endswith("./farthing-0.1.0-py3-none-any.whl[datasets,sentencepiece,gpu]'")
+    assert ask.install.endswith("./farthing-0.1.0-py3-none-any.whl[datasets,gpu,sentencepiece]'")
     assert wheel_of_this().sha256 in ask.fetch
     assert "farthing==" not in ask.install + ask.fetch
 
@@ -415,8 +415,47 @@ def test_what_the_job_reports_to_goes_along(
     )
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     assert {"WANDB_API_KEY", "WANDB_PROJECT"} <= set(secrets_of(job, TARGETS["runpod"]))
-    assert extras_of(job, 1) == ("sentencepiece", "gpu", "track", "wandb")
+    assert extras_of(job, 1) == ("gpu", "sentencepiece", "track", "wandb")
     assert extras_of(job, 0) == ("sentencepiece", "track", "wandb")
+
+
+def test_what_a_job_needs_is_known_before_anything_is_rented(
+    tmp_path: Path, tiny_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from farthing.config.load import load_job
+
+    job = load_job(
+        job_at(
+            tmp_path,
+            tiny_folders,
+            method="qlora",
+            train={"report_to": ["wandb", "tensorboard"], "use_liger_kernel": True},
+            data="org/data",
+        )
+    )
+    needs = ("bitsandbytes", "datasets", "liger_kernel", "tensorboard", "wandb")
+    assert sorted(modules_of(job)) == list(needs)
+    assert extras_of(job, 0) == ("datasets", "gpu", "sentencepiece", "track", "wandb")
+    assert main(["launch", "needs", "0.0.1", "json", "no_such_module"]) == 2
+    said = capsys.readouterr().err
+    assert "version 0.0.1 of farthing, this is" in said
+    assert "`no_such_module` is not installed here" in said
+    assert "`json`" not in said
+    assert main(["launch", "needs", "any", "json"]) == 0
+
+
+def test_a_launch_here_is_refused_where_what_it_needs_is_not_installed(
+    tmp_path: Path,
+    tiny_folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    job = job_at(tmp_path, tiny_folders, train={"report_to": ["trackio"]})
+    assert main(["launch", str(job), "--on", "local"]) == 2
+    said = capsys.readouterr().err
+    assert "not installed here: trackio" in said
+    assert "pip install 'farthing[trackio]'" in said
 
 
 def test_two_volumes_at_one_path_are_two_launches(

@@ -28,7 +28,7 @@ GOES_ON_UNREAD = True
 NOTHING_YET = "nothing was launched yet"
 NOTHING = {"kind": "farthing launch", "machines": [], "usd": 0.0}
 ACTIONS = ("status", "logs", "stop", "attach")
-AGENT = "agent"
+AGENT, NEEDS = "agent", "needs"
 """What a rented machine runs."""
 
 RARE = ("--image", "--install", "--disk", "--boot-limit", "--prices")
@@ -102,6 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
         from farthing.launch.agent import run_agent
 
         return run_agent(*rest)
+    if first == NEEDS and rest:
+        from farthing.launch.wheel import say_lacking
+
+        return say_lacking(rest[0], rest[1:])
     action, words = (first, rest) if first in ACTIONS else ("", arguments.words)
     if len(words) != 1:
         raise InputError(

@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from farthing import __version__
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
 from farthing.data.read import is_dataset, is_text_folder
@@ -31,9 +32,16 @@ from farthing.launch.registry import HERE, called, find_target, refuse_nowhere, 
 from farthing.launch.request import FETCH, GRACE_S, MOST_OVER, PLAIN_IMAGE, LaunchRequest, least_s
 from farthing.launch.supervise import TEARDOWN_S, NoBudgetError, Patience
 from farthing.launch.target import Target
-from farthing.launch.wheel import FETCHER, fetch_script, refuse_without_extras, wheel_of_this
+from farthing.launch.wheel import (
+    FETCHER,
+    fetch_script,
+    lacking,
+    refuse_without_extras,
+    wheel_of_this,
+)
 from farthing.objectives.registry import package_of
 from farthing.planner.inputs import Asked, study_job
+from farthing.planner.optimizers import optimizer
 from farthing.planner.types import Plan
 from farthing.prices.offers import Billing, Offer, boot_of
 from farthing.run.accounts import Account
@@ -65,6 +73,13 @@ TRACKER_SECRETS = {
 """Those that travel where they are set."""
 TRACKER_PLACES = {"wandb": ("WANDB_BASE_URL",), "mlflow": ("MLFLOW_TRACKING_URI",)}
 """Those that say where its server is."""
+EXTRA_OF = {
+    "bitsandbytes": "gpu",
+    "liger_kernel": "gpu",
+    "optuna": "search",
+    "tensorboard": "track",
+}
+"""Of modules that have another name than the extra that brings them."""
 ATTENTION_OF_TORCH = ("sdpa", "eager", "flex_attention")
 """What needs no package besides."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -221,6 +236,7 @@ class Prepared:
             machine_type=calls.machine_type,
             image="" if is_here else self.wishes.image or PLAIN_IMAGE,
             install=self._install(offer),
+            needs=("any" if self.wishes.install else __version__, *modules_of(self.job)),
             fetch=self._fetch(),
             disk_gb=self.wishes.disk_gb,
             folder=self.folder,
@@ -329,20 +345,27 @@ def _one_spelling(place: str) -> str:
     return os.path.realpath(path)
 
 
-def extras_of(job: Job, n_gpus: int) -> tuple[str, ...]:
-    """The extras of farthing that the job needs on a machine."""
+def modules_of(job: Job) -> tuple[str, ...]:
+    """Modules of farthing's extras without which the job fails."""
+    has_data_sets = any(
+        is_dataset(name) and not is_remote(name) and not is_text_folder(Path(name))
+        for name in (*job.data.train, *job.data.eval)
+    )
+    in_4_bits = job.method.name == "qlora"
     needs = {
-        "datasets": any(
-            is_dataset(name) and not is_remote(name) and not is_text_folder(Path(name))
-            for name in (*job.data.train, *job.data.eval)
-        ),
-        "sentencepiece": True,  # which tokenizer a model has is known there
-        "gpu": n_gpus > 0,
-        "search": job.search.is_asked,
-        "track": "tensorboard" in job.train.report_to,
-        **{name: name in job.train.report_to for name in ("wandb", "mlflow", "trackio")},
+        "bitsandbytes": in_4_bits or optimizer(job.train.optim).needs_bitsandbytes,
+        "datasets": has_data_sets,
+        "liger_kernel": job.train.use_liger_kernel is True,
+        "optuna": job.search.is_asked,
     }
-    return tuple(name for name, is_so in needs.items() if is_so)
+    return (*(name for name, is_so in needs.items() if is_so), *job.train.report_to)
+
+
+def extras_of(job: Job, n_gpus: int) -> tuple[str, ...]:
+    """The extras of farthing that are installed for the job on a machine."""
+    extras = {EXTRA_OF.get(name, name) for name in modules_of(job)}
+    extras |= {"sentencepiece"}  # which tokenizer a model has is known there
+    return tuple(sorted(extras | ({"gpu"} if n_gpus else set())))
 
 
 def _is_plain(value: str | None) -> bool:
@@ -588,6 +611,7 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) 
         (name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None
     )
     package = package_of(job.task)
+    absent = lacking(modules_of(job)) if target.name == HERE else []
     varied = next((key for key in job.search.vary if _has_files(job.search.vary[key])), "")
     refusals = (
         (
@@ -619,6 +643,12 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) 
             "files that only this machine has do not travel as choices of a search",
             f"search.vary.{varied}",
             "name a model or data set of the Hub, or run `farthing search` where the files are",
+        ),
+        (
+            bool(absent),
+            f"not installed here: {', '.join(absent)}",
+            "the job",
+            f"pip install 'farthing[{','.join(EXTRA_OF.get(name, name) for name in absent)}]'",
         ),
         (
             job.model.from_run is not None and target.name not in OWN_FOLDERS,

@@ -54,6 +54,8 @@ class LaunchRequest:
     """Shell commands that install farthing where the machine has none."""
     left_usd: float | None = None
     """What of the cap was left before it; None without a cap in dollars."""
+    needs: tuple[str, ...] = ()
+    """farthing's version and modules, without which the machine installs farthing anew."""
     fetch: str = ""
     """The script `fetch.py` of those commands; empty where they need none."""
     disk_gb: int = 100
@@ -127,7 +129,9 @@ child=
 trap '[ -z "$child" ] && exit 75; kill -TERM "$child" 2>/dev/null' TERM INT HUP USR1
 mkdir -p {folder} && cd {folder} || exit 2
 {_file(JOB, ask.job_text)}{_file(TOLD, json.dumps(ask.told, indent=1, sort_keys=True))}{fetch}\
-command -v farthing >/dev/null 2>&1 || {install} || {{ echo "farthing can't be installed here" >&2; exit 2; }}
+has() {{ command -v farthing >/dev/null 2>&1 && farthing launch needs {" ".join(ask.needs)}; }}
+has || {install} || {{ echo "farthing can't be installed here" >&2; exit 2; }}
+has || exit 2
 timeout --signal=TERM --kill-after={GRACE_S} {ask.most_s} farthing launch agent {JOB} {TOLD} &
 child=$!
 wait "$child"
@@ -139,7 +143,7 @@ done
 [ "$code" -eq 124 ] && code=3
 [ "$code" -eq 143 ] && code=75
 exit "$code"
-"""  # noqa: E501
+"""
 
 
 def _file(name: str, text: str) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import io
+import sys
 import tomllib
 import zipfile
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import farthing
-from farthing.errors import InputError
+from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, InputError
 
 FETCHER = "obstore==0.12.1"
 """The library by which a machine without farthing reads the store."""
@@ -107,6 +109,24 @@ def refuse_without_extras(names: Sequence[str]) -> None:
             where=str(Path(farthing.__file__).parent),
             to_do="install it again",
         )
+
+
+def lacking(modules: Sequence[str]) -> list[str]:
+    """Those that can't be imported here."""
+    found = {name: importlib.util.find_spec(name) for name in modules if sys.modules.get(name, 1)}
+    return [name for name in modules if found.get(name) is None]
+
+
+def say_lacking(version: str, modules: Sequence[str]) -> int:
+    """2, and what is missing to stderr, where this farthing is not of that version ("any": of any)
+    or lacks modules.
+    """
+    lacks = [f"`{name}`" for name in lacking(modules)]
+    if version not in ("any", farthing.__version__):
+        lacks.append(f"version {version} of farthing, this is {farthing.__version__}")
+    for each in lacks:
+        sys.stderr.write(f"farthing: {each} is not installed here\n")
+    return EXIT_MISTAKE if lacks else EXIT_FINISHED
 
 
 def _digest(content: bytes) -> str:
