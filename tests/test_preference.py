@@ -353,7 +353,7 @@ def test_padded_and_packed_units_have_the_same_loss(tmp_path: Path) -> None:
 
 
 def references_in(folder: Path) -> list[Path]:
-    return sorted((folder / "cache" / "references").rglob("*.f32"))
+    return sorted((folder / "cache" / "references").rglob("*.f64"))
 
 
 def test_references_are_made_once_and_hang_on_content_alone(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_a_damaged_block_is_made_again_and_a_poisoned_one_is_refused(tmp_path: P
     block.write_bytes(good[:50] + bytes([good[50] ^ 1]) + good[51:])
     train(load_job(path, overrides=[f"output_dir={tmp_path / 'again'}"]), Heard())
     assert block.read_bytes() == good
-    words = np.frombuffer(good[:-32], np.float32) + np.float32(0.5)
+    words = np.frombuffer(good[:-32]) + 5.0
     block.write_bytes(words.tobytes() + hashlib.sha256(words.tobytes()).digest())
     with pytest.raises(DataError, match="not this model's"):
         train(load_job(path, overrides=[f"output_dir={tmp_path / 'poisoned'}"]), Heard())

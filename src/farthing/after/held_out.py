@@ -68,7 +68,10 @@ class HeldOut:
         longest = int(self.tokens.lengths[self.indices].max())
         most_tokens = self.job.train.per_device_eval_batch_size * longest
         measure = partial(references_of, forward, self.tokens, self.indices)
-        return with_room(measure, most_tokens, longest, forward.numerics.device)
+        rows = with_room(measure, most_tokens, longest, forward.numerics.device)
+        found = np.full((len(self.tokens), rows.shape[1]), np.nan)
+        found[self.indices] = rows
+        return found
 
     @property
     def sha256(self) -> str:

@@ -67,15 +67,6 @@ def _draw(console: Any, found: dict[str, Any]) -> None:
         table.add_row(part["name"], f"{1000 * part['step_s']:,.2f}", f"{part['share']:.1%}")
     table.add_row("[bold]a step[/]", f"[bold]{1000 * found['step_s']:,.2f}[/]", "")
     console.print(table)
-    operators = table_of("dearest operators", "#calls a step", "#ms", "#share")
-    for one in found["operators"]:
-        operators.add_row(
-            escape(one["name"]),
-            f"{one['n_calls']:,.0f}",
-            f"{1000 * one['step_s']:,.2f}",
-            f"{one['share']:.1%}",
-        )
-    console.print(operators)
     tera = 1e12
     console.print(
         f"{found['flops_per_s'] / tera:.3g} TFLOP/s of the"

@@ -27,7 +27,7 @@ from farthing.train.loop import take_step
 from farthing.train.run import opened_attempt
 from farthing.train.step_log import settle
 
-WARM_UP_STEPS, N_MEMORY_POINTS, N_OPERATORS = 3, 200, 20
+WARM_UP_STEPS = 3
 _MARK = "farthing: "
 _REST = "everything else"
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC")
@@ -93,7 +93,6 @@ def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
             {"name": name, "step_s": seconds / n_steps, "share": seconds / wall_s}
             for name, seconds in sorted(rows.items(), key=lambda item: -item[1])
         ],
-        "operators": dearest_operators(profiler.key_averages(), device.type, n_steps, wall_s),
         "flops_per_s": flops_per_s,
         "measured_peak_flops_per_s": peak,
         "mfu": flops_per_s / peak,
@@ -166,30 +165,6 @@ def seconds_by_name(events: Any, device: str) -> dict[str, float]:
             name = _range_of(event) or _backward_of(event, of_sequence) or _REST
             found[name] = found.get(name, 0.0) + own_us / 1e6
     return found
-
-
-def dearest_operators(
-    averages: Any, device: str, n_steps: int, wall_s: float
-) -> list[dict[str, Any]]:
-    """The operators that take most by themselves: their calls and seconds a step, and share of it.
-    On a GPU its own time, else the host's.
-    """
-    own = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
-    found = [
-        event
-        for event in averages
-        if not event.key.startswith((_MARK, "Optimizer.step", "[memory]"))
-    ]
-    dearest = sorted(found, key=lambda event: -getattr(event, own))[:N_OPERATORS]
-    return [
-        {
-            "name": event.key,
-            "n_calls": event.count / n_steps,
-            "step_s": getattr(event, own) / 1e6 / n_steps,
-            "share": getattr(event, own) / 1e6 / wall_s,
-        }
-        for event in dearest
-    ]
 
 
 def _range_of(event: Any) -> str | None:

@@ -30,6 +30,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import pinned
 from farthing.objectives.objective import OfStep
 from farthing.run.ledger import Meter
+from farthing.train.bf16_adamw import StochasticAdamW
 from farthing.train.step_feed import StepFeed
 from farthing.train.step_result import StepResult, Sums
 from farthing.train.update_guard import (
@@ -207,8 +208,8 @@ class Step:
         norm = self.ranks.clip(self.trained, self.max_grad_norm or math.inf)
         figures = torch.cat([losses, norm.double().reshape(1)])
         reserve_for_update(self.optimizer)
-        # weights in bf16 are rounded by chance: alike on all ranks that have the same rows
-        seed_everything(self.seed, self.number, -1 - self.ranks.shard)
+        if isinstance(self.optimizer, StochasticAdamW):  # alike where ranks have the same rows
+            seed_everything(self.seed, self.number, -1 - self.ranks.shard)
         if self.scaler.is_enabled():
             self.update_guard.enter()
             self.scaler.step(self.optimizer)
