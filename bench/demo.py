@@ -70,7 +70,7 @@ def main() -> int:
     say(f"3. farthing train {job}   (and kill -9 after a while)")
     train_and_kill(job, at_checkpoint=80)
     say("killed: no warning, no clean-up")
-    say(f"4. farthing train {job}   (the same command goes on)")
+    say(f"4. farthing train {job}   (the same command resumes)")
     subprocess.run([*FARTHING, "train", str(job)], check=True)
     say("5. The same job without interruption, to compare")
     alone = f"output_dir={FOLDER / 'alone'}"

@@ -3,7 +3,7 @@
     python bench/late_resume.py [--rows 10000000] [--done 0.99] [--json]
 
 A run of a tiny model is begun and stopped after two steps; its checkpoint is then made to say that
-`--done` of the epoch is behind it, and the same command goes on in a fresh process, from a token
+`--done` of the epoch is behind it, and the same command resumes in a fresh process, from a token
 set of that many rows, every byte checked. Trainers that replay their data loader take hours here.
 Exits with 1 when the first step is not done within five seconds of the checkpoint's being loaded.
 The rows repeat each other and are tokenized once: only how many there are matters.

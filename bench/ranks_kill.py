@@ -278,7 +278,7 @@ def try_case(case: dict[str, Any], folder: Path, base: Path, alone: Path) -> dic
     fired_at = float((folder / "fired").read_text()) if fired else ended_at
     next_at = min([at for number, at in began if number == 2], default=ended_at)
     codes = [code]
-    if code in (75, 2):  # as it was asked to; the same command goes on
+    if code in (75, 2):  # as it was asked to; the same command resumes
         again = Elastic(1, start_of(folder), said.append)
         codes.append(again.wait())
     lives = [child.pid for child in children if child.poll() is None]

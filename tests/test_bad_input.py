@@ -381,7 +381,7 @@ def test_a_full_disk_is_refused_before_the_first_step(
         farthing.train.saver.shutil, "disk_usage", lambda path: usage._replace(free=1000)
     )
     said = run()
-    assert said.code == 75, "the same command goes on where there is room"
+    assert said.code == 75, "the same command resumes where there is room"
     assert "1000 B are free" in said.err
     assert "make room" in said.err
     assert left_behind(desk.folder / "run") == set()

@@ -199,7 +199,7 @@ def test_a_limit_stops_with_3_and_a_higher_one_goes_on(
 ) -> None:
     path = job_file(tmp_path, max_steps=4, limits=limit)
     said = out_of(capsys, "train", path, code=3)
-    assert "raise the limit and run the same command to go on" in said
+    assert "raise the limit and run the same command to continue" in said
     out_of(capsys, "train", path, code=3)
     assert "finished" in out_of(capsys, "train", path, "--set", raised)
     assert len(losses_of(load_job(path))) == 4
@@ -259,7 +259,7 @@ def test_sigterm_exits_with_75_and_the_same_command_finishes(
     with monkeypatch.context() as patch:
         patch.setattr(farthing.train.loop, "take_step", take_step)
         said = out_of(capsys, "train", path, code=75)
-    assert "interrupted (SIGTERM); run the same command to go on" in said
+    assert "interrupted (SIGTERM); run the same command to continue" in said
     said = out_of(capsys, "train", path)
     assert "resumed at step" in said
     assert [row["step"] for row in log_of(load_job(path))] == list(range(1, 41))

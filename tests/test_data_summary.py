@@ -56,7 +56,7 @@ def test_chats_with_their_turns_repeats_and_oddities(tmp_path: Path, capsys: Any
     assert found["n_equal_rows"] == 1
     assert found["odd_roles"]["role `narrator`"] == 1
     assert found["odd_roles"]["ends without an answer"] == 1
-    assert found["odd_roles"]["two turns of the same role in a row"] == 1
+    assert found["odd_roles"]["two turns in a row with the same role"] == 1
     assert (found["turns"]["most"], found["roles"]["assistant"]) == (3, 6)
     assert found["ignored"] == "`id` (in 1 of 7 rows)"
     assert [part["text"].strip() for part in found["examples"][0] if part["is_learned"]] == [

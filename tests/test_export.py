@@ -328,7 +328,7 @@ def test_a_damaged_model_is_named_and_written_again(
         run / "model.bad-4/notes.txt"
     ).read_text() == "mine"  # set aside: nothing of anybody's is lost
     heard = Heard()
-    assert workshop.train(job, heard).reason == "it was finished already; nothing was trained"
+    assert workshop.train(job, heard).reason == "the run had finished already; nothing was trained"
     assert not heard.of(Exported)
 
 

@@ -92,7 +92,7 @@ def once_committed(run: Path, step: int, action: Callable[[], None]) -> Emit:
 def test_a_disk_that_is_full_in_the_middle_of_a_run_loses_nothing(
     small_disk: Path, alone: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Log, ledger and checkpoints meet a real ENOSPC; with room again, the same command goes on to
+    """Log, ledger and checkpoints meet a real ENOSPC; with room again, the same command resumes to
     the same bits.
     """
     job_in(tmp_path, "run")
@@ -164,7 +164,7 @@ def test_a_log_that_can_not_be_written_ends_the_run_in_words(
         patch.setattr(SummedLines, "append", append)
         assert main(["train", str(tmp_path / "run.yaml")]) == 75
     said = capsys.readouterr().err
-    assert f"the disk fails: {os.strerror(number)}; what was saved is intact" in said
+    assert f"the disk fails: {os.strerror(number)}; saved checkpoints are intact" in said
     assert "Traceback" not in said
     assert train(job, quiet).exit_code == 0
     assert ends_like(alone, tmp_path / "run")

@@ -334,7 +334,7 @@ def test_a_status_that_could_not_look_does_not_say_that_nothing_was_launched(
     job = job_at(tmp_path, tiny_folders, output_store="s3://bucket/run")
     assert main(["launch", "status", str(job)]) != 0
     said = capsys.readouterr()
-    assert "nothing was launched yet" not in said.out + said.err
+    assert "nothing has been launched yet" not in said.out + said.err
     assert "the store does not answer" in said.err
     assert main(["launch", "status", str(job), "--on", "ssh:a", "--json"]) == 1
     assert "the store does not answer" in json.loads(capsys.readouterr().out)["not_known"]

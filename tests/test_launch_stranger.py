@@ -60,8 +60,8 @@ def test_what_was_never_launched_is_not_looked_for_at_a_provider(
 ) -> None:
     code, said = answer(capsys, job, verb)
     assert (code, len(said.splitlines())) == (2, 2)
-    assert "nothing was launched from this folder, nor by way of this store" in said
-    assert answer(capsys, job, "status") == (0, "nothing was launched yet\n")
+    assert "no launch is recorded in this folder or in the store" in said
+    assert answer(capsys, job, "status") == (0, "nothing has been launched yet\n")
 
 
 @pytest.mark.slow

@@ -441,9 +441,8 @@ def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refuse
     assert examples_of("spam", "ham", "eggs", spam="bad", eggs="bad") == []
     (said,) = examples_of("spam", "ham", "eggs", spam="bad", hams="good", egg="spam")
     assert (
-        said
-        == "data.label_map names what no row has: 'egg' ('spam'), 'hams' ('good'); the classes are"
-        " 'bad', 'eggs', 'ham'"
+        said == "data.label_map names values that no row has: 'egg' ('spam'), 'hams' ('good'); the"
+        " classes are 'bad', 'eggs', 'ham'"
     )
     (said,) = examples_of("spam", "ham", "Spam ", "HAM")
     assert "'HAM' and 'ham', 'Spam ' and 'spam'; make them one with data.label_map" in said

@@ -161,7 +161,7 @@ def test_a_crash_keeps_what_was_saved_and_says_how_to_go_on(
     assert main(["train", str(tmp_path / "run.yaml")]) == 1
     words = capsys.readouterr().err
     assert "farthing: crashed: ZeroDivisionError: of our own" in words
-    assert "the same command goes on" in words
+    assert "the same command resumes" in words
     monkeypatch.undo()
     assert main(["report", str(tmp_path / "run"), "--json"]) == 0
     receipt = json.loads(capsys.readouterr().out)

@@ -957,7 +957,7 @@ def test_a_store_that_is_down_at_the_start(
         is_down = is_down and not heard.of(StepTaken)
 
     assert train(machine(tmp_path, "run", tmp_path / "store"), tell).exit_code == 0  # type: ignore[arg-type]
-    assert "the run goes on from this folder" in heard.warnings
+    assert "the run continues from this folder" in heard.warnings
     assert taken_run(tmp_path) == 8
 
 

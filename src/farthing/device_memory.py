@@ -40,17 +40,17 @@ _FAILED = re.compile(
     r" error|CU(BLAS|DNN)_STATUS_\w*EXECUTION_FAILED"
 )
 _FAILED_TO_DO = (
-    "run the same command again, a run goes on from its last checkpoint; if it fails again, look"
+    "run the same command again: a run resumes from its last checkpoint; if it fails again, look"
     " for Xid in `dmesg` and for ECC errors in `nvidia-smi -q`, and use another GPU"
 )
 _OUT_OF_RANGE = "device-side assert triggered"
 _OUT_OF_RANGE_TO_DO = (
-    "a token, label or position may be one that the model has not: CUDA_LAUNCH_BLOCKING=1 names the"
+    "a token, label or position may be out of the model's range; CUDA_LAUNCH_BLOCKING=1 shows the"
     " operation"
 )
 _FULL_TO_DO = (
-    "lower data.max_length, use method: lora or qlora, or a larger GPU; see that nothing else is on"
-    " this one"
+    "lower data.max_length, use method: lora or qlora, or a larger GPU; close other programs"
+    " on this one"
 )
 _NO_KERNELS_TO_DO = "set the first two to false and the third to sdpa"
 

@@ -90,7 +90,7 @@ def check_machine(folder: Path, *, with_device: bool = True) -> Iterator[Check]:
     if with_device and torch.state == "ok":
         yield from _device()
     else:
-        yield Check("gpu and cpu", "ok", "not checked: first fix what failed")
+        yield Check("gpu and cpu", "ok", "not checked: fix the failures first")
     memory = psutil.virtual_memory()
     enough = memory.available > 2 << 30
     yield Check(
@@ -442,7 +442,7 @@ def _run_folder(folder: Path) -> Iterator[Check]:
         state = (
             "a finished run"
             if facts.get("finished")
-            else f"an unfinished run with {n_saved} checkpoints: it goes on"
+            else f"an unfinished run with {n_saved} checkpoints: the run resumes"
         )
     enough = "ok" if free > 5 << 30 else "warning"
     yield Check(

@@ -117,7 +117,7 @@ class RunBusyError(InputError):
 
 
 class DiskFullError(FarthingError):
-    """The disk can't hold what the run will write: the same command goes on when there is room."""
+    """The disk can't hold what the run will write: the same command resumes when there is room."""
 
     exit_code = EXIT_INTERRUPTED
 

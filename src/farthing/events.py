@@ -41,7 +41,7 @@ class Note(Event):
 
 
 class Warned(Event):
-    """Something to look at, in words; the run goes on."""
+    """Something to look at, in words; the run continues."""
 
     text: str
 
@@ -133,7 +133,7 @@ class Probed(Event):
 
 
 class Restored(Event):
-    """A checkpoint was verified and read; the run goes on behind `step`."""
+    """A checkpoint was verified and read; the run continues behind `step`."""
 
     step: int
     n_steps: int

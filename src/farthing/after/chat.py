@@ -100,7 +100,7 @@ class Speaker:
                     else [first, *ids]
                 )
         if not ids:
-            raise InputError("there is nothing to answer", where="the prompt", to_do="write a text")
+            raise InputError("no text to answer", where="the prompt", to_do="write a text")
         tensor = torch.tensor([ids], device=self.model.device)
         return {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
 

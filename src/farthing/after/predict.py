@@ -241,7 +241,7 @@ class Predictor:
                 f" model's {self._longest:,} positions"
             )
         if not ids:
-            raise Unusable("there is nothing to answer")
+            raise Unusable("no text to answer")
         return ids
 
     # ---- tokens to answers ----

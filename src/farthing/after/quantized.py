@@ -197,7 +197,7 @@ def _load_whole(folder: Path, task: str, wish: Wish) -> Any:
         why = f"{type(error).__name__}: {error}"
     if why:
         raise ModelError(
-            f"transformers can't load the model in this form, nothing was kept: {why}",
+            f"transformers can't load the model in this form, so it was deleted: {why}",
             where=f"--format {wish.form}",
             to_do="use --format merged, or gguf where llama.cpp has the family",
         )
@@ -221,7 +221,7 @@ def _refuse_far(verdict: Verdict | None, wish: Wish) -> None:
     if verdict is None or wish.is_forced or verdict.mean_kl <= wish.max_kl:
         return
     raise ModelError(
-        f"it answers otherwise than the merged model; nothing was kept: {verdict.in_words()}",
+        f"its answers differ from the merged model's, so it was deleted: {verdict.in_words()}",
         where=f"--max-kl {wish.max_kl:g}",
         to_do="choose more bits (--bits q8_0, --format w8a16), or keep it as it is with --force",
     )

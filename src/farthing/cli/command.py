@@ -116,7 +116,7 @@ def _run(words: Sequence[str]) -> int:
         write(printable_lines(traceback.format_exc()).rstrip())
         complain(f"crashed: {type(error).__name__}: {error}")
         write(
-            "  to do: report the lines above; what was saved is intact, and the same command goes"
-            " on from it"
+            "  to do: report the lines above; saved checkpoints are intact, and the same command"
+            " resumes"
         )
         return EXIT_CRASH

@@ -64,18 +64,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --push: make the repository public (default: private)",
     )
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+    parser.add_argument("--json", action="store_true", help="print the written files as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the model into a new folder."""
     run = run_folder(arguments)
     if arguments.public and not arguments.push:
-        raise InputError("without --push nothing is sent", where="--public", to_do="leave it out")
+        raise InputError("it needs --push", where="--public", to_do="leave it out")
     if arguments.traffic and not arguments.serve:
-        raise InputError(
-            "without --serve nothing is served", where="--traffic", to_do="add --serve"
-        )
+        raise InputError("it needs --serve", where="--traffic", to_do="add --serve")
     if arguments.serve and arguments.push:
         raise InputError(
             "a served model is not published by the same command",

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="JOB", help="where to write the job (default: print it)"
     )
-    parser.add_argument("--json", action="store_true", help="print what became of each key as JSON")
+    parser.add_argument("--json", action="store_true", help="print the fate of each key as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

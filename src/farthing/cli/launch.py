@@ -25,7 +25,7 @@ from farthing.printable import printable, printable_lines
 
 GOES_ON_UNREAD = True
 """A machine is watched and given back, whether what is printed is read or not."""
-NOTHING_YET = "nothing was launched yet"
+NOTHING_YET = "nothing has been launched yet"
 NOTHING = {"kind": "farthing launch", "machines": [], "usd": 0.0}
 ACTIONS = ("status", "logs", "stop", "attach")
 AGENT, NEEDS = "agent", "needs"
@@ -177,7 +177,7 @@ def _where_it_is(job: Any, arguments: argparse.Namespace, action: str) -> str | 
     on = None if arguments.offer else where_it_is(job, only_open=not action)
     if on is None and action in ("logs", "stop", "attach"):
         raise InputError(
-            "nothing was launched from this folder, nor by way of this store",
+            "no launch is recorded in this folder or in the store",
             where=action,
             to_do="launch with --yes, or name where to look: --on TARGET",
         )
@@ -327,8 +327,8 @@ def _say_open(session: Any) -> None:
         write(f"farthing: STILL BILLED: {printable(line)}")
     if session.ledger.open:
         write(
-            "farthing: `farthing launch attach JOB` watches again, `farthing launch stop JOB` ends"
-            f" what there is ({job})"
+            "farthing: `farthing launch attach JOB` resumes the watch, `farthing launch stop JOB`"
+            f" ends the machines ({job})"
         )
 
 
@@ -362,7 +362,9 @@ def _show_standing(session: Any, *, as_json: bool) -> int:
     _say_still_billed(standing)
     if standing["not_known"]:
         write(f"farthing: could not ask: {printable(standing['not_known'])}")
-        write("farthing: the above is what this folder knows; there may be more")
+        write(
+            "farthing: the lines above are all that this folder knows; there may be more machines"
+        )
     return code
 
 

@@ -23,7 +23,7 @@ from farthing.run.signals import handled
 
 GOES_ON_UNREAD = True
 """Training does not end because nobody reads what it prints."""
-FINISHED_ALREADY = "it was finished already; nothing was trained"
+FINISHED_ALREADY = "the run had finished already; nothing was trained"
 
 RARE = ("--deepspeed", "--accelerate", "--local_rank", "--local-rank")
 """Options that only `--help-all` shows."""
@@ -178,7 +178,7 @@ def _show_dry_run(job: Any) -> int:
     words = shlex.split(job.when_done or "")
     if words and shutil.which(words[0]) is None:
         print(f"warning: `{words[0]}` of when_done is not found on this machine")
-    print("dry run: nothing was begun")
+    print("dry run: nothing was started")
     return EXIT_FINISHED
 
 
@@ -343,9 +343,11 @@ def _show_end(
         "finished": f"[green]finished[/]: {escape(reason)}",
         "limit": (
             f"[yellow]stopped[/] by {escape(reason)}; raise the limit and run the same command to"
-            " go on"
+            " continue"
         ),
-        "interrupted": f"[yellow]interrupted[/] ({escape(reason)}); run the same command to go on",
+        "interrupted": (
+            f"[yellow]interrupted[/] ({escape(reason)}); run the same command to continue"
+        ),
     }
     console.print(words[state], highlight=False, soft_wrap=True)
     return code

@@ -241,7 +241,9 @@ class ChatReader:
         if given.issuperset(answers):
             raise Unusable("every assistant turn is marked as not to be learned")
         if not self.shows_texts:
-            raise Unusable("the chat template leaves out what is said: it is for images, or broken")
+            raise Unusable(
+                "the chat template leaves out the messages' text: it is for images, or broken"
+            )
         read = self._by_marks if self.marks else self._turn_by_turn
         try:
             return read(messages, tools, given)

@@ -59,8 +59,8 @@ def refuse_silence(messages: Sequence[RowValue], unlearned: frozenset[int]) -> N
             and not any(str(value).strip() for value in says)
         ):
             raise Unusable(
-                f"message {index + 1}: the assistant says nothing, and an empty answer would be"
-                " learned; mark the turn with `weight: 0`, or leave it out"
+                f"message {index + 1}: the assistant's turn is empty, and the model would learn"
+                " to answer nothing; mark the turn with `weight: 0`, or leave it out"
             )
 
 

@@ -148,8 +148,7 @@ def parts_of(template: str) -> tuple[tuple[str, str], ...]:
     for text, name, spec, conversion in parsed:
         if name == "" or spec or conversion:
             raise ValueError(
-                "a column's name stands in braces, and nothing else; a brace that is meant as one"
-                " is doubled"
+                "only a column's name may stand in braces; write a literal brace twice"
             )
         parts.append((text, name or ""))
     if not any(name for _, name in parts):

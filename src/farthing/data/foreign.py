@@ -128,7 +128,7 @@ def _objectives(*, is_pair: bool) -> str:
     """Which objectives learn from pairs, or from verdicts on single answers."""
     found = [each for each in map(objective_of, objective_names()) if each.loss is not None]
     names = [each.name for each in found if (each.n_sequences > 1) is is_pair]
-    return f"to learn what is preferred, take objective: {' | '.join(names)}"
+    return f"for preference tuning, set objective: {' | '.join(names)}"
 
 
 def _how_to_keep_the_preferred(row: Mapping[str, Any]) -> str:
@@ -221,8 +221,7 @@ def _ranked(row: Mapping[str, Any]) -> Foreign | None:
             return Foreign(
                 f"ranked answers (columns {_listed([name, *beside, *inside])}), which farthing"
                 " can't train on yet",
-                "write the best answer of each row to a column of its own, in a file without the"
-                " others",
+                "write a file with only the best answer of each row",
                 name,
                 can_be_chosen=False,
             )

@@ -181,7 +181,7 @@ def _answer(row: RowValue, name: str) -> str | Turns:
     if not turns or turns[-1]["role"] != "assistant":
         raise Unusable(f"`{name}` does not end with a turn of the assistant")
     if any(turn["role"] == "user" for turn in turns):
-        raise Unusable(f"`{name}` has a turn of the user: what is compared is one answer")
+        raise Unusable(f"`{name}` has a user's turn: preference tuning compares single answers")
     return turns
 
 

@@ -384,7 +384,7 @@ def _refuse_leading_out(folder: Path) -> None:
             raise DataError(
                 "a link that leads out of the data set's folder",
                 where=str(path),
-                to_do="remove it, or put a copy of what it leads to in its place",
+                to_do="remove it, or replace it with a copy of its target",
             )
 
 

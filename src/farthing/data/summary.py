@@ -217,7 +217,7 @@ class _Turns:
                 a == b and a in ("user", "human", "assistant", "gpt")
                 for a, b in itertools.pairwise(said)
             ):
-                odd["two turns of the same role in a row"] += 1
+                odd["two turns in a row with the same role"] += 1
             if any(role in ("system", "developer") for role in said[1:]):
                 odd["a system turn that is not the first"] += 1
 

@@ -360,7 +360,7 @@ class Ranks:
                 self._wait_until(lambda: False, self.patience_s + 2 * BEAT_S)
                 raise RankLostError(
                     f"another rank of {self.n} does not answer: {str(error).splitlines()[0][:200]}",
-                    to_do="run the same command again: it goes on from the last checkpoint",
+                    to_do="run the same command again: it resumes from the last checkpoint",
                 ) from error
             finally:
                 self._stillness.is_waiting = False
@@ -413,7 +413,7 @@ class Ranks:
                 f"rank {self.index} has no memory left, and over spread weights a step can't be"
                 " taken again by itself",
                 where="where.strategy",
-                to_do="run the same command: it goes on from the last save with less at once",
+                to_do="run the same command: it resumes from the last save with smaller micro-batches",
             ) from error
         return LEAVE if isinstance(error, RunInterruptedError) else NO_ROOM
 

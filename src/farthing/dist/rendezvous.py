@@ -47,7 +47,7 @@ def meet(seat: Seat, device: torch.device, patience_s: float) -> Any:
     attempt = os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        with bounded(seat, most_s + BEYOND_S, "nobody there answers as the first rank would"):
+        with bounded(seat, most_s + BEYOND_S, "no first rank answers at that address"):
             store = _opened(seat, timedelta(seconds=most_s), is_host=seat.is_first and not is_kept)
         # an agent's store still has the addresses of an attempt that died (pytorch/pytorch#135712)
         store = dist.PrefixStore(f"farthing-{attempt}", store)

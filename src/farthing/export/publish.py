@@ -133,7 +133,7 @@ def publish(run: Path, wanted: Publication) -> Publication:
         raise PublishError(
             f"the Hub has not taken the model ({why}); it is whole in {note.folder}",
             where=f"{PREFIX}{note.to}",
-            to_do="run the same command again: it sends what is missing",
+            to_do="run the same command again: it sends the missing files",
         ) from error
     announce(run, sent)
     return sent
@@ -149,8 +149,7 @@ def _sent(run: Path, note: Publication) -> Publication:
     repository = api.create_repo(note.to, private=note.is_private, exist_ok=True).repo_id
     if note.is_private and not api.model_info(repository).private:
         raise InputError(
-            "this repository can be read by everyone, and a private one was asked for; nothing was"
-            " sent",
+            "this repository is public, but you asked for a private one; nothing was sent",
             where=f"{PREFIX}{repository}",
             to_do="name another one, or say --public (train.hub_private_repo: false)",
         )

@@ -32,7 +32,7 @@ def check_target(text: str) -> Iterator[Check]:
     yield Check(
         "ended by",
         "ok" if target.ends else "warning",
-        target.ends or "nothing but us",
+        target.ends or "only this process",
         "launch with --attended",
     )
     if target.program:
@@ -70,7 +70,7 @@ def _login(command: str, to_do: str) -> Check:
         why = (
             ""
             if run_command(command.split()).strip()
-            else f"`{command}` fails: nobody is logged in"
+            else f"`{command}` fails: you are not logged in"
         )
     except (UnclearError, RefusedError) as error:
         why = str(error)
@@ -84,7 +84,7 @@ def _answers(target: Target) -> Check:
         return Check("login", "ok", "the key is taken")
     except (UnclearError, RefusedError, InputError) as error:
         return Check(
-            "login", "failed", str(error).splitlines()[0], "check the key, and what it may do"
+            "login", "failed", str(error).splitlines()[0], "check the key and its permissions"
         )
 
 

@@ -554,7 +554,7 @@ def most_gpus(job: Job) -> int:
 
 def _refuse_what_stays_here(job: Job, wishes: Wishes) -> None:
     """Raise `InputError` for what the job names and only this machine has."""
-    brings = "name an image that has it (--image), or what pip installs there (--install)"
+    brings = "name an image that has it (--image), or a pip requirement (--install)"
     if not (wishes.image or wishes.install):
         attention = job.model.attn_implementation
         if attention not in (None, *ATTENTION_OF_TORCH):
@@ -616,7 +616,7 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) 
     refusals = (
         (
             store is None and not _shares(target, at),
-            "nothing of the run would outlive the machine: the job has no store",
+            "the run would be lost with the machine: the job has no store",
             "output_store",
             f"set output_store: s3://bucket/prefix, or another place that both sides reach{also}",
         ),
@@ -634,7 +634,7 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) 
         ),
         (
             target.is_rented and not limits.is_set,
-            "nothing says how much this may cost",
+            "the job has no limit on its cost",
             "limits",
             "set limits.max_usd, e.g. --set limits.max_usd=5",
         ),
@@ -662,7 +662,7 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) 
             and not (wishes.install or wishes.image),
             f"the objective is in the package {package}, which does not travel",
             f"objective: {job.task}",
-            "name an image that has it (--image), or what pip installs instead (--install)",
+            "name an image that has it (--image), or a pip requirement (--install)",
         ),
         (
             bool(job.usd_per_hour == 0) and limits.max_usd is not None and target.name == "hf",

@@ -74,7 +74,7 @@ class Session:
             raise InputError(
                 "the files would be refused:\n    " + "\n    ".join(wrong),
                 where=f"--on {self.prepared.target.name}",
-                to_do="name what is missing (--image, --on TARGET:WHERE), or take another target",
+                to_do="add --image or --on TARGET:WHERE, or choose another target",
             )
         return files
 
@@ -124,8 +124,8 @@ class Session:
             )
         if self.prepared.target.is_rented and not (driver.ends_by_itself or is_attended):
             raise InputError(
-                "nothing of this provider ends the machine if this process dies: it would be paid"
-                " for until somebody looks",
+                "if this process dies, this provider does not end the machine: you would pay for"
+                " it until you end it",
                 where="--on",
                 to_do="stay with it and say so with --attended, or take another target",
             )
@@ -315,8 +315,8 @@ class Session:
             path.write_bytes(wheel.content)
             packed = Packed((*packed.files, (path, f"{INPUTS}/{wheel.name}")), packed.values)
         self.say(
-            f"inputs: {len(packed.files)} files, {say_bytes(packed.n_bytes)}; the store gets what"
-            " it lacks"
+            f"inputs: {len(packed.files)} files, {say_bytes(packed.n_bytes)}; sending the missing"
+            " files to the store"
         )
         sent = send_inputs(self._store(), packed, inputs_key(self.prepared.launch_id))
         self.say(f"inputs: {say_bytes(sent)} sent")
@@ -440,15 +440,15 @@ class Session:
         machines = list(self.ledger.machines.values())
         if not machines:
             raise InputError(
-                "nothing was launched yet", where=str(self.folder), to_do="launch it with --yes"
+                "nothing has been launched yet",
+                where=str(self.folder),
+                to_do="launch it with --yes",
             )
         newest: Machine = machines[-1]
         try:
             return self.words().log(newest.name) or self.driver().log(newest)
         except ProviderError as error:
-            raise InputError(
-                f"nobody gives its words ({error})", where=newest.name, to_do="try again"
-            ) from error
+            raise InputError(f"no logs ({error})", where=newest.name, to_do="try again") from error
 
 
 def where_it_is(job: Job, *, only_open: bool) -> str | None:
@@ -465,7 +465,7 @@ def where_it_is(job: Job, *, only_open: bool) -> str | None:
             ledger.take_over(StoreWords(lambda: store, launch_id_of(job)).kept(), to_disk=False)
         except UnclearError as error:
             raise StoreUnavailableError(
-                f"nobody knows whether something was launched: the store does not answer ({error})",
+                f"can't tell whether anything was launched: the store does not answer ({error})",
                 where=job.output_store,
                 to_do="try again when it does, or name where to look: --on TARGET",
             ) from error
@@ -560,7 +560,7 @@ def notes_of(prepared: Prepared, ask: LaunchRequest) -> list[str]:
         "when_done does not run there: the launch gives the machine back": (
             prepared.job.when_done and target.is_rented
         ),
-        "when_done does not run there, and nothing but you ends that machine": (
+        "when_done does not run there, and only you can end that machine": (
             prepared.job.when_done and not target.is_rented
         ),
         f"{' and '.join(kept)} of train.report_to write on the machine alone, and go with it": (
@@ -615,7 +615,9 @@ def said(view: Json) -> list[str]:
     cap = f" of {say_usd(view['max_usd'])}" if view["max_usd"] is not None else ""
     most_usd = f"{say_usd(view['most_usd'])}{cap}" if view["usd_per_hour"] else "dollars not known"
     most = f"{say_seconds(view['most_s'])}, {most_usd}"
-    rows.append(("at most", most if view["most_s"] < 365 * 86400 else "nothing limits it there"))
+    rows.append(
+        ("at most", most if view["most_s"] < 365 * 86400 else "nothing limits its time there")
+    )
     rows.append(("ended by", view["ends"] or "nothing but this process"))
     if view["n_inputs"]:
         size = say_bytes(view["inputs_bytes"])

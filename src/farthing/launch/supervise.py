@@ -159,7 +159,7 @@ class Launch:
         current = self._adopted()
         while not self._is_stopped():
             if current is None and self._is_finished():
-                self._say("the run has come to its end already: nothing is rented")
+                self._say("the run has already ended: nothing is rented")
                 return self._closed(EXIT_FINISHED)
             try:
                 current = current or self._rent()
@@ -170,7 +170,7 @@ class Launch:
                 n_rounds += 1
                 pause_s = self.patience.stock_s
                 self._say(
-                    f"nothing is to be had now; asking again in {say_seconds(pause_s)}, which costs"
+                    f"nothing is available now; asking again in {say_seconds(pause_s)}, which costs"
                     " nothing"
                 )
                 self._out_of_stock.clear()
@@ -309,10 +309,9 @@ class Launch:
         for machine in self._ledger.machines.values():
             if not machine.asked_at:
                 raise InputError(
-                    f"the line of {machine.name} that says what it costs is damaged: the cap can't"
-                    " be held",
+                    f"the line of {machine.name} with its costs is damaged: the cap can't be kept",
                     where=str(self._ledger.folder / MACHINES),
-                    to_do="bring the file back from a copy, or end what there is: launch stop",
+                    to_do="restore the file from a copy, or end what there is: launch stop",
                 )
 
     def _refuse_what_is_elsewhere(self) -> None:
@@ -371,7 +370,7 @@ class Launch:
             machine
         ):
             return None
-        self._say(f"{machine.name} is there already: going on with it")
+        self._say(f"{machine.name} is there already: continuing with it")
         return machine
 
     def _rent(self) -> Machine | None:
@@ -553,7 +552,7 @@ class Launch:
                 began = back[-1] if back else times[1]
                 if now >= began + late_s and back:
                     at = min(began, machine.asked_at + machine.most_s) if machine.most_s else began
-                    why = "nobody knows whether it was there; counted as if it was"
+                    why = "can't tell whether it existed; counted as if it did"
                     self._ledger.note(machine.name, "gone", at, why=why)
                     return False
                 if now >= began + late_s:
@@ -563,8 +562,7 @@ class Launch:
             except UnclearError as error:
                 if not is_said:
                     self._say(
-                        f"{machine.name}: {error}; nothing else is asked for until it is known"
-                        " whether that is there"
+                        f"{machine.name}: {error}; nothing else is requested until this is known"
                     )
                 is_said = True
             self._sleep(self.patience.poll_s)
@@ -641,7 +639,7 @@ class Launch:
                 if awake - answered_at > self.patience.lost_s:
                     return Ending(f"no answer for {say_seconds(awake - answered_at)}")
             if machine.booted_at is not None and awake - beat_at > self.patience.silent_s:
-                return Ending(f"it has said nothing for {say_seconds(self.patience.silent_s)}")
+                return Ending(f"no sign of it for {say_seconds(self.patience.silent_s)}")
             if self._is_at_cap(machine):
                 return Ending("the cap is reached at the price that is charged", EXIT_LIMIT)
             if is_paid and machine.most_s and age > machine.most_s + 60:
@@ -721,7 +719,7 @@ class Launch:
             end = machine.asked_at + machine.most_s + 300
             if not (self._driver.ends_by_itself and machine.most_s and self._clock() > end):
                 return False
-            why, at = f"{machine.why}; nobody answered, its own end is past", self._clock()
+            why, at = f"{machine.why}; no answer, and its own time-out has passed", self._clock()
         if (
             self._driver.ends_by_itself and machine.most_s
         ):  # where it was gone long before we looked
@@ -740,8 +738,8 @@ class Launch:
         if self._ledger.trouble not in ("", self._trouble_said):
             self._trouble_said = self._ledger.trouble
             self._say(
-                f"what becomes of machines can't be written down here ({self._trouble_said}); going"
-                " on without"
+                f"events of machines can't be recorded here ({self._trouble_said}); continuing"
+                " without"
             )
         for machine in self._ledger.open:
             if machine.left_at is not None:

@@ -150,7 +150,7 @@ class StoreWords:
                     found[PurePosixPath(key).stem] = unseal(store.get(key).decode(), key)["rows"]
                 except (DamagedFileError, KeyError, TypeError, UnicodeDecodeError) as error:
                     raise InputError(
-                        f"what is known of a machine is damaged ({error})",
+                        f"the record of a machine is damaged ({error})",
                         where=f"{store.name}: {key}",
                         to_do=(
                             "look at the provider's bill for that machine, then remove the object"

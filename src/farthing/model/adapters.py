@@ -209,7 +209,7 @@ def refuse_unreached(model: Any, adapter: Adapter, task: str) -> None:
             raise ModelError(
                 f"the model is computed without `{name}`: nothing of it would be trained",
                 where=f"method.{key}",
-                to_do=f"take it out, or name what is used{': ' if same else ''}"
+                to_do=f"remove it, or name a module that is used{': ' if same else ''}"
                 + ", ".join(sorted({each.removesuffix(".weight") for each in same})),
             )
 

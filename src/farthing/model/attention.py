@@ -235,7 +235,7 @@ def attend(
     if unknown:
         raise ValueError(f"attention with {', '.join(unknown)} is not known here")
     if not causal and documents.key_rows is not None:
-        raise ValueError("documents that look ahead can't go on from others")
+        raise ValueError("documents with two-way attention can't continue others")
     window = (
         sliding_window
         if sliding_window is not None and documents.most_keys > sliding_window

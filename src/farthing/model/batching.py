@@ -63,8 +63,8 @@ def refuse_batch_norms(inner: Any) -> None:
     )
     if mixing is not None:
         raise ModelError(
-            f"a {inner.config.model_type} has batch norms ({mixing}): what is learned of an"
-            " example would depend on which others are computed with it",
+            f"a {inner.config.model_type} has batch norms ({mixing}): an example's gradient"
+            " would depend on the others in its batch",
             where=str(inner.config.name_or_path or inner.config.model_type),
             to_do="use a model without them, as all current language models are",
         )

@@ -47,8 +47,8 @@ def refuse_looking_ahead(model: Any, name: str) -> None:
         if not torch.equal(now, weights[weight])
     ]:
         raise ModelError(
-            f"a {config.model_type} changes its weights when it is evaluated ({changed[0]}): what"
-            " is saved after that is not what was trained",
+            f"a {config.model_type} changes its weights when it is evaluated ({changed[0]}): the"
+            " saved model would differ from the trained one",
             where=name,
             to_do="use another model"
             + (

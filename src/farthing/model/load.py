@@ -268,7 +268,7 @@ def speak(model: Any, tokenizer: Any, language: str) -> None:
             "its generation_config.json can't be written with a language:"
             f" {' '.join(str(error).split())[:200]}",
             where=str(model.config.name_or_path or model.config.model_type),
-            to_do="mend what it says in that file",
+            to_do="correct that file",
         ) from error
 
 
@@ -461,7 +461,7 @@ def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], choice: Mod
             f"a {config.model_type} has no vocab_size in its config.json: farthing trains models"
             " that embed tokens",
             where=name,
-            to_do="use a model with a tokenizer of its own",
+            to_do="use a model that has a tokenizer",
         )
     if len(tokenizer) - len(choice.new_tokens) > n_words:
         raise ModelError(

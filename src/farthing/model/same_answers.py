@@ -105,7 +105,7 @@ def answers(model: Any, examples: list[dict[str, Tensor]]) -> list[Tensor]:
         return [model(**example).logits[0].float() for example in examples]
     except (RuntimeError, TypeError, ValueError, NotImplementedError, ImportError) as error:
         raise ModelError(
-            f"the model can't be run here to check what is written ({type(error).__name__}:"
+            f"the model can't be run here to check the export ({type(error).__name__}:"
             f" {str(error)[:200]})",
             where=type(model).__name__,
             to_do="export it on a machine that can run it, or use --format adapter",
@@ -129,7 +129,7 @@ def refuse_other_answers(
         )
     if not torch.isfinite(ours).all():
         raise ModelError(
-            f"in {precision} the model answers with numbers that are not finite; nothing was kept",
+            f"in {precision} the model's outputs are not finite; the export was deleted",
             where=name,
             to_do="export it with --dtype float32 or bfloat16",
         )
@@ -137,8 +137,9 @@ def refuse_other_answers(
     off = float((ours - theirs).square().mean().sqrt() / spread.clamp_min(1e-12))
     if off > tolerance:
         raise ModelError(
-            f"what was written does not answer as the trained model does: its logits in {precision}"
-            f" are off by {off:.1%} (at most {tolerance:.1%} is rounding); nothing was kept",
+            "the exported model's answers differ from the trained model's: its logits in"
+            f" {precision} are off by {off:.1%} (at most {tolerance:.1%} is rounding); it was"
+            " deleted",
             where=name,
             to_do="use --format adapter, or --dtype float32 if another was asked for",
         )

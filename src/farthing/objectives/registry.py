@@ -115,7 +115,7 @@ def read_settings(given: object) -> Settings:
     if found is None or found.settings is None:
         near = difflib.get_close_matches(name, known, n=1)
         to_do = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"
-        what = "has no keys of its own: name it as `task:`" if found else "is no objective"
+        what = "has no keys: name it as `task:`" if found else "is no objective"
         raise ValueError(f"`{name}` {what}; {to_do}")
     try:
         return found.settings.model_validate(values)

@@ -125,7 +125,7 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
         found = machine_here(wanted, machine, job, measurements, today, n)
         if found is None:
             what = f"this machine: {machine.device_name} is no GPU that is known here"
-            notes.append(f"{what}, so nothing is planned on it")
+            notes.append(f"{what}, so it is left out")
             break
         here.append((found[0], [found[1]]))
     rented = _machines(wanted, offers, known, software)

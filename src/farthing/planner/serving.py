@@ -289,7 +289,7 @@ def serve(
     Raises `InputError` for a model that does not write token by token.
     """
     if shape.attention != "causal" or not shape.scores_tokens:
-        what = f"what serving costs is known for models that write one text, not for {shape.task}"
+        what = f"farthing prices serving for models that write one text, not for {shape.task}"
         raise InputError(
             what,
             where="--serve",
@@ -345,9 +345,8 @@ def serve(
 def _why_not(server: Server, traffic: Traffic) -> str:
     needed = server.weights_bytes + server.cache_bytes(traffic)
     if server.room_bytes < server.cache_bytes(traffic):
-        return (
-            f"needs {needed / 1e9:.1f} GB for weights and one request, beside what the engine takes"
-        )
+        room = f"{needed / 1e9:.1f} GB for weights and one request"
+        return f"needs {room}, besides the engine's own memory"
     return f"one answer alone takes {server.answer_s(traffic, 1):.1f} s"
 
 

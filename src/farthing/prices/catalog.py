@@ -166,7 +166,7 @@ def select_any(
         found = [offer for offer in found if id(offer) in keep]
         asked.append(f"{narrow} {' or '.join(names)}")
         if not found:
-            to_do = "`farthing prices` lists what there is"
+            to_do = "`farthing prices` lists all"
             if len(asked) > 1:
                 to_do = f"leave out {asked[-1]}; {to_do}"
             elif narrow == "gpu":

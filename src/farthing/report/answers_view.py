@@ -69,8 +69,8 @@ def _notes(curves: Mapping[str, Points]) -> list[str]:
         if longer > _LONGER and gained > 0.1 and by_mean < 0.25 * gained:
             notes.append(
                 f"Chosen answers are {longer - 1:.0%} longer, and accuracy a token grew by"
-                f" {by_mean:+.2f} where accuracy of sums grew by {gained:+.2f}: much of what was"
-                " learned may be length. sigmoid_norm and simpo compare answers by token."
+                f" {by_mean:+.2f} where accuracy of sums grew by {gained:+.2f}: the model may"
+                " mostly have learned length. sigmoid_norm and simpo compare answers by token."
             )
     return notes
 

@@ -52,8 +52,7 @@ def data_lines(found: Summary) -> list[str]:
     rows += [f"[yellow]left out[/]   {escape(what)}" for what in found.left_out]
     if found.format in RENDERED and not found.is_exact and objective_of(found.task).predicts_next:
         rows.append(
-            "template   farthing's own; what the model's leaves out is not seen here: name a job,"
-            " or --model NAME"
+            "template   farthing's own; to check the model's template, name a job or --model NAME"
         )
     if found.labels:
         total = sum(found.labels.values())

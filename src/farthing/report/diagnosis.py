@@ -2,7 +2,7 @@
 or was killed.
 
 Each check looks at one cause, and says with figures why it thinks so, which key to set, and what
-that saves: in a whole run of this kind, and in what is left of this one. Pure: same receipt, same
+that saves: in a whole run of this kind, and in the rest of this one. Pure: same receipt, same
 diagnosis. Refuses to guess a saving that nothing measured.
 """
 
@@ -172,7 +172,7 @@ def _compute(run: _Run) -> Iterator[Finding]:
             f"the longest 5 % of the examples (over {long:,} tokens, up to {longest:,}) hold"
             f" {share:.0%} of all tokens beyond that length",
             f"data.max_length={long}",
-            "cut examples at a shorter length; this changes what is learned from the long ones",
+            "cut examples at a shorter length; this changes training on the long ones",
             share * compute_s,
         )
     receipt = run.receipt
@@ -201,8 +201,8 @@ def _compute(run: _Run) -> Iterator[Finding]:
 def _host(run: _Run) -> Iterator[Finding]:
     copies_s, idle_s = run.span("host_to_device"), run.span("idle")
     to_do = (
-        "`farthing profile` shows what runs between the steps; other programs on the machine may"
-        " take its cores"
+        "`farthing profile` shows the work between steps; other programs may take the machine's"
+        " cores"
     )
     yield from run.found(
         "copies to the device", f"copies took {run.share(copies_s)}", "", to_do, copies_s

@@ -519,8 +519,8 @@ def serving_of(study: Study, traffic: Traffic) -> ServingView:
             f"going to zero costs {SERVERLESS_TIMES:g} times the hourly price while it is on, "
             "which "
             f"it stays for {WARM_S:.0f} s after each answer",
-            "`farthing export` writes bf16; the others take a tool that quantizes, and what that "
-            "loses is not judged here",
+            "`farthing export` writes bf16; the others need a quantizing tool; farthing does not"
+            " judge its loss of quality",
             "many adapters of one base model can share a machine: k of them cost a k-th each",
         ),
     )

@@ -162,7 +162,7 @@ def to_check(view: PlanView, best: Choice) -> str:
         pack, usd = say_cost(best.up_front_usd), say_cost(best.total_usd)
         return f"the price: you have to buy {pack}; the run uses {usd}"
     if best.price_is:
-        return "the price: the lowest of a marketplace; that machine may be taken"
+        return "the price is a marketplace's lowest; that machine may be gone"
     if best.spot:
         n = f"{best.spot.n_interruptions:.1f}"
         return f"spot: about {n} interruptions; set output_store to keep checkpoints"

@@ -418,7 +418,7 @@ def price_notes(plan: Plan) -> Iterable[str]:
     """What is to be known of a price beside its dollars."""
     terms, usd, total = plan.offer.billing, plan.usd, plan.total_usd
     if plan.is_from_price:
-        yield "the lowest of a marketplace, which may be taken"
+        yield "a marketplace's lowest; that machine may be gone"
     if plan.price_age_days >= AGED_PRICE_DAYS and not plan.is_users_price:
         age = plan.price_age_days
         yield f"the price is {age} days old: `farthing prices update` reads newer ones"

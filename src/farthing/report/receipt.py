@@ -379,8 +379,8 @@ def _unlike(run: Receipt, baseline: Receipt) -> dict[str, str]:
     if run.steps != baseline.steps or run.tokens != baseline.tokens:
         found["work"] = (
             f"they did not do the same work ({plural(run.steps, 'step')} and"
-            f" {plural(baseline.steps, 'step')}): their totals can't be compared, what a token"
-            " takes can"
+            f" {plural(baseline.steps, 'step')}): compare their costs a token, not their"
+            " totals"
         )
     models = [
         str(((receipt.job or {}).get("model") or {}).get("model_name_or_path", "?"))

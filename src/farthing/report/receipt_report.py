@@ -165,7 +165,7 @@ def _of_trouble(receipt: Receipt) -> dict[str, str]:
         facts["last notice"] = f"{last['what']}; saved and left after {left}{grace}"
     if events := receipt.out_of_memory:
         now = Settings.from_json(events[-1]).in_words()
-        facts["out of memory"] = f"{plural(len(events), 'time')}; training went on with {now}"
+        facts["out of memory"] = f"{plural(len(events), 'time')}; training continued with {now}"
     if values := receipt.settings:
         facts["computed"] = f"{values['precision']}, {Settings.from_json(values).in_words()}"
     if trust := receipt.ledger:
@@ -213,7 +213,7 @@ def diagnosis(receipt: Receipt) -> Section:
         worth = time_and_price(receipt, one.saves_s, one.saves_usd) + " in a run like this one"
         if one.rest_s:
             rest = time_and_price(receipt, one.rest_s, one.rest_usd)
-            worth += f", {rest} in what is left of this one"
+            worth += f", {rest} in the rest of this one"
         name = one.area if one.cause == one.area else f"{one.area}: {one.cause}"
         words = f", worth {worth}" if one.saves_s else ""
         is_first = one.cause == found.largest

@@ -171,7 +171,7 @@ class Checkpoints:
         self._n_failed += 1
         self._warn(
             f"the checkpoint of step {result.step} could not be written ({result.error}); training"
-            " goes on"
+            " continues"
         )
         if self._n_failed >= MAX_FAILED_SAVES:
             raise SaveError(
@@ -289,7 +289,7 @@ class Checkpoints:
                 if in_words(error):  # of the device: nothing is wrong with the checkpoint
                     raise
                 raise RunDamagedError(
-                    f"the {name} of {step} is not what this run has saved ({type(error).__name__}:"
+                    f"the {name} of {step} is not a checkpoint of this run ({type(error).__name__}:"
                     f" {error})",
                     where=str(folder.parent),
                     to_do="bring one back from a copy, or start from step 0 with --allow-restart",

@@ -122,9 +122,9 @@ def kept_as(path: Path, read: Callable[[Json], T], warn: Warn) -> T | None:
         raise RunDamagedError(
             why,
             where=str(path),
-            to_do="bring it back from a copy, or give the job another output_dir",
+            to_do="restore it from a copy, or give the job another output_dir",
         )
-    warn(f"{why}; nothing was saved by it: it is made anew")
+    warn(f"{why}; it had saved nothing, so it is made anew")
     return None
 
 
@@ -264,7 +264,7 @@ def kept_job(folder: Path) -> Json:
         ) from error
     if not isinstance(job, dict) or digest not in (None, hashlib.sha256(text.encode()).hexdigest()):
         raise RunDamagedError(
-            "differs from what was written (sha256)", where=str(folder / JOB), to_do=to_do
+            "differs from the file that was written (sha256)", where=str(folder / JOB), to_do=to_do
         )
     return job
 
@@ -428,7 +428,7 @@ def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> Json | None:
             f"{why}: it is not known which run this is",
             where=str(folder / RUN),
             to_do=(
-                "bring it back from a copy, give the job another output_dir, or start again with"
+                "restore it from a copy, give the job another output_dir, or start again with"
                 " --allow-restart"
             ),
         )

@@ -323,7 +323,7 @@ class Elastic:
             self._slots = [slot for index, slot in enumerate(self._slots) if index not in lost]
             who = ", ".join(f"rank {index} of {n} ({group.how(index)})" for index in lost)
             self._say(
-                f"{who or 'no rank'} was lost; going on from the last checkpoint with"
+                f"{who or 'no rank'} was lost; resuming from the last checkpoint with"
                 f" {plural(len(self._slots), 'rank')}"
             )
             self.group = self._begin()

@@ -342,7 +342,7 @@ def _run_when_done(told: Told, code: int) -> None:
         try:
             time.sleep(SECOND_THOUGHTS_S)
         except KeyboardInterrupt:
-            _say("when_done was not run: this machine may go on costing money")
+            _say("when_done was not run: this machine may still cost money")
             return
     with contextlib.suppress(OSError):
         marker.write_text(json.dumps({"exit_code": code, "command": told.when_done}) + "\n")
@@ -350,7 +350,7 @@ def _run_when_done(told: Told, code: int) -> None:
     environ = {**os.environ, "FARTHING_EXIT_CODE": str(code), "FARTHING_RUN": told.folder}
     found = subprocess.run(told.when_done, shell=True, env=environ, check=False).returncode
     if found:
-        _say(f"when_done ended with {found}: this machine may go on costing money")
+        _say(f"when_done ended with {found}: this machine may still cost money")
 
 
 def forget_done(folder: Path) -> None:

@@ -222,7 +222,7 @@ class Mirror:
             if not (self.folder / RUN).exists():
                 raise self._unavailable(error) from error
             self.lease.epoch = None
-            self._warn(f"the store does not answer ({error}); the run goes on from this folder")
+            self._warn(f"the store does not answer ({error}); the run continues from this folder")
         for work in (self._keep_lease, self._keep_sending):
             self._threads.append(threading.Thread(target=work, name="store", daemon=True))
             self._threads[-1].start()
@@ -244,7 +244,7 @@ class Mirror:
             except RunDamagedError:
                 if not allow_restart:
                     raise
-                self._warn("nothing whole is in the store: starting without it, as asked")
+                self._warn("the store has no whole checkpoint: starting without it, as you asked")
         elif commits:
             with contextlib.suppress(DamagedFileError, NoSuchObject):
                 self._known[commits[0]] = objects_of(read_commit(store, commits[0]))
@@ -318,7 +318,7 @@ class Mirror:
         except LeaseLostError as error:
             self._lost = str(error)
         except StoreError as error:
-            self._said.append(f"the store does not answer ({error}); the run goes on")
+            self._said.append(f"the store does not answer ({error}); the run continues")
 
     def _set_aside(self, step: int, names: list[str], carried: Sequence[StoredFile] = ()) -> None:
         """Link files, copy the small ones, and let the parcel be sent in place of one that waits.
@@ -451,7 +451,7 @@ class Mirror:
                 if not self.failing:
                     self._said.append(
                         f"the copy of step {parcel.step} has not reached the store ({error});"
-                        " training goes on"
+                        " training continues"
                     )
                 self.failing = True
             with self._wake:

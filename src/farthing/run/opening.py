@@ -99,10 +99,10 @@ class Opened:
         left += [CHECKPOINTS] if any((self.folder / CHECKPOINTS).glob("step-*")) else []
         if left:
             raise RunDamagedError(
-                f"the ledger of this run is gone ({', '.join(left)} are there): what it has cost is"
-                " not known",
+                f"the ledger of this run is gone ({', '.join(left)} are there): its cost so far is"
+                " unknown",
                 where=str(self.folder / LEDGER),
-                to_do="bring it back from a copy, or start the bill at $0 with --allow-restart",
+                to_do="restore it from a copy, or start the bill at $0 with --allow-restart",
             )
 
 

@@ -39,7 +39,7 @@ class SearchRecord:
             raise RunDamagedError(
                 f"lines {self._lines.damaged} of the search are damaged",
                 where=str(self._lines.path),
-                to_do="bring the file back from a copy, or give the search another output_dir",
+                to_do="restore the file from a copy, or give the search another output_dir",
             )
 
     def add(self, kind: str, /, **values: Any) -> Json:

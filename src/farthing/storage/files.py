@@ -248,7 +248,7 @@ def unseal(text: str, name: str) -> Json:
     except (ValueError, RecursionError) as error:  # of numbers that JSON has not, too
         raise DamagedFileError(f"{name} can't be read: {error}") from error
     if not is_whole:
-        raise DamagedFileError(f"{name} differs from what was written (sha256)")
+        raise DamagedFileError(f"{name} differs from the file that was written (sha256)")
     return dict(manifest)
 
 
@@ -365,7 +365,7 @@ def check_file(path: Path, entry: FileEntry | StoredFile, name: str) -> None:
             raise
         raise DamagedFileError(f"{name} can't be read: {error.strerror}") from error
     if not is_whole:
-        raise DamagedFileError(f"{name} differs from what was written (sha256)")
+        raise DamagedFileError(f"{name} differs from the file that was written (sha256)")
 
 
 def verify_folder(folder: Path, besides: Collection[str] = ()) -> Json:

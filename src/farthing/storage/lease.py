@@ -169,7 +169,7 @@ class Lease:
             newest = _newest(store)
         if is_new and newest < number:
             raise StoreError(
-                "what was just written is in no list of the store: it can't keep two machines apart"
+                "the store's lists lack a new object: it can't keep two machines apart"
             )
         if not is_new or newest > number:
             raise LeaseLostError(_holder_in_words(get_json(store, _key(max(number, newest)))))

@@ -176,5 +176,5 @@ class Attempt:
         )  # known: the job was checked
 
     def warn(self, text: str) -> None:
-        """Say what the person should know; the run goes on."""
+        """Say what the person should know; the run continues."""
         self.context.emit(Warned(text))

@@ -78,7 +78,7 @@ def refuse_cap_without_price(job: Job) -> None:
     """A cap in dollars that no second counts against is no cap. Raises `InputError`."""
     if job.limits.max_usd is not None and job.usd_per_hour == 0:
         raise InputError(
-            "a cap in dollars holds nothing back where an hour costs $0",
+            "a cap in dollars never fires at $0 an hour",
             where="limits.max_usd",
             to_do="set where.usd_per_hour (`farthing plan` lists offers), or where.power_watts and"
             " usd_per_kwh for a machine of yours, or take limits.max_hours instead",

@@ -54,8 +54,8 @@ def estimated(
         return before[0]
     if has_committed(folder) and not (folder / SETTINGS).exists():
         warn(
-            f"{PLAN} is gone: it is made again, and the run goes on equal to rounding, not to"
-            " the bit"
+            f"{PLAN} is gone: it is made again, and the run continues, equal to rounding but"
+            " not to the bit"
         )
     made: Estimate | Rejected | None = None
     try:

@@ -87,7 +87,7 @@ def hear(attempt: Attempt) -> None:
     for heard in note_news(notice, attempt.context.ledger):
         if not heard.is_certain:
             attempt.saving.is_due_now = True
-            attempt.warn(f"{heard.what}: saving now, and going on")
+            attempt.warn(f"{heard.what}: saving now, then continuing")
     while notice.warnings:
         attempt.warn(notice.warnings.pop(0))
 

@@ -85,7 +85,7 @@ def own_folder() -> tempfile.TemporaryDirectory[str]:
         )
     except OSError as error:
         raise DiskFullError(
-            f"a rank has no place for files of its own: {error.strerror or error}",
+            f"a rank has no folder for its files: {error.strerror or error}",
             where=str(error.filename or "TMPDIR"),
             to_do="make room there, or set TMPDIR to a folder on another disk",
         ) from error

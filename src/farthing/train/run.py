@@ -303,13 +303,13 @@ def errors_in_words(folder: Path) -> Iterator[None]:
                 where=str(folder),
                 to_do=(
                     "stop other programs here, or use a machine with more main memory; the same"
-                    " command goes on"
+                    " command resumes"
                 ),
             ) from error
         if error.errno not in DISK_TROUBLE:
             raise
         raise DiskFullError(
-            f"the disk fails: {error.strerror}; what was saved is intact",
+            f"the disk fails: {error.strerror}; saved checkpoints are intact",
             where=str(error.filename or folder),
             to_do="make room or repair the disk, then run the same command again",
         ) from error
@@ -417,14 +417,14 @@ def _why_not_let_in(
         ledger.withdraw()
         for text in damaged_checkpoints(folder):
             _warn(emit, text)
-        return "finished", "it was finished already; nothing was trained"
+        return "finished", "the run had finished already; nothing was trained"
     if reason := why_not_start(job, folder, ledger):
         return "limit", reason
     if ledger.clock_back_s > 60 and job.limits.deadline is not None:
         _warn(
             emit,
             f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
-            " the deadline is judged by this clock",
+            " the deadline counts by this clock",
         )
     tell_of_launchers(emit)
     return None

@@ -42,7 +42,7 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
             raise RunDamagedError(
                 f"the checkpoint of step {ledger.committed_step} was written, and is gone",
                 where=str(checkpoints.folder),
-                to_do="bring it back from a copy, or start from step 0 with --allow-restart",
+                to_do="restore it from a copy, or start from step 0 with --allow-restart",
             )
     except RunDamagedError as error:
         if may_be_in_store and not allow_restart:

@@ -113,6 +113,6 @@ def kept_fit(path: Path) -> Fit | None:
     )
     if fit is None and not path.exists() and has_committed(path.parent):
         why = f"{path.name} is gone, which has the schedule that was fitted"
-        to_do = "bring it back from a copy, or give the job another output_dir"
+        to_do = "restore it from a copy, or give the job another output_dir"
         raise RunDamagedError(why, where=str(path), to_do=to_do)
     return fit

@@ -389,7 +389,7 @@ def _judge_labels(train: Examples, label_map: dict[str, str], emit: Emit) -> Non
         )
         emit(Warned(f"{text}; make them one with data.label_map, or in the data"))
     if idle := [f"{key!r} ({name!r})" for key, name in label_map.items() if name not in names]:
-        text = f"data.label_map names what no row has: {', '.join(idle[:5])}"
+        text = f"data.label_map names values that no row has: {', '.join(idle[:5])}"
         emit(
             Warned(
                 f"{text}; the classes are"

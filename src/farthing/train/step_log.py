@@ -140,7 +140,7 @@ def note_out_of_memory(attempt: Attempt, step: int, why: str, is_less: bool) -> 
     keep_settings(attempt)
     more = ", with more activation checkpointing" if settings.checkpoint_every else ""
     attempt.warn(
-        f"step {step + 1}: out of memory; it goes on with {settings.micro_batch_tokens:,} tokens at"
+        f"step {step + 1}: out of memory; continuing with {settings.micro_batch_tokens:,} tokens at"
         f" a time{more}: the same examples a step, the same result"
     )
 

@@ -107,7 +107,7 @@ def why_not_shard(job: Job, autocast: torch.dtype | None = None) -> tuple[str, s
     is_full = job.method.name == "full"
     if begins_from_base(job.method.init_lora_weights) and not is_full:
         return (
-            "what the adapter began as has no rows of its own",
+            "the adapter's start has no rows to share",
             "use ddp, or leave method.init_lora_weights out",
         )
     if job.method.name == "qlora":

@@ -5,7 +5,7 @@ what a step takes besides is asked for at once, where nothing has changed yet. S
 all the same, `UpdateGuard` tells whether any weight or state was written.
 
 Refuses to undo: there is no second copy of weights and state on the device. A half-made update is
-never saved; the run goes on from its last checkpoint.
+never saved; the run continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class UpdateGuard:
             " can't be taken again",
             where="train.optim",
             to_do=(
-                "run the same command again: it goes on from the last checkpoint; if it happens"
+                "run the same command again: it resumes from the last checkpoint; if it happens"
                 " again, use optim: adamw_torch_fused, which needs nothing besides its state, or"
                 " adamw_torch_offload"
             ),

@@ -181,7 +181,7 @@ def _programs_objective(values: Mapping[str, Any], out: Imported, program: str, 
     if found:
         preference.read(out, found, values)
     elif name and not name.startswith("sft") and out.source != TRAINER:
-        out.name("(script)", program, "what this script trains is in its code", "differs")
+        out.name("(script)", program, "this script's training is in its code", "differs")
 
 
 def _read(out: Imported, values: Mapping[str, Any], tool: str) -> None:

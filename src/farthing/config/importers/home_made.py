@@ -57,7 +57,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     has_lora = any(key.startswith("method.lora") for key in out.job)
     out.default({"method.name": "lora" if has_lora else "full"}, "a loop without an adapter")
     if "task" not in out.job:
-        out.notes.append(f"no task is named there: {CAUSAL_LM.name} is a guess, check it first")
-    out.notes.append("read by its words alone: compare each line with what your loop did")
+        out.notes.append(f"it names no task: {CAUSAL_LM.name} is a guess, check it first")
+    out.notes.append("read by its key names alone: compare each line with your loop")
     if "train.per_device_train_batch_size" in out.job:
         out.notes.append(NO_COUNT_OF_GPUS)

@@ -133,7 +133,7 @@ def beside(job: Job, files: Iterable[tuple[str, str]]) -> tuple[list[str], list[
         if out.blockers:
             lines = [f"{line.key}: {say(line.value)} - {line.why}" for line in out.blockers]
             raise InputError(
-                f"asks for what farthing does not do: {'; '.join(lines)}",
+                f"asks for features that farthing lacks: {'; '.join(lines)}",
                 where=name,
                 to_do="change these lines, or leave the file out and say it in the job",
             )

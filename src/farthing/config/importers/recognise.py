@@ -155,7 +155,7 @@ def _finish(out: Imported, folder: Path) -> Imported:
     model, revision = job.get("model.model_name_or_path"), str(job.get("model.revision") or "")
     if not model:
         job["model.model_name_or_path"] = FILL_IN
-        out.notes.append(f"no model is named there: put its name in the place of {FILL_IN}")
+        out.notes.append(f"it names no model: put its name in place of {FILL_IN}")
     is_known = str(model).startswith(("/", ".", "~")) or re.fullmatch(r"[0-9a-f]{40}", revision)
     if job.get("model.trust_remote_code") and not is_known:
         why = "farthing runs the code of a Hub model only with a pinned `model.revision`"
@@ -224,7 +224,7 @@ def _section(out: Imported, section: str) -> Json:
 
 def _settle_without_evaluation(out: Imported) -> None:
     """Name what asks for evaluation data where the source names none that can be read."""
-    todo = "no evaluation data is named there: set data.eval, or data.eval_fraction: 0.05"
+    todo = "it names no evaluation data: set data.eval, or data.eval_fraction: 0.05"
     for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):
         if out.job.get(f"train.{key}"):
             out.drop(f"train.{key}", f"{todo}; without it the last step is kept", "differs")
@@ -376,7 +376,7 @@ def _script(path: Path, text: str, source: str | None) -> Imported:
     takes_all = re.search(r"\b(TrlParser|HfArgumentParser)\(", code) is not None
     if (takes_all or script_job.no_settings(calls)) and not commands:
         raise InputError(
-            "a script that says nothing of a training by itself",
+            "a script without training settings of its own",
             where=str(path),
             to_do="import the file or command line that it takes its settings from"
             " (.yaml, .json, .sh)",
@@ -417,7 +417,7 @@ def _refuse_own_loop(calls: list[Call], path: Path) -> None:
         if not isinstance(value, Computed)
     ]
     raise InputError(
-        "a training loop of its own, whose settings are in its code"
+        "a home-made training loop; its settings are in its code"
         + (f" ({', '.join(seen)})" if seen else ""),
         where=str(path),
         to_do="farthing init JOB writes a job: set learning_rate, epochs and batch there",

@@ -17,7 +17,7 @@ LOCAL = Target(
     "local",
     "this machine",
     render,
-    ends="`timeout` around the run, a process of its own",
+    ends="`timeout` around the run, a separate process",
     takes_values=True,
 )
 SSH = Target(

@@ -115,7 +115,7 @@ TARGET = Target(
     ),
     picks_gpus=True,
     keeps_billing=("SkyPilot's jobs controller", "`sky status` names it, `sky down` ends it"),
-    login=("sky check", "sky check says which cloud lacks what"),
+    login=("sky check", "`sky check` shows each cloud's problem"),
     quota=(
         "each cloud has its own quota: sky show-gpus --infra CLOUD; a new account often has none"
     ),

@@ -200,7 +200,7 @@ TARGET = Target(
     "vast",
     "Vast.ai",
     render,
-    ends="the instance, by a key of its own, and a scheduled job at Vast.ai: either deletes it",
+    ends="the instance, with its own key, and a scheduled job at Vast.ai: either deletes it",
     is_rented=True,
     keys=("VAST_API_KEY",),
     picks_gpus=True,
