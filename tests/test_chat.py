@@ -500,7 +500,7 @@ def test_a_template_that_leaves_out_what_is_said_is_refused(made: Any, says: str
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (SAYS) + '<|im_end|>\n' }}{%"
         " endfor %}"
     )
-    with pytest.raises(Unusable, match="leaves out what is said"):
+    with pytest.raises(Unusable, match="leaves out the messages' text"):
         read(made(template.replace("SAYS", says)), CHAT)
 
 

@@ -276,7 +276,7 @@ def test_an_answer_that_says_nothing_is_not_learned_as_an_empty_one(
     said: dict[str, Any], template: str
 ) -> None:
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", **said}, *talk()[2:]]
-    with pytest.raises(Unusable, match="message 2: the assistant says nothing"):
+    with pytest.raises(Unusable, match="message 2: the assistant's turn is empty"):
         read({"messages": turns}, template)
     turns[1]["weight"] = 0  # as context it may
     assert [
@@ -285,7 +285,7 @@ def test_an_answer_that_says_nothing_is_not_learned_as_an_empty_one(
 
 
 def test_an_answer_of_sharegpt_and_an_earlier_one_of_alpaca_may_not_be_empty_either() -> None:
-    with pytest.raises(Unusable, match="message 2: the assistant says nothing"):
+    with pytest.raises(Unusable, match="message 2: the assistant's turn is empty"):
         read({"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": ""}]})
     tokenizer = SimpleNamespace(
         chat_template=PLAIN,
@@ -294,7 +294,7 @@ def test_an_answer_of_sharegpt_and_an_earlier_one_of_alpaca_may_not_be_empty_eit
         backend_tokenizer=None,
     )
     row = {"instruction": "b?", "output": "B", "history": [["a?", ""]]}
-    with pytest.raises(Unusable, match="message 2: the assistant says nothing"):
+    with pytest.raises(Unusable, match="message 2: the assistant's turn is empty"):
         converter("instruction", {}, {}, tokenizer, "causal-lm")(row)
 
 

@@ -153,7 +153,10 @@ def test_each_source_has_its_own_keys_and_globs_keep_them(tmp_path: Path) -> Non
             "evaluation takes each example once",
         ),
         ("data: {train: a.jsonl, columns: {text: '{a'}}", "not a template"),
-        ("data: {train: a.jsonl, columns: {text: '{a!r}'}}", "column's name stands in braces"),
+        (
+            "data: {train: a.jsonl, columns: {text: '{a!r}'}}",
+            "only a column's name may stand in braces",
+        ),
         ("data: {train: a.jsonl, columns: {text: no}}", "put the word in quotes"),
         (
             "data: {train: a.jsonl, label_map: {no: refused, yes: granted}}",

@@ -139,7 +139,7 @@ def test_the_template_of_a_model_says_what_it_leaves_out_and_without_one_that_is
     assert [part["text"] for part in found["examples"][0]][-1].endswith("assistant 1</s>")
     code, found, said = look(tmp_path, rows, capsys)
     assert found["left_out"] == []
-    assert "what the model's leaves out is not seen here" in said
+    assert "to check the model's template" in said
     assert main(["doctor", "--data", str(tmp_path / "rows.jsonl"), "--model", "org/not-here"]) == 2
     assert main(["doctor", "--model", "org/not-here"]) == 2
     said = capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_rows_in_memory_train_as_a_file_of_them(form: str, tmp_path: Path) -> No
     ours = [row["loss"] for row in farthing.history(receipt) if "loss" in row]
     assert ours == workshop.losses_of(of_file)
     again = farthing.fine_tune(job_of(tmp_path, "llama", FORMS[form](rows)), quiet=True)
-    assert again.reason.startswith("it was finished already")
+    assert again.reason.startswith("the run had finished already")
 
 
 def test_train_and_eval_may_both_be_rows(tmp_path: Path) -> None:

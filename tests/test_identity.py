@@ -337,7 +337,7 @@ def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_
         {"step": 4, "run_id": "r1"},
     )
     (folder / "run.json").write_bytes((folder / "run.json").read_bytes().replace(b"42", b"43"))
-    with pytest.raises(RunDamagedError, match="differs from what was written"):
+    with pytest.raises(RunDamagedError, match="differs from the file that was written"):
         claim(folder, {"train.seed": 42}, {}, print)
     (folder / "run.json").unlink()
     with pytest.raises(RunDamagedError, match="is gone"):
@@ -469,7 +469,7 @@ def test_a_damaged_job_is_not_exported_by(stopped: tuple[Path, Job]) -> None:
     assert kept_job(run)["task"] == "causal-lm"
     (run / "job.json").write_bytes(whole.replace(b'"seed": 42', b'"seed": 43'))
     try:
-        with pytest.raises(RunDamagedError, match="differs from what was written"):
+        with pytest.raises(RunDamagedError, match="differs from the file that was written"):
             kept_job(run)
     finally:
         (run / "job.json").write_bytes(whole)

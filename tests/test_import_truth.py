@@ -73,7 +73,7 @@ for epoch in range(num_epochs):
         loss.backward()
         optimizer.step()
 """
-    with pytest.raises(InputError, match=r"a training loop of its own.*lr=0.003"):
+    with pytest.raises(InputError, match=r"a home-made training loop.*lr=0.003"):
         import_file(write(tmp_path, "train.py", script))
 
 

@@ -162,7 +162,7 @@ def _job(path: Path, *overrides: str) -> Job:
         ("kubernetes", ["output_store="], "NAMESPACE/CLAIM"),
         ("runpod", ["output_store=/mnt/share"], "does not see this folder"),
         ("skypilot", ["output_store=file:///mnt/share"], "does not see this folder"),
-        ("vast", ["limits.max_usd="], "how much this may cost"),
+        ("vast", ["limits.max_usd="], "no limit on its cost"),
         ("vast", ["output_store=gs://bucket/run"], "does not travel to Vast.ai"),
         ("runpod", ["data=https://user:pw@host/data.jsonl"], "does not travel"),
         ("mars", [], "no target is called"),
@@ -693,7 +693,7 @@ def test_damaged_and_malicious_inputs_are_refused(demo: Path, tmp_path: Path) ->
         if path.stat().st_size == (demo.parent / "data.jsonl").stat().st_size
     )
     data.write_bytes(data.read_bytes().replace(b"a", b"c"))
-    with pytest.raises(InputError, match="differs from what was written"):
+    with pytest.raises(InputError, match="differs from the file that was written"):
         fetch_inputs(store, "launch/x/inputs.json", there)
     for path in ("../evil", "/etc/evil", "run/ledger.jsonl", "inputs/../../evil"):
         entry = {"path": path, "object": "inputs/x", "size": 1, "sha256": "0" * 64}

@@ -274,7 +274,7 @@ def test_without_any_line_of_its_price_nothing_more_is_rented_and_stop_still_wor
     lost_after(world, run, 25)
     damage(run / "machines.jsonl", '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
     world.lines.clear()
-    with pytest.raises(InputError, match="the cap can't be held"):
+    with pytest.raises(InputError, match="the cap can't be kept"):
         supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
     assert len(world.machines) == 1
     supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE, stop=True)

@@ -137,7 +137,7 @@ def test_nothing_known_of_the_money_is_refused_until_it_is_asked_for(
         (tmp_path / left).write_text("{}\n")
     for _ in range(2):  # and again
         with (
-            pytest.raises(RunDamagedError, match="what it has cost is not known") as caught,
+            pytest.raises(RunDamagedError, match="its cost so far is unknown") as caught,
             opened(tmp_path, 1.0) as new,
         ):
             new.refuse_forgotten(allow_restart=False)
@@ -172,7 +172,7 @@ def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path
     shutil.copytree(tmp_path / "run", kept)
     shutil.rmtree(checkpoints)
     ledger.unlink()
-    with pytest.raises(RunDamagedError, match="what it has cost is not known"):
+    with pytest.raises(RunDamagedError, match="its cost so far is unknown"):
         workshop.train(job)
     assert not ledger.exists()
     shutil.copytree(kept / "checkpoints", checkpoints)

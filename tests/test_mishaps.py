@@ -124,7 +124,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(
     events = outcome.receipt.out_of_memory
     assert events
     assert [event["step"] for event in events] == [1] * len(events)
-    assert "out of memory; it goes on" in heard.warnings
+    assert "out of memory; continuing" in heard.warnings
     # a later attempt does not try again what had no room
     steps = [event["micro_batch_tokens"] for event in events]
     assert steps == sorted(steps, reverse=True)

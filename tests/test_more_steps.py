@@ -41,7 +41,7 @@ def test_a_finished_run_takes_more_steps(schedule: dict[str, Any], tmp_path: Pat
     assert len(losses_of(job)) == 8
     ours, theirs = weights_of(tmp_path / "twice"), weights_of(tmp_path / "once")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert train(job).reason.startswith("it was finished already")
+    assert train(job).reason.startswith("the run had finished already")
 
 
 def test_fewer_steps_than_were_taken_train_nothing(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_what_would_be_wrong_is_refused_before_a_byte_is_sent(
     assert not hub.repositories["team/small"].is_private
     n_files = len(hub.repositories["team/small"].files)
     assert push(trained, tmp_path / "second") == 2
-    assert "can be read by everyone" in capsys.readouterr().err
+    assert "this repository is public" in capsys.readouterr().err
     assert len(hub.repositories["team/small"].files) == n_files
     (tmp_path / "first/adapter_model.safetensors").write_bytes(b"another")
     assert push(trained, tmp_path / "first", "--public") == 2, "not what was written"

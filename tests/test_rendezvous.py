@@ -211,7 +211,7 @@ def test_retry_is_not_for_processes_that_a_launcher_has_started(
 def test_a_rank_without_room_for_its_files_says_so(tmp_path: Path, monkeypatch: Any) -> None:
     """It was a crash, after which the others went on without that rank."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(DiskFullError, match="has no place for files of its own"):
+    with pytest.raises(DiskFullError, match="has no folder for its files"):
         rank_setup.own_folder()
 
 

@@ -441,7 +441,7 @@ def test_parts_that_do_not_fit_are_refused_in_words(two_saves: Path) -> None:
 
     fresh = Checkpoints(two_saves, "run-1", 3, warn=print)
     with pytest.raises(
-        RunDamagedError, match="the model of step-00000002-0002 is not what this run has saved"
+        RunDamagedError, match="the model of step-00000002-0002 is not a checkpoint of this run"
     ):
         fresh.restore(fresh.folder_of(2), {"model": Picky(), "optimizer": Picky()})
     with pytest.raises(RunChangedError, match="the checkpoint holds"):

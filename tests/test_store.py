@@ -463,7 +463,7 @@ def test_swapped_objects_are_detected(two_copies: Model, tmp_path: Path) -> None
     said: list[str] = []
     mirror = mirror_of(two_copies, tmp_path / "empty", said)
     assert mirror.bring_back(allow_restart=True) is None, "unless starting again is asked for"
-    assert "as asked" in said[-1]
+    assert "as you asked" in said[-1]
     mirror.close(1)
 
 
@@ -809,7 +809,7 @@ def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
         "all but the moment in which the lease was given back"
     )
     fourth = train(machine(tmp_path, "fourth", store), heard := Heard())
-    assert fourth.reason.startswith("it was finished already"), "the model came along"
+    assert fourth.reason.startswith("the run had finished already"), "the model came along"
     assert heard.of(StepTaken) == []
     assert same_result(tmp_path / "alone", tmp_path / "fourth") == []
 
@@ -908,7 +908,7 @@ def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
     assert is_finished(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "gone")
     assert train(machine(tmp_path, "run", tmp_path / "store"), Heard()).reason.startswith(
-        "it was finished already"
+        "the run had finished already"
     )
     assert (tmp_path / "run" / "model").is_dir()
 
