@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import yaml
@@ -74,6 +73,7 @@ def demo(tiny_folders: dict[str, Path], tmp_path: Path) -> Path:
         "output_dir": "./run",
         "output_store": "s3://bucket/run",
         "cache_dir": "./cache",
+        "where": {"usd_per_hour": 1.0},
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
     return tmp_path / "job.yaml"
@@ -170,7 +170,8 @@ def _job(path: Path, *overrides: str) -> Job:
         ("ssh", [], "needs to know where"),
         ("ssh:-oProxyCommand=x", [], "is no host"),
         ("hf", ["where.gpu=K80", "where.usd_per_hour=1"], "has no K80"),
-        ("hf", ["where.gpu=L4"], "a cap in dollars does not hold without a price"),
+        ("hf", ["where.gpu=L4", "where={}"], "a cap in dollars does not hold without a price"),
+        ("ssh:host", ["where={}"], "a cap in dollars does not hold without a price"),
         ("runpod", ["model.from_run=./other"], "the weights of another run do not travel"),
         ("ssh:host", ["model.from_run=./other:12"], "the weights of another run do not travel"),
         ("kubernetes:lab/claim", ["output_store="], "no way there"),
@@ -723,12 +724,10 @@ FACTS: dict[str, Any] = {
 class Child:
     """Stands for `farthing train`: runs until it is told to leave, or for a while."""
 
-    def __init__(self, words: list[str], code: int = 0, **pipes: Any) -> None:
+    def __init__(self, words: list[str], code: int, stdout: IO[bytes]) -> None:
         self.words, self.code, self.signals = words, code, []
-        read, write = os.pipe()
-        os.write(write, b"step 1\n")
-        os.close(write)
-        self.stdout = os.fdopen(read, "rb")
+        stdout.write(b"step 1\n")
+        stdout.flush()
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code; until it was told to leave none, where it goes on."""
@@ -747,8 +746,8 @@ def _on_machine(
     monkeypatch.chdir(tmp_path)
     children: list[Child] = []
 
-    def begin(words: list[str], **pipes: Any) -> Child:
-        children.append(Child(words, code))
+    def begin(words: list[str], stdout: IO[bytes], **more: Any) -> Child:
+        children.append(Child(words, code, stdout))
         return children[-1]
 
     monkeypatch.setattr(agent_module, "begin", begin)
@@ -770,10 +769,8 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(
         "train",
         "job.yaml",
         "--retry",
-        "--set",
-        "limits.max_usd=3.8",
-        "--set",
-        "when_done=null",
+        "--set=limits.max_usd=3.8",
+        "--set=when_done=null",
     ]  # 5 - 1 - 0.1 - 100 s
     words = StoreWords(lambda: LocalStore(tmp_path / "store"))
     assert words.of("farthing-1-1").code == 0

@@ -26,11 +26,11 @@ import slurm_cluster
 import ssh_machines
 from farthing.config.load import load_job
 from farthing.launch.driver import InstanceStatus, UnclearError
-from farthing.launch.host_driver import LOOK, HostDriver
 from farthing.launch.machines import Machine
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.request import LaunchRequest
 from farthing.launch.session import Session
+from farthing.launch.targets.hosts import LOOK, HostDriver
 from farthing.prices.offers import Billing, Offer
 from launch_chains import QUICK, environment, left_alone, saved_step, write_job
 from patience import titles_of_processes, until
@@ -59,7 +59,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostDriver:
     program.write_text(FAKE)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(
-        "farthing.launch.host_driver.sys.executable", str(tmp_path / "bin" / "python")
+        "farthing.launch.targets.hosts.sys.executable", str(tmp_path / "bin" / "python")
     )
     monkeypatch.setenv("FARTHING_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-of-a-secret")
@@ -188,7 +188,7 @@ def test_what_does_not_leave_is_killed_in_the_end(
 ) -> None:
     program = tmp_path / "bin" / "farthing"
     program.write_text("#!/bin/sh\ntrap '' TERM\nwhile :; do sleep 0.1; done\n")
-    monkeypatch.setattr("farthing.launch.host_driver.KILL_AFTER_S", 0)
+    monkeypatch.setattr("farthing.launch.targets.hosts.KILL_AFTER_S", 0)
     ask = ask_for("stubborn")
     host.create(ask, 1.0)
 

@@ -13,15 +13,15 @@ import pytest
 
 from farthing.errors import RunChangedError
 from farthing.run.commits import LOG_PARTS
-from farthing.storage import log_parts
+from farthing.storage import logs
 from farthing.storage.files import seal, unseal
-from farthing.storage.log_parts import LogParts
+from farthing.storage.logs import LogParts
 from test_store import Faulty, Model, delivered, folder_of_run, mirror_of, step_done, taken
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_parts, "PART_BYTES", 1000)
+    monkeypatch.setattr(logs, "PART_BYTES", 1000)
 
 
 def write_steps(run: Path, first: int, last: int) -> None:

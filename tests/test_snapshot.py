@@ -17,7 +17,6 @@ import farthing.run.checkpoint
 import farthing.run.snapshot
 import survive
 import workshop
-from farthing.run import snapshot
 from farthing.run.checkpoint import Checkpoints
 from farthing.run.snapshot import Later
 from farthing.train import assemble
@@ -214,26 +213,3 @@ def test_a_copy_that_fails_lets_training_go_on(
         "the checkpoint of step 2 could not be written (CUDA error: out of memory)"
         in heard.warnings
     )
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 40, 1 << 20])
-def test_small_tensors_of_a_gpu_come_together_and_apart_again(
-    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot, "PIECE_BYTES", piece_bytes)
-    tensors = {
-        "flag": torch.tensor(True),
-        "step": torch.tensor(3.0),
-        "half": torch.arange(3, dtype=torch.bfloat16),
-        "turned": torch.arange(6.0, dtype=torch.float64).view(2, 3).t(),
-        "none": torch.empty(0, 2),
-        "whole": torch.tensor([[1, 2], [3, 4]]),
-    }
-    found = snapshot.fetched_together(tensors)
-    assert list(found) == list(tensors)
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
-        assert found[name].is_contiguous()
-        assert found[name].untyped_storage().nbytes() == tensor.nbytes
-    assert snapshot.fetched_together({}) == {}

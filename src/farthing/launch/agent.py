@@ -27,7 +27,7 @@ from farthing.run.supervisor import begin
 from farthing.storage.files import Json, only_writer, read_json
 from farthing.storage.objects import Retrying, Store, open_store
 
-BEAT_S, MOST_LOG_BYTES = 30.0, 65536
+LOG, BEAT_S, MOST_LOG_BYTES = "log.agent.txt", 30.0, 65536
 STORE_S = 600.0
 
 
@@ -103,23 +103,17 @@ class HostAgent:
         if left_s < LEAST_USE_S:
             return EXIT_LIMIT, f"booting left {max(0.0, left_s):.0f} s to train: too little"
         ends_at, does = time.monotonic() + left_s, self.facts["does"]
-        with open("log.agent.txt", "ab") as log:
-            cap = [] if self.max_usd is None else ["--set", f"limits.max_usd={self.max_usd!r}"]
-            cap += ["--set", "when_done=null"]  # who has rented the machine gives it back
-            if self.usd_per_hour != self.facts["usd_per_hour"]:
-                cap += ["--set", f"where.usd_per_hour={self.usd_per_hour!r}"]
-            self._child = begin(
-                [does[0], str(self.job), *does[1:], *cap],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
+        cap = [] if self.max_usd is None else [f"limits.max_usd={self.max_usd!r}"]
+        cap += ["when_done=null"]  # who has rented the machine gives it back
+        if self.usd_per_hour != self.facts["usd_per_hour"]:
+            cap += [f"where.usd_per_hour={self.usd_per_hour!r}"]
+        words = [does[0], str(self.job), *does[1:], *(f"--set={each}" for each in cap)]
+        with open(LOG, "ab") as out, open(LOG, "rb") as log:
+            log.seek(0, os.SEEK_END)
+            self._child = begin(words, stdout=out, stderr=subprocess.STDOUT)
             done = threading.Event()
-            threads = [
-                threading.Thread(target=work, args=(log, done), daemon=True)
-                for work in (self._copy_out, self._beat)
-            ]
-            for thread in threads:
-                thread.start()
+            follower = threading.Thread(target=self._follow, args=(log, done), daemon=True)
+            follower.start()
             is_over, code = False, None
             while code is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -127,9 +121,8 @@ class HostAgent:
                 if code is None and time.monotonic() > ends_at and not is_over:
                     is_over = True
                     self._child.send_signal(signal.SIGTERM)
-            threads[0].join(10.0)
             done.set()
-            threads[1].join(60.0)
+            follower.join(60.0)
         if is_over and code in (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM):
             return EXIT_LIMIT, "the machine's time is over: as much as the cap buys"
         code = code if code >= 0 else 128 - code
@@ -140,28 +133,19 @@ class HostAgent:
         if self._child is not None:
             self._child.send_signal(number)
 
-    def _copy_out(self, log: IO[bytes], done: threading.Event) -> None:
-        """What training prints, to our own output and to the log."""
-        out = self._child.stdout if self._child is not None else None
-        assert out is not None
-        while piece := os.read(out.fileno(), 65536):
-            log.write(piece)
-            log.flush()
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.buffer.write(piece)
-                sys.stdout.buffer.flush()
-
-    def _beat(self, log: IO[bytes], done: threading.Event) -> None:
-        """The end of the log into the store, now and then and at the end."""
-        n = 0
+    def _follow(self, log: IO[bytes], done: threading.Event) -> None:
+        """Copy what training prints to our own output, and its end into the store now and then."""
+        due_at, n_beats = 0.0, 0
         while True:
-            is_last = done.wait(BEAT_S if n else 1.0)
-            n += 1
-            with contextlib.suppress(OSError):
-                with open("log.agent.txt", "rb") as file:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_LOG_BYTES))
-                    text = file.read().decode("utf-8", "replace")
-                self.speaker.beat(f"{text}\n[{n}]\n")
+            is_last = done.wait(1.0)
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.buffer.write(log.read())
+                sys.stdout.buffer.flush()
+            if is_last or time.monotonic() >= due_at:
+                due_at, n_beats, at = time.monotonic() + BEAT_S, n_beats + 1, log.tell()
+                log.seek(max(0, at - MOST_LOG_BYTES))
+                text = log.read(at - log.tell()).decode("utf-8", "replace")
+                self.speaker.beat(f"{text}\n[{n_beats}]\n")
             if is_last:
                 return
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from farthing.errors import Check, InputError
 from farthing.launch.commands import run_command
 from farthing.launch.driver import RefusedError, UnclearError
-from farthing.launch.host_driver import HostDriver
 from farthing.launch.machines import Machine
 from farthing.launch.prepare import S3_KEYS
 from farthing.launch.registry import TARGETS, find_target
 from farthing.launch.request import PLAIN_IMAGE
 from farthing.launch.target import Target
+from farthing.launch.targets.hosts import HostDriver
 
 
 def _ok(name: str, is_so: bool, found: str, to_do: str) -> Check:

@@ -1,28 +1,35 @@
 """Requests to a provider's API: JSON in and out, with a time limit and repeats that do no harm.
 
 Keys travel in a header, never in an address. Redirects, which would carry the key elsewhere, are
-not followed.
+not followed. A provider's client is a class in its file of `targets/`; what they share is here.
+Money first: what can't be given an end is destroyed at once. A machine is destroyed, never stopped:
+disks of stopped ones are paid for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
 
 from farthing.launch.driver import (
+    Driver,
+    InstanceStatus,
+    NotFoundError,
     ProviderError,
     RateLimitedError,
+    RefusedError,
     ServerError,
     TimedOutError,
     UnclearError,
     refusal,
 )
-from farthing.storage.files import parse_json
+from farthing.storage.files import Json, parse_json
 
 TIMEOUT_S = 30.0
 MOST_BYTES = 16 << 20
@@ -113,3 +120,76 @@ def _words(text: bytes) -> str:
     except (ValueError, AttributeError, StopIteration):
         pass
     return said[:200]
+
+
+@contextlib.contextmanager
+def understood() -> Iterator[None]:
+    """An answer of another form than a provider's own says nothing. Raises `UnclearError`."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UnclearError(
+            f"an answer that can't be read ({type(error).__name__}: {error})"
+        ) from error
+
+
+class Client(Driver):
+    """A provider by its API."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    @property
+    def clock_offset_s(self) -> float:
+        """See `Driver`."""
+        return self._api.clock_offset_s
+
+
+def statuses(
+    rows: list[Json],
+    name: str,
+    state: str,
+    *,
+    over: Sequence[str],
+    gone: Sequence[str] = (),
+    price: Callable[[Json], Any],
+) -> list[InstanceStatus]:
+    """Machines as a provider lists them, by the names of its fields."""
+    found = []
+    for row in rows:
+        if row.get(state) in gone:
+            continue
+        try:
+            usd_per_hour = price_of(price(row))
+        except (LookupError, TypeError):
+            usd_per_hour = None
+        found.append(
+            InstanceStatus(
+                str(row.get(name)),
+                str(row["id"]),
+                is_over=row.get(state) in over,
+                usd_per_hour=usd_per_hour,
+            )
+        )
+    return found
+
+
+def price_of(value: Any) -> float | None:
+    """Dollars an hour as a provider tells them; None for what is no price."""
+    try:
+        usd = float(value)
+    except (TypeError, ValueError):
+        return None
+    return usd if 0 < usd < 100_000 else None
+
+
+def sure(api: Api, method: str, path: str, body: Any = None, *, may_be_gone: bool = False) -> Any:
+    """The answer to a question or a deletion, whose refusal settles nothing. Raises `UnclearError`,
+    `UnauthorizedError`.
+    """
+    try:
+        return api.ask(method, path, body)
+    except RefusedError as error:
+        if may_be_gone and isinstance(error, NotFoundError):
+            return None
+        raise UnclearError(str(error)) from error

@@ -8,6 +8,7 @@ anybody.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from farthing.run.accounts import Account
 from farthing.storage.files import Json, fsync_path, make_private
 from farthing.storage.logs import SummedLines
+from farthing.units import say_bytes, say_usd
 
 MACHINES = "machines.jsonl"
 EVENTS = ("asked", "sought", "created", "refused", "priced", "booted", "left", "gone")
@@ -67,6 +69,13 @@ class Machine:
     """Nothing was made."""
     code: int | None = None
     why: str = ""
+    acknowledged_at: float | None = None
+    """When the provider first acknowledged its deletion; this and what follows are on no line."""
+    alive_at: float = 0.0
+    """When the provider last showed it."""
+    price_seen_at: float | None = None
+    is_missed: bool = False
+    """It was gone when it was missed, and is billed no longer than until then."""
 
     @property
     def state(self) -> str:
@@ -115,6 +124,12 @@ class Machine:
         return f"assumed: {self.price_source}" if self.price_source else "assumed"
 
 
+_OF_ROWS = {
+    *("number", "target", "on", "provider", "instance", "gpu", "is_spot", "usd_per_hour"),
+    *("price_source", "left_usd", "most_s", "is_paid_in_queue", "committed", "id", "code", "why"),
+}
+
+
 class MachineLedger:
     """The machines of the run in a folder. Raises `OSError` where the file can't be written: then
     nothing may be rented.
@@ -143,19 +158,11 @@ class MachineLedger:
         """Take in lines of the same run that another folder has written, by machine; those that are
         known are passed over.
 
-        A machine here that was never made gives its name to the other one. A made one keeps it, and
-        the other gets a name that tells them apart.
+        A machine here that was never made gives its name to the other one.
         """
         for name, rows in elsewhere.items():
-            own = self.rows.get(name, rows)
-            is_same = (
-                own[:1] == rows[:1] or own[0].get("event") != "asked"
-            )  # that line is damaged here
-            was_made = {row.get("event") for row in own} - {"asked", "sought", "refused"}
-            to = f"{name}-elsewhere" if was_made and not is_same else name
             for row in rows:
-                row = {**row, "machine": to}
-                if row not in self.rows.get(to, []):
+                if row not in self.rows.get(name, []):
                     self._write(row) if to_disk else self._take_in(row)
 
     def _write(self, row: Json) -> Machine:
@@ -184,26 +191,8 @@ class MachineLedger:
         elif event == "asked" and machine.asked_at:
             at = min(at, machine.asked_at)
         self.rows.setdefault(machine.name, []).append(row)
-        for key in (
-            "number",
-            "target",
-            "on",
-            "provider",
-            "instance",
-            "gpu",
-            "is_spot",
-            "usd_per_hour",
-            "price_source",
-            "left_usd",
-            "most_s",
-            "is_paid_in_queue",
-            "committed",
-            "id",
-            "code",
-            "why",
-        ):
-            if key in row:
-                setattr(machine, key, row[key])
+        for key in row.keys() & _OF_ROWS:
+            setattr(machine, key, row[key])
         if event in ("created", "priced") and "usd_per_hour" in row:
             machine.charged.append((at, float(row["usd_per_hour"])))
         if event == "sought":
@@ -285,3 +274,42 @@ def bill_of(folder: Path, accounts: Sequence[Account], now: float) -> list[Json]
     if not (folder / MACHINES).exists():
         return []
     return bill_by_machine(list(MachineLedger(folder).machines.values()), accounts, now)
+
+
+# ---- what costs money though no process of the run is alive ----
+
+
+def still_billed(job: Json, machines: Sequence[Json], n_bytes: int | None = None) -> list[Json]:
+    """`what` and `ends` of each thing. `machines` are rows of `bill_by_machine`; `n_bytes` of the
+    store, where they were counted.
+    """
+    found = [
+        (f"{row['name']}: {say_usd(row['usd_per_hour'])} an hour", "farthing launch stop JOB")
+        for row in machines
+        if row["state"] != "gone"
+    ]
+    if machines:
+        from farthing.launch.registry import TARGETS
+
+        known = [TARGETS.get(row["target"]) for row in machines]
+        found += dict.fromkeys(each.keeps_billing for each in known if each and each.keeps_billing)
+    elif price := (job.get("where") or {}).get("usd_per_hour"):
+        ends = "its provider, where you rented it"
+        found.append((f"the machine that it ran on: {say_usd(price)} an hour", ends))
+    store = job.get("output_store") or ""
+    if n_bytes != 0 and (ends := _removal_of(store)):
+        what = "objects" if n_bytes is None else say_bytes(n_bytes)
+        found.append((f"{what} in {store}", f"{ends}, once you have the model"))
+    return [{"what": what, "ends": ends} for what, ends in found]
+
+
+def _removal_of(store: str) -> str:
+    """The command that empties a store; empty for a folder, which nobody bills by itself."""
+    scheme, _, path = store.partition("://")
+    bucket, _, prefix = path.partition("/")
+    return {
+        "s3": f"aws s3 rm --recursive {shlex.quote(store)}",
+        "gs": f"gcloud storage rm --recursive {shlex.quote(store)}",
+        "az": f"az storage blob delete-batch --source {shlex.quote(bucket)} --pattern"
+        f" {shlex.quote(f'{prefix}/*' if prefix else '*')}",
+    }.get(scheme, "")

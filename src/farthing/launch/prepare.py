@@ -401,7 +401,7 @@ def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Pr
     named = find_target(wishes.on) if wishes.on else None
     if named is not None and not asks and named[0].is_rented:
         return Prepared(job, *named, wishes, (), {}, Packed())
-    if named is not None:
+    if named is not None and asks:
         _refuse_what_cannot_work(job, *named, wishes)  # before anything is planned
     if named is not None and not named[0].providers:
         target, at = named
@@ -665,10 +665,10 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str, wishes: Wishes) 
             "name an image that has it (--image), or a pip requirement (--install)",
         ),
         (
-            bool(job.usd_per_hour == 0) and limits.max_usd is not None and target.name == "hf",
+            not target.providers and job.usd_per_hour == 0 and limits.max_usd is not None,
             "a cap in dollars does not hold without a price",
             "where.usd_per_hour",
-            "give the price of the flavor, or limits.max_hours in place of limits.max_usd",
+            "give the price of an hour there, or limits.max_hours in place of limits.max_usd",
         ),
         (
             target.is_rented and job.train.push_to_hub and not os.environ.get("HF_TOKEN"),

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from farthing.errors import InputError
 from farthing.prices.offers import Offer
@@ -75,6 +76,15 @@ class LaunchRequest:
     def launch_id(self) -> str:
         """The part of the name that all machines of a launch share."""
         return self.name.rpartition("-")[0]
+
+
+Value = Callable[[str], Any]
+"""(name) -> what stands for it in a request: `placeholder` in files, else the value itself."""
+
+
+def placeholder(name: str) -> str:
+    """What is known only when a machine is made."""
+    return f"${{{name}}}"
 
 
 MOST_OVER = 1.1

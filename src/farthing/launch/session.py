@@ -26,13 +26,12 @@ from farthing.errors import (
 )
 from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Driver, ProviderError, UnauthorizedError, UnclearError
-from farthing.launch.host_driver import HostDriver
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, send_inputs, with_token_sets
-from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
+from farthing.launch.machines import Machine, MachineLedger, bill_by_machine, still_billed
 from farthing.launch.prepare import Prepared, launch_id_of, secrets_of
 from farthing.launch.request import LaunchRequest, values_of
-from farthing.launch.still_billed import still_billed
 from farthing.launch.supervise import TEARDOWN_S, Launch, Patience
+from farthing.launch.targets.hosts import HostDriver
 from farthing.launch.wheel import wheel_of_this
 from farthing.launch.words import StoreWords
 from farthing.planner.types import AGED_PRICE_DAYS, Plan
@@ -446,7 +445,8 @@ class Session:
             )
         newest: Machine = machines[-1]
         try:
-            return self.words().log(newest.name) or self.driver().log(newest)
+            said = self.words().log(newest.name) or self.driver().log(newest)
+            return said or f"{newest.name} has printed nothing yet"
         except ProviderError as error:
             raise InputError(f"no logs ({error})", where=newest.name, to_do="try again") from error
 
@@ -542,9 +542,7 @@ def notes_of(prepared: Prepared, ask: LaunchRequest) -> list[str]:
         f"nothing at {target.title} ends the machine when this process dies: --attended only": (
             not target.ends
         ),
-        "it has no price (where.usd_per_hour): the cap in dollars can't hold there, and the bill is $0": (  # noqa: E501
-            not ask.usd_per_hour
-        ),
+        "it has no price (where.usd_per_hour): the bill is $0": not ask.usd_per_hour,
         f"{store} has to be the same folder on every host": (
             target.name == "ssh" and store and "://" not in store
         ),

@@ -14,6 +14,7 @@ target, a clock of its own and torch.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -136,13 +137,7 @@ class Launch:
         """How many lines of each machine the store has."""
         self._is_ending = False
         """Everything is to be destroyed, whoever knows of it."""
-        self._acknowledged_at: dict[str, float] = {}
-        """When the provider first acknowledged the deletion of a machine."""
-        self._alive_at: dict[str, float] = {}
-        """When the provider last showed it."""
-        self._missed: set[str] = set()
-        self._price_seen_at: dict[str, float] = {}
-        self._n_repriced: dict[tuple[str, str, bool], int] = {}
+        self._n_repriced = Counter[tuple[str, str, bool]]()
         self._prefix = self._trouble_said = ""
         self._held_at = self._n_gaps = 0.0
         self._locked_at: float | None = None
@@ -285,13 +280,23 @@ class Launch:
 
     def _until_clear(self, work: Callable[[], T], who: str) -> T:
         """What `work` gives, tried until it is answered: without that it is not known what is there
-        and what is left.
+        and what is left. Raises `RunInterruptedError` after a while in which nothing was rented.
         """
+        began, said = self.awake(), ""
+        most_s = self.patience.stock_s * self.patience.n_stock_rounds
         while True:
             try:
                 return work()
             except UnclearError as error:
-                self._say(f"{who} does not answer ({error}): nothing is rented until it does")
+                if said != str(error):
+                    said = str(error)
+                    self._say(f"{who} does not answer ({said}): nothing is rented until it does")
+                if self.awake() - began > most_s and not self._ledger.open:
+                    raise RunInterruptedError(
+                        f"{who} has not answered for {say_seconds(most_s)} ({said})",
+                        where="--on" if who == "the provider" else "output_store",
+                        to_do="try again when it does: nothing is rented",
+                    ) from error
                 self._sleep(self.patience.poll_s)
 
     def _take_over(self) -> None:
@@ -476,17 +481,13 @@ class Launch:
 
     def _take_price(self, machine: Machine, seen: InstanceStatus | None) -> None:
         """Book the price that the provider tells, where it is another than the one known."""
-        price = None if seen is None else seen.usd_per_hour
-        now = self._clock()
-        since = self._price_seen_at.get(machine.name, now)
-        if price is not None:
-            self._price_seen_at[machine.name] = now
-        if price is None or (
-            machine.charged and abs(price - machine.usd_per_hour) <= 1e-4 * machine.usd_per_hour
-        ):
+        if seen is None or (price := seen.usd_per_hour) is None:
             return
-        is_other = abs(price - machine.usd_per_hour) > 1e-4 * machine.usd_per_hour
-        known = machine.usd_per_hour
+        now, known = self._clock(), machine.usd_per_hour
+        since, machine.price_seen_at = machine.price_seen_at or now, now
+        is_other = abs(price - known) > 1e-4 * known
+        if machine.charged and not is_other:
+            return
         at = since if price > known else now  # a rise counts from the last look at the old price
         self._ledger.note(machine.name, "priced", at, usd_per_hour=price)
         if is_other:
@@ -516,7 +517,7 @@ class Launch:
         self._release(machine, Ending(f"{why}: the cap does not allow it for that long"))
         self._terminate(machine)
         of = offer.provider, offer.instance, offer.is_spot
-        self._n_repriced[of] = self._n_repriced.get(of, 0) + 1
+        self._n_repriced[of] += 1
         self._offers = [each for each in self._offers if each != offer]
         if self._n_repriced[of] <= MOST_REPRICED and offer.usd_per_hour:
             self._offers.append(offer._replace(usd=offer.usd * price / offer.usd_per_hour))
@@ -619,7 +620,7 @@ class Launch:
                 n_absent = n_absent + 1 if seen is None else 0
                 missed_at = self._clock() if n_absent == 1 else missed_at
                 if seen is not None:
-                    self._alive_at[machine.name] = self._clock()
+                    machine.alive_at = self._clock()
                 if n_absent >= 3 and (was_seen or age > self._driver.late_s):
                     why = "taken away" if machine.booted_at else "gone before it had booted"
                     return Ending(why, at=missed_at)
@@ -670,7 +671,7 @@ class Launch:
         if machine.left_at is None:
             at = self._clock() if ending.at is None else ending.at
             self._ledger.note(machine.name, "left", at, code=ending.code, why=ending.why)
-            self._missed |= {machine.name} if ending.at is not None else set()
+            machine.is_missed = ending.at is not None
             usd = say_usd(machine.usd(self._clock()))
             self._say(f"{machine.name}: {ending.why}; {usd} so far")
         if ending.leaves_offer_out:
@@ -708,13 +709,13 @@ class Launch:
         try:
             self._hold()
             self._asked(lambda: self._driver.destroy(machine))
-            acknowledged_at = self._acknowledged_at.setdefault(machine.name, self._clock())
+            machine.acknowledged_at = machine.acknowledged_at or self._clock()
             seen = self._asked(lambda: self._driver.look(machine))
             if seen is not None and seen.is_paid:
-                self._missed.discard(machine.name)
-                self._alive_at[machine.name] = self._clock()
+                machine.is_missed = False
+                machine.alive_at = self._clock()
                 return False
-            why, at = machine.why, acknowledged_at
+            why, at = machine.why, machine.acknowledged_at
         except UnclearError:
             end = machine.asked_at + machine.most_s + 300
             if not (self._driver.ends_by_itself and machine.most_s and self._clock() > end):
@@ -723,9 +724,8 @@ class Launch:
         if (
             self._driver.ends_by_itself and machine.most_s
         ):  # where it was gone long before we looked
-            alive_at = self._alive_at.get(machine.name, 0.0)
-            at = min(at, max(machine.asked_at + machine.most_s, alive_at))
-        if machine.name in self._missed:
+            at = min(at, max(machine.asked_at + machine.most_s, machine.alive_at))
+        if machine.is_missed:
             at = machine.left_at or at
         self._ledger.note(machine.name, "gone", at, why=why)
         self._say(f"{machine.name}: confirmed gone; {say_usd(machine.usd(self._clock()))} in all")

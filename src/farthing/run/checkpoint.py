@@ -29,7 +29,7 @@ from farthing.device_memory import in_words, is_out_of_memory
 from farthing.errors import RunChangedError, RunDamagedError, SaveError
 from farthing.run.folder import Save, saves_in
 from farthing.run.parts import ALONE, Shared, files_of, read_part
-from farthing.run.snapshot import AT_ONCE_BYTES, CudaLane, Later, can_wait, fetched_together
+from farthing.run.snapshot import CudaLane, Later, can_wait
 from farthing.storage.files import (
     DamagedFileError,
     FileEntry,
@@ -479,17 +479,8 @@ def copied(state: State) -> State:
     through JSON.
     """
     tensors, values = state
-    small = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if tensor.is_cuda and tensor.nbytes <= AT_ONCE_BYTES
-    }
-    fetched = fetched_together(small)
     copies = {
-        name: (
-            fetched[name] if name in fetched else tensor.detach().to("cpu", copy=True).contiguous()
-        )
-        for name, tensor in tensors.items()
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
     }
     return copies, json.loads(json.dumps(values, allow_nan=False))
 

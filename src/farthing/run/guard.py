@@ -305,15 +305,11 @@ def _kill(pids: list[int]) -> None:
 
 def _descendants(pid: int) -> list[int]:
     """Processes that others of this one have begun, and their own."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    wanted = [pid]
-    for each in wanted:
-        wanted += children.get(each, [])
-    return wanted[1:]
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return [each.pid for each in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def _bounded(work: Callable[[], None], most_s: float) -> None:

@@ -63,7 +63,7 @@ from farthing.storage.files import (
     write_json,
 )
 from farthing.storage.lease import Gaps, Lease, LeaseLostError, bills_left
-from farthing.storage.log_parts import LogParts
+from farthing.storage.logs import LogParts
 from farthing.storage.mounts import bucket_mount_of
 from farthing.storage.objects import (
     Entry,

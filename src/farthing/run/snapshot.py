@@ -78,27 +78,6 @@ def can_wait(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and tensor.is_contiguous() and tensor.nbytes > AT_ONCE_BYTES
 
 
-def fetched_together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Small tensors of a GPU in main memory, by the piece: each copy from there is waited for."""
-    found, held, n_bytes = dict[str, Tensor](), list[str](), 0
-    order = sorted(
-        tensors, key=lambda name: -tensors[name].dtype.itemsize
-    )  # so that all are aligned
-    for name in order:
-        held.append(name)
-        n_bytes += tensors[name].nbytes
-        if name == order[-1] or n_bytes >= PIECE_BYTES:
-            pieces = (
-                torch.cat([_bytes_of(tensors[each]) for each in held])
-                .cpu()
-                .split([tensors[each].nbytes for each in held])
-            )
-            for each, piece in zip(held, pieces, strict=True):
-                found[each] = piece.view(tensors[each].dtype).view(tensors[each].shape).clone()
-            held, n_bytes = [], 0
-    return {name: found[name] for name in tensors}
-
-
 class Later:
     """Tensors that are still where training has them. Only the thread that writes calls `fetch` and
     `write`.

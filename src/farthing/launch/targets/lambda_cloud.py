@@ -9,29 +9,34 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from farthing.launch.client import Client, statuses, sure, understood
 from farthing.launch.driver import Created, InstanceStatus, UnclearError
+from farthing.launch.http import Client, statuses, sure, understood
 from farthing.launch.machines import Machine
 from farthing.launch.request import CREATED_AT, SCRIPT, LaunchRequest, script_of, values_of
 from farthing.launch.target import Files, Target
+from farthing.storage.files import Json
 
 REQUEST = "launch.json"
 MOST_USER_DATA_BYTES = 1_000_000
 
 
-def render(ask: LaunchRequest) -> Files:
-    """The request. `ask.at` is REGION/SSH_KEY; the values of secrets are put before the script when
-    it is sent.
+def request_of(ask: LaunchRequest) -> Json:
+    """`ask.at` is REGION/SSH_KEY; the values of secrets are put before the script when it is
+    sent.
     """
     region, _, key = ask.at.partition("/")
-    request = {
+    return {
         "region_name": region or (ask.offer.region if ask.offer.region != "any" else ""),
         "instance_type_name": ask.gpu_id,
         "ssh_key_names": [key],
         "name": ask.name,
         "user_data": script_of(ask),
     }
-    return {REQUEST: json.dumps(request, indent=1) + "\n", SCRIPT: script_of(ask)}
+
+
+def render(ask: LaunchRequest) -> Files:
+    """The request, and the script of it."""
+    return {REQUEST: json.dumps(request_of(ask), indent=1) + "\n", SCRIPT: script_of(ask)}
 
 
 def check(files: Mapping[str, str]) -> list[str]:
@@ -55,7 +60,7 @@ class Lambda(Client):
     @understood()
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """See `Driver`."""
-        body = json.loads(render(ask)[REQUEST])
+        body = request_of(ask)
         values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
         exports = "".join(
             f"export {name}={shlex.quote(value)}\n" for name, value in sorted(values.items())

@@ -8,10 +8,18 @@ import base64
 import json
 from datetime import UTC, datetime
 
-from farthing.launch.client import Client, filled, price_of, statuses, sure, understood
 from farthing.launch.driver import Created, InstanceStatus, OutOfStockError, refusal
+from farthing.launch.http import Client, price_of, statuses, sure, understood
 from farthing.launch.machines import Machine
-from farthing.launch.request import CREATED_AT, ENDS_AT, SCRIPT, LaunchRequest, script_of
+from farthing.launch.request import (
+    CREATED_AT,
+    ENDS_AT,
+    SCRIPT,
+    LaunchRequest,
+    Value,
+    placeholder,
+    script_of,
+)
 from farthing.launch.target import Files, Target
 from farthing.storage.files import Json
 
@@ -25,17 +33,17 @@ START = json.dumps({"entrypoint": ["sh", "-c"], "cmd": [_COMMAND]})
 """In place of the image's ENTRYPOINT and CMD; a plain string would be arguments to the former."""
 
 
-def render(ask: LaunchRequest) -> Files:
-    """The request. Spot is a bid at the planned price, on demand is what is listed; secrets are
+def request_of(ask: LaunchRequest, value: Value) -> Json:
+    """Spot is a bid at the planned price, on demand is what is listed; secrets are
     those of the account.
     """
     offer = ask.offer
     kind = "podRentInterruptable" if offer.is_spot else "podFindAndDeployOnDemand"
     of = "PodRentInterruptableInput" if offer.is_spot else "PodFindAndDeployOnDemandInput"
-    script = script_of(ask)
-    env = {**ask.settings, "FARTHING_SCRIPT": base64.b64encode(script.encode()).decode()}
+    script = base64.b64encode(script_of(ask).encode()).decode()
+    env = {**ask.settings, "FARTHING_SCRIPT": script}
     env |= {name: f"{{{{ RUNPOD_SECRET_{name} }}}}" for name in ask.secrets} | {
-        CREATED_AT: f"${{{CREATED_AT}}}"
+        CREATED_AT: value(CREATED_AT)
     }
     pod: Json = {
         "name": ask.name,
@@ -47,15 +55,20 @@ def render(ask: LaunchRequest) -> Files:
         "containerDiskInGb": ask.disk_gb,
         "volumeInGb": 0,
         "env": [{"key": name, "value": value} for name, value in sorted(env.items())],
-        "terminateAfter": f"${{{ENDS_AT}}}",
+        "terminateAfter": value(ENDS_AT),
     }
     if offer.is_spot:
         pod["bidPerGpu"] = round(ask.usd_per_hour / offer.n_gpus, 4)
-    request = {
+    return {
         "query": f"mutation Rent($input: {of}!) {{ {kind}(input: $input) {{ id costPerHr }} }}",
         "variables": {"input": pod},
     }
-    return {REQUEST: json.dumps(request, indent=1) + "\n", SCRIPT: script}
+
+
+def render(ask: LaunchRequest) -> Files:
+    """The request, and the script of it."""
+    request = json.dumps(request_of(ask, placeholder), indent=1)
+    return {REQUEST: f"{request}\n", SCRIPT: script_of(ask)}
 
 
 class RunPod(Client):
@@ -67,8 +80,7 @@ class RunPod(Client):
     def create(self, ask: LaunchRequest, asked_at: float) -> Created:
         """See `Driver`."""
         ends = datetime.fromtimestamp(asked_at + ask.most_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        request = json.loads(render(ask)[REQUEST])
-        body = filled(request, {CREATED_AT: f"{asked_at:.0f}", ENDS_AT: ends})
+        body = request_of(ask, {CREATED_AT: f"{asked_at:.0f}", ENDS_AT: ends}.__getitem__)
         answer = self._api.ask("POST", "/graphql", body, n_tries=1) or {}
         errors = answer.get("errors")
         if errors:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 
-from farthing.launch.client import Client, filled, price_of, statuses, sure, understood
 from farthing.launch.driver import (
     Created,
     InstanceStatus,
@@ -19,6 +18,7 @@ from farthing.launch.driver import (
     RefusedError,
     refusal,
 )
+from farthing.launch.http import Client, price_of, statuses, sure, understood
 from farthing.launch.machines import Machine
 from farthing.launch.request import (
     CREATED_AT,
@@ -26,6 +26,8 @@ from farthing.launch.request import (
     MOST_OVER,
     SCRIPT,
     LaunchRequest,
+    Value,
+    placeholder,
     script_of,
     values_of,
 )
@@ -37,17 +39,6 @@ INSTANCE = "FARTHING_INSTANCE"
 END_WINDOW_S = 3 * 3600
 """For how long the scheduled job tries to delete."""
 LEAST_RELIABILITY = 0.95
-END_REQUEST: Json = {
-    "start_time": f"${{{ENDS_AT}}}",
-    "end_time": f"${{{ENDS_AT}_LATER}}",
-    "api_endpoint": f"/api/v0/instances/${{{INSTANCE}}}/",
-    "request_method": "DELETE",
-    "request_body": {},
-    "day_of_the_week": None,
-    "hour_of_the_day": None,
-    "frequency": "HOURLY",
-    "instance_id": f"${{{INSTANCE}}}",
-}
 _END_IT = (
     'import os, urllib.request as web; url = "https://console.vast.ai/api/v0/instances/" +'
     ' os.environ["CONTAINER_ID"] + "/"; key = {"Authorization": "Bearer " +'
@@ -72,36 +63,33 @@ trap end_it EXIT
 {script.removeprefix("#!/bin/sh" + chr(10))}"""
 
 
-def render(ask: LaunchRequest) -> Files:
-    """Three requests: an offer lives for seconds, so it is searched for when it is wanted. With
-    `price` it is a bid.
-
-    The command goes with what is to be in place of the image's ENTRYPOINT (`onstart`, as `vastai
-    create instance
-    --entrypoint` sends it): `nice`, which runs it, and does no harm where it were taken for a
-    command of its own.
-    """
-    offer = ask.offer
-    env = {
-        **ask.settings,
-        **{name: f"${{{name}}}" for name in ask.secrets},
-        CREATED_AT: f"${{{CREATED_AT}}}",
-    }
-    search: Json = {
+def search_of(ask: LaunchRequest) -> Json:
+    """An offer lives for seconds, so it is searched for when it is wanted."""
+    return {
         "verified": {"eq": True},
         "external": {"eq": False},
         "rentable": {"eq": True},
         "rented": {"eq": False},
         "gpu_name": {"eq": ask.gpu_id},
-        "num_gpus": {"eq": offer.n_gpus},
+        "num_gpus": {"eq": ask.offer.n_gpus},
         "disk_space": {"gte": ask.disk_gb},
         "reliability2": {"gte": LEAST_RELIABILITY},
         "dph_total": {"lte": round(ask.usd_per_hour * MOST_OVER, 4)},
-        "type": "bid" if offer.is_spot else "on-demand",
+        "type": "bid" if ask.offer.is_spot else "on-demand",
         "order": [["dph_total", "asc"]],
         "limit": 10,
         "allocated_storage": ask.disk_gb,
     }
+
+
+def creation_of(ask: LaunchRequest, value: Value) -> Json:
+    """With `price` it is a bid.
+
+    The command goes with what is to be in place of the image's ENTRYPOINT (`onstart`, as `vastai
+    create instance --entrypoint` sends it): `nice`, which runs it, and does no harm where it were
+    taken for a command of its own.
+    """
+    env = {**ask.settings, **{name: value(name) for name in (*ask.secrets, CREATED_AT)}}
     create: Json = {
         "client_id": "me",
         "image": ask.image,
@@ -113,12 +101,33 @@ def render(ask: LaunchRequest) -> Files:
         "args": ["sh", "-c", own_end(script_of(ask), ask.most_s)],
         "cancel_unavail": True,
     }
-    if offer.is_spot:
-        create["price"] = round(ask.usd_per_hour, 4)
-    values = {SEARCH: search, CREATE: create, END: END_REQUEST}
-    return {name: json.dumps(value, indent=1) + "\n" for name, value in values.items()} | {
-        SCRIPT: script_of(ask)
+    return create | ({"price": round(ask.usd_per_hour, 4)} if ask.offer.is_spot else {})
+
+
+def end_of(value: Value) -> Json:
+    """The scheduled job that deletes an instance."""
+    return {
+        "start_time": value(ENDS_AT),
+        "end_time": value(f"{ENDS_AT}_LATER"),
+        "api_endpoint": f"/api/v0/instances/{value(INSTANCE)}/",
+        "request_method": "DELETE",
+        "request_body": {},
+        "day_of_the_week": None,
+        "hour_of_the_day": None,
+        "frequency": "HOURLY",
+        "instance_id": value(INSTANCE),
     }
+
+
+def render(ask: LaunchRequest) -> Files:
+    """Three requests, and the script of the second."""
+    requests = {
+        SEARCH: search_of(ask),
+        CREATE: creation_of(ask, placeholder),
+        END: end_of(placeholder),
+    }
+    files = {name: json.dumps(request, indent=1) + "\n" for name, request in requests.items()}
+    return files | {SCRIPT: script_of(ask)}
 
 
 class Vast(Client):
@@ -129,16 +138,12 @@ class Vast(Client):
         """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer
         refused.
         """
-        files = render(ask)
-        found = (sure(self._api, "POST", "/api/v0/bundles/", json.loads(files[SEARCH])) or {}).get(
-            "offers"
-        ) or []
+        answer = sure(self._api, "POST", "/api/v0/bundles/", search_of(ask)) or {}
+        found = answer.get("offers") or []
         if not found:
             raise OutOfStockError("no host offers it at this price now")
-        body = filled(
-            json.loads(files[CREATE]),
-            {**values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"},
-        )
+        values = {**values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
+        body = creation_of(ask, values.__getitem__)
         answer = self._api.ask("PUT", f"/api/v0/asks/{found[0]['id']}/", body, n_tries=1) or {}
         if not answer.get("success") or not answer.get("new_contract"):
             why = str(answer.get("msg") or answer.get("error") or answer)[:200]
@@ -161,7 +166,7 @@ class Vast(Client):
         number = int(machine.id)
         values = {ENDS_AT: ends, f"{ENDS_AT}_LATER": ends + END_WINDOW_S, INSTANCE: number}
         try:
-            self._api.ask("POST", "/api/v0/commands/schedule_job/", filled(END_REQUEST, values))
+            self._api.ask("POST", "/api/v0/commands/schedule_job/", end_of(values.__getitem__))
         except RefusedError as error:
             if "status 422" not in str(error):
                 raise
