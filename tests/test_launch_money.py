@@ -204,6 +204,19 @@ def test_refused_credentials_end_a_launch_before_anything_is_rented(tmp_path: Pa
     assert world.now - before < 60, "it is not asked for ever"
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_provider_that_never_answers_is_given_up_where_nothing_is_rented(
+    status: int, tmp_path: Path
+) -> None:
+    world, run, said = World("runpod"), tmp_path / "run", list[str]()
+    world.refuses, began = (0.0, 1e12, status), world.now
+    with pytest.raises(RunInterruptedError, match="the provider has not answered for 15 min"):
+        supervise(world, prepared_for("runpod", run, 0.7, 0.4), run, ALIVE, say=said.append)
+    assert 900 < world.now - began < 1000
+    assert len(said) == 1, "one reason, one line"
+    assert (world.machines, MachineLedger(run).machines) == ([], {})
+
+
 def test_credentials_that_are_refused_on_the_way_name_what_is_still_billed(tmp_path: Path) -> None:
     world, run = World("runpod", n_steps=10**9), tmp_path / "run"
     world.refuses = (world.now + 600, 9e18, 403)
