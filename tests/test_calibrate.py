@@ -26,7 +26,7 @@ from farthing.planner.ranges import speed_spread
 from farthing.planner.recipe import Case, Recipe, stack_for
 from farthing.planner.speed import Calibration, cpu_device, step_time
 from farthing.planner.types import JobSpec, Machine, Plan
-from farthing.planner.work import work_of
+from farthing.planner.work import forward_work, work_of
 from farthing.report.receipt import APART, Bill, against_estimate
 from farthing.settings import Settings
 
@@ -113,6 +113,17 @@ def test_runs_of_the_same_model_give_their_factors_back() -> None:
     assert found.extra_bytes == 100 << 20
     assert (found.spread, found.n_runs) == (0.3, 1)
     assert found.source == "1 run of this model here, the last on 2026-11-21 (too few to agree)"
+
+
+def test_an_evaluation_takes_what_it_took() -> None:
+    shape = shape_of()
+    evaluated = {"n_evaluations": 1, "n_eval_padded_tokens": 10 * 16 * 50, "evaluation_s": 6.0}
+    run = run_of(shape, 20.0, **evaluated)
+    found = calibrate([run], shape)
+    steps = forward_work(work_of(as_run(run, case_of(shape))), 10)
+    formula_s = step_time(steps, DEVICE).seconds
+    assert found.compute == pytest.approx(20.0)
+    assert formula_s * found.compute * found.evaluation == pytest.approx(6.0)
 
 
 def test_a_run_is_taken_as_it_was_cut() -> None:

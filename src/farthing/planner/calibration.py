@@ -161,13 +161,13 @@ def _compare(m: Measurement, case: Case, device: Device) -> Calibration:
     work = work_of(ran)
     parts = step_time(work, device).parts
     computed = sum(seconds for name, seconds in parts.items() if name != "optimizer")
-    evaluation = 0.0
+    compute, evaluation = m.compute_s / m.n_steps / computed, 0.0
     if m.n_evaluations and m.n_eval_padded_tokens and not m.has_generated:
         n_steps = m.n_eval_padded_tokens / max(1.0, work.n_padded_tokens)
         predicted = sum(step_time(forward_work(work, n_steps), device).parts.values())
-        evaluation = m.evaluation_s / predicted
+        evaluation = m.evaluation_s / predicted / compute
     return Calibration(
-        compute=m.compute_s / m.n_steps / computed,
+        compute=compute,
         optimizer=m.optimizer_s / m.n_steps / max(parts.get("optimizer", 0.0), 1e-9),
         evaluation=evaluation,
         waiting_s=(m.data_wait_s + m.host_to_device_s) / m.n_steps,

@@ -128,6 +128,7 @@ class Calibration:
     """Factor on the seconds of forward and backward."""
     optimizer: float = 1.0
     evaluation: float = 1.0
+    """On those of an evaluation, beside `compute`."""
     waiting_s: float = 0.0
     """Of each step, for data and copying it."""
     start_s: float | None = None
