@@ -126,7 +126,11 @@ def test_a_power_law_is_found_again_and_not_taken_further_than_twice() -> None:
         ({"vary": {"limits.max_usd": [1]}}, "no key that can vary"),
         ({"vary": {"train.eval_steps": [1]}}, "decides how trials are scored"),
         ({"vary": {"train.learning_rate": []}}, "name at least one"),
-        ({"vary": {"train.learning_rate": {"low": 3, "high": 1}}}, "not below"),
+        ({"vary": {"train.learning_rate": {"low": 3, "high": 1}}}, r"rate`: low 3 is not below"),
+        ({"vary": {"train.learning_rate": {"low": 3, "hi": 4}}}, r"rate\.high` is missing"),
+        ({"vary": {"data": ["./a.jsonl", "./b.jsonl"]}}, "holds out other examples"),
+        ({"vary": {"data.eval_fraction": [0.1, 0.2]}}, "holds out other examples"),
+        ({"vary": {"train.seed": [1, 2]}}, "holds out other examples"),
         ({"sampler": "grid", "vary": {"train.weight_decay": {"low": 0, "high": 0.1}}}, "grid"),
         ({"vary": {"method": ["full"]}, "data_fraction": [0.5]}, "two shares"),
         ({"data_fraction": [0.5, 0.2], "stop_at": {"loss": 1}}, "exclude each other"),
@@ -137,6 +141,33 @@ def test_a_section_that_can_not_be_searched_is_refused(
 ) -> None:
     with pytest.raises(JobError, match=words):
         load_job(job_of(tmp_path, section))
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("data.max_length", "losses under different"),
+        ("data.max_eval_samples", "scored on different examples"),
+        ("data.keep", "scored on different examples"),
+        ("train.seed", ""),
+        ("data.max_train_samples", ""),
+    ],
+)
+def test_scores_of_other_examples_are_not_compared(key: str, words: str, tmp_path: Path) -> None:
+    values = ["best"] if key == "data.keep" else [8, 16]
+    path = job_of(tmp_path, {"vary": {key: values}}, data={"eval": "./data.jsonl"})
+    if not words:
+        assert load_job(path).search.vary == {key: (8, 16)}
+        return
+    with pytest.raises(JobError, match=words):
+        load_job(path)
+
+
+def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
+    make_model_folder(tmp_path / "other", ["of other words"])
+    path = job_of(tmp_path, {"vary": {"model": ["./base", "./other"]}})
+    with pytest.raises(InputError, match="other tokens"):
+        search(load_job(path), path)
 
 
 SEARCH = {

@@ -17,8 +17,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     SerializeAsAny,
+    Tag,
     WithJsonSchema,
     field_serializer,
     field_validator,
@@ -517,10 +519,18 @@ class Range(Section):
         return self
 
 
+def _kind_of_values(values: Any) -> str:
+    return "range" if isinstance(values, dict | Range) else "choices"
+
+
+OfRange = Annotated[Range, Tag("range")]
+OfChoices = Annotated[tuple[Any, ...], Field(min_length=1), Tag("choices")]
+
+
 class SearchSection(Section):
     """What `farthing search` varies. `limits` cap the whole search. Needs farthing[search]."""
 
-    vary: dict[str, Range | Annotated[tuple[Any, ...], Field(min_length=1)]] = {}
+    vary: dict[str, Annotated[OfRange | OfChoices, Discriminator(_kind_of_values)]] = {}
     """Key of this job -> its choices, such as [8, 16, 32], or a range, such as {low: 1.0e-5,
     high: 1.0e-3, log: true}."""
     sampler: Literal["tpe", "random", "grid"] = "tpe"

@@ -48,6 +48,11 @@ FILE_ENDINGS = {
         ".xlsx",
     ),
 }
+OF_TOKENS = ("loss", "perplexity", "document_loss")
+"""Metrics of models that write, a mean over tokens: other cuts of the same text have others."""
+OF_TRAINING_DATA = ("", "train", "train_split", "max_train_samples")
+OF_TEXTS = ("max_length", "max_target_length", "columns", "chat_template", "train_on_prompt")
+"""Keys of data that leave the examples as they are, and change their texts."""
 SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name", "objective": "name"}
 
 
@@ -376,6 +381,7 @@ def _explain(
     """A pydantic error in our words, with the line it stands on."""
     kind, message, value = item["type"], item["msg"].removeprefix("Value error, "), item["input"]
     loc = tuple(str(part) for part in item["loc"])
+    loc = loc[:3] + loc[4:] if loc[:2] == ("search", "vary") else loc  # not which form it has
     raised = item.get("ctx", {}).get("error")
     where = _place((*loc, *getattr(raised, "place", ())), lines, from_command_line, path)
     if kind not in (
@@ -466,6 +472,8 @@ def _once_each(problems: Iterable[InputError]) -> list[InputError]:
 
 def _up_to_key(loc: tuple[str, ...]) -> tuple[str, ...]:
     """The part of a pydantic location that names a key of the job."""
+    if loc[:2] == ("search", "vary"):
+        return loc[:3]
     return loc[:2] if loc and loc[0] in SECTIONS else loc[:1]
 
 
@@ -537,14 +545,7 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
             f"{job.task} has no probabilities of one class among others to smooth",
             "leave it out",
         )
-    varied = [key for key in job.search.vary if key.partition(".")[0] == "objective"]
-    if varied and (job.train.metric_for_best_model or "loss").removeprefix("eval_") == "loss":
-        others = [name for name in objective.metrics if name != "loss"]
-        yield (
-            ("search", "vary"),
-            f"losses under different `{varied[0]}` are different things and can't be compared",
-            f"set train.metric_for_best_model: {others[0]}",
-        )
+    yield from _incomparable(job)
     is_paired = objective.n_sequences > 1
     if job.data.keep is not None and (is_paired or not objective.reads_answers):
         to_do = "use data.pairs" if is_paired else "leave it out"
@@ -571,6 +572,31 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
                 f"`{metric}` is not measured for {job.task}",
                 to_do,
             )
+
+
+def _incomparable(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Keys of a search under which scores are no longer of one thing."""
+    metrics = objective_of(job.task).metrics
+    metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
+    is_of_tokens = metric in OF_TOKENS and "document_loss" in metrics
+    others = [name for name in metrics if name not in OF_TOKENS]
+    to_measure = f"set train.metric_for_best_model: {others[0]}" if others else "leave it out"
+    for key in job.search.vary:
+        section, _, name = key.partition(".")
+        splits = (section == "data" and name != "max_train_samples") or key == "train.seed"
+        losses = f"losses under different `{key}` are different things and can't be compared"
+        if splits and job.data.eval_fraction and not job.data.eval:
+            what = f"data.eval_fraction holds out other examples under each `{key}`"
+            yield ("search", "vary"), what, "name the evaluation data: data.eval"
+        elif section == "data" and name not in (*OF_TRAINING_DATA, *OF_TEXTS):
+            what = f"trials under different `{key}` would be scored on different examples"
+            yield ("search", "vary"), what, "leave it out"
+        elif (
+            (section == "data" and name in OF_TEXTS and is_of_tokens)
+            or (key == "model.tokenizer_name_or_path" and is_of_tokens)
+            or (section == "objective" and metric == "loss")
+        ):
+            yield ("search", "vary"), losses, to_measure
 
 
 def _without_evaluation(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:

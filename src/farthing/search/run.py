@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from farthing.config.job import Job, SearchSection
+from farthing.config.load import OF_TOKENS
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
@@ -45,6 +46,7 @@ from farthing.search.record import SearchRecord, folder_of, store_of
 from farthing.search.space import (
     by_model,
     draw,
+    model_key,
     model_of,
     n_choices,
     refuse_choices,
@@ -326,11 +328,32 @@ class _Search:
             found = self._ask({"do": "count", "values": values_with(self.job, {})})
             self.record.add("counts", n_train=found["n_train"], n_eval=found["n_eval"])
 
+    def _refuse_other_tokens(self) -> None:
+        """Raises `InputError` where the metric is a mean over tokens, and models have others."""
+        section, key = self.job.search, model_key(self.job.search)
+        known = objective_of(self.job.task).metrics
+        is_of_tokens = self.metric in OF_TOKENS and "document_loss" in known
+        if self.record.settings or key is None or not is_of_tokens:
+            return
+        found = {
+            self._ask({"do": "identify", "values": values_with(self.job, {key: model})})["sha256"]
+            for model in section.vary[key]
+        }
+        if len(found) > 1:
+            others = [name for name in known if name not in OF_TOKENS]
+            raise InputError(
+                f"these models have other tokens, so their {self.metric} can't be compared",
+                where=f"search.vary.{key}",
+                to_do="choose models of one tokenizer"
+                + (f", or set train.metric_for_best_model: {others[0]}" if others else ""),
+            )
+
     def run(self) -> tuple[str, str]:
         """(state, reason) of the search."""
         threading.Thread(target=self._keep_limits, daemon=True).start()
         try:
             with handled(self._leave):
+                self._refuse_other_tokens()
                 self._count()
                 return "finished", self._run()
         except _LimitError as error:

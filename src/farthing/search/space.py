@@ -207,14 +207,20 @@ def model_of(settings: Mapping[str, Any]) -> Any:
     return settings.get("model", settings.get("model.model_name_or_path"))
 
 
+def model_key(section: SearchSection) -> str | None:
+    """The key under which models are choices; None where they don't vary."""
+    keys = ("model", "model.model_name_or_path")
+    return next((key for key in keys if isinstance(section.vary.get(key), tuple)), None)
+
+
 def by_model(section: SearchSection) -> list[SearchSection]:
     """A search for each model that is a choice, in the order given; the search itself where none
     is.
     """
-    key = next((key for key in ("model", "model.model_name_or_path") if key in section.vary), None)
-    values = section.vary.get(key or "")
-    if key is None or isinstance(values, Range) or values is None:
+    key = model_key(section)
+    if key is None:
         return [section]
     return [
-        section.model_copy(update={"vary": {**section.vary, key: (value,)}}) for value in values
+        section.model_copy(update={"vary": {**section.vary, key: (value,)}})
+        for value in section.vary[key]
     ]

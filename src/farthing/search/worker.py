@@ -8,6 +8,7 @@ decide anything.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -153,6 +154,15 @@ def count_examples(task: Json, tell: Tell) -> Json:
     return {"state": "finished", "n_train": len(train.indices), "n_eval": n_held_out}
 
 
+def identify_vocabulary(task: Json, tell: Tell) -> Json:
+    """Which tokens a job's model has."""
+    from farthing.train.setup import open_inputs
+
+    tokens = open_inputs(job_of(task["values"], task["place"]), ignore).tokenizer.get_vocab()
+    text = json.dumps(sorted(tokens.items()))
+    return {"state": "finished", "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
 def confirm(task: Json, tell: Tell) -> Json:
     """Metrics of a trial's model on the evaluation examples that no choice was made on: those
     behind the first `skip`.
@@ -191,6 +201,7 @@ def _free_memory() -> None:
 _DO: dict[str, Callable[[Json, Tell], Json]] = {
     "train": train_segment,
     "count": count_examples,
+    "identify": identify_vocabulary,
     "confirm": confirm,
 }
 
