@@ -36,12 +36,12 @@ from hangs import hanging, stuck_file_system
 from small_models import make_model_folder
 
 PHASES = {
-    "reading": "farthing.train.setup:open_sources",
-    "tokenizing": "farthing.train.setup:tokenize",
-    "loading": "farthing.train.run:build_model",
+    "reading": "farthing.train.resolve:open_sources",
+    "tokenizing": "farthing.train.resolve:tokenize",
+    "loading": "farthing.train.build:build_model",
     "restoring": "farthing.train.run:restore",
     "step": "farthing.train.loop:take_step",
-    "evaluation": "farthing.train.evaluation:evaluate",
+    "evaluation": "farthing.train.evaluate:evaluate",
     "saving": "farthing.run.checkpoint:commit_folder",
     "export": "farthing.train.saver:export_model",
     "receipt": "farthing.train.run:leave_receipt",

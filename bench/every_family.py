@@ -39,6 +39,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import farthing.train.build
 import farthing.train.run
 from farthing.config.load import load_job
 from farthing.errors import FarthingError, InputError
@@ -51,8 +52,9 @@ from farthing.objectives.objective import IGNORED
 from farthing.objectives.registry import objective_of
 from farthing.planner.inputs import shape_of
 from farthing.tiny import make_tokenizer, write_jsonl
+from farthing.train.build import build_model
+from farthing.train.resolve import open_examples, resolve
 from farthing.train.run import errors_in_words
-from farthing.train.setup import build_model, open_examples, open_inputs
 
 MAPPINGS = {
     "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -295,10 +297,11 @@ def write_job(folder: Path, task: str, method: str, **train: Any) -> Path:
 def compare(path: Path, row: dict[str, Any], method: str) -> None:
     """Loss, gradients and evaluation of farthing's forward pass against transformers'."""
     job = load_job(path)
-    inputs = open_inputs(job)
-    examples, _ = open_examples(job, inputs, lambda event: None, lambda: False)
-    tokens, numerics = examples.tokens, Numerics(torch.device("cpu"), None)
-    model = still(build_model(job, inputs, numerics, tokens.label_names))
+    spec, numerics = resolve(job), Numerics(torch.device("cpu"), None)
+    vars(spec)["numerics"] = numerics
+    examples, _ = open_examples(spec, lambda event: None)
+    tokens = examples.tokens
+    model = still(build_model(spec, tokens.label_names))
     if method == "lora":
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
@@ -309,7 +312,7 @@ def compare(path: Path, row: dict[str, Any], method: str) -> None:
         from farthing.model.lora_kernels import use_low_rank
 
         use_low_rank(model)
-    forward = Forward(model, job.task, inputs.pad_id, numerics)
+    forward = Forward(model, job.task, spec.pad_id, numerics)
     row["how"] = (
         "packed"
         if forward.is_packed
@@ -365,13 +368,13 @@ class Caught:
 
 def watch() -> None:
     """Keep hold of the models that runs train."""
-    build = farthing.train.run.build_model
+    build = farthing.train.build.build_model
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         Caught.model = still(build(*args, **kwargs))
         return Caught.model
 
-    farthing.train.run.build_model = watched
+    farthing.train.build.build_model = watched
 
 
 def logits_of(model: Any, tokens: list[Tensor], task: str) -> Tensor:

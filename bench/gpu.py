@@ -191,8 +191,6 @@ def preload(who: str) -> None:
     import torch  # noqa: F401
 
     if who in ("farthing", "variants"):
-        import farthing.train.run
-        import farthing.train.setup  # noqa: F401
         from on_gpu import ours  # noqa: F401
     elif who != "prepare":
         from on_gpu import others

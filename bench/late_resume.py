@@ -36,7 +36,7 @@ from farthing.run.ledger import seconds_since_process_start
 from farthing.run.parts import read_part
 from farthing.storage.files import commit_folder
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
-from farthing.train.setup import open_inputs
+from farthing.train.resolve import resolve
 
 BLOCK = 1000  # rows that are repeated
 BATCH = 16
@@ -87,8 +87,8 @@ def prepare(folder: Path, n_rows: int, done: float) -> tuple[Path, int]:
 
 def write_token_set(folder: Path, n_blocks: int) -> None:
     """What tokenizing all rows would leave in the cache."""
-    inputs = open_inputs(load_job(folder / "job.yaml"))
-    one = open_inputs(load_job(folder / "job.yaml", [f"data.train={folder / 'block.jsonl'}"]))
+    inputs = resolve(load_job(folder / "job.yaml"))
+    one = resolve(load_job(folder / "job.yaml", [f"data.train={folder / 'block.jsonl'}"]))
     tokens = tokenize(one.train_sources, one.tokenizer, one.recipe, folder / "block")
     facts = {
         key: tokens.facts[key] * n_blocks

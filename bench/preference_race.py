@@ -147,7 +147,7 @@ def prepare(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from farthing.config.load import load_job
-    from farthing.train.setup import open_examples, open_inputs
+    from farthing.train.resolve import open_examples, resolve
     from small_models import make_model_folder
 
     model = Path(asked.model) if asked.model else folder / "model"
@@ -169,7 +169,7 @@ def prepare(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
         )
     )
     job = load_job(folder / "job.yaml")
-    train, _ = open_examples(job, open_inputs(job), lambda event: None, lambda: False)
+    train, _ = open_examples(resolve(job), lambda event: None)
     return {
         "model": str(model),
         "data": str(Path(asked.data).resolve()),

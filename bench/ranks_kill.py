@@ -87,7 +87,7 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
 
     from farthing.dist import reduce
     from farthing.run import checkpoint
-    from farthing.train import evaluation, rank_setup, run, saver, setup
+    from farthing.train import build, evaluate, rank_setup, resolve, run, saver
     from farthing.train.room import Steps
     from farthing.train.step import Step
 
@@ -153,14 +153,14 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
         module, name = {
             "joining": (rank_setup, "own_folder" if what == "full disk" else "Ranks"),
             "restoring": (run, "take_over"),
-            "tokenizing": (setup, "tokenize"),
-            "loading": (run, "build_model"),
+            "tokenizing": (resolve, "tokenize"),
+            "loading": (build, "build_model"),
             "step": (Step, "_gradient_scale"),
             "sums": (reducer, "finish"),
             "rehearsal": (Steps, "rehearse"),
             "writing": (checkpoint, "save_file"),
             "update": (Step, "update"),
-            "evaluation": (evaluation, "evaluate"),
+            "evaluation": (evaluate, "evaluate"),
             "saving": (checkpoint, "commit_folder"),
             "export": (saver, "export_model"),
         }[part]

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-import farthing.train.evaluation
+import farthing.train.evaluate
 import farthing.train.run
 import survive
 from farthing.cli import main
@@ -182,7 +182,7 @@ def test_a_log_that_can_not_be_written_ends_the_run_in_words(
 def test_memory_that_runs_out_in_an_evaluation_halves_it(
     error: BaseException, alone: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, asked = farthing.train.evaluation.evaluate, []
+    honest, asked = farthing.train.evaluate.evaluate, []
 
     def evaluate(*arguments: Any, micro_batch_tokens: int, **more: Any) -> Any:
         asked.append(micro_batch_tokens)
@@ -190,7 +190,7 @@ def test_memory_that_runs_out_in_an_evaluation_halves_it(
             raise error
         return honest(*arguments, micro_batch_tokens=micro_batch_tokens, **more)
 
-    monkeypatch.setattr(farthing.train.evaluation, "evaluate", evaluate)
+    monkeypatch.setattr(farthing.train.evaluate, "evaluate", evaluate)
     heard = Heard()
     assert train(job_in(tmp_path, "run"), heard).exit_code == 0
     assert asked[1] == asked[0]  # once as it was, after memory was given back
@@ -218,7 +218,7 @@ def test_an_evaluation_without_room_for_one_example_is_said(
         )
 
     job_in(tmp_path, "run")
-    monkeypatch.setattr(farthing.train.evaluation, "evaluate", evaluate)
+    monkeypatch.setattr(farthing.train.evaluate, "evaluate", evaluate)
     assert main(["train", str(tmp_path / "run.yaml")]) == 1
     said = capsys.readouterr().err
     assert "the device has no memory left" in said

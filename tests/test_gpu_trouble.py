@@ -124,7 +124,7 @@ def test_a_gpu_that_fails_in_a_restore_says_nothing_against_the_checkpoint(
         raise torch.AcceleratorError(ILLEGAL)
 
     with monkeypatch.context() as patch:
-        patch.setattr("farthing.train.state.put_back", broken)
+        patch.setattr("farthing.train.attempt.put_back", broken)
         with pytest.raises(DeviceError, match="the GPU has failed"):
             workshop.train(job)
     assert workshop.train(job).state == "finished"
@@ -178,7 +178,7 @@ def test_a_model_that_does_not_fit_is_not_called_damaged(
     job = make_job(tmp_path, max_steps=2, pretrained=True)
     for place in (
         "farthing.model.load._body_must_be_whole",
-        "farthing.train.setup.refuse_looking_ahead",
+        "farthing.train.build.refuse_looking_ahead",
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, Failing(print, 1))

@@ -26,7 +26,7 @@ from farthing.model.hardware import (
     not_deterministic,
     why_not_deterministic,
 )
-from farthing.train.setup import check_extras
+from farthing.train.resolve import check_extras
 from workshop import make_job
 
 CU126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]

@@ -37,14 +37,13 @@ from farthing.run.exported import seal_export
 from farthing.run.folder import LEDGER, MODEL, kept
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.signals import Notice
-from farthing.train.attempt import Attempt, Clocks, Context, Saving
+from farthing.train.attempt import Attempt, Clocks, Context, Progress, Saving
 from farthing.train.budget import over_limit, seconds_left, why_not_start
 from farthing.train.forecast import leaving_s, takes
 from farthing.train.learning_rate import first_schedule
 from farthing.train.loop import loop
 from farthing.train.optim import fitted_schedule, schedule
 from farthing.train.schedule import Fit, first_fit, keep_fit, kept_fit, settled_fit
-from farthing.train.state import Progress
 from thinned import thinned
 
 STARTED_AT = 1_800_000_000.0  # a moment of the year 2027
@@ -98,42 +97,42 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
 
     def take_step(run: Simulated) -> None:
         seconds = run.costs.step_s(run.progress.step)
-        with run.context.meter.span("compute"):
+        with run.meter.span("compute"):
             passes_or_leaves(run, seconds)
         run.progress.step += 1
         run.pace.longest_step_s = max(run.pace.longest_step_s, seconds)
         run.pace.most_tokens = max(run.pace.most_tokens, run.costs.lengths[run.progress.step - 1])
         run.pace.n_steps += 1
         run.pace.step_s = run.costs.mean_step_s if run.pace.n_steps > 1 else None
-        run.context.ledger.at_step(run.progress.step, {"takes": takes(run)})
+        run.ledger.at_step(run.progress.step, {"takes": takes(run)})
 
     def evaluate_run(run: Simulated) -> None:
-        with run.context.meter.span("evaluation"):
+        with run.meter.span("evaluation"):
             passes_or_leaves(run, run.costs.evaluation_s)
         run.progress.evaluated_step = run.progress.step
         run.clocks.evaluation_s = run.costs.evaluation_s
 
     def save(run: Simulated) -> None:
-        with run.context.meter.span("checkpoint"):
+        with run.meter.span("checkpoint"):
             run.machine.passes(run.costs.save_s)
         run.saving.took_s, run.saving.at_s, run.saving.mark = (
             run.costs.save_s,
-            run.context.meter.wall_s,
+            run.meter.wall_s,
             mark(run),
         )
         run.disk["progress"] = run.progress.state()[1]
-        run.context.ledger.committed(run.progress.step)
+        run.ledger.committed(run.progress.step)
 
     def save_last(run: Simulated) -> None:
         if run.progress.step > 0 and run.saving.mark != mark(run):
             save(run)
 
     def export(run: Simulated) -> None:
-        run.context.ledger.write("running", exported=run.progress.step)
+        run.ledger.write("running", exported=run.progress.step)
         run.machine.passes(run.costs.export_s)
         run.saving.export_s = run.costs.export_s
-        (run.context.folder / MODEL).mkdir(exist_ok=True)
-        seal_export(run.context.folder / MODEL)
+        (run.folder / MODEL).mkdir(exist_ok=True)
+        seal_export(run.folder / MODEL)
         run.disk["model"] = run.progress.step
 
     alone = {"take_step": take_step, "evaluate_run": evaluate_run, "save": save}
@@ -151,8 +150,8 @@ def passes_or_leaves(run: Simulated, seconds: float) -> None:
     while seconds > 0:
         run.machine.passes(min(seconds, 0.5))
         seconds -= 0.5
-        if limit := over_limit(run.job, run.context.ledger, leaving_s(run)):
-            run.context.notice.reach(limit)
+        if limit := over_limit(run.job, run.ledger, leaving_s(run)):
+            run.notice.reach(limit)
             raise RunInterruptedError("stopped")
 
 
@@ -222,9 +221,8 @@ def attempt(
     machine.passes(costs.start_s * 0.6)
     run = Simulated.__new__(Simulated)
     run.machine, run.costs, run.disk = machine, costs, disk
-    run.job, run.context = (
-        job,
-        Context(folder, "simulated", meter, ledger, Notice(), lambda *_: None),
+    vars(run).update(
+        vars(Context(job, folder, "simulated", meter, ledger, Notice(), lambda *_: None))
     )
     run.train_examples = SimpleNamespace(tokens=SimpleNamespace(lengths=costs.lengths))  # type: ignore[assignment]
     run.eval_examples = [1] if costs.evaluation_s else None  # type: ignore[assignment]

@@ -23,8 +23,8 @@ from farthing.local.machine import (
 from farthing.model.hardware import Numerics
 from farthing.run.folder import kept
 from farthing.train.estimate import estimated
-from farthing.train.setup import open_examples, open_inputs
-from workshop import Heard, make_job
+from farthing.train.resolve import open_examples, resolve
+from workshop import Heard, make_job, resolved
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -215,8 +215,7 @@ def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job(tmp_path, where={"spot": True, "gpus": "all"})
-    inputs = open_inputs(job)
-    examples, _ = open_examples(job, inputs, Heard(), lambda: False)
+    examples, _ = open_examples(resolve(job), Heard())
     answers = {
         "mem_get_info": (15 << 30, 15 << 30),
         "get_device_name": "Tesla T4",
@@ -227,8 +226,7 @@ def test_a_spot_gpu_in_a_container_without_nvidia_smi_is_planned(
     monkeypatch.setattr(machine, "_gpus", list)
     job = job.model_copy(update={"where": job.where.model_copy(update={"device": "cuda"})})
     heard = Heard()
-    estimated(
-        job, tmp_path, inputs, Numerics(torch.device("cuda"), torch.float16), examples, None, heard
-    )
+    spec = resolved(job, Numerics(torch.device("cuda"), torch.float16))
+    estimated(spec, tmp_path, examples, None, heard)
     assert kept(tmp_path / "plan.json")
     assert "no plan" not in str(heard)

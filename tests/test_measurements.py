@@ -450,7 +450,7 @@ def test_a_run_never_fails_for_its_measurement(
         monkeypatch.setattr("farthing.local.measurements.append_measurement", no_space)
     elif breaks == "line":
         monkeypatch.setattr(
-            "farthing.train.run.estimated",
+            "farthing.train.build.estimated",
             lambda *_: dataclasses.replace(ESTIMATE, tokens_per_s=float("nan")),
         )
     elif breaks == "folder":

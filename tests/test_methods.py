@@ -254,25 +254,23 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
     from farthing.run.signals import Notice
     from farthing.settings import Settings
     from farthing.storage.files import make_private
-    from farthing.train.assemble import assemble
     from farthing.train.attempt import Context
+    from farthing.train.build import assemble, build_model
+    from farthing.train.resolve import open_examples
     from farthing.train.saver import restore
-    from farthing.train.setup import build_model, open_examples, open_inputs
 
     job = make_job(tmp_path, max_grad_norm=0.5, **keys)
     heard = Heard()
     folder = make_private(Path(job.output_dir))
     numerics = Numerics(torch.device("cpu"), autocast=None, needs_scaler=True)
-    inputs = open_inputs(job)
-    examples = open_examples(job, inputs, heard, lambda: False)
-    model = build_model(job, inputs, numerics, examples[0].tokens.label_names)
+    spec = workshop.resolved(job, numerics)
+    examples = open_examples(spec, heard)
+    model = build_model(spec, examples[0].tokens.label_names)
     meter = Meter()
     context = Context(
-        folder, "test", meter, Ledger(folder / "ledger.jsonl", meter, 0.0), Notice(), heard
+        job, folder, "test", meter, Ledger(folder / "ledger.jsonl", meter, 0.0), Notice(), heard
     )
-    attempt = assemble(
-        job, context, inputs, numerics, model, examples, None, Settings(micro_batch_tokens=1024)
-    )
+    attempt = assemble(spec, context, model, examples, None, Settings(micro_batch_tokens=1024))
     restore(attempt, allow_restart=False)
     return attempt, heard
 

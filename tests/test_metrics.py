@@ -24,9 +24,9 @@ from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
 from farthing.objectives.registry import objective_names, objective_of
-from farthing.train import evaluation
+from farthing.train import evaluate as evaluation
 from farthing.train.evaluate import evaluate
-from farthing.train.setup import open_examples, open_inputs
+from farthing.train.resolve import open_examples, resolve
 from thinned import thinned
 from workshop import Heard, Watched, log_of, make_job
 
@@ -230,7 +230,7 @@ def set_metrics(monkeypatch: pytest.MonkeyPatch, *values: float | None, name: st
     """Let the next evaluations measure `values`."""
     measured = iter(values)
     monkeypatch.setattr(
-        "farthing.train.evaluation.evaluate",
+        "farthing.train.evaluate.evaluate",
         lambda *args, **kwargs: {name: next(measured), "n_examples": 1},
     )
 
@@ -434,7 +434,7 @@ def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refuse
         ]
         Path(job.data.train[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
         heard: list[Event] = []
-        open_examples(job, open_inputs(job), heard.append, lambda: False)
+        open_examples(resolve(job), heard.append)
         return [event.text for event in heard if isinstance(event, Warned)]
 
     assert examples_of("spam", "ham", "eggs") == []
@@ -465,12 +465,12 @@ def test_a_model_that_computes_no_numbers_is_measured_as_none(
     watched = Watched(monkeypatch)
     job = make_job(tmp_path, "bert", max_steps=1, metric_for_best_model="accuracy")
     workshop.train(job)
-    inputs = open_inputs(job)
-    examples, _ = open_examples(job, inputs, Heard(), lambda: False)
+    spec = resolve(job)
+    examples, _ = open_examples(spec, Heard())
     with torch.no_grad():
         watched.model.classifier.weight.fill_(torch.nan)
     found = evaluate(
-        Forward(watched.model, "classification", inputs.pad_id, choose_numerics("cpu", None, None)),
+        Forward(watched.model, "classification", spec.pad_id, choose_numerics("cpu", None, None)),
         examples.tokens,
         examples.indices,
         micro_batch_tokens=100,

@@ -147,9 +147,9 @@ def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
 
 
 def _token_rows(job: Any) -> list[Any]:
-    from farthing.train.setup import open_examples, open_inputs
+    from farthing.train.resolve import open_examples, resolve
 
-    train, _ = open_examples(job, open_inputs(job), lambda event: None, lambda: False)
+    train, _ = open_examples(resolve(job), lambda event: None)
     return [train.tokens.example(int(index))[0] for index in train.indices]
 
 

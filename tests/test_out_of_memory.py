@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import farthing.run.checkpoint
-import farthing.train.assemble
+import farthing.train.attempt
+import farthing.train.build
+import farthing.train.resolve
 import farthing.train.run
-import farthing.train.setup
-import farthing.train.state
 import farthing.train.step
 import survive
 import workshop
@@ -224,7 +224,7 @@ def test_an_optimizer_without_room_for_its_state_says_so_before_the_first_step(
     def failing(_: Any) -> None:
         raise torch.AcceleratorError("CUDA error: out of memory")
 
-    monkeypatch.setattr(farthing.train.assemble, "allocate_state", failing)
+    monkeypatch.setattr(farthing.train.build, "allocate_state", failing)
     with pytest.raises(OutOfMemoryError, match="CUDA error: out of memory") as caught:
         workshop.train(make_job(tmp_path, max_steps=2))
     assert "adamw_torch_offload" in caught.value.to_do
@@ -269,7 +269,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def scale(patch: pytest.MonkeyPatch, scales: bool) -> None:
     """Compute with the gradient scaler of fp16, in fp32."""
     numerics = Numerics(torch.device("cpu"), None, needs_scaler=scales)
-    patch.setattr(farthing.train.setup, "choose_numerics", lambda *_: numerics)
+    patch.setattr(farthing.train.resolve, "choose_numerics", lambda *_: numerics)
 
 
 def ended(folder: Path, heard: Heard | None = None, **keys: Any) -> Any:
@@ -431,7 +431,9 @@ def test_a_restore_without_memory_says_nothing_against_the_checkpoint(
     with pytest.raises(ZeroDivisionError):
         workshop.train(job, stop)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
-        patch.setattr(farthing.train.state, "put_back", Failing(farthing.train.state.put_back, 1))
+        patch.setattr(
+            farthing.train.attempt, "put_back", Failing(farthing.train.attempt.put_back, 1)
+        )
         with pytest.raises(OutOfMemoryError, match=GONE):
             workshop.train(job)
     assert [path for path in (tmp_path / "run/checkpoints").iterdir() if ".bad" in path.name] == []

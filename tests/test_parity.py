@@ -24,14 +24,15 @@ from farthing.model.load import ModelChoice, load_config, load_model, load_token
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.signals import Notice
 from farthing.tiny import demo_rows, write_jsonl
-from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
+from farthing.train.build import assemble, build_model
+from farthing.train.resolve import open_examples
 from farthing.train.run import train
 from farthing.train.run_settings import first_settings
-from farthing.train.setup import build_model, open_examples, open_inputs
 from farthing.train.step_result import Sums
 from small_models import make_model_folder
 from thinned import thinned
+from workshop import resolved
 
 TASKS = ["causal-lm", "seq2seq", "classification"]
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
@@ -97,16 +98,13 @@ def open_run(job: Job) -> Attempt:
     folder = Path(job.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     meter = Meter()
-    numerics = choose_numerics("cpu", None, None)
-    inputs = open_inputs(job)
-    train_examples, eval_examples = open_examples(job, inputs, quiet, lambda: False)
-    model = build_model(job, inputs, numerics, train_examples.tokens.label_names)
+    spec = resolved(job, choose_numerics("cpu", None, None))
+    examples = open_examples(spec, quiet)
+    model = build_model(spec, examples[0].tokens.label_names)
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
-    context = Context(folder, "test", meter, ledger, Notice(), quiet)
-    settings = first_settings(job, context, inputs, numerics, train_examples, None)
-    return assemble(
-        job, context, inputs, numerics, model, (train_examples, eval_examples), None, settings
-    )
+    context = Context(job, folder, "test", meter, ledger, Notice(), quiet)
+    settings = first_settings(spec, context, examples[0], None)
+    return assemble(spec, context, model, examples, None, settings)
 
 
 def cut_by_rows(examples: Any, most: int) -> list[Any]:

@@ -21,8 +21,8 @@ from farthing.local.measurements import read_measurements
 from farthing.settings import Settings
 from farthing.storage.logs import append_line
 from farthing.train.autotune import Prober, Trial, is_worth_it
-from farthing.train.autotune_cache import Subject, known_settings, leave_probe
 from farthing.train.run import opened_attempt
+from farthing.train.run_settings import Subject, known_settings, leave_probe
 from workshop import ESTIMATE, Heard, Watched, job_file, log_of, make_job
 
 SUBJECT = Subject(
@@ -157,7 +157,7 @@ def test_memory_that_runs_out_in_a_trial_is_an_answer(
 
 
 def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
-    run.context.notice.reason = "SIGTERM"
+    run.notice.reason = "SIGTERM"
     with pytest.raises(RunInterruptedError):
         Prober(run, 4.0).find()
     assert (run.settings.micro_batch_tokens, run.forward.tile_tokens) == (256, None)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-import farthing.train.assemble
+import farthing.train.build
 import farthing.train.run
 import workshop
 from farthing.cli import main
@@ -26,9 +26,9 @@ from farthing.model.activation_checkpointing import saved_bytes
 from farthing.model.adapters import count_parameters
 from farthing.model.hardware import Numerics
 from farthing.model.lora_kernels import use_low_rank
+from farthing.train.build import build_model
 from farthing.train.optim import load_state, make_optimizer, state_tensors
-from farthing.train.setup import build_model, open_inputs
-from workshop import Heard, Watched, losses_of, make_job
+from workshop import Heard, Watched, losses_of, make_job, resolved
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -90,7 +90,7 @@ def test_outputs_and_gradients_are_those_of_peft_with_a_matrix_made_whole_once_a
     )
     job = qlora_job(tmp_path, bf16=is_bf16, method={"name": "qlora", "lora_dropout": dropout})
     numerics = Numerics(torch.device("cpu"), torch.bfloat16 if is_bf16 else None)
-    model = build_model(job, open_inputs(job), numerics, ()).train()
+    model = build_model(resolved(job, numerics), ()).train()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     torch.manual_seed(1)
     for name, weight in trained.items():
@@ -205,10 +205,10 @@ def test_every_bitsandbytes_optimizer_learns_and_keeps_its_promise_of_size(
     job = make_job(tmp_path, optim=optim, max_steps=15, learning_rate=0.003, size={"hidden": 128})
     seen: dict[str, set[torch.dtype]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        build = farthing.train.assemble.build_optimizer
+        build = farthing.train.build.build_optimizer
         made: list[torch.optim.Optimizer] = []
         patch.setattr(
-            farthing.train.assemble,
+            farthing.train.build,
             "build_optimizer",
             lambda *args: made.append(build(*args)) or made[-1],
         )

@@ -22,7 +22,7 @@ from farthing.data.tokens import tokenize
 from farthing.errors import RunChangedError, RunInterruptedError
 from farthing.events import Event, StepTaken
 from farthing.tiny import write_jsonl
-from farthing.train.setup import open_inputs
+from farthing.train.resolve import resolve
 from workshop import Heard, make_job, train
 
 DATED = (
@@ -110,10 +110,10 @@ def test_a_template_without_a_date_has_none_in_its_key(
     template = DATED.replace("strftime_now('%A %d %B %Y')", "'a day'")
     monkeypatch.setenv("FARTHING_TODAY", "2026-05-02")
     job = dated_job(tmp_path, "run", template)
-    key = open_inputs(job).recipe
+    key = resolve(job).recipe
     monkeypatch.setenv("FARTHING_TODAY", "2026-05-03")
-    assert open_inputs(job).recipe == key
-    assert open_inputs(job).identity["tokenization.date"] == ""
+    assert resolve(job).recipe == key
+    assert resolve(job).identity["tokenization.date"] == ""
 
 
 def test_other_examples_than_a_run_began_with_are_refused(

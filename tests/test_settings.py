@@ -14,7 +14,7 @@ from farthing.data.packing import MicroBatchCost
 from farthing.events import Decided, Event
 from farthing.model.forward import Forward
 from farthing.settings import Settings
-from farthing.train.autotune_cache import Subject, leave_probe
+from farthing.train.run_settings import Subject, leave_probe
 from interrupted import LeavesAt
 from workshop import Heard, losses_of, make_job, train
 

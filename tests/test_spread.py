@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+import farthing.train.resolve
 import farthing.train.run
-import farthing.train.setup
 from farthing.config.job import Job
 from farthing.dist.fsdp import How, ShardedModel
 from farthing.dist.ranks import NoRoomLeft, Ranks
@@ -33,15 +33,16 @@ from farthing.run.folder import kept
 from farthing.run.group import seat_in
 from farthing.run.parts import Shared, files_of, read_part
 from farthing.storage.files import DamagedFileError, verify_folder
+from farthing.train.build import build_model
 from farthing.train.estimate import estimated
 from farthing.train.rank_setup import joined
 from farthing.train.rehearsal import dearest_step
+from farthing.train.resolve import open_examples
 from farthing.train.run import opened_attempt
-from farthing.train.setup import build_model, open_examples, open_inputs
 from farthing.train.step import Step
 from farthing.train.strategy import read_where_it_differs, resident_bytes, shard_weights
 from together import on_ranks
-from workshop import Heard, losses_of, make_job, rows_of
+from workshop import Heard, losses_of, make_job, resolved, rows_of
 
 # ---- whole runs ----
 
@@ -112,7 +113,7 @@ def run(
 
 def note_loaded(path: Path) -> None:
     """Write down the bytes of weights that this process has once it has its model."""
-    load = farthing.train.setup.load_model
+    load = farthing.train.build.load_model
 
     def noted(*arguments: Any, **more: Any) -> Any:
         model = load(*arguments, **more)
@@ -123,7 +124,7 @@ def note_loaded(path: Path) -> None:
         path.write_text(str(sum(stores.values())))
         return model
 
-    farthing.train.setup.load_model = noted
+    farthing.train.build.load_model = noted
 
 
 def no_room(*_: Any) -> Any:
@@ -437,8 +438,7 @@ def test_what_is_gathered_is_counted_at_the_moment_when_it_is_there(tmp_path: Pa
             method="full" if trains else "lora",
             size={"hidden": 32, "layers": 3},
         )
-        inputs = open_inputs(job)
-        model = build_model(job, inputs, Numerics(torch.device("cpu"), None), ())
+        model = build_model(resolved(job, Numerics(torch.device("cpu"), None)), ())
         layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
         base = [weight for weight in model.parameters() if weight.requires_grad == trains]
         n_layer = sum(
@@ -471,10 +471,11 @@ def test_what_is_gathered_is_counted_at_the_moment_when_it_is_there(tmp_path: Pa
 
 def test_the_residual_stream_and_norms_are_as_precise_as_on_one_gpu(tmp_path: Path) -> None:
     job = make_job(tmp_path, bf16=True, size={"hidden": 32, "layers": 2})
-    inputs, numerics = open_inputs(job), Numerics(torch.device("cpu"), torch.bfloat16)
+    numerics = Numerics(torch.device("cpu"), torch.bfloat16)
+    spec = resolved(job, numerics)
     found: list[tuple[list[torch.dtype], float]] = []
     for strategy in ("one", "fsdp"):
-        model = build_model(job, inputs, numerics, ())
+        model = build_model(spec, ())
         seen: list[torch.dtype] = []
         with contextlib.closing(Ranks()) as ranks:
             if strategy == "fsdp":
@@ -637,12 +638,11 @@ def test_a_run_is_planned_for_all_gpus_that_share_it(
             global_batch_size=64,
             where=where,
         )
-        inputs = open_inputs(job)
-        examples, _ = open_examples(job, inputs, Heard(), lambda: False)
-        numerics = Numerics(torch.device("cuda"), torch.bfloat16)
+        spec = resolved(job, Numerics(torch.device("cuda"), torch.bfloat16))
+        examples, _ = open_examples(spec, Heard())
         folder = Path(job.output_dir)
         folder.mkdir()
-        found[n_ranks] = estimated(job, folder, inputs, numerics, examples, None, Heard(), n_ranks)
+        found[n_ranks] = estimated(spec, folder, examples, None, Heard(), n_ranks)
     one, two, four = found.values()
     assert one is not None
     assert two is not None

@@ -34,10 +34,10 @@ from patience import until
 from thinned import thinned
 
 PHASES = [
-    "farthing.train.setup:tokenize",
-    "farthing.train.run:build_model",
+    "farthing.train.resolve:tokenize",
+    "farthing.train.build:build_model",
     "farthing.train.loop:take_step",
-    "farthing.train.evaluation:evaluate",
+    "farthing.train.evaluate:evaluate",
     "farthing.run.checkpoint:commit_folder",
     "farthing.train.saver:export_model",
 ]
@@ -127,7 +127,7 @@ def test_who_waits_in_the_kernel_is_named_and_the_machine_can_be_ended(
     except OSError:
         pytest.skip("this user may not mount a file system")
     with stack:
-        environ = hanging(tmp_path, "farthing.train.setup:tokenize", "stuck")
+        environ = hanging(tmp_path, "farthing.train.resolve:tokenize", "stuck")
         when_done = f"when_done=touch {tmp_path / 'ended'}"
         done, run, _ = train_until_hung(job, tmp_path, environ, when_done)
     assert done.returncode == 3, done.stderr
@@ -141,7 +141,7 @@ def test_who_waits_in_the_kernel_is_named_and_the_machine_can_be_ended(
 def test_a_python_program_that_hangs_is_killed_and_is_on_the_bill(
     way: str, job: Path, tmp_path: Path
 ) -> None:
-    environ = {**os.environ, **hanging(tmp_path, "farthing.train.setup:tokenize", way)}
+    environ = {**os.environ, **hanging(tmp_path, "farthing.train.resolve:tokenize", way)}
 
     def begin(run: Path, cap_usd: float) -> subprocess.CompletedProcess[str]:
         other, sets = job.with_name(f"{way}.yaml"), {"limits": {"max_usd": cap_usd}}

@@ -19,13 +19,16 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
+import farthing.train.build
 import farthing.train.run
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.events import Event, StepTaken, Warned
+from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.run.folder import keep, kept
 from farthing.tiny import demo_rows, write_jsonl
+from farthing.train.resolve import RunSpec, resolve
 from farthing.train.run import Outcome
 from small_models import make_model_folder
 
@@ -217,20 +220,27 @@ def losses_of(job: Job) -> list[Any]:
     return [row["loss"] for row in log_of(job) if "examples" in row]
 
 
+def resolved(job: Job, numerics: Numerics) -> RunSpec:
+    """What a run of the job starts from, as on a machine that computes so."""
+    spec = resolve(job)
+    vars(spec)["numerics"] = numerics
+    return spec
+
+
 class Watched:
     """The model of the last run: its state before training, and itself."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.model: Any = None
         self.before: dict[str, torch.Tensor] = {}
-        build: Callable[..., Any] = farthing.train.run.build_model
+        build: Callable[..., Any] = farthing.train.build.build_model
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.model = build(*args, **kwargs)
             self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
             return self.model
 
-        monkeypatch.setattr(farthing.train.run, "build_model", watched)
+        monkeypatch.setattr(farthing.train.build, "build_model", watched)
 
     def changed(self) -> set[str]:
         """Names of the parameters that are not, bit for bit, what they were."""

@@ -171,7 +171,7 @@ def happened_to(run: Any, found: dict[str, Any], rested: dict[str, int]) -> dict
         "rest": peak - weights - optimizer - gradients,
         "step_s": found["step_s"],
         "usd": found["step_s"] * run.n_steps / 3600 * run.job.usd_per_hour,
-        "spans": {name: round(seconds, 4) for name, seconds in run.context.meter.spans.items()},
+        "spans": {name: round(seconds, 4) for name, seconds in run.meter.spans.items()},
     }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -186,9 +186,9 @@ def settings_of(run: Any) -> dict[str, Any]:
     """How it computed."""
     from farthing.model.attention_choice import Asked, choose
     from farthing.model.attention_kernels import DTYPES, here
-    from farthing.train.autotune_cache import tried
+    from farthing.train.run_settings import tried
 
-    config = run.inputs.config.get_text_config()
+    config = run.spec.config.get_text_config()
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
@@ -354,14 +354,14 @@ def opened_anew(
     """A run whose job says something else. Layers compile in its first steps; in a smoke they are
     traced, and no more.
     """
-    import farthing.train.assemble
+    import farthing.train.build
     import farthing.train.run
     from farthing.model.compiled import compile_blocks
 
     compiles = functools.partial(compile_blocks, backend="eager") if is_smoke else compile_blocks
     n_warm, n_timed = scale.of_variants
     with (
-        mock.patch.object(farthing.train.assemble, "compile_blocks", compiles),
+        mock.patch.object(farthing.train.build, "compile_blocks", compiles),
         opened(values, drawn) as run,
     ):
         if values["train"].get("torch_compile"):
@@ -427,7 +427,7 @@ def setting(**changes: int) -> Way:
 
     @contextlib.contextmanager
     def way(run: Any) -> Iterator[None]:
-        from farthing.train.autotune_cache import tried
+        from farthing.train.run_settings import tried
         from farthing.train.step_log import settle
 
         before = {

@@ -365,9 +365,10 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     """
     import yaml
 
+    import farthing.train.build
+    import farthing.train.resolve
     import farthing.train.run
     import farthing.train.saver
-    import farthing.train.setup
     from farthing.config.load import load_job
     from farthing.data.token_set import TokenSet
 
@@ -393,14 +394,14 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
         groups=np.arange(n, dtype=np.uint64),
         labels=drawn.classes,
     )
-    examples = farthing.train.setup.Examples(tokens, np.arange(n))
+    examples = farthing.train.resolve.Examples(tokens, np.arange(n))
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         *(
             []
             if job.method.name == "qlora"
-            else [(farthing.train.setup, "load_model", random_model)]
+            else [(farthing.train.build, "load_model", random_model)]
         ),
-        (farthing.train.run, "open_examples", lambda *_: (examples, None)),
+        (farthing.train.build, "open_examples", lambda *_: (examples, None)),
         (farthing.train.saver, "refuse_small_disk", lambda _: None),
     ]
 

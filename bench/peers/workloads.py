@@ -30,7 +30,7 @@ import transformers
 
 from farthing.config.load import load_job
 from farthing.tiny import write_jsonl
-from farthing.train.setup import open_examples, open_inputs
+from farthing.train.resolve import open_examples, resolve
 from peers import models
 from peers.assignment import Assignment, Examples
 from peers.ours import job_values, write_job
@@ -426,7 +426,7 @@ def _tokenize(
     values["model"] = {"model_name_or_path": str(folder / "model"), "init": "random"}
     job = load_job(write_job(Path(one_step.out), values))
     started, cpu = time.perf_counter(), time.process_time()
-    train, held_out = open_examples(job, open_inputs(job), lambda event: None, lambda: False)
+    train, held_out = open_examples(resolve(job), lambda event: None)
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     assert held_out is not None
     if len(train) < n_train:

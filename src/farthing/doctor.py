@@ -207,7 +207,8 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     from farthing.data.tokens import try_out
     from farthing.model.hardware import device_name
     from farthing.model.load import need_bitsandbytes, quiet_libraries
-    from farthing.train.setup import build_model, identify, refuse_too_few
+    from farthing.train.build import build_model
+    from farthing.train.resolve import check_extras, refuse_too_few, resolve
 
     try:
         job = load_job(path, overrides)
@@ -225,7 +226,9 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     from farthing.data.read import say_names
 
     try:
-        numerics, inputs = identify(job)
+        check_extras(job)
+        spec = resolve(job)
+        numerics = spec.numerics
     except FarthingError as error:
         yield _failed("model, tokenizer and data", error)
         return
@@ -234,24 +237,24 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     labels: list[str] = []
 
     def tried(role: str, sources: list[Any]) -> str:
-        recipe = inputs.recipe
+        recipe = spec.recipe
         if role == "eval":
             recipe = replace(recipe, label_names=tuple(labels))
-        facts, is_whole = try_out(sources, inputs.tokenizer, recipe, _TRIED_BYTES)
+        facts, is_whole = try_out(sources, spec.tokenizer, recipe, _TRIED_BYTES)
         if role == "train" and is_whole:
             labels.extend(facts["label_names"])
-            if job.data.eval_fraction and not inputs.eval_sources:
+            if job.data.eval_fraction and not spec.eval_sources:
                 refuse_too_few(facts["n_distinct_inputs"], sources[0].name)
         return _of_data(facts, is_whole)
 
-    for role, sources in (("train", inputs.train_sources), ("eval", inputs.eval_sources)):
+    for role, sources in (("train", spec.train_sources), ("eval", spec.eval_sources)):
         if sources:
             names = say_names([source.name for source in sources])
             yield from _try(f"{role} data {names}", functools.partial(tried, role, sources))
 
     def built() -> str:
         classes = tuple(labels) or ("a", "b")
-        model = build_model(job, inputs, numerics, classes, on_host=True, reads=False)
+        model = build_model(spec, classes, on_host=True, reads=False)
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         return f"{say_count(trained)} weights are trained; its weights were not looked at"
 

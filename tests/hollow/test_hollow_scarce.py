@@ -23,7 +23,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import farthing.train.assemble  # noqa: E402
+import farthing.train.build  # noqa: E402
 import workshop  # noqa: E402
 from farthing.errors import DeviceError, OutOfMemoryError  # noqa: E402
 from farthing.export.folders import export_run  # noqa: E402
@@ -187,14 +187,14 @@ def test_memory_that_cannot_be_pinned_costs_time_or_is_said(
     """Arrays go without; torch itself pins a little for every number that it reads, and can't."""
     job, state = (
         job_of(tmp_path, optim=optim, save_steps=10, eval_strategy="no"),
-        farthing.train.assemble.allocate_state,
+        farthing.train.build.allocate_state,
     )
 
     def scarce(optimizer: Any) -> None:
         hollow().hollow_fault(PINNED, 1, 6)
         state(optimizer)
 
-    monkeypatch.setattr(farthing.train.assemble, "allocate_state", scarce)
+    monkeypatch.setattr(farthing.train.build, "allocate_state", scarce)
     with fault(PINNED, 0):
         if optim == "adamw_torch_fused":
             assert workshop.train(job).state == "finished"

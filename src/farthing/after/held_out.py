@@ -21,11 +21,10 @@ from farthing.events import ignore
 from farthing.export.folders import trusted_job, untrained_model
 from farthing.metrics import Metrics
 from farthing.model.forward import Forward
-from farthing.model.hardware import Numerics, choose_numerics
-from farthing.planner.software import fp16_risk
+from farthing.model.hardware import Numerics
 from farthing.train.evaluate import Writing, evaluate, with_room
 from farthing.train.reference import begin_as_the_run, references_of
-from farthing.train.setup import Inputs, open_examples, open_inputs
+from farthing.train.resolve import RunSpec, numerics_of, open_examples, resolve
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class HeldOut:
     """
 
     job: Job
-    inputs: Inputs
+    spec: RunSpec
     tokens: TokenSet
     indices: NDArray[np.int64]
     what: str
@@ -82,9 +81,7 @@ class HeldOut:
 
     def numerics(self) -> Numerics:
         """What the run computed in, or what this machine has."""
-        train = self.job.train
-        asked = self.job.where.device, train.bf16, train.fp16, train.tf32, train.full_determinism
-        return choose_numerics(*asked, fp16_risk(self.inputs.config.to_dict()))
+        return numerics_of(self.job, self.spec.config)
 
     def measure(
         self,
@@ -107,7 +104,7 @@ class HeldOut:
             forward,
             self.tokens,
             self.indices,
-            writing=Writing(self.inputs.tokenizer, self.job.data.max_target_length)
+            writing=Writing(self.spec.tokenizer, self.job.data.max_target_length)
             if generates
             else None,
             progress=emit,
@@ -121,7 +118,7 @@ class HeldOut:
         return Forward(
             model,
             self.job.task,
-            self.inputs.pad_id,
+            self.spec.pad_id,
             numerics,
             settings=self.job.objective,
             may_go_packed=self.job.model.attn_implementation is None,
@@ -160,8 +157,8 @@ def held_out_of(
             update={"eval": [str(data.resolve())], "eval_fraction": 0.0, "max_eval_samples": None}
         )
         job = job.model_copy(update={"data": own})
-    inputs = open_inputs(job)
-    train, held = open_examples(job, inputs, ignore, lambda: False)
+    spec = resolve(job)
+    train, held = open_examples(spec, ignore)
     what = (
         "held-out examples" if held is not None else "training examples, as the run held none out"
     )
@@ -171,4 +168,4 @@ def held_out_of(
     indices = chosen.indices
     if most is not None and len(indices) > most:
         indices = indices[np.linspace(0, len(indices) - 1, most).round().astype(np.int64)]
-    return HeldOut(job, inputs, chosen.tokens, indices, f"{len(indices):,} {what}", run)
+    return HeldOut(job, spec, chosen.tokens, indices, f"{len(indices):,} {what}", run)

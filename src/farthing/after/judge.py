@@ -80,7 +80,7 @@ def _numbers(metrics: Metrics) -> dict[str, float]:
 
 def _batch(held_out: HeldOut, index: int) -> dict[str, Tensor]:
     """One example as the model takes it, with its labels."""
-    arrays = collate(held_out.tokens, np.array([index]), held_out.job.task, held_out.inputs.pad_id)
+    arrays = collate(held_out.tokens, np.array([index]), held_out.job.task, held_out.spec.pad_id)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 

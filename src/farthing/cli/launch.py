@@ -381,8 +381,7 @@ def _say(text: str) -> None:
 def _token_sets(job: Any) -> list[Path]:
     """The data of a job tokenized here, where that costs nothing: the folders of its token sets."""
     from farthing.events import ignore
-    from farthing.train.setup import open_examples, open_inputs
+    from farthing.train.resolve import open_examples, resolve
 
-    inputs = open_inputs(job)
-    train, held_out = open_examples(job, inputs, ignore, lambda: False)
+    train, held_out = open_examples(resolve(job), ignore)
     return list(dict.fromkeys(each.tokens.folder for each in (train, held_out) if each is not None))

@@ -137,19 +137,19 @@ def _evaluations(folder: Path) -> list[Json]:
 def _n_steps(job: Any) -> int:
     """Steps of the whole job, by its examples."""
     from farthing.data.batches import Batches
-    from farthing.train.setup import open_examples, open_inputs
+    from farthing.train.resolve import open_examples, resolve
 
-    train, _ = open_examples(job, open_inputs(job, ignore), ignore, lambda: False)
+    train, _ = open_examples(resolve(job), ignore)
     batches = Batches(train.indices, job.global_batch_size, job.train.seed, train.weights)
     return job.train.max_steps or math.ceil(job.train.num_train_epochs * batches.steps_per_epoch)
 
 
 def count_examples(task: Json, tell: Tell) -> Json:
     """How many examples a job trains on and evaluates with."""
-    from farthing.train.setup import open_examples, open_inputs
+    from farthing.train.resolve import open_examples, resolve
 
     job = job_of(task["values"], task["place"])
-    train, held_out = open_examples(job, open_inputs(job, ignore), ignore, lambda: False)
+    train, held_out = open_examples(resolve(job), ignore)
     n_held_out = 0 if held_out is None else len(held_out.indices)
     return {"state": "finished", "n_train": len(train.indices), "n_eval": n_held_out}
 
@@ -169,15 +169,15 @@ def confirm(task: Json, tell: Tell) -> Json:
     """
     from farthing.after.evaluation import evaluate_run, on_examples
     from farthing.after.held_out import HeldOut
-    from farthing.train.setup import open_examples, open_inputs
+    from farthing.train.resolve import open_examples, resolve
 
     job = job_of(task["values"], task["place"])
-    inputs = open_inputs(job, ignore)
-    _, held_out = open_examples(job, inputs, ignore, lambda: False)
+    spec = resolve(job)
+    _, held_out = open_examples(spec, ignore)
     assert held_out is not None
     indices = held_out.indices[task["skip"] :]
     what, run = "examples no choice was made on", Path(job.output_dir)
-    examples = HeldOut(job, inputs, held_out.tokens, indices, what, run)
+    examples = HeldOut(job, spec, held_out.tokens, indices, what, run)
     found = evaluate_run(
         Path(job.output_dir),
         on_examples(examples),

@@ -1,19 +1,24 @@
 """The plain state of one attempt at a job. Refuses to do anything with it: the files beside this
 one do.
 
-Everything that has to be saved to go on exactly is in `state`; what is not there follows from
-(seed, step), or is about this attempt alone.
+Everything that has to be saved to go on exactly is in `state`: the parts of a checkpoint. What is
+not there follows from (seed, step), as data order, random generators and learning rate do, or is
+about this attempt alone. Time and money are in the ledger, which outlives lost work.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from farthing.config.job import Job
 from farthing.data.batches import Batches
@@ -21,19 +26,21 @@ from farthing.dist.ranks import Ranks
 from farthing.events import Emit, Warned
 from farthing.local.measurements import Record
 from farthing.model.activation_checkpointing import MemoryNeed
+from farthing.model.adapters import put_back, trained_tensors
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
-from farthing.run.checkpoint import Checkpoints, Part
+from farthing.run.checkpoint import Checkpoints, Part, State
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.mirror import Mirror
 from farthing.run.signals import Notice
 from farthing.settings import Settings
+from farthing.storage.files import Json
 from farthing.storage.logs import SummedLines
+from farthing.train.optim import load_state, state_tensors
+from farthing.train.resolve import Examples, RunSpec
 from farthing.train.room import Steps
 from farthing.train.schedule import Schedule
-from farthing.train.setup import Examples, Inputs
-from farthing.train.state import Progress
 from farthing.train.step_result import StepResult
 from farthing.train.throughput import Pace
 from farthing.train.watchdog import Watchdog
@@ -45,6 +52,7 @@ class Context:
     is told.
     """
 
+    job: Job
     folder: Path
     run_id: str
     """Which run the folder's checkpoints belong to."""
@@ -63,6 +71,14 @@ class Context:
     def left_s(self) -> float:
         """Seconds until the first limit; infinite without any."""
         return math.inf if self.watchdog is None else self.watchdog.left_s
+
+    def is_asked_to_leave(self) -> bool:
+        """Whether this rank or another was asked to leave."""
+        return bool(self.notice) or self.ranks.others_ask_to_leave
+
+    def warn(self, text: str) -> None:
+        """Say what the person should know; the run continues."""
+        self.emit(Warned(text))
 
 
 @dataclass
@@ -120,13 +136,104 @@ class Clocks:
 
 
 @dataclass
-class Attempt:
+class Progress:
+    """Where the run is: a part of every checkpoint."""
+
+    step: int = 0
+    n_tokens: int = 0
+    n_padded_tokens: int = 0
+    n_targets: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    evaluated_step: int = 0
+    best_step: int | None = None
+    best_metric: float | None = None
+    n_evaluations_without_gain: int = 0
+    stopped_early: bool = False
+
+    def state(self) -> State:
+        """No tensors, every field."""
+        return {}, asdict(self)
+
+    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
+        """Every field. Raises `KeyError`, `TypeError`."""
+        for item in fields(self):
+            if not isinstance(values[item.name], int | float | None):
+                raise TypeError(f"{item.name} is no number")
+            setattr(self, item.name, values[item.name])
+
+
+@dataclass
+class ModelPart:
+    """What training changes in the model."""
+
+    model: Any
+    weights: Mapping[str, Tensor]
+    """Trained weights by name: whole, or the rows of this rank."""
+
+    def state(self) -> State:
+        """Trained tensors by name."""
+        return trained_tensors(self.model, self.weights), {}
+
+    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
+        """Copied back in place."""
+        put_back(trained_tensors(self.model, self.weights), tensors)
+
+
+@dataclass
+class OptimizerPart:
+    """The optimizer's moments, by the names of the weights."""
+
+    weights: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer
+
+    def state(self) -> State:
+        """Moments and counters."""
+        return state_tensors(
+            self.optimizer, {id(weight): name for name, weight in self.weights.items()}
+        )
+
+    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
+        """Tensor for tensor."""
+        load_state(self.optimizer, self.weights.items(), tensors, values)
+
+
+@dataclass
+class ScalerPart:
+    """The gradient scaler of fp16."""
+
+    scaler: torch.amp.GradScaler
+
+    def state(self) -> State:
+        """Scale and counters; nothing when it is off."""
+        return {}, self.scaler.state_dict()
+
+    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
+        """Scale and counters."""
+        if values:
+            self.scaler.load_state_dict(values)
+
+
+def parts_of(
+    model: Any,
+    weights: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> dict[str, Part]:
+    """What a checkpoint has besides the progress, by name."""
+    optimized = OptimizerPart(weights, optimizer)
+    return {
+        "model": ModelPart(model, weights),
+        "optimizer": optimized,
+        "scaler": ScalerPart(scaler),
+    }
+
+
+@dataclass(kw_only=True)
+class Attempt(Context):
     """One attempt at a job, from its restored step to wherever it ends."""
 
-    job: Job
-    context: Context
-    inputs: Inputs
-    numerics: Numerics
+    spec: RunSpec
     train_examples: Examples
     eval_examples: Examples | None
     estimate: Estimate | None
@@ -159,6 +266,11 @@ class Attempt:
     """Of the last evaluation, as computed."""
 
     @property
+    def numerics(self) -> Numerics:
+        """What it computes in."""
+        return self.spec.numerics
+
+    @property
     def n_steps(self) -> int:
         """Steps of the whole run."""
         return self.schedule.n_steps
@@ -175,6 +287,13 @@ class Attempt:
             "eval_"
         )  # known: the job was checked
 
-    def warn(self, text: str) -> None:
-        """Say what the person should know; the run continues."""
-        self.context.emit(Warned(text))
+    def examples_sha256(self) -> str:
+        """Identity of what the run reads: the tokens and targets of its examples, and which of them
+        are held out.
+        """
+        digest = hashlib.sha256()
+        for examples in (self.train_examples, self.eval_examples):
+            if examples is not None:
+                digest.update(examples.tokens.content_sha256.encode())
+                digest.update(np.ascontiguousarray(examples.indices, dtype=np.int64).tobytes())
+        return digest.hexdigest()

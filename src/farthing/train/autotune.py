@@ -37,7 +37,7 @@ from farthing.models.tiles import default_tile_tokens
 from farthing.planner.estimate import Estimate
 from farthing.settings import Settings
 from farthing.train.attempt import Attempt
-from farthing.train.autotune_cache import PROBES, leave_probe, subject_of, tried
+from farthing.train.run_settings import PROBES, leave_probe, subject_of, tried
 from farthing.train.update_guard import update_bytes
 
 PROBE_S = 60.0
@@ -172,7 +172,7 @@ class Prober:
     def _try(self, settings: Settings) -> Trial:
         trial = self.measure(settings)
         self.trials.append(trial)
-        self.attempt.context.emit(Probed(settings, 1 / trial.seconds_per_token))
+        self.attempt.emit(Probed(settings, 1 / trial.seconds_per_token))
         return trial
 
     def _again(self, trial: Trial) -> Trial:
@@ -283,8 +283,6 @@ def probe_run(attempt: Attempt, budget_s: float = PROBE_S) -> list[Trial]:
     trials = [best, *(trial for trial in prober.trials if trial.settings != best.settings)]
     when = datetime.now(UTC).isoformat(timespec="seconds")
     finite = [in_words(trial) for trial in trials if trial.seconds_per_token < float("inf")]
-    subject = subject_of(
-        attempt.job, attempt.inputs.config, attempt.train_examples, attempt.numerics
-    )
+    subject = subject_of(attempt.spec, attempt.train_examples)
     leave_probe(Path(attempt.job.cache_dir or ".") / PROBES, subject, best.settings, when, finite)
     return trials

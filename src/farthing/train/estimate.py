@@ -16,25 +16,21 @@ from pathlib import Path
 import torch
 
 from farthing import clock
-from farthing.config.job import Job
 from farthing.data.lengths import Lengths, from_token_set
 from farthing.errors import FarthingError
 from farthing.events import Emit, Note, Warned
 from farthing.local.machine import local_machine
 from farthing.local.measurements import MEASUREMENTS, read_measurements
-from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import estimate_of, plan_here, shape_of, wanted_of
 from farthing.planner.types import Plan, Rejected
 from farthing.run.folder import PLAN, SETTINGS, has_committed, keep, kept_as
-from farthing.train.setup import Examples, Inputs
+from farthing.train.resolve import Examples, RunSpec
 
 
 def estimated(
-    job: Job,
+    spec: RunSpec,
     folder: Path,
-    inputs: Inputs,
-    numerics: Numerics,
     train: Examples,
     held_out: Examples | None,
     emit: Emit,
@@ -59,7 +55,7 @@ def estimated(
         )
     made: Estimate | Rejected | None = None
     try:
-        made = _make(job, inputs, numerics, train, held_out, n_ranks)
+        made = _make(spec, train, held_out, n_ranks)
     except FarthingError as error:
         emit(Note(f"no plan for this run: {error.what}"))
     if isinstance(made, Rejected):
@@ -71,18 +67,14 @@ def estimated(
 
 
 def _make(
-    job: Job,
-    inputs: Inputs,
-    numerics: Numerics,
-    train: Examples,
-    held_out: Examples | None,
-    n_ranks: int,
+    spec: RunSpec, train: Examples, held_out: Examples | None, n_ranks: int
 ) -> Estimate | Rejected | None:
+    job, numerics, config = spec.job, spec.numerics, spec.config.to_dict()
+
     def lengths_of(examples: Examples) -> Lengths:
         words = f"{len(examples):,} tokenized examples"
         return from_token_set(examples.tokens, examples.indices, job.task, source=words)
 
-    config = inputs.config.to_dict()
     shape = shape_of(job, config, max(1, len(train.tokens.label_names)))
     eval_lengths = None if held_out is None else lengths_of(held_out)
     wanted = wanted_of(job, shape, lengths_of(train), eval_lengths, config=config, now=clock.now())

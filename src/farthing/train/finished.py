@@ -13,6 +13,8 @@ from pathlib import Path
 
 from farthing.config.job import Job
 from farthing.errors import FarthingError
+from farthing.events import Emit, Note, Working
+from farthing.export.publish import Publication, noted, publish, wanted_at
 from farthing.report.receipt import build_receipt, leave_receipt
 from farthing.report.receipt_types import Receipt
 from farthing.report.training_log import read_log
@@ -28,8 +30,8 @@ from farthing.run.folder import (
     kept_job,
 )
 from farthing.storage.files import DamagedFileError
-from farthing.train.published import is_to_publish
 
+FORM = "trained"
 MOST_FILES = 10_000
 STAMPS = "files"
 Stamps = dict[str, list[int]]
@@ -89,3 +91,37 @@ def receipt_of_finished(job: Job) -> Receipt | None:
         return build_receipt(folder, log) if is_written else leave_receipt(folder, log)
     except (DamagedFileError, OSError, ValueError, KeyError, TypeError, FarthingError):
         return None
+
+
+def published_as(job: Job) -> Publication | None:
+    """Where the job's model goes; None where it stays here. Raises `InputError` where there is no
+    token.
+    """
+    train = job.train
+    if not train.push_to_hub:
+        return None
+    run = Path(job.output_dir)
+    name = train.hub_model_id or run.resolve().name
+    return wanted_at(
+        name, run / MODEL, FORM, is_private=train.hub_private_repo, where="train.push_to_hub"
+    )
+
+
+def is_to_publish(job: Job) -> bool:
+    """Whether the model of a finished run is still to be sent."""
+    if not job.train.push_to_hub:
+        return False
+    run = Path(job.output_dir)
+    note = noted(run, run / MODEL, FORM)
+    return note is None or not note.commit
+
+
+def publish_finished(job: Job, emit: Emit) -> None:
+    """Send the model of a finished run where the job asks for it and the Hub has it not. Raises
+    `PublishError`.
+    """
+    wanted = published_as(job)
+    if wanted is not None and is_to_publish(job):
+        emit(Working("publishing the model"))
+        sent = publish(Path(job.output_dir), wanted)
+        emit(Note(f"published as hub:{sent.to}, commit {sent.commit}"))

@@ -45,7 +45,7 @@ def evaluation_s(attempt: Attempt) -> float:
     """Seconds of an evaluation: of the last one, or as if a forward pass took a third of a step."""
     if attempt.clocks.evaluation_s or attempt.eval_examples is None:
         return attempt.clocks.evaluation_s
-    if before_s := attempt.context.ledger.takes.get("evaluation_s"):
+    if before_s := attempt.ledger.takes.get("evaluation_s"):
         return before_s
     return (
         (attempt.pace.step_s or 0.0)
@@ -72,7 +72,7 @@ def _next_step_s(attempt: Attempt) -> float:
     """
     pace, at = attempt.pace, attempt.progress
     if not pace.longest_step_s:
-        expected_s = attempt.context.ledger.takes.get("step_s")
+        expected_s = attempt.ledger.takes.get("step_s")
         if not expected_s and attempt.estimate is not None:
             least_s, likely_s, _ = attempt.estimate.wall_range_s
             expected_s = attempt.estimate.step_s * least_s / likely_s
@@ -85,20 +85,20 @@ def _next_step_s(attempt: Attempt) -> float:
 def save_s(attempt: Attempt) -> float:
     """Seconds until a checkpoint is on the disk: of the last one, else a guess."""
     saving = attempt.saving
-    known_s = max(saving.took_s, saving.write_s) or attempt.context.ledger.takes.get("save_s")
+    known_s = max(saving.took_s, saving.write_s) or attempt.ledger.takes.get("save_s")
     return known_s or 3 * saving.trained_bytes / WRITE_BYTES_PER_S
 
 
 def export_s(attempt: Attempt) -> float:
     """Seconds of writing the model: of the last time, else a guess."""
     saving = attempt.saving
-    known_s = saving.export_s or attempt.context.ledger.takes.get("export_s")
+    known_s = saving.export_s or attempt.ledger.takes.get("export_s")
     return known_s or EXPORT_S + saving.trained_bytes / WRITE_BYTES_PER_S
 
 
 def leaving_s(attempt: Attempt) -> float:
     """Seconds of saving, exporting, and sending both to the store."""
-    replica = attempt.context.replica
+    replica = attempt.replica
     sent_s = 0.0 if replica is None else replica.delivery_s
     return MARGIN * (2 * save_s(attempt) + export_s(attempt) + sent_s)
 

@@ -63,7 +63,7 @@ def settle_schedule(attempt: Attempt) -> None:
     fit, job, train = attempt.schedule.fit, attempt.job, attempt.job.train
     assert fit is not None
     settle(attempt)
-    ledger, ranks = attempt.context.ledger, attempt.context.ranks
+    ledger, ranks = attempt.ledger, attempt.ranks
     step_s = attempt.pace.step_s or ledger.takes.get("step_s")
     if step_s is not None:
         if attempt.eval_examples is not None and train.eval_strategy != "no":
@@ -75,7 +75,7 @@ def settle_schedule(attempt: Attempt) -> None:
     end_s = leaving_s(attempt) + max(0.0, next_s(attempt) - (step_s or 0.0))
     fit = settled_fit(fit, seconds_left(job, ledger), step_s, end_s)
     fit = Fit(**ranks.tell_all(asdict(fit)))
-    keep_fit(attempt.context.folder / SCHEDULE, fit)
+    keep_fit(attempt.folder / SCHEDULE, fit)
     attempt.schedule = as_fitted(job, fit)
     attempt.steps.feed.n_steps = attempt.n_steps
     attempt.steps.feed.close()  # what was made ready knew the number
@@ -83,7 +83,7 @@ def settle_schedule(attempt: Attempt) -> None:
         f"the schedule is fixed: {plural(attempt.n_steps, 'step')} of {fit.asked_steps:,} fit the"
         " limits"
     )
-    attempt.context.emit(Note(text))
+    attempt.emit(Note(text))
 
 
 def _first_fit(

@@ -10,15 +10,21 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from farthing.errors import NotFiniteError, RunInterruptedError
 from farthing.run.ledger import Ledger
 from farthing.run.signals import Heard, Notice
 from farthing.train.attempt import Attempt
 from farthing.train.budget import LONGEST_START_S, over_limit
-from farthing.train.due import Due, agreed
-from farthing.train.evaluation import evaluate_run
-from farthing.train.forecast import evaluation_is_due, is_done, reserve_s
+from farthing.train.evaluate import evaluate_run
+from farthing.train.forecast import (
+    evaluation_is_due,
+    is_done,
+    leaving_s,
+    reserve_s,
+    reserve_with_start_s,
+)
 from farthing.train.learning_rate import settle_schedule
 from farthing.train.rehearsal import rehearse
 from farthing.train.saver import (
@@ -26,6 +32,7 @@ from farthing.train.saver import (
     mark_of,
     note_finished_save,
     save,
+    save_is_due,
     save_last,
     write_model_early,
 )
@@ -35,11 +42,21 @@ COLLECT_EVERY_STEPS = 200  # cycles of references, each of which may hold on to 
 STARTING = ("start_up", "load_model", "restore")  # what a start takes when data is tokenized
 
 
+class Due(NamedTuple):
+    """What comes before the next step; 1 where it is due. What hangs on a clock, a disk or money is
+    the first rank's to say; whoever was asked to leave says so for all.
+    """
+
+    settle: int
+    write_early: int
+    save: int
+
+
 def loop(attempt: Attempt) -> tuple[str, str]:
     """Steps until done, stopped early, interrupted or over a limit; returns (state, reason). Raises
     `NotFiniteError`.
     """
-    spans = attempt.context.meter.spans
+    spans = attempt.meter.spans
     attempt.clocks.start_s = min(LONGEST_START_S, sum(spans.get(name, 0.0) for name in STARTING))
     with contextlib.closing(attempt.steps.feed), rare_collections():
         try:
@@ -55,14 +72,14 @@ def loop(attempt: Attempt) -> tuple[str, str]:
                         before_step(attempt, due)
                         take_step(attempt)
             except RunInterruptedError:
-                ended = attempt.context.notice.how_it_ends()
+                ended = attempt.notice.how_it_ends()
             save_last(attempt)
         except NotFiniteError:
             note_rest(attempt)
             save_last(attempt)
             raise
     if ended[0] != "interrupted" and attempt.progress.step > 0:
-        with attempt.context.meter.span("export"):
+        with attempt.meter.span("export"):
             export(attempt)
     return ended
 
@@ -70,7 +87,7 @@ def loop(attempt: Attempt) -> tuple[str, str]:
 def why_stop(attempt: Attempt) -> tuple[str, str] | None:
     """(state, reason) where the run ends here; None where it goes on."""
     hear(attempt)
-    notice, ledger = attempt.context.notice, attempt.context.ledger
+    notice, ledger = attempt.notice, attempt.ledger
     limit = over_limit(attempt.job, ledger, reserve_s(attempt))
     if evaluation_is_due(attempt) and not limit:
         return None
@@ -81,10 +98,38 @@ def why_stop(attempt: Attempt) -> tuple[str, str] | None:
     return ("limit", limit) if limit else None
 
 
+def agreed(attempt: Attempt, ended: tuple[str, str] | None) -> tuple[tuple[str, str] | None, Due]:
+    """(why the run ends here or None, what is due before the next step) for all ranks; `ended` is
+    this one's answer.
+    """
+    ranks = attempt.ranks
+    due = what_is_due(attempt) if ranks.is_first and ended is None else Due(0, 0, 0)
+    word, marks = ranks.agree(int(ended is not None), due)
+    if word and ranks.n > 1:
+        state, reason = next(each for each in ranks.gather(ended) if each is not None)
+        ended = str(state), str(reason)
+    return ended, Due(*marks)
+
+
+def what_is_due(attempt: Attempt) -> Due:
+    """Whether to settle the schedule, to write the model while the limits still pay for a start,
+    and to save.
+    """
+    fit, saving, ledger = attempt.schedule.fit, attempt.saving, attempt.ledger
+    settles = bool(fit and not fit.settled and attempt.progress.step >= fit.settles_at)
+    early = (
+        not saving.wrote_model_early
+        and over_limit(attempt.job, ledger, reserve_with_start_s(attempt)) is not None
+        # else the model is about to be written anyway
+        and over_limit(attempt.job, ledger, reserve_s(attempt) + leaving_s(attempt)) is None
+    )
+    return Due(settles, early, save_is_due(attempt))
+
+
 def hear(attempt: Attempt) -> None:
     """Take note of what clouds and signals have said: where the machine may go, save sooner."""
-    notice = attempt.context.notice
-    for heard in note_news(notice, attempt.context.ledger):
+    notice = attempt.notice
+    for heard in note_news(notice, attempt.ledger):
         if not heard.is_certain:
             attempt.saving.is_due_now = True
             attempt.warn(f"{heard.what}: saving now, then continuing")
@@ -124,8 +169,8 @@ def take_step(attempt: Attempt) -> None:
     attempt.in_flight.append(taken)
     settle(attempt, attempt.steps.step.n_ahead)
     note_finished_save(attempt, attempt.checkpoints.finished_save())
-    if attempt.context.replica is not None:
-        attempt.context.replica.check()
+    if attempt.replica is not None:
+        attempt.replica.check()
     if at.step % COLLECT_EVERY_STEPS == 0:
         gc.collect()
 

@@ -16,9 +16,8 @@ import farthing
 from farthing.data.lengths import from_token_set
 from farthing.local.measurements import Measurement, leave_measurement
 from farthing.model.hardware import peak_bytes
-from farthing.objectives.registry import objective_of
 from farthing.train.attempt import Attempt
-from farthing.train.autotune_cache import subject_of
+from farthing.train.run_settings import subject_of
 
 OF_LENGTHS = ("n_examples", "mean", "mean_of_squares", "longest", "mean_target", "longest_target")
 
@@ -28,9 +27,7 @@ def leave_measured(attempt: Attempt) -> None:
     try:
         measurement = measurement_of(attempt)
         if measurement is not None:
-            leave_measurement(
-                measurement, Path(attempt.job.cache_dir or "."), attempt.context.folder
-            )
+            leave_measurement(measurement, Path(attempt.job.cache_dir or "."), attempt.folder)
     except Exception as error:  # the run is done and safe, whatever is wrong here
         attempt.warn(f"the measurement could not be written: {error}")
 
@@ -40,10 +37,8 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
     measured = attempt.record.measured()
     if measured is None:
         return None
-    job, spans = attempt.job, attempt.context.meter.spans
-    subject = asdict(
-        subject_of(job, attempt.inputs.config, attempt.train_examples, attempt.numerics)
-    )
+    job, spans = attempt.job, attempt.meter.spans
+    subject = asdict(subject_of(attempt.spec, attempt.train_examples))
     del subject["mean_tokens"], subject["longest"]  # `lengths` say more
     lengths = from_token_set(
         attempt.train_examples.tokens, attempt.train_examples.indices, job.task, source=""
@@ -53,7 +48,7 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         farthing=farthing.__version__,
         torch=torch.__version__,
         device=attempt.numerics.device.type,
-        n_devices=attempt.context.ranks.n,
+        n_devices=attempt.ranks.n,
         n_parameters=attempt.parameters["total"] - attempt.parameters["adapter"],
         n_trainable=attempt.parameters["trainable"],
         first_layer=0 if attempt.estimate is None else attempt.estimate.first_layer,
@@ -64,7 +59,7 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         spans={name: round(seconds, 4) for name, seconds in spans.items()},
         n_eval_examples=0 if attempt.eval_examples is None else len(attempt.eval_examples),
         n_eval_padded_tokens=attempt.n_evaluated_tokens,
-        has_generated=objective_of(job.task).is_pair and job.train.predict_with_generate,
+        has_generated=attempt.spec.objective.is_pair and job.train.predict_with_generate,
         save_s=spans.get("checkpoint", 0.0),
         export_s=spans.get("export", 0.0),
         start_up_s=spans.get("start_up", 0.0),

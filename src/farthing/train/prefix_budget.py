@@ -16,7 +16,7 @@ from farthing.events import Note
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.model.forward import Forward
 from farthing.train.attempt import Attempt
-from farthing.train.setup import Examples
+from farthing.train.resolve import Examples
 
 LOOKED_AT_STEPS = 64  # of a run, before its first: whether they have several micro-batches
 
@@ -32,9 +32,7 @@ def share_prefix(attempt: Attempt) -> None:
     settings, tokens = attempt.settings, attempt.train_examples.tokens
     if settings.shares_prefix is None:
         budgets = [settings.micro_batch_tokens]
-        if not (
-            attempt.job.says_micro_batch or settings.probed or attempt.context.ledger.out_of_memory
-        ):
+        if not (attempt.job.says_micro_batch or settings.probed or attempt.ledger.out_of_memory):
             mean = tokens.lengths[attempt.train_examples.indices].mean()
             of_a_step = int(mean * attempt.job.global_batch_size)
             while budgets[-1] < of_a_step and _need_of(attempt, 2 * budgets[-1]).fits:
@@ -45,7 +43,7 @@ def share_prefix(attempt: Attempt) -> None:
                 f"{saved:.0%} of the tokens are beginnings that examples share: computed once in"
                 " each micro-batch"
             )
-            attempt.context.emit(Note(text))
+            attempt.emit(Note(text))
             need = _need_of(attempt, n_tokens)
             attempt.expected_bytes += need.total_bytes - attempt.memory.total_bytes
             attempt.memory, settings = need, replace(settings, micro_batch_tokens=n_tokens)

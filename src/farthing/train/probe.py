@@ -14,10 +14,10 @@ from farthing.config.job import Job
 from farthing.events import Emit
 from farthing.model.hardware import hardware_key
 from farthing.train.autotune import PROBE_S, in_words, probe_run
-from farthing.train.autotune_cache import tried
 from farthing.train.loop import take_step
 from farthing.train.measure import leave_measured
 from farthing.train.run import opened_attempt
+from farthing.train.run_settings import tried
 from farthing.train.step_log import settle
 
 STEPS_AFTER = 8  # real steps with the chosen setting: a measurement needs six

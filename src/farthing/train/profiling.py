@@ -57,7 +57,7 @@ def profile_job(job: Job, emit: Emit, folder: Path, n_steps: int) -> dict[str, A
 
 
 def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
-    device, meter, at = attempt.numerics.device, attempt.context.meter, attempt.progress
+    device, meter, at = attempt.numerics.device, attempt.meter, attempt.progress
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     before_tokens, before_spans = at.n_tokens, dict(meter.spans)
     with _named(attempt), profile(activities=activities) as profiler:

@@ -191,7 +191,7 @@ def with_slots(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit
 
 def take_over(attempt: Attempt) -> None:
     """Compute from here on as the first rank does: its state, its cut, its schedule."""
-    ranks, steps, forward = attempt.context.ranks, attempt.steps, attempt.forward
+    ranks, steps, forward = attempt.ranks, attempt.steps, attempt.forward
     if ranks.n == 1:
         return
     measured = (
@@ -212,7 +212,7 @@ def take_over(attempt: Attempt) -> None:
         forward.micro_batch_cost = MicroBatchCost(told.least_tokens, told.more_tokens)
         if fit_values is not None:
             attempt.schedule = as_fitted(
-                attempt.job, keep_fit(attempt.context.folder / SCHEDULE, Fit(**fit_values))
+                attempt.job, keep_fit(attempt.folder / SCHEDULE, Fit(**fit_values))
             )
             steps.feed.n_steps = attempt.n_steps
     if ranks.trains_rows:
@@ -224,11 +224,11 @@ def _take_rows(attempt: Attempt) -> None:
     """Restore this rank's rows of what the first rank has restored: of its checkpoint, or of the
     run's ancestor.
     """
-    ranks, checkpoints, step = attempt.context.ranks, attempt.checkpoints, attempt.progress.step
+    ranks, checkpoints, step = attempt.ranks, attempt.checkpoints, attempt.progress.step
     saves = checkpoints.steps() if ranks.is_first else []
     told = ranks.tell_all(
         [
-            str(attempt.context.folder.resolve()),
+            str(attempt.folder.resolve()),
             str(checkpoints.folder_of(step).resolve()) if step in saves else None,
             attempt.saving.mark,
         ]
@@ -236,7 +236,7 @@ def _take_rows(attempt: Attempt) -> None:
     if ranks.is_first:
         return
     run, folder, mark = Path(told[0]), told[1], told[2]
-    if (kept(run / RUN) or {}).get("run_id") != attempt.context.run_id:
+    if (kept(run / RUN) or {}).get("run_id") != attempt.run_id:
         raise InputError(
             f"rank {ranks.index} does not see the run folder of the first rank, {run}, where each"
             " saves its rows",

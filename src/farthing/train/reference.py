@@ -34,7 +34,7 @@ from farthing.train.ancestor import KEY as ANCESTOR
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.attempt import Attempt
 from farthing.train.evaluate import with_room
-from farthing.train.identity import MODEL_CONTENT
+from farthing.train.resolve import MODEL_CONTENT
 
 BLOCK = 256  # examples
 N_SAMPLED = 8
@@ -62,7 +62,7 @@ def refer(attempt: Attempt) -> None:
     was_training = attempt.model.training
     attempt.model.eval()
     try:
-        with attempt.context.meter.span("reference"), torch.no_grad():
+        with attempt.meter.span("reference"), torch.no_grad():
             for folder, indices in sets.items():
                 wanted = np.unique(np.concatenate(indices))
                 _refer_to(attempt, of_folder[folder], wanted)
@@ -110,14 +110,14 @@ def references_of(
 
 def begin_as_the_run(attempt: Attempt) -> None:
     """The weights of the run's ancestor, where a checkpoint has spared the start from them."""
-    found, ranks = find_ancestor(attempt.job), attempt.context.ranks
+    found, ranks = find_ancestor(attempt.job), attempt.ranks
     if found is not None:
         names = attempt.train_examples.tokens.label_names
         begin_from(found, attempt.state["model"], ranks.rows_of, names)
 
 
 def _refer_to(attempt: Attempt, tokens: TokenSet, wanted: NDArray[np.int64]) -> None:
-    context, forward, width = attempt.context, attempt.forward, _width(attempt.forward, tokens)
+    forward, width = attempt.forward, _width(attempt.forward, tokens)
     cache = own_folder(Path(attempt.job.cache_dir or ".") / "references", attempt.warn)
     folder = cache / _key(attempt, tokens)
     folder.mkdir(exist_ok=True)
@@ -130,9 +130,9 @@ def _refer_to(attempt: Attempt, tokens: TokenSet, wanted: NDArray[np.int64]) -> 
             lacking.append(block)
         else:
             rows[:] = kept
-    missing = sorted({block for of_rank in context.ranks.gather(lacking) for block in of_rank})
+    missing = sorted({block for of_rank in attempt.ranks.gather(lacking) for block in of_rank})
     if missing:
-        context.emit(Working("scoring the answers by the model as it begins"))
+        attempt.emit(Working("scoring the answers by the model as it begins"))
     for block in missing:
         units = np.arange(block * BLOCK, min(len(tokens), (block + 1) * BLOCK))
         found[units] = _measured(attempt, tokens, units)
@@ -149,15 +149,15 @@ def _width(forward: Forward, tokens: TokenSet) -> int:
 
 
 def _measured(attempt: Attempt, tokens: TokenSet, units: NDArray[np.int64]) -> NDArray[np.float64]:
-    forward, ranks, notice = attempt.forward, attempt.context.ranks, attempt.context.notice
+    forward = attempt.forward
     return with_room(
         partial(
             references_of,
             forward,
             tokens,
             units,
-            ranks=ranks,
-            should_stop=lambda: bool(notice) or ranks.others_ask_to_leave,
+            ranks=attempt.ranks,
+            should_stop=attempt.is_asked_to_leave,
         ),
         attempt.settings.micro_batch_tokens,
         int(forward.lengths_of(tokens)[units].max()),
@@ -186,7 +186,7 @@ def _compare(
         f"references of {n_kept * BLOCK:,} examples or fewer come from the cache; of"
         f" {len(sample)} scored again, an answer differs by {most:.1g} a token at most"
     )
-    attempt.context.emit(Note(text))
+    attempt.emit(Note(text))
     if not mean <= MOST_APART.get(attempt.numerics.name, MOST_APART_HALF):
         raise DataError(
             f"the cached references are not this model's: an answer differs by {most:.3g} a"
@@ -201,7 +201,7 @@ def _compare(
 
 def _key(attempt: Attempt, tokens: TokenSet) -> str:
     """The name of a folder: a hash of all that the references follow from."""
-    job, identity, forward = attempt.job, attempt.inputs.identity, attempt.forward
+    job, identity, forward = attempt.job, attempt.spec.identity, attempt.forward
     names = [MODEL_CONTENT, "model.init", "model.rope_scaling", "model.new_tokens", ANCESTOR]
     method = job.method
     adapter = method.init_lora_weights if method.name != "full" else "true"

@@ -28,19 +28,19 @@ def rehearse(attempt: Attempt) -> None:
 
     Where it does not fit the micro-batch is lowered, as in a step. Raises as a step does.
     """
-    steps, ranks = attempt.steps, attempt.context.ranks
+    steps, ranks = attempt.steps, attempt.ranks
     if attempt.numerics.device.type != "cuda" and not ranks.is_fsdp:
         return
     step = ranks.tell_all(dearest_step(attempt) if ranks.is_first else None)
     if step is None:
         return
-    with attempt.context.meter.span("probe"):
+    with attempt.meter.span("probe"):
         n_examples, n_tokens = steps.rehearse(step, lambda: _adds_up(attempt))
     text = (
         f"the largest micro-batch was rehearsed: {plural(n_examples, 'example')} of step"
         f" {step + 1}, {n_tokens:,} tokens"
     )
-    attempt.context.emit(Note(text))
+    attempt.emit(Note(text))
 
 
 def _adds_up(attempt: Attempt) -> bool:
@@ -56,10 +56,7 @@ def dearest_step(attempt: Attempt) -> int | None:
     None where none is taken.
     """
     at, steps = attempt.progress, attempt.steps
-    ended = (
-        is_done(attempt)
-        or over_limit(attempt.job, attempt.context.ledger, reserve_s=0.0) is not None
-    )
+    ended = is_done(attempt) or over_limit(attempt.job, attempt.ledger, reserve_s=0.0) is not None
     if ended or at.step >= attempt.n_steps:
         return None
     until, longest = time.monotonic() + LOOKS_S, []

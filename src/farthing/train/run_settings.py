@@ -2,32 +2,127 @@
 that they go on to the bit.
 
 An attempt begins with what earlier ones settled on; the first one with what was planned, or what a
-probe of the like has found. Refuses to try settings: `autotune` does.
+probe of the like has found: one line of JSON a probe, in the cache. Refuses to try settings:
+`autotune` does.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farthing.config.job import Job
-from farthing.events import Warned
-from farthing.model.hardware import Numerics
+from farthing.data.lengths import from_token_set
+from farthing.model.hardware import hardware_key
 from farthing.planner.estimate import Estimate
 from farthing.run.folder import SETTINGS, keep, kept, kept_as
 from farthing.settings import Settings
+from farthing.storage.logs import append_line, newest_lines, read_line
 from farthing.train.attempt import Attempt, Context
-from farthing.train.autotune_cache import PROBES, known_settings, subject_of
-from farthing.train.setup import Examples, Inputs
+from farthing.train.resolve import Examples, RunSpec
+
+PROBES = "probes.jsonl"  # in the cache
+_MOST_BYTES = 1 << 20  # of the newest lines that are read
+ALIKE = 0.2  # lengths that differ by less ask for the same settings
+TRIED = ("micro_batch_tokens", "checkpoint_every", "tile_tokens")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What settings were found for."""
+
+    hardware: str
+    model_type: str
+    hidden: int
+    n_layers: int
+    vocab: int
+    task: str
+    method: str
+    lora_r: int
+    precision: str
+    optim: str
+    global_batch_size: int
+    mean_tokens: float
+    longest: int
+
+    def is_like(self, other: Subject) -> bool:
+        """Whether what was found for one holds for the other: the same but for lengths that differ
+        a little.
+        """
+        mine, its = dataclasses.asdict(self), dataclasses.asdict(other)
+        for name in ("mean_tokens", "longest"):
+            a, b = mine.pop(name), its.pop(name)
+            if abs(a - b) > ALIKE * max(a, b):
+                return False
+        return mine == its
+
+
+def subject_of(spec: RunSpec, examples: Examples) -> Subject:
+    """What a probe of this run is of."""
+    job, numerics, text = spec.job, spec.numerics, spec.config.get_text_config()
+    lengths = from_token_set(examples.tokens, examples.indices, job.task, source="")
+    return Subject(
+        hardware=hardware_key(numerics.device),
+        model_type=spec.config.model_type,
+        hidden=text.hidden_size,
+        n_layers=text.num_hidden_layers,
+        vocab=text.vocab_size,
+        task=job.task,
+        method=job.method.name,
+        lora_r=0 if job.method.name == "full" else job.method.lora_r,
+        precision=numerics.name,
+        optim=job.train.optim,
+        global_batch_size=job.global_batch_size,
+        mean_tokens=spec.objective.n_tokens(lengths.mean, lengths.mean_target),
+        longest=lengths.longest + lengths.longest_target,
+    )
+
+
+def tried(settings: Settings) -> dict[str, int | None]:
+    """What a probe tries of settings."""
+    return {name: getattr(settings, name) for name in TRIED}
+
+
+def leave_probe(
+    path: Path,
+    subject: Subject,
+    settings: Settings,
+    when: str,
+    trials: Sequence[Mapping[str, object]],
+) -> None:
+    """Add what a probe has found. Raises `OSError`."""
+    row = {
+        "when": when,
+        "subject": dataclasses.asdict(subject),
+        "settings": tried(settings),
+        "trials": trials,
+    }
+    append_line(path, row)
+
+
+def known_settings(path: Path, subject: Subject) -> Settings | None:
+    """The newest settings that were found for the like of `subject`; lines that are torn or foreign
+    are passed over.
+    """
+    for line in reversed(newest_lines(path, _MOST_BYTES)):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            row = read_line(line) or {}
+            if Subject(**row["subject"]).is_like(subject):
+                return _checked(Settings.from_json(row["settings"]))
+    return None
+
+
+def _checked(settings: Settings) -> Settings:
+    """Refuses what no probe writes. Raises `ValueError`."""
+    if settings.micro_batch_tokens < 1 or settings.tile_tokens == 0:
+        raise ValueError("not found by a probe")
+    return settings
 
 
 def first_settings(
-    job: Job,
-    context: Context,
-    inputs: Inputs,
-    numerics: Numerics,
-    examples: Examples,
-    estimate: Estimate | None,
+    spec: RunSpec, context: Context, examples: Examples, estimate: Estimate | None
 ) -> Settings:
     """How an attempt computes its first step: as earlier attempts did, as a probe has found, or as
     planned.
@@ -35,22 +130,20 @@ def first_settings(
     What the job says of micro-batches comes before, and memory that ran out lowers it. Raises
     `RunDamagedError`.
     """
-    planned = Settings() if estimate is None else estimate.settings
-    settings = kept_as(
-        context.folder / SETTINGS, Settings.from_json, lambda text: context.emit(Warned(text))
-    )
+    job, planned = spec.job, Settings() if estimate is None else estimate.settings
+    settings = kept_as(context.folder / SETTINGS, Settings.from_json, context.warn)
     if settings is None:
         settings, may_look = planned, job.train.probe is not False and not job.says_micro_batch
         if estimate is not None and may_look and not settings.probed:
-            subject = subject_of(job, inputs.config, examples, numerics)
-            found = known_settings(Path(job.cache_dir or ".") / PROBES, subject)
+            cache = Path(job.cache_dir or ".") / PROBES
+            found = known_settings(cache, subject_of(spec, examples))
             settings = settings if found is None else settings.with_probed(found)
     if not settings.probed:  # the least that fits is measured anew: it changes no bit
         settings = replace(settings, checkpoint_every=0)
     lengths = examples.tokens.lengths[examples.indices]
     longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
     n_tokens = job.train.micro_batch_tokens or settings.micro_batch_tokens or longest
-    settings = replace(settings, micro_batch_tokens=n_tokens, precision=numerics.name)
+    settings = replace(settings, micro_batch_tokens=n_tokens, precision=spec.numerics.name)
     # of attempts before the job was corrected nothing holds
     events = [event for event in context.ledger.out_of_memory if event["job"] == job.fingerprint]
     return settings.lowered_by(events)
@@ -60,7 +153,7 @@ def keep_settings(attempt: Attempt) -> None:
     """Write down how the run is computed from here on, before a step is taken so. Raises
     `OSError`.
     """
-    path, now = attempt.context.folder / SETTINGS, attempt.settings
+    path, now = attempt.folder / SETTINGS, attempt.settings
     values = kept(path)
     before = Settings() if values is None else Settings.from_json(values)
     for name in ("kernels", "compiled"):

@@ -32,10 +32,10 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
     """Go back to the newest whole checkpoint, or to the start when there never was one. Raises
     `RunDamagedError`, and `RunInterruptedError` where all were damaged here and a store has the
     run: the next attempt takes its copy."""
-    checkpoints, ledger, at = attempt.checkpoints, attempt.context.ledger, attempt.progress
-    if not attempt.context.ranks.is_first:
+    checkpoints, ledger, at = attempt.checkpoints, attempt.ledger, attempt.progress
+    if not attempt.ranks.is_first:
         return
-    may_be_in_store = attempt.context.replica is not None and bool(checkpoints.steps())
+    may_be_in_store = attempt.replica is not None and bool(checkpoints.steps())
     try:
         step = checkpoints.newest_valid()
         if step is None and ledger.committed_step > 0:
@@ -58,9 +58,9 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
     if step is not None:
         checkpoints.restore(checkpoints.folder_of(step), attempt.state)
         attempt.saving.mark = mark_of(attempt)
-        attempt.context.emit(Restored(step, attempt.n_steps, ledger.number))
+        attempt.emit(Restored(step, attempt.n_steps, ledger.number))
     elif ledger.number > 1:
-        attempt.context.emit(Note("an earlier attempt left no checkpoint: starting at step 0"))
+        attempt.emit(Note("an earlier attempt left no checkpoint: starting at step 0"))
     _keep_log(attempt)
     refuse_small_disk(attempt)
     ledger.begin_at(at.step)
@@ -93,17 +93,15 @@ def _keep_log(attempt: Attempt) -> None:
 
 def refuse_small_disk(attempt: Attempt) -> None:
     """Raises `DiskFullError` where checkpoints and model would not fit."""
-    fsdp = attempt.context.ranks.fsdp
+    fsdp = attempt.ranks.fsdp
     state_bytes = n_bytes_of(attempt.state) * (fsdp.n_shards if fsdp and fsdp.trains_rows else 1)
-    n_aside = (
-        2 if attempt.context.replica is not None else 0
-    )  # one that is being sent, and the next
+    n_aside = 2 if attempt.replica is not None else 0  # one that is being sent, and the next
     need = state_bytes * (attempt.job.train.save_total_limit + 2 + n_aside)
-    free = shutil.disk_usage(attempt.context.folder).free
+    free = shutil.disk_usage(attempt.folder).free
     if free < need:
         raise DiskFullError(
             f"{say_bytes(free)} are free, checkpoints and the model may take {say_bytes(need)}",
-            where=str(attempt.context.folder),
+            where=str(attempt.folder),
             to_do="make room, or set output_dir to a disk that has it",
         )
 
@@ -116,17 +114,15 @@ def save_is_due(attempt: Attempt) -> bool:
     if at.step == 0 or saving.mark == mark_of(attempt):
         return False
     by_steps = train.save_steps is not None and at.step % train.save_steps == 0
-    by_time = (
-        train.save_steps is None and attempt.context.meter.wall_s - saving.at_s >= saving.every_s
-    )
+    by_time = train.save_steps is None and attempt.meter.wall_s - saving.at_s >= saving.every_s
     return saving.is_due_now or by_steps or by_time
 
 
 def save(attempt: Attempt) -> None:
     """Snapshot now, write in the background."""
     settle(attempt)
-    meter, saving, at = attempt.context.meter, attempt.saving, attempt.progress
-    ranks = attempt.context.ranks
+    meter, saving, at = attempt.meter, attempt.saving, attempt.progress
+    ranks = attempt.ranks
     if not (ranks.is_first or ranks.trains_rows):
         saving.mark, saving.is_due_now = mark_of(attempt), False
         return
@@ -137,7 +133,7 @@ def save(attempt: Attempt) -> None:
             saving.digest_bytes = keep_digest(attempt.log.path, saving.digest_bytes)
         note_finished_save(attempt, attempt.checkpoints.save(at.step, attempt.state, at.best_step))
         saving.took_s = meter.wall_s - started_s
-        attempt.context.ledger.held_up_by_save(saving.took_s)
+        attempt.ledger.held_up_by_save(saving.took_s)
     saving.at_s, saving.mark, saving.is_due_now = meter.wall_s, mark_of(attempt), False
 
 
@@ -145,7 +141,7 @@ def wait_for_copies(attempt: Attempt) -> None:
     """Until weights and state may change: what a checkpoint still copies from a GPU would be of two
     steps.
     """
-    checkpoints, meter = attempt.checkpoints, attempt.context.meter
+    checkpoints, meter = attempt.checkpoints, attempt.meter
     if not checkpoints.is_copying:
         return
     with meter.span("checkpoint"):
@@ -153,28 +149,28 @@ def wait_for_copies(attempt: Attempt) -> None:
         checkpoints.wait_until_copied()
         waited_s = meter.wall_s - started_s
         attempt.saving.took_s += waited_s
-        attempt.context.ledger.held_up_by_save(waited_s, n_saves=0)
+        attempt.ledger.held_up_by_save(waited_s, n_saves=0)
 
 
 def save_last(attempt: Attempt) -> None:
     """Commit where the run is, and wait until it is on the disk."""
     settle(attempt)
-    meter = attempt.context.meter
+    meter = attempt.meter
     if attempt.progress.step > 0 and attempt.saving.mark != mark_of(attempt):
         save(attempt)
     with meter.span("checkpoint"):
         started_s = meter.wall_s
         note_finished_save(attempt, attempt.checkpoints.wait())
-        attempt.context.ledger.held_up_by_save(meter.wall_s - started_s, n_saves=0)
+        attempt.ledger.held_up_by_save(meter.wall_s - started_s, n_saves=0)
 
 
 def note_finished_save(attempt: Attempt, result: SaveResult | None) -> None:
     """Put a finished background save on the ledger."""
     if result is not None and result.error is None:
-        attempt.context.ledger.committed(result.step)
+        attempt.ledger.committed(result.step)
         attempt.saving.write_s = result.seconds
         attempt.record.saves_bytes.append(result.n_bytes)
-        attempt.context.emit(Saved(result.step, result.n_bytes))
+        attempt.emit(Saved(result.step, result.n_bytes))
 
 
 def export(attempt: Attempt) -> None:
@@ -184,14 +180,9 @@ def export(attempt: Attempt) -> None:
     Where ranks have rows of it, it is read from their checkpoint, one whole copy on this machine
     and nothing on the others.
     """
-    if not attempt.context.ranks.is_first:
+    if not attempt.ranks.is_first:
         return
-    at, folder, context, checkpoints = (
-        attempt.progress,
-        attempt.context.folder,
-        attempt.context,
-        attempt.checkpoints,
-    )
+    at, folder, checkpoints = attempt.progress, attempt.folder, attempt.checkpoints
     step, whole = at.step, None
     if (
         attempt.job.train.load_best_model_at_end
@@ -206,25 +197,25 @@ def export(attempt: Attempt) -> None:
                 f"the best checkpoint (step {at.best_step}) is damaged ({error}): exporting the"
                 " last step"
             )
-    if context.ranks.trains_rows and step not in checkpoints.steps():
+    if attempt.ranks.trains_rows and step not in checkpoints.steps():
         attempt.warn("no model is written: no step was saved")
         return
     if attempt.saving.exported_step == step and (folder / MODEL).is_dir():
         return  # it was written a moment ago
-    context.emit(Working("writing the model"))
-    started_s = context.meter.wall_s
-    if step != at.step or context.ranks.trains_rows:
+    attempt.emit(Working("writing the model"))
+    started_s = attempt.meter.wall_s
+    if step != at.step or attempt.ranks.trains_rows:
         whole = read_part(checkpoints.folder_of(step), "model")
-    if whole is not None and not context.ranks.trains_rows:
+    if whole is not None and not attempt.ranks.trains_rows:
         put_back(_trained(attempt), whole)
         whole = None
-    context.ledger.write("running", exported=step)
+    attempt.ledger.write("running", exported=step)
     export_model(
-        folder / MODEL, attempt.model, attempt.inputs.tokenizer, build_receipt(folder), step, whole
+        folder / MODEL, attempt.model, attempt.spec.tokenizer, build_receipt(folder), step, whole
     )
     attempt.saving.exported_step = step
-    attempt.saving.export_s = context.meter.wall_s - started_s
-    context.emit(Exported(str(folder / MODEL), step))
+    attempt.saving.export_s = attempt.meter.wall_s - started_s
+    attempt.emit(Exported(str(folder / MODEL), step))
 
 
 def _trained(attempt: Attempt) -> dict[str, Tensor]:
@@ -239,8 +230,8 @@ def write_model_early(attempt: Attempt) -> None:
         return
     attempt.saving.wrote_model_early = True
     save_last(attempt)
-    with attempt.context.meter.span("export"):
-        own = {} if attempt.context.ranks.trains_rows else _trained(attempt)
+    with attempt.meter.span("export"):
+        own = {} if attempt.ranks.trains_rows else _trained(attempt)
         now = {name: tensor.to("cpu", copy=True) for name, tensor in own.items()}
         export(attempt)
         put_back(own, now)  # the best may have been written, which is another

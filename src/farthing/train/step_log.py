@@ -43,7 +43,7 @@ def note(attempt: Attempt, taken: StepResult) -> tuple[list[float], float]:
     """Put a step in the log, on the meter and before the user. Returns its losses and gradient
     norm.
     """
-    meter, clocks = attempt.context.meter, attempt.clocks
+    meter, clocks = attempt.meter, attempt.clocks
     with meter.span("compute"):  # a GPU is waited for here
         losses, norm = taken.read()
     meter.move("compute", "optimizer", taken.update_s())
@@ -71,7 +71,7 @@ def _note_compiling(attempt: Attempt) -> None:
     """A step in which torch has compiled is warm-up: its time goes under that name, and figures
     begin again.
     """
-    meter, clocks = attempt.context.meter, attempt.clocks
+    meter, clocks = attempt.meter, attempt.clocks
     compute_s, n = meter.spans.get("compute", 0.0), n_graphs()
     if isinstance(attempt.kernels.compiled, int) and n > clocks.n_graphs:
         meter.move("compute", "compile", compute_s - clocks.compute_s)
@@ -117,7 +117,7 @@ def judge_finite(attempt: Attempt, taken: StepResult, losses: list[float], norm:
         raise NotFiniteError(
             f"{at.skipped_in_a_row} steps in a row had a loss or gradient that is not a number"
             f" (last: {named})",
-            where=str(attempt.context.folder),
+            where=str(attempt.folder),
             to_do="lower learning_rate, look at these rows, or use bf16/fp32 instead of fp16",
         )
 
@@ -133,7 +133,7 @@ def note_out_of_memory(attempt: Attempt, step: int, why: str, is_less: bool) -> 
         "micro_batch_tokens": settings.micro_batch_tokens,
         "checkpoint_every": settings.checkpoint_every,
     }
-    attempt.context.ledger.write(
+    attempt.ledger.write(
         "running",
         out_of_memory={"step": step + 1, **now, "why": why, "job": attempt.job.fingerprint},
     )
@@ -147,7 +147,7 @@ def note_out_of_memory(attempt: Attempt, step: int, why: str, is_less: bool) -> 
 
 def _skipped(attempt: Attempt, event: StepSkipped) -> None:
     attempt.log.append(event.log_row())
-    attempt.context.emit(event)
+    attempt.emit(event)
 
 
 def _step_event(
@@ -168,7 +168,7 @@ def _step_event(
         peak_bytes=peak_bytes(attempt.numerics.device),
         run_tokens=attempt.progress.n_tokens,
         run_padded_tokens=attempt.progress.n_padded_tokens,
-        usd=attempt.context.ledger.spent_usd,
+        usd=attempt.ledger.spent_usd,
         usd_to_go=None if left_s is None else left_s * attempt.job.usd_per_hour / 3600,
         s_to_go=left_s,
         metrics=taken.metrics,
@@ -178,7 +178,7 @@ def _step_event(
 
 def _report_step(attempt: Attempt, event: StepTaken) -> None:
     """Put a step on the ledger, and say how it went."""
-    ledger = attempt.context.ledger
+    ledger = attempt.ledger
     forecast: Json | None = None
     is_first = ledger.forecast is None and attempt.pace.n_steps >= FORECAST_AFTER_STEPS
     if is_first and event.s_to_go is not None and event.usd_to_go is not None:
@@ -203,4 +203,4 @@ def _report_step(attempt: Attempt, event: StepTaken) -> None:
         device=attempt.numerics.device.type,
     )
     ledger.at_step(event.step, facts, forecast)
-    attempt.context.emit(event)
+    attempt.emit(event)

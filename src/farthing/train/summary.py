@@ -22,17 +22,17 @@ def emit_summary(attempt: Attempt) -> None:
     """One table of everything the job left open."""
     job, batch = attempt.job, attempt.job.global_batch_size
     counts = attempt.parameters
-    attempt.context.emit(
+    attempt.emit(
         Decided(
             model=(
-                f"{Path(attempt.inputs.choice.name).name} ({attempt.inputs.config.model_type}),"
+                f"{Path(attempt.spec.choice.name).name} ({attempt.spec.config.model_type}),"
                 f" {job.method.name}"
             ),
             n_parameters=counts["total"],
             n_trainable=counts["trainable"],
             n_examples=len(attempt.train_examples),
             n_eval_examples=len(attempt.eval_examples) if attempt.eval_examples else 0,
-            max_length=attempt.inputs.recipe.max_length,
+            max_length=attempt.spec.recipe.max_length,
             n_steps=attempt.n_steps,
             batch=(
                 f"{plural(batch, 'example')} a step, up to {attempt.settings.micro_batch_tokens:,}"
@@ -63,7 +63,7 @@ def _idle_in_words(attempt: Attempt) -> str:
     """Of the GPUs that a process on its own sees, those that compute nothing; empty where there are
     none.
     """
-    n_idle = n_devices(attempt.numerics.device) - 1 if attempt.context.ranks.n == 1 else 0
+    n_idle = n_devices(attempt.numerics.device) - 1 if attempt.ranks.n == 1 else 0
     return f"; {plural(n_idle, 'other GPU')} here not used (where.gpus)" if n_idle > 0 else ""
 
 

@@ -1,0 +1,395 @@
+"""From a job to what its run starts from: every question about it is answered here, once.
+
+Cheap checks come before dear ones: a wrong name or a changed file is found before anything is
+tokenized or loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.config.data_lengths import note_token_set
+from farthing.config.job import Job
+from farthing.data.batches import split_by_input
+from farthing.data.chat import asks_for_the_date
+from farthing.data.read import Source, open_sources
+from farthing.data.token_set import LINE_BITS, Recipe, TokenSet, notes_of, tokenizer_sha256
+from farthing.data.tokens import refuse_one_class, tokenize
+from farthing.errors import DataError, HardwareError
+from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
+from farthing.model.hardware import Numerics, choose_numerics, why_not_deterministic
+from farthing.model.load import (
+    ModelChoice,
+    check_fits,
+    load_config,
+    load_tokenizer,
+    model_sha256,
+    need_bitsandbytes,
+    set_languages,
+)
+from farthing.model.positions import max_positions
+from farthing.models.refused import refuse_model
+from farthing.objectives.objective import Objective, class_names
+from farthing.objectives.registry import objective_of
+from farthing.planner.software import fp16_risk
+from farthing.run.folder import began
+from farthing.train.ancestor import ancestor_identity
+from farthing.train.finished import published_as
+from farthing.units import plural
+
+MODEL_CONTENT = "model (content)"
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a run starts from and computes in, identified but not yet tokenized or loaded."""
+
+    job: Job
+    choice: ModelChoice
+    config: Any
+    tokenizer: Any
+    train_sources: list[Source]
+    eval_sources: list[Source]
+    recipe: Recipe
+    identity: dict[str, object]
+    """What two attempts have to agree on, flat: settings, and content wherever it lies."""
+
+    @property
+    def objective(self) -> Objective:
+        """What the run learns."""
+        return objective_of(self.job.task)
+
+    @cached_property
+    def numerics(self) -> Numerics:
+        """What this machine computes the run in. Raises `HardwareError`."""
+        return numerics_of(self.job, self.config)
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills a batch; its positions are masked, so any will do.
+
+        But for classification, where some models look for the last token that is not what their own
+        config calls padding.
+        """
+        text_config = self.config.get_text_config()
+        own = getattr(text_config, "pad_token_id", None) if self.objective.labels else None
+        if own is not None and 0 <= own < text_config.vocab_size:
+            return int(own)
+        found = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((int(token) for token in found if token is not None), 0)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Indices [n] into a token set."""
+
+    tokens: TokenSet
+    indices: NDArray[np.int64]
+    were_tokenized: bool = True
+    """Before this attempt: nothing had to be tokenized for it."""
+    source_weights: tuple[float, ...] = ()
+    """How often an epoch takes the examples of each source; empty: once."""
+
+    @property
+    def weights(self) -> NDArray[np.float64] | None:
+        """How often an epoch takes each example [n]; None where it takes all once."""
+        if all(weight == 1 for weight in self.source_weights):
+            return None
+        return np.array(self.source_weights)[self.tokens.lines[self.indices] >> LINE_BITS]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def numerics_of(job: Job, config: Any = None) -> Numerics:
+    """What this machine computes a job in. Raises `HardwareError`."""
+    train = job.train
+    return choose_numerics(
+        job.where.device,
+        train.bf16,
+        train.fp16,
+        train.tf32,
+        train.full_determinism,
+        "" if config is None else fp16_risk(config.to_dict()),
+    )
+
+
+def check_extras(job: Job, device: str = "") -> None:
+    """Refuse what can't work on this machine before anything else is done. Raises `HardwareError`.
+
+    That is what needs bitsandbytes where it does not work, and on CUDA what can't be deterministic
+    where that is asked for.
+    """
+    device = device or numerics_of(job).device.type
+    if job.train.full_determinism and device == "cuda":
+        why_not = why_not_deterministic(job.model.attn_implementation, job.train.torch_compile)
+        if why_not:
+            raise HardwareError(
+                f"full_determinism can't be kept with {why_not}",
+                where="train.full_determinism",
+                to_do="leave one of the two out",
+            )
+    published_as(job)  # raises without a token
+    if job.method.name == "qlora":
+        need_bitsandbytes("method: qlora")
+    if "8bit" in job.train.optim or "paged" in job.train.optim:
+        need_bitsandbytes(f"optim: {job.train.optim}")
+
+
+def resolve(job: Job, emit: Emit = ignore) -> RunSpec:
+    """Find and identify model, tokenizer and data, telling how far it has read. Raises
+    `ModelError`, `DataError`, `InputError`.
+    """
+    section, data, task = job.model, job.data, objective_of(job.task)
+    choice = ModelChoice(
+        section.model_name_or_path,
+        section.revision,
+        section.tokenizer_name_or_path,
+        section.init,
+        section.attn_implementation,
+        section.trust_remote_code,
+        section.rope_scaling,
+        section.new_tokens,
+    )
+    config = load_config(choice)
+    refuse_model(config.to_dict(), job.task, choice.name)
+    day = began(Path(job.output_dir))
+    tokenizer = load_tokenizer(choice, data.chat_template, of_words=task.scores_words)
+    limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]
+    max_length = data.max_length or min([job.max_length, *limits])
+    lengths = {"data.max_length": max_length}
+    if task.is_pair:
+        lengths["data.max_target_length"] = data.max_target_length
+    check_fits(config, tokenizer, lengths, choice)
+    source_lang, target_lang = set_languages(
+        tokenizer, job.task, data.source_lang, data.target_lang
+    )
+    recipe = Recipe(
+        task=job.task,
+        max_length=max_length,
+        max_target_length=data.max_target_length,
+        too_long=job.too_long,
+        train_on_prompt=data.train_on_prompt,
+        columns=dict(data.columns),
+        label_map=dict(data.label_map),
+        max_bad_rows=data.max_bad_rows,
+        scored=job.scored,
+        source_lang=source_lang,
+        target_lang=target_lang,
+        model_classes=(
+            class_names(config) if task.reads_labels and choice.init == "pretrained" else ()
+        ),
+        date=day if task.reads_answers and asks_for_the_date(tokenizer.chat_template) else "",
+    )
+    opened: dict[str, Any] = {
+        "cache_dir": Path(job.cache_dir or "."),
+        "config_name": data.dataset_config_name,
+        "layout": data.layout,
+        "progress": lambda what, done, total: emit(ReadingData(what, done, total)),
+        "warn": lambda text: emit(Warned(text)),
+    }
+    train = open_sources(data.train, split=data.train_split, own=data.of_train, **opened)
+    held_out = []
+    if data.eval:
+        held_out = open_sources(data.eval, split=data.eval_split, own=data.of_eval, **opened)
+    weights = [source.weight for source in train]
+    cache_dir = Path(job.cache_dir) if job.cache_dir else None
+    identity = {
+        **job.identity(),
+        "data.train (content)": [source.identity for source in train],
+        "data.eval (content)": [source.identity for source in held_out],
+        "tokenizer (content)": tokenizer_sha256(tokenizer),
+        **({"data.train (weights)": weights} if any(weight != 1 for weight in weights) else {}),
+        MODEL_CONTENT: model_sha256(choice, config, cache_dir),
+        **{
+            f"tokenization.{key}": value
+            for key, value in recipe.settings().items()
+            if key != "label_names"
+        },
+    }
+    identity |= ancestor_identity(job, identity)
+    return RunSpec(job, choice, config, tokenizer, train, held_out, recipe, identity)
+
+
+def open_examples(
+    spec: RunSpec, emit: Emit, should_stop: Callable[[], bool] = lambda: False
+) -> tuple[Examples, Examples | None]:
+    """(train, eval) examples, tokenized or from the cache. Raises `DataError`,
+    `RunInterruptedError`.
+    """
+    job, cache_dir = spec.job, Path(spec.job.cache_dir or ".")
+    n_chunks = 0
+
+    def tokens_of(role: str, sources: list[Source], recipe: Recipe) -> TokenSet:
+        def progress(rows: int, n_tokens: int, share: float) -> None:
+            nonlocal n_chunks
+            n_chunks += 1
+            emit(Tokenizing(role, rows, n_tokens, share))
+
+        tokens = tokenize(
+            sources,
+            spec.tokenizer,
+            recipe,
+            cache_dir,
+            progress=progress,
+            should_stop=should_stop,
+            warn=lambda text: emit(Warned(text)),
+        )
+        with contextlib.suppress(OSError):  # a plan would have to do without
+            note_token_set(
+                job,
+                role,
+                spec.train_sources,
+                spec.eval_sources,
+                tokens.folder,
+                cache_dir=cache_dir,
+            )
+        return tokens
+
+    train_tokens = tokens_of("train", spec.train_sources, spec.recipe)
+    _say_data("train", train_tokens, emit)
+    train = np.arange(len(train_tokens))
+    held_out: Examples | None = None
+    if spec.eval_sources:
+        recipe = replace(spec.recipe, label_names=train_tokens.label_names)
+        eval_tokens = tokens_of("eval", spec.eval_sources, recipe)
+        _say_data("eval", eval_tokens, emit)
+        held_out = Examples(eval_tokens, np.arange(len(eval_tokens)))
+    elif job.data.eval_fraction > 0:
+        groups, inputs_of_all = train_tokens.groups, train_tokens.inputs
+        train, chosen = split_by_input(
+            groups, job.data.eval_fraction, job.train.seed, inputs_of_all
+        )
+        refuse_too_few(
+            int(train_tokens.facts["n_distinct_inputs"]) if len(chosen) else 0,
+            spec.train_sources[0].name,
+        )
+        held_out = Examples(train_tokens, chosen)
+    weights = tuple(source.weight for source in spec.train_sources)
+    train_examples = Examples(
+        train_tokens, train[: job.data.max_train_samples], n_chunks == 0, weights
+    )
+    _judge_labels(train_examples, spec.recipe.label_map, emit)
+    if held_out is not None:
+        held_out = Examples(held_out.tokens, held_out.indices[: job.data.max_eval_samples])
+        _say_unseen_labels(train_examples, held_out, emit)
+        if spec.eval_sources:
+            _say_shared_inputs(train_examples, held_out, emit)
+    return train_examples, held_out
+
+
+def refuse_too_few(n_distinct_inputs: int, where: str) -> None:
+    """Refuse to hold out a part of one input. Raises `DataError`."""
+    if n_distinct_inputs < 2:
+        raise DataError(
+            "too few distinct inputs to hold any out for evaluation",
+            where=where,
+            to_do="give data.eval a file, or set data.eval_fraction: 0",
+        )
+
+
+def _say_data(role: str, tokens: TokenSet, emit: Emit) -> None:
+    facts = tokens.facts
+    counts = {
+        each.name: facts[each.name] for each in fields(DataRead) if each.name.startswith("n_")
+    }
+    emit(
+        DataRead(
+            role=role,
+            names=tuple(source["name"] for source in facts["sources"]),
+            formats=tuple(facts["formats"]),
+            bad_rows=tuple((place, reason) for place, reason in facts["bad_rows"]),
+            notes=notes_of(facts),
+            **counts,
+        )
+    )
+    if n_turns := facts.get("n_unlearned_turns", 0):
+        text = (
+            f"{plural(n_turns, 'assistant turn')} of the {role} data are context and not learned:"
+            " the chat template never shows them as the model would write them (a template with"
+            " {% generation %} marks learns them)"
+        )
+        emit(Warned(text))
+
+
+def _judge_labels(train: Examples, label_map: dict[str, str], emit: Emit) -> None:
+    """Refuse data of one class, of which nothing can be learned; name classes that may be one, and
+    labels to be mapped that there are none of. Raises `DataError`."""
+    names = train.tokens.label_names
+    if train.tokens.labels is None or not names:
+        return
+    sources = [source["name"] for source in train.tokens.facts["sources"]]
+    seen = np.unique(_labels_of(train), axis=0).tolist()
+    refuse_one_class([names[each] if isinstance(each, int) else each for each in seen], sources)
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(" ".join(name.lower().split()), []).append(name)
+    if doubts := [" and ".join(map(repr, each)) for each in alike.values() if len(each) > 1]:
+        text = (
+            "labels that differ in capitals or spaces alone are different classes:"
+            f" {', '.join(doubts[:5])}"
+        )
+        emit(Warned(f"{text}; make them one with data.label_map, or in the data"))
+    if idle := [f"{key!r} ({name!r})" for key, name in label_map.items() if name not in names]:
+        text = f"data.label_map names values that no row has: {', '.join(idle[:5])}"
+        emit(
+            Warned(
+                f"{text}; the classes are"
+                f" {', '.join(map(repr, names[:8]))}{' ...' if len(names) > 8 else ''}"
+            )
+        )
+
+
+def _say_unseen_labels(train: Examples, held_out: Examples, emit: Emit) -> None:
+    if (
+        train.tokens.labels is None
+        or held_out.tokens.labels is None
+        or not train.tokens.label_names
+    ):
+        return
+    of_train, of_held_out = (_classes_in(_labels_of(each)) for each in (train, held_out))
+    unseen = of_held_out - of_train
+    if unseen:
+        names = ", ".join(repr(held_out.tokens.label_names[label]) for label in sorted(unseen)[:5])
+        text = (
+            f"{len(unseen)} labels are in the evaluation data and never seen in training ({names}):"
+            " they count as errors"
+        )
+        emit(Warned(text))
+
+
+def _labels_of(examples: Examples) -> NDArray[Any]:
+    found = examples.tokens.labels_of(examples.indices)
+    assert found is not None
+    return found
+
+
+def _classes_in(labels: NDArray[Any]) -> set[int]:
+    """The classes that occur in labels [n], or are marked in [n, C]."""
+    return set((np.flatnonzero(labels.any(0)) if labels.ndim > 1 else np.unique(labels)).tolist())
+
+
+def _say_shared_inputs(train: Examples, held_out: Examples, emit: Emit) -> None:
+    """Inputs that are learned and evaluated on: what is measured on them says nothing of
+    new ones.
+    """
+    is_shared = np.isin(
+        held_out.tokens.groups[held_out.indices], train.tokens.groups[train.indices]
+    )
+    if not is_shared.any():
+        return
+    first = held_out.tokens.place(int(held_out.indices[int(np.argmax(is_shared))]))
+    text = (
+        f"{int(is_shared.sum()):,} of {len(held_out):,} evaluation examples have an input that is"
+        f" trained on too (the first: {first}): the evaluation is too good by that; leave them out"
+        " of one of the files"
+    )
+    emit(Warned(text))
