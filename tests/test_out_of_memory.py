@@ -365,7 +365,7 @@ def test_a_device_that_stays_full_halves_after_it_was_freed(
                 raise torch.OutOfMemoryError("CUDA out of memory")
         return honest(forward, batch, *scale)
 
-    monkeypatch.setattr(farthing.train.step, "free_cached", freed.append)
+    monkeypatch.setattr("farthing.train.room.free_cached", freed.append)
     monkeypatch.setattr(Forward, "loss", loss)
     outcome = workshop.train(
         make_job(tmp_path, max_steps=4, n_rows=64, global_batch_size=32, micro_batch_tokens=1200)
