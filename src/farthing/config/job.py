@@ -699,6 +699,11 @@ class Job(Section):
         return 16
 
     @property
+    def writes_texts(self) -> bool:
+        """Whether evaluations have the model write."""
+        return objective_of(self.task).is_pair and self.train.predict_with_generate
+
+    @property
     def says_micro_batch(self) -> bool:
         """Whether the job itself says how much is computed at once, in tokens or in examples."""
         train = self.train

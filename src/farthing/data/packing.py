@@ -222,8 +222,8 @@ def collate_packed(
     Positions begin again at `first_position` in each document. Empty examples are refused. The
     first `skipped` [N] tokens of each example are left out; the others keep their positions.
     """
-    labels_of = objective_of(task).packed_labels
-    if labels_of is None:
+    of = objective_of(task)
+    if of.targets is None:
         raise ValueError(f"{task} can't be laid flat: pad it")
     n_skipped = np.zeros(len(examples), dtype=np.int64) if skipped is None else skipped
     rows = rows_of(tokens, examples, n_skipped)
@@ -237,5 +237,5 @@ def collate_packed(
             np.arange(len(ids)) - np.repeat(starts - n_skipped, rows.lengths) + first_position
         )[None],
         "lengths": rows.lengths,
-        "labels": labels_of(rows),
+        "labels": of.packed_labels(rows),
     }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from farthing.objectives import columns
-from farthing.objectives.objective import IGNORED, Evaluated, Objective, Rows, Starter, filled
+from farthing.objectives.objective import IGNORED, Evaluated, Objective, Rows, Starter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,26 +14,15 @@ if TYPE_CHECKING:
     from farthing.metrics import Metrics
 
 
-def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
-    """input_ids, attention_mask and labels [N, longest]; labels are aligned with input_ids, not
-    shifted.
-    """
-    import numpy as np
-
-    batch = rows.padded(pad_id)
-    labels = np.where(rows.is_target, rows.ids, IGNORED)
-    return {**batch, "labels": filled(labels, batch["attention_mask"] > 0, IGNORED)}
-
-
-def _packed_labels(rows: Rows) -> NDArray[np.int64]:
-    """[1, T], aligned with input_ids; the first of each document is ignored: nothing is predicted
-    across a boundary.
+def _targets(rows: Rows) -> NDArray[np.int64]:
+    """[T], aligned with the tokens and not shifted; the first of each document is ignored: nothing
+    is predicted across a boundary.
     """
     import numpy as np
 
     labels = np.where(rows.is_target, rows.ids.astype(np.int64), IGNORED)
     labels[np.cumsum(rows.lengths) - rows.lengths] = IGNORED
-    return labels[None]
+    return labels
 
 
 def _judge(seen: Evaluated) -> Metrics:
@@ -56,8 +45,7 @@ CAUSAL_LM = Objective(
     max_length=1024,
     metrics={"loss": False, "perplexity": False, "document_loss": False},
     judge=_judge,
-    pad=_pad,
-    packed_labels=_packed_labels,
+    targets=_targets,
     auto_class="AutoModelForCausalLM",
     peft_type="CAUSAL_LM",
     pipeline_tag="text-generation",

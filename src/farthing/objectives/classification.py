@@ -73,12 +73,7 @@ def confusion_of(seen: Evaluated) -> Metrics:
     return classification_metrics(confusion, seen.label_names)
 
 
-def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
-    """input_ids and attention_mask [N, longest], labels [N]."""
-    return {**rows.padded(pad_id), "labels": _packed_labels(rows)}
-
-
-def _packed_labels(rows: Rows) -> NDArray[Any]:
+def _targets(rows: Rows) -> NDArray[Any]:
     """[N]"""
     assert rows.labels is not None
     return rows.labels.astype("float32" if rows.labels.dtype.kind == "f" else "int64")
@@ -99,8 +94,7 @@ CLASSIFICATION = Objective(
     max_length=512,
     metrics={"loss": False, "accuracy": True, "f1": True, "precision": True, "recall": True},
     judge=confusion_of,
-    pad=_pad,
-    packed_labels=_packed_labels,
+    targets=_targets,
     auto_class="AutoModelForSequenceClassification",
     peft_type="SEQ_CLS",
     pipeline_tag="text-classification",

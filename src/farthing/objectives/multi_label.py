@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from farthing.objectives.classification import CLASSIFICATION, LABELS, in_order, set_head
 from farthing.objectives.columns import TEXT_LABELS, Unusable, kind_of, list_of, text_of
-from farthing.objectives.objective import Evaluated, Rows, Starter
+from farthing.objectives.objective import Evaluated, Starter
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from farthing.metrics import Metrics
 
 Names = tuple[str, ...]
@@ -68,17 +66,6 @@ def _judge(seen: Evaluated) -> Metrics:
     return multi_label_metrics(seen.labels > 0.5, seen.answers, seen.label_names)
 
 
-def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
-    """input_ids and attention_mask [N, longest], labels [N, C]."""
-    return {**rows.padded(pad_id), "labels": _packed_labels(rows)}
-
-
-def _packed_labels(rows: Rows) -> NDArray[Any]:
-    """[N, C]"""
-    assert rows.labels is not None
-    return rows.labels.astype("float32")
-
-
 def _predict(shares: Sequence[float], names: Sequence[str]) -> list[str]:
     return [name for name, share in zip(names, shares, strict=True) if share > 0.5]
 
@@ -89,8 +76,6 @@ MULTI_LABEL = CLASSIFICATION._replace(
     example_columns="text: comment, labels: topics",
     metrics={**CLASSIFICATION.metrics, "f1_micro": True},
     judge=_judge,
-    pad=_pad,
-    packed_labels=_packed_labels,
     same_head_as=CLASSIFICATION.name,
     starter=Starter("FacebookAI/roberta-base", "2.0e-4", "f1", "text, labels"),
     labels=LABELS._replace(

@@ -213,16 +213,18 @@ class Objective(NamedTuple):
     """What an evaluation measures, and whether more of it is better."""
     judge: Callable[[Evaluated], Metrics]
     """Those metrics, but for the loss."""
-    pad: Callable[[Rows, int], dict[str, NDArray[Any]]]
-    """The arrays of a padded micro-batch, filled up with a token's id."""
-    packed_labels: Callable[[Rows], NDArray[Any]] | None
-    """The labels of a micro-batch whose examples stand end to end; None where they can't."""
     auto_class: str
     """The class of transformers that loads its model."""
     peft_type: str
     pipeline_tag: str
     """What the Hub calls it."""
     starter: Starter
+    targets: Callable[[Rows], NDArray[Any]] | None = None
+    """What a micro-batch learns: of each token [T], or of each example [N, ...]; None where
+    `lay_out` says it.
+    """
+    lay_out: Callable[[Rows, int], dict[str, NDArray[Any]]] | None = None
+    """The arrays of a padded micro-batch, filled up with a token's id; None: those of `pad`."""
     is_pair: bool = False
     labels: Labels | None = None
     same_head_as: str = ""
@@ -249,6 +251,25 @@ class Objective(NamedTuple):
     """Names of what `loss` finds."""
     value: Callable[[Mapping[str, Any]], float] | None = None
     """The number of a row's unit, with standard columns. Raises `Unusable`."""
+
+    def pad(self, rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
+        """input_ids and attention_mask [N, longest], labels [N, longest] or [N, ...]."""
+        if self.lay_out is not None:
+            return self.lay_out(rows, pad_id)
+        labels = self.packed_labels(rows)
+        if self._labels_tokens:
+            labels = filled(labels[0], is_within(rows.lengths), IGNORED)
+        return {**rows.padded(pad_id), "labels": labels}
+
+    def packed_labels(self, rows: Rows) -> NDArray[Any]:
+        """The labels of a micro-batch whose examples stand end to end: [1, T] or [N, ...]."""
+        assert self.targets is not None
+        labels = self.targets(rows)
+        return labels[None] if self._labels_tokens else labels
+
+    @property
+    def _labels_tokens(self) -> bool:
+        return self.scores_words or not self.reads_labels
 
     @property
     def head(self) -> str:

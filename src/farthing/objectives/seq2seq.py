@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from farthing.metrics import Metrics
 
 
-def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
+def _lay_out(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
     """input_ids and attention_mask [N, longest input], labels [N, longest target]; an example is
     its input, then its target.
     """
@@ -56,8 +56,7 @@ SEQ2SEQ = Objective(
         "rougeL": True,
     },
     judge=_judge,
-    pad=_pad,
-    packed_labels=None,
+    lay_out=_lay_out,
     auto_class="AutoModelForSeq2SeqLM",
     peft_type="SEQ_2_SEQ_LM",
     pipeline_tag="text2text-generation",

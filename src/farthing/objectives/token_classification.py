@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from farthing.objectives.classification import CLASSIFICATION, LABELS, confusion_of, set_head
 from farthing.objectives.columns import TOKENS_TAGS, Unusable, kind_of, list_of
-from farthing.objectives.objective import IGNORED, Evaluated, Rows, Starter, filled, is_within
+from farthing.objectives.objective import IGNORED, Evaluated, Rows, Starter, filled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -90,17 +90,10 @@ def _judge(seen: Evaluated) -> Metrics:
     return {"accuracy": accuracy, **entity_metrics(*texts)}
 
 
-def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
-    """input_ids, attention_mask and labels [N, longest]."""
-    where = is_within(rows.lengths)
-    labels = filled(_packed_labels(rows)[0], where, IGNORED)
-    return {**rows.padded(pad_id), "labels": labels}
-
-
-def _packed_labels(rows: Rows) -> NDArray[Any]:
-    """[1, T]"""
+def _targets(rows: Rows) -> NDArray[Any]:
+    """[T]"""
     assert rows.labels is not None
-    return filled(rows.labels, rows.is_target[None], IGNORED)
+    return filled(rows.labels, rows.is_target, IGNORED)
 
 
 TOKEN_CLASSIFICATION = CLASSIFICATION._replace(
@@ -108,8 +101,7 @@ TOKEN_CLASSIFICATION = CLASSIFICATION._replace(
     formats=(TOKENS_TAGS,),
     example_columns="tokens: words, tags: ner_tags",
     judge=_judge,
-    pad=_pad,
-    packed_labels=_packed_labels,
+    targets=_targets,
     auto_class="AutoModelForTokenClassification",
     peft_type="TOKEN_CLS",
     pipeline_tag="token-classification",

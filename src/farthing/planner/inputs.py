@@ -305,7 +305,7 @@ def wanted_of(
     deadline_s = None
     if job.limits.deadline is not None:
         deadline_s = job.limits.deadline.timestamp() - now.timestamp()
-    is_generated = objective_of(job.task).is_pair and train.predict_with_generate
+    is_generated = job.writes_texts
     is_adapter, keeps_start = method.name != "full", begins_from_base(method.init_lora_weights)
     every = train.gradient_checkpointing
     return JobSpec(

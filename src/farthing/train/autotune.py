@@ -85,9 +85,10 @@ class Prober:
         start = self.steps.settings
         try:
             self._choose_sample(start)
-            best = self._climb(self._try(start), self._other_budgets)
-            best = self._climb(best, _less_checkpointing)
-            best = self._climb(best, self._other_tiles)
+            best = self._try(start)
+            for ways in (self._other_budgets, _less_checkpointing, self._other_tiles):
+                for way in ways(best.settings):
+                    best = self._climb(best, way)
         except BaseException:
             self.steps.use(start)
             raise
@@ -96,47 +97,40 @@ class Prober:
 
     # ---- the search ----
 
-    def _climb(
-        self, best: Trial, neighbours: Callable[[Settings], Iterator[Iterator[Settings]]]
-    ) -> Trial:
-        """Along each way that `neighbours` leads, as long as it gets better."""
-        for way in neighbours(best.settings):
-            for settings in way:
-                if self._clock() >= self.deadline or not self._has_room(best, settings):
-                    break
-                trial = self._try(settings)
-                if trial.seconds_per_token > best.seconds_per_token * (1 - BETTER):
-                    break
-                # what is better once may have been lucky: both again, and the quicker time of each
-                # counts
-                best, trial = self._again(best), self._again(trial)
-                if trial.seconds_per_token > best.seconds_per_token * (1 - BETTER):
-                    break
-                best = trial
+    def _climb(self, best: Trial, way: list[Settings]) -> Trial:
+        """Along the way, as long as it gets better."""
+        for settings in way:
+            if self._clock() >= self.deadline or not self._has_room(best, settings):
+                break
+            trial = self._try(settings)
+            if trial.seconds_per_token > best.seconds_per_token * (1 - BETTER):
+                break
+            # what is better once may have been lucky: both again, and the quicker time of each
+            # counts
+            best, trial = self._again(best), self._again(trial)
+            if trial.seconds_per_token > best.seconds_per_token * (1 - BETTER):
+                break
+            best = trial
         return best
 
-    def _other_budgets(self, start: Settings) -> Iterator[Iterator[Settings]]:
-        most = sum(int(self.feed.tokens.lengths[examples].sum()) for examples in self.sample)
-        longest = int(max(self.feed.tokens.lengths[examples].max() for examples in self.sample))
-        up = (
-            replace(start, micro_batch_tokens=start.micro_batch_tokens * 2**k) for k in range(1, 8)
-        )
-        down = (
-            replace(start, micro_batch_tokens=start.micro_batch_tokens // 2**k) for k in range(1, 8)
-        )
-        yield (s for s in up if s.micro_batch_tokens < 2 * most)
-        yield (s for s in down if s.micro_batch_tokens >= longest)
+    def _other_budgets(self, start: Settings) -> list[list[Settings]]:
+        lengths = self.feed.tokens.lengths[np.concatenate(self.sample)]
+        n, most, longest = start.micro_batch_tokens, int(lengths.sum()), int(lengths.max())
+        up = [n << k for k in range(1, 8) if n << k < 2 * most]
+        down = [n >> k for k in range(1, 8) if n >> k >= longest]
+        return [[replace(start, micro_batch_tokens=each) for each in way] for way in (up, down)]
 
-    def _other_tiles(self, start: Settings) -> Iterator[Iterator[Settings]]:
+    def _other_tiles(self, start: Settings) -> list[list[Settings]]:
         if self.forward.head is None:
-            return
+            return []
         weight = self.forward.head.linear.weight
         trained_width = weight.shape[1] if weight.requires_grad else 0
         tile = start.tile_tokens or default_tile_tokens(
             weight.shape[0], self.device.type, trained_width
         )
-        yield (replace(start, tile_tokens=tile * 2**k) for k in range(1, 4))
-        yield (replace(start, tile_tokens=tile // 2**k) for k in range(1, 4) if tile >= 64 * 2**k)
+        up = [tile << k for k in range(1, 4)]
+        down = [tile >> k for k in range(1, 4) if tile >> k >= 64]
+        return [[replace(start, tile_tokens=each) for each in way] for way in (up, down)]
 
     def _has_room(self, best: Trial, settings: Settings) -> bool:
         """Whether it may fit: what was taken beyond the resting state grows with the tokens of a
@@ -154,17 +148,15 @@ class Prober:
         """As many steps as one trial may take, or a part of one step; the first ones warm up."""
         self.measure(start)
         spent_s, examples = 0.0, 1
-        all_examples = [
-            self.feed.batches.examples_of(step) for step in range(min(self.attempt.n_steps, 64))
-        ]
-        flat = np.concatenate(all_examples)
+        steps = [self.feed.batches.examples_of(step) for step in range(self.attempt.n_steps)[:64]]
+        flat, batch = np.concatenate(steps), len(steps[0])
         while (
             spent_s < self._budget_s / TRIALS / 2
             and examples < len(flat)
             and self._clock() < self.deadline
         ):
             examples = min(len(flat), 2 * examples)
-            self.sample = _in_steps(flat[:examples], len(all_examples[0]))
+            self.sample = [flat[at : min(at + batch, examples)] for at in range(0, examples, batch)]
             started = self._clock()
             self.measure(start)
             spent_s = self._clock() - started
@@ -228,16 +220,14 @@ class Prober:
         )
 
 
-def _in_steps(examples: NDArray[np.int64], batch: int) -> list[NDArray[np.int64]]:
-    return [examples[start : start + batch] for start in range(0, len(examples), batch)]
-
-
-def _less_checkpointing(start: Settings) -> Iterator[Iterator[Settings]]:
+def _less_checkpointing(start: Settings) -> list[list[Settings]]:
     """Fewer layers computed again: with the same micro-batch, or with half of it."""
+    ways = []
     for every in {1: (2, 0), 2: (0,)}.get(start.checkpoint_every, ()):
         fewer = replace(start, checkpoint_every=every)
-        yield iter([fewer])
-        yield iter([replace(fewer, micro_batch_tokens=max(1, start.micro_batch_tokens // 2))])
+        half = replace(fewer, micro_batch_tokens=max(1, start.micro_batch_tokens // 2))
+        ways += [[fewer], [half]]
+    return ways
 
 
 def in_words(trial: Trial) -> dict[str, float | None]:

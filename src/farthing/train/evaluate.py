@@ -29,6 +29,7 @@ from farthing.train.attempt import Attempt
 from farthing.train.step_log import settle
 
 T = TypeVar("T")
+SCORED = ("labels", "answers")
 Scores = dict[str, tuple[list[float], list[float]]]
 """Metric -> (what each example adds, how much of the mean it is), in the order of the examples."""
 
@@ -41,20 +42,20 @@ class Writing(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a batch has shown. Tensors stay on the device."""
+    """What a batch has shown: tensors on the device, plain values once all are gathered."""
 
     number: int
     """Of the batch among all."""
-    loss: Tensor | None = None
-    each: Tensor | None = None
+    loss: Any = None
+    each: Any = None
     """[N]: the loss of each example, summed over its targets."""
-    of_documents: Tensor | None = None
+    of_documents: Any = None
     """Sum over the documents of the mean loss of each, where tokens are scored."""
-    labels: Tensor | None = None
-    answers: Tensor | None = None
+    labels: Any = None
+    answers: Any = None
     predictions: list[str] | None = None
     references: list[str] | None = None
-    figures: Tensor | None = None
+    figures: Any = None
     """[2, F] of an objective of units: see `Forward.unit_loss`."""
 
 
@@ -128,20 +129,18 @@ def evaluate(
                 raise RunInterruptedError("stopped while evaluating")
         return found
 
+    of, step = forward.of, None
     try:
         with ranks.all_or_none():
-            micro_batches, measure = forward.split(tokens, examples, micro_batch_tokens), _measure
-            if forward.of.loss is not None:
+            micro_batches = forward.split(tokens, examples, micro_batch_tokens)
+            if of.loss is not None:
                 step = forward.of_step(tokens, examples)
-                if forward.of.is_mismatched:
-                    found = go_through(micro_batches, _measure_mismatched)
-                    if ranks.n > 1:
-                        found = _of_all(ranks, found, forward.numerics.device)
-                    ratio = _total([each.loss for each in found]) / len(examples)
-                    step = step._replace(baseline=max(0.0, ratio))
-                measure = functools.partial(_measure_units, step=step)
-            found = go_through(micro_batches, measure)
-            if writing is not None and forward.of.is_pair:
+            if step is not None and of.is_mismatched:
+                ratios = _of_all(ranks, go_through(micro_batches, _measure_mismatched))
+                ratio = sum(one.loss for one in ratios) / len(examples)
+                step = step._replace(baseline=max(0.0, ratio))
+            found = go_through(micro_batches, functools.partial(_measure, step=step))
+            if writing is not None and of.is_pair:
                 like_lengths = forward.split_to_write(
                     tokens, examples, micro_batch_tokens, writing.max_new_tokens
                 )
@@ -151,109 +150,88 @@ def evaluate(
                 found += go_through(like_lengths, write)
     finally:
         model.train(was_training)
-    if ranks.n > 1:
-        found = _of_all(ranks, found, forward.numerics.device)
-    total = _total([each.loss for each in found])  # the device is waited for here, at the end
-    document_loss = _total([each.of_documents for each in found]) / max(1, len(examples))
-    mean = total / max(1, tokens.n_targets(examples))
+    found = _of_all(ranks, found)
+    mean = sum(one.loss or 0.0 for one in found) / max(1, tokens.n_targets(examples))
     if not np.isfinite(mean):  # what such scores choose means nothing
         return {"loss": None, "n_examples": len(examples)}
     metrics: Metrics = {"loss": mean, "n_examples": len(examples)}
-    if forward.of.loss is None:
-        order = np.argsort(np.concatenate(micro_batches), kind="stable")
-        losses = _fetched([one.each for one in found])[order].astype(float)
-        weights = _weights(forward, tokens, np.sort(examples))
+    order = np.argsort(np.concatenate(micro_batches), kind="stable")
+    weights = _weights(forward, tokens, np.sort(examples))
+    if step is None:
+        losses = _joined([one.each for one in found])[order]
         metrics["loss_stderr"] = stderr_of_mean(losses, weights)
         if each is not None:
             each["loss"] = losses.tolist(), weights.tolist()
-    if forward.of.figures:
-        return metrics | _means(forward.of.figures, [each.figures for each in found])
-    labels, answers = (
-        _fetched([each.labels for each in found]),
-        _fetched([each.answers for each in found]),
-    )
+    if of.figures:
+        sums = np.sum([one.figures for one in found], axis=0).T.tolist()
+        named = zip(of.figures, sums, strict=True)
+        return metrics | {name: value / count for name, (value, count) in named if count}
+    labels, answers = (_joined([getattr(one, name) for one in found]) for name in SCORED)
     n_each = tokens.target_lengths[np.concatenate(micro_batches)]
-    if each is not None and "accuracy" in forward.of.metrics and len(answers):
+    if each is not None and "accuracy" in of.metrics and len(answers):
         are_right = labels == answers
         hits = are_right.reshape(len(are_right), -1).all(1).astype(float)
-        if forward.of.scores_words:
+        if of.scores_words:
             hits = np.add.reduceat(hits, np.cumsum(n_each) - n_each)
         each["accuracy"] = hits[order].tolist(), weights.tolist()
-    predictions = [text for one in found for text in one.predictions or ()]
-    references = [text for one in found for text in one.references or ()]
     of_task = Evaluated(
         mean,
-        document_loss,
+        sum(one.of_documents or 0.0 for one in found) / max(1, len(examples)),
         labels,
         answers,
         tokens.label_names,
-        predictions,
-        references,
+        [text for one in found for text in one.predictions or ()],
+        [text for one in found for text in one.references or ()],
         n_each,
     )
-    return metrics | forward.of.judge(of_task)
+    return metrics | of.judge(of_task)
 
 
 def _measure(
-    forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], number: int
+    forward: Forward,
+    tokens: TokenSet,
+    micro_batch: NDArray[np.int64],
+    number: int,
+    step: OfStep | None,
 ) -> Found:
     """One batch through the model."""
     task = forward.of
     batch = forward.to_device(forward.collate(tokens, micro_batch))
-    if task.labels is not None:
-        loss, scores = forward.loss_and_scores(batch)
-        labels, of_one = batch["labels"], task.labels.loss
-        if task.scores_words:
-            is_labelled = labels != IGNORED
-            labels, scores = labels[is_labelled], scores[is_labelled]
-        each = torch.vmap(lambda row, label: of_one(row[None], label[None], 0.0))(scores, labels)
-        if task.scores_words:
-            n_words = torch.from_numpy(target_lengths_of(tokens, micro_batch)).to(each.device)
-            owners = torch.arange(len(n_words), device=each.device).repeat_interleave(n_words)
-            each = each.new_zeros(len(n_words)).index_add(0, owners, each)
-        answers = task.labels.answers(scores)
-        return Found(number, loss.double(), each, labels=labels, answers=answers)
-    loss, log_probs = forward.loss_and_log_probs(batch)
-    n_each = torch.from_numpy(target_lengths_of(tokens, micro_batch)).to(
-        log_probs.device, non_blocking=True
-    )
-    of_documents = -(log_probs / n_each).double().sum()
-    return Found(number, loss.double(), -log_probs, of_documents)
+    if step is not None:
+        loss, figures = forward.unit_loss(batch, step)
+        return Found(number, loss.double(), figures=figures)
+    n_targets = torch.from_numpy(target_lengths_of(tokens, micro_batch))
+    if task.labels is None:
+        loss, log_probs = forward.loss_and_log_probs(batch)
+        n_targets = n_targets.to(log_probs.device, non_blocking=True)
+        of_documents = -(log_probs / n_targets).double().sum()
+        return Found(number, loss.double(), -log_probs, of_documents)
+    loss, scores = forward.loss_and_scores(batch)
+    labels, of_one = batch["labels"], task.labels.loss
+    if task.scores_words:
+        is_labelled = labels != IGNORED
+        labels, scores = labels[is_labelled], scores[is_labelled]
+    each = torch.vmap(lambda row, label: of_one(row[None], label[None], 0.0))(scores, labels)
+    if task.scores_words:
+        n_targets = n_targets.to(each.device)
+        owners = torch.arange(len(n_targets), device=each.device).repeat_interleave(n_targets)
+        each = each.new_zeros(len(n_targets)).index_add(0, owners, each)
+    return Found(number, loss.double(), each, labels=labels, answers=task.labels.answers(scores))
 
 
 def _weights(
     forward: Forward, tokens: TokenSet, examples: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """[n]: how many targets of each example the loss is the mean over."""
-    if forward.of.labels is not None and not forward.of.scores_words:
+    if forward.of.counts_units:
         return np.ones(len(examples))
     return target_lengths_of(tokens, examples).astype(float)
-
-
-def _measure_units(
-    forward: Forward,
-    tokens: TokenSet,
-    micro_batch: NDArray[np.int64],
-    number: int,
-    step: OfStep,
-) -> Found:
-    """One batch of units through the model."""
-    batch = forward.to_device(forward.collate(tokens, micro_batch))
-    loss, figures = forward.unit_loss(batch, step)
-    return Found(number, loss.double(), figures=figures)
 
 
 def _measure_mismatched(
     forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], number: int
 ) -> Found:
     return Found(number, forward.mismatched_ratio(tokens, micro_batch))
-
-
-def _means(names: tuple[str, ...], parts: list[Tensor | None]) -> Metrics:
-    """The means of the objective's figures; without those that count nothing."""
-    total = torch.stack([part for part in parts if part is not None]).sum(0)
-    found = zip(names, *total.tolist(), strict=True)
-    return {name: value / count for name, value, count in found if count}
 
 
 def write_texts(
@@ -307,40 +285,16 @@ def _read(
     return torch.cat([forward.source_states(forward.collate(tokens, part)) for part in parts])
 
 
-def _of_all(ranks: Ranks, found: list[Found], device: torch.device) -> list[Found]:
-    """What all ranks have found, in the order that one alone has."""
+def _of_all(ranks: Ranks, found: list[Found]) -> list[Found]:
+    """What all ranks have found, on the host, in the order that one alone has."""
     own = [[each.tolist() if isinstance(each, Tensor) else each for each in one] for one in found]
-    of_all = sorted(
-        (row for of_rank in ranks.gather(own) for row in of_rank), key=lambda row: row[0]
-    )
-    dtypes = {
-        **dict.fromkeys(("loss", "each", "of_documents", "figures"), torch.float64),
-        **dict.fromkeys(("labels", "answers")),
-    }
-
-    def tensor(name: str, value: Any) -> Any:
-        as_it_is = name not in dtypes or value is None
-        return value if as_it_is else torch.tensor(value, dtype=dtypes[name], device=device)
-
-    return [
-        Found(*(tensor(name, value) for name, value in zip(Found._fields, row, strict=True)))
-        for row in of_all
-    ]
+    of_all = [Found(*row) for of_rank in ranks.gather(own) for row in of_rank]
+    return sorted(of_all, key=lambda one: one.number)
 
 
-def _total(parts: list[Tensor | None]) -> float:
-    """Their sum; 0 where there are none."""
-    there = [part for part in parts if part is not None]
-    return float(torch.stack(there).sum()) if there else 0.0
-
-
-def _fetched(parts: list[Tensor | None]) -> NDArray[Any]:
-    """One array on the host; a number in bf16, which numpy has not, in fp32."""
-    there = [part for part in parts if part is not None]
-    if not there:
-        return np.empty(0)
-    whole = torch.cat(there).cpu()
-    return np.asarray(whole.float().numpy() if whole.is_floating_point() else whole.numpy())
+def _joined(parts: list[Any]) -> NDArray[Any]:
+    there = [np.array(part) for part in parts if part]
+    return np.concatenate(there) if there else np.empty(0)
 
 
 # ---- of a run ----
@@ -408,7 +362,7 @@ def _measured(attempt: Attempt, each: Scores) -> Metrics:
         attempt.forward,
         held_out.tokens,
         held_out.indices,
-        writing=writing if train.predict_with_generate else None,
+        writing=writing if attempt.job.writes_texts else None,
         should_stop=attempt.is_asked_to_leave,
         ranks=ranks,
         each=each,

@@ -59,7 +59,7 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         spans={name: round(seconds, 4) for name, seconds in spans.items()},
         n_eval_examples=0 if attempt.eval_examples is None else len(attempt.eval_examples),
         n_eval_padded_tokens=attempt.n_evaluated_tokens,
-        has_generated=attempt.spec.objective.is_pair and job.train.predict_with_generate,
+        has_generated=job.writes_texts,
         save_s=spans.get("checkpoint", 0.0),
         export_s=spans.get("export", 0.0),
         start_up_s=spans.get("start_up", 0.0),

@@ -20,27 +20,13 @@ from farthing.events import Emit, Note
 from farthing.model.hardware import Numerics
 from farthing.model.precision import precision_of
 from farthing.models.weights import begins_from_base
-from farthing.objectives.registry import objective_of
-from farthing.planner.optimizers import BF16_WEIGHTS
+from farthing.planner.optimizers import optimizer
 from farthing.units import plural, say_bytes
 
 SHARE = 0.8
 """Of a GPU's memory that weights, gradients and optimizer state may take before they are spread:
 the rest is for a step.
 """
-_STATE_BYTES = {
-    BF16_WEIGHTS: 4,
-    "adamw_8bit": 2,
-    "adamw_bnb_8bit": 2,
-    "paged_adamw_8bit": 0,
-    "paged_adamw_32bit": 0,
-    "adamw_torch_offload": 0,
-    "sgd": 0,
-    "adagrad": 4,
-    "rmsprop": 4,
-    "adafactor": 0,
-}
-_BY_BLOCKS = "8bit", "paged", "adafactor"
 
 
 def may_shard(job: Job, ranks: Ranks) -> bool:
@@ -115,7 +101,7 @@ def why_not_shard(job: Job, autocast: torch.dtype | None = None) -> tuple[str, s
             "4-bit weights lose their quantization when they are gathered",
             "use ddp, or method: lora",
         )
-    if is_full and any(word in job.train.optim for word in _BY_BLOCKS):
+    if is_full and not optimizer(job.train.optim).has_rows:
         return (
             f"the state of optim: {job.train.optim} is not by rows of the weights",
             "use adamw_torch_fused, or adamw_torch_offload, which takes no memory of the GPUs",
@@ -135,7 +121,7 @@ def why_not_shard(job: Job, autocast: torch.dtype | None = None) -> tuple[str, s
             "sums over spread gradients are equal to rounding, and where.same_bits asks for more",
             "leave where.same_bits out, or use ddp",
         )
-    if objective_of(job.task).is_pair and job.train.predict_with_generate:
+    if job.writes_texts:
         return (
             "texts of different lengths are written by ranks that have to compute alike",
             "set train.predict_with_generate: false, or use ddp",
@@ -164,11 +150,13 @@ def _way_of(job: Job, ranks: Ranks, model: Any) -> tuple[str, str]:
 
 def resident_bytes(model: Any, optim: str) -> int:
     """What weights, gradients and optimizer state take where each GPU has all of them."""
-    state = _STATE_BYTES.get(optim, 8)
-    return sum(
-        weight.nbytes + (weight.nbytes + state * weight.numel() if weight.requires_grad else 0)
-        for weight in model.parameters()
-    )
+    kept = optimizer(optim)
+    found = 0.0
+    for weight in model.parameters():
+        found += weight.nbytes
+        if weight.requires_grad:
+            found += weight.nbytes + weight.numel() * kept.state_bytes(weight.element_size())
+    return int(found)
 
 
 def _n_shards(ranks: Ranks) -> int:

@@ -31,10 +31,25 @@ from farthing.storage.files import make_private, write_text
 MOST_WAITING, PATIENCE_S = 10_000, 5.0
 PROJECT = "farthing"
 TRACKERS = "trackers"  # in the run folder: the last step that each was told
-STEP_FIGURES = (
-    *("loss", "lr", "grad_norm", "tokens_per_s", "padded_tokens_per_s", "mfu"),
-    *("utilisation_percent", "usd", "run_tokens", "usd_to_go", "s_to_go", "peak_bytes"),
-)
+METRICS_FILE = "metrics.prom"
+STEP_FIGURES = {
+    "step": ("step", "Optimizer steps taken."),
+    "n_steps": ("steps", "Optimizer steps of the whole run."),
+    "epoch": ("epoch", "Passes over the data."),
+    "loss": ("loss", "Mean training loss of the last step, a target."),
+    "grad_norm": ("grad_norm", "Norm of the gradient before clipping."),
+    "lr": ("learning_rate", "Learning rate of the last step."),
+    "tokens_per_s": ("tokens_per_second", "Tokens trained a second, without padding."),
+    "padded_tokens_per_s": ("padded_tokens_per_second", "Tokens computed a second."),
+    "mfu": ("mfu_ratio", "Share of the device's peak FLOPs."),
+    "utilisation_percent": ("gpu_utilisation_percent", "Utilisation of the GPU."),
+    "peak_bytes": ("peak_memory_bytes", "Peak memory of the device."),
+    "run_tokens": ("tokens", "Tokens trained in the whole run."),
+    "usd": ("usd", "Dollars that the run has cost."),
+    "usd_to_go": ("usd_to_go", "Dollars that the run will still cost."),
+    "s_to_go": ("seconds_to_go", "Seconds until the run ends."),
+}
+"""Of a step, by the name of the field: the name and the help in the file."""
 _EXTRAS = {"tensorboard": "track", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 Figures = dict[str, float]
 Log = Callable[[int, Figures], Any]
@@ -125,7 +140,8 @@ def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
 def figures_of(event: Event) -> tuple[str, int, Figures]:
     """("train" or "eval", step, numbers), no numbers for an event that has none."""
     if isinstance(event, StepTaken):
-        found = {name: getattr(event, name) for name in STEP_FIGURES} | dict(event.metrics)
+        found = {name: getattr(event, name) for name in STEP_FIGURES if "step" not in name}
+        found |= event.metrics
     else:
         found = event.metrics if isinstance(event, Evaluated) else {}
     prefix = "train" if isinstance(event, StepTaken) else "eval"
@@ -213,24 +229,6 @@ OPENERS = {
 
 # ---- the file ----
 
-METRICS_FILE = "metrics.prom"
-_OF_STEP = {
-    "step": ("step", "Optimizer steps taken."),
-    "n_steps": ("steps", "Optimizer steps of the whole run."),
-    "epoch": ("epoch", "Passes over the data."),
-    "loss": ("loss", "Mean training loss of the last step, a target."),
-    "grad_norm": ("grad_norm", "Norm of the gradient before clipping."),
-    "lr": ("learning_rate", "Learning rate of the last step."),
-    "tokens_per_s": ("tokens_per_second", "Tokens trained a second, without padding."),
-    "mfu": ("mfu_ratio", "Share of the device's peak FLOPs."),
-    "utilisation_percent": ("gpu_utilisation_percent", "Utilisation of the GPU."),
-    "peak_bytes": ("peak_memory_bytes", "Peak memory of the device."),
-    "run_tokens": ("tokens", "Tokens trained in the whole run."),
-    "usd": ("usd", "Dollars that the run has cost."),
-    "usd_to_go": ("usd_to_go", "Dollars that the run will still cost."),
-    "s_to_go": ("seconds_to_go", "Seconds until the run ends."),
-}
-
 
 @contextlib.contextmanager
 def metrics_file(emit: Emit, job: Job) -> Iterator[Emit]:
@@ -281,7 +279,7 @@ def metrics_text(
     }
     gauge("run_info", "What is trained.", {_labels(about): 1})
     gauge("running", "1 while an attempt trains.", {"": int(is_running)})
-    for field, (name, what) in _OF_STEP.items():
+    for field, (name, what) in STEP_FIGURES.items():
         value = getattr(step, field, None)
         if isinstance(value, int | float):
             gauge(name, what, {"": value})
