@@ -198,9 +198,7 @@ def test_texts_are_those_that_are_written_for_one_example_at_a_time(name: str) -
     tokenizer = Spelling()
     examples = np.arange(len(LENGTHS))
     with torch.no_grad():
-        found = write_texts(
-            forward, tokens, examples, 0, Writing(tokenizer, 5), micro_batch_tokens=64
-        )
+        found = write_texts(forward, tokens, examples, 0, Writing(tokenizer, 5))
     for index, text in enumerate(found.predictions or ()):
         ids, is_target = (torch.from_numpy(part.astype(np.int64)) for part in tokens.example(index))
         source = ids[is_target == 0][None]

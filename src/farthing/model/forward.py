@@ -59,7 +59,7 @@ from farthing.model.head import (
 )
 from farthing.model.last_layer import last_layer
 from farthing.model.loss import find_labelled, inner_of, logits_of, summed_loss
-from farthing.model.pairs import collate_pairs, pair_batch, source_states
+from farthing.model.pairs import collate_pairs, pair_batch
 from farthing.models.tiles import WRITES_MORE, default_tile_tokens, head_bytes
 from farthing.objectives.objective import Answers, OfStep, Settings
 from farthing.objectives.registry import objective_of
@@ -494,14 +494,6 @@ class Forward:
             scores = packed_logits(self.model, batch, self.task)
             assert self.of.labels is not None
             return self.of.labels.loss(scores, batch["labels"], label_smoothing), scores
-
-    @_whole
-    def source_states(self, arrays: Host) -> Tensor:
-        """Hidden states [S, h] of the sources of a packed micro-batch of pairs, one after
-        another.
-        """
-        with self.numerics.autocasting():
-            return source_states(self._inner, pair_batch(arrays, self.numerics.device))[0]
 
     def _hear(self, batch: Batch) -> None:
         if self.noise is not None:

@@ -144,9 +144,7 @@ def evaluate(
                 like_lengths = forward.split_to_write(
                     tokens, examples, micro_batch_tokens, writing.max_new_tokens
                 )
-                write = functools.partial(
-                    write_texts, writing=writing, micro_batch_tokens=micro_batch_tokens
-                )
+                write = functools.partial(write_texts, writing=writing)
                 found += go_through(like_lengths, write)
     finally:
         model.train(was_training)
@@ -240,7 +238,6 @@ def write_texts(
     micro_batch: NDArray[np.int64],
     number: int,
     writing: Writing,
-    micro_batch_tokens: int,
 ) -> Found:
     """What the model writes for one batch, and what it should write."""
     arrays, device = (
@@ -250,16 +247,6 @@ def write_texts(
     batch = {
         name: torch.from_numpy(arrays[name]).to(device) for name in ("input_ids", "attention_mask")
     }
-    if forward.is_packed:
-        is_source = batch["attention_mask"].bool()
-        if bool(is_source.any(1).all()):
-            from transformers.modeling_outputs import BaseModelOutput
-
-            states = _read(forward, tokens, micro_batch, micro_batch_tokens)
-            whole = states.new_zeros(*is_source.shape, states.shape[-1])
-            batch["encoder_outputs"] = BaseModelOutput(
-                last_hidden_state=whole.masked_scatter_(is_source[..., None], states)
-            )
     with forward.numerics.autocasting():
         written = forward.model.generate(
             **batch,
@@ -274,15 +261,6 @@ def write_texts(
         for each in (written, targets)
     )
     return Found(number, predictions=predictions, references=references)
-
-
-def _read(
-    forward: Forward, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int
-) -> Tensor:
-    """Hidden states [S, h] of the sources of `examples`, one after another, without padding."""
-    ends = np.cumsum(tokens.lengths[examples]) // max(1, micro_batch_tokens)
-    parts = np.split(examples, np.flatnonzero(np.diff(ends)) + 1)
-    return torch.cat([forward.source_states(forward.collate(tokens, part)) for part in parts])
 
 
 def _of_all(ranks: Ranks, found: list[Found]) -> list[Found]:

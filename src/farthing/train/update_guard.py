@@ -59,11 +59,7 @@ class UpdateGuard:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         # kernels of bitsandbytes write by address, and no counter hears of it
-        self._is_counted = (
-            isinstance(optimizer, torch.optim.SGD | torch.optim.AdamW)
-            or is_adafactor(optimizer)
-            or hasattr(optimizer, "keeps_state_on_host")
-        )
+        self._is_counted = not hasattr(optimizer, "init_state")
         self._versions: list[int] | None = None
 
     def begin(self) -> None:
