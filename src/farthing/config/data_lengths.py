@@ -452,7 +452,7 @@ def _files_sha256(folder: Path) -> str:
 
 
 def _max_length(job: Job, folder: Path | None) -> int:
-    """The longest input as `prepare.open_inputs` settles it: the job's, or what model and tokenizer
+    """The longest input as `train.resolve` settles it: the job's, or what model and tokenizer
     allow of the default.
     """
     if job.data.max_length:
