@@ -22,12 +22,24 @@ from farthing.settings import Settings
 from farthing.storage.logs import append_line
 from farthing.train.autotune import Prober, Trial, is_worth_it
 from farthing.train.run import opened_attempt
-from farthing.train.run_settings import Subject, known_settings, leave_probe
+from farthing.train.run_settings import known_settings, leave_probe
 from workshop import ESTIMATE, Heard, Watched, job_file, log_of, make_job
 
-SUBJECT = Subject(
-    "H100", "llama", 64, 4, 1000, "causal-lm", "lora", 16, "bf16", "adamw_torch", 16, 100.0, 500
-)
+SUBJECT: dict[str, Any] = {
+    "hardware": "H100",
+    "model_type": "llama",
+    "hidden": 64,
+    "n_layers": 4,
+    "vocab": 1000,
+    "task": "causal-lm",
+    "method": "lora",
+    "lora_r": 16,
+    "precision": "bf16",
+    "optim": "adamw_torch",
+    "global_batch_size": 16,
+    "mean_tokens": 100.0,
+    "longest": 500,
+}
 
 
 class Bench(Prober):
@@ -170,9 +182,9 @@ def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) ->
     path = tmp_path / "cache" / "probes.jsonl"
     assert known_settings(path, SUBJECT) is None
     leave_probe(path, SUBJECT, Settings(4096, 2, None), "then", [])
-    leave_probe(path, replace(SUBJECT, hardware="A100"), Settings(1024), "later", [])
+    leave_probe(path, {**SUBJECT, "hardware": "A100"}, Settings(1024), "later", [])
     assert known_settings(path, SUBJECT) == Settings(4096, 2, None)
-    assert known_settings(path, replace(SUBJECT, mean_tokens=115.0, longest=450)) == Settings(
+    assert known_settings(path, {**SUBJECT, "mean_tokens": 115.0, "longest": 450}) == Settings(
         4096, 2, None
     )
     for name, value in (
@@ -181,7 +193,7 @@ def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) ->
         ("method", "full"),
         ("precision", "fp32"),
     ):
-        assert known_settings(path, replace(SUBJECT, **{name: value})) is None
+        assert known_settings(path, {**SUBJECT, name: value}) is None
     leave_probe(path, SUBJECT, Settings(8192), "last", [])
     assert known_settings(path, SUBJECT) == Settings(8192)
     with open(path, "ab") as file:
@@ -264,19 +276,15 @@ def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
 def test_a_run_probes_only_where_that_pays(tmp_path: Path) -> None:
     job = make_job(tmp_path)
 
-    def pays(
-        job: Any, training_s: float | None, *, probed: bool = False, is_deterministic: bool = False
-    ) -> bool:
+    def pays(job: Any, training_s: float | None, *, probed: bool = False) -> bool:
         estimate = (
             None if training_s is None else replace(ESTIMATE, seconds={"training": training_s})
         )
-        return is_worth_it(
-            job, estimate, Settings(512, probed=probed), is_deterministic=is_deterministic
-        )
+        return is_worth_it(job, estimate, Settings(512, probed=probed))
 
     assert pays(job, 7200.0)
     assert not pays(job, 300.0)
-    assert not pays(job, 7200.0, is_deterministic=True)
+    assert not pays(make_job(tmp_path, full_determinism=True), 7200.0)
     assert not pays(job, 7200.0, probed=True)
     assert not pays(job, None)
     assert pays(make_job(tmp_path, probe=True), 300.0)

@@ -14,7 +14,7 @@ from farthing.data.packing import MicroBatchCost
 from farthing.events import Decided, Event
 from farthing.model.forward import Forward
 from farthing.settings import Settings
-from farthing.train.run_settings import Subject, leave_probe
+from farthing.train.run_settings import leave_probe
 from interrupted import LeavesAt
 from workshop import Heard, losses_of, make_job, train
 
@@ -109,7 +109,7 @@ def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path: Path) 
     shutil.copytree(tmp_path / "run", tmp_path / "alone")
     alone = make_job(tmp_path / "alone", max_steps=6, n_rows=48)
     assert train(alone).state == "finished"
-    found: list[Subject] = []
+    found: list[dict[str, Any]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "farthing.train.run_settings.known_settings",

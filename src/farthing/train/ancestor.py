@@ -18,7 +18,7 @@ from farthing.config.job import Job
 from farthing.errors import InputError, RunDamagedError
 from farthing.report.receipt import build_receipt
 from farthing.run.checkpoint import Part
-from farthing.run.folder import CHECKPOINTS, LABEL_NAMES, RUN, kept, kept_job
+from farthing.run.folder import CHECKPOINT_NAME, CHECKPOINTS, LABEL_NAMES, RUN, kept, kept_job
 from farthing.run.parts import RowsOf, contents_of, read_part
 from farthing.storage.files import DamagedFileError, read_manifest, verify_folder
 
@@ -50,7 +50,7 @@ def find_ancestor(job: Job) -> Ancestor | None:
     for folder in sorted(
         (run / CHECKPOINTS).glob("step-*")
     ):  # of two saves of a step the later one
-        match = re.fullmatch(r"step-(\d+)-(\d+)", folder.name)
+        match = CHECKPOINT_NAME.fullmatch(folder.name)
         if match:
             saves[int(match[1])] = folder
     if not saves:

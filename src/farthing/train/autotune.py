@@ -247,8 +247,6 @@ def is_worth_it(
     job: Job,
     estimate: Estimate | None,
     settings: Settings,
-    *,
-    is_deterministic: bool,
     left_s: float = float("inf"),
 ) -> bool:
     """Whether a probe at the beginning of a run is expected to save more than it takes; `left_s`
@@ -257,7 +255,7 @@ def is_worth_it(
     Only where the job leaves the micro-batch open, and a run with the same settings need not be the
     same to the bit.
     """
-    if estimate is None or settings.probed or job.says_micro_batch or is_deterministic:
+    if estimate is None or settings.probed or job.says_micro_batch or job.train.full_determinism:
         return False
     if job.train.probe != "auto":
         return bool(job.train.probe) and left_s > 2 * PROBE_S

@@ -6,7 +6,6 @@ judge it.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
     if measured is None:
         return None
     job, spans = attempt.job, attempt.meter.spans
-    subject = asdict(subject_of(attempt.spec, attempt.train_examples))
+    subject = subject_of(attempt.spec, attempt.train_examples)
     del subject["mean_tokens"], subject["longest"]  # `lengths` say more
     lengths = from_token_set(
         attempt.train_examples.tokens, attempt.train_examples.indices, job.task, source=""

@@ -434,13 +434,7 @@ def _decide(attempt: Attempt, run_facts: Json) -> None:
     if run_facts.get("steps_per_epoch") != attempt.batches.steps_per_epoch:
         run_facts["steps_per_epoch"] = attempt.batches.steps_per_epoch
         keep(attempt.folder / RUN, run_facts)
-    pays = is_worth_it(
-        job,
-        attempt.estimate,
-        attempt.settings,
-        is_deterministic=job.train.full_determinism,
-        left_s=seconds_left(job, attempt.ledger),
-    )
+    pays = is_worth_it(job, attempt.estimate, attempt.settings, seconds_left(job, attempt.ledger))
     # over spread weights the others would have to try the same
     if attempt.progress.step == 0 and pays and not attempt.ranks.is_fsdp:
         with attempt.meter.span("probe"):

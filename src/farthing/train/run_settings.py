@@ -9,9 +9,8 @@ probe of the like has found: one line of JSON a probe, in the cache. Refuses to 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from farthing.data.lengths import from_token_set
@@ -19,6 +18,7 @@ from farthing.model.hardware import hardware_key
 from farthing.planner.estimate import Estimate
 from farthing.run.folder import SETTINGS, keep, kept, kept_as
 from farthing.settings import Settings
+from farthing.storage.files import Json
 from farthing.storage.logs import append_line, newest_lines, read_line
 from farthing.train.attempt import Attempt, Context
 from farthing.train.resolve import Examples, RunSpec
@@ -29,55 +29,36 @@ ALIKE = 0.2  # lengths that differ by less ask for the same settings
 TRIED = ("micro_batch_tokens", "checkpoint_every", "tile_tokens")
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What settings were found for."""
-
-    hardware: str
-    model_type: str
-    hidden: int
-    n_layers: int
-    vocab: int
-    task: str
-    method: str
-    lora_r: int
-    precision: str
-    optim: str
-    global_batch_size: int
-    mean_tokens: float
-    longest: int
-
-    def is_like(self, other: Subject) -> bool:
-        """Whether what was found for one holds for the other: the same but for lengths that differ
-        a little.
-        """
-        mine, its = dataclasses.asdict(self), dataclasses.asdict(other)
-        for name in ("mean_tokens", "longest"):
-            a, b = mine.pop(name), its.pop(name)
-            if abs(a - b) > ALIKE * max(a, b):
-                return False
-        return mine == its
+def is_like(one: Json, other: Json) -> bool:
+    """Whether what was found for one run holds for another: the same but for lengths that differ a
+    little.
+    """
+    if one.keys() != other.keys():
+        return False
+    lengths = ("mean_tokens", "longest")
+    are_close = all(abs(one[n] - other[n]) <= ALIKE * max(one[n], other[n]) for n in lengths)
+    return are_close and all(one[n] == other[n] for n in one if n not in lengths)
 
 
-def subject_of(spec: RunSpec, examples: Examples) -> Subject:
-    """What a probe of this run is of."""
+def subject_of(spec: RunSpec, examples: Examples) -> Json:
+    """What settings of this run are found for, or measured."""
     job, numerics, text = spec.job, spec.numerics, spec.config.get_text_config()
     lengths = from_token_set(examples.tokens, examples.indices, job.task, source="")
-    return Subject(
-        hardware=hardware_key(numerics.device),
-        model_type=spec.config.model_type,
-        hidden=text.hidden_size,
-        n_layers=text.num_hidden_layers,
-        vocab=text.vocab_size,
-        task=job.task,
-        method=job.method.name,
-        lora_r=0 if job.method.name == "full" else job.method.lora_r,
-        precision=numerics.name,
-        optim=job.train.optim,
-        global_batch_size=job.global_batch_size,
-        mean_tokens=spec.objective.n_tokens(lengths.mean, lengths.mean_target),
-        longest=lengths.longest + lengths.longest_target,
-    )
+    return {
+        "hardware": hardware_key(numerics.device),
+        "model_type": spec.config.model_type,
+        "hidden": text.hidden_size,
+        "n_layers": text.num_hidden_layers,
+        "vocab": text.vocab_size,
+        "task": job.task,
+        "method": job.method.name,
+        "lora_r": 0 if job.method.name == "full" else job.method.lora_r,
+        "precision": numerics.name,
+        "optim": job.train.optim,
+        "global_batch_size": job.global_batch_size,
+        "mean_tokens": spec.objective.n_tokens(lengths.mean, lengths.mean_target),
+        "longest": lengths.longest + lengths.longest_target,
+    }
 
 
 def tried(settings: Settings) -> dict[str, int | None]:
@@ -87,38 +68,28 @@ def tried(settings: Settings) -> dict[str, int | None]:
 
 def leave_probe(
     path: Path,
-    subject: Subject,
+    subject: Json,
     settings: Settings,
     when: str,
     trials: Sequence[Mapping[str, object]],
 ) -> None:
     """Add what a probe has found. Raises `OSError`."""
-    row = {
-        "when": when,
-        "subject": dataclasses.asdict(subject),
-        "settings": tried(settings),
-        "trials": trials,
-    }
+    row = {"when": when, "subject": subject, "settings": tried(settings), "trials": trials}
     append_line(path, row)
 
 
-def known_settings(path: Path, subject: Subject) -> Settings | None:
+def known_settings(path: Path, subject: Json) -> Settings | None:
     """The newest settings that were found for the like of `subject`; lines that are torn or foreign
     are passed over.
     """
     for line in reversed(newest_lines(path, _MOST_BYTES)):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             row = read_line(line) or {}
-            if Subject(**row["subject"]).is_like(subject):
-                return _checked(Settings.from_json(row["settings"]))
+            if is_like(row["subject"], subject):
+                found = Settings.from_json(row["settings"])
+                # else it is no probe's
+                return found if found.micro_batch_tokens >= 1 and found.tile_tokens != 0 else None
     return None
-
-
-def _checked(settings: Settings) -> Settings:
-    """Refuses what no probe writes. Raises `ValueError`."""
-    if settings.micro_batch_tokens < 1 or settings.tile_tokens == 0:
-        raise ValueError("not found by a probe")
-    return settings
 
 
 def first_settings(
