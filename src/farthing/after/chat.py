@@ -69,7 +69,7 @@ class Speaker:
     @property
     def classes(self) -> bool:
         """Whether it answers with a class."""
-        return self.task.labels is not None
+        return not self.task.scores_tokens
 
     @property
     def says_a_number(self) -> bool:
@@ -190,7 +190,7 @@ def trained_on_chats(job: Json) -> bool:
         )
         rows = [row.value for row in itertools.islice(source.rows(), 16) if isinstance(row, Row)]
         columns: set[str] = set().union(*rows)
-        if objective_of(job["task"]).loss is not None:
+        if objective_of(job["task"]).learns_units:
             values = [value for row in rows for value in row.values()]
             is_asked = "instruction" in columns or "system" in columns
             return is_asked or any(isinstance(value, list | dict) for value in values)

@@ -93,7 +93,7 @@ def _scores(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     if not of.is_pair:
         given.pop("labels")
     logits = model(**given).logits[0].double().cpu()
-    if of.labels is not None and not of.scores_words:
+    if not (of.scores_tokens or of.scores_words):
         return logits[None]
     wanted = labels[0] >= 0
     return logits[:-1][wanted[1:]] if of.predicts_next else logits[wanted]

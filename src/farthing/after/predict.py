@@ -84,7 +84,7 @@ class Predictor:
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
         self.summary = Predicted()
         task, tokenizer, data = self.speaker.task, self.speaker.tokenizer, self.job.data
-        self.scores_answers = task.loss is not None and task.labels is not None
+        self.scores_answers = task.learns_units and not task.scores_tokens
         """Whether a row's answer is scored, not made."""
         task = objective_of(task.asked_as) if task.asked_as else task
         source, target = set_languages(tokenizer, task.name, data.source_lang, data.target_lang)

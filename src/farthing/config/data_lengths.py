@@ -137,7 +137,7 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
         found = replace(
             from_token_set(of, indices, job.task, source=words), notes=notes_of(of.facts)
         )
-        if objective_of(job.task).labels is not None:
+        if not objective_of(job.task).scores_tokens:
             found = replace(found, n_labels=max(1, len(of.label_names)))
         return found if is_exact else replace(found, is_exact=False)
 

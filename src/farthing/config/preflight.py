@@ -219,7 +219,7 @@ def _look_at_values(
     understood, reason, objective = reader.understood, "", objective_of(task)
     if understood is None or understood.format in RENDERED:
         return  # what chats mean is not known without the tokenizer ...
-    if objective.labels is not None or objective.loss is not None:
+    if objective.learns_units or not objective.scores_tokens:
         return  # ... nor labels without the other rows; answers are texts or chats
     for row in itertools.chain(first, _rows_behind(source, len(first))):
         if isinstance(row, Row):

@@ -96,7 +96,7 @@ def foreign_kind(
     if named is not None:
         to_do = f"{_objectives(is_pair=True)}; {_how_to_keep_the_preferred(row)}"
         return named if named.to_do else named._replace(to_do=to_do)
-    if objective_of(task).loss is not None:
+    if objective_of(task).learns_units:
         return _in_turns(row)
     if not objective_of(task).scores_tokens:
         return None
@@ -108,7 +108,7 @@ def _by_columns(columns: tuple[str, ...], task: str) -> Foreign | None:
     media = next((name for name in columns if _MEDIA.match(name)), None)
     if media is not None:
         return _media(f"column `{media}`", media)
-    if objective_of(task).loss is not None or not objective_of(task).scores_tokens:
+    if objective_of(task).learns_units or not objective_of(task).scores_tokens:
         return None
     pair = [name for name in columns if _PREFERENCE.search(name)]
     if not pair:

@@ -94,7 +94,7 @@ class SourceReader:
     def _convert(self) -> Callable[[RowValue], Text]:
         assert self.understood is not None
         recipe, (name, columns, _) = self._recipe, self.understood
-        if objective_of(recipe.task).loss is not None:
+        if objective_of(recipe.task).learns_units:
             of_answers = name, columns, recipe.task, self._tokenizer
             return preference.converter(*of_answers, on=recipe.date, shown=self.shown)
         given = (name, columns, recipe.label_map, self._tokenizer, recipe.task)

@@ -155,7 +155,7 @@ def _task_of(rows: list[Row], recipe: Recipe) -> str:
             name, own, _ = recognise(columns, task.name, recipe.columns, "")
         except DataError:
             continue
-        if task.labels is None:
+        if task.scores_tokens:
             return task.name
         if "text" not in columns or {"label", "labels", "score"} & columns:
             convert = converter(name, own, {}, None, task.name)

@@ -253,7 +253,7 @@ def _base_of(job: Json, tuned: Json, dtype: torch.dtype, trust_remote_code: bool
         job["task"],
         dtype=dtype,
         seed=job["train"]["seed"],
-        label_names=() if objective_of(job["task"]).labels is None else _label_names(tuned),
+        label_names=() if objective_of(job["task"]).scores_tokens else _label_names(tuned),
         pad_id=(tuned.get("text_config") or tuned).get("pad_token_id"),
         n_words=(
             (tuned.get("text_config") or tuned).get("vocab_size")

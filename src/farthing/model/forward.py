@@ -166,7 +166,7 @@ class Forward:
         ascending, that saves nearly as much as the largest; 0 where sharing does not pay).
         """
         self.shares = False
-        if self.of.loss or self.of.scores_words or not self.is_packed or self.noise:
+        if self.of.learns_units or self.of.scores_words or not self.is_packed or self.noise:
             return 0.0, 0
         if can_share(self.model, self.task):
             return 0.0, 0
@@ -314,7 +314,7 @@ class Forward:
 
     def collate(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Host:
         """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""
-        if self.of.loss is not None:
+        if self.of.learns_units:
             arrays = self._collate_units(tokens, examples, units.sequences_of(tokens, examples), 0)
         elif self.shares:
             arrays = collate_shared(tokens, examples, self.task, self._first_position)
@@ -324,7 +324,7 @@ class Forward:
             arrays = collate_packed(tokens, examples, self.task, self._first_position)
         else:
             arrays = collate(tokens, examples, self.task, self.pad_id)
-        if self.of.loss is None and self.of.scores_tokens:
+        if self.of.scores_tokens and not self.of.learns_units:
             labelled = find_labelled(
                 torch.from_numpy(arrays["labels"]), predicts_next=self.of.predicts_next
             )
@@ -338,6 +338,11 @@ class Forward:
         """Arrays of the mismatched sequences of these examples: see `units.mismatched`."""
         found = units.mismatched(tokens, examples)
         return self._pinned(self._collate_units(tokens, examples, found, tokens.n_sequences))
+
+    def collate_scored(self, tokens: TokenSet, examples: NDArray[np.int64]) -> list[Host]:
+        """Arrays of all sequences that the reference scores, those of mismatched ones last."""
+        more = [self.collate_mismatched(tokens, examples)] if self.of.is_mismatched else []
+        return [self.collate(tokens, examples), *more]
 
     def _collate_units(
         self, tokens: TokenSet, examples: NDArray[np.int64], found: units.Sequences, first: int
@@ -451,7 +456,7 @@ class Forward:
         assert self.of.loss is not None
         scores = log_probs = None
         k = self.of.n_sequences
-        if self.of.labels is None:
+        if self.of.scores_tokens:
             log_probs = self.log_probs(batch).reshape(-1, k)
         else:
             scores = self._scores(batch).float().reshape(-1, k)
@@ -509,10 +514,10 @@ class Forward:
         Where the head is not known, or small, it is the loss itself. The last layer is that of a
         batch with labels everywhere.
         """
-        if self.head is None and self.of.loss is None:
+        if self.head is None and not self.of.learns_units:
             return self.loss(batch)
         if self.head is None:
-            scored = self.of.labels is None
+            scored = self.of.scores_tokens
             return (self.log_probs(batch) if scored else self._scores(batch).float()).sum()
         self._hear(batch)
         with self.numerics.autocasting():

@@ -282,6 +282,11 @@ class Objective(NamedTuple):
         return self.labels is not None and self.labels.per_word
 
     @property
+    def learns_units(self) -> bool:
+        """Whether it has a loss of its own, of whole units."""
+        return self.loss is not None
+
+    @property
     def counts_units(self) -> bool:
         """Whether the loss of a step is divided by its examples; else by its target tokens."""
         return self.loss is not None or (self.labels is not None and not self.scores_words)

@@ -372,7 +372,7 @@ def _lengths(
     target = mean_tokens / 4 if objective_of(job.task).is_pair else None
     longest = max(job.max_length, int(mean_tokens) + 1)
     found = from_mean(n_examples, mean_tokens, longest, mean_target=target)
-    if objective_of(job.task).labels is None:
+    if objective_of(job.task).scores_tokens:
         return found, None
     try:  # the head has an output for each class
         return replace(found, n_labels=read_lengths(job, cache_dir=cache_dir)[0].n_labels), None

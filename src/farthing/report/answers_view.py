@@ -26,7 +26,7 @@ def answers_of(
 ) -> OfAnswers | None:
     """None of a run without such figures. `n_tokens` with every prompt, `n_computed` of them."""
     objective = find_objective(str((job or {}).get("task", "")))
-    if objective is None or objective.loss is None or job is None:
+    if objective is None or not objective.learns_units or job is None:
         return None
     compute_s, compute_usd = spans.get("compute", 0.0), usd_of.get("compute", 0.0)
     shared = 0.0

@@ -129,7 +129,7 @@ def _how_to_load(receipt: Receipt, base: str) -> list[str]:
     name = task.auto_class
     lines = ["", "## Use", "", "In this folder, with `peft` installed:", "", "```python"]
     has_classes, is_scaled = (
-        task.labels is not None,
+        not task.scores_tokens,
         bool((job.get("model") or {}).get("rope_scaling")),
     )
     if has_classes or is_scaled:

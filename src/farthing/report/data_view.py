@@ -85,7 +85,7 @@ def _tokens(found: Summary) -> list[str]:
         f" {tokens['median']:,.0f}, nine in ten under {tokens['nine_in_ten']:,.0f}, the longest"
         f" {tokens['longest']:,.0f} ({source})"
     ]
-    if objective_of(found.task).labels is None:
+    if objective_of(found.task).scores_tokens:
         rows.append(f"learned    {tokens['learned_share']:.0%} of the tokens")
     if found.n_too_long:
         rows.append(

@@ -98,7 +98,7 @@ def build(spec: RunSpec, context: Context, *, has_begun: bool = False) -> Attemp
     read = partial(build_model, spec, on_host=on_host, warn=context.warn)
     with contextlib.ExitStack() as stack:
         loading = None
-        if spec.objective.labels is None:  # else the head waits for the data's
+        if spec.objective.scores_tokens:  # else the head waits for the data's
             loading = stack.enter_context(meanwhile(lambda: read((), reads=reads)))
         if not ranks.is_first:  # it has tokenized, and estimated, for all
             follow(context)

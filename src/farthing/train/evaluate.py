@@ -133,7 +133,7 @@ def evaluate(
     try:
         with ranks.all_or_none():
             micro_batches = forward.split(tokens, examples, micro_batch_tokens)
-            if of.loss is not None:
+            if of.learns_units:
                 step = forward.of_step(tokens, examples)
             if step is not None and of.is_mismatched:
                 ratios = _of_all(ranks, go_through(micro_batches, _measure_mismatched))

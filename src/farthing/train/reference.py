@@ -98,9 +98,7 @@ def references_of(
         for micro_batch in mine:
             if should_stop() and not ranks.is_fsdp:
                 raise RunInterruptedError("stopped while scoring by the reference")
-            arrays = [forward.collate(tokens, micro_batch)]
-            if forward.of.is_mismatched:
-                arrays.append(forward.collate_mismatched(tokens, micro_batch))
+            arrays = forward.collate_scored(tokens, micro_batch)
             found = [forward.log_probs(forward.to_device(each)) for each in arrays]
             rows = torch.cat([each.reshape(len(micro_batch), -1) for each in found], 1)
             own |= dict(zip(micro_batch.tolist(), rows.tolist(), strict=True))
@@ -176,9 +174,8 @@ def _compare(
     folder: Path,
 ) -> None:
     """Score a few examples again. Raises `DataError` where the cache says something else."""
-    forward = attempt.forward
-    collates = [forward.collate] + [forward.collate_mismatched] * forward.of.is_mismatched
-    counts = [each(tokens, sample)[N_TARGETS].reshape(len(sample), -1) for each in collates]
+    arrays = attempt.forward.collate_scored(tokens, sample)
+    counts = [each[N_TARGETS].reshape(len(sample), -1) for each in arrays]
     n_targets = np.maximum(1, np.concatenate(counts, axis=1))
     apart = np.abs(_measured(attempt, tokens, sample) - kept) / n_targets
     most, mean = float(apart.max()), float(apart.mean())
@@ -201,7 +198,7 @@ def _compare(
 
 def _key(attempt: Attempt, tokens: TokenSet) -> str:
     """The name of a folder: a hash of all that the references follow from."""
-    job, identity, forward = attempt.job, attempt.spec.identity, attempt.forward
+    job, identity = attempt.job, attempt.spec.identity
     names = [MODEL_CONTENT, "model.init", "model.rope_scaling", "model.new_tokens", ANCESTOR]
     method = job.method
     adapter = method.init_lora_weights if method.name != "full" else "true"
@@ -212,7 +209,7 @@ def _key(attempt: Attempt, tokens: TokenSet) -> str:
     content |= {
         "tokens": tokens.content_sha256,
         "seed": job.train.seed if draws else None,
-        "mismatched": forward.of.is_mismatched,
+        "scored": _width(attempt.forward, tokens),
         "in_four_bits": method.name == "qlora",
         "precision": [attempt.numerics.name, attempt.numerics.device.type],
     }

@@ -80,7 +80,7 @@ class RunSpec:
         config calls padding.
         """
         text_config = self.config.get_text_config()
-        own = getattr(text_config, "pad_token_id", None) if self.objective.labels else None
+        own = None if self.objective.scores_tokens else getattr(text_config, "pad_token_id", None)
         if own is not None and 0 <= own < text_config.vocab_size:
             return int(own)
         found = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)

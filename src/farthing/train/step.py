@@ -114,7 +114,7 @@ class Step:
         self.number, self.is_agreed = number, False
         self.update_guard.begin()
         seed_everything(self.seed, number)
-        if self.forward.of.loss is None:
+        if not self.forward.of.learns_units:
             return
         examples = self.feed.batches.examples_of(number)
         self.totals = self.forward.of_step(self.feed.tokens, examples)
@@ -177,7 +177,7 @@ class Step:
                 before_s = self.meter.spans.get("compute", 0.0)
                 with self.meter.span("compute"):
                     figures: Tensor | None = None
-                    if of.loss is None:
+                    if not of.learns_units:
                         loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
                     else:
                         loss, figures = self.forward.unit_loss(batch, self.totals)

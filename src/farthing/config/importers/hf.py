@@ -18,7 +18,6 @@ from farthing.objectives.classification import CLASSIFICATION
 from farthing.objectives.registry import objective_of
 from farthing.objectives.regression import REGRESSION
 from farthing.objectives.seq2seq import SEQ2SEQ
-from farthing.objectives.token_classification import TOKEN_CLASSIFICATION
 from farthing.storage.files import Json
 
 _OF_TEXTS = (CLASSIFICATION.name, REGRESSION.name)
@@ -269,7 +268,7 @@ def _columns(values: Mapping[str, Any], out: Imported) -> None:
     source = values.get("text_column") or values.get("text_column_name")
     prefix, task = values.get("source_prefix"), out.job["task"]
     of_texts = values.get("text_column_names")
-    if task == TOKEN_CLASSIFICATION.name:
+    if objective_of(task).scores_words:
         known = {"tokens": "text_column_name", "tags": "label_column_name"}
         columns = {own: str(values[key]) for own, key in known.items() if values.get(key)}
     elif task in _OF_TEXTS:
@@ -279,12 +278,12 @@ def _columns(values: Mapping[str, Any], out: Imported) -> None:
             columns["text"] = given[0] if len(given) == 1 else glue.join(f"{{{n}}}" for n in given)
         if values.get("label_column_name"):
             columns["label"] = str(values["label_column_name"])
-    elif task == SEQ2SEQ.name:
+    elif objective_of(task).is_pair:
         if source:
             columns["input"] = f"{prefix}{{{source}}}" if prefix else str(source)
         if values.get("summary_column"):
             columns["target"] = str(values["summary_column"])
-    elif source and source != "text" and objective_of(task).loss is None:
+    elif source and source != "text" and not objective_of(task).learns_units:
         columns["text"] = str(source)
     columns = {name: column for name, column in columns.items() if name != column}
     for key in ("text_column", "text_column_name", "summary_column", "text_column_names"):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from farthing.objectives.registry import objective_of
 from farthing.storage.files import Json
 
 _HEADERS = {
@@ -19,11 +20,12 @@ def pair_style(name: str, task: str) -> Json | None:
     """Axolotl's formats of preferences such as `chatml.intel`, for `task`; None for others."""
     frame, _, style = name.partition(".")
     asked = "prompt" if (style, task) == ("ultra", "kto") else _ASKED.get(style)
-    if frame not in _HEADERS or asked is None or (style == "argilla" and task != "kto"):
+    is_pair = objective_of(task).n_sequences > 1
+    if frame not in _HEADERS or asked is None or (style == "argilla" and is_pair):
         return None
     header, end, gap = _HEADERS[frame]
     user = f"{header.format('user')}{{{asked}}}{end}{gap}{header.format('assistant')}"
-    answers = ("completion",) if task == "kto" else ("chosen", "rejected")
+    answers = ("chosen", "rejected") if is_pair else ("completion",)
     return {
         "prompt": [f"{header.format('system')}{{system}}{end}{gap}{user}", user],
         **{answer: f"{{{answer}}}{end}" for answer in answers},
@@ -61,7 +63,8 @@ def columns_of_fields(given: Mapping[str, Any]) -> Json:
 
 def pair_columns(given: Mapping[str, Any], task: str) -> Json:
     """The same of preferences: a format string for each part."""
-    parts = ("prompt", "completion") if task == "kto" else ("prompt", "chosen", "rejected")
+    is_pair = objective_of(task).n_sequences > 1
+    parts = ("prompt", *(("chosen", "rejected") if is_pair else ("completion",)))
     fields = {name: str(given.get(f"field_{name}") or name) for name in (*parts, "system", "label")}
     found: Json = {
         part: _own(str(given.get(f"{part}_format") or f"{{{part}}}"), fields) for part in parts
