@@ -5,25 +5,19 @@ farthing from end to end.
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import compare
 from peers import figures, hugging, judge, models, naive, ours, workloads
-from peers.assignment import IGNORED, Assignment
+from peers.assignment import Assignment
 from peers.clock import Clock
-from peers.contestant import CONTESTANTS
 from peers.race import Piece, Race
-from peers.table import draw
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
@@ -60,55 +54,6 @@ def entry(
 
 
 # ---- the workload ----
-
-
-def test_drawn_examples_have_the_lengths_of_their_law(
-    places: dict[str, tuple[Path, dict[str, Any]]],
-) -> None:
-    shape = SHAPES["causal-lm"]
-    wanted = workloads.drawn_lengths(shape, 24, np.random.Generator(np.random.PCG64(1)))
-    examples = Assignment.examples(entry(places["causal-lm"], "naive", Path("-")), "train")
-    assert examples.lengths.tolist() == np.maximum(wanted, 3).tolist()
-    assert 0.3 < examples.n_targets(list(range(24))) / examples.lengths.sum() < 0.5
-    row = examples.row(0)
-    assert row["labels"][0] == IGNORED
-    assert [label for label in row["labels"] if label != IGNORED] == row["input_ids"][
-        -examples.n_targets([0]) :
-    ]
-
-
-def test_full_length_rows_have_nothing_to_pad(tmp_path: Path) -> None:
-    shape = workloads.WORKLOADS["full"].scaled(0.02)
-    facts = workloads.prepare(tmp_path, shape, SIZE, 4, 2)[1]
-    assert facts["train"]["mean"] == facts["train"]["longest"] == shape.max_length
-
-
-def test_a_shared_prefix_is_shared(tmp_path: Path) -> None:
-    shape = workloads.WORKLOADS["shared"].scaled(0.03)
-    folder, _ = workloads.prepare(tmp_path, shape, SIZE, 4, 2)
-    rows = [
-        json.loads(line)["prompt"].split()
-        for line in (folder / "train.jsonl").read_text().splitlines()
-    ]
-    assert len({tuple(words[: shape.prefix]) for words in rows}) == 1
-    assert len({tuple(words) for words in rows}) == 4
-
-
-def test_the_top_quarter_is_the_last_of_four_layers(
-    places: dict[str, tuple[Path, dict[str, Any]]],
-) -> None:
-    of_llama = places["causal-lm"][1]["targets"]
-    assert of_llama["lora"] == sorted(
-        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
-    )
-    assert len(of_llama["lora-top"]) == 7
-    assert all(".layers.3." in name for name in of_llama["lora-top"])
-    of_t5 = places["seq2seq"][1]["targets"]
-    assert "lm_head" not in of_t5["lora"]
-    assert all(name.startswith("decoder.block.3.") for name in of_t5["lora-top"])
-    of_bert = places["classification"][1]["targets"]
-    assert "classifier" not in of_bert["lora"]
-    assert all(".layer.3." in name for name in of_bert["lora-top"])
 
 
 def test_rows_of_a_file_are_drawn_without_overlap(tmp_path: Path) -> None:
@@ -163,11 +108,6 @@ def test_a_row_counts_when_it_differs_by_less_than_seeds_do() -> None:
     assert not few.is_void
 
 
-def test_seeds_are_held_against_the_same_seed_of_the_reference() -> None:
-    reference = {0: 4.0, 1: 5.0, 2: 6.0}
-    assert judge.verdict(reference, {0: 4.1}).difference == pytest.approx(0.1)
-
-
 # ---- accounting ----
 
 
@@ -200,52 +140,6 @@ def test_tokens_are_counted_by_the_mask_that_the_model_is_given() -> None:
     for mask, useful in ((None, 10), ((documents > 0).long(), 7), (added, 7)):
         found = hugging.tokens_of({"input_ids": ids, "attention_mask": mask}, "causal-lm")
         assert (int(found[0]), found[1]) == (useful, 10)
-
-
-def test_epochs_are_told_apart() -> None:
-    assert figures.windows(12, 1, 2) == {"steady": (2, 12)}
-    assert figures.windows(12, 3, 2) == {
-        "steady": (2, 12),
-        "first epoch": (2, 4),
-        "later epochs": (4, 12),
-    }
-    assert figures.windows(1, 1, 2) == {"steady": (0, 1)}
-
-
-def test_the_clock_counts_the_cpu_of_this_process_and_of_its_children() -> None:
-    clock, began = Clock(), time.process_time()
-    clock.begin()
-    _burn(0.05)
-    clock.count(torch.tensor(3), 5)
-    clock.count(1, 5)
-    clock.step_done()
-    own_s = time.process_time() - began
-    subprocess.run(
-        [sys.executable, "-c", "import time\nwhile time.process_time() < 0.2: pass"], check=True
-    )
-    clock.step_done()
-    facts = clock.facts()
-    assert (facts["useful"], facts["computed"]) == ([4, 0], [10, 0])
-    assert 0.05 <= facts["cpu"][1] < own_s + 0.1
-    assert facts["cpu"][2] - facts["cpu"][1] >= 0.2
-
-
-def _burn(seconds: float) -> None:
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
-def test_the_peak_is_of_the_process_and_not_of_who_began_it() -> None:
-    from peers.clock import peak_bytes
-
-    code = "from peers.clock import peak_bytes; print(peak_bytes())"
-    where = {"PYTHONPATH": str(ROOT / "bench"), "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=where, capture_output=True, text=True, check=True
-    )
-    assert 0 < int(done.stdout) < 100 * 2**20 < peak_bytes()  # this process has torch
 
 
 # ---- from end to end ----
@@ -371,38 +265,6 @@ def test_a_contestant_that_fails_says_why(
     assert not list((tmp_path / "records").iterdir())  # it may be tried again
 
 
-def test_an_environment_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compare.arguments(["--contestants", "trl", "--peers-python", "nowhere"])
-    assert "no nowhere: `make peers` makes it" in capsys.readouterr().err
-
-
-def test_who_trains_causal_models_only_is_left_out_of_the_others(
-    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Race, "run", lambda *_, **__: {"failed": "not today"})
-    asked = compare.arguments(["--peers-python", sys.executable])
-    asked.contestants = list(CONTESTANTS)
-    for task, n_rows in (("causal-lm", len(CONTESTANTS)), ("classification", 4), ("seq2seq", 4)):
-        piece = Piece(*places[task], "full", "fp32", 1, 4, 1, 0.1, tmp_path)
-        assert len(compare.table_of(asked, Race(tmp_path, PEERS), piece, "short")["rows"]) == n_rows
-
-
-def test_a_record_is_of_what_was_assigned(
-    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
-    race = Race(tmp_path, Path(sys.executable))
-    one = entry(places["causal-lm"], "naive", tmp_path)
-    assert race.key(one) == race.key(replace(one, out="elsewhere"))
-    others = [
-        replace(one, seed=4),
-        replace(one, precision="bf16"),
-        replace(one, threads=2),
-        replace(one, contestant="hf"),
-    ]
-    assert len({race.key(other) for other in [one, *others]}) == 5
-
-
 # ---- ratios and targets ----
 
 
@@ -444,69 +306,6 @@ def test_targets_are_met_missed_or_not_measured() -> None:
         ]
         == "missed"
     )
-
-
-def test_the_later_epochs_count_for_the_top_quarter() -> None:
-    table = {
-        "farthing": row_of(10, **{"later epochs": 310}),
-        "trl": row_of(100, **{"later epochs": 100}),
-    }
-    words = "LoRA on the top quarter against TRL's defaults, from the second epoch"
-    assert states(table, "chat", "lora-top")[words] == "met"
-
-
-def test_each_may_use_its_best_precision() -> None:
-    tables = {
-        "fp32": {"farthing": row_of(400), "naive": row_of(100)},
-        "bf16": {"farthing": row_of(700), "naive": row_of(120)},
-    }
-    found = states(figures.best_precision(tables), "chat", "full", "best")
-    assert found == {
-        "against B0, each in its best precision": "missed",  # 700 / 120
-        "against B0 in fp32, farthing in its best": "met",  # 700 / 100
-    }
-
-
-def test_tables_are_drawn_with_rows_that_failed() -> None:
-    summary = {
-        "per_s": 1.0,
-        "device_s_per_million": 1.0,
-        "usd": 0.1,
-        "examples_per_step": 8.0,
-        "eval_loss": 4.0,
-    }
-    verdict = judge.verdict({0: 4.0, 1: 4.1, 2: 4.2}, {0: 5.0}).as_dict()
-    table = {
-        "workload": "chat",
-        "method": "full",
-        "precision": "fp32",
-        "epochs": 1,
-        "facts": {"train": {"examples": 8, "mean": 5.0, "longest": 9}, "parameters": 1000},
-        "rows": {
-            "farthing": row_of(200, **summary, verdict=verdict, settings={}),
-            "trl": {"failed": "first\nlast words"},
-            "naive": row_of(
-                100, **summary, verdict=judge.Verdict("reference").as_dict(), settings={}
-            ),
-        },
-        "targets": [],
-    }
-    table["rows"]["farthing"]["void"] = True
-    text = draw(table)
-    assert re.search(r"B0 naive loop .* 2\.00 ", text)
-    assert "failed: last words" in text
-    assert "VOID: higher (+1.0000, spread 0.2000)" in text
-
-
-def test_keys_of_the_job_are_values() -> None:
-    assert compare.keys_of(
-        ["train.probe=false", "train.micro_batch_tokens=512", "where.device=cpu"]
-    ) == {
-        "train.probe": False,
-        "train.micro_batch_tokens": 512,
-        "where.device": "cpu",
-    }
-    assert compare.keys_of(["trl.rows=2", "trl-tuned.rows=1"], "trl.") == {"rows": 2}
 
 
 # ---- the peers ----

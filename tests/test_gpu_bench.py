@@ -4,7 +4,6 @@ at toy sizes.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,8 +19,8 @@ import torch
 import gpu
 from farthing.models.shapes import read_shape
 from farthing.train.optim import state_bytes
-from on_gpu import flash, others, table, verdict, work
-from on_gpu.work import FULL, LABELLED, SHAPES, SMALL
+from on_gpu import flash, table, verdict, work
+from on_gpu.work import LABELLED, SHAPES, SMALL
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
@@ -41,17 +40,6 @@ def test_the_shapes_are_those_of_the_models_they_are_named_after() -> None:
         "T5": 222_903_552,
         "BERT": 109_488_392,
     }
-
-
-def test_lengths_follow_their_law_and_two_in_five_tokens_are_labelled() -> None:
-    chat, full = (work.draw_examples(lengths, 1000, FULL) for lengths in ("chat", "full"))
-    assert 550 < chat.lengths.mean() < 700
-    assert chat.lengths.max() == 2048
-    assert set(full.lengths.tolist()) == {2048}
-    for drawn in (chat, full):
-        assert drawn.is_target.mean() == pytest.approx(LABELLED, abs=0.01)
-        assert drawn.is_target[drawn.offsets[1:] - 1].all()
-        assert 3 <= drawn.ids.min() <= drawn.ids.max() < 1000
 
 
 def test_flops_are_two_thirds_for_adapters_and_fewer_where_less_is_labelled() -> None:
@@ -84,43 +72,6 @@ def test_everyone_takes_the_examples_that_farthing_draws(tmp_path: Path) -> None
         take_step(run)
         settle(run)
         assert run.progress.n_tokens == drawn.lengths[order[0]].sum()
-
-
-def test_what_would_end_too_late_is_not_begun_and_is_put_on_record(tmp_path: Path) -> None:
-    rows = gpu.Rows(tmp_path / "rows.jsonl", say=False)
-    budget = gpu.Budget(time.time() + 3000.0, rows)
-    assert budget.has_time("farthing 1B lora chat")
-    budget._began = "farthing", time.time() - 6000  # it took longer than what is left
-    assert not budget.has_time("farthing 1B full chat")
-    assert budget.has_time("attention, varlen: variant of 1B lora")
-    assert [row["what"] for row in table.read_rows(tmp_path / "rows.jsonl")] == [
-        "farthing 1B full chat"
-    ]
-
-
-def test_what_targets_hang_on_comes_first_and_every_pair_is_there_once() -> None:
-    groups = [(group["who"], group["shape"]) for group in gpu.groups_of(gpu.arguments(["out"]))]
-    assert groups[:2] == [("farthing", "1B"), ("farthing", "8B")]
-    assert len(set(groups)) == len(groups)
-    expected = {(who, shape) for who in gpu.WHO[:-1] for shape in SHAPES}
-    expected -= {(who, shape) for who in gpu.CAUSAL_ONLY for shape in work.TASKS}
-    assert set(groups) == expected | {("variants", "1B")}
-    assert [
-        group["who"] for group in gpu.groups_of(gpu.arguments(["out", "--who", "variants"]))
-    ] == ["variants"]
-
-
-def test_settings_of_others_without_checkpointing_are_tried_first() -> None:
-    for who in ("hf-tuned", "trl-tuned"):
-        found = list(others.candidates(who, 32))
-        assert [settings["checkpointing"] for settings in found] == [False, False, True, True]
-    assert [settings["micro_batch"] for settings in others.candidates("hf-tuned", 10)] == [
-        10,
-        2,
-        10,
-        2,
-    ]
-    assert [settings["checkpointing"] for settings in others.candidates("hf", 32)] == [False, True]
 
 
 @pytest.mark.parametrize("shape", ["T5", "BERT"])
@@ -226,28 +177,6 @@ FACTS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_table_has_ratios_utilisation_and_dollars() -> None:
-    of_trl = {**row("trl-tuned", 1.0), "failed": "trl not installed"}
-    drawn = table.draw_speed(
-        [*FACTS, row("farthing", 100_000.0), row("hf-tuned", 40_000.0), of_trl], 3.6
-    )
-    lines = [line.split() for line in drawn.splitlines()]
-    assert lines[1][3:] == [
-        "farthing",
-        "100,000",
-        "1.00",
-        "50.6%",
-        "63.3%",
-        "20.0",
-        "97",
-        "-",
-        "100.0%",
-        "0.0100",
-    ]
-    assert lines[2][4:6] == ["40,000", "2.50"]
-    assert "trl not installed" in " ".join(lines[3])
-
-
 def test_promises_stand_beside_what_happened_with_the_median_error() -> None:
     gib = 1 << 30
     memory = {
@@ -325,12 +254,6 @@ def test_every_target_has_a_line_that_says_what_was_measured_and_whether_it_is_m
     assert "NOT MET" in drawn
 
 
-def test_a_table_that_fails_leaves_the_others() -> None:
-    drawn = table.draw([*FACTS, {"kind": "row", "who": "farthing"}, row("trl-tuned", 1.0)], 3.0)
-    assert "could not be drawn: KeyError" in drawn
-    assert "Left out\n\n  nothing" in drawn
-
-
 def test_kills_are_counted_by_the_lines_of_runs_that_were_stopped_too() -> None:
     lines = [
         f"seed {seed}: causal-lm, full; killed in save (3), start (0), between (1), save (9);"
@@ -348,13 +271,6 @@ def test_kills_are_counted_by_the_lines_of_runs_that_were_stopped_too() -> None:
     assert verdict.of_kills([off], is_exact=False).is_met is None
 
 
-def test_a_torn_line_and_rows_without_promises_are_no_trouble(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row("farthing", 1.0)) + '\n{"kind": "ro')
-    assert len(table.read_rows(path)) == 1
-    assert "no row of farthing had a promise" in table.draw([*FACTS, *table.read_rows(path)], 3.0)
-
-
 # ---- the whole program ----
 
 
@@ -363,13 +279,6 @@ def call(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable, **more}
     command = ["bash", str(ROOT / "bench" / "gpu.sh"), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-
-
-def test_wrong_words_get_the_usage() -> None:
-    for words in ([], ["fast"], ["quick", "out"], ["right", "--minutes"]):
-        done = call(*words)
-        assert done.returncode == 2
-        assert "bench/gpu.sh right OUT" in done.stderr
 
 
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -423,14 +332,6 @@ def test_a_part_that_fails_does_not_keep_the_others_from_running(
     assert "every part ran" not in done.stdout
 
 
-@pytest.mark.slow
-def test_what_has_no_time_is_said_at_the_end(tmp_path: Path) -> None:
-    done = call("right", str(tmp_path), "--minutes", "0")
-    assert done.returncode == 0
-    assert (tmp_path / "failed.txt").read_text().count("left out: ") == 4
-    assert "every part ran" not in done.stdout
-
-
 def test_state_of_the_optimizer_is_counted_on_a_device_with_a_number_and_without() -> None:
     model = torch.nn.Linear(100, 100, device="meta")
     optimizer = torch.optim.AdamW(model.parameters(), fused=False)
@@ -443,20 +344,6 @@ def test_state_of_the_optimizer_is_counted_on_a_device_with_a_number_and_without
         == state_bytes(optimizer, torch.device("meta"))
         == 40_000
     )
-
-
-def test_ceilings_that_fail_leave_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(_: Any) -> Any:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr("on_gpu.clocks.ceilings", failing)
-    asked = gpu.arguments([str(tmp_path), "--smoke"])
-    asked.work = tmp_path
-    gpu.prepare(asked, SMALL, gpu.Rows(tmp_path / "rows.jsonl", say=False))
-    rows = table.read_rows(tmp_path / "rows.jsonl")
-    assert [row["kind"] for row in rows[:2]] == ["left out", "facts"]
-    assert {row["kind"] for row in rows[2:]} == {"work"}
-    assert "Promised and happened" in table.draw(rows, 3.0) or "no row" in table.draw(rows, 3.0)
 
 
 @pytest.mark.slow
@@ -499,14 +386,3 @@ def test_the_bench_runs_from_end_to_end_at_toy_sizes(tmp_path: Path) -> None:
     assert not [one for one in rows if one["kind"] == "left out"]
     assert "Promised and happened" in (tmp_path / "tables.txt").read_text()
     assert np.isfinite([one["tokens_per_s"] for one in varied]).all()
-
-
-@pytest.mark.slow
-def test_the_tests_for_gpus_run_where_a_cpu_can_follow(tmp_path: Path) -> None:
-    """Their code is tried so, not a GPU: those that need one are skipped."""
-    done = call("right", str(tmp_path), "--smoke", FARTHING_GPU="rehearsal")
-    assert "failed: the quick tests" not in done.stdout, done.stdout[-3000:]
-    assert "failed: the ceilings" not in done.stdout, done.stdout[-3000:]
-    said = (tmp_path / "tests.txt").read_text()
-    assert " passed" in said
-    assert " failed" not in said
