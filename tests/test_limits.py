@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 
+import caps
 import farthing.train.loop
 import farthing.train.run
 import farthing.train.saver
@@ -33,6 +34,7 @@ from farthing.config.job import Job
 from farthing.errors import RunInterruptedError
 from farthing.events import Decided, StepTaken
 from farthing.report.receipt import build_receipt
+from farthing.run.accounts import read_ledger
 from farthing.run.exported import seal_export
 from farthing.run.folder import LEDGER, MODEL, kept
 from farthing.run.ledger import Ledger, Meter
@@ -229,7 +231,14 @@ def attempt(
     run.model, run.estimate, run.progress = torch.nn.Linear(1, 1), estimate, Progress()
     run.batches = SimpleNamespace(steps_per_epoch=7, examples_of=lambda step: [step])  # type: ignore[assignment]
     run.schedule = first_schedule(job, folder, ledger, run.estimate, 7)
-    run.pace = SimpleNamespace(longest_step_s=0.0, step_s=None, n_steps=0, most_tokens=0)  # type: ignore[assignment]
+    run.pace = SimpleNamespace(  # type: ignore[assignment]
+        longest_step_s=0.0,
+        longest_rest_s=0.0,
+        step_s=None,
+        n_steps=0,
+        most_tokens=0,
+        turn_done=lambda seconds: None,
+    )
     feed = SimpleNamespace(close=lambda: None, n_steps=run.n_steps)
     run.steps = SimpleNamespace(feed=feed)  # type: ignore[assignment]
     run.saving, run.clocks, run.in_flight = (
@@ -315,13 +324,13 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(
     assert state in ("limit", "finished")
     slack_s = 2.0 * (n_kills + 1)  # what the ledger had not yet written
     assert machine.alive_s <= budget_s + costs.longest_step_s + slack_s
-    ledger = Ledger(folder / LEDGER, Meter(), 0)
-    assert ledger.spent_s <= budget_s + costs.longest_step_s
-    assert ledger.spent_s == pytest.approx(machine.alive_s, abs=slack_s)
+    spent_s = sum(account.wall_s for account in read_ledger(folder / LEDGER).ordered)
+    assert spent_s <= budget_s + costs.longest_step_s
+    assert spent_s == pytest.approx(machine.alive_s, abs=slack_s)
     assert (folder / MODEL).is_dir()
     assert disk["model"] > 0
     receipt = build_receipt(folder)  # every second has a name and a price, over all attempts
-    assert receipt.wall_s == pytest.approx(ledger.spent_s, abs=0.1)
+    assert receipt.wall_s == pytest.approx(spent_s, abs=0.1)
     assert sum(span.seconds for span in receipt.spans) == pytest.approx(receipt.wall_s, rel=0.01)
     assert sum(span.usd for span in receipt.spans) == pytest.approx(
         receipt.wall_s / 3600 * 7.2, rel=0.01
@@ -348,6 +357,30 @@ def test_a_run_stops_before_the_step_that_would_pass_its_cap(
             costs.evaluation_s + costs.save_s + 1
         )
     assert disk.get("model") != 0, "what was not trained is not exported"
+
+
+@pytest.mark.parametrize("is_within", [True, False], ids=["in the step", "beside it"])
+def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too(
+    is_within: bool, tmp_path: Path
+) -> None:
+    case = caps.draw_lengths(1) | {
+        "cap_s": 20.0,
+        "step_s": 1.5,
+        "max_steps": 100,
+        "is_within": is_within,
+        "batch": 1,
+        "n_repeats": 1,
+    }
+    code = (
+        "import sys, json; sys.path[:0] = json.loads(sys.argv[1]); import caps\n"
+        "caps.draw_lengths = lambda seed: json.loads(sys.argv[2])\n"
+        "print(json.dumps(caps.measure_lengths(range(1))))"
+    )
+    words = [sys.executable, "-c", code, json.dumps(sys.path), json.dumps(case)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    (found,) = json.loads(done.stdout)["outcomes"]
+    assert (found["state"], found["over_s"] <= 0) == ("limit", True)
+    assert found["steps"] >= 5
 
 
 @pytest.mark.parametrize("cap", ["max_hours", "max_gpu_hours"])

@@ -675,19 +675,13 @@ class Launch:
             usd = say_usd(machine.usd(self._clock()))
             self._say(f"{machine.name}: {ending.why}; {usd} so far")
         if ending.leaves_offer_out:
-            self._left_out |= {
-                offer for offer in self._offers if offer.instance == machine.instance
-            }
-        elif (
-            ending.code is None or ending.code == EXIT_INTERRUPTED
-        ):  # the next one in the ranking; this one comes last
+            self._left_out |= {each for each in self._offers if each.instance == machine.instance}
+        elif ending.code in (
+            None,
+            EXIT_INTERRUPTED,
+        ):  # the next one in the ranking; this comes last
             of = machine.provider, machine.instance, machine.is_spot
-            same = [
-                offer
-                for offer in self._offers
-                if (offer.provider, offer.instance, offer.is_spot) == of
-            ]
-            self._offers = [offer for offer in self._offers if offer not in same] + same
+            self._offers.sort(key=lambda each: (each.provider, each.instance, each.is_spot) == of)
 
     def _terminate(self, machine: Machine) -> None:
         """Ask for the deletion until it is confirmed. Where machines may overlap only a while: then

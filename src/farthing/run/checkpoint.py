@@ -447,26 +447,16 @@ def _snapshot(parts: Mapping[str, Part], shared: Shared) -> tuple[dict[str, Stat
     """
     for is_last in (False, True):
         try:
-            states = {name: part.state() for name, part in parts.items()}
-            states = {
-                part: (
-                    {name: tensor for name, tensor in tensors.items() if shared.writes(name)},
-                    values,
-                )
-                for part, (tensors, values) in states.items()
-            }
-            waiting = {
-                name: {k: t for k, t in tensors.items() if can_wait(t)}
-                for name, (tensors, _) in states.items()
-            }
-            now = {
-                name: copied(({k: t for k, t in tensors.items() if k not in waiting[name]}, values))
-                for name, (tensors, values) in states.items()
-            }
-            first = next(
-                (tensor for of_part in waiting.values() for tensor in of_part.values()), None
-            )
-            return now, None if first is None else Later(waiting, CudaLane(first.device))
+            now: dict[str, State] = {}
+            waiting: dict[str, dict[str, Tensor]] = {}
+            for name, part in parts.items():
+                tensors, values = part.state()
+                own = {key: tensor for key, tensor in tensors.items() if shared.writes(key)}
+                waiting[name] = {key: tensor for key, tensor in own.items() if can_wait(tensor)}
+                at_once = {key: own[key] for key in own if key not in waiting[name]}
+                now[name] = copied((at_once, values))
+            on_device = [tensor for of_part in waiting.values() for tensor in of_part.values()]
+            return now, Later(waiting, CudaLane(on_device[0].device)) if on_device else None
         except Exception as error:
             if is_last or not is_out_of_memory(error):
                 raise

@@ -10,6 +10,8 @@ from farthing.train.attempt import Attempt
 
 # a guess of what exporting takes until it is measured: files beside the weights, and a slow disk
 EXPORT_S, WRITE_BYTES_PER_S = 0.5, 100e6
+END_S = 0.3
+"""Of the receipt, and of a process that ends."""
 MARGIN = 1.15
 """What comes next may take so many times what it took before."""
 
@@ -79,7 +81,8 @@ def _next_step_s(attempt: Attempt) -> float:
         return expected_s or 0.0
     lengths = attempt.train_examples.tokens.lengths
     n_tokens = int(lengths[attempt.batches.examples_of(at.step)].sum())
-    return pace.longest_step_s * max(1.0, n_tokens / max(1, pace.most_tokens))
+    step_s = pace.longest_step_s * max(1.0, n_tokens / max(1, pace.most_tokens))
+    return step_s + pace.longest_rest_s
 
 
 def save_s(attempt: Attempt) -> float:
@@ -97,10 +100,10 @@ def export_s(attempt: Attempt) -> float:
 
 
 def leaving_s(attempt: Attempt) -> float:
-    """Seconds of saving, exporting, and sending both to the store."""
+    """Seconds of saving, exporting, sending both to the store, and ending."""
     replica = attempt.replica
     sent_s = 0.0 if replica is None else replica.delivery_s
-    return MARGIN * (2 * save_s(attempt) + export_s(attempt) + sent_s)
+    return MARGIN * (2 * save_s(attempt) + export_s(attempt) + sent_s) + END_S
 
 
 def reserve_s(attempt: Attempt) -> float:

@@ -70,7 +70,9 @@ def loop(attempt: Attempt) -> tuple[str, str]:
                         evaluate_run(attempt)
                     else:
                         before_step(attempt, due)
+                        began_s = attempt.meter.wall_s
                         take_step(attempt)
+                        attempt.pace.turn_done(attempt.meter.wall_s - began_s)
             except RunInterruptedError:
                 ended = attempt.notice.how_it_ends()
             save_last(attempt)

@@ -37,6 +37,7 @@ class Pace:
         self.n_steps = self._tokens = self._padded = self._n_micro_batches = self._n_computed = 0
         self.most_tokens = 0
         self._seconds = self.longest_step_s = self._forward_s = self._compute_s = 0.0
+        self.longest_rest_s = self._last_s = 0.0
 
     @property
     def step_s(self) -> float | None:
@@ -57,6 +58,7 @@ class Pace:
         """
         self.n_steps += 1
         self.longest_step_s = max(seconds, self.longest_step_s * 0.98)
+        self._last_s = seconds
         self.most_tokens = max(n_tokens, self.most_tokens)
         if self.n_steps > 1:
             self._tokens, self._padded = self._tokens + n_tokens, self._padded + n_padded
@@ -69,6 +71,12 @@ class Pace:
                 self._forward_s + forward_s,
                 self._compute_s + compute_s,
             )
+
+    def turn_done(self, seconds: float) -> None:
+        """Count a turn of the loop: what a step takes beside its own seconds, as telling trackers
+        of it.
+        """
+        self.longest_rest_s = max(seconds - self._last_s, self.longest_rest_s * 0.98)
 
     def figures(self) -> dict[str, float | None]:
         """Useful and padded tokens/s, model FLOPs utilisation (None without a known peak), device
