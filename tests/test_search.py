@@ -365,6 +365,9 @@ def test_the_smaller_model_that_is_good_enough_ends_the_search(tmp_path: Path) -
     assert sorted(each["n_rows"] for each in receipt["trials"] if each["n_rows"]) == [22, 45]
     (rows,) = receipt["gains"]  # a curve of one evaluation says nothing of epochs
     assert (rows["of"], rows["more"]) == ("rows", 90)
+    assert any("90 more rows should add" in line for line in in_words(receipt))
+    of_loss = in_words({**receipt, "metric": "loss", "greater_is_better": False})
+    assert any("90 more rows should lower the loss by" in line for line in of_loss)
     assert rows["low"] <= rows["likely"] <= rows["high"] <= 1 - receipt["winner"]["score"]
 
 

@@ -38,12 +38,11 @@ def in_words(receipt: Json) -> list[str]:
         lines.append(f"{each['model']} ({say_count(each['n_parameters'])}): {said}{serves}")
     for each in receipt["gains"]:
         what = f"{each['more']:,} more rows" if each["of"] == "rows" else "another epoch"
-        scale, of = (100, "points") if metric in SHARES else (1, metric)
+        scale, of = (100, " points") if metric in SHARES else (1, f" {metric}")
+        does, of = ("add", of) if receipt["greater_is_better"] else (f"lower the {metric} by", "")
+        span = f"{scale * each['low']:.2g} to {scale * each['high']:.2g}{of}"
         basis = "" if each["of"] == "rows" else " (by the curve within this run)"
-        lines.append(
-            f"{what} should add {scale * each['low']:.2g} to {scale * each['high']:.2g} {of}"
-            f" for {say_usd(each['usd'])}{basis}"
-        )
+        lines.append(f"{what} should {does} {span} for {say_usd(each['usd'])}{basis}")
     saved = receipt["saved"]
     lines.append(
         f"saved {say_usd(saved['stopping_usd'])} by stopping trials,"
