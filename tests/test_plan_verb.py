@@ -706,9 +706,9 @@ def test_figures_that_cannot_be_are_refused_by_name(
 def test_a_gpu_that_nobody_sells_is_named_and_no_option_that_was_not_given(
     job: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, err = run(capsys, job, "--gpu", "MI300X")
+    code, _, err = run(capsys, job, "--gpu", "MI325X")
     assert code == 2
-    assert "no offer has gpu MI300X" in err
+    assert "no offer has gpu MI325X" in err
     assert "--prices FILE" in err
     assert "--provider" not in err
     code, _, err = run(capsys, job, "--gpu", "H100", "--provider", "Colab")

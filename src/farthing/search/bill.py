@@ -181,7 +181,7 @@ class Bill:
                 f"the cap of ${cap_usd:g} pays for {self.affordable or 0} trials, not {n_trials}:"
                 " the search would stop before it has a winner"
             )
-        if n_trials < factor:
+        if 1 < n_trials < factor:
             found.append(
                 f"{n_trials} trials can't be told apart by halving: fewer than the"
                 f" reduction_factor of {factor}"

@@ -85,12 +85,13 @@ def state_in_words(trial: Json) -> str:
 def bill_in_words(bill: Json) -> list[str]:
     """How a search would go, and what to know before."""
     rungs = ", ".join(
-        f"{each['trials']} for {100 * each['fraction']:.0f} % of their steps"
+        f"{plural(each['trials'], 'trial')} to {100 * each['fraction']:.0f} % of the steps"
         for each in bill["rungs"]
     )
-    settings = "" if bill["n_settings"] is None else f" of {bill['n_settings']:,} settings"
+    n, runs = bill["n_settings"], bill["full_trainings"]
+    settings = "" if n is None else f" of {plural(n, 'possible setting')}"
     return [
-        f"search: {plural(bill['trials'], 'trial')}{settings}: {rungs}; as much training as"
-        f" {bill['full_trainings']:.1f} trials in full",
+        f"search: {plural(bill['trials'], 'trial')}{settings}. {rungs}: as much training as"
+        f" {runs:.3g} full trial{'' if runs == 1 else 's'}",
         *bill["warnings"],
     ]
