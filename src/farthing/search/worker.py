@@ -156,9 +156,9 @@ def count_examples(task: Json, tell: Tell) -> Json:
 
 def identify_vocabulary(task: Json, tell: Tell) -> Json:
     """Which tokens a job's model has."""
-    from farthing.train.setup import open_inputs
+    from farthing.train.resolve import resolve
 
-    tokens = open_inputs(job_of(task["values"], task["place"]), ignore).tokenizer.get_vocab()
+    tokens = resolve(job_of(task["values"], task["place"])).tokenizer.get_vocab()
     text = json.dumps(sorted(tokens.items()))
     return {"state": "finished", "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
