@@ -155,6 +155,7 @@ def test_an_objective_of_a_package_is_rented_for_only_where_the_package_will_be(
             "output_dir": str(tmp_path),
             "output_store": "s3://bucket/run",
             "limits": {"max_usd": 2},
+            "where": {"usd_per_hour": 1.0},
         }
     )
     now = datetime(2026, 11, 22, tzinfo=UTC)
