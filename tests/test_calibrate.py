@@ -87,8 +87,9 @@ def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any)
         },
         **{"n_tokens": 10 * 16 * 50, "n_padded_tokens": 10 * 16 * 50},
         **{"lengths": {"mean": 50.0, "mean_of_squares": 3200.0, "mean_target": 50.0}},
-        **{"largest_examples": 8, "largest_tokens": 500, "start_up_s": 4.0, "load_model_s": 1.0},
-        **{"n_saves": 4, "save_s": 2.0, "data_wait_s": 0.3, "host_to_device_s": 0.2},
+        **{"largest_examples": 8, "largest_tokens": 500, "n_saves": 4},
+        **{"spans": {"start_up": 4.0, "load_model": 1.0, "checkpoint": 2.0}},
+        **{"data_wait_s": 0.3, "host_to_device_s": 0.2},
     }
     run = Measurement(**{**blank, **known, **changes})
     ran = as_run(run, case_of(shape))
@@ -176,7 +177,7 @@ def test_a_few_steps_set_no_pace() -> None:
 
 def test_only_new_processes_say_how_long_a_start_takes() -> None:
     shape = shape_of()
-    runs = [run_of(shape, 2.0, start_up_s=0.01), run_of(shape, 2.0, start_up_s=6.0)]
+    runs = [run_of(shape, 2.0, spans={"start_up": seconds}) for seconds in (0.01, 6.0)]
     assert calibrate(runs, shape).start_s == 6.0
     assert calibrate(runs[:1], shape).start_s is None
 

@@ -289,10 +289,7 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.has_generated == (family == "t5")
     assert found.n_saves == len(heard.of(Saved)) > 0
     assert found.save_bytes == heard.of(Saved)[-1].n_bytes
-    assert (found.save_s, found.export_s) == pytest.approx(
-        (found.spans["checkpoint"], found.spans["export"]), abs=1e-4
-    )
-    assert found.start_up_s > 0
+    assert all(found.spans[name] > 0 for name in ("start_up", "checkpoint", "export"))
     assert not found.was_tokenized_before
 
     assert found.before_model_bytes > 0
@@ -354,7 +351,7 @@ def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
     first, second = kept(job)
     assert (first.n_steps, second.n_steps) == (8, 17)
     assert (first.was_tokenized_before, second.was_tokenized_before) == (True, True)
-    assert first.export_s == 0 < second.export_s
+    assert first.spans.get("export", 0) == 0 < second.spans["export"]
     assert len(json.loads((Path(job.output_dir) / "measurements.json").read_text())) == 2
     train(job)  # it was finished already
     assert len(kept(job)) == 2

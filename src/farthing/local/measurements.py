@@ -71,7 +71,7 @@ class Measurement:
     first_step_s: float
 
     # the whole attempt
-    spans: dict[str, float]  # seconds by the meter's names
+    spans: dict[str, float]  # seconds by the meter's names; of saves those in which training stood
     n_evaluations: int
     n_eval_examples: int  # of one evaluation
     n_eval_padded_tokens: int
@@ -79,13 +79,7 @@ class Measurement:
     has_generated: bool  # evaluation wrote texts as well
     n_saves: int
     save_bytes: int  # of the last one
-    save_s: float  # all of them, only the time in which training stood still
-    export_s: float
-    start_up_s: float
-    tokenize_s: float
     was_tokenized_before: bool
-    load_model_s: float
-    restore_s: float
 
     # memory: what torch took on a GPU, what the whole process took on a CPU
     before_model_bytes: int

@@ -59,19 +59,20 @@ def _loss(answers: Answers, settings: KTO) -> tuple[Any, Figures]:
     weighed = settings.desirable_weight * is_good * good
     loss = (weighed + settings.undesirable_weight * (1 - is_good) * bad).sum()
     with torch.no_grad():
-        n_good, n = is_good.sum(), is_good.new_tensor(float(len(is_good)))
-        reward, length = rewards.detach(), answers.n_targets[:, 0]
+        n = is_good.new_tensor(float(len(is_good)))
+        found = {
+            "rewards": rewards.detach(),
+            "logps": answers.log_probs[:, 0].detach(),
+            "length": answers.n_targets[:, 0],
+        }
+        verdicts = {"chosen": is_good, "rejected": 1 - is_good}
         baseline = torch.as_tensor(answers.step.baseline, device=n.device).float()
         figures = {
-            "rewards/chosen": ((reward * is_good).sum(), n_good),
-            "rewards/rejected": ((reward * (1 - is_good)).sum(), n - n_good),
-            "logps/chosen": ((answers.log_probs[:, 0].detach() * is_good).sum(), n_good),
-            "logps/rejected": (
-                (answers.log_probs[:, 0].detach() * (1 - is_good)).sum(),
-                n - n_good,
-            ),
-            "length/chosen": ((length * is_good).sum(), n_good),
-            "length/rejected": ((length * (1 - is_good)).sum(), n - n_good),
+            **{
+                f"{name}/{verdict}": ((each * mask).sum(), mask.sum())
+                for name, each in found.items()
+                for verdict, mask in verdicts.items()
+            },
             "baseline": (baseline * n, n),
             "kl": (divergence(answers), n),
         }

@@ -72,11 +72,9 @@ def figures_of(answers: Answers, rewards: Any, ranked_by: Any = None) -> Figures
         }
         figures = {name: (value, n) for name, value in found.items()}
         if answers.log_probs is not None:
-            lengths = answers.n_targets
-            figures["logps/chosen"] = answers.log_probs[:, 0].detach().sum(), n
-            figures["logps/rejected"] = answers.log_probs[:, 1].detach().sum(), n
-            figures["length/chosen"] = lengths[:, 0].sum(), n
-            figures["length/rejected"] = lengths[:, 1].sum(), n
+            for place, which in enumerate(("chosen", "rejected")):
+                figures[f"logps/{which}"] = answers.log_probs[:, place].detach().sum(), n
+                figures[f"length/{which}"] = answers.n_targets[:, place].sum(), n
         if answers.reference is not None:
             figures["kl"] = divergence(answers), n * answers.log_probs.shape[1]
         return figures

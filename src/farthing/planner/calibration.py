@@ -48,7 +48,7 @@ def calibrate(
     same = [m for m in of_device if _is_same(m, case) and m.first_layer == first]
     same = [m for m in same if m.n_steps >= ENOUGH_STEPS and _is_alike(m, mean_tokens)][:N_NEWEST]
     # a process that has trained before starts in no time
-    starts = [m.start_up_s for m in matching(measurements, hardware=hardware)]
+    starts = [m.spans.get("start_up", 0.0) for m in matching(measurements, hardware=hardware)]
     starts = [seconds for seconds in starts if seconds >= LEAST_START_S][:N_NEWEST]
     start_s = statistics.median(starts) if starts else None
     if not same:
@@ -63,15 +63,17 @@ def calibrate(
     if not is_agreed:
         runs += f" ({'too few to agree' if len(same) < N_AGREE else 'they differ'})"
     evaluations = [one.evaluation for one in found if one.evaluation > 0]
+    saves = [m.spans.get("checkpoint", 0.0) / m.n_saves for m in same if m.n_saves]
+    exports = [m.spans["export"] for m in same if m.spans.get("export")]
     return Calibration(
         compute=median("compute"),
         optimizer=median("optimizer"),
         evaluation=statistics.median(evaluations or [1.0]),
         waiting_s=median("waiting_s"),
         start_s=start_s,
-        load_s=statistics.median(m.load_model_s for m in same),
-        save_s=statistics.median([m.save_s / m.n_saves for m in same if m.n_saves] or [0.1]),
-        export_s=statistics.median([m.export_s for m in same if m.export_s > 0] or [0.5]),
+        load_s=statistics.median(m.spans.get("load_model", 0.0) for m in same),
+        save_s=statistics.median(saves or [0.1]),
+        export_s=statistics.median(exports or [0.5]),
         extra_bytes=int(max(one.extra_bytes or 0 for one in found)),
         spread=SPREAD_SAME if is_agreed else NARROWEST,
         n_runs=len(same),
