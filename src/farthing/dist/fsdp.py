@@ -290,19 +290,16 @@ def _gathered(
     summed: those of a layer until the next one's are there, of a head and the embeddings to the
     end. `head_loss` sums a head's in fp32 and has no cast to make of one that was gathered in less.
     """
+    sent = how.gathers_in.itemsize if trains and how.gathers_in is not None else None
     n_of: dict[int, int] = {}
     bytes_of: dict[int, int] = {}
     seen: set[Tensor] = set(whole)
     for _, weight, owner in _owners(model, layers):
         if weight not in seen:
             seen.add(weight)
-            size = (
-                how.gathers_in.itemsize
-                if trains and how.gathers_in is not None
-                else weight.element_size()
-            )
             n_of[owner] = n_of.get(owner, 0) + weight.numel()
-            bytes_of[owner] = bytes_of.get(owner, 0) + weight.numel() * size
+            n_bytes = weight.numel() * (sent or weight.element_size())
+            bytes_of[owner] = bytes_of.get(owner, 0) + n_bytes
     root, of_layers = bytes_of.pop(-1, 0), list(bytes_of.values())
     layer, n_root = max(of_layers, default=0), n_of.pop(-1, 0)
     n_kept = 1 if how.reshard_after_forward else len(of_layers)
@@ -315,10 +312,7 @@ def _gathered(
         return found
     ends = getattr(inner_of(model), "get_output_embeddings", lambda: None)()
     n_head = ends.weight.numel() if ends is not None else 0
-    size, sums = (
-        (how.gathers_in.itemsize if how.gathers_in is not None else 4),
-        4 * max(n_of.values(), default=0),
-    )
+    size, sums = sent or 4, 4 * max(n_of.values(), default=0)
     return Gathered(
         found.loss + (4 if size == 4 else 4 - size) * n_head,
         found.backward + size * n_head + layer + sums,

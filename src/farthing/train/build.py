@@ -170,6 +170,9 @@ def assemble(
     )
     if not ranks.is_fsdp:
         kernels.compiled = _compile(job, model, kernels.liger, settings, estimate, schedule.n_steps)
+    every_s = SAVE_EVERY_S if estimate is None else estimate.interval_s
+    if job.train.save_minutes:
+        every_s = job.train.save_minutes * 60
     attempt = Attempt(
         **vars(context),
         spec=spec,
@@ -193,7 +196,7 @@ def assemble(
         pace=_pace_of(context, forward, train_examples, memory, free),
         record=Record(loaded_bytes=before_bytes),
         saving=Saving(
-            _save_every_s(job, estimate),
+            every_s,
             context.meter.wall_s,
             (0, 0, False),
             trained_bytes=trained_bytes,
@@ -354,12 +357,6 @@ def manifest_facts(context: Context, copies: Json) -> Json:
     """
     copies.update(copies_of(context.folder, copies))
     return {"farthing": farthing.__version__, **context.ledger.witness(), COPIES: dict(copies)}
-
-
-def _save_every_s(job: Job, estimate: Estimate | None) -> float:
-    if job.train.save_minutes:
-        return job.train.save_minutes * 60
-    return SAVE_EVERY_S if estimate is None else estimate.interval_s
 
 
 @contextlib.contextmanager

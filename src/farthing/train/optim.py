@@ -61,27 +61,19 @@ def make_optimizer(
     that of the others, as in peft's `create_loraplus_optimizer`. Raises `HardwareError` for an
     8-bit or paged one where bitsandbytes does not work.
     """
-    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    decayed = decayed_names(model)
-    fast = (
-        {n for n, p in trainable.items() if "lora_B" in n or p.ndim == 1}
-        if loraplus is not None
-        else set()
-    )
+    decayed, places = decayed_names(model), dict[tuple[bool, bool], list[nn.Parameter]]()
+    for n, p in model.named_parameters():
+        if p.requires_grad:
+            is_fast = loraplus is not None and ("lora_B" in n or p.ndim == 1)
+            places.setdefault((is_fast, n not in decayed), []).append(p)
     groups: list[dict[str, object]] = [
         {
-            "params": [
-                p
-                for n, p in trainable.items()
-                if (n in decayed) == is_decayed and (n in fast) == is_fast
-            ],
-            "weight_decay": weight_decay if is_decayed else 0.0,
+            "params": weights,
+            "weight_decay": 0.0 if is_undecayed else weight_decay,
             "lr_ratio": loraplus if is_fast else 1.0,
         }
-        for is_fast in (False, True)
-        for is_decayed in (True, False)
+        for (is_fast, is_undecayed), weights in sorted(places.items(), key=lambda item: item[0])
     ]
-    groups = [group for group in groups if group["params"]]
     plain = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
     if name in plain:
         return plain[name](

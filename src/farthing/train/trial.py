@@ -71,14 +71,10 @@ def _words(
         f"output_dir={folder}",
         f"data.max_train_samples={n_examples}",
         f"data.max_eval_samples={n_examples}",
-    ]
-    few += [
         f"train.max_steps={N_STEPS}",
         "train.save_steps=1",
         "train.report_to=[]",
         "train.probe=false",
-    ]
-    few += [
         f"train.global_batch_size={batch}",
         "train.gradient_accumulation_steps=null",
         "output_store=null",
