@@ -35,7 +35,7 @@ from desk import Desk, Said
 from farthing.cli import main
 from farthing.data.formats import converter
 from farthing.data.light_tokenizer import light_tokenizer
-from farthing.errors import RunChangedError, RunDamagedError
+from farthing.errors import ModelError, RunChangedError, RunDamagedError
 from farthing.objectives.columns import Unusable
 from farthing.run.checkpoint import Checkpoints
 from farthing.run.folder import keep_job, kept, kept_job
@@ -765,7 +765,6 @@ ESCAPES = [
     "{{ messages.__class__.__base__.__subclasses__()[100:] }}",
     "{{ raise_exception.__globals__['os'].system('touch \"MARKER\"') }}",
     "{{ (messages | map(attribute='__class__') | list)[0].__mro__ }}",
-    "{% for i in range(1000000000) %}x{% endfor %}",
 ]
 
 
@@ -793,6 +792,71 @@ def test_a_chat_template_does_not_get_out_of_its_sandbox(
         with pytest.raises(Unusable):
             convert(chat)
     assert not marker.exists()
+
+
+DOUBLED = (
+    "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = TWICE %}{% endfor %}"
+)
+LONG = "{% set x = 'a' * 100000 %}"
+BOMBS = {
+    "a long loop": "{% for i in range(1000000000) %}x{% endfor %}",
+    "nested loops": "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2,
+    "loops over constants": "{% for i in [1, 2, 3, 4, 5, 6, 7] %}" * 12 + "{% endfor %}" * 12,
+    "text times": "{{ 'a' * 10 ** 10 }}",
+    "list times": "{{ [1] * 10 ** 10 }}",
+    "power": "{{ 10 ** (10 ** 8) }}",
+    "products": DOUBLED.replace("START", "99999").replace("TWICE", "ns.x * ns.x"),
+    "sums": DOUBLED.replace("START", "'aaaaaaaa'").replace("TWICE", "ns.x + ns.x"),
+    "joined": DOUBLED.replace("START", "'aaaaaaaa'").replace("TWICE", "ns.x ~ ns.x"),
+    "lists of lists": DOUBLED.replace("START", "[1]").replace("TWICE", "[ns.x, ns.x]")
+    + "{{ ns.x }}",
+    "as JSON": DOUBLED.replace("START", "[1]").replace("TWICE", "[ns.x, ns.x]")
+    + "{{ ns.x | tojson }}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(90) }}",
+    "filter with a width": "{{ 'a' | center(10 ** 10) }}",
+    "method with a width": "{{ 'a'.zfill(10000000000) }}",
+    "percent": "{{ '%10000000000d' % 1 }}",
+    "percent star": "{{ '%*d' % (10000000000, 1) }}",
+    "format": "{{ '{:>10000000000}'.format(1) }}",
+    "indented JSON": "{{ [[1]] | tojson(indent=1000000000) }}",
+    "replaced": LONG + "{{ x | replace('a', x) }}",
+    "replaced by a method": LONG + "{{ x.replace('', x) }}",
+    "joined by a long text": LONG + "{{ x.join([x] * 99999) }}",
+    "many short texts": LONG + "{{ range(99999) | map('string') | join(x) }}",
+    "constant in a loop": "{% for i in range(99999) %}{{ 'x' | center(1000000) }}{% endfor %}",
+    "text in a loop": "{% for i in range(99999) %}" + "y" * 100_000 + "{% endfor %}",
+    "searched": LONG + "{% for i in range(99999) %}{{ 'ba' * 9 in x }}{% endfor %}",
+    "cut": LONG + "{% for i in range(99999) %}{{ x[1:] | length }}{% endfor %}",
+    "summed": "{{ ([[1] * 20000] * 20000) | sum(start=[]) | length }}",
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_a_chat_template_without_bounds_ends_the_job(
+    what: str, tiny_folders: dict[str, Path]
+) -> None:
+    tokenizer = light_tokenizer(tiny_folders["llama"], BOMBS[what] + "{{ messages[0].content }}")
+    with PeakMemory() as memory, pytest.raises(ModelError, match="loops or grows without bound"):
+        converter("messages", {}, {}, tokenizer, "causal-lm")
+    assert memory.n_bytes < MOST_BYTES
+
+
+@pytest.mark.parametrize("verb", ["plan", "doctor", "train"])
+def test_a_template_that_meets_its_bomb_in_the_data_ends_the_job(
+    verb: str, desk: Desk, run: Callable[..., Said]
+) -> None:
+    """The chats that farthing tries a template with are short."""
+    turns = [{"role": role, "content": "hi"} for role in ("user", "assistant") * 9]
+    desk.rows([{"messages": turns}] * 30)
+    (desk.folder / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if messages | length > 12 %}{{ 'a' * 10 ** 10 }}{% endif %}"
+    )
+    desk.set("data", chat_template="t.jinja")
+    said = run(verb=verb)
+    assert said.code == 2
+    assert "loops or grows without bound" in said.err + said.out
 
 
 def test_json_within_a_row_that_is_nested_too_deep_is_a_bad_row(tokenizers: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ Refuses templates that draw at random, and to tokenize.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from farthing.clock import today
 from farthing.data.rows import RowValue, Segments, Text
+from farthing.errors import ModelError
 from farthing.objectives.columns import Unusable
 
 # For a tokenizer without a template of its own: readable headers, generation marks around what the
@@ -38,7 +38,7 @@ DEFAULT_CHAT_TEMPLATE = (
 
 Messages = Sequence[RowValue]
 
-_START, _STOP = (
+START, STOP = (
     "\ufdd0",
     "\ufdd1",
 )  # around what a template marks as generated: code points that are no characters
@@ -92,15 +92,15 @@ class Renderer:
             values["strftime_now"] = datetime.combine(
                 date.fromisoformat(self.on), datetime.min.time()
             ).strftime
-        return str(_compiled(self.template).render(values))
+        from farthing.data.chat_template import render  # only chats need jinja2
+
+        return render(self.template, values)
 
     def __call__(
         self, messages: Messages, tools: Any, is_prompt: bool = False, **flags: bool
     ) -> str:
         """The text of a chat; as a prompt it ends where the assistant begins to speak."""
-        return (
-            self.marked(messages, tools, is_prompt, **flags).replace(_START, "").replace(_STOP, "")
-        )
+        return self.marked(messages, tools, is_prompt, **flags).replace(START, "").replace(STOP, "")
 
     def prompts(self, messages: Messages, tools: Any) -> list[str]:
         """The ways in which a template asks for an answer, its own first: some can ask with
@@ -118,49 +118,6 @@ class Renderer:
 
 def _as_text(token: Any) -> Any:
     return [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(source: str) -> Any:
-    """A chat template as transformers compiles it, without what would draw at random or look at the
-    clock.
-    """
-    import jinja2
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} ... {% endgeneration %}: what the model says."""
-
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 wants it
-
-        def parse(self, parser: Any) -> Any:
-            """The block's content between marks."""
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(
-                line
-            )
-
-        def _marked(self, caller: Any) -> str:
-            return f"{_START}{caller()}{_STOP}"
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def as_json(
-        value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = as_json
-    environment.globals["raise_exception"] = refuse
-    del environment.filters["random"], environment.globals["lipsum"]
-    return environment.from_string(source)
 
 
 # ---- what the assistant says ----
@@ -224,7 +181,7 @@ class ChatReader:
                 token in self.ending.end for token in self.tokens
             )
         shown = _shown(self.render, _PROBES)
-        return shown is None or bool(shown.rpartition(_PROBE)[2].partition(_STOP)[0].strip())
+        return shown is None or bool(shown.rpartition(_PROBE)[2].partition(STOP)[0].strip())
 
     def __call__(self, messages: Messages, tools: Any, given: frozenset[int] = frozenset()) -> Text:
         """The text of a chat; the turns at `given` (from 0) are context whoever speaks. Raises
@@ -247,21 +204,21 @@ class ChatReader:
         read = self._by_marks if self.marks else self._turn_by_turn
         try:
             return read(messages, tools, given)
-        except Unusable:
+        except (Unusable, ModelError):
             raise
         except Exception as error:  # templates are programs: they raise what they like
             raise Unusable(f"the chat template refuses it: {str(error)[:200]}") from error
 
     def _by_marks(self, messages: Messages, tools: Any, given: frozenset[int]) -> Text:
         said = json.dumps([messages, tools], ensure_ascii=False, default=str)
-        if _START in said or _STOP in said:
+        if START in said or STOP in said:
             raise Unusable("it holds U+FDD0 or U+FDD1, which are no characters")
         answers = [
             index not in given
             for index, message in enumerate(messages)
             if message["role"] == "assistant"
         ]
-        before, *parts = self.render.marked(messages, tools).split(_START)
+        before, *parts = self.render.marked(messages, tools).split(START)
         if given and len(parts) != len(answers):
             raise Unusable(
                 "the chat template marks more or fewer turns than the assistant has: which one not"
@@ -269,7 +226,7 @@ class ChatReader:
             )
         segments = [(before, False)]
         for part, is_learned in zip(parts, answers if given else [True] * len(parts), strict=True):
-            inside, _, outside = part.partition(_STOP)
+            inside, _, outside = part.partition(STOP)
             segments += [(inside, is_learned), (outside, False)]
         return _text(_merged(segments), max(0, len(answers) - len(parts)))
 
@@ -485,6 +442,8 @@ def _shown(render: Renderer, chats: Sequence[Messages]) -> str | None:
     for messages in chats:
         try:
             return render.marked(messages, None)
+        except ModelError:
+            raise
         except Exception:  # the rows will say why
             continue
     return None

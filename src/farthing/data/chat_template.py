@@ -1,0 +1,240 @@
+"""Chat templates compiled as transformers compiles them, in a sandbox that bounds their work.
+
+A template is a program by whoever published the model. Here it can't draw at random, look at the
+clock, loop without end or grow a text without bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
+
+from farthing.data.chat import START, STOP
+from farthing.errors import ModelError
+
+MOST_WORK = 200_000_000
+"""Of one chat, in characters that expressions read and write: about a second."""
+_WORK_OF_A_CALL, _WORK_OF_A_TURN = 4000, 100
+_LARGEST_ARGUMENT, _MOST_BITS = 1_000_000, 10_000
+_WRITERS = ("tojson", "string", "join", "pprint", "sum", "xmlattr", "urlencode", "format", "map")
+"""Filters and methods that write out all that a value holds."""
+_UNSAFE = ("translate", "expandtabs")
+"""Methods of texts that multiply them, and that no template needs."""
+
+
+class _Left(threading.local):
+    work = MOST_WORK
+
+
+_left = _Left()
+
+
+def _spend(work: int) -> None:
+    _left.work -= work
+    if _left.work < 0:
+        raise _unbounded()
+
+
+def _unbounded() -> ModelError:
+    return ModelError(
+        "it loops or grows without bound",
+        where="the chat template",
+        to_do="name another template: data.chat_template: FILE.jinja",
+    )
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return 8 * len(value)
+    return len(value) if isinstance(value, str) else 0
+
+
+def _spend_all(value: Any) -> None:
+    """What writing a value out costs; a list counts as often as it stands in others."""
+    _spend(_length(value))
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    for each in value if isinstance(value, list | tuple) else ():
+        _spend(_WORK_OF_A_CALL)
+        _spend_all(each)
+
+
+@jinja2.pass_context  # never folded into a constant
+def _read(_: Any, value: Any) -> Any:
+    """A value whose length is spent."""
+    _spend(_length(value))
+    return value
+
+
+@jinja2.pass_context
+def _turns(_: Any, value: Any, n_written: int) -> list[Any]:
+    """What a loop goes through; each turn writes so many characters of the template."""
+    found = [] if isinstance(value, jinja2.Undefined) else list(value)
+    _spend(len(found) * (_WORK_OF_A_TURN + n_written))
+    return found
+
+
+def _bounded(name: str, call: Callable[..., Any], own: Any, given: list[Any]) -> Any:
+    """The result of a filter, method or macro. `own` is what a method belongs to."""
+    _spend(_WORK_OF_A_CALL)
+    texts = [each for each in (own, *given) if isinstance(each, str)]
+    numbers = [each for each in given if isinstance(each, int)]
+    if name == "format":
+        numbers += [int(digits) for each in texts for digits in re.findall(r"\d{1,20}", each)]
+        numbers += [n for each in given if isinstance(each, tuple) for n in each if type(n) is int]
+    if any(abs(each) > _LARGEST_ARGUMENT for each in numbers):
+        raise _unbounded()
+    if name in _WRITERS:
+        _spend_all(given)
+    if name == "replace" and len(texts) > 2:
+        _spend(texts[0].count(texts[1]) * len(texts[2]))
+    if name in ("join", "indent"):
+        each = max([*numbers, min(map(len, texts), default=0)])
+        _spend(max(map(_length, (own, *given))) * each)
+    found = call()
+    _spend(sum(map(len, texts)) + _length(found))
+    return found
+
+
+def _filter(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(of)  # with what jinja2 notes at it
+    def bounded(*args: Any, **named: Any) -> Any:
+        return _bounded(name, lambda: of(*args, **named), None, [*args, *named.values()])
+
+    return bounded
+
+
+class _Counted(NodeTransformer):
+    """Has loops, comparisons, slices and `~` spend what they read."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        """`for x in xs` as `for x in xs | _turns(n)`."""
+        self.generic_visit(node)
+        n_written = sum(len(each.data) for each in node.find_all(nodes.TemplateData))
+        node.iter = nodes.Filter(node.iter, "_turns", [nodes.Const(n_written)], [], None, None)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        """`a ~ b` as `[a, b] | join`."""
+        self.generic_visit(node)
+        return nodes.Filter(nodes.List(node.nodes), "join", [], [], None, None)
+
+    def visit_Operand(self, node: nodes.Operand) -> nodes.Node:
+        """What something is compared with."""
+        self.generic_visit(node)
+        node.expr = nodes.Filter(node.expr, "_read", [], [], None, None)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        """`xs[1:]`."""
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = nodes.Filter(node.node, "_read", [], [], None, None)
+        return node
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %}: what the model says."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 wants it
+
+    def parse(self, parser: Any) -> Any:
+        """The block's content between marks."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{START}{caller()}{STOP}"
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def _parse(self, *source: Any) -> nodes.Template:
+        found: nodes.Template = _Counted().visit(super()._parse(*source))
+        found.set_environment(self)
+        return found
+
+    def call(self, context: Any, of: Any, /, *args: Any, **named: Any) -> Any:
+        """Of methods, macros and functions."""
+        call = functools.partial(super().call, context, of, *args, **named)
+        own, name = getattr(of, "__self__", None), getattr(of, "__name__", "")
+        return _bounded(name, call, own, [*args, *named.values()])
+
+    def is_safe_callable(self, of: Any) -> bool:
+        """Whether a template may call this."""
+        return getattr(of, "__name__", "") not in _UNSAFE and super().is_safe_callable(of)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """`str.format` of a text that the caller can't see any more."""
+        found = super().wrap_str_format(value)
+        if found is None:
+            return None
+        return lambda *args, **named: _bounded(
+            "format", lambda: found(*args, **named), value.__self__, [*args, *named.values()]
+        )
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Numbers of thousands of digits are refused; what texts and lists grow by is spent."""
+        call = functools.partial(super().call_binop, context, operator, left, right)
+        if isinstance(left, str) and operator == "%":
+            return _bounded("format", call, left, [right])
+        if isinstance(left, int) and isinstance(right, int):
+            n, m = left.bit_length(), right.bit_length()
+            if (n * abs(right) if operator == "**" else n + m) > _MOST_BITS:
+                raise _unbounded()
+        elif operator == "+":
+            _spend(_length(left) + _length(right))
+        elif operator == "*":
+            n, m = (each if isinstance(each, int) else _length(each) for each in (left, right))
+            _spend(max(0, n * m))
+        return call()
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _as_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+        finalize=_written,
+    )
+    filters = {**environment.filters, "tojson": _as_json}
+    del filters["random"], environment.globals["lipsum"]
+    own = {"_turns": _turns, "_read": _read}
+    environment.filters = {name: _filter(name, of) for name, of in filters.items()} | own
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(source)
+
+
+@jinja2.pass_context
+def _written(_: Any, value: Any) -> Any:
+    _spend_all(value)
+    return value
+
+
+def render(source: str, values: dict[str, Any]) -> str:
+    """What a template makes of these values. Raises `ModelError` for one without bounds."""
+    _left.work = MOST_WORK
+    return _compiled(source).render(values)
