@@ -28,6 +28,7 @@ from farthing.model.hardware import Numerics
 from farthing.model.load import set_languages, speak
 from farthing.model.loss import decoder_inputs
 from farthing.models.families import DECODERS, ENCODERS, PADS_SAFELY
+from thinned import thinned
 
 CPU = Numerics(torch.device("cpu"), None)
 
@@ -108,7 +109,7 @@ SEQ2SEQ = [
 ]
 
 
-@pytest.mark.parametrize("kind", SEQ2SEQ)
+@pytest.mark.parametrize("kind", thinned(SEQ2SEQ, 2))
 def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None:
     """The loss is that of transformers for the same labels, one example at a time, padded or not."""  # noqa: E501
     model = small(kind, AutoModelForSeq2SeqLM)

@@ -30,6 +30,7 @@ from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, RunInterruptedError
 from farthing.tiny import write_jsonl
+from thinned import thinned
 
 PIECES = [
     "hello",
@@ -206,7 +207,7 @@ def changed(tiny_folders: dict[str, Path], change: Any, family: str = "llama") -
     return tokenizer
 
 
-@pytest.mark.parametrize("train_on_prompt", [False, True])
+@pytest.mark.parametrize("train_on_prompt", thinned([False, True], 2))
 @pytest.mark.parametrize(
     ("change", "is_counted"),
     [

@@ -46,6 +46,7 @@ from farthing.models.families import (
 from farthing.models.shapes import read_shape
 from farthing.objectives.registry import objective_of
 from farthing.train.run import errors_in_words
+from thinned import thinned
 from workshop import make_job
 
 
@@ -103,7 +104,7 @@ def test_a_family_without_a_table_is_counted_on_its_own_code(task: str, family: 
     assert not block_of(shape).is_traced, "its ranges are wider"
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", thinned(sorted(FAMILIES), 2))
 def test_what_is_counted_is_what_the_tables_say(family: str) -> None:
     for task, known in MAPPINGS.items():
         if family not in known or objective_of(task).head not in FAMILIES[family].heads:

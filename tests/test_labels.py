@@ -24,6 +24,7 @@ from farthing.objectives.objective import Evaluated
 from farthing.objectives.registry import objective_of
 from farthing.objectives.token_classification import entities
 from farthing.tiny import write_jsonl
+from thinned import thinned
 from workshop import Heard, job_file, log_of, losses_of, train
 
 NUMBERS, SEVERAL, TAGS = "regression", "multi-label-classification", "token-classification"
@@ -107,7 +108,7 @@ def plain_loss(task: str, model: Any, tokenizer: Any, rows: list[dict[str, Any]]
     return model(**batch, labels=labels).loss
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("family", thinned(["bert", "llama"], 2))
 @pytest.mark.parametrize("task", TASKS)
 def test_losses_are_those_of_a_plain_loop_of_transformers(
     task: str, family: str, tmp_path: Path
@@ -182,7 +183,9 @@ def test_a_model_is_planned_checked_trained_exported_and_asked(
             assert len(row["scores"]) == len(given)
 
 
-@pytest.mark.parametrize("name", ["bert-base-uncased", "roberta-base", "gpt2", "mistral-7b-v0.1"])
+@pytest.mark.parametrize(
+    "name", thinned(["bert-base-uncased", "roberta-base", "gpt2", "mistral-7b-v0.1"], 2)
+)
 def test_words_become_the_tokens_of_transformers(name: str, data_dir: Path) -> None:
     folder = data_dir / "tokenizers" / name
     rows = [["John", "lives", "in", "New", "York", "!"], ["U.N.", "", "Überraschung", "東京", "’s"]]

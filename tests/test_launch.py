@@ -424,17 +424,20 @@ CANARIES = {
 
 @pytest.mark.parametrize(
     "on",
-    [
-        "runpod",
-        "vast",
-        "skypilot",
-        "kubernetes",
-        "slurm",
-        "hf",
-        AT["ssh"],
-        AT["vertex"],
-        AT["lambda"],
-    ],
+    thinned(
+        [
+            "runpod",
+            "vast",
+            "skypilot",
+            "kubernetes",
+            "slurm",
+            "hf",
+            AT["ssh"],
+            AT["vertex"],
+            AT["lambda"],
+        ],
+        2,
+    ),
 )
 def test_no_secret_is_in_any_file_or_word(
     demo: Path, on: str, monkeypatch: pytest.MonkeyPatch, capfd: Any

@@ -77,7 +77,7 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("provider", "what"), thinned(cases(), 3))
+@pytest.mark.parametrize(("provider", "what"), thinned(cases(), 8))
 def test_a_launch_takes_the_course_that_it_took(
     provider: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -350,19 +350,6 @@ def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(
 # ---- life with it ----
 
 
-@pytest.mark.parametrize("is_bf16", [False, True])
-def test_checkpointing_every_layer_gives_the_same(is_bf16: bool) -> None:
-    model = with_lora()
-    if is_bf16:
-        in_bf16_with_fp32_adapters(model)
-    use_low_rank(model)
-    _, without = outcome(model, is_bf16=is_bf16)
-    for every in (1, 2):
-        checkpoint_layers(model, every)
-        _, gradients = outcome(model, is_bf16=is_bf16)
-        assert all(torch.equal(gradients[name], gradient) for name, gradient in without.items())
-
-
 def test_with_the_tiled_head_and_checkpointing_the_gradients_are_still_those_of_peft_and_whole_logits() -> (  # noqa: E501
     None
 ):

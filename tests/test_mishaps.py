@@ -20,26 +20,9 @@ from farthing.report.receipt import build_receipt
 from farthing.train import trackers as track
 from farthing.train.run import train
 from farthing.train.trackers import tracked
-from interrupted import job_in, quiet
+from interrupted import job_in
 from mishaps import fail_at
 from thinned import thinned
-
-
-@pytest.mark.slow
-def test_tensorboard_gets_losses_and_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tensorboard")
-    monkeypatch.setattr(track, "PATIENCE_S", 300.0)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    train(job_in(tmp_path, "run", report_to=["tensorboard"]), quiet)
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
-    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert losses == [(row["step"], pytest.approx(row["loss"])) for row in log if "examples" in row]
-    assert [event.step for event in events.Scalars("eval/perplexity")] == [4, 8, 12]
 
 
 def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path: Path) -> None:

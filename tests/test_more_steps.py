@@ -75,15 +75,18 @@ def test_a_schedule_that_knows_its_end_names_the_way_further(
 
 @pytest.mark.parametrize(
     ("keys", "words"),
-    [
-        ({"learning_rate": 20.0}, "train.learning_rate 20 is unusual: 1e-6 to 1e-4"),
-        (
-            {"learning_rate": 2.0, "method": "lora"},
-            "1e-5 to 1e-3 is the usual range",
-        ),
-        ({"warmup_ratio": 0.9}, "train.warmup_ratio 0.9 is unusual"),
-        ({"weight_decay": 10}, "train.weight_decay 10 is unusual"),
-    ],
+    thinned(
+        [
+            ({"learning_rate": 20.0}, "train.learning_rate 20 is unusual: 1e-6 to 1e-4"),
+            (
+                {"learning_rate": 2.0, "method": "lora"},
+                "1e-5 to 1e-3 is the usual range",
+            ),
+            ({"warmup_ratio": 0.9}, "train.warmup_ratio 0.9 is unusual"),
+            ({"weight_decay": 10}, "train.weight_decay 10 is unusual"),
+        ],
+        2,
+    ),
 )
 def test_a_setting_that_nobody_uses_is_warned_of(
     keys: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

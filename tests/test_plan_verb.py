@@ -292,17 +292,6 @@ def test_a_small_job_is_planned_from_its_data(job: str, capsys: pytest.CaptureFi
     assert any(note.startswith("model: ") for note in found["notes"])
 
 
-@pytest.mark.slow
-def test_the_same_question_gives_the_same_bytes(
-    job: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = run(capsys, job, *BIG, "--json")
-    ANSWERED.clear()
-    other = run(capsys, job, *BIG, "--json")
-    assert one == other
-    assert run(capsys, job, *BIG) == run(capsys, job, *BIG)
-
-
 def test_a_program_gets_everything(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(capsys, job, *BIG)
     assert found["kind"] == "farthing plan"

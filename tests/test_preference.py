@@ -32,6 +32,7 @@ from farthing.report import answers_view
 from farthing.run.folder import kept_job
 from farthing.tiny import write_jsonl
 from farthing.train.run import opened_attempt
+from thinned import thinned
 from together import on_ranks
 from workshop import Heard, job_file, log_of, losses_of, train
 
@@ -228,7 +229,7 @@ def naive(forward: Forward, tokens: TokenSet, units: Any, column: int = 0) -> tu
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("shares", thinned([True, False], 2))
 def test_log_probabilities_and_gradients_are_those_of_whole_logits(
     tmp_path: Path, method: str, shares: bool
 ) -> None:
@@ -277,7 +278,7 @@ def test_common_beginnings_are_counted() -> None:
 # ---- whole runs ----
 
 
-@pytest.mark.parametrize("objective", [*PAIRS, "kto"])
+@pytest.mark.parametrize("objective", thinned([*PAIRS, "kto"], 3))
 def test_every_objective_learns_is_killed_and_goes_on_to_the_same_bits(
     tmp_path: Path, objective: str
 ) -> None:
@@ -325,7 +326,8 @@ def test_the_first_loss_is_that_of_the_reference_and_figures_are_in_the_log(tmp_
 
 
 @pytest.mark.parametrize(
-    "objective", ["dpo", "orpo", "kto", {"name": "dpo", "loss_type": ["sigmoid", "sft"]}]
+    "objective",
+    thinned(["dpo", "orpo", "kto", {"name": "dpo", "loss_type": ["sigmoid", "sft"]}], 2),
 )
 def test_how_a_step_is_split_changes_nothing(tmp_path: Path, objective: Any) -> None:
     found = []
@@ -686,7 +688,7 @@ def _train_on_rank(rank: int, values: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", thinned(["ddp", "fsdp"], 2))
 def test_two_ranks_take_the_same_steps(tmp_path: Path, objective: str, strategy: str) -> None:
     keys = {"max_steps": 3, "micro_batch_tokens": 700, "method": "full"}
     alone = load_job(preference_job(tmp_path / "one", objective, **keys))

@@ -156,19 +156,6 @@ def test_qlora_refuses_random_weights_in_words(tmp_path: Path) -> None:
         workshop.train(make_job(tmp_path, method="qlora"))
 
 
-def test_qlora_with_checkpointing_ends_in_the_same_weights(tmp_path: Path) -> None:
-    ends = []
-    for wanted in (False, True):
-        job = qlora_job(tmp_path / str(wanted), gradient_checkpointing=wanted)
-        with pytest.MonkeyPatch.context() as patch:
-            watched = Watched(patch)
-            workshop.train(job)
-        ends.append(
-            {name: p.detach() for name, p in watched.model.named_parameters() if p.requires_grad}
-        )
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
 @pytest.mark.parametrize("optim", ["adamw_torch", *EIGHT_BIT])
 def test_a_quantized_run_resumes_to_the_bit(optim: str, tmp_path: Path) -> None:
     size = {"hidden": 128}
