@@ -52,7 +52,6 @@ from farthing.config.load import load_job
 from farthing.errors import FarthingError
 from farthing.events import Event, Note, StepTaken
 from farthing.model import attention_kernels
-from farthing.model.attention_choice import FLASH_ATTN
 from farthing.model.load import quiet_libraries
 from farthing.models.families import DECODERS, ENCODERS, FAMILIES, PACKED, WHY_NOT_PACKED
 from farthing.objectives.registry import objective_of
@@ -105,7 +104,7 @@ class Case:
     """packed, shared (beginnings that documents share are computed once) or padded."""
     gpu: str
     besides: str = ""
-    """dropout, flash-attn, or keys of the job with their values, as YAML."""
+    """dropout, or keys of the job with their values, as YAML."""
 
     def __str__(self) -> str:
         return " ".join(
@@ -143,7 +142,6 @@ def all_cases(every_family: bool = False) -> Iterator[Case]:
             yield Case(family, task, "full", "fp32", "shared", "T4")
             yield Case(family, task, "full", "bf16", "padded", "H100")
             yield Case(family, task, "full", "fp16", "packed", "H100", "dropout")
-            yield Case(family, task, "lora", "bf16", "shared", "H100", "flash-attn")
             yield Case(family, task, "lora", "bf16", "packed", "A100", "dropout")
     for row in yaml.safe_load(SETTINGS.read_text(encoding="utf-8")):
         for keys, gpu in itertools.product(row["keys"], row["gpus"]):
@@ -229,24 +227,6 @@ def job_of(case: Case, base: Path, folder: Path) -> Path:
     return path
 
 
-def flash_attn(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, **options: Any) -> Tensor:
-    """In place of flash-attn, which is not installed: its shapes, and arguments it knows."""
-    known = {"dropout_p", "softmax_scale", "causal", "window_size", "softcap", "deterministic"}
-    if unknown := set(options) - known:
-        raise TypeError(f"flash-attn knows no {unknown}")
-    if query.dtype not in (torch.float16, torch.bfloat16) or {key.dtype, value.dtype} != {
-        query.dtype
-    }:
-        raise TypeError("flash-attn takes fp16 and bf16, the same for all")
-    if (
-        query.shape[1] % key.shape[1]
-        or bounds[0].dtype != torch.int32
-        or bounds[1].dtype != torch.int32
-    ):
-        raise TypeError("flash-attn takes grouped heads and int32 bounds")
-    return query * (key.mean() + value.mean())
-
-
 class Watch:
     """Which kernels attend in a run, and where the host waits for the device in its steps, but for
     the first two.
@@ -254,10 +234,9 @@ class Watch:
     Models with experts are left alone: docs/explanation/gpu.md says when they are waited for.
     """
 
-    def __init__(self, has_flash: bool) -> None:
+    def __init__(self) -> None:
         self.kernels: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
-        self._has_flash = has_flash
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -265,25 +244,13 @@ class Watch:
         kernels = {
             name: self._counted(name, kernel) for name, kernel in attention_kernels.KERNELS.items()
         }
-        honest, parameters_of = Step.take, attention_kernels._parameters_of
-        attention_kernels.here.cache_clear()
+        honest = Step.take
         with contextlib.ExitStack() as stack:
             stack.enter_context(
                 mock.patch.object(Step, "take", lambda steps, step: self._take(honest, steps, step))
             )
             stack.enter_context(mock.patch.dict(attention_kernels.KERNELS, kernels))
-            if self._has_flash:
-                answers = {
-                    "_flash": lambda: flash_attn,
-                    "_varlen": lambda: None,
-                    "_parameters_of": lambda one: (
-                        FLASH_ATTN if one is flash_attn else parameters_of(one)
-                    ),
-                }
-                for name, answer in answers.items():
-                    stack.enter_context(mock.patch.object(attention_kernels, name, answer))
             yield
-        attention_kernels.here.cache_clear()
 
     def _counted(self, name: str, kernel: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -321,7 +288,7 @@ def rehearse(case: Case, folder: Path) -> str:
     of_family = folder / f"{case.family}-{case.task}"
     of_family.mkdir(exist_ok=True)
     here = Path(tempfile.mkdtemp(dir=of_family))
-    watch = Watch(case.besides == "flash-attn")
+    watch = Watch()
     try:
         job = load_job(job_of(case, model_folder(of_family, case), here))
         with watch():

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -455,85 +454,33 @@ def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(
 # ---- kernels this machine lacks ----
 
 
-def fake_varlen(new: bool, said: dict[str, Any]) -> Callable[..., Tensor]:
-    """A stand-in with the parameters of a newer or an older torch, which answers by the formula."""
+@pytest.mark.parametrize(("window", "causal"), [(None, True), (None, False), (3, True)])
+def test_flash_is_told_of_documents_windows_and_dropout(
+    window: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
 
-    def answer(
+    def fake(
         q: Tensor,
         k: Tensor,
         v: Tensor,
         bounds: Tensor,
+        key_bounds: Tensor,
+        *others: Any,
         scale: float,
-        causal: bool,
-        window: tuple[int, int],
-    ) -> Tensor:
+        window_size_left: int,
+        window_size_right: int,
+    ) -> tuple[Tensor]:
         assert bounds.dtype == torch.int32
-        q = q * scale * q.shape[-1] ** 0.5
-        reach = window[0] + 1 if causal and window[0] >= 0 else None
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-        return formula(q, k, v, bounds.diff().tolist(), causal=causal, window=reach, cap=None)[0]
+        said.extend([*others, window_size_left, window_size_right, key_bounds is bounds])
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q * scale * 4, k, v))
+        return (formula(q, k, v, bounds.diff().tolist(), causal=causal, window=window, cap=None),)
 
-    if new:
+    def answer(*args: Any, **options: Any) -> tuple[Tensor]:
+        return (fake(*args, **options)[0][0],)
 
-        def varlen(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            cu_seq_q: Tensor,
-            cu_seq_k: Tensor | None,
-            max_q: int,
-            max_k: int,
-            *,
-            scale: float | None = None,
-            window_size: tuple[int, int] = (-1, -1),
-            enable_gqa: bool = False,
-        ) -> Tensor:
-            said.update(
-                window_size=window_size,
-                enable_gqa=enable_gqa,
-                max=(max_q, max_k),
-                heads=key.shape[1],
-            )
-            assert cu_seq_k is cu_seq_q
-            assert scale is not None
-            return answer(query, key, value, cu_seq_q, scale, window_size[1] == 0, window_size)
-
-        return varlen
-
-    def older(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        is_causal: bool = False,
-        return_aux: Any = None,
-    ) -> Tensor:
-        said.update(is_causal=is_causal, max=(max_q, max_k), heads=key.shape[1])
-        return answer(query, key, value, cu_seq_q, query.shape[-1] ** -0.5, is_causal, (-1, -1))
-
-    return older
-
-
-@pytest.mark.parametrize(
-    ("new", "window", "causal"),
-    [
-        (True, None, True),
-        (True, None, False),
-        (True, 3, True),
-        (False, None, True),
-        (False, None, False),
-    ],
-)
-def test_varlen_is_called_as_its_version_wants(
-    new: bool, window: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: dict[str, Any] = {}
-    fake = fake_varlen(new, said)
-    monkeypatch.setattr(attention_kernels, "_varlen", lambda: fake)
-    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: "varlen")
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", answer)
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: "flash")
     lengths = [1, 4, 4, 9]
     q, k, v = heads(sum(lengths))
     ours = attend(
@@ -542,6 +489,7 @@ def test_varlen_is_called_as_its_version_wants(
         k,
         v,
         None,
+        0.1,
         scaling=0.3,
         sliding_window=window,
         is_causal=causal,
@@ -549,50 +497,20 @@ def test_varlen_is_called_as_its_version_wants(
     )[0]
     theirs = formula(q * 0.3 * 4, k, v, lengths, causal=causal, window=window, cap=None)
     torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
-    assert said["max"] == (9, 9)
-    if new:
-        assert said["window_size"] == (
-            (-1 if window is None else window - 1, 0) if causal else (9, 9)
-        )  # all, and nothing for cuDNN
-        assert said["enable_gqa"]
-        assert said["heads"] == 2
-    else:
-        assert said["is_causal"] == causal
-        assert said["heads"] == 2
+    sees = {(None, True): (True, -1, 0), (None, False): (False, -1, -1), (3, True): (False, 2, 0)}
+    is_causal, left, right = sees[window, causal]
+    assert said == [9, 9, 0.1, is_causal, False, left, right, True]
 
 
-def test_flash_attention_is_told_of_windows_caps_and_dropout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: dict[str, Any] = {}
-
-    def fake(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
-        said.update(options, bounds=bounds)
-        return torch.zeros_like(q)
-
-    monkeypatch.setattr(attention_kernels, "_flash", lambda: fake)
-    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: "flash")
-    documents = Documents.of([1, 4, 9])
-    out, _ = attend(
-        Layer(), *heads(14), None, 0.1, 0.3, sliding_window=3, softcap=1.5, documents=documents
-    )
-    assert out.shape == (1, 14, 4, 16)
-    assert said.pop("bounds") == (documents.bounds, documents.bounds, 9, 9)
-    assert said == {
-        "dropout_p": 0.1,
-        "softmax_scale": 0.3,
-        "causal": True,
-        "window_size": (2, 0),
-        "softcap": 1.5,
-    }
-
-
-def test_the_varlen_of_this_torch_has_parameters_we_know() -> None:
-    from torch.nn.attention.varlen import varlen_attn
-
-    known = inspect.signature(varlen_attn).parameters
-    assert {"window_size", "is_causal"} & set(known)
-    assert list(known)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+def test_the_flash_attention_of_this_torch_takes_what_it_is_given() -> None:
+    known = [
+        each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments
+    ]
+    assert known[:10] == [
+        *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
+        *("dropout_p", "is_causal", "return_debug_mask"),
+    ]
+    assert {"scale", "window_size_left", "window_size_right"} <= set(known)
 
 
 # ---- batches without documents, and models that stay padded ----

@@ -1,12 +1,9 @@
-"""Which kernel attends, over the whole table; how documents are padded; and what kernels are told
-where bits must repeat.
-"""
+"""Which kernel attends, over the whole table, and how documents are padded."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,7 @@ import torch
 from torch import Tensor
 
 from farthing.model import attention_kernels
-from farthing.model.attention import attend
 from farthing.model.attention_choice import (
-    FLASH_ATTN,
-    VARLEN,
     Asked,
     Machine,
     choose,
@@ -33,16 +27,10 @@ from farthing.model.attention_kernels import (
     use_flash_3,
 )
 from farthing.model.documents import Documents
-from packed_models import Layer, heads
+from packed_models import heads
 
 A100, H100, T4, RTX = (8, 0), (9, 0), (7, 5), (8, 9)
-FULL = {"varlen": VARLEN[2, 12], "flash": FLASH_ATTN, "has_flex": True}
-
-
-def varlen_of(version: tuple[int, int]) -> frozenset[str]:
-    """What `varlen_attn` of a torch of this version takes, as far as it matters here."""
-    known = [parameters for since, parameters in VARLEN.items() if version >= since]
-    return known[-1] if known else frozenset()
+FULL = {"has_flash": True, "has_flex": True}
 
 
 def chosen(
@@ -50,127 +38,48 @@ def chosen(
 ) -> str:
     """The kernel for bf16 heads of 64, unless said otherwise."""
     machine = Machine("cuda", capability, **(FULL if here is None else here))
-    return choose(Asked(**{"dtype": "bf16", "head_size": 64, **asked}), machine).kernel
+    return choose(Asked(**{"dtype": "bf16", "head_size": 64, **asked}), machine)
 
 
 def test_a_cpu_takes_documents_by_runs() -> None:
     for dtype, has_dropout in itertools.product(("fp32", "bf16"), (False, True)):
-        assert (
-            choose(Asked(dtype, 64, has_dropout=has_dropout), Machine("cpu")).kernel == "documents"
-        )
+        assert choose(Asked(dtype, 64, has_dropout=has_dropout), Machine("cpu")) == "documents"
 
 
 def test_kernels_are_chosen_by_what_they_can_do() -> None:
-    assert (
-        chosen()
-        == chosen(has_window=True)
-        == chosen(A100)
-        == chosen(RTX)
-        == chosen(dtype="fp16")
-        == "varlen"
-    )
-    assert chosen(has_dropout=True) == chosen(has_softcap=True) == "flash"
-    assert chosen(dtype="fp32") == chosen(head_size=20) == "flex"
+    assert chosen() == chosen(A100) == chosen(RTX) == chosen(dtype="fp16") == "flash"
+    assert chosen(has_dropout=True) == "flash"
+    assert chosen(here=FULL | {"has_flash_3": True}, has_dropout=True) == "padded"
+    assert chosen(has_softcap=True) == chosen(dtype="fp32") == chosen(head_size=20) == "flex"
     assert chosen(dtype="fp32", has_dropout=True) == chosen(dtype="fp32", head_size=128) == "padded"
     assert chosen(head_size=4) == chosen(head_size=512) == "padded"
-    bare = FULL | {"flash": frozenset()}
-    assert chosen(here=bare, has_softcap=True) == "flex"
-    assert chosen(here=bare, has_dropout=True) == "padded"
     assert chosen(here={}) == "padded"
 
 
 def test_before_ampere_documents_are_padded_whatever_is_asked() -> None:
-    for capability, dtype, size, window, cap, dropout in itertools.product(
-        (T4, (7, 0), (6, 1)), ("fp32", "fp16"), (64, 256), *[(False, True)] * 3
+    for capability, dtype, size, cap, dropout in itertools.product(
+        (T4, (7, 0), (6, 1)), ("fp32", "fp16"), (64, 256), *[(False, True)] * 2
     ):
-        asked = {
-            "dtype": dtype,
-            "head_size": size,
-            "has_window": window,
-            "has_softcap": cap,
-            "has_dropout": dropout,
-        }
+        asked = {"dtype": dtype, "head_size": size, "has_softcap": cap, "has_dropout": dropout}
         assert chosen(capability, **asked) == "padded"
 
 
 def test_wide_heads_train_where_shared_memory_is_large_enough() -> None:
-    assert chosen(RTX, head_size=256) == "varlen"
+    assert chosen(RTX, head_size=256) == "flash"
     assert chosen(RTX, head_size=208) == "padded"
     assert chosen(RTX, head_size=256, has_dropout=True) == "padded"
-    assert chosen(A100, head_size=208) == "varlen"
+    assert chosen(A100, head_size=208) == "flash"
     assert chosen(A100, head_size=256, has_dropout=True) == "flash"
-    bare = FULL | {"flash": frozenset()}
     for small, large in ((RTX, A100), ((8, 6), H100), ((12, 0), (10, 0))):
-        assert chosen(small, here=bare, head_size=128, has_softcap=True) == "flex"
-        assert chosen(small, here=bare, head_size=256, has_softcap=True) == "padded"
-        assert chosen(large, here=bare, head_size=256, has_softcap=True) == "flex"
-
-
-def test_older_versions_are_asked_for_no_more_than_they_have() -> None:
-    older = FULL | {"varlen": varlen_of((2, 10)), "flash": frozenset()}
-    assert chosen(here=older) == "varlen"
-    assert chosen(here=older, has_window=True) == "flex"
-    assert chosen(here=FULL | {"varlen": varlen_of((2, 9))}) == "flash"
-    old_flash = {"flash": frozenset({"window_size"})}
-    assert chosen(here=old_flash, has_window=True) == "flash"
-    assert chosen(here=old_flash, has_softcap=True) == "padded"
+        assert chosen(small, head_size=128, has_softcap=True) == "flex"
+        assert chosen(small, head_size=256, has_softcap=True) == "padded"
+        assert chosen(large, head_size=256, has_softcap=True) == "flex"
 
 
 def test_where_bits_must_repeat_no_kernel_is_taken_that_does_not_promise_it() -> None:
     exact = FULL | {"is_deterministic": True}
-    assert chosen(here=exact) == "varlen"
-    assert chosen(here=exact, has_softcap=True) == chosen(here=exact, has_dropout=True) == "flash"
-    assert chosen(here=exact, dtype="fp32") == "padded"
-    assert (
-        chosen(here=exact | {"flash": FLASH_ATTN - {"deterministic"}}, has_dropout=True) == "padded"
-    )
-
-
-def test_every_case_of_the_table_has_a_kernel_that_can_do_it() -> None:
-    """Held against what each kernel can do, said once more and apart from the choice."""
-    cases = itertools.product(
-        (T4, A100, RTX, (12, 0)),
-        [frozenset(), *VARLEN.values()],
-        (frozenset(), frozenset({"window_size"}), FLASH_ATTN),
-        (False, True),
-        (False, True),
-        ("fp32", "bf16"),
-        (8, 20, 64, 208, 256, 512),
-        *[(False, True)] * 3,
-    )
-    seen = set()
-    for capability, varlen, flash, has_flex, exact, dtype, size, window, cap, dropout in cases:
-        choice = choose(
-            Asked(dtype, size, window, cap, dropout),
-            Machine("cuda", capability, varlen, flash, has_flex, exact),
-        )
-        seen.add(choice.kernel)
-        names = [name for name, _ in choice.passed_over]
-        assert [*names, choice.kernel] == ["varlen", "flash", "flex", "padded"][: len(names) + 1]
-        assert all(reason for _, reason in choice.passed_over)
-        if choice.kernel == "padded":
-            continue
-        assert capability >= (8, 0)
-        assert size <= 256
-        if choice.kernel == "varlen":
-            assert varlen
-            assert not cap
-            assert not dropout
-            assert not window or "window_size" in varlen
-        if choice.kernel == "flash":
-            needs = {"window_size": window, "softcap": cap, "deterministic": exact}
-            assert all(name in flash for name, is_needed in needs.items() if is_needed)
-        if choice.kernel == "flex":
-            assert has_flex
-            assert not exact
-            assert not dropout
-            assert size >= 16
-            assert size <= 128 or capability in (A100, H100, (10, 0), (10, 3))
-        else:
-            assert dtype != "fp32"
-            assert size % 8 == 0
-            assert size <= 192 or capability in (A100, H100) or (size > 224 and not dropout)
-    assert seen == {"varlen", "flash", "flex", "padded"}
+    assert chosen(here=exact) == chosen(here=exact, has_dropout=True) == "flash"
+    assert chosen(here=exact, has_softcap=True) == chosen(here=exact, dtype="fp32") == "padded"
 
 
 def test_the_table_in_the_docs_is_what_the_choice_says() -> None:
@@ -184,30 +93,14 @@ def test_the_table_in_the_docs_is_what_the_choice_says() -> None:
     ]
     assert len(rows) == 3
     numbers = ([("bf16", 64), ("fp16", 256)], [("fp32", 64)], [("fp32", 128)])
-    asked: tuple[dict[str, bool], ...] = (
-        {},
-        {"has_window": True},
-        {"has_softcap": True},
-        {"has_dropout": True},
-    )
-    nothing = {"varlen": frozenset[str](), "flash": frozenset[str](), "has_flex": False}
+    asked: tuple[dict[str, bool], ...] = ({}, {"has_softcap": True}, {"has_dropout": True})
     for (_, *cells), kinds in zip(rows, numbers, strict=True):
         for (cell, what), (dtype, size) in itertools.product(zip(cells, asked, strict=True), kinds):
             here = dict(FULL)
             for kernel in cell.split(", "):
                 machine = Machine("cuda", A100, **here)
-                assert choose(Asked(dtype, size, **what), machine).kernel == kernel, (cell, what)
-                gone = "has_flex" if kernel == "flex" else kernel
-                here |= {gone: nothing[gone]} if kernel != "padded" else {}
-
-
-def test_what_is_known_of_torch_is_true_of_the_one_installed() -> None:
-    from torch.nn.attention.varlen import varlen_attn
-
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    parameters = attention_kernels._parameters_of(varlen_attn)
-    relevant = frozenset().union(*VARLEN.values())
-    assert parameters & relevant == varlen_of((version[0], version[1]))
+                assert choose(Asked(dtype, size, **what), machine) == kernel, (cell, what)
+                here |= {} if kernel == "padded" else {f"has_{kernel}": False}
 
 
 def test_what_is_asked_is_read_off_the_tensors_and_the_machine(
@@ -220,7 +113,7 @@ def test_what_is_asked_is_read_off_the_tensors_and_the_machine(
         lambda asked, machine: made.append(asked) or choose(asked, machine),
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: A100)
-    monkeypatch.setattr(attention_kernels, "_flash", lambda: None)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     here.cache_clear()
 
     class Query:
@@ -228,11 +121,11 @@ def test_what_is_asked_is_read_off_the_tensors_and_the_machine(
 
     try:
         query: Any = Query()
-        assert choose_kernel(query, How(True, 1.0)) == "varlen"
+        assert choose_kernel(query, How(True, 1.0)) == "flash"
         assert choose_kernel(query, How(True, 1.0, 4, 0.1, 2.0)) == "padded"
     finally:
         here.cache_clear()
-    assert made == [Asked("fp16", 96), Asked("fp16", 96, True, True, True)]
+    assert made == [Asked("fp16", 96), Asked("fp16", 96, True, True)]
     assert choose_kernel(torch.zeros(3, 2, 8), How(True, 1.0, None, 0.1)) == "documents"
 
 
@@ -352,26 +245,3 @@ def test_flash_attention_3_is_for_hopper_where_bits_need_not_repeat(
     assert not use_flash_3(), "a package that is not there is no error"
     use_flash_3.cache_clear()
     here.cache_clear()
-
-
-# ---- bits that repeat ----
-
-
-def test_flash_attention_is_deterministic_where_that_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[dict[str, Any]] = []
-
-    def fake(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
-        said.append(options)
-        return torch.zeros_like(q)
-
-    makes: Callable[[], Any] = lambda: fake  # noqa: E731
-    monkeypatch.setattr(attention_kernels, "_flash", makes)
-    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: "flash")
-    for is_exact in (False, True):
-        monkeypatch.setattr(
-            torch, "are_deterministic_algorithms_enabled", lambda is_exact=is_exact: is_exact
-        )
-        attend(Layer(), *heads(5), None, documents=Documents.of([2, 3]))
-    assert [options.get("deterministic", False) for options in said] == [False, True]

@@ -16,7 +16,7 @@ from torch import Tensor
 from farthing.model import casts
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.casts import Casts, add_up, in_precision
+from farthing.model.casts import Casts, add_up, leaf_of
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.lora_kernels import use_low_rank
@@ -45,7 +45,7 @@ def made(family: str, task: str, adapter: dict[str, Any] | None) -> Any:
 
 
 def gradients(
-    model: Any, task: str, *, with_casts: bool, adds: bool = True
+    model: Any, task: str, *, with_casts: bool, at_once: bool = False
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """(losses, gradients by name) of two micro-batches."""
     forward, tokens, losses = Forward(model, task, 1, NUMERICS), documents(), []
@@ -59,7 +59,7 @@ def gradients(
             add_up()
 
     if with_casts:
-        with Casts(model, torch.bfloat16).kept(adds=adds):
+        with Casts(model, torch.bfloat16).kept(several=True, at_once=at_once):
             go_through()
     else:
         go_through()
@@ -80,14 +80,14 @@ def gradients(
         ("mixtral", "causal-lm", None),
     ],
 )
-@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
 def test_the_same_gradients(
-    family: str, task: str, adapter: dict[str, Any] | None, adds: bool
+    family: str, task: str, adapter: dict[str, Any] | None, at_once: bool
 ) -> None:
     plain = made(family, task, adapter)
     other = copy.deepcopy(plain)
     losses, expected = gradients(plain, task, with_casts=False)
-    again, found = gradients(other, task, with_casts=True, adds=adds)
+    again, found = gradients(other, task, with_casts=True, at_once=at_once)
     assert [float(each) for each in again] == [float(each) for each in losses]
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -123,24 +123,24 @@ def test_no_copy_outlives_its_step() -> None:
     weight = model[0].weight
 
     def fails() -> None:
-        with kept.kept(adds=True):
-            assert in_precision(weight, torch.bfloat16) is in_precision(weight, torch.bfloat16)
+        with kept.kept(several=True):
+            assert leaf_of(weight) is leaf_of(weight)
             raise KeyError
 
     with pytest.raises(KeyError):
         fails()
     with torch.no_grad():
         weight.zero_()
-    assert not in_precision(weight, torch.bfloat16).any()
-    with kept.kept(adds=True):
-        assert not in_precision(weight, torch.bfloat16).any()
+    assert not leaf_of(weight).any()
+    with kept.kept(several=True):
+        assert not leaf_of(weight).any()
 
 
 def test_an_input_is_cast_once_for_all_that_read_it() -> None:
     model, kept = two_layers()
     x, seen = torch.randn(3, 8, requires_grad=True), set()
     with (
-        kept.kept(adds=True),
+        kept.kept(several=True),
         torch.autocast("cpu", torch.bfloat16),
         torch.autograd.graph.saved_tensors_hooks(
             lambda t: seen.add(t.data_ptr()) or t, lambda t: t
@@ -156,7 +156,7 @@ def test_an_input_is_cast_once_for_all_that_read_it() -> None:
 def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted() -> None:
     model, kept = two_layers()
     x = torch.randn(3, 8, requires_grad=True)
-    with kept.kept(adds=True), torch.autocast("cpu", torch.bfloat16):
+    with kept.kept(several=True), torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             held = casts.LAST_CAST.cast(x, torch.bfloat16)
         model[0](x).sum().backward()
@@ -165,38 +165,39 @@ def test_a_copy_made_without_gradients_is_not_taken_where_they_are_wanted() -> N
     assert x.grad.any()
 
 
+@pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize("small", [0, 1 << 18])
-@pytest.mark.parametrize("most_waiting", [0, 1 << 24])
 def test_a_weight_that_several_layers_share(
-    monkeypatch: pytest.MonkeyPatch, small: int, most_waiting: int
+    monkeypatch: pytest.MonkeyPatch, small: int, several: bool
 ) -> None:
     monkeypatch.setattr(casts, "SMALL", small)
-    monkeypatch.setattr(casts, "MOST_WAITING", most_waiting)
-    model, kept = two_layers()
+    model = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)])
     model[1].weight = model[0].weight
     kept = Casts(model, torch.bfloat16)
+    assert len(kept.weights) == 2
     x = torch.ones(1, 8)
     for _ in range(2):
-        with kept.kept(adds=True), torch.autocast("cpu", torch.bfloat16):
+        with kept.kept(several=several), torch.autocast("cpu", torch.bfloat16):
             (model[0](x).sum() + model[1](x).sum()).backward()
             add_up()
     assert torch.equal(model[0].weight.grad, torch.full((8, 8), 4.0))
     assert torch.equal(model[0].bias.grad, torch.full((8,), 2.0))
 
 
-def test_hooks_hear_of_gradients_where_autograd_adds_them() -> None:
+def test_hooks_hear_of_gradients_that_are_added_at_once() -> None:
     model, kept = two_layers()
-    heard: list[Tensor] = []
-    model[0].weight.register_post_accumulate_grad_hook(heard.append)
-    with kept.kept(adds=False), torch.autocast("cpu", torch.bfloat16):
+    weight, heard = model[0].weight, list[Any]()
+    with kept.kept(several=True, at_once=True), torch.autocast("cpu", torch.bfloat16):
+        leaf_of(weight).register_post_accumulate_grad_hook(lambda _: heard.append(weight.grad))
         model[0](torch.ones(1, 8)).sum().backward()
     assert len(heard) == 1
+    assert torch.equal(heard[0], torch.ones(8, 8))
 
 
 def test_a_layer_without_autocast_computes_as_it_is() -> None:
     model, kept = two_layers()
     x = torch.randn(3, 8)
-    with kept.kept(adds=True):
+    with kept.kept(several=True):
         assert torch.equal(
             model[0](x), torch.nn.functional.linear(x, model[0].weight, model[0].bias)
         )
@@ -254,7 +255,7 @@ def test_a_shared_weight_whose_layer_is_computed_again_after_its_copy_is_gone() 
                 ).float()
             return given.sum()
 
-    with Casts(shared, torch.bfloat16).kept(adds=True, several=False):
+    with Casts(shared, torch.bfloat16).kept(several=False):
         twice(shared, x.clone().requires_grad_()).backward()
         add_up()
     twice(plain, x.clone().requires_grad_()).backward()

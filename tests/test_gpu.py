@@ -253,13 +253,8 @@ def must_be_here(kernel: str) -> None:
     """Skip where a kernel can't be had."""
     if kernel not in ("documents", "padded") and not HAS_GPU:
         pytest.skip("only a GPU can show this")
-    made = {
-        "varlen": attention_kernels._varlen,
-        "flash": attention_kernels._flash,
-        "flex": attention_kernels._flex,
-    }
-    if kernel in made and made[kernel]() is None:
-        pytest.skip(f"the kernel {kernel} is not installed")
+    if kernel == "flex" and attention_kernels._flex() is None:
+        pytest.skip("the kernel flex is not installed")
 
 
 def one_after_another() -> tuple[Documents, int]:
@@ -309,7 +304,7 @@ CASES = [*(("bf16", 64, asked) for asked in ASKED), ("bf16", 128, "causal"), ("f
 
 
 @pytest.mark.parametrize(("precision", "head_size", "asked"), CASES)
-@pytest.mark.parametrize("kernel", ["documents", "padded", "varlen", "flash", "flex"])
+@pytest.mark.parametrize("kernel", ["documents", "padded", "flash", "flex"])
 def test_a_kernel_attends_as_documents_one_by_one(
     kernel: str, precision: str, head_size: int, asked: str
 ) -> None:
@@ -319,15 +314,8 @@ def test_a_kernel_attends_as_documents_one_by_one(
         "window": {"window": 40},
         "softcap": {"softcap": 5.0},
     }.get(asked, {})
-    made = {"varlen": attention_kernels._varlen, "flash": attention_kernels._flash}
-    parameters = attention_kernels._parameters_of(made[kernel]() if kernel in made else None)
-    if (
-        asked == "window" and kernel in ("varlen", "flash") and "window_size" not in parameters
-    ) or (
-        asked == "softcap"
-        and (kernel == "varlen" or (kernel == "flash" and "softcap" not in parameters))
-    ):
-        pytest.skip(f"{kernel} has no {asked} here, and is not chosen for it")
+    if asked == "softcap" and kernel == "flash":
+        pytest.skip("flash has no soft cap, and is not chosen for it")
     documents, n_tokens = with_a_beginning() if asked == "beginnings" else one_after_another()
     tensors = drawn(n_tokens, head_size)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
@@ -339,7 +327,7 @@ def test_a_kernel_attends_as_documents_one_by_one(
         assert off < KERNEL_ROUNDED[precision], (what, off)
 
 
-@pytest.mark.parametrize("kernel", ["documents", "padded", "varlen", "flash", "flex"])
+@pytest.mark.parametrize("kernel", ["documents", "padded", "flash", "flex"])
 def test_no_document_sees_another(kernel: str) -> None:
     must_be_here(kernel)
     documents, n_tokens = one_after_another()
@@ -360,12 +348,11 @@ def test_one_kernel_takes_all_documents_where_the_gpu_has_one(record_property: A
     machine = here(torch.device("cuda"), False)
     asked = {
         "plain": Asked("bf16", 64),
-        "window": Asked("bf16", 128, has_window=True),
         "softcap": Asked("bf16", 256, has_softcap=True),
         "fp32": Asked("fp32", 64),
         "dropout": Asked("bf16", 64, has_dropout=True),
     }
-    chosen = {name: choose(one, machine).kernel for name, one in asked.items()}
+    chosen = {name: choose(one, machine) for name, one in asked.items()}
     record_property("kernels", json.dumps(chosen))
     print(
         "torch",
@@ -377,11 +364,11 @@ def test_one_kernel_takes_all_documents_where_the_gpu_has_one(record_property: A
     )
     print("kernels chosen:", chosen, "on", machine)
     if torch.cuda.get_device_capability() >= (8, 0):
-        assert chosen["plain"] in ("varlen", "flash", "flex")
+        assert chosen["plain"] in ("flash", "flex")
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
-@pytest.mark.parametrize("kernel", ["documents", "padded", "varlen", "flash", "flex"])
+@pytest.mark.parametrize("kernel", ["documents", "padded", "flash", "flex"])
 def test_a_model_with_any_kernel_has_the_same_gradients(
     kernel: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

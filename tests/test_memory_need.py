@@ -242,9 +242,9 @@ def test_the_need_is_that_of_the_largest_micro_batch_that_comes(
         attempt.forward.casts = Casts(attempt.model, torch.bfloat16)
         keeps_copies, kept = list[bool](), Casts.kept
 
-        def noted(casts: Casts, *, adds: bool, several: bool = True) -> Any:
+        def noted(casts: Casts, *, several: bool, at_once: bool) -> Any:
             keeps_copies.append(several)
-            return kept(casts, adds=adds, several=several)
+            return kept(casts, several=several, at_once=at_once)
 
         monkeypatch.setattr(Casts, "kept", noted)
         monkeypatch.setattr(Forward, "loss", counted)

@@ -277,7 +277,7 @@ def traced_peak(
         ):
             alive.add(tensor)
         casts = Casts(model, torch.bfloat16) if casts_once else None
-        with alive, casts.kept(adds=True, several=accumulates) if casts else nullcontext():
+        with alive, casts.kept(several=accumulates) if casts else nullcontext():
             for _ in range(2 if accumulates else 1):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                     if documents:

@@ -195,9 +195,7 @@ def settings_of(run: Any) -> dict[str, Any]:
     computed = run.numerics.autocast or torch.float32
     return {
         **tried(run.settings),
-        "attention": (
-            choose(Asked(DTYPES[computed], head_size), here(run.numerics.device, False)).kernel
-        ),
+        "attention": (choose(Asked(DTYPES[computed], head_size), here(run.numerics.device, False))),
         "precision": run.numerics.name,
         "liger": run.kernels.liger,
         "adapters": str(run.kernels.lora) if run.kernels.lora is not None else None,
@@ -413,12 +411,8 @@ def kernels() -> list[str]:
 
     found = ["documents", "padded"]
     if torch.cuda.is_available():
-        made = {
-            "varlen": attention_kernels._varlen,
-            "flash": attention_kernels._flash,
-            "flex": attention_kernels._flex,
-        }
-        found += [name for name, make in made.items() if make() is not None]
+        found += ["flash"] * torch.backends.cuda.is_flash_attention_available()
+        found += ["flex"] * (attention_kernels._flex() is not None)
     return found
 
 

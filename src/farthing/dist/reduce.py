@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farthing.dist.ranks import Ranks
+from farthing.model.casts import leaf_of
 from farthing.model.precision import SUMS
 
 SLOTS = 4
@@ -94,7 +95,7 @@ class AllReduce:
         """The backward pass that comes now is the last one of the step."""
         if self._overlaps:
             self._hooks = [
-                weight.register_post_accumulate_grad_hook(partial(self._is_there, at))
+                leaf_of(weight).register_post_accumulate_grad_hook(partial(self._is_there, at))
                 for at, weight in enumerate(self._weights)
             ]
 

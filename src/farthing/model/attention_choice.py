@@ -1,13 +1,10 @@
 """Which kernel attends to documents laid end to end: a pure function of what is asked and of the
-machine.
+machine. `padded_groups` cuts documents for the one that can do anything. docs/explanation/gpu.md
+has the table. No torch: `attention_kernels.here` asks the machine.
 
-`choose` goes from the quickest kernel to the one that can do anything, and says why it passes over
-the others. `padded_groups` cuts documents for that last one. docs/explanation/gpu.md has the
-table. No torch: `attention_kernels.here` asks the machine.
-
-Sources: what torch's varlen takes in each version is by its Python sources of 2.10 to 2.15; what
-its flash kernels take is by the checks in its flash_api.cpp; flash-attn is by its README; flex was
-compiled by torch 2.13's Inductor, Triton and ptxas. No kernel of CUDA was ever run by farthing.
+Sources: what torch's flash kernels take is by the checks in its flash_api.cpp and, of
+FlashAttention 3, in torch/nn/attention/_fa3.py (2.13); flex was compiled by torch 2.13's Inductor,
+Triton and ptxas. No kernel of CUDA was ever run by farthing.
 """
 
 from __future__ import annotations
@@ -20,14 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-HALVES = frozenset({"bf16", "fp16"})
-# parameters of torch's varlen that matter here, from each version on
-VARLEN = {
-    (2, 10): frozenset({"is_causal"}),
-    (2, 11): frozenset({"scale", "window_size"}),
-    (2, 12): frozenset({"scale", "window_size", "enable_gqa"}),
-}
-FLASH_ATTN = frozenset({"window_size", "softcap", "deterministic"})  # flash-attn 2.6 and later
+AMPERE = (8, 0)
 WIDE_HEADS_ON = (
     (8, 0),
     (9, 0),
@@ -56,10 +46,10 @@ class Machine:
     """cpu or cuda."""
     capability: tuple[int, int] = (0, 0)
     """Of the GPU: (7, 5) is a T4, (8, 0) an A100, (9, 0) an H100."""
-    varlen: frozenset[str] = frozenset()
-    """Parameters of torch's `varlen_attn`; none where it has none. `VARLEN` has them by version."""
-    flash: frozenset[str] = frozenset()
-    """Parameters of flash-attn's `flash_attn_varlen_func`; none where it is not installed."""
+    has_flash: bool = False
+    """torch is built with its flash kernels."""
+    has_flash_3: bool = False
+    """Those are FlashAttention 3's."""
     has_flex: bool = False
     """Triton and a C compiler are installed."""
     is_deterministic: bool = False
@@ -68,88 +58,47 @@ class Machine:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a layer's attention has to do. Query heads that share keys (GQA) are no reason for or
-    against a kernel.
+    """What a layer's attention has to do. Windows and query heads that share keys (GQA) are no
+    reason for or against a kernel.
     """
 
     dtype: str
     """fp32, bf16 or fp16."""
     head_size: int
-    has_window: bool = False
     has_softcap: bool = False
     has_dropout: bool = False
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A kernel, and why no quicker one."""
-
-    kernel: str
-    """varlen, flash, flex, padded, or on a CPU documents."""
-    passed_over: tuple[tuple[str, str], ...] = ()
-    """(kernel, why not), from the quickest on."""
-
-
 @functools.lru_cache(maxsize=64)  # every layer asks
-def choose(asked: Asked, machine: Machine) -> Choice:
-    """The quickest kernel that can do what is asked on this machine; there always is one."""
-    if machine.device != "cuda":
-        return Choice("documents")
-    passed_over: list[tuple[str, str]] = []
-    for kernel, obstacles in _obstacles(asked, machine).items():
-        reason = next((words for words, is_so in obstacles.items() if is_so), None)
-        if reason is None:
-            return Choice(kernel, tuple(passed_over))
-        passed_over.append((kernel, reason))
-    return Choice("padded", tuple(passed_over))
-
-
-def _obstacles(asked: Asked, machine: Machine) -> dict[str, dict[str, bool]]:
-    """What can keep each kernel, from the quickest on, from doing what is asked, and whether it
-    does.
+def choose(asked: Asked, machine: Machine) -> str:
+    """The quickest kernel that can do what is asked on this machine: flash, flex, padded, or on a
+    CPU documents.
     """
-    size, is_old = asked.head_size, machine.capability < (8, 0)
-    wanted = {
-        "window_size": asked.has_window,
-        "softcap": asked.has_softcap,
-        "deterministic": machine.is_deterministic,
-    }
-    missing = {
-        f"this version of flash-attn has no {name}": name not in machine.flash
-        for name in wanted
-        if wanted[name]
-    }
+    if machine.device != "cuda":
+        return "documents"
+    if machine.capability < AMPERE or asked.head_size > 256:
+        return "padded"
+    size, is_half = asked.head_size, asked.dtype != "fp32"
     is_tight = size > 192 and (size <= 224 or asked.has_dropout)
-    of_both_flash = {  # torch's copy of the flash kernels, and flash-attn itself
-        "it has no fp32": asked.dtype not in HALVES,
-        "it needs Ampere or later": is_old,
-        "its heads are multiples of 8 up to 256": size > 256 or size % 8 > 0,
-        "heads this wide train on A100 and H100 only": is_tight
-        and machine.capability not in WIDE_HEADS_ON,
-    }
-    return {
-        "varlen": {
-            "torch has none before 2.10": not machine.varlen,
-            "it drops nothing": asked.has_dropout,
-            "it caps nothing": asked.has_softcap,
-            "it has no windows before torch 2.11": asked.has_window
-            and "window_size" not in machine.varlen,
-            **of_both_flash,
-        },
-        "flash": {"flash-attn is not installed": not machine.flash, **missing, **of_both_flash},
-        "flex": {
-            "it drops nothing": asked.has_dropout,
-            "it needs Triton and a C compiler": not machine.has_flex,
-            "it needs Ampere or later": is_old,
-            "torch does not promise that its gradients are deterministic": machine.is_deterministic,
-            "its heads are 16 or wider": size < 16,
-            "heads this wide spill its registers in fp32": asked.dtype not in HALVES
-            and size > MOST_FLEX_FP32,
-            "its heads are up to 256 wide": size > 256,
-            "heads this wide train on A100, H100 and B200 only": size > 128
-            and machine.capability not in WIDE_FLEX_ON,
-        },
-    }
+    if (
+        machine.has_flash
+        and is_half
+        and size % 8 == 0
+        and not asked.has_softcap
+        and not (asked.has_dropout and machine.has_flash_3)
+        and (not is_tight or machine.capability in WIDE_HEADS_ON)
+    ):
+        return "flash"
+    if (
+        machine.has_flex
+        and not asked.has_dropout
+        and not machine.is_deterministic  # torch does not promise it of its gradients
+        and size >= 16
+        and (is_half or size <= MOST_FLEX_FP32)
+        and (size <= 128 or machine.capability in WIDE_FLEX_ON)
+    ):
+        return "flex"
+    return "padded"
 
 
 # ---- documents in padded calls ----

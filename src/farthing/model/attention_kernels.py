@@ -2,20 +2,16 @@
 `choose` names.
 
 On a CPU each run of equally long documents is one call of `scaled_dot_product_attention`. On CUDA
-one kernel takes all documents: `torch.nn.attention.varlen`, flash-attn or flex attention; where
-none of them can (dropout without flash-attn, GPUs before Ampere), documents are padded in as few
-calls as pay. What the kernels of CUDA are called with is tested, and the padded one's answers; no
-kernel was ever run on a GPU.
+one kernel takes all documents, torch's flash or flex attention; where neither can, documents are
+padded in as few calls as pay. No kernel was ever run on a GPU.
 
 All have one form: query [T, Hq, D], key and value [K, Hk, D], the documents and a `How` -> [T, Hq,
-D]; a document's last query is at its last key. Refuses dropout and caps in kernels that have none:
-`choose` never asks them.
+D]; a document's last query is at its last key.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -87,11 +83,10 @@ def choose_kernel(query: Tensor, how: How) -> str:
     asked = Asked(
         DTYPES[query.dtype],
         query.shape[-1],
-        how.window is not None,
         how.softcap is not None,
         how.dropout > 0,
     )
-    return choose(asked, here(query.device, torch.are_deterministic_algorithms_enabled())).kernel
+    return choose(asked, here(query.device, torch.are_deterministic_algorithms_enabled()))
 
 
 @functools.lru_cache(maxsize=16)
@@ -99,13 +94,12 @@ def here(device: torch.device, is_deterministic: bool) -> Machine:
     """What there is to attend with on a device."""
     if device.type != "cuda":
         return Machine(device.type)
-    if torch.cuda.get_device_capability(device) == (9, 0) and not is_deterministic:
-        use_flash_3()
+    capability = torch.cuda.get_device_capability(device)
     return Machine(
         "cuda",
-        torch.cuda.get_device_capability(device),
-        _parameters_of(_varlen()),
-        _parameters_of(_flash()),
+        capability,
+        torch.backends.cuda.is_flash_attention_available(),
+        capability == (9, 0) and not is_deterministic and use_flash_3(),
         _flex() is not None,
         is_deterministic,
     )
@@ -359,58 +353,28 @@ class _Plan:
 # ---- one kernel for all documents, on CUDA ----
 
 
-def _varlen_kernel(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
-) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn`, whose parameters differ from version to version.
-    Never run on a GPU.
+def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+    """The operation below `scaled_dot_product_attention` and `varlen_attn`, for documents: autograd
+    knows it by itself, and it drops. Never run on a GPU.
 
-    More keys than queries: its causal mask ends at the lower right, as flash-attn's
-    (pytorch/pytorch#193630 says so). Versions before `enable_gqa` look at no number of heads; the
-    flash kernel below them takes grouped ones as they are.
+    More keys than queries: its causal mask ends at the lower right (pytorch/pytorch#193630 says
+    so). Query heads that share keys are taken as they are.
     """
-    parameters = _parameters_of(_varlen())
-    options: dict[str, Any] = {}
-    if "scale" in parameters:
-        options["scale"] = how.scale
-    else:  # it divides by the root of the head's size
-        query = query * (how.scale * query.shape[-1] ** 0.5)
-    if "is_causal" in parameters:
-        options["is_causal"] = how.causal
-    if "window_size" in parameters and not how.causal:
-        # all there is: torch 2.14 and later give what has no window to cuDNN, which builds a graph
-        # for each new shape
-        options["window_size"] = (documents.most_keys, documents.most_keys)
-    elif "window_size" in parameters and (how.window is not None or "is_causal" not in parameters):
-        options["window_size"] = (-1 if how.window is None else how.window - 1, 0)
-    if query.shape[1] != key.shape[1] and "enable_gqa" in parameters:
-        options["enable_gqa"] = True
-    bounds = documents.bounds, documents.key_bounds, documents.longest, documents.most_keys
-    out: Tensor = _varlen()(query, key, value, *bounds, **options)  # type: ignore[misc]
-    return out
-
-
-def _flash_kernel(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How
-) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func`, which also drops and caps. Never run on a GPU.
-
-    More keys than queries: its causal mask ends at the lower right, from version 2.1 on (its
-    documentation).
-    """
-    options: dict[str, Any] = {
-        "dropout_p": how.dropout,
-        "softmax_scale": how.scale,
-        "causal": how.causal,
-    }
-    if how.window is not None:
-        options["window_size"] = (how.window - 1, 0)
-    if how.softcap is not None:
-        options["softcap"] = how.softcap
-    if torch.are_deterministic_algorithms_enabled():
-        options["deterministic"] = True
-    bounds = documents.bounds, documents.key_bounds, documents.longest, documents.most_keys
-    out: Tensor = _flash()(query, key, value, *bounds, **options)  # type: ignore[misc]
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        documents.bounds,
+        documents.key_bounds,
+        documents.longest,
+        documents.most_keys,
+        how.dropout,
+        how.causal and how.window is None,
+        False,
+        scale=how.scale,
+        window_size_left=-1 if how.window is None else how.window - 1,
+        window_size_right=0 if how.causal else -1,
+    )[0]
     return out
 
 
@@ -466,15 +430,14 @@ def _flex_kernel(
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Documents, How], Tensor]] = {
     "documents": per_document,
     "padded": _padded,
-    "varlen": _varlen_kernel,
-    "flash": _flash_kernel,
+    "flash": _flash,
     "flex": _flex_kernel,
 }
 
 
 @functools.cache
 def use_flash_3() -> bool:
-    """Let torch's flash attention, varlen among it, be FlashAttention 3; whether it is installed
+    """Let torch's flash attention be FlashAttention 3; whether it is installed
     (`flash_attn_interface`) and torch takes it (from 2.13). Never run on a GPU.
     """
     try:
@@ -487,26 +450,6 @@ def use_flash_3() -> bool:
 
 
 @functools.cache
-def _varlen() -> Callable[..., Any] | None:
-    """torch's own; from 2.10."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
-
-
-@functools.cache
-def _flash() -> Callable[..., Any] | None:
-    """flash-attn 2, where someone has built it."""
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return flash_attn_varlen_func
-
-
-@functools.cache
 def _flex() -> Callable[..., Any] | None:
     """Compiled, as it computes all scores at once otherwise; needs Triton and a C compiler."""
     try:
@@ -515,9 +458,3 @@ def _flex() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return None if find_compiler("cuda") is None else in_programs(flex_attention, fullgraph=True)
-
-
-@functools.cache
-def _parameters_of(function: Callable[..., Any] | None) -> frozenset[str]:
-    """The names of its parameters; none where there is no function."""
-    return frozenset() if function is None else frozenset(inspect.signature(function).parameters)

@@ -1,16 +1,10 @@
-"""Weights in the precision of a run, cast once a step, an input cast once for all layers that read
-it, and gradients added up many at a time: what autocast and autograd do for each layer in every
-micro-batch, where a launch is what a GPU waits for.
+"""Weights in the precision of a run, cast once a step, and an input cast once for all layers that
+read it: what autocast does for each layer in every micro-batch.
 
-The same numbers: a weight's copy is what autocast would make, gradients are products in the run's
-precision that are added in fp32. Only where several layers read one input, their gradients of it
-are added in the run's precision, as in a model whose weights are in it. On GPUs; CPUs go on as
-before. Never run on a GPU, but on a hollow one, with values (docs/explanation/gpu.md).
-
-Refuses weights that are not fp32, and layers that something else computes. Weights that are spread
-over processes have no copies: they are gathered in the run's precision.
-Copies are there within
-`Casts.kept` alone, where no optimizer writes: no copy is ever older than its weight.
+A copy is a leaf of autograd. Its gradient, a product in the run's precision, is added to that of
+its weight in fp32, a bucket of them at a time. Where
+several layers read one input, their gradients of it are added in the run's precision. On GPUs.
+Weights that are spread over processes have no copies: they are gathered in the run's precision.
 """
 
 from __future__ import annotations
@@ -18,25 +12,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-MOST_WAITING = 1 << 24
-"""Numbers of gradients that wait to be added together: 100 MB, with their copies in fp32."""
 SMALL = 1 << 18
-"""Numbers of a gradient that is worth waiting for others; one of more is added by itself."""
+"""Numbers of a gradient that is worth adding together with others."""
+BUCKET = 1 << 24
+"""Numbers of gradients that wait to be added."""
+
+
+class _Copy(NamedTuple):
+    weight: Tensor
+    copy: Tensor
+
+
+_COPIES: dict[int, _Copy] = {}
+"""Of a step that is under way, by the weight's id."""
 
 
 class Casts:
     """The fp32 weights of a model's linear layers, as they are computed in `dtype`."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self.dtype, self.weights, head = dtype, list[Tensor](), _head_of(model)
+        self.dtype, weights, head = dtype, dict[int, Tensor](), _head_of(model)
         for module in model.modules():
             if hasattr(module, "cast_input_dtype_enabled") or hasattr(module, "_cast_input_dtype"):
                 module.cast_input_dtype_enabled = False  # peft's, to fp32 and back
@@ -45,137 +47,88 @@ class Casts:
             own = [each for each in (module.weight, module.bias) if each is not None]
             if all(each.dtype == torch.float32 for each in own):
                 module.forward = functools.partial(linear, module)
-                self.weights += [
-                    each for each in own if each.requires_grad and type(each) is nn.Parameter
-                ]
+                weights |= {
+                    id(each): each
+                    for each in own
+                    if each.requires_grad and type(each) is nn.Parameter
+                }
+        self.weights = list(weights.values())
 
     @contextlib.contextmanager
-    def kept(self, *, adds: bool, several: bool = True) -> Iterator[None]:
-        """Within the block weights, which must not change, are cast already; a copy is given up
-        behind its backward pass where there are not `several`. With `adds` gradients are added to
-        the weights' by the layers themselves, and are whole after
-        `add_up`; else autograd does it, and hooks on weights hear of it."""
+    def kept(self, *, several: bool, at_once: bool = False) -> Iterator[None]:
+        """Within the block weights, which must not change, are cast already; copies are given up
+        behind their backward pass where there are not `several`. Gradients are whole after
+        `add_up`, or `at_once` when hooks on `leaf_of` a weight hear of them.
+        """
         copies = [torch.empty_like(weight, dtype=self.dtype) for weight in self.weights]
         if copies:
             torch._foreach_copy_(copies, [weight.detach() for weight in self.weights])
-        _STEP.copies = {id(weight): copy for weight, copy in zip(self.weights, copies, strict=True)}
-        del copies
-        _STEP.adds, _STEP.several = adds, several
+        bucket, n = list[_Copy](), 0
+        # a backward pass comes to the last weights first
+        for weight, copy in zip(self.weights[::-1], copies[::-1], strict=True):
+            bucket.append(_Copy(weight, copy.requires_grad_()))
+            _COPIES[id(weight)] = bucket[-1]
+            n += weight.numel()
+            if at_once or n > BUCKET:
+                added = functools.partial(_add, bucket, is_last=not several)
+                copy.register_post_accumulate_grad_hook(added)
+                bucket, n = [], 0
+        del copies, bucket
         try:
             yield
         finally:
-            _STEP.forget()
+            _COPIES.clear()
 
 
-class _Step:
-    """Copies of a step's weights, and gradients that wait to be added."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """No step is under way."""
-        self.copies: dict[int, Tensor] = {}
-        self.adds = self.several = False
-        self.waiting: list[tuple[Tensor, Tensor]] = []
-        self.n_waiting = 0
+def leaf_of(weight: Tensor) -> Tensor:
+    """What autograd has the gradient of: the step's copy of a weight, or the weight itself."""
+    found = None if torch.compiler.is_compiling() else _COPIES.get(id(weight))
+    return weight if found is None else found.copy
 
 
-_STEP = _Step()
-
-
-def in_precision(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype`: the step's copy, where there is one."""
-    copy = None if torch.compiler.is_compiling() else _STEP.copies.get(id(weight))
-    return weight.to(dtype) if copy is None or copy.dtype != dtype else copy
-
-
-def gradient_of(weight: Tensor, gradient: Tensor) -> Tensor | None:
-    """What a node of autograd hands out as the gradient of `weight`: nothing, where it is added up
-    here.
-    """
-    if not _STEP.adds or id(weight) not in _STEP.copies:
-        return gradient.to(weight.dtype)
-    if gradient.numel() <= SMALL:
-        _STEP.waiting.append((weight, gradient))
-        _STEP.n_waiting += gradient.numel()
-        if _STEP.n_waiting > MOST_WAITING:
-            add_up()
-        return None
-    if weight.grad is None:
-        return gradient.to(weight.dtype)
-    weight.grad.add_(gradient)
-    return None
+def add_up() -> None:
+    """Add the gradients that wait to those of their weights. After every backward pass."""
+    _add(_COPIES.values())
 
 
 @torch.no_grad()
-def add_up() -> None:
-    """Add the gradients that wait to those of their weights. After every backward pass."""
-    while waiting := _STEP.waiting:
-        # of a shared weight one at a time
-        now = {id(weight): (weight, gradient) for weight, gradient in reversed(waiting)}
-        _STEP.waiting = [one for one in waiting if now[id(one[0])][1] is not one[1]]
-        whole = [torch.empty_like(weight) for weight, _ in now.values()]
-        torch._foreach_copy_(whole, [gradient for _, gradient in now.values()])
-        sums = [weight.grad for weight, _ in now.values() if weight.grad is not None]
-        more = [
-            each
-            for each, (weight, _) in zip(whole, now.values(), strict=True)
-            if weight.grad is not None
-        ]
-        for each, (weight, _) in zip(whole, now.values(), strict=True):
-            weight.grad = each if weight.grad is None else weight.grad
-        if sums:
-            torch._foreach_add_(sums, more)
-    _STEP.n_waiting = 0
+def _add(copies: Iterable[_Copy], _: Tensor | None = None, *, is_last: bool = False) -> None:
+    new: list[tuple[Tensor, Tensor]] = []
+    sums: list[Tensor] = []
+    more: list[Tensor] = []
+    for weight, copy in copies:
+        gradient = copy.grad
+        if gradient is None:
+            continue
+        copy.grad = None
+        if weight.grad is None:
+            new.append((weight, gradient))
+        elif gradient.numel() > SMALL:
+            weight.grad.add_(gradient)
+        else:
+            sums.append(weight.grad)
+            more.append(gradient)
+        if is_last:
+            _COPIES.pop(id(weight), None)
+            copy.data = copy.new_empty(0)  # the graph keeps its leaves to the end
+    if new:
+        whole = [torch.empty_like(weight) for weight, _ in new]
+        torch._foreach_copy_(whole, [gradient for _, gradient in new])
+        for (weight, _), gradient in zip(new, whole, strict=True):
+            weight.grad = gradient
+    if sums:
+        whole = [torch.empty_like(each) for each in sums]
+        torch._foreach_copy_(whole, more)
+        torch._foreach_add_(sums, whole)
 
 
 def linear(module: Any, x: Tensor) -> Tensor:
     """x [..., i] -> [..., o], as `nn.Linear` computes it under autocast."""
     weight, bias = module._parameters["weight"], module._parameters["bias"]
-    device = x.device.type
-    if (
-        torch.compiler.is_compiling()
-        or not torch.is_autocast_enabled(device)
-        or not x.is_floating_point()
-    ):
+    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
-    seen = LAST_CAST.cast(x, torch.get_autocast_dtype(device))
-    if id(weight) not in _STEP.copies or not torch.is_grad_enabled():
-        return F.linear(
-            seen, in_precision(weight, seen.dtype) if id(weight) in _STEP.copies else weight, bias
-        )
-    found: Tensor = _Dense.apply(seen, weight, bias)
-    return found
-
-
-class _Dense(torch.autograd.Function):
-    """y = x Wᵀ + b by the copies of W [o, i] and b [o]; both are trained, or neither."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., i] -> [..., o] in its dtype."""
-        matrix = in_precision(weight, x.dtype)
-        ctx.save_for_backward(x, matrix)
-        ctx.trained = weight, bias
-        return F.linear(x, matrix, None if bias is None else in_precision(bias, x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x in its dtype, of W and b in fp32 or added to what they have."""
-        x, matrix = ctx.saved_tensors
-        weight, bias = ctx.trained
-        rows = grad.reshape(-1, grad.shape[-1])
-        of_x = grad @ matrix if ctx.needs_input_grad[0] else None
-        of_weight = of_bias = None
-        if ctx.needs_input_grad[1]:
-            of_weight = gradient_of(weight, rows.t() @ x.reshape(-1, x.shape[-1]))
-        if ctx.needs_input_grad[2]:
-            of_bias = gradient_of(bias, rows.sum(0))
-        if not _STEP.several:
-            _STEP.copies.pop(id(weight), None)
-        return of_x, of_weight, of_bias
+    seen = LAST_CAST.cast(x, torch.get_autocast_dtype(x.device.type))
+    return F.linear(seen, leaf_of(weight), None if bias is None else leaf_of(bias))
 
 
 class _LastCast:

@@ -26,7 +26,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from farthing.model.casts import LAST_CAST, gradient_of, in_precision
+from farthing.model.casts import LAST_CAST, leaf_of
 
 _FOUR_BITS = "peft.tuners.lora.bnb.Linear4bit"  # there only where bitsandbytes is
 
@@ -153,7 +153,15 @@ class LowRank:
             weight = weight.t()
         p = dropout.p if self.training and type(dropout) is nn.Dropout else 0.0
         result: Tensor = _LowRank.apply(
-            x, weight, bias, a, b, float(self.scaling[active]), computed, packed, p
+            x,
+            weight,
+            bias,
+            leaf_of(a),
+            leaf_of(b),
+            float(self.scaling[active]),
+            computed,
+            packed,
+            p,
         )
         return result
 
@@ -205,7 +213,7 @@ class _LowRank(torch.autograd.Function):
         # a compiler casts once by itself, and can't follow a memory of tensors
         seen = x.to(computed) if torch.compiler.is_compiling() else LAST_CAST.cast(x, computed)
         rows = seen.reshape(-1, seen.shape[-1])
-        thin_a, thin_b = in_precision(a, computed), in_precision(b, computed)
+        thin_a, thin_b = a.to(computed), b.to(computed)
         y = rows.new_empty((*x.shape[:-1], b.shape[0]))
         flat, dense = y.view(-1, b.shape[0]), _dense(weight, packed, computed)
         if bias is None:
@@ -217,7 +225,7 @@ class _LowRank(torch.autograd.Function):
         thin = torch.mm(dropped, thin_a.t())  # [n, r]
         flat.addmm_(thin, thin_b.t(), alpha=scale)
         ctx.save_for_backward(seen, thin, weight, thin_a, thin_b, mask)
-        ctx.scale, ctx.dtype, ctx.trained, ctx.packed = scale, x.dtype, (a, b), packed
+        ctx.scale, ctx.dtype, ctx.trained, ctx.packed = scale, x.dtype, a.dtype, packed
         ctx.grows = 1 / (1 - p) if p < 1 else 0.0
         return y
 
@@ -233,13 +241,12 @@ class _LowRank(torch.autograd.Function):
         grad = grad_y.reshape(-1, grad_y.shape[-1]).to(seen.dtype)
         needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
         of_x = of_a = of_b = None
-        (a, b), on_cuda = ctx.trained, grad.is_cuda
+        on_cuda = grad.is_cuda
         if needs_b and on_cuda:  # where a product scales by itself
-            of_b = gradient_of(
-                b, thin_b.new_empty(thin_b.shape).addmm_(grad.t(), thin, beta=0, alpha=ctx.scale)
-            )
+            of_b = thin_b.new_empty(thin_b.shape)
+            of_b = of_b.addmm_(grad.t(), thin, beta=0, alpha=ctx.scale).to(ctx.trained)
         elif needs_b:
-            of_b = torch.mm(grad.t(), thin).to(b.dtype).mul_(ctx.scale)
+            of_b = torch.mm(grad.t(), thin).to(ctx.trained).mul_(ctx.scale)
         if needs_x or needs_a:
             if on_cuda:
                 of_thin = thin.new_empty(thin.shape).addmm_(
@@ -249,7 +256,7 @@ class _LowRank(torch.autograd.Function):
                 of_thin = torch.mm(grad, thin_b * ctx.scale)
             if needs_a:
                 dropped = rows if mask is None else _dropped(rows, mask, ctx.grows)
-                of_a = gradient_of(a, torch.mm(of_thin.t(), dropped))
+                of_a = torch.mm(of_thin.t(), dropped).to(ctx.trained)
                 del dropped
             if needs_x:
                 of_x = torch.mm(grad, _dense(weight, ctx.packed, seen.dtype))

@@ -240,7 +240,7 @@ class Step:
         casts = self.forward.casts
         if casts is None or self.feed.settings.compiled:
             return contextlib.nullcontext()
-        return casts.kept(adds=self.ranks.n == 1, several=several)
+        return casts.kept(several=several, at_once=self.ranks.n > 1)
 
     def _gradient_scale(self, n_targets: int) -> float | Tensor:
         """What the gradient of a summed loss will be. Only fp16 has to know it beforehand."""
