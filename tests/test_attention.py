@@ -4,7 +4,6 @@ and what leaks.
 
 from __future__ import annotations
 
-import inspect
 import random
 from pathlib import Path
 from typing import Any
