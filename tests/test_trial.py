@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import farthing.train.trial
 from farthing.cli import main
 from farthing.doctor import check_choices
 from workshop import job_file, make_job
@@ -73,8 +74,16 @@ def test_a_trial_goes_through_train_save_kill_resume_and_export(
 
 
 @pytest.mark.slow
-def test_a_trial_that_fails_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = job_file(tmp_path, "llama", limits={"max_usd": 0.0})
+def test_a_trial_that_fails_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, honest = job_file(tmp_path, "llama"), farthing.train.trial.begin
+
+    def without_data(words: list[str], **pipes: Any) -> Any:
+        (tmp_path / "data.jsonl").unlink(missing_ok=True)
+        return honest(words, **pipes)
+
+    monkeypatch.setattr(farthing.train.trial, "begin", without_data)
     assert main(["doctor", str(path), "--try", "8", "--json"]) == 2
     found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert found["trial: train and save"]["state"] == "failed"
