@@ -271,7 +271,7 @@ BAD = [
         missing_shard,
         ["/model: can't be loaded for causal-lm", "model-00002-of-00002.safetensors", "to do:"],
     ),
-    (config_that_is_no_json, ["/model: the model's configuration can't be loaded", "to do:"]),
+    (config_that_is_no_json, ["/model/config.json: config.json is not JSON", "to do:"]),
     (
         tokenizer_larger_than_the_model,
         ["/model: the tokenizer has", "the model embeds 100", "model's own tokenizer"],

@@ -868,6 +868,48 @@ def test_json_within_a_row_that_is_nested_too_deep_is_a_bad_row(tokenizers: dict
 # ---- model folders ----
 
 
+@pytest.mark.parametrize("verb", ["plan", "doctor", "train"])
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_hidden_layers", BILLION, "num_hidden_layers is 1000000000"),
+        ("num_hidden_layers", -3, "num_hidden_layers is -3"),
+        ("num_hidden_layers", "9", "num_hidden_layers is 9"),
+        ("hidden_size", BILLION, "hidden_size is 1000000000"),
+        ("vocab_size", 10**12, "vocab_size is 1000000000000"),
+        ("num_attention_heads", -2, "num_attention_heads is -2"),
+        ("text_config", {"intermediate_size": 10**10}, "intermediate_size is 10000000000"),
+        ("note", "x" * (17 << 20), "larger than 16 MiB"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_configuration_of_no_model_is_refused_before_anything_is_built(
+    key: str, value: Any, words: str, verb: str, desk: Desk, run: Callable[..., Said]
+) -> None:
+    path = desk.own_model() / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    said = run(verb=verb)
+    assert said.code == 2
+    assert words in said.err + said.out
+
+
+@pytest.mark.parametrize("what", ["chat template", "job"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_in_place_of_a_small_file_is_not_read(
+    kind: str, what: str, desk: Desk, run: Callable[..., Said]
+) -> None:
+    path = desk.folder / ("job.yaml" if what == "job" else "t.jinja")
+    desk.set("data", chat_template="t.jinja")
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    for verb in ("plan", "doctor", "train"):
+        said = run(verb=verb, **({"job": path.name} if what == "job" else {}))
+        assert said.code == 2
+        assert "can't be read: a pipe or a device, not a file" in said.err + said.out
+
+
 @pytest.mark.parametrize("kind", ["pickle", "torch"])
 def test_a_pickle_under_any_name_of_a_model_folder_is_not_run(
     kind: str,

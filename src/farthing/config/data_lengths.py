@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
 from farthing.data.batches import Batches, split_by_input
-from farthing.data.chat import asks_for_the_date
+from farthing.data.chat import asks_for_the_date, read_template
 from farthing.data.lengths import Lengths, from_arrays, from_token_set
 from farthing.data.light_tokenizer import LightTokenizer, light_tokenizer, own_template
 from farthing.data.read import (
@@ -45,7 +45,7 @@ from farthing.data.token_set import (
     notes_of,
     open_token_set,
 )
-from farthing.errors import FarthingError, InputError, ModelError
+from farthing.errors import FarthingError, InputError
 from farthing.models.model_config import CONFIG, cached_snapshot, find_config
 from farthing.models.shapes import read_shape
 from farthing.objectives.columns import Unusable
@@ -240,15 +240,7 @@ def reading_of(job: Job, day: str) -> tuple[LightTokenizer, Recipe]:
 
 def _template_of_job(job: Job) -> str | None:
     """The chat template that the job names. Raises `ModelError`."""
-    if job.data.chat_template is None:
-        return None
-    try:
-        return Path(job.data.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"the chat template can't be read ({type(error).__name__})"
-        raise ModelError(
-            what, where=job.data.chat_template, to_do="check data.chat_template"
-        ) from error
+    return job.data.chat_template and read_template(job.data.chat_template)
 
 
 def _is_elsewhere(name: str) -> bool:

@@ -27,7 +27,7 @@ from farthing.config.job import KEYS, SECTIONS, Job
 from farthing.data.rows import Own
 from farthing.errors import InputError, JobError
 from farthing.objectives.registry import objective_names, objective_of, standard_columns
-from farthing.storage.files import Json
+from farthing.storage.files import Json, small_text
 
 MAX_JOB_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -231,9 +231,7 @@ def _refused(what: str, where: Path | str, to_do: str = "") -> JobError:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_JOB_BYTES:
-            raise _refused("larger than 1 MiB: not a job file", path)
-        return path.read_text(encoding="utf-8-sig")
+        return small_text(path, MAX_JOB_BYTES)
     except FileNotFoundError as error:
         near = difflib.get_close_matches(
             path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1

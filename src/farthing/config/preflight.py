@@ -9,7 +9,6 @@ read it whole. Refuses to import torch or transformers, to download and to ask t
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,6 +19,7 @@ from farthing.addresses import is_remote
 from farthing.config.data_lengths import files_of_split
 from farthing.config.job import Job
 from farthing.config.load import load_job
+from farthing.data.chat import read_template
 from farthing.data.fetch import refuse_metadata
 from farthing.data.formats import RENDERED
 from farthing.data.read import Source, file_source, is_dataset, is_text_folder
@@ -146,7 +146,7 @@ def _checks(job: Job, only_plans: bool, with_data: bool) -> Iterator[Callable[[]
                 job, name, said, split, only_plans
             )  # type: ignore[misc]
     if job.data.chat_template is not None and with_data:
-        yield lambda: _look_at_template(str(job.data.chat_template))
+        yield lambda: read_template(str(job.data.chat_template))
     if only_plans:
         yield lambda: _look_at_config(job)
     else:
@@ -251,17 +251,6 @@ def _look_at_values(
     raise DataError(f"no row can be used: {reason}", where=source.name, to_do=to_do)
 
 
-def _look_at_template(path: str) -> None:
-    try:
-        Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        what = f"the chat template can't be read: {why}"
-        raise ModelError(
-            what, where=path, to_do="check data.chat_template: a Jinja file"
-        ) from error
-
-
 # ---- the model ----
 
 
@@ -305,27 +294,12 @@ def _look_at_folder(folder: Path, *, needs_weights: bool) -> None:
         raise ModelError(
             "no such folder for the model", where=str(folder), to_do="check model: in the job"
         )
-    if not (folder / CONFIG).is_file():
-        raise ModelError(
-            f"no {CONFIG} in the folder",
-            where=str(folder),
-            to_do="name a folder in Hugging Face format",
-        )
     for path in (*folder.glob("*.safetensors"), *folder.glob("*.json")):
         if not path.is_file():  # a pipe or a device would be read for ever
             raise ModelError(
                 "this is no file", where=str(path), to_do="copy the model's files into the folder"
             )
-    try:
-        is_object = isinstance(json.loads((folder / CONFIG).read_text(encoding="utf-8-sig")), dict)
-    except (OSError, ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        raise ModelError(
-            f"the model's configuration can't be loaded: {CONFIG} is not a JSON object",
-            where=str(folder),
-            to_do="copy the folder again: it is damaged",
-        )
+    find_config(str(folder))
     if needs_weights and not any(folder.glob("*.safetensors")):
         pickles = sorted(
             path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}")

@@ -14,12 +14,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
+from pathlib import Path
 from typing import Any
 
 from farthing.clock import today
 from farthing.data.rows import RowValue, Segments, Text
 from farthing.errors import ModelError
 from farthing.objectives.columns import Unusable
+from farthing.storage.files import small_text
 
 # For a tokenizer without a template of its own: readable headers, generation marks around what the
 # model says.
@@ -55,6 +57,19 @@ _MORE = ({"role": "user", "content": "And?"}, {"role": "assistant", "content": "
 def default_template(adds_bos: bool) -> str:
     """farthing's own template; it begins as every text of this tokenizer does."""
     return ("{{- bos_token }}" if adds_bos else "") + DEFAULT_CHAT_TEMPLATE
+
+
+def read_template(path: str) -> str:
+    """The chat template that a job names. Raises `ModelError`."""
+    try:
+        return small_text(Path(path))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ModelError(
+            f"the chat template can't be read: {why}",
+            where=path,
+            to_do="check data.chat_template: a Jinja file",
+        ) from error
 
 
 def asks_for_the_date(template: str | None) -> bool:

@@ -24,7 +24,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from farthing.data.chat import default_template
+from farthing.data.chat import default_template, read_template
 from farthing.data.encode import first_tokens, sides_of
 from farthing.device_memory import in_words, reported
 from farthing.errors import HardwareError, ModelError
@@ -160,14 +160,7 @@ def load_tokenizer(
     if choice.new_tokens:
         _add_tokens(tokenizer, choice.new_tokens)
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            what = f"the chat template can't be read: {why}"
-            raise ModelError(
-                what, where=chat_template, to_do="check data.chat_template: a Jinja file"
-            ) from error
+        tokenizer.chat_template = read_template(chat_template)
     elif tokenizer.chat_template is None or not isinstance(tokenizer.chat_template, str):
         own = tokenizer.chat_template
         tokenizer.other_templates = own

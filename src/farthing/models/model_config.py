@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from farthing.errors import ModelError
-from farthing.storage.files import Json
+from farthing.storage.files import Json, small_text
 
 CONFIG = "config.json"
 TOKENIZERS = (
@@ -35,6 +35,11 @@ _YES = ("1", "on", "yes", "true")
 
 MOST_LAYERS = 10_000
 """Of the deepest models known, a few hundred; a model is planned and built layer by layer."""
+_LARGEST_SIZE = 1 << 27
+_SIZES = re.compile(
+    r"(hidden|intermediate|vocab|embedding|encoder_ffn|decoder_ffn)_(size|dim)|d_(model|ff|kv)"
+    r"|n_(embd|head|positions)|num_\w*heads|head_dim|max_position_embeddings"
+)
 _LAYERS = re.compile(r"num_\w*layers|n_layers?|(en|de)coder_layers")
 
 
@@ -56,7 +61,7 @@ def find_config(
                 where=name_or_path,
                 to_do="name a folder in Hugging Face format",
             )
-        return _parsed(path.read_bytes(), str(path)), f"{CONFIG} in {name_or_path}"
+        return _read(path), f"{CONFIG} in {name_or_path}"
     if folder.is_absolute() or not is_hub_name(name_or_path):
         raise ModelError(
             "no such folder for the model", where=name_or_path, to_do="check model: in the job"
@@ -64,7 +69,7 @@ def find_config(
     snapshot = cached_snapshot(name_or_path, revision)
     if snapshot is not None and (snapshot / CONFIG).is_file():
         words = f"{CONFIG} of {name_or_path} in the Hugging Face cache ({snapshot.name[:7]})"
-        return _parsed((snapshot / CONFIG).read_bytes(), str(snapshot / CONFIG)), words
+        return _read(snapshot / CONFIG), words
     known = known_config(name_or_path)
     if known is not None:
         words = f"farthing's table of models ({known_models()['date']})"
@@ -282,6 +287,18 @@ def _hub_token() -> str:
     return found if re.fullmatch(r"[\w-]+", found) else ""
 
 
+def _read(path: Path) -> Json:
+    try:
+        return _parsed(small_text(path).encode(), str(path))
+    except OSError as error:
+        what = f"{CONFIG} can't be read: {error.strerror}"
+        raise ModelError(what, where=str(path), to_do="copy it again") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(
+            f"{CONFIG} is not UTF-8 text", where=str(path), to_do="it is damaged: copy it again"
+        ) from error
+
+
 def _parsed(content: bytes, where: str) -> Json:
     try:
         config = json.loads(content.decode("utf-8-sig"))
@@ -293,15 +310,26 @@ def _parsed(content: bytes, where: str) -> Json:
         raise ModelError(
             f"{CONFIG} is not an object", where=where, to_do="it is damaged: copy it again"
         )
+    _refuse_sizes(config, where)
+    return config
+
+
+def _refuse_sizes(config: Json, where: str) -> None:
+    """Raise `ModelError` for sizes that no model has: its shape is computed and allocated."""
     for key, value in config.items():
-        is_count = isinstance(value, int) and _LAYERS.fullmatch(key) is not None
-        if is_count and not 0 <= value <= MOST_LAYERS:
+        if isinstance(value, dict):
+            _refuse_sizes(value, where)
+        is_count, is_size = _LAYERS.fullmatch(key), _SIZES.fullmatch(key)
+        if not (is_count or is_size) or value is None or isinstance(value, list | dict):
+            continue
+        least, most = (0, MOST_LAYERS) if is_count else (-1, _LARGEST_SIZE)
+        if type(value) is not int or not least <= value <= most:
+            what = "a number of layers" if is_count else "a size of a model"
             raise ModelError(
-                f"{key} is {value}, not a number of layers (0 to {MOST_LAYERS:,})",
+                f"{key} is {str(value)[:40]}, not {what} (at most {most:,})",
                 where=where,
                 to_do="check the model's config.json",
             )
-    return config
 
 
 def is_hub_name(name: str) -> bool:

@@ -28,7 +28,7 @@ from typing import IO, Any, TypedDict
 from farthing.errors import DiskFullError, FarthingError, InputError, RunBusyError, RunChangedError
 
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 16 << 20
+MAX_MANIFEST_BYTES = MAX_TEXT_BYTES = 16 << 20
 DRAFT = ".draft-"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 """What flock(2) says on file systems without locks: NFS without its lock daemon, Lustre mounted
@@ -80,6 +80,18 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> Any:
     """`parse_json` of a file. Raises `OSError` too."""
     return parse_json(path.read_text(encoding="utf-8"))
+
+
+def small_text(path: Path, most_bytes: int = MAX_TEXT_BYTES) -> str:
+    """The text of a file that others may have put there. Raises `UnicodeDecodeError`, and `OSError`
+    also for a pipe, a device or a larger file.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EINVAL, "a pipe or a device, not a file")
+    if status.st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def files_below(folder: Path) -> list[Path]:
