@@ -295,7 +295,7 @@ def _read(path: Path) -> Json:
         raise ModelError(what, where=str(path), to_do="copy it again") from error
     except UnicodeDecodeError as error:
         raise ModelError(
-            f"{CONFIG} is not UTF-8 text", where=str(path), to_do="it is damaged: copy it again"
+            f"{CONFIG} is not JSON in UTF-8", where=str(path), to_do="it is damaged: copy it again"
         ) from error
 
 
