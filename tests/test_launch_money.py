@@ -31,10 +31,11 @@ from farthing.launch.driver import (
     UnauthorizedError,
 )
 from farthing.launch.http import Api
-from farthing.launch.machines import Machine, MachineLedger, bill_by_machine, still_billed
+from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.launch.prepare import extras_of, launch_id_of, modules_of, secrets_of
 from farthing.launch.registry import TARGETS
 from farthing.launch.request import least_s
+from farthing.launch.still_billed import still_billed
 from farthing.launch.targets.lambda_cloud import Lambda
 from farthing.launch.targets.runpod import RunPod
 from farthing.launch.targets.vast import Vast

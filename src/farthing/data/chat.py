@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.clock import today
-from farthing.data.rows import RowValue, Segments, Text
+from farthing.data.rows import START, STOP, RowValue, Segments, Text
 from farthing.errors import ModelError
 from farthing.objectives.columns import Unusable
 from farthing.storage.files import small_text
@@ -40,10 +40,6 @@ DEFAULT_CHAT_TEMPLATE = (
 
 Messages = Sequence[RowValue]
 
-START, STOP = (
-    "\ufdd0",
-    "\ufdd1",
-)  # around what a template marks as generated: code points that are no characters
 _PROBE = "Qj7wZk"  # an answer whose end is easily found again
 _QUESTION = "Hb3yTr"
 _ASKED = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE})

@@ -19,7 +19,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
-from farthing.data.chat import START, STOP
+from farthing.data.rows import START, STOP
 from farthing.errors import ModelError
 
 MOST_WORK = 200_000_000

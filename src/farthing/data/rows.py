@@ -18,6 +18,9 @@ MAX_ROW_BYTES = 10_000_000
 Segments = tuple[tuple[str, bool], ...]
 """Parts of a text, and whether each is learned."""
 
+START, STOP = "\ufdd0", "\ufdd1"
+"""Around what a chat template marks as generated: code points that are no characters."""
+
 RowValue = dict[str, Any]
 """A row as its file has it: whatever its columns hold."""
 

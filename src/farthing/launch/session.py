@@ -27,9 +27,10 @@ from farthing.errors import (
 from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Driver, ProviderError, UnauthorizedError, UnclearError
 from farthing.launch.inputs import INPUTS, Packed, inputs_key, send_inputs, with_token_sets
-from farthing.launch.machines import Machine, MachineLedger, bill_by_machine, still_billed
+from farthing.launch.machines import Machine, MachineLedger, bill_by_machine
 from farthing.launch.prepare import Prepared, launch_id_of, secrets_of
 from farthing.launch.request import LaunchRequest, values_of
+from farthing.launch.still_billed import still_billed
 from farthing.launch.supervise import TEARDOWN_S, Launch, Patience
 from farthing.launch.targets.hosts import HostDriver
 from farthing.launch.wheel import wheel_of_this

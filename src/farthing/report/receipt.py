@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import InputError
-from farthing.launch.machines import bill_of, still_billed
+from farthing.launch.machines import bill_of
+from farthing.launch.still_billed import still_billed
 from farthing.planner.estimate import Estimate
 from farthing.report.answers_view import answers_of
 from farthing.report.diagnosis import diagnose
