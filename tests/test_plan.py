@@ -23,7 +23,8 @@ from farthing.planner.decide import decide as decide_offered
 from farthing.planner.inputs import estimate_of
 from farthing.planner.machines import machine_of
 from farthing.planner.memory import OnDevice
-from farthing.planner.ranges import published_spread
+from farthing.planner.price import quiet_interval_s, within_limits
+from farthing.planner.ranges import class_of, published_spread
 from farthing.planner.recipe import Recipe
 from farthing.planner.search import Refusal, budgets
 from farthing.planner.software import Torch
@@ -1131,3 +1132,28 @@ def test_texts_that_an_evaluation_writes_at_once_are_counted_in_memory_and_in_se
     more_s = writes.seconds["evaluation"] - reads.seconds["evaluation"]
     n_batches = -(-4000 // at_once.n_rows)
     assert more_s < asked.n_evaluations * (n_batches + 1) * 256 * 0.4e-3 * layers
+
+
+def test_fewer_steps_that_keep_a_cap_are_those_of_the_arithmetic() -> None:
+    """Of 36,000 s 2,000 do not shrink: half the dollars leave 16,000 of 34,000, less a margin."""
+    plan = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
+    seconds = {"setup": 2000.0, "training": 33_000.0, "checkpoints": 1000.0}
+    plan = plan._replace(wall_s=36_000.0, total_usd=20.0, seconds=seconds)
+    for n_steps, fewer in ((1000, "train.max_steps: 447 of 1000"), (3, "train.max_steps: 1 of 3")):
+        found = within_limits(plan, wanted_of(max_steps=n_steps, max_usd=10.0))
+        assert isinstance(found, Rejected)
+        assert (found.change.partition(", or ")[2], found.distance) == (fewer, 2.0)
+    late = within_limits(plan, wanted_of(deadline_s=30_000.0))
+    assert isinstance(late, Rejected)
+    assert late.reason == "ends 1 h 40 min after the deadline"
+
+
+def test_checkpoints_where_nobody_takes_the_machine_are_youngs_for_a_crash_a_week() -> None:
+    found = [quiet_interval_s(save_s) for save_s in (0.0001, 0.1, 10.0)]
+    assert found == pytest.approx([60.0, 347.79, 1800.0], abs=0.01)
+
+
+def test_errors_are_alike_within_era_kind_and_precision() -> None:
+    llama = shape_of("meta-llama/Llama-3.1-8B")
+    assert class_of(llama, "Volta", "fp16") == ("old", "causal", "16")
+    assert class_of(llama, "Ada", "fp32") == ("recent", "causal", "fp32")

@@ -171,8 +171,8 @@ def test_where_a_run_stands_is_read_from_its_ledger(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_killed_is_begun_again_and_finishes(tmp_path: Path) -> None:
-    path = workshop.job_file(tmp_path, max_steps=60, save_steps=5)
-    held = Held(tmp_path / "hold", "step-00000015")
+    path = workshop.job_file(tmp_path, max_steps=20, save_steps=5)
+    held = Held(tmp_path / "hold", "step-00000010")
     command = [sys.executable, "-m", "farthing", "train", str(path), "--retry", "--json"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=held.environment
@@ -183,7 +183,7 @@ def test_a_run_that_is_killed_is_begun_again_and_finishes(tmp_path: Path) -> Non
     assert process.returncode == 0, words
     receipt = json.loads(out)
     assert [attempt["ended"] for attempt in receipt["attempts"]] == ["killed", "finished"]
-    assert receipt["steps"] == 60
+    assert receipt["steps"] == 20
     assert receipt["restart_s"] > 0
     assert "killed by SIGKILL" in words
     assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(
