@@ -16,7 +16,7 @@ from typing import NamedTuple
 from farthing.report.blocks import Drawing
 from farthing.report.html import colour, svg
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 860, 62, 14, 26, 40
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 860, 62, 14, 26, 46
 _SIGNS = {"interruption": "✕", "out of memory": "!", "evaluation": "●", "checkpoint": "▾"}
 Point = tuple[float, float]
 
