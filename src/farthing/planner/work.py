@@ -17,6 +17,13 @@ LAUNCH_S = 6.4e-6
 """Of the host for one kernel: 1.85 ms for the 288 of a layer with seven adapters, on a processor of
 2025. Those of rented GPUs take half to twice as long, see `speed.LAUNCH_ERROR`.
 """
+OUTER_LAUNCHES = 125  # of a micro-batch outside its layers: embeddings, head, loss
+STEP_HOST_S = (
+    1.3e-3  # of a step beside its micro-batches: clipping, the update, the log, the ledger
+)
+"""Both from small Llamas of 1 to 8 layers, whose tokens cost nothing: 0.8 ms, and 0.35 ms of an
+update with 1 ms of the loop's own.
+"""
 ADAPTER_LAUNCHES = 14  # kernels of one adapted product, forward and backward
 EXPERTS_LAUNCHES = 2.0  # times those of a layer without experts: sorting, sums, grouped products
 EXPERTS_SHARE = 0.7  # of the rate of one large product that products of experts reach: assumed
@@ -38,7 +45,7 @@ class Work(NamedTuple):
     dequantization_bytes: float
     optimizer_bytes: float
     sent_bytes: float  # to other GPUs
-    host_s: float
+    host_s: float  # to launch the kernels of all micro-batches
     tokens_per_micro_batch: float
     n_tokens: float  # of all GPUs, from here on: useful
     n_padded_tokens: float
@@ -47,6 +54,7 @@ class Work(NamedTuple):
     bus_bytes: float = 0.0  # between each GPU and its host, for the optimizer
     width: float = 4096.0  # of the stream
     hauled_bytes: float = 0.0  # weights from the host and gradients to it, for every micro-batch
+    step_host_s: float = 0.0  # of the host, once a step
     host_bytes: float = 0.0  # that the host moves in its own memory to update what it keeps
 
 
@@ -98,7 +106,7 @@ def work_of(case: Case) -> Work:
         dequantization_bytes=n_micro * passes * recipe.stack.unpacking * packed,
         optimizer_bytes=0.0 if _updates_there(case) else _update_bytes(case),
         sent_bytes=_sent_bytes(case),
-        host_s=n_micro * case.n_layers * of_layer * of_passes,
+        host_s=n_micro * (case.n_layers * of_layer * of_passes + OUTER_LAUNCHES * LAUNCH_S),
         tokens_per_micro_batch=max(1.0, all_tokens / recipe.n_gpus / n_micro),
         n_tokens=recipe.global_batch * case.mean_tokens,
         n_padded_tokens=all_tokens,
@@ -108,6 +116,7 @@ def work_of(case: Case) -> Work:
         bus_bytes=2.0 * b * _n_stepped(case) if recipe.optimizer.is_on_host else 0.0,
         width=float(shape.hidden),
         hauled_bytes=_hauled_bytes(case),
+        step_host_s=STEP_HOST_S,
         host_bytes=_host_update_bytes(case),
     )
 
@@ -116,8 +125,8 @@ def forward_work(work: Work, n_steps: float) -> Work:
     """The forward pass alone of `n_steps` times the examples of a step: no optimizer."""
     share = n_steps * work.forward_share
     scaled = {name: getattr(work, name) * share for name in _COMPUTED}
-    nothing = dict.fromkeys(("optimizer_bytes", "sent_bytes", "bus_bytes", "host_bytes"), 0.0)
-    return work._replace(**scaled, **nothing)
+    names = ("optimizer_bytes", "sent_bytes", "bus_bytes", "host_bytes", "step_host_s")
+    return work._replace(**scaled, **dict.fromkeys(names, 0.0))
 
 
 # ---- FLOPs ----
