@@ -26,7 +26,6 @@ QUERY_AND_VALUE = (
     ("query_proj", "value_proj"),
 )
 """Names that families give to the layers of queries and values (Hu et al. 2021, section 4.2)."""
-_READS_SOURCE = re.compile(r"(encoder_attn|cross_attn|EncDecAttention)\.\w*(k|v|key|value)")
 _PAIR_LAYERS = ("encoder_layers", "num_hidden_layers"), ("decoder_layers", "num_decoder_layers")
 _FFN = (
     "intermediate_size",

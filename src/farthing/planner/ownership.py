@@ -52,11 +52,6 @@ class Owned(NamedTuple):
         """Loss of value in an hour of use, evenly over its life and the hours it is used."""
         return self.lost_usd / (self.life_months * self.hours_per_month)
 
-    @property
-    def utilisation(self) -> float:
-        """Share of the month in which it works."""
-        return self.hours_per_month / HOURS_PER_MONTH
-
 
 def run_on_own(owned: Owned, hours: float) -> dict[str, float]:
     """Dollars for one run by part: electricity, wear, other. They add up to its cost."""
@@ -98,10 +93,9 @@ def break_even_months(
 
 
 class Way(NamedTuple):
-    """A way to have runs done: so much at the start, so much a month, so much a run."""
+    """A way to have runs done: so much at the start, so much a run."""
 
     usd_per_run: float
-    usd_per_month: float = 0.0
     up_front_usd: float = 0.0
 
 
@@ -118,7 +112,7 @@ def yearly_usd(
     """
     n_months = n_years * MONTHS_PER_YEAR
     totals = {
-        name: way.up_front_usd + n_months * (way.usd_per_month + n_runs_per_month * way.usd_per_run)
+        name: way.up_front_usd + n_months * n_runs_per_month * way.usd_per_run
         for name, way in ways.items()
     }
     return dict(sorted(totals.items(), key=lambda item: item[1]))
@@ -129,11 +123,6 @@ class Saving(NamedTuple):
 
     usd: float
     share: float | None  # of the dearer; None where it costs nothing
-
-    @property
-    def is_one(self) -> bool:
-        """Whether it is a saving at all."""
-        return self.usd > 0
 
 
 def saving(usd: float, against_usd: float) -> Saving:

@@ -33,7 +33,6 @@ from farthing.units import said_apart, say_bytes
 # of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples
 FEWEST_TOKENS, MOST_TOKENS = 1024, 65_536
 HOST_SHARE = 0.9  # of main memory, that rows of weights and an off-loaded optimizer may take
-UNDECIDED = Settings()
 CPU_TOKENS = 2048  # of a micro-batch on a CPU: more is quicker by a hundredth at most
 GENERATED_S_PER_LAYER = 0.4e-3  # host time of one layer for one generated token
 

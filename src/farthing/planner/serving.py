@@ -362,9 +362,8 @@ def parse_traffic(text: str) -> Traffic:
         number = re.fullmatch(r"([\d_]*\.?\d+)\s*(k|m)?\s*(?:/\s*(\w+))?", value.lower())
         try:
             if name == "latency":
-                says["latency_s"] = (
-                    parse_hours(value if re.search(r"[a-z]", value) else f"{value}s") * 3600
-                )
+                text = value if re.search(r"[a-z]", value) else f"{value}s"
+                says["latency_s"] = parse_hours(text) * 3600
                 continue
             unit = (number[3] or "") if number else "?"
             field = {

@@ -37,7 +37,7 @@ def say_saving(saved: Saving) -> str:
         return f"{say_cost(-saved.usd)} more" if saved.usd else "costs the same"
     if abs(saved.share) < 0.005:
         return "costs the same"
-    return f"{abs(saved.share) * 100:.0f} % {'less' if saved.is_one else 'more'}"
+    return f"{abs(saved.share) * 100:.0f} % {'less' if saved.usd > 0 else 'more'}"
 
 
 def say_short(seconds: float) -> str:
