@@ -4,7 +4,9 @@ real sizes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +32,7 @@ from farthing.model.loss import POSITIONS, TARGETS, Labelled
 from farthing.models.tiles import head_bytes
 from farthing.train.prefix_budget import accumulates
 from farthing.train.run import opened_attempt
+from farthing.train.run_settings import first_settings
 from on_gpu.work import config_of
 from traced import Alive, fake_model, own_loss, traced_peak
 from traced_models import BLOCK_BYTES, cut_config
@@ -276,3 +279,21 @@ def test_the_head_has_one_block_of_rows_at_work(
         n, n_words, width, precision, is_cuda=False, has_cap=cap is not None, tile_tokens=n
     )
     assert alive.peak == pytest.approx(said, rel=0.05)
+
+
+def test_a_run_without_a_probe_begins_with_no_checkpointing_whatever_was_planned(
+    tmp_path: Path,
+) -> None:
+    """The least that fits is measured."""
+    job = make_job(tmp_path, size={"hidden": 32, "layers": 1}, probe=False)
+    Path(job.output_dir).mkdir()
+    with opened_attempt(job, Heard()) as attempt:
+        planned = attempt.estimate
+        assert planned is not None
+        planned = replace(planned, settings=replace(planned.settings, checkpoint_every=2))
+        context: Any = SimpleNamespace(
+            folder=attempt.folder, ledger=attempt.ledger, warn=attempt.warn
+        )
+        found = first_settings(attempt.spec, context, attempt.train_examples, planned)
+        assert found.checkpoint_every == 0
+        assert attempt.memory.checkpoint_every == 0

@@ -24,12 +24,14 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from farthing.model import cpu
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapter_start import take_start_away
 from farthing.model.attention import Documents, go_packed, packed_logits
 from farthing.model.casts import Casts, add_up
 from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import use_low_rank
+from farthing.model.loss import inner_of
 from farthing.model.pairs import pair_batch
 
 CLASSES: dict[str, Any] = {
@@ -189,6 +191,7 @@ def fake_model(
         use_low_rank(model)
     if is_packed:
         go_packed(model)
+        cpu.use(inner_of(model))
     return model
 
 

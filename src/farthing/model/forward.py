@@ -421,9 +421,10 @@ class Forward:
         """[s] in fp32: of each target of each sequence of a batch of units, in their order."""
         self._hear(batch)
         with self.numerics.autocasting():
-            head = self.why_all_scored or self.head
-            assert head is not None
-            words = target_log_probs(self.model, batch, self.task, head, self.tile_tokens)
+            assert self._found_head is not None
+            words = target_log_probs(
+                self.model, batch, self.task, self._found_head, self.tile_tokens
+            )
         return words[batch[units.SCORED]]
 
     def log_probs(self, batch: Batch) -> Tensor:
@@ -479,9 +480,9 @@ class Forward:
         """
         self._hear(batch)
         with self.numerics.autocasting():
-            head, tile_tokens = self._found_head, self.tile_tokens
+            assert self._found_head is not None
             return loss_and_log_probs(
-                self.model, batch, self.task, head=head, tile_tokens=tile_tokens
+                self.model, batch, self.task, self._found_head, self.tile_tokens
             )
 
     @_whole

@@ -104,7 +104,7 @@ class _HeadLoss(torch.autograd.Function):
         """hidden [N, h], weight [V, h], bias [V]; returns the summed loss. `records`: gradients are
         recorded.
         """
-        positions, targets, log_probs = labelled.positions, labelled.targets, labelled.log_probs
+        positions, targets = labelled.positions, labelled.targets
         device = hidden.device.type
         computed = (
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -133,8 +133,7 @@ class _HeadLoss(torch.autograd.Function):
                 part = slice(start, start + tile)
                 inputs = hidden.index_select(0, positions[part]).to(computed)
                 scores = _product(inputs, matrix, shift)
-                into = None if log_probs is None else log_probs[part]
-                total += _to_gradients(scores, targets[part], how, wants, summed, into)
+                total += _to_gradients(scores, targets[part], how, wants, summed)
                 if grad_hidden is not None:
                     grad_hidden[part] = torch.mm(scores, matrix)
                 if grad_weight is not None:
@@ -242,10 +241,8 @@ def target_log_probs(
         ]
         return -torch.cat(found)
     states = head.hidden_states(batch)
-    is_trained = head.linear.weight.requires_grad or not head.is_matrix
-    if is_trained and torch.is_grad_enabled():
-        return word_log_probs(states, head, labelled, tile_tokens)
-    if not head.is_matrix:
+    is_trained = head.linear.weight.requires_grad and torch.is_grad_enabled()
+    if is_trained or not head.is_matrix:
         return word_log_probs(states, head, labelled, tile_tokens)
     rows, weight = states.reshape(-1, states.shape[-1]), head.linear.weight
     tile = tile_tokens or default_tile_tokens(len(weight), rows.device.type, 0)
@@ -262,7 +259,7 @@ def _to_gradients(
     how: How,
     wants: bool,
     summed: torch.dtype,
-    log_probs: Tensor | None,
+    log_probs: Tensor | None = None,
 ) -> Tensor:
     """The summed loss of scores [t, V], which become its gradient (scaled) where `wants`; fills
     `log_probs` [t].
@@ -439,55 +436,23 @@ def language_model_loss(
 
 
 def loss_and_log_probs(
-    model: Any,
-    batch: Batch,
-    task: str,
-    *,
-    head: Head | str | None = None,
-    tile_tokens: int | None = None,
+    model: Any, batch: Batch, task: str, head: Head | str, tile_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """(the sum of cross-entropies, the log-probability of all targets of each document
-    together [D] in fp32).
-
-    Where gradients are recorded both can be differentiated, at the price of computing the logits of
-    a tile once more; else they are found together. A document is one of a packed batch, or a row of
-    a padded one.
+    together [D]), in fp32. A document is one of a packed batch, or a row of a padded one.
     """
-    head = find_head(model, task) if head is None else head
-    labelled = labelled_of(batch, task)
-    if isinstance(head, str):
-        loss, logits = summed_loss(model, batch, task)
-        scores = logits.flatten(0, 1)[labelled.positions].split(TILE)
-        parts = zip(scores, labelled.targets.split(TILE), strict=True)
-        found = [F.cross_entropy(part.float(), words, reduction="none") for part, words in parts]
-        return loss, _by_document(-torch.cat(found), batch, labelled)
-    states = head.hidden_states(batch)
-    if torch.is_grad_enabled() or not head.is_matrix:
-        words = word_log_probs(states, head, labelled, tile_tokens)
-        return -words.sum(), _by_document(words, batch, labelled)
-    words = states.new_empty(
-        len(labelled.targets), dtype=torch.promote_types(states.dtype, torch.float32)
-    )
-    loss = head_loss(
-        states,
-        head.linear.weight,
-        head.bias,
-        replace(labelled, log_probs=words),
-        How(tile_tokens, head.soft_cap),
-    )
-    return loss, _by_document(words, batch, labelled)
+    words = target_log_probs(model, batch, task, head, tile_tokens)
+    return -words.double().sum().to(words.dtype), _by_document(words, batch, task)
 
 
-def _by_document(words: Tensor, batch: Batch, labelled: Labelled) -> Tensor:
+def _by_document(words: Tensor, batch: Batch, task: str) -> Tensor:
     """The sum over each document [D] of `words` [n]."""
-    documents = batch.get("documents")
+    documents, positions = batch.get("documents"), labelled_of(batch, task).positions
     if documents is None:
-        owners, n_documents = labelled.positions // batch["labels"].shape[1], len(batch["labels"])
+        owners, n_documents = positions // batch["labels"].shape[1], len(batch["labels"])
     else:
-        owners, n_documents = (
-            torch.bucketize(labelled.positions, documents.bounds[1:], right=True),
-            len(documents.lengths),
-        )
+        owners = torch.bucketize(positions, documents.bounds[1:], right=True)
+        n_documents = len(documents.lengths)
     return words.new_zeros(n_documents).index_add(0, owners, words)
 
 

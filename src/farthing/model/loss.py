@@ -83,10 +83,6 @@ class Labelled:
 
     positions: Tensor
     targets: Tensor
-    log_probs: Tensor | None = None
-    """[n], where `head_loss` shall leave the log-probability of each target; nothing is
-    differentiated through it.
-    """
 
 
 def find_labelled(
