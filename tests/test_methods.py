@@ -755,7 +755,8 @@ def test_training_with_and_without_checkpointing_ends_in_the_same_weights(
             workshop.train(job)
         ends.append({name: p.detach() for name, p in watched.model.named_parameters()})
     for name, end in ends[0].items():
-        assert torch.allclose(end, ends[1][name], atol=1e-6 if family == "bert" else 0), name
+        off = (end - ends[1][name]).abs().max().item()
+        assert off <= (1e-6 if family == "bert" else 0.0), name
 
 
 def test_nothing_is_kept_of_a_pass_that_was_counted() -> None:
