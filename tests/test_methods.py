@@ -756,7 +756,7 @@ def test_training_with_and_without_checkpointing_ends_in_the_same_weights(
         ends.append({name: p.detach() for name, p in watched.model.named_parameters()})
     for name, end in ends[0].items():
         off = (end - ends[1][name]).abs().max().item()
-        assert off <= (1e-6 if family == "bert" else 0.0), name
+        assert off <= (1e-5 if family == "bert" else 0.0), name
 
 
 def test_nothing_is_kept_of_a_pass_that_was_counted() -> None:
