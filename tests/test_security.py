@@ -865,6 +865,33 @@ def test_json_within_a_row_that_is_nested_too_deep_is_a_bad_row(tokenizers: dict
         convert({"messages": "[" * 500_000})
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("train.json", "[" * 100_000, "invalid JSON: nested too deep"),
+        ("train.json", '{"a":' * 100_000, "invalid JSON: nested too deep"),
+        ("train.jsonl", "[" * 100_000, "invalid JSON: nested too deep"),
+        ("train.json", '[{"text": ' + "9" * 5000 + "}]", "a number of thousands of digits"),
+        ("train.jsonl", '{"text": ' + "9" * 5000 + "}", "a number of thousands of digits"),
+        ("train.jsonl", None, "a pipe or a device, not a file"),
+    ],
+    ids=["list", "object", "row", "digits", "digits of a row", "pipe"],
+)
+def test_data_without_bounds_is_refused_by_name(
+    name: str, text: str | None, words: str, desk: Desk, run: Callable[..., Said]
+) -> None:
+    (desk.folder / "train.jsonl").unlink()
+    desk.set("data", train=name)
+    if text is None:
+        os.mkfifo(desk.folder / name)
+    else:
+        (desk.folder / name).write_text(text)
+    for verb in ("plan", "doctor", "train"):
+        said = run(verb=verb)
+        assert said.code == 2
+        assert words in said.err + said.out
+
+
 # ---- model folders ----
 
 

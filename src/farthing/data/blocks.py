@@ -220,9 +220,17 @@ def _json_row(row: Raw) -> Row | BadRow:
         return BadRow(line, f"invalid UTF-8 at byte {error.start} of the line")
     except (ValueError, RecursionError) as error:
         column = f" at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
-        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        return BadRow(line, f"invalid JSON{column}: {why}")
+        return BadRow(line, f"invalid JSON{column}: {_why(error)}")
     return Row(line, value) if isinstance(value, dict) else BadRow(line, "not a JSON object")
+
+
+def _why(error: Exception) -> str:
+    """What is wrong with JSON, as Python's parser found it."""
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    return "a number of thousands of digits" if "digits" in str(error) else str(error)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> RowValue:
@@ -332,7 +340,9 @@ class _Document:
                     raise self._invalid(error.msg, error.pos) from error
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"invalid JSON: {error}", where=self._name, to_do="check how it was written"
+                    f"invalid JSON: {_why(error)}",
+                    where=self._name,
+                    to_do="check how it was written",
                 ) from error
             self._more(n_more)
             n_more *= 2

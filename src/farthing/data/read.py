@@ -270,6 +270,9 @@ def kind_of_file(path: Path, shown: str) -> str:
         )
         to_do = f"did you mean {path.parent / near[0]}?" if near else "check the path in `data:`"
         raise DataError("no such file", where=shown, to_do=to_do)
+    if not path.is_file() and not path.is_dir():
+        what = "a pipe or a device, not a file"
+        raise DataError(what, where=shown, to_do="copy its content to a file, and name that")
     kind = KINDS.get(_ending(path))
     if kind is None:
         to_do = f"use one of {', '.join(sorted(KINDS))}; a .txt file is one document"
