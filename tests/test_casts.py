@@ -5,6 +5,8 @@ on a CPU.
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,18 @@ def test_no_copy_outlives_its_step() -> None:
     assert not leaf_of(weight).any()
     with kept.kept(several=True):
         assert not leaf_of(weight).any()
+
+
+def test_copies_are_gone_behind_their_step_without_a_collection_of_garbage() -> None:
+    model, kept = two_layers()
+    gc.disable()
+    try:
+        with kept.kept(several=True, at_once=True), torch.autocast("cpu", torch.bfloat16):
+            copies = [weakref.ref(leaf_of(layer.weight)) for layer in model]
+            model[0](torch.ones(1, 8)).sum().backward()
+        assert [copy() for copy in copies] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_an_input_is_cast_once_for_all_that_read_it() -> None:

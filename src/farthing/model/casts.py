@@ -63,21 +63,24 @@ class Casts:
         copies = [torch.empty_like(weight, dtype=self.dtype) for weight in self.weights]
         if copies:
             torch._foreach_copy_(copies, [weight.detach() for weight in self.weights])
-        bucket, n = list[_Copy](), 0
+        buckets, n = [list[_Copy]()], 0
         # a backward pass comes to the last weights first
         for weight, copy in zip(self.weights[::-1], copies[::-1], strict=True):
-            bucket.append(_Copy(weight, copy.requires_grad_()))
-            _COPIES[id(weight)] = bucket[-1]
+            buckets[-1].append(_Copy(weight, copy.requires_grad_()))
+            _COPIES[id(weight)] = buckets[-1][-1]
             n += weight.numel()
             if at_once or n > BUCKET:
-                added = functools.partial(_add, bucket, is_last=not several)
+                added = functools.partial(_add, buckets[-1], is_last=not several)
                 copy.register_post_accumulate_grad_hook(added)
-                bucket, n = [], 0
-        del copies, bucket
+                buckets.append([])
+                n = 0
+        copies.clear()
         try:
             yield
         finally:
             _COPIES.clear()
+            for bucket in buckets:
+                bucket.clear()  # else a copy is kept by its own hook
 
 
 def leaf_of(weight: Tensor) -> Tensor:
