@@ -1,8 +1,8 @@
 """farthing from Python: jobs, plans, runs and what comes after them, with values where the command
 line prints.
 
-`load_job` and `plan` import no torch. Refuses to print and to exit: what goes wrong is raised as a
-`FarthingError`, whose message says what, where and what to do.
+`load_job` and `plan` import no torch. Errors are raised as `FarthingError`, with what, where and
+what to do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Memory that runs out, and GPUs that fail, recognised in any library's words; how torch's
 allocator for CUDA is set.
-
-Refuses to import torch: the allocator has to be told before, and every wing has to recognise the
-errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Every mistake farthing names. An error says what is wrong, where, and what to do; only `cli`
 prints it.
-
-Refuses to hold any logic: raising is the caller's business, exit codes are the class's.
 """
 
 from __future__ import annotations

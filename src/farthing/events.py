@@ -1,8 +1,7 @@
 """What a run says while it goes: one frozen value for each kind of event, with its units.
 
 `train` and `probe` call `emit(event)`; the terminal, trackers and the training log take what
-concerns them. An event that belongs in `log.jsonl` has `log_row`. Refuses to print, to write, and
-to know who listens.
+concerns them. An event that belongs in `log.jsonl` has `log_row`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ training everything that is trained is spread. Optimizer, clipping and checkpoin
 `DTensor`: `local` has the rows of this rank as plain tensors over the same memory. Gradients are
 summed, not averaged.
 
-Refuses to decide who spreads what, weights that two layers share, and weights without rows. NCCL
-was not run on GPUs so far.
+NCCL was not run on GPUs so far.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ depends on the examples is computed by all alike. A beat in a thread of its own 
 `patience_s` that a rank has stopped; then this process ends too, as its thread may be inside a
 kernel that never returns. Alone (n = 1) nothing is sent, and every answer is one's own.
 
-Refuses to pickle what is sent, to average gradients, and to go on without a rank: who started the
-run begins it again. NCCL was not run on GPUs so far.
+NCCL was not run on GPUs so far.
 """
 
 from __future__ import annotations

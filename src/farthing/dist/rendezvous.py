@@ -3,8 +3,7 @@ a file.
 
 Each says who it is before anything else is sent. A port that another program has, a seat that is
 taken, one that stays empty, and ranks without a GPU of their own beside others that have one are
-told in words. Refuses to carry anything more:
-`ranks.py` does.
+told in words.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The cap that training gets is what is left after the machines before, this one's boot and its
 teardown. At the end of the machine's time training is told to leave while there is time to save.
-Refuses to import torch: training is a child.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What every target has to be able to do with a machine, and how it says that it could not.
-
-Refuses to decide anything: `supervise` does.
-"""
+"""What every target has to be able to do with a machine, and how it says that it could not."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ is not sent again.
     launch/LAUNCH/inputs.json       where each goes on the machine, with size and sha256
 
 The job that travels names the files where they will be. Data tokenized here goes along, into the
-cache that training looks in first, so that no second of a rented machine is spent on that. Refuses
-to write outside the folders of inputs and cache.
+cache that training looks in first, so that no second of a rented machine is spent on that.
 """
 
 from __future__ import annotations

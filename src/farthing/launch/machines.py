@@ -2,8 +2,7 @@
 done to one.
 
 A line stands before each request to create a machine, so that one whose answer was lost is looked
-for by its name. Money is counted from that request to the confirmed deletion. Refuses to talk to
-anybody.
+for by its name. Money is counted from that request to the confirmed deletion.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 machine runs.
 
 An `LaunchRequest` holds names of secrets, never their values. What is known only when a machine is
-made (the time, the secrets) stands in the files as ${NAME} and is filled in on the way out. Refuses
-to touch files, clocks and the network.
+made (the time, the secrets) stands in the files as ${NAME} and is filled in on the way out.
 """
 
 from __future__ import annotations

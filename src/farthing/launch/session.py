@@ -1,7 +1,7 @@
 """Doing it: files written, inputs sent, machines asked for, watched and given back; and asking how
 a launch stands.
 
-Everything here is one call of the command line. Refuses to decide: `prepare` and `supervise` do.
+Everything here is one call of the command line.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ Each arrow is a line of the ledger, and the line `asked` stands there before the
 one machine is tended to at a time: the next is asked for when the one before is confirmed to be
 gone. Hosts of one's own are the exception, as one that does not answer may never: it is asked again
 and again, paid for until it is confirmed, and kept from training by the lease in the store. What
-another process of ours left behind is found by name, adopted or destroyed. Refuses to know a
-target, a clock of its own and torch.
+another process of ours left behind is found by name, adopted or destroyed.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ they print, how they left.
     from there
     launch/LAUNCH/stop.json   somebody wants the launch stopped, and whoever watches it heeds that
 
-Where there is no store the shared run folder is one. Refuses to take such a word for a reason to
-train: the lease decides that.
+Where there is no store the shared run folder is one.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 what Linux says.
 
 `hardware_key` is the one name under which measurements are kept; the trainer makes it from what
-torch says, the planner from what is found here. Refuses to know prices, peak rates of GPUs, and
-what fits.
+torch says, the planner from what is found here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 A run teaches the planner through this file and through nothing else. It holds numbers and names of
 hardware, of model families and of settings; no path, no name of a model or of data, and no secret.
-Refuses to predict.
 """
 
 from __future__ import annotations

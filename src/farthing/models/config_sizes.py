@@ -1,6 +1,4 @@
-"""The numbers of a config.json by the names and defaults of its family. Refuses what is no whole
-number above 0.
-"""
+"""The numbers of a config.json by the names and defaults of its family."""
 
 from __future__ import annotations
 

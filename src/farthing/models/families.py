@@ -19,9 +19,6 @@ and what else is to say.
   raw      is a parameter by itself
   of:x     multiplies source (encoder) or target (decoder) tokens only, or one vector of a whole
   sequence
-
-Refuses to compute and to import torch: `shapes` reads the sizes, the planner and `model` how
-families can be computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Where a model's config.json is found without transformers: a folder, the Hub's cache here, a
 table of known models, the Hub.
-
-Refuses to download anything else, and to understand what the configuration says: `shapes` does.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@ weights.
 
 A model is a list of named weights, made from the table of its family and the numbers in its
 config.json.
-
-Refuses to import torch, to read files, and to guess: a family that is not in the tables is an
-error.
 """
 
 from __future__ import annotations

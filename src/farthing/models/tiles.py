@@ -1,7 +1,5 @@
 """How many labelled positions the head takes at once, for the head that computes and the planner
 that counts its bytes.
-
-Refuses to import torch.
 """
 
 from __future__ import annotations

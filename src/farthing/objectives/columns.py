@@ -1,6 +1,4 @@
-"""The forms of rows that tasks read, and how a column of a row is read. Refuses to read files and
-to render chats.
-"""
+"""The forms of rows that tasks read, and how a column of a row is read."""
 
 from __future__ import annotations
 

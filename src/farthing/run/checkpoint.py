@@ -4,8 +4,7 @@
 each rank that has rows of it (see `parts`), `state.json` and a manifest, committed by the protocol
 of `files`. Everything is verified against the manifest before any byte is parsed; a damaged
 checkpoint is set aside with a warning and the one before it is used. Saving takes a snapshot, then
-writes in the background, one at a time. Refuses to know what the parts are: each gives tensors and
-plain values, and takes them back.
+writes in the background, one at a time.
 """
 
 from __future__ import annotations

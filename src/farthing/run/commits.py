@@ -8,9 +8,8 @@
     of it exists
 
 A commit names every file that an empty machine needs, with size and sha256. Newest is the latest
-epoch's highest number: what a machine did that had lost the run never wins. Refuses to parse a byte
-before its checksum was checked, and to write anywhere but where a run folder has files. Checksums
-find accidents, not those who can write to the store.
+epoch's highest number: what a machine did that had lost the run never wins. Checksums find
+accidents, not those who can write to the store.
 """
 
 from __future__ import annotations

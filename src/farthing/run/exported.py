@@ -1,8 +1,7 @@
 """The exported model of a run, and whether it is still what was written.
 
 `manifest.json` in its folder names every other file with size and sha256, but for the card: that is
-written again with the receipt. Refuses to import torch: a finished run is checked at the speed of
-the disk.
+written again with the receipt.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ started and end together.
 
 A launcher (torchrun, accelerate, deepspeed, srun) says in the environment who is who; without one
 `Group` starts the processes itself. Where one is lost the others end, and `Elastic` begins again
-with those that are left. Refuses to import torch, and to follow settings of launchers that the job
-does not have: `not_followed` names them.
+with those that are left.
 """
 
 from __future__ import annotations

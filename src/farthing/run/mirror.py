@@ -3,7 +3,7 @@
 What is to be copied is hard-linked aside and sent by a thread: the newest first, and what it
 replaces is dropped. Data goes first, the lease is renewed, the commit comes last; files that an
 earlier commit has already are not sent again. A store that is slow or away is waited for by the
-thread, never by the run. Refuses to let two machines train one run.
+thread, never by the run.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@ Whose machine this is is read from files of the firmware, never asked of the net
 that says so (`where.spot`, `where.notices`) makes us ask blindly. A service that does not answer is
 given up after a few tries and never holds a run up.
 
-Refuses proxies, redirects, names (the services are at a fixed link-local address) and long answers;
-what it can't read is no notice. FARTHING_METADATA is for tests: a port of this machine
-(http://127.0.0.1:PORT) to ask instead.
+FARTHING_METADATA is for tests: a port of this machine (http://127.0.0.1:PORT) to ask instead.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ it was a mistake.
 `opened(folder)` makes the run folder, holds it against other processes, and writes the attempt's
 first line, counted from the start of the process; a thread goes on writing while libraries are
 imported. An attempt that is refused because of what was asked for leaves the folder as it found it.
-Refuses to count an hour of a process twice.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ them.
 `model.safetensors` has all of a part; of `model-00001-of-00004.safetensors` to
 `model-00004-of-00004.safetensors` each has some rows of every tensor, which one after the other are
 the whole. What is not spread is in the first of them alone. So a part is read by any number of
-ranks, whoever has written it. Refuses to parse what was not verified: callers do that before.
+ranks, whoever has written it.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@ of its own. Weights and state do not change before the next update, and the trai
 `is_copied` before it begins that, so nothing has to be copied on the GPU. Copies go to main memory
 where they take no more than half of what is free there; else straight into the file, which holds
 the update up for as long as the disk takes. Never run on a GPU so far.
-
-Refuses tensors in main memory, and small ones: those are copied at once by whoever takes the
-snapshot.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@ process of its own.
 
 A loop that ends: what repeats itself is not tried a third time, and attempts that commit nothing
 are counted. Signals are handed to the child, which saves and leaves; then nothing is begun again.
-Refuses to import torch, to know what a job is, and to print: it tells `say`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 error(n) = floor + scale * n^-rate, the form that learning curves follow over orders of magnitude
 (Hestness et al. 2017). The interval is that of curves fitted to scores drawn from their own noise.
-Refuses to look past twice of what was measured.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 imported once.
 
 It reads a task a line and answers in lines. It ends when its parent does. A trial is stopped at its
-rung by interrupting it there: it saves, and the next segment resumes it to the bit. Refuses to
-decide anything.
+rung by interrupting it there: it saves, and the next segment resumes it to the bit.
 """
 
 from __future__ import annotations

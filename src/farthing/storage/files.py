@@ -4,8 +4,7 @@ line.
 A folder is committed by this protocol: fill a draft beside it, fsync every file, write
 `manifest.json` (name, size and sha256 of each file) last and fsync it, rename the draft to its
 final name, fsync the parent. A folder without a valid manifest does not exist. Checkpoints and
-token caches both stand on it. Refuses to overwrite: what is committed is only ever removed, and
-removal renames it to a draft first.
+token caches both stand on it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Whether a folder is a bucket that was mounted as a file system.
 
 Such a folder looks like a disk and is none: renaming a folder there copies its objects one by one,
-and a lock holds on one machine only. Refuses to guess: what Linux does not name as such is taken
-for a disk.
+and a lock holds on one machine only.
 """
 
 from __future__ import annotations

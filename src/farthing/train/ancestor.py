@@ -1,7 +1,6 @@
 """A run that begins from a checkpoint of another: its weights, and what it has cost.
 
-The optimizer, the schedule and the order of the data begin anew. Refuses checkpoints that are
-damaged or of another model, and to write anything into the ancestor's folder.
+The optimizer, the schedule and the order of the data begin anew.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The plain state of one attempt at a job. Refuses to do anything with it: the files beside this
-one do.
+"""The plain state of one attempt at a job.
 
 Everything that has to be saved to go on exactly is in `state`: the parts of a checkpoint. What is
 not there follows from (seed, step), as data order, random generators and learning rate do, or is

@@ -5,8 +5,6 @@ Every trial computes losses and gradients of the same examples as the first step
 throws the gradients away: no weight moves. Tried are the tokens of a micro-batch, activation
 checkpointing where there is any, and the tile of the head, one after the other, uphill from where
 the plan stands.
-
-Refuses settings that change the result, and to go on past its time.
 """
 
 from __future__ import annotations

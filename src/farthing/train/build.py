@@ -1,7 +1,5 @@
 """A run put together from what it starts from: examples, model, optimizer, schedule, kernels,
 memory, steps, checkpoints.
-
-Refuses to train, and to read a checkpoint: `saver.restore` does.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ The estimate is made once, before the first attempt, and kept in the run folder,
 none: plan.json is never written again, and the receipt holds what happened against it. What the run
 is then computed by is in settings.json.
 
-Refuses to decide: `plan` does. A model or device that the planner does not know has no estimate,
-and trains all the same.
+A model or device that the planner does not know has no estimate, and trains all the same.
 """
 
 from __future__ import annotations

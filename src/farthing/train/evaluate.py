@@ -1,5 +1,5 @@
 """Evaluation: loss and the task's metrics over a set of examples, and in a run whether they are the
-best so far. Refuses to say when one is due.
+best so far.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ adds nothing to the bill.
 
 What identifies a run is hashed when it is trained. Here the job's settings are compared in full,
 and of its local files the sizes and times that they had then; where anything differs, or was never
-noted, the whole check is left to `train`. Refuses to guess: it says "finished" only of what it
-knows to be the same, and of a run whose model is what was written.
+noted, the whole check is left to `train`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What an attempt ran and what it took, as later plans read it.
 
-Data flows from a run that has ended to one `Measurement`, which `measurements.py` keeps. Refuses to
-judge it.
+Data flows from a run that has ended to one `Measurement`, which `measurements.py` keeps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """How large micro-batches are where their examples begin alike, and that beginning is computed once
 in each.
-
-Refuses to find what examples begin with: `data/prefix_sharing.py` does.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ machine's measured peak.
 
 Operations are named after the part of the model that they belong to, forward and backward alike:
 what autograd computes for an operation has its sequence number. The job's own run folder is not
-touched. Refuses to profile steps that warm up.
+touched.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ take over from it.
 
 The first rank alone has the run folder, the ledger that counts, the limits, the store and the
 terminal. The others run the same code in a folder of their own that is thrown away, for a job
-without limits and copies, with the files that decide the result as the first has them. Refuses to
-know how they talk: `ranks.py` does.
+without limits and copies, with the files that decide the result as the first has them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the learning rate nor the loss nor the rank of an adapter is part of that, so ev
 trial of a search and every later run uses them, and no second model is in memory. A block is a file
 that is whole or not there: a pass that is killed goes on behind its last block.
 
-At every start a sample is computed again and compared. Refuses to know which objective asks.
+At every start a sample is computed again and compared.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 is not there is missed where nothing is lost yet, and not in the middle of a run.
 
 The largest of what is cut is known beforehand: a step's examples follow from the seed. Gradients
-are thrown away, random generators are set anew by each step. Refuses to look at every step of a
-long run: at those with the longest examples, and at the first ones.
+are thrown away, random generators are set anew by each step.
 """
 
 from __future__ import annotations

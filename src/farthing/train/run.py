@@ -2,8 +2,7 @@
 
 `train(job, emit)` resolves the job, builds the run, restores what an earlier attempt saved, lets
 `loop.py` take the steps, and leaves ledger, receipt and copies in order however it ends. The same
-call starts a run, continues it, and finds a finished one finished. Refuses to print: it emits
-events, and returns an outcome.
+call starts a run, continues it, and finds a finished one finished.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 that they go on to the bit.
 
 An attempt begins with what earlier ones settled on; the first one with what was planned, or what a
-probe of the like has found: one line of JSON a probe, in the cache. Refuses to try settings:
-`autotune` does.
+probe of the like has found: one line of JSON a probe, in the cache.
 """
 
 from __future__ import annotations

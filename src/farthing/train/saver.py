@@ -2,7 +2,7 @@
 `run/checkpoint.py`.
 
 A save takes a snapshot at once and writes it in the background; nothing is saved before the figures
-of its steps were read. Refuses to decide what is worth saving: that is `Attempt.state`.
+of its steps were read.
 """
 
 from __future__ import annotations

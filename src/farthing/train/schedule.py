@@ -3,8 +3,7 @@ does.
 
 How many steps a budget buys is worked out before the first step from what the plan estimates a step
 to take, and once more from the measured pace, before the rate begins to come down; kept in the run
-folder from then on, so that a resumed run has the same rate at every step. Pure arithmetic. Refuses
-to import torch, and to know more of a run than seconds and steps.
+folder from then on, so that a resumed run has the same rate at every step. Pure arithmetic.
 """
 
 from __future__ import annotations

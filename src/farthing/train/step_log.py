@@ -2,7 +2,7 @@
 sees.
 
 On a GPU the figures of a step arrive later than the step is taken; `settle` waits for them. A step
-whose loss or gradient is not finite is counted and named. Refuses to save or to train.
+whose loss or gradient is not finite is counted and named.
 """
 
 from __future__ import annotations

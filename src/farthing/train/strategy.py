@@ -2,8 +2,7 @@
 
 ddp: each GPU has everything, and gradients are summed. fsdp: rows of the weights are spread over
 all GPUs; of an adapter's run the frozen base, in full training weights, gradients and optimizer
-state. hsdp: spread over the GPUs of a machine, with a copy on every machine. Refuses in words what
-can't be spread.
+state. hsdp: spread over the GPUs of a machine, with a copy on every machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The table of everything a job left open and the run decided, in words, before its first step.
 
-Data flows from a run that stands at its first step to `emit`. Refuses to decide anything: it says
-what was decided.
+Data flows from a run that stands at its first step to `emit`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""How fast a run goes, and what its steps consist of, for the person and for a diagnosis. Refuses
-to time anything itself, and to judge."""
+"""How fast a run goes, and what its steps consist of, for the person and for a diagnosis."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 export, with its dollars.
 
 The job's own files are used, in a folder of their own that is removed; attempts are processes, and
-the first one is killed as a machine that is taken away would end it. Refuses to say that something
-works which it has not done.
+the first one is killed as a machine that is taken away would end it.
 """
 
 from __future__ import annotations

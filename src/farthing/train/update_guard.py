@@ -4,8 +4,7 @@ Memory for it is there before it begins: the optimizer's state is made before th
 what a step takes besides is asked for at once, where nothing has changed yet. Should memory run out
 all the same, `UpdateGuard` tells whether any weight or state was written.
 
-Refuses to undo: there is no second copy of weights and state on the device. A half-made update is
-never saved; the run continues from its last checkpoint.
+A half-made update is never saved; the run continues from its last checkpoint.
 """
 
 from __future__ import annotations

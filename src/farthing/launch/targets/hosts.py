@@ -3,8 +3,7 @@ of its own.
 
 What it prints, its process and its exit code are files in its folder, so that any later process of
 ours finds it. The values of secrets go by the standard input of the shell: they stand in no file
-and no list of processes. Refuses to know what a host costs after the run has ended: who rents it
-ends it.
+and no list of processes.
 """
 
 from __future__ import annotations
