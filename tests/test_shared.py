@@ -551,68 +551,42 @@ def lower_right(
 
 @pytest.mark.usefixtures("_takes_little")
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("kernel", ["varlen", "flash"])
-def test_kernels_of_a_gpu_are_told_which_keys_are_seen(
-    kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+def test_the_kernel_of_a_gpu_is_told_which_keys_are_seen(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: dict[str, Any] = {}
-
-    def varlen(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        assert scale is not None
-        assert enable_gqa
-        return flash(
-            query,
-            key,
-            value,
-            cu_seq_q,
-            cu_seq_k,
-            max_q,
-            max_k,
-            0.0,
-            scale,
-            window_size[1] == 0,
-            window_size,
-        )
 
     def flash(
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size: tuple[int, int] = (-1, -1),
-    ) -> Tensor:
-        said.update(longest=(max_seqlen_q, max_seqlen_k), causal=causal)
-        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-        reach = None if window_size[0] < 0 else window_size[0] + 1
-        return lower_right(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, reach)
+        bounds: Tensor,
+        key_bounds: Tensor,
+        longest: int,
+        most_keys: int,
+        dropout: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        *,
+        scale: float,
+        window_size_left: int,
+        window_size_right: int,
+    ) -> tuple[Tensor]:
+        assert bounds.dtype == key_bounds.dtype == torch.int32
+        assert (dropout, return_debug_mask, window_size_right) == (0.0, False, 0)
+        assert is_causal == (window is None)
+        said["longest"] = longest, most_keys
+        reach = None if window_size_left < 0 else window_size_left + 1
+        return (lower_right(q, k, v, bounds, key_bounds, scale, reach),)
 
-    fakes = {"varlen": varlen, "flash": flash}
-    monkeypatch.setattr(attention_kernels, f"_{kernel}", lambda: fakes[kernel])
-    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: kernel)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: "flash")
     documents, seen = a_batch()
     q, k, v = heads(len(seen))
     ours = attend(Layer(), q, k, v, None, sliding_window=window, documents=documents)[0]
     theirs = formula(q, k, v, seen, distances(documents), window, None)
     torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
-    assert said == {"longest": (max(documents.lengths), max(documents.key_lengths)), "causal": True}
+    assert said == {"longest": (max(documents.lengths), max(documents.key_lengths))}
     assert said["longest"][0] < said["longest"][1]
     wanted = torch.autograd.grad(theirs.square().sum(), (q, k, v))
     for one, other in zip(torch.autograd.grad(ours.square().sum(), (q, k, v)), wanted, strict=True):

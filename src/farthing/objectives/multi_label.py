@@ -56,7 +56,8 @@ def _loss(scores: Any, labels: Any, _: float) -> Any:
     """Of each example the mean over the classes, as in transformers."""
     from torch.nn.functional import binary_cross_entropy_with_logits
 
-    whole = binary_cross_entropy_with_logits(scores.float(), labels, reduction="sum")
+    scores = scores.float()
+    whole = binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="sum")
     return whole / scores.shape[1]
 
 
