@@ -1,8 +1,7 @@
 """Answers of a run's model, or of what it began with: text piece by piece, a class with its
 probabilities, a target text.
 
-The chat template and the tokens at which an answer ends are those of the training. Refuses models
-without a task that answers.
+The chat template and the tokens at which an answer ends are those of the training.
 """
 
 from __future__ import annotations

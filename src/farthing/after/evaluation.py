@@ -2,8 +2,7 @@
 by side.
 
 What was measured is kept in the run folder (`evaluation.json`, `standard_tasks.json`) as soon as a
-part is done: a call that is interrupted goes on with the others. Refuses to mix figures of
-different examples, models or precisions.
+part is done: a call that is interrupted goes on with the others.
 """
 
 from __future__ import annotations

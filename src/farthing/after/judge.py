@@ -2,7 +2,7 @@
 neither was trained on.
 
 Of every target (a token, or an example's class) the divergence KL(merged || compressed) in nats,
-and how often both choose the same. Refuses to decide what is too much: that is the caller's limit.
+and how often both choose the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A run's model in fewer bits, judged before it is kept: GGUF files and compressed-tensors folders.
 
 The model is merged first, into a folder that goes away again; what was written is read back and
-held against it on held-out examples of the run. Refuses what moves the answers by more than the
-limit, unless it is forced.
+held against it on held-out examples of the run.
 """
 
 from __future__ import annotations

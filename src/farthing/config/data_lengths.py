@@ -1,7 +1,5 @@
 """The lengths of a job's data: from the token cache where training or tokenizing has left them,
 else from a sample of rows.
-
-Refuses to import torch and transformers and to reach the network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What can be asked for: the sections of a job, frozen, every key with its meaning and its default.
 
-Names are those of the Hugging Face training arguments where one exists. Refuses to touch torch,
-files and the network.
+Names are those of the Hugging Face training arguments where one exists.
 """
 
 from __future__ import annotations

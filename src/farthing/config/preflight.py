@@ -3,7 +3,7 @@ its model's presence.
 
 A second of looking, and all faults at once: the first rows of every local file, folders, the cache
 of the Hub and one quick question to the Hub. What passes may still be refused later, by those who
-read it whole. Refuses to import torch or transformers, to download and to ask twice.
+read it whole.
 """
 
 from __future__ import annotations

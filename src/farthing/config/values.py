@@ -1,7 +1,5 @@
 """What the keys of a job take: numbers, amounts, names, columns with templates, labels, sources
 with keys of their own.
-
-Refuses values that YAML has changed on the way (`no` becomes false), and says how to write them.
 """
 
 from __future__ import annotations

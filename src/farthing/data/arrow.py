@@ -1,8 +1,7 @@
 """Rows from Parquet files and Arrow tables, in bounded memory whatever a small file unfolds to.
 
 Texts stay in the dictionaries that a file keeps them in until a row is known to be within the
-limit, so that a million rows of one long text cost one. Refuses files whose own figures say that
-they unfold beyond all measure.
+limit, so that a million rows of one long text cost one.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Templates are rendered by jinja2 in the sandbox that transformers uses, the same for training and
 for a plan. A template that asks what day it is gets the run's date, at midnight: what was rendered
 must not depend on the day it is rendered again.
-
-Refuses templates that draw at random, and to tokenize.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 function calls.
 
 OpenAI marks an assistant's message with `weight: 0 | 1`, Axolotl a turn with `train` or `training`,
-others with `loss`. Refuses to know templates and tokenizers.
+others with `loss`.
 """
 
 from __future__ import annotations

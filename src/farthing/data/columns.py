@@ -5,8 +5,7 @@ A value of `data.columns` is a column's name, a template with columns in braces
 ("{question}\\n{context}"), or a list of these of which the first counts whose columns are all
 filled in a row. `{choices[answer]}` takes the item of a list that another column points at: a whole
 number from 0, a letter from A, or the item's own text; `{translation.en}` takes a part of an
-object. Braces are doubled to stand for themselves. Refuses to guess between two columns, and to
-know what a format is.
+object. Braces are doubled to stand for themselves.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 token.
 
 The Rust tokenizer within that of transformers is asked directly, for the ids that `tokenizer(text)`
-would give. Refuses to read rows, to render chats and to write anything.
+would give.
 """
 
 from __future__ import annotations

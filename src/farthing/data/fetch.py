@@ -1,5 +1,4 @@
-"""Files behind an address, fetched into the cache. Refuses addresses at which machines keep their
-credentials.
+"""Files behind an address, fetched into the cache.
 
 Web addresses are checked where a connection is made, so that redirects and names that lead there
 are refused too.

@@ -4,7 +4,7 @@ sound.
 Read as plain examples they would teach rejected answers, or text about a picture that the model
 never sees. Each row is looked at, since files are often mixtures. Who maps the column to learn in
 `data.columns` has chosen it: that is said, not refused. A verdict chooses rows, which no mapping
-can, so it is always refused. Refuses to change rows and to know formats.
+can, so it is always refused.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 must learn.
 
 A row is a list of (text, is_target) segments, or a text and a label where the task has labels.
-Chats are rendered by the tokenizer's own template. Refuses to tokenize and to read files.
+Chats are rendered by the tokenizer's own template.
 """
 
 from __future__ import annotations

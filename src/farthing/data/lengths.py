@@ -1,8 +1,7 @@
 """How long the examples are, in tokens: what a plan's memory and seconds depend on most.
 
 `Lengths` is a distribution, and what becomes of it: `cut` says how the trainer cuts steps by a
-budget of tokens (`data/packing`). Refuses to read files: `job_lengths` does. Refuses to import
-torch.
+budget of tokens (`data/packing`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Tokenizers as a plan needs them: read from a model's folder by `tokenizers` or `sentencepiece`,
 in a tenth of a second.
-
-Refuses to import transformers and to reach the network; what it can't read counts four characters a
-token, and says so.
 """
 
 from __future__ import annotations

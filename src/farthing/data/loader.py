@@ -1,7 +1,7 @@
 """Micro-batches made ready ahead of the loop, by one thread.
 
 The examples of a step follow from its number, so the thread needs nothing from the loop and leaves
-nothing to save: a new feed may begin at any step. Refuses to know the device and the model.
+nothing to save: a new feed may begin at any step.
 """
 
 from __future__ import annotations

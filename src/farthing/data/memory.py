@@ -1,8 +1,7 @@
 """Rows that a program holds, as a file of their content: so that a run reads the same rows when it
 resumes.
 
-Takes a list of mappings, a `datasets.Dataset` or a pandas `DataFrame`. Refuses values that a row of
-a file can't hold.
+Takes a list of mappings, a `datasets.Dataset` or a pandas `DataFrame`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ functions of lengths.
 The global batch stays what `batches` says it is. Here it is split by a token budget, so that a
 micro-batch takes about the same memory and time whatever the lengths are: packed micro-batches for
 models that can take documents end to end, and padded ones of similar lengths for the others.
-Refuses to know the model, and to import torch.
 """
 
 from __future__ import annotations

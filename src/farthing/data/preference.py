@@ -4,8 +4,6 @@ LLaMA-Factory, ms-swift and the Hub's data sets.
 A unit's sequences have one prompt. What is learned, or scored, is what the assistant says behind
 the last turn of the user; turns of the assistant before that are given. Texts without roles are
 taken as they are, and end with the tokenizer's end of sequence.
-
-Refuses to tokenize, and to know what is made of a pair.
 """
 
 from __future__ import annotations

@@ -7,9 +7,6 @@ and gradients are those of the whole examples. It may only where the tokens it t
 nothing for it: they end before the token ahead of its first target. The other's labels do not
 matter, nor how long its own way has been: what a set of examples costs is what a tree of their
 texts has in tokens.
-
-Refuses to know the model, which has to be asked whether it looks back only (`can_share`), and to
-import torch.
 """
 
 from __future__ import annotations

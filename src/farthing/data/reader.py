@@ -1,7 +1,5 @@
 """The rows of one source as texts, and what there is to say of them: the same for training, for a
 plan and for checks.
-
-Refuses rows made for other kinds of training (see `foreign`), to read files, and to tokenize.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The micro-batches of a step as a table of rows x slots: a pure function of lengths.
 
 Each slot computes a column. Whoever shares a step computes as many rows, of about the same cost.
-What a step is made of does not change: every example stands in exactly one cell. Refuses to know
-the model, processes, and to import torch.
+What a step is made of does not change: every example stands in exactly one cell.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ The rows are ordered by their bytes and cut into strata; one row of each is read
 some are tokenized exactly as for training. The others are taken to have as many tokens a character,
 and the rows that were not read as many a byte, as the one that stands for them. The longest rows
 are strata of their own.
-
-Refuses to import transformers and to reach the network.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 above a score, or pairs of a better and a worse one.
 
 The answers stand in a list, as texts or as objects that hold their score; the scores may stand in a
-list beside it. A `rank` counts from the best. Refuses to choose a way: the job says it.
+list beside it. A `rank` counts from the best.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 are found by trying.
 
 A template that knows nothing of tools writes neither them nor the calls, and says nothing. So a
-chat is rendered once more without each thing that was not yet seen to matter. Refuses to know
-templates by name.
+chat is rendered once more without each thing that was not yet seen to matter.
 """
 
 from __future__ import annotations

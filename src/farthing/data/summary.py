@@ -2,7 +2,7 @@
 share, repeats, oddities.
 
 Every row is read and converted as for training; tokens are counted for as many of the first as fit
-a few seconds. Refuses to change rows, and to decide whether they will do.
+a few seconds.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ So a stale set can't be used, and a set that exists is complete. On disk, flat:
                                         became no example: which side of a split an input is on must
                                         not hang on limits
 
-A seq2seq example is its input followed by its target. Refuses to make a set (`tokens.py` does), to
-batch, and to know what trains on it.
+A seq2seq example is its input followed by its target.
 """
 
 from __future__ import annotations

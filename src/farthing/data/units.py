@@ -5,7 +5,7 @@ answers begin with. A model that looks back only computes that beginning once; t
 goes on from the first one's tokens, and a token that both score is scored once. Losses and
 gradients are those of whole sequences.
 
-Refuses to know objectives and models. Shapes: n units of k sequences, m = n * k; T computed tokens.
+Shapes: n units of k sequences, m = n * k; T computed tokens.
 """
 
 from __future__ import annotations

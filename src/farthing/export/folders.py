@@ -3,7 +3,7 @@ adapter-only or merged.
 
 The folder appears whole or not at all, and a merged model only after it was read back and has
 answered as the adapter does. What a run exports follows from the run, not from how often it was
-killed: only the bill on the card tells of that. Refuses to train.
+killed: only the bill on the card tells of that.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The repository is private unless it is asked otherwise, and one that others can read is never taken
 for a private one. The token comes from the environment alone. What was sent, with the commit it
 became, is noted in the run folder: a push that failed is taken up again by the same command, and
-what the Hub has already is not sent twice. Refuses to keep checkpoints there: those go to
-`output_store`.
+what the Hub has already is not sent twice.
 """
 
 from __future__ import annotations

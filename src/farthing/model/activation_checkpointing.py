@@ -5,9 +5,6 @@ grows between the two grows linearly with the tokens of a micro-batch (attention
 materialised with sdpa); what does not, copies of the trained matrices in the precision of the run
 among it, is there once. The need is that of the moment that takes most, as the planner's `memory`
 has them: the loss, the backward pass, its end with all gradients, the update.
-
-Refuses to judge what the loop does not do: there is one optimizer, and its state is there from the
-beginning.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """PiSSA and OLoRA: adapters that begin as the main part of the weights they are put on.
 
 PiSSA (Meng et al. 2024, arXiv 2404.02948) draws B₀A₀ from the singular values of a weight W, OLoRA
-(Büyükakyüz 2024, arXiv
-2406.01775) from its QR decomposition. `peft` computes both here, and would leave W − s B₀A₀ as the
-base. Here the base stays as it is, and B₀A₀ is a second, frozen adapter that is taken away: W + s
-(BA − B₀A₀). The same function; but a run is resumed with the B₀A₀ of its checkpoint whatever
-another machine would compute, and the exported adapter, which has both, fits the base that everyone
-has. Refuses to read a job.
+(Büyükakyüz 2024, arXiv 2406.01775) from its QR decomposition. `peft` computes both here, and would
+leave W − s B₀A₀ as the base. Here the base stays as it is, and B₀A₀ is a second, frozen adapter
+that is taken away: W + s (BA − B₀A₀). The same function; but a run is resumed with the B₀A₀ of its
+checkpoint whatever another machine would compute, and the exported adapter, which has both, fits
+the base that everyone has.
 """
 
 from __future__ import annotations

@@ -18,9 +18,6 @@ Attention dropout draws its masks in the shape of what is computed, so a packed 
 one drop other weights, as two micro-batch sizes do; in expectation they are the same. So it is
 where documents share a beginning: what any dropout of the model drops there, it drops for all of
 them. Dropout elsewhere in a model is not touched.
-
-Refuses to choose micro-batches, and models whose packed batches were not shown to be right:
-`can_go_packed` says why.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 from predicting it.
 
 transformers builds a "causal" model of BERT-like encoders too, which looks both ways unless its
-config.json says
-`is_decoder: true`. Refuses to guess by the name of the family: the model itself is asked.
+config.json says `is_decoder: true`.
 """
 
 from __future__ import annotations

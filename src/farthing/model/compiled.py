@@ -8,9 +8,8 @@ would each be a new program; the recomputing of checkpointed layers (what is rec
 compiled); and evaluation and generation, which are computed as they always were.
 
 What is computed agrees with the plain model to rounding, dropout included, but not to the bit:
-torch chooses its kernels by the first lengths it sees, so a resume is exact to rounding too.
-Refuses to measure: `worth_compiling` is a rule over numbers that the caller has. Run on CPUs only,
-never on a GPU.
+torch chooses its kernels by the first lengths it sees, so a resume is exact to rounding too. Run on
+CPUs only, never on a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the documents of a packed batch begin and end, which every layer of a model looks at.
 
 Made once a batch, on the host, from lengths that the host knows: nothing here waits for a GPU.
-Refuses to know models, kernels and losses. Shapes: T tokens of N documents, K keys that they see.
+Shapes: T tokens of N documents, K keys that they see.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ is trained.
 
 Uniform within alpha / sqrt(L d) for a document of L tokens and d numbers each: of documents that
 lie end to end, and of padded ones, each has its own L. It is drawn as dropout is, from (seed,
-step). Evaluation and the exported model have none. Refuses models whose embeddings are read by two
-stacks.
+step). Evaluation and the exported model have none.
 """
 
 from __future__ import annotations

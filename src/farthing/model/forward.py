@@ -6,8 +6,7 @@ same thing. It says which examples go together (`split`), makes them ready on th
 which any thread may call), brings them to the device (`to_device`) and takes the summed loss
 (`loss`).
 
-Refuses to step an optimizer and to know what a run is. Shapes: T tokens of N documents, or B x T
-padded ones; h hidden size, V words, C classes.
+Shapes: T tokens of N documents, or B x T padded ones; h hidden size, V words, C classes.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@ Labelled positions are taken tile by tile: logits, loss and gradients of a tile 
 the forward pass, so no logits outlive their tile and no product is done twice; the backward pass
 only scales what is there. One sum, the same as that of `farthing.model.loss`. A head with an
 adapter on it is more than a matrix: its tiles are computed again in the backward pass
-(`word_log_probs`). Refuses heads that are trained beside their frozen original and families whose
-last steps it has not been tested on: `find_head` says why, and the plain path is taken then. Never
-run on a GPU so far.
+(`word_log_probs`). Never run on a GPU so far.
 
 Shapes: N positions, of which n are labelled; h hidden size, V words, B examples, T tokens, D
 documents.

@@ -7,9 +7,7 @@ the rotation to the attention of this model alone. Its cross-entropies are not u
 makes no logits either, and is quicker. Weights, names and what is saved stay as they are.
 
 `FUSED_BY_LIGER` has the families whose loss and gradients agreed with the plain model when Liger's
-own kernels ran in Triton's interpreter on a CPU (tests/test_liger.py). Never run on a GPU. Refuses
-other families, models that are not on CUDA, GPUs before Ampere, a machine on which Triton's first
-kernel fails, and feed-forwards with an activation that the kernel does not have.
+own kernels ran in Triton's interpreter on a CPU (tests/test_liger.py). Never run on a GPU.
 """
 
 from __future__ import annotations

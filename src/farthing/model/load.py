@@ -1,8 +1,7 @@
 """Models and tokenizers through `transformers`: from a Hub name or a folder, safetensors only, no
 code of others.
 
-Every failure of the libraries becomes a `ModelError` in words. Refuses to train and to know about
-adapters.
+Every failure of the libraries becomes a `ModelError` in words.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A model without its weights, for a process that gets them from another one. Refuses to
-read any.
-"""
+"""A model without its weights, for a process that gets them from another one."""
 
 from __future__ import annotations
 

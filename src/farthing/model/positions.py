@@ -1,7 +1,5 @@
 """How long a text a model takes, and rotary positions of a job instead of its own:
 `model.rope_scaling`.
-
-Refuses families that do not know such positions.
 """
 
 from __future__ import annotations

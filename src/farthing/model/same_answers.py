@@ -1,8 +1,7 @@
 """Whether a model that was written answers as the one that was trained, on a few examples of its
 own run.
 
-Refuses to guess where the data is gone: then the examples are drawn from the vocabulary. Shapes: T
-tokens, V words, C classes.
+Shapes: T tokens, V words, C classes.
 """
 
 from __future__ import annotations

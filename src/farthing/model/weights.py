@@ -2,7 +2,7 @@
 is the same on the disk.
 
 Reading them takes about a second a gigabyte, and is not lost: the system keeps what was read for
-the loading that follows. Refuses to look into the files.
+the loading that follows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 they hold for.
 
 Made once, before the first attempt, kept as plan.json and never written again: the receipt holds
-what happened against it. Refuses to plan, and to import what plans: a receipt reads it too.
+what happened against it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What services that fine-tune for you would charge for a job: by the trained token, with the rules
 that each counts by.
 
-Prices are rows of `facts/managed.csv` with source and date. Refuses to guess a price: a service
-that publishes none for the model's size or the method is not listed. What is counted are the tokens
-of this job's own tokenizer, a little off where the service has another.
+Prices are rows of `facts/managed.csv` with source and date. What is counted are the tokens of this
+job's own tokenizer, a little off where the service has another.
 
 Together counts rows x max length where packing is off, and the tokens of each validation
 (docs.together.ai/docs/fine-tuning/pricing); it and Fireworks have no minimum charge that is

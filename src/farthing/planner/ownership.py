@@ -1,8 +1,7 @@
 """Own or rent: what a run costs on a GPU of one's own, when buying one pays back, what a year of
 runs comes to.
 
-Plain arithmetic on plain values. Refuses to know prices (`catalog` does) and to guess what is not
-said, but for the three assumptions that `Owned` names.
+Plain arithmetic on plain values.
 """
 
 from __future__ import annotations

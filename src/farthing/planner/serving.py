@@ -6,7 +6,7 @@ longer; a prompt is computed once. An engine keeps as many streams as its cache 
 constants are those of a fit on 54 published rows (`bench/serving.py` has them, with their errors):
 engines on NVIDIA GPUs, 2023 to 2026.
 
-Pure. Refuses models that do not write token by token.
+Pure.
 """
 
 from __future__ import annotations

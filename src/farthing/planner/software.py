@@ -4,8 +4,6 @@ capability; and fp16's risk.
 Facts are rows of `facts/gpu_software.csv` and `facts/trained_dtypes.csv`, each with its source and
 date. A build of torch has code for some compute capabilities only: V100 and P100 are in none that
 PyPI has since 2.11.
-
-Refuses to import torch and to look at what is installed here (`machine.installed_torch` does).
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ GPU-hours, a quicker step.
 For those who bring figures of their own (samples a minute, a discount, how often they are
 interrupted). First-order: an interruption loses half of the interval between checkpoints, and the
 restart; P is the price of an hour on demand.
-
-Refuses to predict a throughput: `speed` does.
 """
 
 from __future__ import annotations

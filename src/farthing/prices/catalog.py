@@ -1,7 +1,5 @@
 """The prices to plan with: from the snapshot of the package, its refreshed copy, or a file of one's
 own.
-
-Refuses to look at the clock (today is handed in) and to reach the network (`feeds` does).
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Every feed may fail alone and is named when it does; the file is replaced in one step, and not at
 all when every feed failed. Providers that could not be refreshed keep the prices they had.
 
-Refuses to decide anything: `catalog` reads what is written here. The only room of the study that
-uses the network.
+The only room of the study that uses the network.
 """
 
 from __future__ import annotations

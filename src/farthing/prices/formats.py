@@ -1,7 +1,4 @@
-"""Price files: the columns of farthing, of gpuhunt and of SkyPilot, row by row to offers.
-
-Refuses to guess a price: a row that can't be read is an error with its line.
-"""
+"""Price files: the columns of farthing, of gpuhunt and of SkyPilot, row by row to offers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What GPUs are: facts from `facts/gpus.csv`, in which every row has its unit, source and date; and
 finding one by name.
-
-Refuses to guess: a name that is not known is an error that says what is near it.
 """
 
 from __future__ import annotations

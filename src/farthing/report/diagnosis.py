@@ -3,7 +3,7 @@ or was killed.
 
 Each check looks at one cause, and says with figures why it thinks so, which key to set, and what
 that saves: in a whole run of this kind, and in the rest of this one. Pure: same receipt, same
-diagnosis. Refuses to guess a saving that nothing measured.
+diagnosis.
 """
 
 from __future__ import annotations

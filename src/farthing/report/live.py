@@ -1,8 +1,7 @@
 """A run as it goes, from the files that it writes anyway: how far it is, what it will cost, and
 whether it is alive.
 
-Read from another terminal or machine, so a run is never slowed: nothing is asked of it. Refuses to
-wait, and to write.
+Read from another terminal or machine, so a run is never slowed: nothing is asked of it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 a day, the cheapest way.
 
 Requests are taken to be as long as the run's examples: what was learned is written, the rest is
-read. Refuses to guess for models that do not write token by token.
+read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What a receipt consists of: frozen values with their units, as `receipt.json` holds them. Refuses
-to compute any.
-"""
+"""What a receipt consists of: frozen values with their units, as `receipt.json` holds them."""
 
 from __future__ import annotations
 

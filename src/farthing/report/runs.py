@@ -2,7 +2,7 @@
 month has cost in all.
 
 Every folder with a ledger is a run, wherever it lies below. What can't be read is named, not left
-out. Refuses to follow links out of the folder, and to write.
+out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A run over its paid time: what each stretch of it was spent on, and what happened when.
 
 Attempts are laid end to end, as the bill has them: the pauses between, in which nothing ran and
-nothing was paid for, are left out. Refuses to show more than a page can: stretches are joined, and
-of many events of a kind a share is kept.
+nothing was paid for, are left out.
 """
 
 from __future__ import annotations

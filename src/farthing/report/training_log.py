@@ -4,8 +4,6 @@ in memory at a time.
 A run of a month has a million lines: those that the loop writes for a step are taken apart without
 reading their list of examples, all others as JSON. What was read once is kept in a digest beside
 the log, with the place in the log up to which it holds, so that a reader goes on from there.
-Refuses nothing: a line that is torn by a kill or damaged is passed over, and a digest that is
-damaged, or of another log, is ignored.
 """
 
 from __future__ import annotations
