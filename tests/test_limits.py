@@ -359,7 +359,13 @@ def test_a_run_stops_before_the_step_that_would_pass_its_cap(
     assert disk.get("model") != 0, "what was not trained is not exported"
 
 
-@pytest.mark.parametrize("is_within", [True, False], ids=["in the step", "beside it"])
+@pytest.mark.parametrize(
+    "is_within",
+    [
+        pytest.param(True, id="in the step", marks=pytest.mark.slow),
+        pytest.param(False, id="beside it"),
+    ],
+)
 def test_what_a_step_takes_beside_its_own_seconds_is_kept_back_too(
     is_within: bool, tmp_path: Path
 ) -> None:

@@ -163,6 +163,7 @@ def test_scores_of_other_examples_are_not_compared(key: str, words: str, tmp_pat
         load_job(path)
 
 
+@pytest.mark.slow
 def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
     make_model_folder(tmp_path / "other", ["of other words"])
     path = job_of(tmp_path, {"vary": {"model": ["./base", "./other"]}})
