@@ -783,7 +783,7 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(
     assert events, "the ballast left too much room"
     assert "CUDA out of memory" in events[0]["why"]
     assert 1 <= events[0]["step"] <= 3, "the one with the largest micro-batch, which is rehearsed"
-    assert "out of memory; it goes on" in heard.warnings
+    assert "out of memory; continuing" in heard.warnings
     must_agree(short, plain, SAME)
 
 
