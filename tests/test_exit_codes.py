@@ -314,7 +314,7 @@ def test_train_has_every_code(
     assert main(["train", str(path), "--set", "train.seed=7"]) == 2
     assert main(["train", str(path)]) == 0
     assert main(["train", str(path), "--set", "limits.max_hours=0.001s"]) == 0, (
-        "it was finished already"
+        "the run had finished already"
     )
     capsys.readouterr()
     assert main(["report", str(tmp_path / "run"), "--json"]) == 0

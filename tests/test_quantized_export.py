@@ -215,7 +215,7 @@ def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(
     assert json.loads((tmp_path / "eight/export.json").read_text())["judged"] == eight
     four = ("--format", "gguf", "--bits", "q4_0", "--max-kl", "0")
     assert export(trained, tmp_path / "four", *four) != 0
-    assert "nothing was kept" in capsys.readouterr().err
+    assert "so it was deleted" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["eight"]
     assert export(trained, tmp_path / "four", *four, "--force", "--json") == 0
     assert json.loads(capsys.readouterr().out)["judged"]["mean_kl"] > eight["mean_kl"]
