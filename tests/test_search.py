@@ -169,6 +169,7 @@ def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
     path = job_of(tmp_path, {"vary": {"model": ["./base", "./other"]}})
     with pytest.raises(InputError, match="other tokens"):
         search(load_job(path), path)
+    assert not (tmp_path / "run").exists(), "another choice may take the same folder"
 
 
 SEARCH = {

@@ -572,13 +572,22 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
             )
 
 
+def is_mean_of_tokens(job: Job) -> bool:
+    """Whether the metric that chooses is a mean over tokens, which other tokens change."""
+    metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
+    return not objective_of(job.task).counts_units and metric in OF_TOKENS
+
+
+def other_metric(job: Job) -> str:
+    """The first metric that is no mean over tokens; empty where there is none."""
+    return next((name for name in objective_of(job.task).metrics if name not in OF_TOKENS), "")
+
+
 def _incomparable(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """Keys of a search under which scores are no longer of one thing."""
-    metrics = objective_of(job.task).metrics
     metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
-    is_of_tokens = metric in OF_TOKENS and "document_loss" in metrics
-    others = [name for name in metrics if name not in OF_TOKENS]
-    to_measure = f"set train.metric_for_best_model: {others[0]}" if others else "leave it out"
+    is_of_tokens, instead = is_mean_of_tokens(job), other_metric(job)
+    to_measure = f"set train.metric_for_best_model: {instead}" if instead else "leave it out"
     for key in job.search.vary:
         section, _, name = key.partition(".")
         splits = (section == "data" and name != "max_train_samples") or key == "train.seed"

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from farthing.config.job import Job, SearchSection
-from farthing.config.load import OF_TOKENS
+from farthing.config.load import is_mean_of_tokens, other_metric
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
@@ -279,6 +279,7 @@ class _Search:
                 where="limits.max_usd",
                 to_do="raise it, or say how many with search.trials; `farthing plan` has the bill",
             )
+        self._refuse_other_tokens()
         claim(self.folder, asked, {}, lambda text: None)
         self.record.add(
             "search",
@@ -331,21 +332,19 @@ class _Search:
     def _refuse_other_tokens(self) -> None:
         """Raises `InputError` where the metric is a mean over tokens, and models have others."""
         section, key = self.job.search, model_key(self.job.search)
-        known = objective_of(self.job.task).metrics
-        is_of_tokens = self.metric in OF_TOKENS and "document_loss" in known
-        if self.record.settings or key is None or not is_of_tokens:
+        if key is None or not is_mean_of_tokens(self.job):
             return
         found = {
             self._ask({"do": "identify", "values": values_with(self.job, {key: model})})["sha256"]
             for model in section.vary[key]
         }
         if len(found) > 1:
-            others = [name for name in known if name not in OF_TOKENS]
+            other = other_metric(self.job)
             raise InputError(
                 f"these models have other tokens, so their {self.metric} can't be compared",
                 where=f"search.vary.{key}",
                 to_do="choose models of one tokenizer"
-                + (f", or set train.metric_for_best_model: {others[0]}" if others else ""),
+                + (f", or set train.metric_for_best_model: {other}" if other else ""),
             )
 
     def run(self) -> tuple[str, str]:
@@ -353,7 +352,6 @@ class _Search:
         threading.Thread(target=self._keep_limits, daemon=True).start()
         try:
             with handled(self._leave):
-                self._refuse_other_tokens()
                 self._count()
                 return "finished", self._run()
         except _LimitError as error:
