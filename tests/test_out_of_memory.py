@@ -340,7 +340,7 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(
         OutOfMemoryError, match="in the update of step 4, after some weights had changed"
     ) as caught:
         ended(tmp_path, max_steps=5)
-    assert "goes on from the last checkpoint" in caught.value.to_do
+    assert "resumes from the last checkpoint" in caught.value.to_do
     assert sorted(path.name[:13] for path in (tmp_path / "run/checkpoints").iterdir()) == [
         "step-00000002"
     ]

@@ -122,8 +122,8 @@ def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:
 def fine_tune(
     job: JobLike, *, allow_restart: bool = False, on_event: Emit | None = None, quiet: bool = False
 ) -> Receipt:
-    """Start a job, or go on with it where it was interrupted, in this process; returns when it ends
-    for whatever reason.
+    """Start a job, or resume it where it was interrupted, in this process; returns when it ends for
+    whatever reason.
 
     `on_event` gets what happens (the events of `farthing.events`) instead of the terminal; `quiet`
     shows nothing. The receipt says how it ended: "finished", "limit" or "interrupted". With limits

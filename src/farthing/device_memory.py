@@ -85,7 +85,7 @@ def is_out_of_resources(error: BaseException) -> bool:
 
 
 def in_words(error: BaseException, where: str = "") -> FarthingError | None:
-    """What a device refuses, or how it has failed, in words; None for errors of another kind."""
+    """What a device refuses, or how it has failed; None for errors of another kind."""
     kind: type[FarthingError] = DeviceError
     if is_out_of_resources(error):
         kind, what, to_do = HardwareError, "a kernel does not fit on this GPU", _NO_KERNELS_TO_DO

@@ -34,13 +34,13 @@ def ignore(event: Event) -> None:
 
 
 class Note(Event):
-    """Something worth knowing, in words."""
+    """Something worth knowing."""
 
     text: str
 
 
 class Warned(Event):
-    """Something to look at, in words; the run continues."""
+    """Something to look at; the run continues."""
 
     text: str
 

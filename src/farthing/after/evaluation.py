@@ -2,7 +2,7 @@
 by side.
 
 What was measured is kept in the run folder (`evaluation.json`, `standard_tasks.json`) as soon as a
-part is done: a call that is interrupted goes on with the others.
+part is done: a call that is interrupted continues with the others.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _run(words: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not getattr(verb, "GOES_ON_UNREAD", False):
-            raise  # where a verb goes on when nobody reads, a broken pipe is not that of stdout
+            raise  # where a verb continues when nobody reads, a broken pipe is not that of stdout
         _last[:] = [error]
         said = error if isinstance(error, FarthingError) else in_words(error) or _of_system(error)
         if said is not None:

@@ -156,7 +156,7 @@ class ChatReader:
     """From messages to text with targets: what the assistant says and the token that ends its turn.
 
     A template with generation marks says so itself. Without them a turn is what stands behind the
-    prompt that asks for it. Where the template shows a turn in another form once the chat goes on
+    prompt that asks for it. Where the template shows a turn in another form once the chat continues
     (reasoning models cut what was thought), it is learned in a chat of its own that ends with it:
     what the model is given and writes when it is asked.
     """
@@ -368,7 +368,7 @@ class ChatReader:
         """A last answer whose prompt says more than the template shows of it: a prompt that opens
         the thinking.
 
-        The answer goes on from the prompt, as when the model is asked, if it begins with what the
+        The answer continues from the prompt, as when the model is asked, if it begins with what the
         prompt opens. Raises `Unusable`.
         """
         content = str(messages[index].get("content") or "").lstrip()
@@ -474,7 +474,7 @@ def said_of_chats(is_chat: bool, tokenizer: Any, on: str, n_unrolled: int) -> li
     if n_unrolled:
         said.append(
             f"{n_unrolled:,} earlier answers are learned in examples of their own, as the chat"
-            " template shows them in another form once the chat goes on"
+            " template shows them in another form once the chat continues"
         )
     if is_chat and tokenizer.chat_template.endswith(DEFAULT_CHAT_TEMPLATE):
         said.append(

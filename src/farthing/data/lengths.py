@@ -96,7 +96,7 @@ class Lengths:
     """
     is_exact: bool
     source: str
-    """Where the lengths are from, in words."""
+    """Where the lengths are from."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What there is to say of the data: columns that nobody reads, and the like."""
     n_labels: int = 0

@@ -2,7 +2,7 @@
 shots, a dialogue.
 
 In a model that looks back only, what it makes of a token depends on the tokens before it and on
-nothing else. So an example may go on from the beginning of another as if that were its own: loss
+nothing else. So an example may continue from the beginning of another as if that were its own: loss
 and gradients are those of the whole examples. It may only where the tokens it takes over score
 nothing for it: they end before the token ahead of its first target. The other's labels do not
 matter, nor how long its own way has been: what a set of examples costs is what a tree of their
@@ -132,7 +132,7 @@ def collate_shared(
 
     Where there is such a thing: key_lengths int64 [N], tokens that each document sees, left out or
     its own; key_rows int64 [K], document by document, which tokens of the batch those are. Its
-    positions go on from what it sees.
+    positions continue from what it sees.
     """
     order, taken = in_common(tokens, examples)
     skipped = np.zeros_like(taken)

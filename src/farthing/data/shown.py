@@ -69,7 +69,7 @@ class Shown:
             del self._left_out[thing]
 
     def said(self) -> list[str]:
-        """What was never written, in words."""
+        """What was never written."""
         said = []
         for thing, n in sorted(self._left_out.items()):
             key, _, role = thing.partition(" ")

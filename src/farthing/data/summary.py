@@ -87,7 +87,7 @@ class Summary:
     labels: dict[str, int] = field(default_factory=dict)
     ignored: str = ""
     left_out: list[str] = field(default_factory=list)
-    """What of chats the template does not write, in words."""
+    """What of chats the template does not write."""
     examples: list[list[tuple[str, bool]]] = field(default_factory=list)
     """Rendered: (text, is_learned) in order."""
 

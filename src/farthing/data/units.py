@@ -2,7 +2,7 @@
 
 A further sequence of a unit begins as the first one does: with the prompt, and with what both
 answers begin with. A model that looks back only computes that beginning once; the further sequence
-goes on from the first one's tokens, and a token that both score is scored once. Losses and
+continues from the first one's tokens, and a token that both score is scored once. Losses and
 gradients are those of whole sequences.
 
 Shapes: n units of k sequences, m = n * k; T computed tokens.

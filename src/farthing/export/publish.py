@@ -26,7 +26,7 @@ LEFT_OUT = ("manifest.json", ".*", "*.part")
 
 class PublishError(FarthingError):
     """The Hub did not take the model; what was written here is whole, and the same command
-    goes on.
+    continues.
     """
 
 

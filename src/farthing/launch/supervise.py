@@ -142,8 +142,8 @@ class Launch:
         self._locked_at: float | None = None
 
     def run(self, prefix: str) -> int:
-        """Until the run has ended or cannot go on; the exit code. `prefix` begins the name of each
-        of our machines.
+        """Until the run has ended or cannot continue; the exit code. `prefix` begins the name of
+        each of our machines.
         """
         self._prefix, n_rounds, self._held_at = prefix, 0, self.awake()
         self._until_clear(self._take_over, "the store")

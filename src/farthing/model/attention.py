@@ -7,7 +7,7 @@ every layer hands to its attention, also when a checkpointed layer is computed a
 comes without `documents` is treated as `sdpa` would, padding and all, so that a model set to this
 entry still evaluates and generates.
 
-A document may go on from the beginning of another, whose tokens it sees before its own: what many
+A document may continue the beginning of another, whose tokens it sees before its own: what many
 documents begin with is computed once. A layer that looks back only can't tell the difference, so
 losses and gradients are the same. Keys and values are copied for each document that sees them, in
 every layer; nothing else is.
@@ -49,7 +49,7 @@ PADDING_FIRST = frozenset(
 
 
 def can_go_packed(model: Any, task: str) -> str | None:
-    """Why this model can't take documents end to end for `task`, in words; None if it can."""
+    """Why this model can't take documents end to end for `task`; None if it can."""
     inner = inner_of(model)
     config = inner.config
     kind = config.model_type
@@ -83,7 +83,7 @@ def can_go_packed(model: Any, task: str) -> str | None:
 
 
 def can_share(model: Any, task: str) -> str | None:
-    """Why documents can't go on from others in this model, in words; None if they can."""
+    """Why documents can't continue from others in this model; None if they can."""
     kind = inner_of(model).config.model_type
     if objective_of(task).is_pair:
         return f"{kind}: its sources are read in both directions"

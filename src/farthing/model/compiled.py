@@ -109,7 +109,7 @@ def n_kinds(model: Any) -> int:
 
 
 def why_not_compiled(model: Any) -> str | None:
-    """Why the layers of this model can't be compiled here, in words; None if they can."""
+    """Why the layers of this model can't be compiled here; None if they can."""
     device = next(model.parameters()).device.type
     if not _layers(model):
         return (

@@ -47,7 +47,7 @@ class Documents:
     """
     key_lengths: tuple[int, ...]
     key_rows: Tensor | None = None
-    """int64 [K]: the token of each key, where a document goes on from another; else keys and tokens
+    """int64 [K]: the token of each key, where a document continues another; else keys and tokens
     are the same.
     """
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -64,7 +64,7 @@ class Documents:
     ) -> Documents:
         """From the tokens of each document; nothing waits for the device.
 
-        Where documents go on from others, `key_lengths` [N] are the tokens that each sees, its own
+        Where documents continue others, `key_lengths` [N] are the tokens that each sees, its own
         among them, and
         `key_rows` [K], document by document, which those are. With `reads_others` the keys are
         other tokens laid end to end:
@@ -110,7 +110,7 @@ class Documents:
 
 
 def sent(array: NDArray[Any], device: torch.device | str) -> Tensor:
-    """An array on a device. The host goes on at once: from pageable memory it would wait for the
+    """An array on a device. The host continues at once: from pageable memory it would wait for the
     GPU from 64 KB on.
     """
     tensor = torch.from_numpy(array)
@@ -125,7 +125,7 @@ def _ends(sizes: Sequence[int], device: torch.device | str) -> Tensor:
 
 
 def owners_of(documents: Documents) -> Tensor:
-    """int64 [K]: the number of each key's document; of each token's, where no document goes on from
+    """int64 [K]: the number of each key's document; of each token's, where no document continues
     another.
     """
 

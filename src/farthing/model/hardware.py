@@ -193,7 +193,7 @@ def be_deterministic() -> None:
     """From now on only kernels that give the same bits each time; an operation that has none
     raises. For this process.
 
-    With `warn_only` flash attention's and the memory-efficient backward pass would go on adding in
+    With `warn_only` flash attention's and the memory-efficient backward pass would keep adding in
     any order. cuDNN attention looks at none of it, and is off. transformers' own calls of
     flash-attn go by a variable. Raises `HardwareError` where the environment asks cuBLAS for the
     contrary.
@@ -214,7 +214,7 @@ def be_deterministic() -> None:
 def why_not_deterministic(
     attn_implementation: str | None, torch_compile: bool | Literal["auto"]
 ) -> str | None:
-    """What of a job can't give the same bits each time on CUDA, in words; None if all can."""
+    """What of a job can't give the same bits each time on CUDA; None if all can."""
     if torch_compile is True:
         return (
             "train.torch_compile: programs are made for the first lengths that are seen, and others"
@@ -241,7 +241,7 @@ def not_deterministic(error: BaseException) -> HardwareError | None:
 
 
 def of_models_code(error: Exception) -> ModelError | None:
-    """An error out of the code of a model, which may want pictures or a longer text, in words; None
+    """An error out of the code of a model, which may want pictures or a longer text; None
     for other errors.
     """
     if "does not require grad" in str(error):  # as Reformer's, whose layers compute without one

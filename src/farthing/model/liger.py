@@ -35,7 +35,7 @@ ROTATION = "apply_rotary_pos_emb"
 
 
 def why_not_liger(model: Any) -> str | None:
-    """Why this model can't use Liger's kernels here, in words; None if it can."""
+    """Why this model can't use Liger's kernels here; None if it can."""
     inner = inner_of(model)
     kind, device = inner.config.model_type, next(inner.parameters()).device
     if device.type != "cuda":

@@ -191,7 +191,7 @@ class Starter(NamedTuple):
     learning_rate: str
     metric: str
     formats: str
-    """The columns that are found by name, in words."""
+    """The columns that are found by name."""
 
 
 class Objective(NamedTuple):
@@ -206,7 +206,7 @@ class Objective(NamedTuple):
     formats: tuple[Format, ...]
     """In this order: the first whose columns are all there is taken."""
     example_columns: str
-    """An example of `data.columns`, in words."""
+    """An example of `data.columns`."""
     max_length: int
     """Longest input in tokens where the job does not say."""
     metrics: Mapping[str, bool]

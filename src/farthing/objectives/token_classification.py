@@ -56,7 +56,7 @@ def _loss(scores: Any, labels: Any, label_smoothing: float) -> Any:
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """(type, first word, last word) of each entity, by the rules of conlleval and seqeval: a word
-    goes on with the entity before it where the type is the same and neither mark parts them.
+    continues with the entity before it where the type is the same and neither mark parts them.
     """
     found: list[tuple[str, int, int]] = []
     may_go_on = False

@@ -1,4 +1,4 @@
-"""What holds a run back, in dollars: from its receipt alone, so for a run that goes on, has ended
+"""What holds a run back, in dollars: from its receipt alone, so for a run that continues, has ended
 or was killed.
 
 Each check looks at one cause, and says with figures why it thinks so, which key to set, and what

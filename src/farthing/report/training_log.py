@@ -3,7 +3,7 @@ in memory at a time.
 
 A run of a month has a million lines: those that the loop writes for a step are taken apart without
 reading their list of examples, all others as JSON. What was read once is kept in a digest beside
-the log, with the place in the log up to which it holds, so that a reader goes on from there.
+the log, with the place in the log up to which it holds, so that a reader continues from there.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def keep_digest(path: Path, kept_bytes: int = 0, *, worth_bytes: int = _WORTH_BY
 
 
 def _from_digest(path: Path, file: BinaryIO) -> tuple[TrainingLog, int] | None:
-    """(the log so far, where to go on), where the digest is whole and of this very file."""
+    """(the log so far, where to continue), where the digest is whole and of this very file."""
     try:
         text = checked(path.with_name(DIGEST).read_bytes())
         facts = parse_json(text.decode()) if text is not None else {}

@@ -56,7 +56,7 @@ Fill = Callable[[Path], list[Path]]
 
 
 class Part(Protocol):
-    """Something that has to be saved to go on exactly."""
+    """Something that has to be saved to continue exactly."""
 
     def state(self) -> State:
         """Tensors and JSON values that say all about it now."""
@@ -96,7 +96,7 @@ class Checkpoints:
         self.folder = make_private(folder)
         self._run_id, self._keep, self._warn = run_id, keep, warn
         self._facts = facts  # asked at each save, for its manifest
-        # gets a step and the folders to go on from there, in the writing thread; must not raise
+        # gets a step and the folders to continue from there, in the writing thread; must not raise
         self._copy = copy
         self._thread: threading.Thread | None = None
         self._result: SaveResult | None = None
@@ -300,7 +300,7 @@ class Checkpoints:
             set_aside(save.folder)
 
     def to_go_on(self, step: int, best_step: int | None) -> list[Path]:
-        """The folders that a run needs to go on from `step`: its checkpoint and the best one, where
+        """The folders that a run needs to resume at `step`: its checkpoint and the best one, where
         there are any.
         """
         newest = {save.step: save.folder for save in reversed(saves_in(self.folder))}

@@ -235,7 +235,7 @@ def _install(
 
     A checkpoint or model with a file that is lost is left out. A lost small file is taken from
     `older` commits, where they have it; those that decide the result come from the checkpoint, see
-    `run_folder.mend`. Raises `DamagedFileError` when there would be no step to go on from.
+    `run_folder.mend`. Raises `DamagedFileError` when there would be no step to continue from.
     """
     n_bytes = sum(entry["size"] for entry in manifest["files"])
     if shutil.disk_usage(folder).free < 2 * n_bytes:

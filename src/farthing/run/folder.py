@@ -1,21 +1,22 @@
 """What a run folder holds, and whose run it is. A folder belongs to one run for good.
 
-job.json          the job as it was read, every default spelled out run.json          the run's id,
-what identifies it (settings, data, tokenizer, model), where and on which date it began, and
-                  under which rules log.jsonl         one line a step: loss, gradient norm,
-examples; one line an evaluation log.digest.json   what a long log says up to a place in it, so that
-a reader goes on from there ledger.jsonl      seconds and dollars of every attempt checkpoints/
-see checkpoint.py model/            the trained model for others, with a manifest, see exported.py
-receipt.json      written when an attempt ends; report.html draws it measurements.json what each
-attempt took, see measurements.py plan.json         what was estimated before the first attempt, and
-how the planner would have it run; never written again settings.json     how the run is computed
-since its first step, see settings.py schedule.json     how many steps the budget buys, where the
-schedule is fitted to it
+- job.json: the job as it was read, every default spelled out
+- run.json: the run's id, what identifies it (settings, data, tokenizer, model), where and on which
+  date it began
+- log.jsonl: one line a step (loss, gradient norm, examples), one line an evaluation
+- log.digest.json: a summary of a long log up to a place in it, from which readers continue
+- ledger.jsonl: seconds and dollars of every attempt
+- checkpoints/: see checkpoint.py
+- model/: the trained model for others, with a manifest, see exported.py
+- receipt.json: written when an attempt ends; report.html draws it
+- measurements.json: what each attempt took, see measurements.py
+- plan.json: the estimate before the first attempt and its recipe; never written again
+- settings.json: how the run is computed since its first step, see settings.py
+- schedule.json: how many steps the budget buys, where the schedule is fitted to it
 
 run.json, plan.json, settings.json and schedule.json decide the result. Each carries the sha256 of
 its own content, and each checkpoint's manifest a copy of all: one that is damaged or gone is
-written again from there, or the run is refused. Those of runs from before there were checksums are
-taken as they are, once.
+written again from there, or the run is refused.
 """
 
 from __future__ import annotations

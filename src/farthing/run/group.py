@@ -51,7 +51,7 @@ class Seat:
     """Among those of this machine."""
     n_local: int = 1
     by: str = ""
-    """Who has started them, in words; empty where nobody has."""
+    """Who has started them; empty where nobody has."""
 
     @property
     def is_first(self) -> bool:

@@ -1,7 +1,7 @@
 """The process that watches the one that trains, and ends it where a limit was passed.
 
     farthing train      this process: waits, hands signals on, runs `when_done`
-      └─ worker         trains, and writes to a pipe how long it may still go on
+      └─ worker         trains, and writes to a pipe how long it may still continue
            └─ attempts, ranks
 
 A worker that hangs can't end itself where a library holds Python's lock, a file system never

@@ -86,7 +86,7 @@ def seconds_since_process_start() -> float:
 def steady_clock(
     wall: Callable[[], float] = time.time, since_boot: Callable[[], float] = seconds_since_boot
 ) -> Callable[[], float]:
-    """A clock of the time of day that goes on from the `wall` clock as it is now, wherever that is
+    """A clock of the time of day that continues the `wall` clock as it is now, wherever that is
     set later.
     """
     boot_at = wall() - since_boot()
@@ -97,7 +97,7 @@ class Meter:
     """A stopwatch that is always in one named span. `clock` gives monotonic seconds.
 
     What time it is is asked of the `wall` clock once, when the meter begins; from then on
-    `since_boot` is added. A clock that is set while a run goes on ends nothing and buys nothing.
+    `since_boot` is added. A clock that is set while a run continues ends nothing and buys nothing.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class Ledger:
             self.beat()
 
     def beat(self, *, at_once: bool = False) -> None:
-        """Say that time goes on, if nothing was said for a while."""
+        """Say that time continues, if nothing was said for a while."""
         if at_once or self._meter.wall_s - self._last_line_at >= BEAT_S:
             self.write()
 
@@ -377,7 +377,7 @@ class Ledger:
                 self._path.unlink(missing_ok=True)
 
     def end(self, state: str) -> None:
-        """The attempt's last word, forced to the disk; time goes on until `close`."""
+        """The attempt's last word, forced to the disk; time continues until `close`."""
         self.write(state)
         self._sync()
 

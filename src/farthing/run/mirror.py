@@ -1,4 +1,4 @@
-"""The copy of a run in a store, made in the background, from which an empty machine goes on.
+"""The copy of a run in a store, made in the background, from which an empty machine continues.
 
 What is to be copied is hard-linked aside and sent by a thread: the newest first, and what it
 replaces is dropped. Data goes first, the lease is renewed, the commit comes last; files that an
@@ -234,7 +234,7 @@ class Mirror:
         is_empty = run_id_of(self.folder) is None or is_damaged(self.folder)
         if commits and (
             is_empty
-            or commits[0].epoch > self._seen_epoch()  # it went on elsewhere
+            or commits[0].epoch > self._seen_epoch()  # it continued elsewhere
             or (commits[0].step > 0 and not saves_in(self.folder / CHECKPOINTS))
         ):
             try:
@@ -266,7 +266,7 @@ class Mirror:
     def _note_seen(self) -> None:
         write_json(self.folder / SEEN, {"store": self._store.name, "epoch": self.lease.epoch})
 
-    # ---- while the run goes on ----
+    # ---- while the run continues ----
 
     def offer(
         self, step: int, checkpoints: Iterable[Path] = (), *, with_model: bool = False
@@ -312,7 +312,7 @@ class Mirror:
             raise self._busy(self._lost)
 
     def _confirm(self) -> None:
-        """Hold the run again after a gap, before anything of it goes on."""
+        """Hold the run again after a gap, before anything of it continues."""
         try:
             self._hold(self.patient(self.pace.answer_s))
         except LeaseLostError as error:

@@ -46,7 +46,7 @@ class Sign:
     what: str
     leaves_at: float | None = None
     is_certain: bool = True
-    """False: a machine at risk. It is saved sooner, and goes on."""
+    """False: a machine at risk. It is saved sooner, and continues."""
 
 
 Ask = Callable[..., tuple[int, bytes, dict[str, str]]]
@@ -249,7 +249,7 @@ class Watch:
     def _run(self) -> None:
         try:
             self._ask_until_told()
-        except Exception as error:  # a run goes on without its watch, and says so
+        except Exception as error:  # a run continues without its watch, and says so
             self._notice.warnings.append(
                 f"notices of the cloud are no longer watched: {type(error).__name__}: {error}"
             )

@@ -2,7 +2,7 @@
 it was a mistake.
 
 `opened(folder)` makes the run folder, holds it against other processes, and writes the attempt's
-first line, counted from the start of the process; a thread goes on writing while libraries are
+first line, counted from the start of the process; a thread keeps writing while libraries are
 imported. An attempt that is refused because of what was asked for leaves the folder as it found it.
 """
 
@@ -106,7 +106,7 @@ class Opened:
 
 
 def refuse_bucket(folder: Path) -> None:
-    """Refuse to begin a run in a bucket. Raises `InputError`. One that began there goes on: its
+    """Refuse to begin a run in a bucket. Raises `InputError`. One that began there continues: its
     checkpoints have checksums.
     """
     if (program := bucket_mount_of(folder)) and not (folder / RUN).exists():

@@ -23,7 +23,7 @@ SIGNALS = (
     *(signal.SIGUSR1, signal.SIGUSR2),  # of schedulers, before they kill
 )
 """Each is a wish that the run saves and leaves; stopped and continued (SIGSTOP, SIGTSTP, SIGCONT)
-it just goes on.
+it just continues.
 """
 LAST_WORDS_S = 5.0  # before the machine goes: receipt, lease and the end of the process
 
@@ -59,7 +59,7 @@ class Heard:
     leaves_at: float | None = None
     """When the machine goes, where that was announced."""
     is_certain: bool = True
-    """False: it may be taken; saved sooner, the run goes on."""
+    """False: it may be taken; saved sooner, the run continues."""
 
     def as_dict(self) -> dict[str, object]:
         """For the ledger; `grace_s` is what was left when it was heard."""

@@ -10,7 +10,7 @@ link carries the newest accounts of the ledger: money spent since the last commi
 whoever comes next. Who has lost the run leaves its own account in `bills/`.
 
 No clock decides who holds a run. A claimer waits by its own clock whether the holder adds a link;
-`Gaps` tells a holder that was suspended to ask before it goes on.
+`Gaps` tells a holder that was suspended to ask before it continues.
 """
 
 from __future__ import annotations

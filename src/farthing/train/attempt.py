@@ -1,6 +1,6 @@
 """The plain state of one attempt at a job.
 
-Everything that has to be saved to go on exactly is in `state`: the parts of a checkpoint. What is
+Everything that has to be saved to resume exactly is in `state`: the parts of a checkpoint. What is
 not there follows from (seed, step), as data order, random generators and learning rate do, or is
 about this attempt alone. Time and money are in the ledger, which outlives lost work.
 """
@@ -82,7 +82,7 @@ class Context:
 
 @dataclass
 class Kernels:
-    """What replaces parts of the model's own code, in words; None where nothing does."""
+    """What replaces parts of the model's own code; None where nothing does."""
 
     lora: Any
     liger: str | None

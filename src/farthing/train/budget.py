@@ -1,7 +1,7 @@
 """The caps of a run: dollars, hours and a deadline that hold across attempts.
 
 What was spent is the ledger's: seconds of a monotonic clock, added up over attempts, so that
-setting the machine's clock neither ends a run nor lets it go on. A deadline is a time of day: the
+setting the machine's clock neither ends a run nor prolongs it. A deadline is a time of day: the
 clock is asked once, when an attempt begins, and seconds are counted from there.
 """
 
@@ -116,7 +116,7 @@ class _Spent(NamedTuple):
 
 
 def say_what_bills_on(job: Job) -> list[str]:
-    """What goes on costing money when the run has stopped, and what stops that."""
+    """What still costs money when the run has stopped, and what stops that."""
     lines = []
     if job.where.usd_per_hour:
         price = say_usd(job.where.usd_per_hour)

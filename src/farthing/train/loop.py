@@ -87,7 +87,7 @@ def loop(attempt: Attempt) -> tuple[str, str]:
 
 
 def why_stop(attempt: Attempt) -> tuple[str, str] | None:
-    """(state, reason) where the run ends here; None where it goes on."""
+    """(state, reason) where the run ends here; None where it continues."""
     hear(attempt)
     notice, ledger = attempt.notice, attempt.ledger
     limit = over_limit(attempt.job, ledger, reserve_s(attempt))

@@ -102,7 +102,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every weight that has a gradient. The device goes on only when its weights are
+        """Update every weight that has a gradient. The device continues only when its weights are
         there.
         """
         loss = None

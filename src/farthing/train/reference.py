@@ -4,7 +4,7 @@ They are found once, before the first step, a block of neighbouring examples at 
 the cache by what they follow from: tokens, the model's weights, how it begins, precision. Neither
 the learning rate nor the loss nor the rank of an adapter is part of that, so every epoch, every
 trial of a search and every later run uses them, and no second model is in memory. A block is a file
-that is whole or not there: a pass that is killed goes on behind its last block.
+that is whole or not there: a pass that is killed continues behind its last block.
 
 At every start a sample is computed again and compared.
 """

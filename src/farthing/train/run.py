@@ -461,7 +461,7 @@ def _bring_back(context: Context, allow_restart: bool) -> None:
 
 
 def _offer(attempt: Attempt, *, with_model: bool = False) -> None:
-    """Offer the store what is needed to go on from where the run is."""
+    """Offer the store what is needed to continue from where the run is."""
     at, replica = attempt.progress, attempt.replica
     if replica is not None:
         replica.offer(

@@ -1,5 +1,5 @@
 """How a run is computed from its first step on: settings.json, which its later attempts follow so
-that they go on to the bit.
+that they continue to the bit.
 
 An attempt begins with what earlier ones settled on; the first one with what was planned, or what a
 probe of the like has found: one line of JSON a probe, in the cache.

@@ -1,4 +1,4 @@
-"""The table of everything a job left open and the run decided, in words, before its first step.
+"""The table of everything a job left open and the run decided, before its first step.
 
 Data flows from a run that stands at its first step to `emit`.
 """
