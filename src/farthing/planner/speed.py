@@ -6,9 +6,12 @@ optimizer and what the GPUs tell each other.
 
 Fitted, with published runs in view (docs/explanation/estimates.md has how far off they were):
 shares of the peak in `facts/gpu_shares.csv` that say so, `HALF_WIDTH`, `EXPOSED`, `WAITING` and
-`LAUNCH_TAIL`. By assumption: `HALF_TOKENS`, `BUS_BYTES_PER_S`. `BANDWIDTH_SHARE` is a tenth less
-than copies on an H200 reached (4.3 of 4.8 TB/s); `DEQUANTIZATION_SHARE` makes 8 ms of 1e9 weights
-on an A100, where LitGPT's tables have 10 to 15."""
+`LAUNCH_TAIL`. The shares of CPUs but for products: 74 small Berts, Llamas and T5s of 1 to 6 layers
+on one and two threads of a Xeon of family 6, model 207 (2026-11-23; half of the steps within 18 %);
+the host of an EPYC of family 25 was nearly twice as fast. By assumption: `HALF_TOKENS`,
+`BUS_BYTES_PER_S`. `BANDWIDTH_SHARE` is a tenth less than copies on an H200 reached (4.3 of 4.8
+TB/s); `DEQUANTIZATION_SHARE` makes 8 ms of 1e9 weights on an A100, where LitGPT's tables have 10
+to 15."""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ HOST_BYTES_PER_S = 20e9  # of main memory, for each GPU: about what 8 A100 had (
 CPU_MATMUL_SHARE = 0.7  # whole steps of a Llama and a T5 on one thread of an EPYC of family 25
 CPU_BANDWIDTH_BYTES_PER_S = 10e9  # of a thread
 LINK_ERROR, GEFORCE_LINK_ERROR, KNOWN_LINK_ERROR = 0.5, 2.0, 0.2  # by assumption
-CPU_LAUNCH_SHARE = 0.9  # of what the host needs to launch kernels: 1.07 ms of a Llama's layer
+CPU_LAUNCH_SHARE = 1.6  # of what a GPU's host needs to launch kernels
+CPU_ATTENTION_SHARE = 0.3  # of what products reach
+CPU_UPDATE_SHARE = 0.5  # of the bandwidth of a thread that the optimizer reaches
+CPU_STEP_S = 2e-3  # of a step whatever the model: its batch, the update of its tensors, the log
 
 
 class Device(NamedTuple):
@@ -96,7 +102,15 @@ def _attention_shares() -> dict[str, float]:
 def cpu_device(name: str, peak_flops: float, n_threads: int) -> Device:
     """A processor, from a rough guess of its peak."""
     bandwidth = n_threads * CPU_BANDWIDTH_BYTES_PER_S
-    return Device(name, peak_flops * CPU_MATMUL_SHARE, bandwidth, 0.0, False, has_tiles=False)
+    return Device(
+        name,
+        peak_flops * CPU_MATMUL_SHARE,
+        bandwidth,
+        0.0,
+        False,
+        attention_share=CPU_ATTENTION_SHARE,
+        has_tiles=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -195,14 +209,15 @@ def step_time(work: Work, device: Device, calibration: Calibration | None = None
     busy = _busy(work, device, n / (n + HALF_TOKENS) if device.is_cuda else 1.0)
     busy_s = sum(busy)
     sending_s = work.sent_bytes / device.link_bytes_per_s if device.link_bytes_per_s else 0.0
-    update_s = work.optimizer_bytes / bandwidth + work.host_bytes / HOST_BYTES_PER_S
+    of_update = bandwidth * (1.0 if device.is_cuda else CPU_UPDATE_SHARE)
+    update_s = work.optimizer_bytes / of_update + work.host_bytes / HOST_BYTES_PER_S
     update_s += work.bus_bytes / (BUS_BYTES_PER_S if device.is_cuda else bandwidth)
     parts = {
         "matmul": known.compute * busy.matmul,
         "attention": known.compute * busy.attention,
         "memory traffic": known.compute * busy.traffic,
         "dequantization": known.compute * busy.dequantization,
-        "launch": known.compute * _launch_s(work.host_s + work.step_host_s, busy_s, device),
+        "launch": known.compute * _launch_s(work, busy_s, device),
         "optimizer": known.optimizer * update_s,
         "weights from the host": work.hauled_bytes / BUS_BYTES_PER_S,
         "data": known.waiting_s,
@@ -212,10 +227,12 @@ def step_time(work: Work, device: Device, calibration: Calibration | None = None
     return StepTime(kept, work.n_tokens, work.n_padded_tokens, work.flops)
 
 
-def _launch_s(host_s: float, busy_s: float, device: Device) -> float:
+def _launch_s(work: Work, busy_s: float, device: Device) -> float:
     """A GPU computes while the host launches what comes next, but for what is too short; a CPU does
     one after the other.
     """
+    host_s = work.host_s + work.step_host_s
     if not device.is_cuda:
-        return CPU_LAUNCH_SHARE * host_s
+        of_step = CPU_STEP_S if work.step_host_s else 0.0
+        return CPU_LAUNCH_SHARE * host_s + of_step
     return max(LAUNCH_TAIL * host_s, host_s - busy_s)

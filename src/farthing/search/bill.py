@@ -44,7 +44,7 @@ N_DRAWN = 24
 KEPT_BACK = 0.15
 """Of the cap, for restarts and for trials that cost more than planned."""
 OF_TRAINING = ("training", "checkpoints")
-SEGMENT_S = 0.35
+SEGMENT_S = 0.4
 """That each segment of a trial takes besides its model: to open data and run, and to leave."""
 
 
