@@ -86,20 +86,12 @@ class Bars(NamedTuple):
         return [(name, v / self.whole if self.whole else 0.0, self.say(v)) for name, v in named]
 
 
-class Columns(NamedTuple):
-    """Blocks that stand side by side where there is room."""
-
-    blocks: tuple[Block, ...]
-
-
 class Drawing(NamedTuple):
     """An SVG, on a page only, with its caption and the classes of its key."""
 
     title: str
     svg: str
     caption: str
-    said: str = ""
-    """To those who can't see it, where it is not the caption."""
     key: Mapping[str, str] = {}
     signs: Sequence[tuple[str, str]] = ()
 
@@ -113,7 +105,7 @@ class Finding(NamedTuple):
     is_first: bool = False
 
 
-Block = Text | Pairs | Cards | Listed | Table | More | Bars | Columns | Drawing | Finding
+Block = Text | Pairs | Cards | Listed | Table | More | Bars | Drawing | Finding
 
 
 class Section(NamedTuple):
@@ -121,7 +113,6 @@ class Section(NamedTuple):
 
     title: str
     blocks: tuple[Block, ...]
-    level: int = 2
 
 
 def bare(head: str) -> str:

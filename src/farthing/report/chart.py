@@ -1,8 +1,5 @@
-"""Drawings for pages, as SVG that needs no script: columns stacked over time, and curves over
-steps.
-
-Each has a title and a description for those who can't see it, and a scale that fits its values:
-what lies beyond is drawn at its edge. `templates/chart.svg` draws.
+"""Drawings for pages, as SVG without a script, with a title and a description for those who can't
+see it. What lies beyond a scale is drawn at its edge. `templates/chart.svg` draws.
 """
 
 from __future__ import annotations
@@ -11,46 +8,14 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from farthing.report.blocks import Drawing
-from farthing.report.html import colour, svg
+from farthing.report.html import colour, in_order, svg
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 860, 62, 14, 26, 46
 _SIGNS = {"interruption": "✕", "out of memory": "!", "evaluation": "●", "checkpoint": "▾"}
 Point = tuple[float, float]
-
-
-class Path(NamedTuple):
-    """A line through points, or a polygon with these corners."""
-
-    kind: str
-    points: Sequence[Point]
-    is_closed: bool = False
-
-
-class Dot(NamedTuple):
-    kind: str
-    at: Point
-    radius: float
-    said: str = ""
-
-
-class Word(NamedTuple):
-    kind: str
-    at: Point
-    words: str
-    anchor: str = "start"
-
-
-class Bar(NamedTuple):
-    """Rectangles that stand on each other: x, y, width, height, colour."""
-
-    said: str
-    cells: Sequence[tuple[float, float, float, float, int]]
-
-
-Shape = Path | Dot | Word | Bar
 
 
 class Line(NamedTuple):
@@ -63,13 +28,13 @@ class Line(NamedTuple):
     dots: bool = False
 
 
-class Bars(NamedTuple):
-    """Columns from `begin` to `end` of the horizontal axis, each with its parts."""
+class Column(NamedTuple):
+    """From `begin` to `end` of the horizontal axis, as high as the drawing."""
 
-    columns: Sequence[tuple[float, float, Mapping[str, float], str]]
-    """Begin, end, parts, what is said of it."""
-    marks: Sequence[tuple[float, str, str]] = ()
-    """Where, kind, what is said of it."""
+    begin: float
+    end: float
+    parts: Mapping[str, float]
+    said: str
 
 
 @dataclass(frozen=True)
@@ -141,68 +106,63 @@ def time_ticks(seconds: float, most: int = 7) -> list[float]:
 def figure(
     title: str,
     caption: str,
-    shapes: Sequence[Shape],
     axes: Axes,
-    key: Mapping[str, str] | None = None,
+    *,
     said: str = "",
+    key: Mapping[str, str] | None = None,
     signs: Sequence[tuple[str, str]] = (),
+    **shapes: Sequence[Any],
 ) -> Drawing:
-    """A drawing in its frame; `said` to those who can't see it, where it is not the caption."""
+    """A drawing in its frame; `said` to those who can't see it, where it is not the caption.
+
+    `shapes`, by the names of the template: lines, columns with their rectangles, marks, paths
+    (class, points), dots (class, point, radius, title) and words (class, place, text, anchor).
+    """
     name = "".join(letter if letter.isalnum() else "-" for letter in title.lower())
-    values = {"id": name, "title": title, "said": said or caption, "axes": axes, "shapes": shapes}
-    values |= {"x_marks": axes.x_marks, "y_marks": axes.y_marks}
-    return Drawing(title, svg("chart.svg", **values), caption, said, key or {}, signs)
+    drawn = dict.fromkeys(("lines", "columns", "marks", "paths", "dots", "words"), ()) | shapes
+    picture = svg("chart.svg", id=name, title=title, said=said or caption, axes=axes, **drawn)
+    return Drawing(title, picture, caption, key or {}, signs)
 
 
 def curves(
     title: str,
-    words: str,
+    caption: str,
     lines: Sequence[Line],
     axes: Axes,
     best: tuple[float, float, str] | None = None,
 ) -> Drawing:
     """Curves over one axis, with a key where there are several; `best` is a point to mark."""
-    shapes: list[Shape] = []
-    for each in lines:
-        points = [axes.at(x, y) for x, y in each.points]
-        if each.band:
-            above = [axes.at(x, high) for x, _, high in each.band]
-            below = [axes.at(x, low) for x, low, _ in each.band]
-            shapes.append(Path(f"band f{each.colour}", [*above, *reversed(below)], True))
-        if len(points) > 1:
-            shapes.append(Path(f"line s{each.colour}", points))
-        if each.dots or len(points) == 1:
-            said = [f"{each.name}, {axes.say_x(x)}: {axes.say_y(y)}" for x, y in each.points]
-            kind = f"f{each.colour}"
-            shapes += [Dot(kind, at, 3, text) for at, text in zip(points, said, strict=True)]
+    dots, words = [], []
     if best is not None:
         x, y = axes.at(*best[:2])
         anchor, side = ("end", -9) if x > WIDTH / 2 else ("start", 9)
-        shapes += [Dot("best", (x, y), 6), Word("halo", (x + side, y - 9), best[2], anchor)]
-    names = {each.name: f"c{each.colour}" for each in lines}
-    return figure(title, words, shapes, axes, names if len(names) > 1 else None)
+        dots = [("best", best[:2], 6, "")]
+        words = [("halo", (x + side, y - 9), best[2], anchor)]
+    key = {each.name: f"c{each.colour}" for each in lines} if len(lines) > 1 else None
+    return figure(title, caption, axes, key=key, lines=lines, dots=dots, words=words)
 
 
-def stacked(title: str, words: str, bars: Bars, axes: Axes) -> Drawing:
-    """Columns of parts over time, with what happened above them, and a key."""
-    shapes: list[Shape] = []
-    names: set[str] = set()
-    for begin, end, parts, said in bars.columns:
-        total, below, cells = sum(parts.values()), 0.0, []
-        left, width = axes.to_x(begin), axes.to_x(end) - axes.to_x(begin)
-        for name in sorted(parts, key=lambda part: (colour(part), part)) if total > 0 else ():
-            top, bottom = (axes.to_y(100 * x / total) for x in (below + parts[name], below))
-            below += parts[name]
-            names.add(name)
+def stacked(
+    title: str,
+    caption: str,
+    columns: Sequence[Column],
+    marks: Sequence[tuple[float, str]],
+    axes: Axes,
+) -> Drawing:
+    """Columns of parts over time, with what happened (when, what) above them, and a key."""
+    drawn = []
+    for column in columns:
+        total, below, cells = sum(column.parts.values()), 0.0, []
+        left, right = axes.to_x(column.begin), axes.to_x(column.end)
+        for name, part in in_order(column.parts) if total > 0 else ():
+            top, bottom = (axes.to_y(100 * x / total) for x in (below + part, below))
+            below += part
             if bottom - top >= 0.05:
-                cells.append((left, top, max(0.2, width + 0.15), bottom - top, colour(name)))
-        shapes.append(Bar(said, cells))
-    for at, kind, _said in bars.marks:
-        x = axes.to_x(at)
-        shapes.append(Word("axis", (x, TOP - 6), _SIGNS[kind], "middle"))
-        if kind in ("interruption", "out of memory"):
-            shapes.append(Path("mark", [(x, TOP), (x, axes.bottom)]))
-    happened = {mark[1] for mark in bars.marks}
-    signs = [(sign, kind) for kind, sign in _SIGNS.items() if kind in happened]
-    key = {name: f"c{colour(name)}" for name in sorted(names, key=lambda n: (colour(n), n))}
-    return figure(title, words, shapes, axes, key, signs=signs)
+                cells.append((left, top, max(0.2, right - left + 0.15), bottom - top, colour(name)))
+        drawn.append((column, cells))
+    kinds = {kind for _, kind in marks}
+    signs = [(sign, kind) for kind, sign in _SIGNS.items() if kind in kinds]
+    lined = [(at, _SIGNS[kind], kind in ("interruption", "out of memory")) for at, kind in marks]
+    names = {name: 1.0 for column in columns for name in column.parts if sum(column.parts.values())}
+    key = {name: f"c{colour(name)}" for name, _ in in_order(names)}
+    return figure(title, caption, axes, key=key, signs=signs, columns=drawn, marks=lined)

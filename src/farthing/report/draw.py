@@ -12,7 +12,6 @@ from farthing.report.blocks import (
     Bars,
     Block,
     Cards,
-    Columns,
     Drawing,
     Finding,
     Listed,
@@ -27,14 +26,7 @@ from farthing.report.blocks import (
 )
 from farthing.report.safe import escape, fitted_table, table_of
 
-_STYLES = {
-    "answer": "bold",
-    "soft": "dim",
-    "warn": "yellow",
-    "plain": "",
-    "code": "",
-    "head": "bold",
-}
+_STYLES = {"answer": "bold", "soft": "dim", "warn": "yellow", "plain": "", "code": ""}
 _BAR_WIDTH = 24
 
 
@@ -76,9 +68,6 @@ def draw_block(console: Console, block: Block) -> None:
         if block.title:
             console.print(f"[bold]{escape(block.title)}[/]: {escape(block.say(block.whole))}")
         console.print(_bars(block))
-    elif isinstance(block, Columns):
-        for one in block.blocks:
-            draw_block(console, one)
     elif isinstance(block, Table):
         console.print(_table(console, block))
     elif isinstance(block, Finding):

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from farthing.printable import printable
 from farthing.report.blocks import Section, Stack, bare, percent
+from farthing.units import plural, say_bytes, say_count
 
 TEMPLATES = Path(__file__).parent / "templates"
 _COLOURS = {
@@ -40,7 +41,7 @@ def colour(name: str) -> int:
     return _COLOURS.get(name, 8)
 
 
-def _in_order(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+def in_order(parts: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(parts.items(), key=lambda item: (colour(item[0]), item[0]))
 
 
@@ -61,9 +62,10 @@ def environment() -> jinja2.Environment:
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     found.globals.update(
-        zip=zip, bare=bare, colour=colour, in_order=_in_order, stacks=_stacks, percent=percent
+        zip=zip, bare=bare, colour=colour, in_order=in_order, stacks=_stacks, percent=percent
     )
-    found.filters["code"] = _code
+    found.filters |= {"code": _code, "cell": _cell, "plural": plural}
+    found.filters |= {"count_of": say_count, "bytes_of": say_bytes}
     found.filters["slug"] = lambda text: "".join(c if c.isalnum() else "-" for c in text.lower())
     found.tests["stack"] = lambda value: isinstance(value, Stack)
     return found
@@ -74,6 +76,12 @@ def _code(text: str) -> Markup:
     parts = printable(text).split("`")
     found = [Markup("<code>{}</code>" if n % 2 else "{}").format(p) for n, p in enumerate(parts)]
     return Markup("").join(found)
+
+
+def _cell(text: object) -> Markup:
+    """A name as a cell of a Markdown table: no column, no line and no tag of its own."""
+    words = printable(" ".join(str(text).split()))
+    return Markup(words.replace("|", "\\|").replace("<", "&lt;"))
 
 
 def page(name: str, title: str, report: Iterable[Section], end: str) -> str:

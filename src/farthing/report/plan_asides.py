@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from farthing.planner.managed import bills, say_size
@@ -34,7 +34,7 @@ from farthing.planner.serving import (
 )
 from farthing.planner.types import HERE, OWN
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
-from farthing.report.plan_types import RENTED, Choice, machine_name
+from farthing.report.plan_types import RENTED, Choice, machine_name, view_of
 from farthing.report.plan_words import say_cost, say_saving, say_short
 from farthing.units import plural, say_seconds, say_usd
 
@@ -96,39 +96,24 @@ def services_of(study: Study) -> tuple[Service, ...]:
     job, wanted = study.job, study.wanted
     model = job.model.model_name_or_path
     known = [
-        Service(
-            bill.service.provider,
-            bill.service.model or say_size(bill.service),
-            bill.usd,
-            bill.usd_high,
-            "million_tokens",
-            bill.service.usd,
-            bill.service.source,
-            bill.service.date.isoformat(),
-            bill.service.method != "closed",
-            True,
-            bill.usd_unpacked,
-            bill.n_tokens,
-            bill.service.you_get,
-            bill.service.afterwards,
-            bill.service.ends.isoformat() if bill.service.ends else None,
+        view_of(
+            Service,
+            *(bill, bill.service),
+            what=bill.service.model or say_size(bill.service),
+            unit="million_tokens",
+            usd_per_unit=bill.service.usd,
+            price_source=bill.service.source,
+            price_date=bill.service.date.isoformat(),
+            takes_the_model=bill.service.method != "closed",
+            is_known=True,
+            ends=bill.service.ends and bill.service.ends.isoformat(),
         )
         for bill in bills(wanted, job.task, model, job.max_length, study.today)
     ]
-    of_file = [
-        Service(
-            offer.provider,
-            offer.instance,
-            usd,
-            usd,
-            offer.unit,
-            offer.usd,
-            offer.source,
-            offer.date.isoformat(),
-            _takes(offer, study),
-        )
-        for offer, usd in study.answer.managed
-    ]
+    of_file = []
+    for offer, usd in study.answer.managed:
+        price = offer.usd, offer.source, offer.date.isoformat(), _takes(offer, study)
+        of_file.append(Service(offer.provider, offer.instance, usd, usd, offer.unit, *price))
     return (*known, *of_file)
 
 
@@ -152,7 +137,7 @@ def fees(managed: Sequence[Service]) -> dict[str, float]:
     """
     taking = [one for one in managed if one.takes_the_model]
     known = sorted((one for one in taking if one.is_known), key=lambda one: one.usd)[:1]
-    return {one.name: one.usd for one in (*(o for o in taking if not o.is_known), *known)}
+    return {one.name: one.usd for one in [*(o for o in taking if not o.is_known), *known]}
 
 
 @dataclass(frozen=True)
@@ -205,12 +190,12 @@ class OwnMachine:
     running_usd_per_h: float
     wear_usd_per_h: float
     hours_per_month: float
-    rank: int | None
-    hours: float | None
-    usd: dict[str, float]
-    total_usd: float | None
-    against: tuple[PaysBack, ...]
-    words: str
+    rank: int | None = None
+    hours: float | None = None
+    usd: Mapping[str, float] = field(default_factory=dict)
+    total_usd: float | None = None
+    against: tuple[PaysBack, ...] = ()
+    words: str = ""
 
 
 def own_machine(
@@ -218,21 +203,14 @@ def own_machine(
 ) -> OwnMachine:
     alike = [row for row in rows if (row.gpu, row.n_gpus) == (owned.gpu, owned.n_gpus)]
     row = next((row for row in alike if row.kind == "own"), None)
-    about = (
-        f"{owned.n_gpus}x {owned.gpu}",
-        owned.price_usd,
-        owned.power_kw,
-        owned.usd_per_kwh,
-        owned.running_usd_per_h,
-        owned.wear_usd_per_h,
-        owned.hours_per_month,
-    )
+    name = f"{owned.n_gpus}x {owned.gpu}"
     if row is None:
-        offered = [one for one in study.answer.rejected if one.offer.provider == OWN]
-        mine = (one for one in offered if one.offer.gpu == owned.gpu)
-        why = next((one for one in mine if one.offer.n_gpus == owned.n_gpus), None)
+        mine = (OWN, owned.gpu, owned.n_gpus)
+        offered = ((one, one.offer) for one in study.answer.rejected)
+        refused = (one for one, o in offered if (o.provider, o.gpu, o.n_gpus) == mine)
+        why = next(refused, None)
         words = f"{why.reason}; {why.change}" if why else "not among the offers"
-        return OwnMachine(*about, None, None, {}, None, (), words)
+        return view_of(OwnMachine, owned, name=name, words=words)
     usd = {name: value for name, value in run_on_own(owned, row.hours).items() if value}
     against: list[PaysBack] = []
     hours = runs_per_month * row.hours if runs_per_month else owned.hours_per_month
@@ -245,11 +223,13 @@ def own_machine(
             per_hour = other.usd_per_hour if is_equal else other.total_usd / row.hours
             at = min(hours, HOURS_PER_MONTH)
             against.append(_pays_back(owned, other.name, per_hour or 0.0, at, other.rank, is_equal))
-    for name, fee in fees(services_of(study)).items() if runs_per_month else ():
-        against.append(_pays_back(owned, name, fee / row.hours, hours))
+    for service, fee in fees(services_of(study)).items() if runs_per_month else ():
+        against.append(_pays_back(owned, service, fee / row.hours, hours))
     total, cost = sum(usd.values()), f"and {say_seconds(row.wall_s)} for this run"
-    words = f"{say_cost(total)} {cost}"
-    return OwnMachine(*about, row.rank, row.hours, usd, total, tuple(against), words)
+    words, found = f"{say_cost(total)} {cost}", tuple(against)
+    return view_of(
+        OwnMachine, owned, row, name=name, usd=usd, total_usd=total, against=found, words=words
+    )
 
 
 def _pays_back(
@@ -270,10 +250,8 @@ def _pays_back(
     words = f"{bought} it never pays for itself against {rent}"
     if after is not None and months is not None:
         long = f"{months:,.1f} months" if months < 36 else f"{months / 12:,.0f} years"
-        words = (
-            f"{bought} it pays for itself after {after:,.0f} h of use, {long} with {hours:.3g} h "
-        )
-        words += f"a month, against {rent}"
+        when = f"after {after:,.0f} h of use, {long} with {hours:.3g} h a month"
+        words = f"{bought} it pays for itself {when}, against {rent}"
     return PaysBack(name, rank, equal, per_hour, after, months, hours, words)
 
 
@@ -297,9 +275,7 @@ class Years:
         found = []
         for name, usd in self.one_year_usd.items():
             saved = self.saved_in_a_year[name]
-            words = (
-                f"{say_cost(saved.usd)} ({saved.share:.0%})" if saved.usd and saved.share else ""
-            )
+            words = f"{say_cost(saved.usd)} ({saved.share:.0%})" if saved.share else ""
             found.append((name, say_cost(usd), say_cost(self.three_years_usd[name]), words))
         return tuple(found)
 
@@ -329,9 +305,8 @@ def years_of(
             rent = paid.usd * runs_per_month
             months = break_even_months(one, rent_usd_per_month=rent, hours_per_month=busy)
             after = "never" if months is None else f"after {months:,.1f} months"
-            notes.append(
-                f"{name}: pays back {after} against {say_cost(rent)} a month that you paid"
-            )
+            against = f"against {say_cost(rent)} a month that you paid"
+            notes.append(f"{name}: pays back {after} {against}")
     ways |= {name: Way(fee) for name, fee in fees(managed).items()}
     if paid is not None:
         ways[PAID] = Way(paid.usd)
@@ -473,15 +448,16 @@ class ServingRow:
         )
 
 
-SERVING_HEADS = (
-    "machine",
-    "=weights",
-    "#GB",
-    "#tok/s",
-    "#first",
-    "#$/month on",
-    "#to zero",
-    "#$/M out",
+_HEADS = "machine, =weights, #GB, #tok/s, #first, #$/month on, #to zero, #$/M out"
+SERVING_HEADS = tuple(_HEADS.split(", "))
+_ASSUMED = (
+    f"engines on NVIDIA GPUs as published from 2023 to 2026: tokens/s within {ERROR:.0%}, "
+    f"{ERROR_UNSEEN:.0%} on GPUs without a row",
+    f"going to zero costs {SERVERLESS_TIMES:g} times the hourly price while it is on, which "
+    f"it stays for {WARM_S:.0f} s after each answer",
+    "`farthing export` writes bf16; the others need a quantizing tool; farthing does not"
+    " judge its loss of quality",
+    "many adapters of one base model can share a machine: k of them cost a k-th each",
 )
 
 
@@ -508,22 +484,7 @@ def serving_of(study: Study, traffic: Traffic) -> ServingView:
     offers = [p.offer for p in study.answer.plans] + [r.offer for r in study.answer.rejected]
     found, refused = serve(study.wanted.shape, traffic, offers)
     rows = tuple(_serving_row(one) for one in found)
-    return ServingView(
-        traffic,
-        _serving_answer(rows, traffic),
-        rows,
-        tuple(refused),
-        (
-            f"engines on NVIDIA GPUs as published from 2023 to 2026: tokens/s within {ERROR:.0%}, "
-            f"{ERROR_UNSEEN:.0%} on GPUs without a row",
-            f"going to zero costs {SERVERLESS_TIMES:g} times the hourly price while it is on, "
-            "which "
-            f"it stays for {WARM_S:.0f} s after each answer",
-            "`farthing export` writes bf16; the others need a quantizing tool; farthing does not"
-            " judge its loss of quality",
-            "many adapters of one base model can share a machine: k of them cost a k-th each",
-        ),
-    )
+    return ServingView(traffic, _serving_answer(rows, traffic), rows, tuple(refused), _ASSUMED)
 
 
 def _serving_row(one: Served) -> ServingRow:
@@ -534,32 +495,23 @@ def _serving_row(one: Served) -> ServingRow:
     def per_million(load: float) -> dict[str, float]:
         return dict(zip(("input", "output"), one.usd_per_million(load), strict=True))
 
-    return ServingRow(
-        machine_name(server.n_gpus, server.gpu.name),
-        server.gpu.name,
-        server.n_gpus,
-        server.precision,
-        one.offer.provider,
-        one.usd_per_hour,
-        one.offer.date.isoformat(),
-        server.weights_bytes,
-        server.cache_bytes_per_token,
-        server.room_bytes,
-        server.room_bytes / server.cache_bytes_per_token,
-        one.n_streams,
-        speed,
-        (speed * (1 - error), speed * (1 + error)),
-        1 / server.decode_s(traffic, 1),
-        server.prefill_s(traffic),
-        one.alone_s,
-        one.load,
-        one.n_machines,
-        one.always_on_usd,
-        one.to_zero_usd(),
-        one.cold_start_s + server.prefill_s(traffic),
-        one.break_even_requests_per_hour,
-        per_million(busy),
-        {f"{load:.0%}": per_million(load) for load in LOADS},
+    return view_of(
+        ServingRow,
+        *(one, server, one.offer),
+        machine=machine_name(server.n_gpus, server.gpu.name),
+        gpu=server.gpu.name,
+        price_date=one.offer.date.isoformat(),
+        most_tokens=server.room_bytes / server.cache_bytes_per_token,
+        tokens_per_s=speed,
+        tokens_per_s_range=(speed * (1 - error), speed * (1 + error)),
+        one_stream_tokens_per_s=1 / server.decode_s(traffic, 1),
+        first_token_s=server.prefill_s(traffic),
+        answer_s=one.alone_s,
+        always_on_usd_per_month=one.always_on_usd,
+        to_zero_usd_per_month=one.to_zero_usd(),
+        to_zero_first_token_s=one.cold_start_s + server.prefill_s(traffic),
+        usd_per_million=per_million(busy),
+        usd_per_million_at_load={f"{load:.0%}": per_million(load) for load in LOADS},
     )
 
 
@@ -575,14 +527,12 @@ def _serving_answer(rows: Sequence[ServingRow], traffic: Traffic) -> str:
     way, other = "going to zero between answers", f"always on {say_cost(on)}"
     if on <= zero:
         way, other = "always on", f"going to zero {say_cost(zero)}"
+    above = f"{best.break_even_requests_per_hour:,.0f} requests an hour"
+    cold, warm = say_seconds(best.to_zero_first_token_s), _short(best.first_token_s)
     return (
-        f"{what}: {several}{best.machine}{at} in {best.precision}, "
-        f"{say_cost(min(on, zero))} "
-        f"a month {way} ({other}); always on is cheaper above "
-        f"{best.break_even_requests_per_hour:,.0f} requests an hour. After a silence the first "
-        "token "
-        f"takes {say_seconds(best.to_zero_first_token_s)} from zero, else "
-        f"{_short(best.first_token_s)}."
+        f"{what}: {several}{best.machine}{at} in {best.precision}, {say_cost(min(on, zero))} a"
+        f" month {way} ({other}); always on is cheaper above {above}. After a silence the first"
+        f" token takes {cold} from zero, else {warm}."
     )
 
 

@@ -28,13 +28,7 @@ from farthing.report.plan_asides import SERVING_HEADS
 from farthing.report.plan_scatter import cost_against_time
 from farthing.report.plan_types import Choice, RecipeView, Refused, machine_name
 from farthing.report.plan_view import UNTRIED_ALONE, PlanView, what_to_do
-from farthing.report.plan_words import (
-    cost_range,
-    say_cost,
-    say_short,
-    span,
-    time_range,
-)
+from farthing.report.plan_words import cost_range, say_cost, say_short, span, time_range
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 N_BRIEF, N_WHOLE, N_PAGE, N_MEMORY, N_WHY_NOT, N_NAMED = 5, 10, 20, 14, 6, 5

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from farthing.report import chart
 from farthing.report.blocks import Drawing
 from farthing.report.plan_types import Choice
-from farthing.report.plan_words import say_cost
-from farthing.units import plural, say_seconds
+from farthing.report.plan_words import cost_range, said
+from farthing.units import plural
 
 _HEIGHT = 470
 _LETTER, _LINE = 6.7, 15.0  # of a number, in the drawing's units
@@ -34,52 +35,45 @@ def cost_against_time(rows: Sequence[Choice], best: Choice) -> Drawing | None:
     usd = [row.total_usd for row in shown] + [u for row in marked for u in row.usd_range if u > 0]
     axes = _axes(hours, usd)
 
-    def at(row: Choice) -> chart.Point:
-        return axes.at(row.hours, row.total_usd)
-
-    shapes: list[chart.Shape] = [
-        chart.Word("axis", (axes.right, _HEIGHT - 6), "time from now to the end", "end"),
-        chart.Word("axis", (chart.LEFT - 8, chart.TOP - 14), "dollars", "end"),
-    ]
-    if len(front) > 1:
-        shapes.append(chart.Path("front", [at(row) for row in front]))
+    paths = [("front", [(row.hours, row.total_usd) for row in front])] if len(front) > 1 else []
     for row in marked:
-        (x, y), (left, top) = at(row), axes.at(row.hours_range.low, row.usd_range.high)
-        end, low = axes.at(row.hours_range.high, row.usd_range.low)
-        shapes += [chart.Path("whisker", [(left, y), (end, y)])]
-        shapes += [chart.Path("whisker", [(x, top), (x, low)])]
+        (soon, _, late), (low, _, high) = row.hours_range, row.usd_range
+        paths.append(("whisker", [(soon, row.total_usd), (late, row.total_usd)]))
+        paths.append(("whisker", [(row.hours, high), (row.hours, low)]))
     numbers = {row.rank for row in marked}
+    dots = []
     for row in sorted(shown, key=lambda row: (row.rank in numbers, -row.rank)):
         kind = {"spot": "spot", "on-demand": "demand"}.get(row.kind, "own")
-        size = 6.5 if row is best else 4.5 if row.rank in numbers else 3
-        low_usd, _, high_usd = (say_cost(x) for x in row.usd_range)
-        words = f"{row.rank}. {row.name}: {say_cost(row.total_usd)}, {say_seconds(row.wall_s)}"
-        look = "marked" if row.rank in numbers else "dot"
-        shapes.append(
-            chart.Dot(f"{kind} {look}", at(row), size, f"{words} ({low_usd} to {high_usd})")
+        look, size = ("marked", 4.5) if row.rank in numbers else ("dot", 3)
+        title = f"{row.rank}. {said(row)} ({cost_range(row).partition(' (')[2]}"
+        dots.append(
+            (f"{kind} {look}", (row.hours, row.total_usd), 6.5 if row is best else size, title)
         )
+    words: list[Any] = [
+        ("axis", (axes.right, _HEIGHT - 6), "time from now to the end", "end"),
+        ("axis", (chart.LEFT - 8, chart.TOP - 14), "dollars", "end"),
+    ]
     numbered: list[chart.Point] = []
     for row in marked:  # those that take best come first; a number over another says nothing
-        x, y = at(row)
+        x, y = axes.at(row.hours, row.total_usd)
         if all(abs(x - a) > 2 * _LETTER or abs(y - b) > _LINE for a, b in numbered):
             numbered.append((x, y))
-            shapes.append(chart.Word("halo", (x + 8, y - 7), str(row.rank)))
+            words.append(("halo", (x + 8, y - 7), str(row.rank), "start"))
     n = len(rows) - len(shown)
-    hidden = (
-        f" {plural(n, 'choice')} without a price {'is' if n == 1 else 'are'} not drawn."
-        if n
-        else ""
-    )
+    are = "is" if n == 1 else "are"
     caption = (
         "Both axes are logarithmic. The line joins the choices that no other choice beats on both "
-        f"cost and time; crosses are their ranges, which hold for 4 of 5 runs. Numbers are "
-        f"the ranks of the table of choices.{hidden}"
+        "cost and time; crosses are their ranges, which hold for 4 of 5 runs. Numbers are the "
+        "ranks of the table of choices."
     )
+    caption += f" {plural(n, 'choice')} without a price {are} not drawn." if n else ""
     pairs = {_KEY.get(row.kind, ("your own", "round c3")) for row in shown}
     key = dict(sorted(pairs, key=lambda one: one[1]))
-    ends = [f"{r.name} {say_cost(r.total_usd)} in {say_seconds(r.wall_s)}" for r in front]
-    said = f"From the soonest to the cheapest: {'; '.join(ends)}."
-    return chart.figure("Dollars against hours of every choice", caption, shapes, axes, key, said)
+    blind = f"From the soonest to the cheapest: {'; '.join(map(said, front))}."
+    title = "Dollars against hours of every choice"
+    return chart.figure(
+        title, caption, axes, said=blind, key=key, paths=paths, dots=dots, words=words
+    )
 
 
 def _axes(hours: Sequence[float], usd: Sequence[float]) -> chart.Axes:

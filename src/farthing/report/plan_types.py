@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from farthing.planner.types import Range
+
+View = TypeVar("View")
 
 RENTED = ("on-demand", "spot")
 """The kinds of what is rented."""
@@ -13,6 +16,19 @@ RENTED = ("on-demand", "spot")
 def machine_name(n_gpus: int, gpu: str) -> str:
     """`2x A100-80GB`, `A100-80GB`."""
     return f"{n_gpus}x {gpu}" if n_gpus > 1 else gpu
+
+
+def view_of(kind: type[View], /, *sources: Any, **values: Any) -> View:
+    """A view with these values; its other fields are taken, by their names, from the first of the
+    sources that has them.
+    """
+    missing = object()
+    for name in {field.name for field in fields(kind)} - values.keys():  # type: ignore[arg-type]
+        found = (getattr(source, name, missing) for source in sources)
+        value = next((one for one in found if one is not missing), missing)
+        if value is not missing:
+            values[name] = value
+    return kind(**values)
 
 
 @dataclass(frozen=True)

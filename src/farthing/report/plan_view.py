@@ -15,8 +15,18 @@ import farthing
 from farthing.planner.ownership import saving
 from farthing.planner.ranges import how_sure
 from farthing.planner.serving import Traffic
+from farthing.planner.speed import StepTime
 from farthing.planner.throughput_arithmetic import ByHand, Known, OwnFigures, by_hand
-from farthing.planner.types import AGED_PRICE_DAYS, HERE, OLD_PRICE_DAYS, OWN, Plan, Range, Rejected
+from farthing.planner.types import (
+    AGED_PRICE_DAYS,
+    HERE,
+    OLD_PRICE_DAYS,
+    OWN,
+    MachinePlan,
+    Plan,
+    Range,
+    Rejected,
+)
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
 from farthing.report.plan_asides import (
@@ -47,13 +57,9 @@ from farthing.report.plan_types import (
     SpotView,
     StepView,
     machine_name,
+    view_of,
 )
-from farthing.report.plan_words import (
-    cost_range,
-    say_cost,
-    say_saving,
-    time_range,
-)
+from farthing.report.plan_words import cost_range, said, say_cost, say_saving, time_range
 from farthing.storage.files import Json
 from farthing.units import plural, say_bytes, say_seconds
 
@@ -238,35 +244,22 @@ def _plain(value: Any) -> Any:
 
 def _job(study: Study) -> JobView:
     job, wanted = study.job, study.wanted
-    lengths, held_out, is_dated = wanted.lengths, wanted.eval_lengths, wanted.deadline_s is not None
-    return JobView(
+    lengths, held_out = wanted.lengths, wanted.eval_lengths
+    confidence = None if wanted.deadline_s is None else wanted.confidence
+    return view_of(
+        JobView,
+        *(wanted, lengths, job.model, job),
         model=job.model.model_name_or_path,
-        revision=job.model.revision,
-        task=job.task,
-        method=wanted.method,
         optimizer=wanted.optim,
         n_parameters=wanted.shape.n_parameters,
-        n_trainable=wanted.n_trainable,
-        n_labels=lengths.n_labels,
-        n_examples=lengths.n_examples,
         n_epochs=None if wanted.max_steps is not None else wanted.n_epochs,
-        n_steps=wanted.n_steps,
-        global_batch=wanted.global_batch,
         mean_tokens=wanted.tokens_per_example,
         longest_tokens=lengths.longest_example,
         longest_target_tokens=lengths.longest_target or None,
-        n_tokens=wanted.n_tokens,
         lengths_are_exact=lengths.is_exact,
         lengths_source=lengths.source,
-        n_evaluations=wanted.n_evaluations,
         n_eval_examples=held_out.n_examples if held_out is not None else 0,
-        limits=Limits(
-            wanted.max_usd,
-            wanted.max_hours,
-            wanted.max_gpu_hours,
-            wanted.deadline_s,
-            wanted.confidence if is_dated else None,
-        ),
+        limits=view_of(Limits, wanted, confidence=confidence),
     )
 
 
@@ -309,109 +302,64 @@ def kind_of(offer: Offer) -> str:
 
 
 def _choice(rank: int, group: Sequence[Plan], law: str) -> Choice:
-    plan, offer, on, step = group[0], group[0].offer, group[0].on, group[0].on.step
+    plan, offer, on = group[0], group[0].offer, group[0].on
     n_gpus, gpu, kind = max(1, offer.n_gpus), on.machine.gpu, kind_of(offer)
-    notes = plan.why, plan.mixture, on.machine.precision_note
-    name = {
+    names = {
         "here": f"{HERE} ({machine_name(n_gpus, gpu)})",
         "own": f"own {machine_name(n_gpus, gpu)}",
     }
-    spot = None
-    if plan.spot is not None:
-        s = plan.spot
-        times = s.checkpoint_s, s.restart_s, s.lost_s, s.waiting_s, s.n_interruptions
-        spot = SpotView(*times, plan.interval_s, law, plan.mixture)
-    return Choice(
+    notes = plan.why, plan.mixture, on.machine.precision_note
+    spot = plan.spot and view_of(SpotView, plan.spot, plan, save_every_s=plan.interval_s, law=law)
+    return view_of(
+        Choice,
+        *(plan, offer),
         rank=rank,
-        name=name.get(kind, f"{n_gpus}x {gpu} {kind.replace('-', ' ')} at {offer.provider}"),
-        provider=offer.provider,
-        instance=offer.instance,
+        name=names.get(kind, f"{n_gpus}x {gpu} {kind.replace('-', ' ')} at {offer.provider}"),
         gpu=gpu,
         is_cpu=not on.machine.is_cuda,
         n_gpus=n_gpus,
-        region=offer.region,
-        zone=offer.zone,
         kind=kind,
-        usd_per_hour=offer.usd_per_hour,
         usd_per_gpu_hour=None if offer.usd_per_hour is None else offer.usd_per_hour / n_gpus,
         paid_gb=n_gpus * gpus()[gpu].memory_gib if offer.unit == "gb_hour" else None,
         price_source=offer.source,
         price_date=offer.date.isoformat(),
-        price_age_days=plan.price_age_days,
         price_is="from" if plan.is_from_price else "",
         price_notes=tuple(price_notes(plan)),
         recipe=_recipe(plan),
-        memory=_memory(plan),
-        seconds=plan.seconds,
-        wall_s=plan.wall_s,
+        memory=_memory(plan.on),
         hours=plan.wall_s / 3600,
-        hours_range=plan.hours_range,
-        step=StepView(
-            step.seconds,
-            step.parts,
-            step.tokens_per_s,
-            min(1.0, step.n_tokens / max(1.0, step.n_padded_tokens)),
-            step.flops / step.seconds,
-        ),
-        usd=plan.usd,
-        total_usd=plan.total_usd,
-        usd_range=plan.usd_range,
-        up_front_usd=plan.up_front_usd,
+        step=_step(plan.on.step),
         save_every_s=plan.interval_s,
         spot=spot,
-        chance=plan.chance,
         confidence=how_sure(on.machine.calibration, on.speed_spread, on.memory_spread),
         why="; ".join(words for words in notes if words),
         on_front=any(one.on_front for one in group),
         n_also=len(group) - 1,
-        also_at=tuple(
-            Elsewhere(
-                o.offer.instance,
-                o.offer.region,
-                o.offer.zone,
-                o.offer.usd_per_hour,
-                o.total_usd,
-                o.wall_s / 3600,
-            )
-            for o in group[1:]
-        ),
+        also_at=tuple(view_of(Elsewhere, o, o.offer, hours=o.wall_s / 3600) for o in group[1:]),
     )
 
 
 def _recipe(plan: Plan) -> RecipeView:
-    recipe, step, settings = plan.recipe, plan.on.step, plan.recipe.settings
-    return RecipeView(
+    recipe, n_padded = plan.recipe, plan.on.step.n_padded_tokens
+    return view_of(
+        RecipeView,
+        *(plan, recipe, recipe.settings, plan.on.machine),
         words=recipe.in_words(),
-        method=recipe.method,
-        precision=recipe.precision,
-        precision_note=plan.on.machine.precision_note,
-        micro_batch_tokens=settings.micro_batch_tokens,
-        mean_tokens_at_once=step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
-        n_micro_batches=recipe.n_micro_batches,
+        mean_tokens_at_once=n_padded / recipe.n_gpus / recipe.n_micro_batches,
         is_flat=recipe.stack.is_packed,
-        global_batch=recipe.global_batch,
-        checkpointing=settings.checkpointing,
-        checkpoint_every=settings.checkpoint_every,
         optimizer=recipe.optim,
-        sharding=recipe.sharding,
-        to_set=plan.to_set,
-        n_shards=recipe.n_shards,
     )
 
 
-def _memory(plan: Plan) -> MemoryView:
-    on = plan.on
+def _memory(on: MachinePlan) -> MemoryView:
     needed, there = on.memory.on_device.n_bytes, on.machine.memory.n_bytes
-    return MemoryView(
-        parts=on.memory.as_dict(),
-        needed_bytes=needed,
-        range_bytes=on.memory_range,
-        capacity_bytes=there,
-        spare_bytes=there - needed,
-        moment=on.memory.moment,
-        is_tight=on.is_tight,
-        host_bytes=on.host_bytes,
-    )
+    found = on.memory.as_dict(), needed, on.memory_range, there, there - needed
+    return MemoryView(*found, on.memory.moment, on.is_tight, on.host_bytes)
+
+
+def _step(step: StepTime) -> StepView:
+    share = min(1.0, step.n_tokens / max(1.0, step.n_padded_tokens))
+    return view_of(StepView, step, useful_share=share, flops_per_s=step.flops / step.seconds)
 
 
 def price_notes(plan: Plan) -> Iterable[str]:
@@ -493,13 +441,9 @@ def _here(rows: Sequence[Choice], study: Study) -> Here | None:
 # ---- beside the best ----
 
 
-def _said(row: Choice) -> str:
-    return f"{row.name} {say_cost(row.total_usd)} in {say_seconds(row.wall_s)}"
-
-
 def _against(row: Choice, other: Choice, name: str) -> Against:
     saved = saving(row.total_usd, other.total_usd)
-    words = f"{_said(row)}; {_said(other)}: {name} {say_saving(saved)}"
+    words = f"{said(row)}; {said(other)}: {name} {say_saving(saved)}"
     return Against(row.rank, other.rank, saved.usd, saved.share, words)
 
 
@@ -515,7 +459,7 @@ def _sooner(best: Choice | None, rows: Sequence[Choice]) -> Against | None:
     saved, more = saving(row.total_usd, best.total_usd), ""
     if best.is_priced and best.total_usd:
         more = f", {row.total_usd / best.total_usd - 1:+.0%} dollars"
-    words = f"{_said(row)}: {best.wall_s / row.wall_s:.1f} x as fast{more}"
+    words = f"{said(row)}: {best.wall_s / row.wall_s:.1f} x as fast{more}"
     return Against(row.rank, best.rank, saved.usd, saved.share, words)
 
 
@@ -573,19 +517,16 @@ def _grouped(rejected: Iterable[Rejected]) -> tuple[Refused, ...]:
 def _refused(group: Sequence[Rejected]) -> Refused:
     one = min(group, key=lambda one: _usd_key(one.offer))
     offer = one.offer
-    return Refused(
-        offer.gpu or offer.instance,
-        max(1, offer.n_gpus),
-        kind_of(offer),
-        one.reason,
-        one.detail,
-        one.change or "another GPU",
-        one.kind,
-        one.change_kind,
-        len(group),
-        offer.usd_per_hour,
-        offer.provider,
-        one.distance if math.isfinite(one.distance) else None,
+    return view_of(
+        Refused,
+        *(one, offer),
+        gpu=offer.gpu or offer.instance,
+        n_gpus=max(1, offer.n_gpus),
+        kind=kind_of(offer),
+        change=one.change or "another GPU",
+        cause=one.kind,
+        n_offers=len(group),
+        distance=one.distance if math.isfinite(one.distance) else None,
     )
 
 

@@ -25,6 +25,11 @@ def cost_range(one: Choice) -> str:
     return f"{likely} ({ends})" if one.is_priced else "no price is given"
 
 
+def said(one: Choice) -> str:
+    """`1x L4 spot at GCP $0.40 in 27 min`."""
+    return f"{one.name} {say_cost(one.total_usd)} in {say_seconds(one.wall_s)}"
+
+
 def time_range(one: Choice) -> str:
     """`27 min (19 min to 36 min)`."""
     low, likely, high = (say_seconds(hours * 3600) for hours in one.hours_range)

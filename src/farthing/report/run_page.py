@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import farthing
+from farthing.report import chart
 from farthing.report.blocks import (
     Cards,
     More,
@@ -25,7 +26,7 @@ from farthing.report.blocks import (
     percent,
     sections,
 )
-from farthing.report.chart import Axes, Bars, Line, curves, stacked, ticks, time_ticks
+from farthing.report.chart import Axes, Line, curves, stacked, ticks, time_ticks
 from farthing.report.html import page
 from farthing.report.receipt import Comparison
 from farthing.report.receipt_report import diagnosis, estimate, spans
@@ -199,11 +200,8 @@ def _over_time(receipt: Receipt) -> Section | None:
             f" · {say_usd(usd_at(seconds))}" if receipt.usd_is_known and seconds else ""
         )
 
-    bars = [(c.begin_s, c.end_s, c.seconds, _said(receipt, c)) for c in columns]
-    marks = [
-        (m.at_s, m.kind, f"{m.kind}, step {m.step:,}, {say_seconds(m.at_s)}")
-        for m in receipt.timeline.marks
-    ]
+    bars = [chart.Column(c.begin_s, c.end_s, c.seconds, _said(receipt, c)) for c in columns]
+    marks = [(mark.at_s, mark.kind) for mark in receipt.timeline.marks]
     axes = Axes(
         (0, end_s),
         (0, 100),
@@ -215,7 +213,7 @@ def _over_time(receipt: Receipt) -> Section | None:
     words = "What each stretch of the paid time was spent on" + (
         ", with the dollars so far below." if receipt.usd_is_known else "."
     )
-    drawing = stacked("Time over the run", words, Bars(bars, marks), axes)
+    drawing = stacked("Time over the run", words, bars, marks, axes)
     return Section("Where the time went", (drawing,))
 
 
