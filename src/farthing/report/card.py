@@ -9,7 +9,7 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.objectives.registry import objective_of
 from farthing.report.html import environment
-from farthing.report.receipt_rows import CLASSES, class_rows
+from farthing.report.receipt_report import CLASSES, class_rows
 from farthing.report.receipt_types import Receipt
 from farthing.storage.files import Json
 from farthing.units import digits_of

@@ -28,7 +28,7 @@ class Line(NamedTuple):
     dots: bool = False
 
 
-class Column(NamedTuple):
+class Stretch(NamedTuple):
     """From `begin` to `end` of the horizontal axis, as high as the drawing."""
 
     begin: float
@@ -145,13 +145,13 @@ def curves(
 def stacked(
     title: str,
     caption: str,
-    columns: Sequence[Column],
+    stretches: Sequence[Stretch],
     marks: Sequence[tuple[float, str]],
     axes: Axes,
 ) -> Drawing:
     """Columns of parts over time, with what happened (when, what) above them, and a key."""
     drawn = []
-    for column in columns:
+    for column in stretches:
         total, below, cells = sum(column.parts.values()), 0.0, []
         left, right = axes.to_x(column.begin), axes.to_x(column.end)
         for name, part in in_order(column.parts) if total > 0 else ():
@@ -163,6 +163,8 @@ def stacked(
     kinds = {kind for _, kind in marks}
     signs = [(sign, kind) for kind, sign in _SIGNS.items() if kind in kinds]
     lined = [(at, _SIGNS[kind], kind in ("interruption", "out of memory")) for at, kind in marks]
-    names = {name: 1.0 for column in columns for name in column.parts if sum(column.parts.values())}
+    names = {
+        name: 1.0 for column in stretches for name in column.parts if sum(column.parts.values())
+    }
     key = {name: f"c{colour(name)}" for name, _ in in_order(names)}
     return figure(title, caption, axes, key=key, signs=signs, columns=drawn, marks=lined)

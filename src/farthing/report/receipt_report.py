@@ -5,7 +5,7 @@ compared; the trials of a probe. Computes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from farthing.report.blocks import (
@@ -20,16 +20,8 @@ from farthing.report.blocks import (
     percent,
     sections,
 )
-from farthing.report.receipt import Comparison
-from farthing.report.receipt_rows import (
-    CLASSES,
-    ESTIMATE,
-    class_rows,
-    compared_rows,
-    estimate_rows,
-    time_and_price,
-)
-from farthing.report.receipt_types import Diagnosis, Receipt
+from farthing.report.receipt import ROW_NAMES, Comparison
+from farthing.report.receipt_types import Diagnosis, Pair, Receipt
 from farthing.report.timeline import group_of
 from farthing.settings import Settings
 from farthing.storage.files import Json
@@ -42,6 +34,9 @@ _STATES = {
     "limit": "stopped at a limit",
     "interrupted": "interrupted, can be continued",
 }
+
+
+CLASSES = ("class", "#precision", "#recall", "#F1", "#examples")
 
 
 def receipt_report(receipt: Receipt) -> list[Section]:
@@ -71,6 +66,13 @@ def receipt_report(receipt: Receipt) -> list[Section]:
         Section("", tuple(metrics)),
         estimate(receipt, 0.005 * receipt.wall_s),
         diagnosis(receipt) if is_held else None,
+    )
+
+
+def time_and_price(receipt: Receipt, seconds: float, usd: float) -> str:
+    """`20 s ($0.012)`, in the digits of the run's bill; without dollars where there is no price."""
+    return say_seconds(seconds) + (
+        f" ({digits_of(receipt.usd)(usd)})" if receipt.usd_is_known else ""
     )
 
 
@@ -194,12 +196,31 @@ def _afterwards(receipt: Receipt) -> dict[str, str]:
 
 
 def estimate(receipt: Receipt, least_s: float = 0.0) -> Section | None:
-    """What the plan said before the start, part by part, and what the first steps said."""
-    rows, promised = tuple(estimate_rows(receipt, least_s)), receipt.promised
+    """What the plan said before the start, part by part, and what the first steps said. Of the
+    parts those that were to take, or took, `least_s`.
+    """
+    rows, promised, forecast = [], receipt.promised, receipt.forecast
+
+    def add(name: str, pair: Pair, say: Callable[[Any], str]) -> None:
+        ratio = "" if pair.ratio is None else f"{pair.ratio:.2f}"
+        rows.append((name, say(pair.promised), say(pair.happened), ratio))
+
+    if promised:
+        add("time", promised.wall_s, say_seconds)
+        for name, pair in promised.seconds.items():
+            if max(pair.promised, pair.happened or 0.0) >= least_s:
+                add(f"· {name}", pair, say_seconds)
+        if receipt.usd_is_known:
+            add("dollars", promised.usd, digits_of(receipt.usd))
+        add("peak memory", promised.peak_bytes, say_bytes)
+    if forecast:
+        after = f"time, forecast after step {forecast.made_after_step:,}"
+        add(after, forecast.wall_s, say_seconds)
     if not rows:
         return None
     title = "Estimated before the start, and happened" if promised else "Estimated"
-    blocks: list[Block] = [Table(("", *ESTIMATE), rows, caption=title)]
+    heads = "", "#estimated", "#happened", "#ratio"
+    blocks: list[Block] = [Table(heads, tuple(rows), caption=title)]
     if promised:
         blocks.append(Text(f"The estimate is based on: {promised.calibration}", "soft"))
     return Section(title, tuple(blocks))
@@ -226,6 +247,14 @@ def diagnosis(receipt: Receipt) -> Section:
     return Section("What held it back", tuple(blocks))
 
 
+def class_rows(metrics: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Precision, recall, F1 and the number of examples of each class; empty for other tasks."""
+    return [
+        (name, *(f"{row[key]:.3f}" for key in ("precision", "recall", "f1")), str(row["n"]))
+        for name, row in (metrics.get("per_class") or {}).items()
+    ]
+
+
 def evaluation_table(found: Json) -> Table:
     """What `farthing eval` has measured: the model, what it began with, the gain and what a
     hundredth of it has cost.
@@ -244,6 +273,33 @@ def evaluation_table(found: Json) -> Table:
         rows.append((name, *cells))
     heads = (*sides, *(["gain", "dollars a point"] if gains else []))
     return Table(("metric", *(f"#{head}" for head in heads)), tuple(rows), found["examples"])
+
+
+def compared_rows(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, ...]]:
+    """A figure of the first run, of each that it is compared with, and the ratio to the first of
+    these.
+    """
+    for name, row in comparisons[0].rows.items():
+        say = (
+            say_usd
+            if "usd" in name
+            else {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number)
+        )
+        values = [
+            row.run,
+            *(each.rows[name].baseline if name in each.rows else None for each in comparisons),
+        ]
+        unknown = "no price" if "usd" in name else "-"
+        texts = [unknown if value is None else say(value) for value in values]
+        yield (
+            ROW_NAMES.get(name, name.replace("_", " ")),
+            *texts,
+            "" if row.ratio is None else f"{row.ratio:.3f}",
+        )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:,.4g}"
 
 
 def comparison_report(found: Comparison) -> list[Section]:

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import farthing
-from farthing.report import chart
 from farthing.report.blocks import (
+    Block,
     Cards,
+    Drawing,
     More,
     Section,
     Stack,
@@ -26,11 +30,10 @@ from farthing.report.blocks import (
     percent,
     sections,
 )
-from farthing.report.chart import Axes, Line, curves, stacked, ticks, time_ticks
+from farthing.report.chart import Axes, Line, Stretch, curves, stacked, ticks, time_ticks
 from farthing.report.html import page
 from farthing.report.receipt import Comparison
-from farthing.report.receipt_report import diagnosis, estimate, spans
-from farthing.report.receipt_rows import compared_rows
+from farthing.report.receipt_report import compared_rows, diagnosis, estimate, spans
 from farthing.report.receipt_types import Receipt
 from farthing.report.timeline import Column, grouped
 from farthing.run.folder import PAGE
@@ -44,26 +47,25 @@ _STATES = {
     "failed": "Failed",
 }
 _N_ATTEMPTS, _N_POINTS = 20, 400
+_ANSWERS = (
+    ("Rewards", ("rewards/chosen", "rewards/rejected", "rewards/margins")),
+    ("Accuracy", ("rewards/accuracies", "accuracy")),
+    ("Divergence from the reference", ("kl",)),
+)
+_APART, _FAR = ("step", "loss", "perplexity", "n_examples"), ("logps/", "length/")
+"""Figures of an evaluation that are drawn elsewhere, and those of another scale."""
 
 
 def run_page(receipt: Receipt) -> str:
     """The page of one run."""
     head = Text(_headline(receipt), "answer"), Text(_what(receipt), "soft"), _facts(receipt)
-    report = sections(
-        Section("", head),
-        diagnosis(receipt),
-        _over_time(receipt),
-        _loss(receipt),
-        _answers(receipt),
-        _metrics(receipt),
-        _speed(receipt),
-        Section("Where each second went", (spans(receipt),)),
-        estimate(receipt),
-        _attempts(receipt),
-        *_settings(receipt),
+    report = (
+        *(Section("", head), diagnosis(receipt), _over_time(receipt), _loss(receipt)),
+        *(_answers(receipt), _metrics(receipt), _speed(receipt)),
+        *(Section("Where each second went", (spans(receipt),)), estimate(receipt)),
+        *(_attempts(receipt), *_settings(receipt)),
     )
-    end = f"farthing {farthing.__version__}, {receipt.written}"
-    return page("farthing run", f"farthing run: {_name(receipt)}", report, end)
+    return _page("farthing run", f"farthing run: {_name(receipt)}", receipt, report)
 
 
 def leave_page(folder: Path, receipt: Receipt) -> None:
@@ -73,26 +75,41 @@ def leave_page(folder: Path, receipt: Receipt) -> None:
 
 def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]) -> str:
     """Several runs on one page, the first against each of the others."""
-    first, baseline = receipts[0], comparisons[0]
-    words = baseline.in_words(_name(first), _name(receipts[1]))
-    words = words or f"{_name(first)} against {', '.join(_name(other) for other in receipts[1:])}"
-    names = _distinct(receipts)
-    notes = list(dict.fromkeys(note for each in comparisons for note in each.notes))
+    first, others = receipts[0], ", ".join(_name(other) for other in receipts[1:])
+    words = comparisons[0].in_words(_name(first), _name(receipts[1]))
+    words = words or f"{_name(first)} against {others}"
+    names = [_name(receipt) for receipt in receipts]
+    names = [n if names.count(n) == 1 else r.run for n, r in zip(names, receipts, strict=True)]
+    pairs = list(zip(names, receipts, strict=True))
+    notes = dict.fromkeys(note for each in comparisons for note in each.notes)
     heads = ("", *(f"#{name}" for name in names), "#first / second")
-    table = Table(heads, tuple(compared_rows(comparisons)), "Side by side")
+    losses = [
+        Line(name, _points(receipt.curves.loss), i % 7 + 1)
+        for i, (name, receipt) in enumerate(pairs)
+    ]
+    longest = max(receipt.wall_s for receipt in receipts) or 1.0
+    went = tuple(
+        (name, Stack(grouped(_seconds(each)), longest), say_seconds(each.wall_s))
+        for name, each in pairs
+    )
+    title = "Where the time went"
     report: list[Section | None] = [
         Section("", (Text(words[:1].upper() + words[1:], "answer"),)),
-        Section("Side by side", (table,)),
+        Section("Side by side", (Table(heads, tuple(compared_rows(comparisons)), "Side by side"),)),
         listed("What can't be compared", notes),
-        _losses(receipts, names),
-        _groups(receipts, names),
+        _section(_by_step("Training loss", "Mean of each stretch, by step.", losses)),
+        Section(title, (Table(("run", "|", "#time"), went, title, has_key=True),)),
     ]
-    for receipt, name in zip(receipts, names, strict=True):
+    for name, receipt in pairs:
         held_back = diagnosis(receipt)
-        title = f"{name}: {_headline(receipt)}"
-        report += [Section(title, (Text(held_back.title, "soft"), *held_back.blocks))]
-    end = f"farthing {farthing.__version__}, {first.written}"
-    return page("farthing runs compared", f"farthing: {words}", sections(*report), end)
+        blocks = Text(held_back.title, "soft"), *held_back.blocks
+        report.append(Section(f"{name}: {_headline(receipt)}", blocks))
+    return _page("farthing runs compared", f"farthing: {words}", first, report)
+
+
+def _page(name: str, title: str, receipt: Receipt, report: Iterable[Section | None]) -> str:
+    end = f"farthing {farthing.__version__}, {receipt.written}"
+    return page(name, title, sections(*report), end)
 
 
 # ---- the head ----
@@ -102,87 +119,64 @@ def _name(receipt: Receipt) -> str:
     return Path(receipt.run).name or receipt.run
 
 
-def _cost(receipt: Receipt, usd: float) -> str:
-    return digits_of(receipt.usd)(usd)
+def _seconds(receipt: Receipt) -> dict[str, float]:
+    return {span.name: span.seconds for span in receipt.spans}
 
 
 def _headline(receipt: Receipt) -> str:
     """`Finished: $1.24 in 20 min 04 s, 3 % less than estimated`."""
-    words = say_seconds(receipt.wall_s)
+    words, pair = say_seconds(receipt.wall_s), receipt.against_estimate
     if receipt.usd_is_known:
         words = f"{say_usd(receipt.usd)} in {words}"
-    pair = receipt.against_estimate
     if pair is not None and pair.ratio is not None:
         off = abs(pair.ratio - 1)
-        words += (
-            ", as estimated"
-            if off < 0.005
-            else f", {off:.0%} {'more' if pair.ratio > 1 else 'less'} than estimated"
-        )
+        than = f"{off:.0%} {'more' if pair.ratio > 1 else 'less'} than estimated"
+        words += f", {'as estimated' if off < 0.005 else than}"
     return f"{_STATES.get(receipt.state, 'Not finished')}: {words}"
 
 
 def _what(receipt: Receipt) -> str:
     job, machine = receipt.job or {}, receipt.machine or {}
     model = (job.get("model") or {}).get("model_name_or_path", "a model")
-    data = ", ".join(Path(name).name for name in (job.get("data") or {}).get("train", []))
-    method = (job.get("method") or {}).get("name", "")
-    words = [
-        f"{Path(model).name if Path(model).is_absolute() else model}, {method}",
+    model = Path(model).name if Path(model).is_absolute() else model
+    words = (
+        f"{model}, {(job.get('method') or {}).get('name', '')}",
         str(job.get("task", "")),
-        data,
-    ]
-    words.append(f"{plural(receipt.steps, 'step')}, {say_count(receipt.tokens)} tokens")
-    words.append(
-        ", ".join(str(machine[name]) for name in ("device", "precision") if name in machine)
+        ", ".join(Path(name).name for name in (job.get("data") or {}).get("train", [])),
+        f"{plural(receipt.steps, 'step')}, {say_count(receipt.tokens)} tokens",
+        ", ".join(str(machine[name]) for name in ("device", "precision") if name in machine),
     )
     return "; ".join(word for word in words if word)
 
 
 def _facts(receipt: Receipt) -> Cards:
-    promised, rows = receipt.promised, []
-    low_high = ""
+    promised, metrics, losses = receipt.promised, receipt.metrics or {}, receipt.curves.loss
+    rows = []
     if receipt.usd_is_known:
-        estimate = (
-            f"estimated {say_usd(promised.usd.promised)}" if promised else "nothing was estimated"
-        )
-        rows.append(("Cost", say_usd(receipt.usd), estimate))
-    if promised:
-        low, _, high = promised.wall_range_s
-        low_high = f"estimated {say_seconds(low)} to {say_seconds(high)}"
-    rows.append(("Time", say_seconds(receipt.wall_s), low_high or "paid for, all attempts"))
-    losses = receipt.curves.loss
+        usd = f"estimated {say_usd(promised.usd.promised)}" if promised else "nothing was estimated"
+        rows.append(("Cost", say_usd(receipt.usd), usd))
+    low, *_, high = map(say_seconds, promised.wall_range_s if promised else (None, None))
+    time = f"estimated {low} to {high}" if promised else "paid for, all attempts"
+    rows.append(("Time", say_seconds(receipt.wall_s), time))
     if losses and receipt.final_loss is not None:
         rows.append(("Training loss", f"{receipt.final_loss:.4g}", f"from {losses[0][1]:.4g}"))
-    if receipt.metrics and isinstance(receipt.metrics.get("loss"), float):
-        where = (
-            f"best, after step {receipt.best_step:,}"
-            if receipt.best_step is not None
-            else "the last one"
-        )
-        rows.append(("Evaluation loss", f"{receipt.metrics['loss']:.4g}", where))
+    if isinstance(metrics.get("loss"), float):
+        step = receipt.best_step
+        where = "the last one" if step is None else f"best, after step {step:,}"
+        rows.append(("Evaluation loss", f"{metrics['loss']:.4g}", where))
     if receipt.tokens_per_s:
-        usd = receipt.usd_per_million_tokens
-        price = (
-            f"{say_usd(usd)} a million"
-            if usd is not None and receipt.usd_is_known
-            else "without padding"
-        )
-        rows.append(("Useful tokens", f"{say_count(receipt.tokens_per_s)}/s", price))
+        price = receipt.usd_per_million_tokens if receipt.usd_is_known else None
+        words = "without padding" if price is None else f"{say_usd(price)} a million"
+        rows.append(("Useful tokens", f"{say_count(receipt.tokens_per_s)}/s", words))
     if receipt.mfu:
         rows.append(("Utilisation", f"{receipt.mfu:.0%}", "of the device's peak FLOPs"))
     if receipt.peak_bytes:
-        estimate = f"estimated {say_bytes(promised.peak_bytes.promised)}" if promised else ""
-        rows.append(("Peak memory", say_bytes(receipt.peak_bytes), estimate))
+        peak = f"estimated {say_bytes(promised.peak_bytes.promised)}" if promised else ""
+        rows.append(("Peak memory", say_bytes(receipt.peak_bytes), peak))
     if receipt.interruptions:
-        lost = receipt.redone_s + receipt.restart_s
-        rows.append(
-            (
-                "Interruptions",
-                str(receipt.interruptions),
-                f"{say_seconds(lost)} for restarts and work done twice",
-            )
-        )
+        lost = say_seconds(receipt.redone_s + receipt.restart_s)
+        words = f"{lost} for restarts and work done twice"
+        rows.append(("Interruptions", str(receipt.interruptions), words))
     return Cards(tuple(rows))
 
 
@@ -190,34 +184,34 @@ def _facts(receipt: Receipt) -> Cards:
 
 
 def _over_time(receipt: Receipt) -> Section | None:
-    columns = receipt.timeline.columns
+    columns, has_price = receipt.timeline.columns, receipt.usd_is_known
     if not columns or columns[-1].end_s <= 0:
         return None
-    end_s, usd_at = columns[-1].end_s, _usd_at(columns)
+    ends, spent = zip(*((c.end_s, c.usd) for c in columns), strict=True)
+    usd = (0.0, *accumulate(spent))
 
     def say_x(seconds: float) -> str:
-        return say_short(seconds) + (
-            f" · {say_usd(usd_at(seconds))}" if receipt.usd_is_known and seconds else ""
-        )
+        so_far = say_usd(float(np.interp(seconds, (0.0, *ends), usd)))
+        return _say_moment(seconds) + (f" · {so_far}" if has_price and seconds else "")
 
-    bars = [chart.Column(c.begin_s, c.end_s, c.seconds, _said(receipt, c)) for c in columns]
+    bars = [Stretch(c.begin_s, c.end_s, c.seconds, _said(receipt, c)) for c in columns]
     marks = [(mark.at_s, mark.kind) for mark in receipt.timeline.marks]
-    axes = Axes(
-        (0, end_s),
-        (0, 100),
-        say_x,
-        lambda y: f"{y:.0f} %",
-        time_ticks(end_s, 6),
-        [0, 25, 50, 75, 100],
-    )
-    words = "What each stretch of the paid time was spent on" + (
-        ", with the dollars so far below." if receipt.usd_is_known else "."
-    )
-    drawing = stacked("Time over the run", words, bars, marks, axes)
-    return Section("Where the time went", (drawing,))
+    shares = [0, 25, 50, 75, 100]
+    axes = Axes((0, ends[-1]), (0, 100), say_x, _say_percent, time_ticks(ends[-1], 6), shares)
+    below = ", with the dollars so far below." if has_price else "."
+    words = f"What each stretch of the paid time was spent on{below}"
+    return _section(stacked("Time over the run", words, bars, marks, axes), "Where the time went")
 
 
-def say_short(seconds: float) -> str:
+def _section(drawing: Drawing | None, title: str = "") -> Section | None:
+    return Section(title or drawing.title, (drawing,)) if drawing else None
+
+
+def _say_percent(value: float) -> str:
+    return f"{value:.0f} %"
+
+
+def _say_moment(seconds: float) -> str:
     """A round moment of an axis: `90 s`, `5 min`, `2 h`, `3 d`."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size and seconds % size == 0:
@@ -229,78 +223,59 @@ def _said(receipt: Receipt, column: Column) -> str:
     parts = sorted(column.seconds.items(), key=lambda item: -item[1])
     total = sum(column.seconds.values()) or 1.0
     shares = ", ".join(f"{name} {percent(seconds / total)}" for name, seconds in parts[:4])
-    usd = f", {_cost(receipt, column.usd)}" if receipt.usd_is_known else ""
-    return (
-        f"{say_seconds(column.begin_s)} to {say_seconds(column.end_s)}, up to step"
-        f" {column.step:,}{usd}: {shares}"
-    )
-
-
-def _usd_at(columns: Sequence[Column]) -> Callable[[float], float]:
-    """Dollars that were spent until a moment."""
-
-    def usd_at(seconds: float) -> float:
-        spent = 0.0
-        for column in columns:
-            length = column.end_s - column.begin_s
-            spent += column.usd * (
-                min(1.0, max(0.0, (seconds - column.begin_s) / length)) if length else 1.0
-            )
-        return spent
-
-    return usd_at
+    usd = f", {digits_of(receipt.usd)(column.usd)}" if receipt.usd_is_known else ""
+    when = f"{say_seconds(column.begin_s)} to {say_seconds(column.end_s)}"
+    return f"{when}, up to step {column.step:,}{usd}: {shares}"
 
 
 def _loss(receipt: Receipt) -> Section | None:
-    bands = receipt.curves.loss_bands
+    bands, ends = receipt.curves.loss_bands, receipt.curves.loss_ends
     if not bands:
         return None
-    steps = [(step, total / n) for step, n, total, *_ in bands]
-    first, last = receipt.curves.loss_ends
-    points = [(first[0], first[1]), *steps[1 if bands[0][1] == 1 else 0 : -1], (last[0], last[1])]
+    means, is_mean = [(step, total / n) for step, n, total, *_ in bands], bands[0][1] > 1
+    (first, begun), (last, ended) = ends
+    points = [(first, begun), *means[0 if is_mean else 1 : -1], (last, ended)]
     band = [(step, low, high) for step, _, _, low, high in bands] if len(bands) > 1 else []
-    lines = [
-        Line(
-            (
-                "training loss, mean of a stretch and its range"
-                if bands[0][1] > 1
-                else "training loss"
-            ),
-            points,
-            1,
-            band,
-        )
-    ]
-    rows = _evaluations(receipt, "loss")
+    name = "training loss, mean of a stretch and its range" if is_mean else "training loss"
+    lines, rows = [Line(name, points, 1, band)], _evaluations(receipt, "loss")
     if rows:
         lines.append(Line("evaluation loss", rows, 2, dots=len(rows) <= 60))
     best = next(((s, y) for s, y in rows if s == receipt.best_step), None)
     marked = (*best, f"best: {best[1]:.4g}, step {best[0]:,.0f}") if best else None
+    highest = max(high for *_, high in bands)
     top = sorted(y for _, y in points)[-1 - len(points) // 50]
-    top = top if 0 < 3 * top < max(high for *_, high in bands) else max(high for *_, high in bands)
-    ys = (
-        [y for _, y in [*points, *rows]]
-        + [low for _, low, _ in band]
-        + [min(high, top * 1.15) for *_, high in band]
-    )
-    words = (
-        f"Training loss from {first[1]:.4g} after step {first[0]:,} to {last[1]:.4g} after step"
-        f" {last[0]:,}."
-    )
+    top = top if 0 < 3 * top < highest else highest
+    ys = [y for _, y in (*points, *rows)]
+    ys += [y for _, low, high in band for y in (low, min(high, top * 1.15))]
     # a few wild values would flatten all others
     axes = _step_axes([x for x, _ in points], [min(y, top * 1.3) if top > 0 else y for y in ys])
-    return Section("Loss", (curves("Loss", words, lines, axes, marked),))
+    words = f"Training loss from {begun:.4g} after step {first:,} to {ended:.4g} after step"
+    return _section(curves("Loss", f"{words} {last:,}.", lines, axes, marked))
+
+
+def _by_step(title: str, words: str, lines: Sequence[Line]) -> Drawing | None:
+    """Those of the curves that have points, over the steps."""
+    lines = [line for line in lines if line.points]
+    points = [point for line in lines for point in line.points]
+    if not points:
+        return None
+    axes = _step_axes([x for x, _ in points], [y for _, y in points])
+    return curves(title, words, lines, axes)
+
+
+def _points(found: Iterable[Sequence[float]]) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in found]
 
 
 def _step_axes(
-    xs: Sequence[float], ys: Sequence[float], say_y: Callable[[float], str] = lambda y: f"{y:.4g}"
+    xs: Sequence[float], ys: Sequence[float], say_y: Callable[[float], str] = "{:.4g}".format
 ) -> Axes:
     low, high = min(ys), max(ys)
     room = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
     edges = (max(0.0, low - room) if low >= 0 else low - room, high + room)
     x_edges = (min(xs), max(max(xs), min(xs) + 1))
     whole = [x for x in ticks(*x_edges, 7) if x == int(x)]
-    return Axes(x_edges, edges, lambda x: f"{x:,.0f}", say_y, whole)
+    return Axes(x_edges, edges, "{:,.0f}".format, say_y, whole)
 
 
 def _evaluations(receipt: Receipt, name: str) -> list[tuple[float, float]]:
@@ -316,48 +291,28 @@ def _evaluations(receipt: Receipt, name: str) -> list[tuple[float, float]]:
 def _metrics(receipt: Receipt) -> Section | None:
     """Metrics between 0 and 1 on one drawing."""
     last = receipt.curves.evaluation[-1] if receipt.curves.evaluation else {}
-    others = ("step", "loss", "perplexity", "n_examples")
-    far = ("logps/", "length/")  # of another scale
-    names = [name for name in last if name not in others and not name.startswith(far)][:6]
+    names = [name for name in last if name not in _APART and not name.startswith(_FAR)][:6]
+    rows = [_evaluations(receipt, name) for name in names]
     lines = [
-        Line(name, rows, i + 1, dots=len(rows) <= 60)
-        for i, name in enumerate(names)
-        if (rows := _evaluations(receipt, name))
+        Line(name, points, i, dots=len(points) <= 60)
+        for i, (name, points) in enumerate(zip(names, rows, strict=True), 1)
     ]
-    if not lines:
-        return None
-    points = [point for line in lines for point in line.points]
     said = ", ".join(f"{name} {last[name]:.4g}" for name in names)
-    axes = _step_axes([x for x, _ in points], [y for _, y in points])
-    words = f"At the last evaluation: {said}."
-    return Section("Metrics", (curves("Metrics", words, lines, axes),))
-
-
-_SHOWN = (
-    ("Rewards", ("rewards/chosen", "rewards/rejected", "rewards/margins")),
-    ("Accuracy", ("rewards/accuracies", "accuracy")),
-    ("Divergence from the reference", ("kl",)),
-)
+    return _section(_by_step("Metrics", f"At the last evaluation: {said}.", lines))
 
 
 def _answers(receipt: Receipt) -> Section | None:
     """Rewards, accuracy and divergence by step, of a run that compares answers."""
     if receipt.answers is None:
         return None
-    blocks: list[Any] = [Text(note) for note in receipt.answers.notes]
-    for title, names in _SHOWN:
-        found = {name: receipt.answers.figures.get(name, []) for name in names}
-        lines = [
-            Line(name, [(x, y) for x, y in points], number)
-            for number, (name, points) in enumerate(found.items(), 1)
-            if points
-        ]
-        points = [point for line in lines for point in line.points]
-        if points:
-            last = ", ".join(f"{line.name} {line.points[-1][1]:.3g}" for line in lines)
-            axes = _step_axes([x for x, _ in points], [y for _, y in points])
-            blocks.append(curves(title, f"At the last step: {last}.", lines, axes))
-    return Section("Answers", tuple(blocks)) if blocks else None
+    blocks: list[Block] = [Text(note) for note in receipt.answers.notes]
+    for title, names in _ANSWERS:
+        found = {name: _points(receipt.answers.figures.get(name, ())) for name in names}
+        lines = [Line(name, points, i) for i, (name, points) in enumerate(found.items(), 1)]
+        last = ", ".join(f"{name} {rows[-1][1]:.3g}" for name, rows in found.items() if rows)
+        if drawing := _by_step(title, f"At the last step: {last}.", lines):
+            blocks.append(drawing)
+    return Section("Answers", tuple(blocks))
 
 
 def _speed(receipt: Receipt) -> Section | None:
@@ -370,22 +325,18 @@ def _speed(receipt: Receipt) -> Section | None:
         before = max(before, column.tokens)
     if len(points) < 2 or not before:
         return None
-    mean = before / columns[-1].end_s
-    end_s, ys = columns[-1].end_s, [y for _, y in points]
-    axes = Axes((0, end_s), (0, max(ys) * 1.08), say_short, say_count, time_ticks(end_s, 7))
-    words = (
-        "Useful tokens for each paid second, start, saves and evaluations counted:"
-        f" {say_count(mean)} on average."
-    )
-    line = Line("useful tokens a second", points, 1)
+    end_s, top = columns[-1].end_s, max(y for _, y in points) * 1.08
+    axes = Axes((0, end_s), (0, top), _say_moment, say_count, time_ticks(end_s, 7))
+    words = "Useful tokens for each paid second, start, saves and evaluations counted:"
+    words += f" {say_count(before / end_s)} on average."
+    line = Line("useful tokens a second", points)
     drawings = [curves("Useful tokens a second", words, [line], axes)]
-    busy = receipt.curves.utilisation_percent
+    busy = _points(receipt.curves.utilisation_percent)
     if len(busy) > 1:
-        axes = _step_axes([x for x, _ in busy], [0.0, 100.0], lambda y: f"{y:.0f} %")
-        percent = sum(y for _, y in busy) / len(busy)
-        line = Line("busy", [(x, y) for x, y in busy], 3)
-        words = f"How busy the device was, by step: {percent:.0f} % on average."
-        drawings.append(curves("Device busy", words, [line], axes))
+        axes = _step_axes([x for x, _ in busy], [0.0, 100.0], _say_percent)
+        mean = _say_percent(sum(y for _, y in busy) / len(busy))
+        words = f"How busy the device was, by step: {mean} on average."
+        drawings.append(curves("Device busy", words, [Line("busy", busy, 3)], axes))
     return Section("Speed", tuple(drawings))
 
 
@@ -395,31 +346,29 @@ def _speed(receipt: Receipt) -> Section | None:
 def _attempts(receipt: Receipt) -> Section | None:
     if len(receipt.attempts) < 2:
         return None
-    rows = [
-        (
-            *(str(each["number"]), str(each["started_at"]).replace("T", " ")[:19], each["ended"]),
-            f"{each['first_step']:,} to {each['last_step']:,}",
-            *(say_seconds(each[name]) for name in ("wall_s", "redone_s")),
-            *([_cost(receipt, each["usd"])] if receipt.usd_is_known else []),
-        )
-        for each in receipt.attempts[-_N_ATTEMPTS:]
-    ]
-    heads = ["attempt", "=began (UTC)", "=ended", "#steps", "#time", "#redone"]
-    heads += ["#dollars"] if receipt.usd_is_known else []
+    dollars, n = digits_of(receipt.usd), 7 if receipt.usd_is_known else 6
+    rows = []
+    for each in receipt.attempts[-_N_ATTEMPTS:]:
+        began = str(each["started_at"]).replace("T", " ")[:19]
+        steps = f"{each['first_step']:,} to {each['last_step']:,}"
+        times = [say_seconds(each[name]) for name in ("wall_s", "redone_s")]
+        cells = str(each["number"]), began, each["ended"], steps, *times, dollars(each["usd"])
+        rows.append(cells[:n])
+    heads = ("attempt", "=began (UTC)", "=ended", "#steps", "#time", "#redone", "#dollars")[:n]
     n_more = len(receipt.attempts) - len(rows)
     more = f"The newest; {n_more:,} earlier ones are in receipt.json."
-    table = Table(tuple(heads), tuple(rows), "Attempts")
+    table = Table(heads, tuple(rows), "Attempts")
     return Section("Attempts", (table, Text(more, "soft")) if n_more else (table,))
 
 
 def _settings(receipt: Receipt) -> list[Section]:
-    run = receipt.run
+    run, heads = receipt.run, ("setting", "value")
     command = f"farthing train {shlex.quote(run + '/job.json')} --set"
     command += f" output_dir={shlex.quote(run + '-again')}"
     machine = [(str(name), str(value)) for name, value in (receipt.machine or {}).items()]
     settings = (*_flat(receipt.settings or {}), *machine, ("farthing", farthing.__version__))
-    job, heads = _flat(receipt.job or {}), ("setting", "value")
-    whole = More(f"The whole job, {plural(len(job), 'key')}", Table(heads, tuple(job), "Job"))
+    job = tuple(_flat(receipt.job or {}))
+    whole = More(f"The whole job, {plural(len(job), 'key')}", Table(heads, job, "Job"))
     return [
         Section("The same again", (Text(command, "code"),)),
         Section("How it was computed", (Table(heads, settings, "Settings"), whole)),
@@ -433,43 +382,6 @@ def _flat(values: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
         if isinstance(value, dict) and value:
             found += _flat(value, f"{before}{name}.")
         elif value is not None and name != "sha256":
-            found.append(
-                (f"{before}{name}", value if isinstance(value, str) else json.dumps(value)[:400])
-            )
+            text = value if isinstance(value, str) else json.dumps(value)[:400]
+            found.append((f"{before}{name}", text))
     return found
-
-
-# ---- several runs ----
-
-
-def _distinct(receipts: Sequence[Receipt]) -> list[str]:
-    """Names of runs that tell them apart."""
-    names = [_name(receipt) for receipt in receipts]
-    return [
-        name if names.count(name) == 1 else receipt.run
-        for name, receipt in zip(names, receipts, strict=True)
-    ]
-
-
-def _losses(receipts: Sequence[Receipt], names: Sequence[str]) -> Section | None:
-    lines = [
-        Line(name, [(step, y) for step, y in receipt.curves.loss], i % 7 + 1)
-        for i, (receipt, name) in enumerate(zip(receipts, names, strict=True))
-        if receipt.curves.loss
-    ]
-    points = [point for line in lines for point in line.points]
-    if not points:
-        return None
-    axes = _step_axes([x for x, _ in points], [y for _, y in points])
-    drawing = curves("Training loss", "Mean of each stretch, by step.", lines, axes)
-    return Section("Training loss", (drawing,))
-
-
-def _groups(receipts: Sequence[Receipt], names: Sequence[str]) -> Section:
-    """Where each run's seconds went, on one scale."""
-    longest, rows = max(receipt.wall_s for receipt in receipts) or 1.0, []
-    for receipt, name in zip(receipts, names, strict=True):
-        parts = grouped({span.name: span.seconds for span in receipt.spans})
-        rows.append((name, Stack(parts, longest), say_seconds(receipt.wall_s)))
-    title = "Where the time went"
-    return Section(title, (Table(("run", "|", "#time"), tuple(rows), title, has_key=True),))
