@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from farthing.planner.managed import bills, say_size
@@ -36,7 +36,8 @@ from farthing.planner.types import HERE, OWN
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
 from farthing.report.plan_types import RENTED, Choice, machine_name, view_of
 from farthing.report.plan_words import say_cost, say_saving, say_short
-from farthing.units import plural, say_seconds, say_usd
+from farthing.report.words import say
+from farthing.units import say_seconds
 
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
@@ -72,23 +73,6 @@ class Service:
     @property
     def name(self) -> str:
         return f"{self.provider}, {self.what}"
-
-    @property
-    def words(self) -> str:
-        """`$3.20 to $4.80  Together (LoRA up to 16B): you get ...`."""
-        cost = say_usd(self.usd)
-        if self.usd_high > self.usd * 1.001:
-            cost += f" to {say_usd(self.usd_high)}"
-        words = f"{cost}  {self.provider} ({self.what})"
-        if self.you_get:
-            words += f": you get {self.you_get}"
-        elif not self.takes_the_model:
-            words += ": not this model"
-        words += f", then {self.afterwards}" if self.afterwards else ""
-        if (self.usd_unpacked or 0) > self.usd * 1.05:
-            words += f"; {say_usd(self.usd_unpacked)} without packing (rows x max length)"
-        words += f"; no new jobs from {self.ends}" if self.ends else ""
-        return f"{words} ({self.price_source}, {self.price_date})"
 
 
 def services_of(study: Study) -> tuple[Service, ...]:
@@ -152,13 +136,8 @@ class Paid:
 
     @classmethod
     def of(cls, usd: float, here: float | None) -> Paid:
-        if not here:
-            words = f"you paid {say_usd(usd)}: no plan here has a price to compare it with"
-            return cls(usd, here, None, None, words)
-        ratio = usd / here
-        more = f"{ratio:.1f} times as much" if ratio >= 1.05 else "no more"
-        words = f"you paid {say_usd(usd)}: here it is {say_usd(here)}; that was {more}"
-        return cls(usd, here, usd - here, ratio, words)
+        words = say("plan", "paid", usd, here)
+        return cls(usd, here, usd - here if here else None, usd / here if here else None, words)
 
 
 # ---- machines of one's own ----
@@ -176,7 +155,7 @@ class PaysBack:
     break_even_hours: float | None
     break_even_months: float | None
     hours_per_month: float
-    words: str
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -242,17 +221,8 @@ def _pays_back(
 ) -> PaysBack:
     after = break_even_hours(owned, per_hour)
     months = break_even_months(owned, rent_usd_per_h=per_hour, hours_per_month=hours)
-    price = f"{say_usd(per_hour)} an hour"
-    if not equal:
-        whose = "the best rent" if rank is not None else "its fee"
-        price = f"{whose}, {say_usd(per_hour)} for what it does in an hour"
-    bought, rent = f"bought for {say_cost(owned.price_usd)}", f"{name} ({price})"
-    words = f"{bought} it never pays for itself against {rent}"
-    if after is not None and months is not None:
-        long = f"{months:,.1f} months" if months < 36 else f"{months / 12:,.0f} years"
-        when = f"after {after:,.0f} h of use, {long} with {hours:.3g} h a month"
-        words = f"{bought} it pays for itself {when}, against {rent}"
-    return PaysBack(name, rank, equal, per_hour, after, months, hours, words)
+    found = PaysBack(name, rank, equal, per_hour, after, months, hours)
+    return replace(found, words=say("plan", "pays_back", found, owned.price_usd))
 
 
 # ---- years and runs ----
@@ -441,7 +411,7 @@ class ServingRow:
             self.precision,
             f"{self.weights_bytes / 1e9:.1f}",
             f"{self.tokens_per_s:,.0f}",
-            _short(self.first_token_s),
+            say_short(self.first_token_s),
             say_cost(self.always_on_usd_per_month),
             say_cost(self.to_zero_usd_per_month),
             say_cost(self.usd_per_million["output"]),
@@ -516,25 +486,8 @@ def _serving_row(one: Served) -> ServingRow:
 
 
 def _serving_answer(rows: Sequence[ServingRow], traffic: Traffic) -> str:
-    what = f"{traffic.requests_per_day:,.0f} requests a day of {traffic.input_tokens:,.0f} tokens "
-    what += f"in and {traffic.output_tokens:,.0f} out"
-    if not rows:
-        return f"No machine of these can answer {what} as asked."
-    best = rows[0]
-    on, zero = best.always_on_usd_per_month, best.to_zero_usd_per_month
-    at = {OWN: " of your own", HERE: f" of {HERE}"}.get(best.provider, f" at {best.provider}")
-    several = f"{plural(best.n_machines, 'machine')} of " if best.n_machines > 1 else ""
-    way, other = "going to zero between answers", f"always on {say_cost(on)}"
-    if on <= zero:
-        way, other = "always on", f"going to zero {say_cost(zero)}"
-    above = f"{best.break_even_requests_per_hour:,.0f} requests an hour"
-    cold, warm = say_seconds(best.to_zero_first_token_s), _short(best.first_token_s)
-    return (
-        f"{what}: {several}{best.machine}{at} in {best.precision}, {say_cost(min(on, zero))} a"
-        f" month {way} ({other}); always on is cheaper above {above}. After a silence the first"
-        f" token takes {cold} from zero, else {warm}."
-    )
-
-
-def _short(seconds: float) -> str:
-    return f"{seconds:.1f} s" if 1 <= seconds < 10 else say_short(seconds).replace(".0 ms", " ms")
+    at = ""
+    if rows:
+        where = rows[0].provider
+        at = {OWN: " of your own", HERE: f" of {HERE}"}.get(where, f" at {where}")
+    return say("plan", "serving", rows[0] if rows else None, traffic, at)

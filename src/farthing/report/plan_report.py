@@ -12,10 +12,8 @@ from farthing.planner.types import AGED_PRICE_DAYS, OLD_PRICE_DAYS
 from farthing.report.blocks import (
     Bars,
     Block,
-    Cards,
     Cell,
     Listed,
-    Pairs,
     Section,
     Stack,
     Table,
@@ -26,10 +24,11 @@ from farthing.report.blocks import (
 from farthing.report.html import page
 from farthing.report.plan_asides import SERVING_HEADS
 from farthing.report.plan_scatter import cost_against_time
-from farthing.report.plan_types import Choice, RecipeView, Refused, machine_name
-from farthing.report.plan_view import UNTRIED_ALONE, PlanView, what_to_do
+from farthing.report.plan_types import Choice, Refused, machine_name
+from farthing.report.plan_view import PlanView
 from farthing.report.plan_words import cost_range, say_cost, say_short, span, time_range
-from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
+from farthing.report.words import cards, lines, pairs, say
+from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 N_BRIEF, N_WHOLE, N_PAGE, N_MEMORY, N_WHY_NOT, N_NAMED = 5, 10, 20, 14, 6, 5
 ON_COMMAND_LINE = "given on the command line: "
@@ -49,16 +48,11 @@ _CUTS = {"why this rank": 40, "at": 6, "machine": 12}
 def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> list[Section]:
     """What to take, what it costs, what to check, and the command that is `next_step`."""
     best, job = view.best, view.job
-    head: list[Block] = [
-        Text(view.answer if best is None else f"{what_to_do(best)}: {cost_range(best)}", "answer")
-    ]
+    answer = view.answer if best is None else f"{say('plan', 'to_do', best)}: {cost_range(best)}"
+    head: list[Block] = [Text(answer, "answer")]
     if best is not None:
-        head.append(Text(_time_and_memory(best)))
-    model = job.model.rstrip("/").rpartition("/")[2]
-    steps = f"{plural(job.n_steps, 'step')} of {job.global_batch}"
-    examples = plural(job.n_examples, "example")
-    tokens = f"{say_count(job.n_tokens)} tokens"
-    head.append(Text(f"{model}, {job.method}, {job.task}: {examples}, {steps}, {tokens}", "soft"))
+        head.append(Text(say("plan", "time_and_memory", best)))
+    head.append(Text(say("plan", "job_in_short", job), "soft"))
     if limits := limits_in_words(view):
         chance = f"; chance {best.chance:.0%}" if best and best.chance is not None else ""
         head.append(Text(f"limits: {limits}{chance}", "soft"))
@@ -69,18 +63,10 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
     rest = [Text(words, "soft") for words in (_order(view), _the_rest(view, shown)) if words]
     choices = shown if here is None or here in shown else [*shown, here]
     supposed = re.sub(r" \([^()]*\)|, and memory .*", "", best.confidence)
-    facts = [("supposed", f"{job.lengths_source.removeprefix(ON_COMMAND_LINE)}; {supposed}")]
-    facts += [("data", note) for note in view.data_notes]
-    if best.recipe.to_set:
-        what = "several GPUs share the run" if best.n_gpus > 1 else "weights stay in main memory"
-        facts.append(("set", f"{' and '.join(best.recipe.to_set)}: {what}"))
-    if best.recipe.precision_note:
-        facts.append(("precision", best.recipe.precision_note))
-    facts.append(("check", to_check(view, best)))
+    supposed = f"{job.lengths_source.removeprefix(ON_COMMAND_LINE)}; {supposed}"
     oldest = max(one.price_age_days for one in shown)
-    if oldest > OLD_PRICE_DAYS:
-        facts.append(("prices", f"up to {oldest} days old: {view.prices.renewal}"))
-    last: list[Block] = [Pairs(tuple(facts))]
+    old = oldest if oldest > OLD_PRICE_DAYS else 0
+    last: list[Block] = [pairs("plan", "facts", view, best, supposed, old)]
     if next_step:
         last.append(Text(f"next      {next_step}", "code"))
     table = choices_table(choices)
@@ -92,29 +78,9 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
     )
 
 
-def _time_and_memory(best: Choice) -> str:
-    waiting = (
-        f", {span(best.waiting_s, best.waiting_s)} of it waiting" if best.waiting_s >= 60 else ""
-    )
-    needed, there = say_bytes(best.memory.needed_bytes), say_bytes(best.memory.capacity_bytes)
-    unit = f" {there.rpartition(' ')[2]}"
-    kept = f", {say_bytes(best.memory.host_bytes)} of main memory" if best.memory.host_bytes else ""
-    return f"{time_range(best)}{waiting}; {needed.removesuffix(unit)} of {there}{kept}"
-
-
 def limits_in_words(view: PlanView) -> str:
     """`at most $5.00, done in 12 h from now`; nothing where there are none."""
-    limits, words = view.job.limits, []
-    if limits.max_usd is not None:
-        words.append(f"at most {say_cost(limits.max_usd)}")
-    if limits.max_hours is not None:
-        words.append(f"at most {say_seconds(limits.max_hours * 3600)}")
-    if limits.max_gpu_hours is not None:
-        words.append(f"at most {limits.max_gpu_hours:g} GPU-hours")
-    if limits.deadline_s is not None:
-        time = say_seconds(limits.deadline_s)
-        words.append(f"done in {time} from now, with {limits.confidence:.0%} at least")
-    return ", ".join(words)
+    return ", ".join(lines("plan", "limits", view.job.limits))
 
 
 def _order(view: PlanView) -> str:
@@ -136,33 +102,7 @@ def _the_rest(view: PlanView, shown: Sequence[Choice]) -> str:
 
 def to_check(view: PlanView, best: Choice) -> str:
     """The one thing that is most likely to make the plan wrong."""
-    job, cap, high = view.job, view.job.limits.max_usd, best.usd_range.high
-    if cap is not None and high > cap:
-        return (
-            f"the cap: it may come to {say_cost(high)}; at {say_cost(cap)} the run saves and stops"
-        )
-    if best.memory.is_tight:
-        needed = say_bytes(best.memory.range_bytes.high)
-        return f"memory: up to {needed} may be needed; `farthing probe` measures it"
-    if best.recipe.to_set:
-        many = "several GPUs: farthing was not run on several real ones so far"
-        return UNTRIED_ALONE if best.n_gpus == 1 else many
-    if not job.lengths_are_exact and "tokenized" not in job.lengths_source:
-        is_given = job.lengths_source.startswith(ON_COMMAND_LINE)
-        return "the lengths of your examples: plan with the data" + (
-            "" if is_given else ", or --mean-tokens"
-        )
-    if best.must_buy_more:
-        pack, usd = say_cost(best.up_front_usd), say_cost(best.total_usd)
-        return f"the price: you have to buy {pack}; the run uses {usd}"
-    if best.price_is:
-        return "the price is a marketplace's lowest; that machine may be gone"
-    if best.spot:
-        n = f"{best.spot.n_interruptions:.1f}"
-        return f"spot: about {n} interruptions; set output_store to keep checkpoints"
-    if not best.is_priced:
-        return "the price of this machine: none is given (where.usd_per_hour)"
-    return "the speed: `farthing probe` measures it in a minute on the machine"
+    return lines("plan", "to_check", view.job, best)[0]
 
 
 def choices_table(choices: Sequence[Choice]) -> Table:
@@ -256,20 +196,7 @@ def header(view: PlanView) -> Section:
 
 def summary(view: PlanView) -> str:
     """The job in one line."""
-    job = view.job
-    share, trained = job.n_trainable / max(1, job.n_parameters), ""
-    if job.n_trainable != job.n_parameters:
-        trained = f", {say_count(job.n_trainable)} ({share:.1%}) trained"
-    epochs = ""
-    if job.n_epochs is not None:
-        epochs = f" x {job.n_epochs:g} epoch{'' if job.n_epochs == 1 else 's'}"
-    classes = f", {job.n_labels} classes" if job.n_labels else ""
-    return (
-        f"{job.model} ({say_count(job.n_parameters)} parameters{trained}), {job.method}, "
-        f"{job.task}{classes}: {plural(job.n_examples, 'example')}{epochs}, "
-        f"{plural(job.n_steps, 'step')} of {job.global_batch}, {say_count(job.n_tokens)} tokens "
-        f"({job.mean_tokens:,.0f} an example on average, {job.longest_tokens:,} at most)"
-    )
+    return say("plan", "summary", view.job)
 
 
 def other_ways(view: PlanView) -> dict[str, str]:
@@ -369,7 +296,7 @@ def beside(view: PlanView) -> list[Section]:
 
 def services(view: PlanView) -> Section | None:
     title = "Services that fine-tune for you, by the trained token; hosting comes on top"
-    return listed(title, (one.words for one in view.managed))
+    return listed(title, (say("plan", "service", one) for one in view.managed))
 
 
 def sources(view: PlanView) -> list[Section]:
@@ -377,7 +304,7 @@ def sources(view: PlanView) -> list[Section]:
     blocks = [Text(view.prices.words)]
     if best is not None:
         if best.is_rented:
-            blocks.append(Text(f"the one above: {price_in_words(best)}", "soft"))
+            blocks.append(Text(f"the one above: {say('plan', 'price', best)}", "soft"))
         found = [Section("Confidence", (Text(best.confidence),))]
     own = view.job.lengths_source
     notes = [Text(note, "soft") for note in view.notes if not note.endswith(own)]
@@ -385,89 +312,29 @@ def sources(view: PlanView) -> list[Section]:
     return sections(*found, Section("Assumptions", (Text("; ".join(view.assumptions)),)))
 
 
-def price_in_words(row: Choice) -> str:
-    if not row.is_priced:
-        return "none is given (where.usd_per_hour)"
-    price = "" if row.usd_per_hour is None else f"{say_usd(row.usd_per_hour)} an hour, "
-    if not row.is_rented:
-        return f"{price}{row.price_source}"
-    where = " ".join(dict.fromkeys(word for word in (row.zone or row.region, row.instance) if word))
-    return f"{price}{where}, read {row.price_date} from {row.price_source}"
-
-
 def ways_out(view: PlanView) -> list[str]:
     """The nearest ways to make the job possible."""
-    found = []
-    for way in view.nearest:
-        where = f"{way.n_gpus}x {way.gpu}" if way.kind != "here" else "this machine"
-        if way.kind not in ("here", "own"):
-            price = f" at {say_usd(way.usd_per_hour)} an hour" if way.usd_per_hour else ""
-            where += f" {way.kind.replace('-', ' ')}{price}"
-        found.append(f"{where}: {way.reason}; try {way.change}")
-    return found
+    return lines("plan", "ways_out", view.nearest)
 
 
 # ---- one choice ----
 
 
-def micro_batches(recipe: RecipeView) -> str:
-    """`3.7 micro-batches of up to 8,192 tokens, end to end`."""
-    n = recipe.n_micro_batches
-    number = f"{n:.0f}" if n == round(n) else f"{n:.1f}"
-    laid = "end to end" if recipe.is_flat else "padded"
-    word = "micro-batch" if n == 1 else "micro-batches"
-    return f"{number} {word} of up to {recipe.micro_batch_tokens:,} tokens, {laid}"
-
-
 def explained(row: Choice) -> list[Section]:
     """What one choice is made of: recipe, memory, step, whole run, dollars, spot."""
-    recipe, memory, step = row.recipe, row.memory, row.step
-    each = f" on each of {row.n_gpus} GPUs" if row.n_gpus > 1 else ""
-    every = (
-        f"activations of {recipe.checkpointing} recomputed" if recipe.checkpoint_every else "none"
-    )
-    tokens, share = say_count(step.tokens_per_s), f"{step.useful_share:.0%} of the computed tokens"
-    facts = {
-        "recipe": f"{recipe.method}, {recipe.precision}, {recipe.optimizer}",
-        "step": f"{recipe.global_batch} examples: {micro_batches(recipe)}{each}",
-        "checkpointing": every,
-        "sharding": recipe.sharding,
-        "speed": f"{tokens} useful tokens/s, {share}; {step.flops_per_s / 1e12:,.3g} TFLOP/s",
-        "price": price_in_words(row),
-        "confidence": row.confidence,
-        "main memory": f"{say_bytes(memory.host_bytes)} for weights or an optimizer's state"
-        if memory.host_bytes
-        else "",
-        "to set": ", ".join(recipe.to_set),
-        "to be paid before": say_cost(row.up_front_usd) if row.must_buy_more else "",
-        "in time for the deadline": "" if row.chance is None else f"{row.chance:.0%}",
-    }
-    if spot := row.spot:
-        facts |= {
-            "interruptions": f"{spot.n_interruptions:.2g} expected interruptions, by {spot.law}",
-            "lost work": say_seconds(spot.lost_s),
-            "restarts": say_seconds(spot.restart_s),
-            "waiting": f"{say_seconds(spot.waiting_s)} for capacity, not paid for",
-            "checkpoints": f"every {say_seconds(spot.save_every_s)}, "
-            f"{say_seconds(spot.checkpoint_s)} in all",
-        }
+    memory, step = row.memory, row.step
     low, _, high = (say_bytes(n) for n in memory.range_bytes)
     device = "Memory" if row.is_cpu else "Memory of one GPU"
     title = f"{device} ({low} to {high}), at its peak in the {memory.moment}, of what it has"
-    free = max(0.0, memory.spare_bytes)
-    return sections(
-        Section(
-            f"Plan {row.rank}: {row.name}",
-            (Text(row.why), Pairs(tuple((n, w) for n, w in facts.items() if w))),
-        ),
-        Section("", (Bars(title, memory.parts, memory.capacity_bytes, say_bytes, free),)),
-        Section("", (Bars("One step", step.parts, step.seconds, say_short),)),
-        Section(
-            "", (Bars(f"The whole run: {time_range(row)}", row.seconds, row.wall_s, say_seconds),)
-        ),
-        Section("", (Bars(f"Dollars: {cost_range(row)}", row.usd, row.total_usd, say_usd),)),
-        listed("", row.price_notes),
+    free, whole = max(0.0, memory.spare_bytes), f"The whole run: {time_range(row)}"
+    bars = (
+        Bars(title, memory.parts, memory.capacity_bytes, say_bytes, free),
+        Bars("One step", step.parts, step.seconds, say_short),
+        Bars(whole, row.seconds, row.wall_s, say_seconds),
+        Bars(f"Dollars: {cost_range(row)}", row.usd, row.total_usd, say_usd),
     )
+    head = Section(f"Plan {row.rank}: {row.name}", (Text(row.why), pairs("plan", "explained", row)))
+    return sections(head, *(Section("", (bar,)) for bar in bars), listed("", row.price_notes))
 
 
 def compared(view: PlanView) -> Section | None:
@@ -487,7 +354,7 @@ def plan_page(view: PlanView) -> str:
     rows, best = view.plans, view.best or (view.plans[0] if view.plans else None)
     report: list[Section | None] = [header(view), compared(view)]
     if best is not None:
-        report += [Section("", (_cards(best),))]
+        report += [Section("", (cards("plan", "cards", best),))]
         if drawing := cost_against_time(rows, best):
             report.append(Section("Cost against time", (drawing,)))
         note = Text("* no other choice is both cheaper and sooner.", "soft")
@@ -504,27 +371,6 @@ def plan_page(view: PlanView) -> str:
     report.append(listed("Sources", words))
     title = f"farthing plan: {view.job.model}"
     return page("farthing plan", title, sections(*report), f"farthing {view.version}, {view.date}")
-
-
-def _cards(best: Choice) -> Cards:
-    low, usd, high = (say_cost(x) for x in best.usd_range)
-    soon, _, late = (say_seconds(hours * 3600) for hours in best.hours_range)
-    memory, spot = best.memory, best.spot
-    cost = (usd, f"{low} to {high}") if best.is_priced else ("?", "no price is given")
-    there = f"of {say_bytes(memory.capacity_bytes)}"
-    speed = f"{say_count(best.step.tokens_per_s)} tokens/s"
-    cards = [
-        ("Cost", *cost),
-        ("Time", say_seconds(best.wall_s), f"{soon} to {late}"),
-        ("Memory", say_bytes(memory.needed_bytes), there),
-        ("Speed", speed, "of the data, without padding"),
-    ]
-    if spot:
-        saved = f"saved every {say_seconds(spot.save_every_s)}"
-        cards.append(("Interruptions", f"{spot.n_interruptions:.1f}", saved))
-    if best.chance is not None:
-        cards.append(("In time", f"{best.chance:.0%}", "chance to meet the deadline"))
-    return Cards(tuple(cards))
 
 
 def _memory(rows: Sequence[Choice]) -> Section:

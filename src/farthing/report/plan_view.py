@@ -59,9 +59,10 @@ from farthing.report.plan_types import (
     machine_name,
     view_of,
 )
-from farthing.report.plan_words import cost_range, said, say_cost, say_saving, time_range
+from farthing.report.plan_words import said, say_cost, say_saving, time_range
+from farthing.report.words import lines, say
 from farthing.storage.files import Json
-from farthing.units import plural, say_bytes, say_seconds
+from farthing.units import say_bytes
 
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
@@ -324,7 +325,7 @@ def _choice(rank: int, group: Sequence[Plan], law: str) -> Choice:
         price_source=offer.source,
         price_date=offer.date.isoformat(),
         price_is="from" if plan.is_from_price else "",
-        price_notes=tuple(price_notes(plan)),
+        price_notes=_price_notes(plan),
         recipe=_recipe(plan),
         memory=_memory(plan.on),
         hours=plan.wall_s / 3600,
@@ -362,67 +363,20 @@ def _step(step: StepTime) -> StepView:
     return view_of(StepView, step, useful_share=share, flops_per_s=step.flops / step.seconds)
 
 
-def price_notes(plan: Plan) -> Iterable[str]:
+def _price_notes(plan: Plan) -> tuple[str, ...]:
     """What is to be known of a price beside its dollars."""
-    terms, usd, total = plan.offer.billing, plan.usd, plan.total_usd
-    if plan.is_from_price:
-        yield "a marketplace's lowest; that machine may be gone"
-    if plan.price_age_days >= AGED_PRICE_DAYS and not plan.is_users_price:
-        age = plan.price_age_days
-        yield f"the price is {age} days old: `farthing prices update` reads newer ones"
-    if terms.pack_usd:
-        pack = say_cost(terms.pack_usd)
-        yield f"{say_cost(plan.up_front_usd)} is paid before, in packs of {pack}"
-    elif terms.deposit_usd > total:
-        yield f"a deposit of {say_cost(terms.deposit_usd)} is paid before"
-    unknown = {"storage": terms.storage_usd_per_gb_month, "egress": terms.egress_usd_per_gb}
-    assumed = [n for n, known in unknown.items() if known is None and usd.get(n, 0) > 0.02 * total]
-    if assumed:
-        amount = say_cost(sum(usd[name] for name in assumed))
-        yield f"{amount} of it is {' and '.join(assumed)} by assumption"
-    if plan.hours_range.high > terms.most_hours:
-        yield f"a machine is taken back after {terms.most_hours:g} h: start again, the run resumes"
-    if plan.on.machine.host_note:
-        yield plan.on.machine.host_note
-    if usd.get("rounding", 0.0) > 0.02 * total:
-        yield f"{say_cost(usd['rounding'])} of it is the provider's minimum or rounding up"
-
-
-def what_to_do(best: Choice) -> str:
-    """`Rent 1x L4 spot at GCP, on demand when it falls behind the deadline`."""
-    verb = {"own": "Use your ", "here": "Use "}.get(best.kind, "Rent ")
-    is_mixed = best.spot is not None and best.spot.mixture
-    return f"{verb}{best.name}" + (
-        ", on demand when it falls behind the deadline" if is_mixed else ""
-    )
+    is_old = plan.price_age_days >= AGED_PRICE_DAYS and not plan.is_users_price
+    age = plan.price_age_days if is_old else None
+    of_price = plan.offer.billing, plan.usd, plan.total_usd, age
+    return tuple(lines("plan", "price_notes", plan, *of_price))
 
 
 def _answer(best: Choice | None, rows: Sequence[Choice], study: Study) -> str:
-    if best is None:
-        n = plural(len(study.answer.rejected), "offer")
-        return f"Nothing can do this job as it is: none of {n}."
-    notes = "".join(f"; {words}" for words in best.price_notes)
-    fits = "fits, but tightly," if best.memory.is_tight else "fits"
-    spare = say_bytes(best.memory.spare_bytes)
-    text = (
-        f"{what_to_do(best)}: {cost_range(best)}, {time_range(best)}, {fits} with {spare} to spare"
-    )
-    text += f"{notes}."
-    if best.recipe.to_set:
-        untried = UNTRIED if best.n_gpus > 1 else UNTRIED_ALONE
-        text += f" Set {' and '.join(best.recipe.to_set)}; {untried}."
-    cap = study.wanted.max_usd
-    if cap is not None and best.usd_range.high > cap:
-        high = say_cost(best.usd_range.high)
-        text += f" It may come to {high}: at {say_cost(cap)} the run saves and stops."
     rented = next((row for row in rows if row.is_rented), None)
-    if not best.is_rented and rented is not None:
-        usd, time = say_cost(rented.total_usd), say_seconds(rented.wall_s)
-        text += f" Rented: {rented.name}, {usd}, {time}."
     here = next((row for row in rows if not row.is_priced), None)
-    if here is not None and here is not best:
-        text += f" This machine: {time_range(here)}, no price is given."
-    return text
+    untried = UNTRIED if best and best.n_gpus > 1 else UNTRIED_ALONE
+    n_refused, cap = len(study.answer.rejected), study.wanted.max_usd
+    return say("plan", "answer", best, n_refused, cap, rented, here, untried)
 
 
 def _here(rows: Sequence[Choice], study: Study) -> Here | None:

@@ -8,6 +8,8 @@ from farthing.planner.ownership import Saving
 from farthing.report.plan_types import Choice
 from farthing.units import say_seconds, say_usd
 
+__all__ = ["cost_range", "said", "say_cost", "say_saving", "say_short", "span", "time_range"]
+
 
 def say_cost(usd: float | None) -> str:
     """`$0.78`, `$12.30`, `$1,234`: as many digits as an estimate deserves."""
