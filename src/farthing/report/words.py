@@ -1,5 +1,5 @@
-"""Words of reports by templates of plain text, `templates/*.txt`: each of their macros is a sentence,
-or lines that stand below each other.
+"""Words of reports by templates of plain text, `templates/*.txt`. Each of their macros is a
+sentence, or lines that stand below each other.
 """
 
 from __future__ import annotations
