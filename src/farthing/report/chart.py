@@ -119,8 +119,11 @@ def figure(
     (class, points), dots (class, point, radius, title) and words (class, place, text, anchor).
     """
     name = "".join(letter if letter.isalnum() else "-" for letter in title.lower())
-    drawn = dict.fromkeys(("lines", "columns", "marks", "paths", "dots", "words"), ()) | shapes
-    picture = svg("chart.svg", id=name, title=title, said=said or caption, axes=axes, **drawn)
+    drawn: dict[str, Any] = (
+        dict.fromkeys(("lines", "columns", "marks", "paths", "dots", "words"), ()) | shapes
+    )
+    drawn |= {"axes": axes, "x_marks": axes.x_marks, "y_marks": axes.y_marks}
+    picture = svg("chart.svg", id=name, title=title, said=said or caption, **drawn)
     return Drawing(title, picture, caption, key or {}, signs)
 
 

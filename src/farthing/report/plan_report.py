@@ -66,7 +66,7 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
     supposed = f"{job.lengths_source.removeprefix(ON_COMMAND_LINE)}; {supposed}"
     oldest = max(one.price_age_days for one in shown)
     old = oldest if oldest > OLD_PRICE_DAYS else 0
-    last: list[Block] = [pairs("plan", "facts", view, best, supposed, old)]
+    last: list[Block] = [pairs("plan", "facts", view, best, supposed, to_check(view, best), old)]
     if next_step:
         last.append(Text(f"next      {next_step}", "code"))
     table = choices_table(choices)
