@@ -23,11 +23,11 @@ from farthing.report.blocks import (
 from farthing.report.receipt import ROW_NAMES, Comparison
 from farthing.report.receipt_types import Diagnosis, Pair, Receipt
 from farthing.report.timeline import group_of
+from farthing.report.words import pairs, say
 from farthing.settings import Settings
 from farthing.storage.files import Json
-from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
+from farthing.units import digits_of, say_bytes, say_seconds, say_usd
 
-_BLOCKS, _MOST_BLOCKS = "▁▂▃▄▅▆▇█", 36
 _MOST_CLASSES = 30
 _STATES = {
     "finished": "finished",
@@ -43,16 +43,15 @@ def receipt_report(receipt: Receipt) -> list[Section]:
     """The receipt for a terminal."""
     state = _STATES.get(receipt.state, "not finished, can be continued")
     head: list[Block] = [Text(f"Receipt {receipt.run} ({state})", "answer"), spans(receipt)]
-    if ancestor := receipt.ancestor:
-        words = f"begun from step {ancestor['step']} of {ancestor['run']}, which had cost"
-        total = say_usd(receipt.usd_with_ancestor)
-        head.append(Text(f"{words} {say_usd(ancestor['usd'])}: {total} in all"))
+    if receipt.ancestor:
+        head.append(Text(say("receipt", "ancestor", receipt, receipt.ancestor)))
     if not receipt.usd_is_known:
         words = "no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh"
         head.append(Text(words, "soft"))
     head += [_machines(receipt.machines)] if receipt.machines else []
-    facts = _of_training(receipt) | _of_trouble(receipt) | _afterwards(receipt)
-    head.append(Pairs(tuple((name, words) for name, words in facts.items() if words)))
+    computed = receipt.settings and Settings.from_json(receipt.settings)
+    now = receipt.out_of_memory and Settings.from_json(receipt.out_of_memory[-1])
+    head.append(pairs("receipt", "facts", receipt, computed, now))
     metrics: list[Block] = []
     rows = class_rows(receipt.metrics or {})
     if 0 < len(rows) <= _MOST_CLASSES:
@@ -69,11 +68,8 @@ def receipt_report(receipt: Receipt) -> list[Section]:
     )
 
 
-def time_and_price(receipt: Receipt, seconds: float, usd: float) -> str:
-    """`20 s ($0.012)`, in the digits of the run's bill; without dollars where there is no price."""
-    return say_seconds(seconds) + (
-        f" ({digits_of(receipt.usd)(usd)})" if receipt.usd_is_known else ""
-    )
+def _worth(receipt: Receipt, seconds: float, usd: float) -> str:
+    return say("receipt", "time_and_price", receipt, seconds, usd)
 
 
 def spans(receipt: Receipt) -> Table:
@@ -108,91 +104,6 @@ def _machines(machines: list[Json]) -> Table:
         rows.append((where, *(dollars(row["usd_of"][x]) for x in parts), dollars(row["usd"])))
     rows.append(("all machines", "", "", "", "", dollars(total)))
     return Table(("machine", *(f"#{name}" for name in parts), "#dollars"), tuple(rows))
-
-
-def _of_training(receipt: Receipt) -> dict[str, str]:
-    """Name -> what there is to say; empty where there is nothing."""
-    trained = f"{plural(receipt.steps, 'step')}, {say_count(receipt.tokens)} tokens"
-    if receipt.final_loss is not None:
-        trained += f", loss of the last step {receipt.final_loss:.4f}"
-    has_price = receipt.usd_per_million_tokens is not None and receipt.usd_is_known
-    facts = {
-        "trained": trained,
-        "a million tokens": say_usd(receipt.usd_per_million_tokens) if has_price else "",
-    }
-    losses = [y for _, y in receipt.curves.loss]
-    if len(losses) > 1:
-        facts["loss"] = f"{sparkline(losses)}  {losses[0]:.3f} to {losses[-1]:.3f}"
-    busy = [y for _, y in receipt.curves.utilisation_percent]
-    if len(busy) > 1:
-        facts["device busy"] = f"{sparkline(busy, 0, 100)}  mean {sum(busy) / len(busy):.0f}%"
-    if (saves := receipt.checkpoints).n:
-        every = f", every {say_seconds(saves.interval_s)} or at a new best"
-        waited = f"training waited {say_seconds(saves.held_up_s)} for them"
-        every = "" if saves.interval_s is None else every
-        facts["checkpoints"] = f"{saves.n}{every}; {waited} ({saves.share:.2%} of the time)"
-    if answers := receipt.answers:
-        prompts = f"shared prompts ({answers.shared_share:.0%} of the tokens)"
-        saved = (
-            (prompts, answers.shared_s, answers.shared_usd),
-            ("cached references", answers.reference_s, answers.reference_usd),
-        )
-        facts["saved about"] = ", ".join(
-            f"{time_and_price(receipt, s, usd)} by {by}" for by, s, usd in saved if s > 0
-        )
-        facts["answers"] = " ".join(answers.notes)
-    if fit := receipt.schedule:
-        words = f"fitted to the limits: {fit['n_steps']:,} of {fit['asked_steps']:,} steps"
-        facts["schedule"] = words + ("" if fit["settled"] else ", may still change")
-    if metrics := receipt.metrics:
-        values = [f"{n} {value:.4g}" for n, value in metrics.items() if isinstance(value, float)]
-        of = "last" if receipt.best_step is None else f"best, step {receipt.best_step:,}"
-        on = plural(metrics.get("n_examples", 0), "example")
-        facts["evaluation"] = f"{', '.join(values)} ({of}, {on})"
-    return facts
-
-
-def _of_trouble(receipt: Receipt) -> dict[str, str]:
-    """Name -> what went wrong; only what did."""
-    facts: dict[str, str] = {}
-    if receipt.interruptions:
-        again = time_and_price(receipt, receipt.restart_s, receipt.restart_usd)
-        twice = time_and_price(receipt, receipt.redone_s, receipt.redone_usd)
-        words = f"{receipt.interruptions}; restarting took {again}, work done twice {twice}"
-        facts["interruptions"] = words
-    if told := [notice for notice in receipt.notices if notice["is_certain"]]:
-        last = told[-1]
-        left, grace_s = say_seconds(last["left_after_s"]), last["grace_s"]
-        grace = "" if grace_s is None else f" of {say_seconds(max(0.0, grace_s))}"
-        facts["last notice"] = f"{last['what']}; saved and left after {left}{grace}"
-    if events := receipt.out_of_memory:
-        now = Settings.from_json(events[-1]).in_words()
-        facts["out of memory"] = f"{plural(len(events), 'time')}; training continued with {now}"
-    if values := receipt.settings:
-        facts["computed"] = f"{values['precision']}, {Settings.from_json(values).in_words()}"
-    if trust := receipt.ledger:
-        lost = "no money is missing"
-        if trust.lost_s:
-            known = time_and_price(receipt, trust.lost_s, trust.lost_usd)
-            lost = f"only the sum of {known} is known"
-        facts["ledger"] = f"damaged, {plural(trust.n_broken_lines, 'broken line')}; {lost}"
-    if receipt.damaged_log_lines:
-        facts["log"] = f"{plural(receipt.damaged_log_lines, 'damaged line')}, left out"
-    if receipt.skipped_steps:
-        n = plural(receipt.skipped_steps, "step")
-        facts["skipped"] = f"{n} whose loss or gradient was not a number"
-    return facts
-
-
-def _afterwards(receipt: Receipt) -> dict[str, str]:
-    facts = {}
-    for one in receipt.published:
-        commit = one["commit"]
-        state = f"commit {commit}" if commit else "not sent yet: run the same command again"
-        facts[f"published {one['form']}"] = f"hub:{one['to']}, {state}"
-    for n, each in enumerate(receipt.still_billed, 1):
-        facts[f"still billed {n}"] = f"{each['what']}; ends with: {each['ends']}"
-    return facts | {"serving": receipt.serving.in_words() if receipt.serving else ""}
 
 
 def estimate(receipt: Receipt, least_s: float = 0.0) -> Section | None:
@@ -231,9 +142,9 @@ def diagnosis(receipt: Receipt) -> Section:
     found, blocks = receipt.diagnosis or Diagnosis([], "", []), list[Block]()
     for one in found.findings:
         fix = f"`--set {one.fix}` " if "=" in one.fix else f"`{one.fix}`: " if one.fix else ""
-        worth = time_and_price(receipt, one.saves_s, one.saves_usd) + " in a run like this one"
+        worth = _worth(receipt, one.saves_s, one.saves_usd) + " in a run like this one"
         if one.rest_s:
-            rest = time_and_price(receipt, one.rest_s, one.rest_usd)
+            rest = _worth(receipt, one.rest_s, one.rest_usd)
             worth += f", {rest} in the rest of this one"
         name = one.area if one.cause == one.area else f"{one.area}: {one.cause}"
         words = f", worth {worth}" if one.saves_s else ""
@@ -335,15 +246,3 @@ def probe_report(found: dict[str, Any]) -> list[Section]:
         words += f", {say_usd(found['usd_per_million_tokens'])} a million"
     used = "`farthing train` uses it from now on, and `farthing plan` uses the measurement"
     return [Section("", (Table(heads[:n], tuple(rows)), Text(words), Text(used)))]
-
-
-def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
-    """A block a value from `low` to `high`; of more than `_MOST_BLOCKS` values, a block for each
-    stretch.
-    """
-    size = -(-len(values) // _MOST_BLOCKS) or 1
-    stretches = [values[i : i + size] for i in range(0, len(values), size)]
-    values = [sum(stretch) / len(stretch) for stretch in stretches]
-    low, high = min(values) if low is None else low, max(values) if high is None else high
-    span = (high - low) or 1.0
-    return "".join(_BLOCKS[min(7, max(0, int((value - low) / span * 7.999)))] for value in values)

@@ -19,7 +19,6 @@ from farthing.models.shapes import Shape, read_shape
 from farthing.objectives.registry import objective_of
 from farthing.planner.serving import Served, Traffic, serve
 from farthing.prices.catalog import Catalog, read_catalog
-from farthing.report.plan_words import say_cost
 from farthing.report.training_log import TrainingLog
 from farthing.run.folder import MODEL, RECEIPT
 from farthing.storage.files import Json, read_json
@@ -43,16 +42,6 @@ class Serving:
     input_tokens: float
     output_tokens: float
     price_date: str
-
-    def in_words(self) -> str:
-        """One line."""
-        way = "always on" if self.is_always_on else "going to zero between answers"
-        return (
-            f"{self.requests_per_day:,.0f} requests a day of {self.input_tokens:,.0f} tokens in and"
-            f" {self.output_tokens:,.0f} out: {say_cost(self.usd_per_month)} a month, {way}, on"
-            f" {self.machine} at {self.provider} in {self.precision} (price of {self.price_date};"
-            " `farthing plan JOB --serve` has the others)"
-        )
 
 
 def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving | None:

@@ -19,7 +19,6 @@ import numpy as np
 import farthing
 from farthing.report.blocks import (
     Block,
-    Cards,
     Drawing,
     More,
     Section,
@@ -36,16 +35,11 @@ from farthing.report.receipt import Comparison
 from farthing.report.receipt_report import compared_rows, diagnosis, estimate, spans
 from farthing.report.receipt_types import Receipt
 from farthing.report.timeline import Column, grouped
+from farthing.report.words import cards, say
 from farthing.run.folder import PAGE
 from farthing.storage.files import write_text
-from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
+from farthing.units import digits_of, plural, say_count, say_seconds, say_usd
 
-_STATES = {
-    "finished": "Finished",
-    "limit": "Stopped at a limit",
-    "interrupted": "Interrupted",
-    "failed": "Failed",
-}
 _N_ATTEMPTS, _N_POINTS = 20, 400
 _ANSWERS = (
     ("Rewards", ("rewards/chosen", "rewards/rejected", "rewards/margins")),
@@ -58,7 +52,11 @@ _APART, _FAR = ("step", "loss", "perplexity", "n_examples"), ("logps/", "length/
 
 def run_page(receipt: Receipt) -> str:
     """The page of one run."""
-    head = Text(_headline(receipt), "answer"), Text(_what(receipt), "soft"), _facts(receipt)
+    head = (
+        Text(_headline(receipt), "answer"),
+        Text(_what(receipt), "soft"),
+        cards("receipt", "cards", receipt),
+    )
     report = (
         *(Section("", head), diagnosis(receipt), _over_time(receipt), _loss(receipt)),
         *(_answers(receipt), _metrics(receipt), _speed(receipt)),
@@ -125,14 +123,7 @@ def _seconds(receipt: Receipt) -> dict[str, float]:
 
 def _headline(receipt: Receipt) -> str:
     """`Finished: $1.24 in 20 min 04 s, 3 % less than estimated`."""
-    words, pair = say_seconds(receipt.wall_s), receipt.against_estimate
-    if receipt.usd_is_known:
-        words = f"{say_usd(receipt.usd)} in {words}"
-    if pair is not None and pair.ratio is not None:
-        off = abs(pair.ratio - 1)
-        than = f"{off:.0%} {'more' if pair.ratio > 1 else 'less'} than estimated"
-        words += f", {'as estimated' if off < 0.005 else than}"
-    return f"{_STATES.get(receipt.state, 'Not finished')}: {words}"
+    return say("receipt", "headline", receipt, receipt.against_estimate)
 
 
 def _what(receipt: Receipt) -> str:
@@ -147,37 +138,6 @@ def _what(receipt: Receipt) -> str:
         ", ".join(str(machine[name]) for name in ("device", "precision") if name in machine),
     )
     return "; ".join(word for word in words if word)
-
-
-def _facts(receipt: Receipt) -> Cards:
-    promised, metrics, losses = receipt.promised, receipt.metrics or {}, receipt.curves.loss
-    rows = []
-    if receipt.usd_is_known:
-        usd = f"estimated {say_usd(promised.usd.promised)}" if promised else "nothing was estimated"
-        rows.append(("Cost", say_usd(receipt.usd), usd))
-    low, *_, high = map(say_seconds, promised.wall_range_s if promised else (None, None))
-    time = f"estimated {low} to {high}" if promised else "paid for, all attempts"
-    rows.append(("Time", say_seconds(receipt.wall_s), time))
-    if losses and receipt.final_loss is not None:
-        rows.append(("Training loss", f"{receipt.final_loss:.4g}", f"from {losses[0][1]:.4g}"))
-    if isinstance(metrics.get("loss"), float):
-        step = receipt.best_step
-        where = "the last one" if step is None else f"best, after step {step:,}"
-        rows.append(("Evaluation loss", f"{metrics['loss']:.4g}", where))
-    if receipt.tokens_per_s:
-        price = receipt.usd_per_million_tokens if receipt.usd_is_known else None
-        words = "without padding" if price is None else f"{say_usd(price)} a million"
-        rows.append(("Useful tokens", f"{say_count(receipt.tokens_per_s)}/s", words))
-    if receipt.mfu:
-        rows.append(("Utilisation", f"{receipt.mfu:.0%}", "of the device's peak FLOPs"))
-    if receipt.peak_bytes:
-        peak = f"estimated {say_bytes(promised.peak_bytes.promised)}" if promised else ""
-        rows.append(("Peak memory", say_bytes(receipt.peak_bytes), peak))
-    if receipt.interruptions:
-        lost = say_seconds(receipt.redone_s + receipt.restart_s)
-        words = f"{lost} for restarts and work done twice"
-        rows.append(("Interruptions", str(receipt.interruptions), words))
-    return Cards(tuple(rows))
 
 
 # ---- over time ----

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from farthing.printable import printable
 from farthing.report.live import Progress
-from farthing.report.receipt_report import sparkline
+from farthing.report.plan_words import sparkline
 from farthing.report.receipt_types import Receipt
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 

@@ -10,9 +10,16 @@ from typing import Any
 import jinja2
 
 from farthing.printable import printable
-from farthing.report import plan_words
 from farthing.report.blocks import Cards, Pairs, percent
 from farthing.report.html import TEMPLATES
+from farthing.report.plan_words import (
+    cost_range,
+    say_cost,
+    say_short,
+    span,
+    sparkline,
+    time_range,
+)
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
 
@@ -24,9 +31,9 @@ def _texts() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    found.globals |= {name: vars(plan_words)[name] for name in plan_words.__all__}
-    found.globals |= {f.__name__: f for f in (digits_of, plural, percent, say_bytes, say_count)}
-    found.globals |= {f.__name__: f for f in (say_seconds, say_usd, say, lines)}
+    known = (digits_of, plural, say_bytes, say_count, say_seconds, say_usd, percent, say)
+    for function in (*known, cost_range, say_cost, say_short, span, sparkline, time_range):
+        found.globals[function.__name__] = function
     return found
 
 
