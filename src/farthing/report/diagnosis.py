@@ -70,7 +70,7 @@ class _Run:
 
 
 def finding(cause: str, x: dict[str, Any], *saves: float) -> Finding:
-    words = dict(pairs("diagnosis", cause.replace(" ", "_").replace("-", "_"), x).rows)
+    words = dict(pairs("diagnosis.txt", cause.replace(" ", "_").replace("-", "_"), x).rows)
     saves = saves or (0.0, 0.0, 0.0, 0.0)
     return Finding("", cause, words["evidence"], words.get("fix", ""), words["to_do"], *saves)
 
@@ -224,10 +224,10 @@ def _advice(run: _Run) -> Iterator[Advice]:
     if best == rows[-1] and gain > 0.005 and receipt.steps_per_epoch:
         usd, words = price(receipt.steps_per_epoch)
         method = ((receipt.job or {}).get("method") or {}).get("name", "full")
-        command = say("diagnosis", "train_further", receipt.run, method)
-        yield Advice(say("diagnosis", "another_epoch", before, last, words), usd, command)
+        command = say("diagnosis.txt", "train_further", receipt.run, method)
+        yield Advice(say("diagnosis.txt", "another_epoch", before, last, words), usd, command)
     after = [step for step, _ in rows if step > best[0]]
     if len(after) > PATIENCE and not run.train.get("early_stopping_patience") and name == "loss":
         usd, words = price(receipt.steps - after[PATIENCE - 1])
-        words = say("diagnosis", "early_stopping", best[0], receipt.steps, words)
+        words = say("diagnosis.txt", "early_stopping", best[0], receipt.steps, words)
         yield Advice(words, usd, f"--set train.early_stopping_patience={PATIENCE}")

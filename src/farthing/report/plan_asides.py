@@ -136,7 +136,7 @@ class Paid:
 
     @classmethod
     def of(cls, usd: float, here: float | None) -> Paid:
-        words = say("plan", "paid", usd, here)
+        words = say("plan.txt", "paid", usd, here)
         return cls(usd, here, usd - here if here else None, usd / here if here else None, words)
 
 
@@ -222,7 +222,7 @@ def _pays_back(
     after = break_even_hours(owned, per_hour)
     months = break_even_months(owned, rent_usd_per_h=per_hour, hours_per_month=hours)
     found = PaysBack(name, rank, equal, per_hour, after, months, hours)
-    return replace(found, words=say("plan", "pays_back", found, owned.price_usd))
+    return replace(found, words=say("plan.txt", "pays_back", found, owned.price_usd))
 
 
 # ---- years and runs ----
@@ -490,4 +490,4 @@ def _serving_answer(rows: Sequence[ServingRow], traffic: Traffic) -> str:
     if rows:
         where = rows[0].provider
         at = {OWN: " of your own", HERE: f" of {HERE}"}.get(where, f" at {where}")
-    return say("plan", "serving", rows[0] if rows else None, traffic, at)
+    return say("plan.txt", "serving", rows[0] if rows else None, traffic, at)

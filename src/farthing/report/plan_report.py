@@ -48,11 +48,13 @@ _CUTS = {"why this rank": 40, "at": 6, "machine": 12}
 def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> list[Section]:
     """What to take, what it costs, what to check, and the command that is `next_step`."""
     best, job = view.best, view.job
-    answer = view.answer if best is None else f"{say('plan', 'to_do', best)}: {cost_range(best)}"
+    answer = (
+        view.answer if best is None else f"{say('plan.txt', 'to_do', best)}: {cost_range(best)}"
+    )
     head: list[Block] = [Text(answer, "answer")]
     if best is not None:
-        head.append(Text(say("plan", "time_and_memory", best)))
-    head.append(Text(say("plan", "job_in_short", job), "soft"))
+        head.append(Text(say("plan.txt", "time_and_memory", best)))
+    head.append(Text(say("plan.txt", "job_in_short", job), "soft"))
     if limits := limits_in_words(view):
         chance = f"; chance {best.chance:.0%}" if best and best.chance is not None else ""
         head.append(Text(f"limits: {limits}{chance}", "soft"))
@@ -66,7 +68,9 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
     supposed = f"{job.lengths_source.removeprefix(ON_COMMAND_LINE)}; {supposed}"
     oldest = max(one.price_age_days for one in shown)
     old = oldest if oldest > OLD_PRICE_DAYS else 0
-    last: list[Block] = [pairs("plan", "facts", view, best, supposed, to_check(view, best), old)]
+    last: list[Block] = [
+        pairs("plan.txt", "facts", view, best, supposed, to_check(view, best), old)
+    ]
     if next_step:
         last.append(Text(f"next      {next_step}", "code"))
     table = choices_table(choices)
@@ -80,7 +84,7 @@ def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> li
 
 def limits_in_words(view: PlanView) -> str:
     """`at most $5.00, done in 12 h from now`; nothing where there are none."""
-    return ", ".join(lines("plan", "limits", view.job.limits))
+    return ", ".join(lines("plan.txt", "limits", view.job.limits))
 
 
 def _order(view: PlanView) -> str:
@@ -102,7 +106,7 @@ def _the_rest(view: PlanView, shown: Sequence[Choice]) -> str:
 
 def to_check(view: PlanView, best: Choice) -> str:
     """The one thing that is most likely to make the plan wrong."""
-    return lines("plan", "to_check", view.job, best)[0]
+    return lines("plan.txt", "to_check", view.job, best)[0]
 
 
 def choices_table(choices: Sequence[Choice]) -> Table:
@@ -196,7 +200,7 @@ def header(view: PlanView) -> Section:
 
 def summary(view: PlanView) -> str:
     """The job in one line."""
-    return say("plan", "summary", view.job)
+    return say("plan.txt", "summary", view.job)
 
 
 def other_ways(view: PlanView) -> dict[str, str]:
@@ -296,7 +300,7 @@ def beside(view: PlanView) -> list[Section]:
 
 def services(view: PlanView) -> Section | None:
     title = "Services that fine-tune for you, by the trained token; hosting comes on top"
-    return listed(title, (say("plan", "service", one) for one in view.managed))
+    return listed(title, (say("plan.txt", "service", one) for one in view.managed))
 
 
 def sources(view: PlanView) -> list[Section]:
@@ -304,7 +308,7 @@ def sources(view: PlanView) -> list[Section]:
     blocks = [Text(view.prices.words)]
     if best is not None:
         if best.is_rented:
-            blocks.append(Text(f"the one above: {say('plan', 'price', best)}", "soft"))
+            blocks.append(Text(f"the one above: {say('plan.txt', 'price', best)}", "soft"))
         found = [Section("Confidence", (Text(best.confidence),))]
     own = view.job.lengths_source
     notes = [Text(note, "soft") for note in view.notes if not note.endswith(own)]
@@ -314,7 +318,7 @@ def sources(view: PlanView) -> list[Section]:
 
 def ways_out(view: PlanView) -> list[str]:
     """The nearest ways to make the job possible."""
-    return lines("plan", "ways_out", view.nearest)
+    return lines("plan.txt", "ways_out", view.nearest)
 
 
 # ---- one choice ----
@@ -333,7 +337,9 @@ def explained(row: Choice) -> list[Section]:
         Bars(whole, row.seconds, row.wall_s, say_seconds),
         Bars(f"Dollars: {cost_range(row)}", row.usd, row.total_usd, say_usd),
     )
-    head = Section(f"Plan {row.rank}: {row.name}", (Text(row.why), pairs("plan", "explained", row)))
+    head = Section(
+        f"Plan {row.rank}: {row.name}", (Text(row.why), pairs("plan.txt", "explained", row))
+    )
     return sections(head, *(Section("", (bar,)) for bar in bars), listed("", row.price_notes))
 
 
@@ -354,7 +360,7 @@ def plan_page(view: PlanView) -> str:
     rows, best = view.plans, view.best or (view.plans[0] if view.plans else None)
     report: list[Section | None] = [header(view), compared(view)]
     if best is not None:
-        report += [Section("", (cards("plan", "cards", best),))]
+        report += [Section("", (cards("plan.txt", "cards", best),))]
         if drawing := cost_against_time(rows, best):
             report.append(Section("Cost against time", (drawing,)))
         note = Text("* no other choice is both cheaper and sooner.", "soft")

@@ -368,7 +368,7 @@ def _price_notes(plan: Plan) -> tuple[str, ...]:
     is_old = plan.price_age_days >= AGED_PRICE_DAYS and not plan.is_users_price
     age = plan.price_age_days if is_old else None
     of_price = plan.offer.billing, plan.usd, plan.total_usd, age
-    return tuple(lines("plan", "price_notes", plan, *of_price))
+    return tuple(lines("plan.txt", "price_notes", plan, *of_price))
 
 
 def _answer(best: Choice | None, rows: Sequence[Choice], study: Study) -> str:
@@ -376,7 +376,7 @@ def _answer(best: Choice | None, rows: Sequence[Choice], study: Study) -> str:
     here = next((row for row in rows if not row.is_priced), None)
     untried = UNTRIED if best and best.n_gpus > 1 else UNTRIED_ALONE
     n_refused, cap = len(study.answer.rejected), study.wanted.max_usd
-    return say("plan", "answer", best, n_refused, cap, rented, here, untried)
+    return say("plan.txt", "answer", best, n_refused, cap, rented, here, untried)
 
 
 def _here(rows: Sequence[Choice], study: Study) -> Here | None:

@@ -11,8 +11,9 @@ from rich.console import Console
 from farthing.prices.catalog import Catalog
 from farthing.prices.formats import COLUMNS
 from farthing.prices.offers import Offer
-from farthing.report.safe import escape, fitted_table
-from farthing.units import plural, say_usd
+from farthing.report.safe import fitted_table
+from farthing.report.words import lines
+from farthing.units import say_usd
 
 if TYPE_CHECKING:
     from farthing.prices.feeds import Update
@@ -30,37 +31,14 @@ def draw_prices(console: Console, catalog: Catalog, offers: Sequence[Offer], n_f
     names = [name for name in _COLUMNS if name != "machine" or console.width >= 110]
     rows = [_cells(offer, catalog.today) for offer in offers]
     console.print(fitted_table(console.width, names, rows, ("an hour", "per GPU", "age"), _CUTS))
-    rest = n_found - len(offers)
-    if rest > 0:
-        console.print(
-            f"[dim]and {plural(rest, 'more offer')}: --limit 0 shows all, --gpu and --provider"
-            " narrow it[/]"
-        )
-    console.print(f"[dim]{escape(catalog.words)}[/]", soft_wrap=True)
-    console.print(f"[dim]read from: {escape('; '.join(_sources(offers)))}[/]", soft_wrap=True)
+    for line in lines("data.rich", "prices", catalog, n_found - len(offers), _sources(offers)):
+        console.print(line, soft_wrap=True)
 
 
 def draw_update(console: Console, update: Update) -> None:
     """What came of refreshing: which providers have new prices, which feeds failed and why."""
-    for outcome in update.failed:
-        words = f"{outcome.feed.provider} ({outcome.feed.layout}): {outcome.problem}"
-        console.print(f"[yellow]no answer[/] {escape(words)}", soft_wrap=True)
-    absent = sorted({outcome.feed.provider for outcome in update.outcomes if outcome.is_absent})
-    if absent:
-        console.print(
-            f"[dim]not asked, because gpuhunt or a key is missing: {escape(', '.join(absent))}[/]",
-            soft_wrap=True,
-        )
-    names = ", ".join(update.refreshed)
-    console.print(
-        f"[green]refreshed[/] {plural(len(update.refreshed), 'provider')}: {escape(names)}",
-        soft_wrap=True,
-    )
-    if update.kept:
-        console.print(f"kept as they were: {escape(', '.join(update.kept))}", soft_wrap=True)
-    console.print(
-        f"{plural(update.n_offers, 'price')} in {escape(str(update.path))}", soft_wrap=True
-    )
+    for line in lines("data.rich", "update", update):
+        console.print(line, soft_wrap=True)
 
 
 def prices_as_json(catalog: Catalog, offers: Sequence[Offer], n_found: int) -> dict[str, object]:
@@ -121,9 +99,9 @@ def _cells(offer: Offer, today: date) -> dict[str, str]:
     }
 
 
-def _sources(offers: Sequence[Offer]) -> list[str]:
+def _sources(offers: Sequence[Offer]) -> dict[str, date]:
     """Sources with their newest date, each once, in the order of the table."""
     newest: dict[str, date] = {}
     for offer in offers:
         newest[offer.source] = max(newest.get(offer.source, date.min), offer.date)
-    return [f"{source} ({day.isoformat()})" for source, day in newest.items()]
+    return newest

@@ -44,14 +44,14 @@ def receipt_report(receipt: Receipt) -> list[Section]:
     state = _STATES.get(receipt.state, "not finished, can be continued")
     head: list[Block] = [Text(f"Receipt {receipt.run} ({state})", "answer"), spans(receipt)]
     if receipt.ancestor:
-        head.append(Text(say("receipt", "ancestor", receipt, receipt.ancestor)))
+        head.append(Text(say("receipt.txt", "ancestor", receipt, receipt.ancestor)))
     if not receipt.usd_is_known:
         words = "no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh"
         head.append(Text(words, "soft"))
     head += [_machines(receipt.machines)] if receipt.machines else []
     computed = receipt.settings and Settings.from_json(receipt.settings)
     now = receipt.out_of_memory and Settings.from_json(receipt.out_of_memory[-1])
-    head.append(pairs("receipt", "facts", receipt, computed, now))
+    head.append(pairs("receipt.txt", "facts", receipt, computed, now))
     metrics: list[Block] = []
     rows = class_rows(receipt.metrics or {})
     if 0 < len(rows) <= _MOST_CLASSES:
@@ -69,7 +69,7 @@ def receipt_report(receipt: Receipt) -> list[Section]:
 
 
 def _worth(receipt: Receipt, seconds: float, usd: float) -> str:
-    return say("receipt", "time_and_price", receipt, seconds, usd)
+    return say("receipt.txt", "time_and_price", receipt, seconds, usd)
 
 
 def spans(receipt: Receipt) -> Table:

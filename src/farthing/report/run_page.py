@@ -55,7 +55,7 @@ def run_page(receipt: Receipt) -> str:
     head = (
         Text(_headline(receipt), "answer"),
         Text(_what(receipt), "soft"),
-        cards("receipt", "cards", receipt),
+        cards("receipt.txt", "cards", receipt),
     )
     report = (
         *(Section("", head), diagnosis(receipt), _over_time(receipt), _loss(receipt)),
@@ -123,7 +123,7 @@ def _seconds(receipt: Receipt) -> dict[str, float]:
 
 def _headline(receipt: Receipt) -> str:
     """`Finished: $1.24 in 20 min 04 s, 3 % less than estimated`."""
-    return say("receipt", "headline", receipt, receipt.against_estimate)
+    return say("receipt.txt", "headline", receipt, receipt.against_estimate)
 
 
 def _what(receipt: Receipt) -> str:

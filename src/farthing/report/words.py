@@ -1,5 +1,5 @@
-"""Words of reports by templates of plain text, `templates/*.txt`. Each of their macros is a
-sentence, or lines that stand below each other.
+"""Words of reports by templates, `templates/*.txt` and `*.rich`: each of their macros is a sentence
+or lines below each other.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds,
 
 
 @cache
-def _texts() -> jinja2.Environment:
+def _texts(is_markup: bool) -> jinja2.Environment:
+    """Of templates whose values are shown as they are, or as a part of rich markup."""
+    from farthing.report.safe import escape  # brings in rich
+
+    shown = escape if is_markup else printable
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda value: printable(value) if type(value) is str else value,
+        finalize=lambda value: shown(value) if type(value) is str else value,
     )
     known = (digits_of, plural, say_bytes, say_count, say_seconds, say_usd, percent, say)
     for function in (*known, cost_range, say_cost, say_short, span, sparkline, time_range):
@@ -38,20 +42,23 @@ def _texts() -> jinja2.Environment:
 
 
 def lines(file: str, macro: str, *values: Any) -> list[str]:
-    """The lines of a macro, those that are empty left out."""
-    text = getattr(_texts().get_template(f"{file}.txt").module, macro)(*values)
-    return [line.strip() for line in text.split("\n") if line.strip()]
+    """The lines of a macro, those that are empty left out. The values of a file `.rich` are parts
+    of rich markup.
+    """
+    template = _texts(file.endswith(".rich")).get_template(file)
+    text = getattr(template.module, macro)(*values)
+    return [line.rstrip() for line in text.split("\n") if line.strip()]
 
 
 def say(file: str, macro: str, *values: Any) -> str:
     """The sentence of a macro."""
-    return " ".join(lines(file, macro, *values))
+    return " ".join(line.strip() for line in lines(file, macro, *values))
 
 
 def pairs(file: str, macro: str, *values: Any) -> Pairs:
     """Lines of `name: words`; those without words are left out."""
     parts = (line.partition(":") for line in lines(file, macro, *values))
-    return Pairs(tuple((name, words.strip()) for name, _, words in parts if words.strip()))
+    return Pairs(tuple((name.strip(), words.strip()) for name, _, words in parts if words.strip()))
 
 
 def cards(file: str, macro: str, *values: Any) -> Cards:
