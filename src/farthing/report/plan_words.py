@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from farthing.planner.ownership import Saving
-from farthing.report.plan_types import Choice
 from farthing.units import say_seconds, say_usd
+
+if TYPE_CHECKING:
+    from farthing.planner.ownership import Saving
+    from farthing.report.plan_types import Choice
 
 _BLOCKS, _MOST_BLOCKS = "▁▂▃▄▅▆▇█", 36
 
