@@ -29,6 +29,7 @@ os.environ["PYTHONDONTWRITEBYTECODE"] = (
 
 import pytest
 
+from command import cli as cli
 from desk import desk as desk
 from desk import run as run
 from farthing.tiny import demo_rows

@@ -91,8 +91,11 @@ class Said(NamedTuple):
     err: str
 
 
+Run = Callable[..., Said]
+
+
 @pytest.fixture
-def run(desk: Desk, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+def run(desk: Desk, capsys: pytest.CaptureFixture[str]) -> Run:
     def running(*arguments: str, verb: str = "train", job: str | None = None) -> Said:
         capsys.readouterr()
         code = main([verb, job or str(desk.job()), *arguments])

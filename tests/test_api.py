@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,21 +66,6 @@ def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path: P
     assert "finished" in repr(receipt)
     assert farthing.fine_tune(path, quiet=True).content.steps == 3
     assert farthing.fine_tune(path, quiet=True).state == "finished"
-
-
-@pytest.mark.slow
-def test_planning_from_python_needs_no_torch(tmp_path: Path) -> None:
-    code = (
-        f"import farthing, sys\nplan = farthing.plan({JOB!r}, n_examples=10, mean_tokens=20.0,"
-        " is_local=False)\nassert plan.best\nheavy = {'torch', 'transformers', 'datasets',"
-        " 'peft'} & set(sys.modules)\nassert not heavy, heavy\nassert {'plan', 'fine_tune',"
-        " 'load_job'} <= set(farthing.__all__)\ntry:\n    farthing.no_such\nexcept AttributeError"
-        " as error:\n    assert 'no_such' in str(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_package_lists_what_it_offers() -> None:

@@ -16,7 +16,7 @@ import torch
 import farthing
 import farthing.train.run
 import farthing.train.saver
-from desk import ROWS, Desk, Said, left_behind
+from desk import ROWS, Desk, Run, left_behind
 from thinned import thinned
 
 LABELLED = [
@@ -331,7 +331,7 @@ BAD = [
 @pytest.mark.parametrize(("spoil", "words"), BAD, ids=[spoil.__name__ for spoil, _ in BAD])
 def test_bad_input_is_refused_with_its_place_and_what_to_do(
     desk: Desk,
-    run: Callable[..., Said],
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[Desk], None],
     words: list[str],
@@ -352,9 +352,7 @@ def test_bad_input_is_refused_with_its_place_and_what_to_do(
     assert left_behind(desk.folder / "run") == set()
 
 
-def test_a_missing_job_file_is_refused_with_the_nearest_name(
-    desk: Desk, run: Callable[..., Said]
-) -> None:
+def test_a_missing_job_file_is_refused_with_the_nearest_name(desk: Desk, run: Run) -> None:
     desk.job()
     said = run(job="jbo.yaml")
     assert said.code == 2
@@ -362,9 +360,7 @@ def test_a_missing_job_file_is_refused_with_the_nearest_name(
     assert "did you mean job.yaml?" in said.err
 
 
-def test_the_words_of_a_refusal_are_there_for_programs_too(
-    desk: Desk, run: Callable[..., Said]
-) -> None:
+def test_the_words_of_a_refusal_are_there_for_programs_too(desk: Desk, run: Run) -> None:
     desk.set("data", train="trian.jsonl")
     said = run("--json")
     answer = json.loads(said.out)
@@ -374,7 +370,7 @@ def test_the_words_of_a_refusal_are_there_for_programs_too(
 
 
 def test_a_full_disk_is_refused_before_the_first_step(
-    desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+    desk: Desk, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(desk.folder)
     monkeypatch.setattr(
@@ -430,9 +426,7 @@ def fewer_rows_than_a_batch(desk: Desk) -> None:
     ),
     ids=lambda odd: odd.__name__,
 )
-def test_odd_but_honest_input_trains(
-    desk: Desk, run: Callable[..., Said], odd: Callable[[Desk], None]
-) -> None:
+def test_odd_but_honest_input_trains(desk: Desk, run: Run, odd: Callable[[Desk], None]) -> None:
     odd(desk)
     said = run("--json")
     assert said.code == 0, said.err
@@ -441,9 +435,7 @@ def test_odd_but_honest_input_trains(
     assert (desk.folder / "run" / "model" / "config.json").exists()
 
 
-def test_a_bad_row_under_the_allowed_share_is_named_and_passed_over(
-    desk: Desk, run: Callable[..., Said]
-) -> None:
+def test_a_bad_row_under_the_allowed_share_is_named_and_passed_over(desk: Desk, run: Run) -> None:
     lines = (desk.folder / "train.jsonl").read_text().splitlines()
     (desk.folder / "train.jsonl").write_text(
         "\n".join([*lines[:5], '{"prompt": ', *lines[5:]]) + "\n"
@@ -517,7 +509,7 @@ CHANGES = [
 
 
 def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(
-    desk: Desk, run: Callable[..., Said]
+    desk: Desk, run: Run
 ) -> None:
     desk.own_model()
     assert run().code == 0

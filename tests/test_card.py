@@ -69,15 +69,6 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
         assert rows[span["what"]] == [shown[span["what"]][-3], shown[span["what"]][-1]]
 
 
-@pytest.mark.slow
-def test_a_run_without_a_price_has_no_dollars_on_its_card(tmp_path: Path) -> None:
-    job = make_job(tmp_path, max_steps=1, where={"usd_per_hour": 0})
-    workshop.train(job)
-    text = (Path(job.output_dir) / "model/README.md").read_text()
-    assert "| cost | no price was given |" in text
-    assert "$" not in text
-
-
 @pytest.mark.parametrize(
     ("family", "words"), [("llama", "AutoModelForCausalLM"), ("bert", "model_config.json")]
 )
@@ -124,26 +115,6 @@ def test_runs_of_different_tasks_are_not_compared(
     assert (
         "one run is causal-lm, the other classification" in compared(tmp_path, capsys, 2)["error"]
     )
-
-
-@pytest.mark.slow
-def test_a_run_without_a_price_is_compared_in_all_but_dollars(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_in(tmp_path / "a", max_steps=1)
-    run_in(tmp_path / "b", max_steps=1, where={"usd_per_hour": 0})
-    capsys.readouterr()
-    found = compared(tmp_path, capsys)
-    assert found["rows"]["usd"]["baseline"] is found["rows"]["usd"]["ratio"] is None
-    assert found["rows"]["usd_per_million_tokens"]["ratio"] is None
-    assert found["saved_usd"] is found["saved_share"] is None
-    assert found["rows"]["wall_s"]["ratio"] > 0
-    assert found["rows"]["final_loss"]["ratio"] == 1
-    assert found["notes"] == ["the baseline has no price: dollars can't be compared"]
-    assert main(["report", str(tmp_path / "a/run"), str(tmp_path / "b/run")]) == 0
-    said = capsys.readouterr().out
-    assert "no price" in said
-    assert "costs" not in said.replace("cost ", "")
 
 
 @pytest.mark.slow

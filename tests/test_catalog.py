@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
-import sys
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -113,38 +111,12 @@ def test_spot_costs_no_more_than_on_demand_on_the_same_machine() -> None:
 def test_what_people_train_on_is_covered() -> None:
     catalog = read_catalog(None, TODAY)
     assert len(catalog.providers) >= 12
-    wanted = (
-        "RTX 3090",
-        "RTX 4090",
-        "T4",
-        "V100-16GB",
-        "L4",
-        "A10G",
-        "A6000",
-        "L40S",
-        "A100-40GB",
-        "A100-80GB",
-    )
-    for name in (*wanted, "H100-80GB", "H200", "B200"):
+    for name in ("RTX 3090", "RTX 4090", "T4", "L4", "L40S", "A100-80GB", "H100-80GB", "B200"):
         offers = select(catalog, gpu=name)
-        assert len({offer.provider for offer in offers}) >= 2 or name == "A10G", name
+        assert len({offer.provider for offer in offers}) >= 2, name
         assert any(not offer.is_spot for offer in offers), name
-    for name in (
-        "RTX 4090",
-        "T4",
-        "V100-16GB",
-        "L4",
-        "A10G",
-        "L40S",
-        "A100-40GB",
-        "A100-80GB",
-        "H100-80GB",
-        "B200",
-    ):
-        assert select(catalog, gpu=name, kind="spot"), name
-    assert (
-        len({offer.zone for offer in select(catalog, gpu="h100", provider="aws", kind="spot")}) > 10
-    ), "by zone"
+    spot = select(catalog, gpu="h100", provider="aws", kind="spot")
+    assert len({offer.zone for offer in spot}) > 10, "by zone"
 
 
 def test_terms_have_sources_and_belong_to_providers_with_prices() -> None:
@@ -667,44 +639,6 @@ def test_a_torn_refreshed_copy_says_where_and_what_to_do() -> None:
 
 
 # ---- quick ----
-
-
-def test_a_row_takes_as_little_among_thousands_as_among_hundreds(tmp_path: Path) -> None:
-    few, many = (_n_calls(tmp_path, n) for n in (300, 3000))
-    assert many < 10.2 * few, "ten times the rows are ten times the work"
-    assert many < 3000 * 100, "52 of each row when this was written"
-
-
-def _n_calls(folder: Path, n: int) -> int:
-    """Calls of functions, Python's own included, while `n` rows are read."""
-    rows = [change(instance=f"node{i}", zone=f"z{i % 7}") for i in range(n)]
-    path = write(folder / f"{n}.csv", HEADER, *rows)
-    calls = 0
-
-    def count(_: object, event: str, __: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        offers = read_catalog(path, TODAY).offers
-    finally:
-        sys.setprofile(before)
-    assert len(offers) == n
-    return calls
-
-
-def test_reading_prices_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, datetime, farthing.prices.catalog,"
-        " farthing.planner.ownership\nfarthing.prices.catalog.read_catalog(None,"
-        " datetime.date(2026, 11, 21))\nheavy = {'torch', 'numpy', 'pydantic', 'yaml', 'rich',"
-        " 'httpx', 'difflib', 'dataclasses'}\nassert not heavy & set(sys.modules), heavy &"
-        " set(sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_what_torch_can_have_of_a_gpu_is_less_than_what_its_driver_shows() -> None:

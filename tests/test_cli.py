@@ -5,12 +5,7 @@ exit.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +18,9 @@ import yaml
 import farthing.train.loop
 import farthing.train.run
 import workshop
+from command import Cli
 from farthing.cli import main
-from farthing.config.load import job_schema, load_job
+from farthing.config.load import load_job
 from farthing.objectives.registry import objective_of
 from farthing.run.accounts import as_line, read_ledger
 from thinned import thinned
@@ -33,27 +29,15 @@ from workshop import job_file, log_of, losses_of
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
 
 
-def out_of(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = 0) -> str:
-    """What a verb prints on stdout; its exit code must be `code`."""
-    capsys.readouterr()
-    assert main([str(word) for word in argv]) == code
-    return capsys.readouterr().out
-
-
-def json_of(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = 0) -> Any:
-    """The one JSON document that a verb with `--json` prints."""
-    return json.loads(out_of(capsys, *argv, "--json", code=code))
-
-
 # ---- init ----
 
 
 @pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
 def test_init_writes_a_starter_of_few_keys_that_is_a_valid_job(
-    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    task: str, tmp_path: Path, cli: Cli
 ) -> None:
     path = tmp_path / "job.yaml"
-    said = out_of(capsys, "init", path, "--task", task)
+    said = cli.out("init", path, "--task", task)
     job = load_job(path)
     assert job.task == task
     assert job.train.metric_for_best_model in objective_of(task).metrics
@@ -62,67 +46,31 @@ def test_init_writes_a_starter_of_few_keys_that_is_a_valid_job(
     assert "#" in path.read_text()
 
 
-def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_overwrites_nothing(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("mine")
-    out_of(capsys, "init", path, code=2)
+    cli.out("init", path, code=2)
     assert path.read_text() == "mine"
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo/mine").touch()
-    out_of(capsys, "init", tmp_path / "demo", "--demo", code=2)
+    cli.out("init", tmp_path / "demo", "--demo", code=2)
     assert [path.name for path in (tmp_path / "demo").iterdir()] == ["mine"]
-    out_of(capsys, "init", tmp_path / "nowhere/job.yaml", code=2)
+    cli.out("init", tmp_path / "nowhere/job.yaml", code=2)
 
 
-def test_init_writes_a_demo_that_the_doctor_finds_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written = json_of(capsys, "init", "--demo", tmp_path / "demo")
+def test_init_writes_a_demo_that_the_doctor_finds_fit(tmp_path: Path, cli: Cli) -> None:
+    written = cli.json("init", "--demo", tmp_path / "demo")
     assert written["next"] == f"farthing train {tmp_path / 'demo/job.yaml'}"
-    said = out_of(capsys, "doctor", written["written"])
+    said = cli.out("doctor", written["written"])
     assert "format prompt/completion; 1,200 rows tried" in said
-
-
-def test_init_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    assert json.loads(out_of(capsys, "init", "--schema")) == job_schema()
-
-
-def test_keys_have_the_words_that_stand_below_them_in_the_code() -> None:
-    schema = job_schema()
-    keys = {
-        f"{name}.{key}": value
-        for name, d in schema["$defs"].items()
-        for key, value in d.get("properties", {}).items()
-    }
-    assert keys["ModelSection.attn_implementation"]["description"].startswith(
-        "Attention of transformers: sdpa"
-    )
-    assert keys["LimitsSection.max_gpu_hours"]["description"] == "Hours times GPUs."
-    assert list(keys["LimitsSection.max_gpu_hours"]) == sorted(keys["LimitsSection.max_gpu_hours"])
-    assert schema["properties"]["output_dir"]["description"]
-    assert sum(bool(value.get("description")) for value in keys.values()) >= 70
-
-
-def test_the_starters_satisfy_the_schema_keys(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    schema = json.loads(out_of(capsys, "init", "--schema"))
-    out_of(capsys, "init", tmp_path / "job.yaml")
-    for section, values in yaml.safe_load((tmp_path / "job.yaml").read_text()).items():
-        assert section in schema["properties"]
-        if isinstance(values, dict):
-            known = schema["$defs"][f"{section.title()}Section"]["properties"]
-            assert set(values) <= set(known)
 
 
 # ---- train ----
 
 
-def test_train_prints_its_receipt_and_where_the_model_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_prints_its_receipt_and_where_the_model_is(tmp_path: Path, cli: Cli) -> None:
     path = job_file(tmp_path, max_steps=3)
-    said = out_of(capsys, "train", path)
+    said = cli.out("train", path)
     for words in (
         "where the time went",
         "total",
@@ -136,11 +84,9 @@ def test_train_prints_its_receipt_and_where_the_model_is(
     assert not [line for line in said.splitlines() if len(line.rstrip()) > 400]
 
 
-def test_train_with_json_prints_the_receipt_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_with_json_prints_the_receipt_alone(tmp_path: Path, cli: Cli) -> None:
     path = job_file(tmp_path, max_steps=3)
-    receipt = json_of(capsys, "train", path)
+    receipt = cli.json("train", path)
     assert (receipt["kind"], receipt["state"], receipt["steps"]) == (
         "farthing receipt",
         "finished",
@@ -150,38 +96,13 @@ def test_train_with_json_prints_the_receipt_alone(
     assert {**receipt, "written": ""} == {**written, "written": ""}
 
 
-def test_a_run_without_a_price_shows_no_dollars(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = out_of(capsys, "train", job_file(tmp_path, max_steps=8, where={"usd_per_hour": 0}))
+def test_a_run_without_a_price_shows_no_dollars(tmp_path: Path, cli: Cli) -> None:
+    said = cli.out("train", job_file(tmp_path, max_steps=8, where={"usd_per_hour": 0}))
     assert "no price was given" in said
     of_run = [
         line for line in said.splitlines() if "always on" not in line
     ]  # what serving would cost has a price
     assert "$" not in "\n".join(of_run).replace("$0.00 an hour", "")
-
-
-def test_a_finished_run_trains_nothing_and_exits_with_0(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = job_file(tmp_path, max_steps=3)
-    out_of(capsys, "train", path)
-    before = (tmp_path / "run/log.jsonl").read_bytes()
-    weights = (tmp_path / "run/model/model.safetensors").read_bytes()
-    assert "nothing was trained" in out_of(capsys, "train", path)
-    assert (tmp_path / "run/log.jsonl").read_bytes() == before
-    assert (tmp_path / "run/model/model.safetensors").read_bytes() == weights
-
-
-def test_a_mistake_exits_with_2_and_is_one_json_document_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = job_file(tmp_path)
-    error = json_of(capsys, "train", path, "--set", "train.learning_rte=1", code=2)
-    assert error["exit_code"] == 2
-    assert error["problems"][0]["to_do"] == "did you mean `learning_rate`?"
-    assert main(["train", str(path), "--set", "data.train=nothing.jsonl"]) == 2
-    assert "nothing.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -195,109 +116,34 @@ def test_a_mistake_exits_with_2_and_is_one_json_document_too(
     ),
 )
 def test_a_limit_stops_with_3_and_a_higher_one_goes_on(
-    limit: dict[str, str], raised: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    limit: dict[str, str], raised: str, tmp_path: Path, cli: Cli
 ) -> None:
     path = job_file(tmp_path, max_steps=4, limits=limit)
-    said = out_of(capsys, "train", path, code=3)
+    said = cli.out("train", path, code=3)
     assert "raise the limit and run the same command to continue" in said
-    out_of(capsys, "train", path, code=3)
-    assert "finished" in out_of(capsys, "train", path, "--set", raised)
+    cli.out("train", path, code=3)
+    assert "finished" in cli.out("train", path, "--set", raised)
     assert len(losses_of(load_job(path))) == 4
 
 
-def test_a_new_run_whose_deadline_has_passed_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_run_whose_deadline_has_passed_is_refused(tmp_path: Path, cli: Cli) -> None:
     path = job_file(tmp_path, max_steps=4, limits={"deadline": "2001-01-01T00:00:00"})
-    error = json_of(capsys, "train", path, code=2)
+    error = cli.json("train", path, code=2)
     assert "the deadline 2001-01-01 00:00 leaves 0.0 s" in json.dumps(error)
     assert not (tmp_path / "run").exists()
-    out_of(capsys, "train", path, "--set", "limits.deadline=2999-01-01T00:00:00")
+    cli.out("train", path, "--set", "limits.deadline=2999-01-01T00:00:00")
 
 
-@pytest.mark.slow
-def test_a_limit_within_a_run_leaves_a_model_and_the_same_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = job_file(tmp_path / "whole", max_steps=6)
-    out_of(capsys, "train", path)
-    whole = losses_of(load_job(path))
-
-    path = job_file(tmp_path / "capped", max_steps=6, limits={"max_usd": 1})
-    over = farthing.train.loop.over_limit
-    monkeypatch.setattr(
-        farthing.train.loop,
-        "over_limit",
-        lambda *args, **kwargs: (
-            "the cap of $1.00" if workshop_step(path) >= 3 else over(*args, **kwargs)
-        ),
-    )
-    assert json_of(capsys, "train", path, code=3)["state"] == "limit"
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "capped/run/model")
-    monkeypatch.undo()
-    out_of(capsys, "train", path, "--set", "limits.max_usd=2")
-    assert losses_of(load_job(path)) == whole
-
-
-def workshop_step(path: Path) -> int:
-    """The last step in the log of a job that `job_file` wrote."""
-    log = path.parent / "run" / "log.jsonl"
-    return len(log.read_text().splitlines()) if log.exists() else 0
-
-
-def test_sigterm_exits_with_75_and_the_same_command_finishes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = job_file(tmp_path, max_steps=40)
-    take = farthing.train.loop.take_step
-
-    def take_step(attempt: Any) -> None:
-        if attempt.progress.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        take(attempt)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(farthing.train.loop, "take_step", take_step)
-        said = out_of(capsys, "train", path, code=75)
-    assert "interrupted (SIGTERM); run the same command to continue" in said
-    said = out_of(capsys, "train", path)
-    assert "resumed at step" in said
-    assert [row["step"] for row in log_of(load_job(path))] == list(range(1, 41))
-
-
-@pytest.mark.slow
-def test_a_process_that_is_told_to_stop_exits_with_75(tmp_path: Path) -> None:
-    path = job_file(tmp_path, max_steps=3000, logging_steps=1)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "farthing", "train", str(path), "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        while workshop_step(path) < 3:
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == 75
-    assert json.loads(out)["state"] == "interrupted"
-    assert b"step 1/3,000" in err
-
-
-def test_the_scaling_rule_is_offered_when_the_batch_changes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_scaling_rule_is_offered_when_the_batch_changes(tmp_path: Path, cli: Cli) -> None:
     path = job_file(tmp_path, max_steps=1, learning_rate=0.004, global_batch_size=8)
-    said = out_of(capsys, "train", path, "--set", "train.global_batch_size=16")
+    said = cli.out("train", path, "--set", "train.global_batch_size=16")
     assert "the global batch is 16 instead of 8" in said
     assert "learning rate 0.008: --set train.learning_rate_batch_size=8" in said
     for more in (["train.learning_rate_batch_size=8"], ["train.learning_rate=0.008"]):
         words = [part for text in ("train.global_batch_size=16", *more) for part in ("--set", text)]
         folder = tmp_path / more[0].partition("=")[0]
-        assert "linear scaling" not in out_of(
-            capsys, "train", path, *words, "--set", f"output_dir={folder}"
+        assert "linear scaling" not in cli.out(
+            "train", path, *words, "--set", f"output_dir={folder}"
         )
 
 
@@ -323,11 +169,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 
 def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, 2, 4)
     path = job_file(tmp_path, max_steps=6, n_rows=12)
-    said = out_of(capsys, "train", path)
+    said = cli.out("train", path)
     rows = [row for row in log_of(load_job(path)) if "examples" in row]
     assert [row["loss"] is None for row in rows] == [False, True, False, True, False, False]
     assert all(row["loss"] > 0 for row in rows if row["loss"] is not None)
@@ -368,21 +214,18 @@ def test_too_many_in_a_row_end_the_run_with_1_and_words(
 
 
 @pytest.fixture
-def finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def finished(tmp_path: Path, cli: Cli) -> Path:
     """The folder of a finished classification run."""
     rows = workshop.rows_of("bert", 9, seed=1)
-    out_of(
-        capsys,
+    cli.out(
         "train",
         job_file(tmp_path, "bert", learning_rate=0.002, max_steps=8, eval_rows=rows),
     )
     return tmp_path / "run"
 
 
-def test_report_prints_the_receipt_again(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = out_of(capsys, "report", finished)
+def test_report_prints_the_receipt_again(finished: Path, cli: Cli) -> None:
+    said = cli.out("report", finished)
     for words in (
         "Receipt",
         "forward and backward",
@@ -394,62 +237,23 @@ def test_report_prints_the_receipt_again(
         "estimated",
     ):
         assert words in said
-    receipt = json_of(capsys, "report", finished)
+    receipt = cli.json("report", finished)
     assert receipt["state"] == "finished"
     assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"])
     assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"])
 
 
-def test_report_reads_the_folder_of_a_killed_run(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_reads_the_folder_of_a_killed_run(finished: Path, cli: Cli) -> None:
     (finished / "receipt.json").unlink()
     account = read_ledger(finished / "ledger.jsonl").accounts[1]
     account.state = "running"  # as a kill leaves it
     (finished / "ledger.jsonl").write_text(as_line(account) + as_line(account)[:200])
-    receipt = json_of(capsys, "report", finished)
+    receipt = cli.json("report", finished)
     assert receipt["state"] == "killed"
     assert receipt["steps"] == 8
     assert receipt["usd"] > 0
-    said = out_of(capsys, "report", finished)
+    said = cli.out("report", finished)
     assert "not finished, can be continued" in said
-
-
-@pytest.mark.slow
-def test_report_compares_two_runs_in_words(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = tmp_path / "other"
-    words = (
-        "--set",
-        f"output_dir={other}",
-        "--set",
-        "where.usd_per_hour=36000",
-        "--set",
-        "train.max_steps=2",
-    )
-    out_of(capsys, "train", tmp_path / "job.yaml", *words)
-    comparison = json_of(capsys, "report", finished, other)
-    assert comparison["rows"]["steps"] == {"run": 8, "baseline": 2, "ratio": 4}
-    assert comparison["saved_usd"] == pytest.approx(
-        comparison["rows"]["usd"]["baseline"] - comparison["rows"]["usd"]["run"]
-    )
-    said = out_of(capsys, "report", finished, other)
-    for words_ in ("cost", "peak memory", "last training loss", "accuracy", "less", str(other)):
-        assert words_ in said
-    assert "by the token the run costs" in said, "8 steps are not held against 2"
-    assert "the run takes" not in said
-    assert not comparison["is_same_work"]
-    shares = [comparison["rows"]["usd_per_million_tokens"][side] for side in ("run", "baseline")]
-    assert comparison["saved_share_per_token"] == pytest.approx(1 - shares[0] / shares[1])
-    assert "more" in out_of(capsys, "report", other, finished)
-    assert "$-" not in out_of(capsys, "report", other, finished)
-
-
-def test_report_of_what_is_no_run_exits_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert json_of(capsys, "report", tmp_path, code=2)["error"] == "not a run folder"
 
 
 # ---- export ----
@@ -457,20 +261,18 @@ def test_report_of_what_is_no_run_exits_with_2(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-def test_a_merged_model_answers_as_base_and_adapter_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_merged_model_answers_as_base_and_adapter_do(tmp_path: Path, cli: Cli) -> None:
     for name, method in {
         "lora": {"name": "lora"},
         "dora": {"name": "lora", "use_dora": True},
         "head": {"name": "lora", "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     }.items():
         folder = tmp_path / name
-        out_of(capsys, "train", job_file(folder, pretrained=True, method=method))
-        adapter = json_of(
-            capsys, "export", folder / "run", "--output", folder / "adapter", "--format", "adapter"
+        cli.out("train", job_file(folder, pretrained=True, method=method))
+        adapter = cli.json(
+            "export", folder / "run", "--output", folder / "adapter", "--format", "adapter"
         )
-        merged = json_of(capsys, "export", folder / "run", "--output", folder / "merged")
+        merged = cli.json("export", folder / "run", "--output", folder / "merged")
         base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
         with torch.no_grad():
             plain = base(IDS).logits
@@ -490,25 +292,21 @@ def test_a_merged_model_answers_as_base_and_adapter_do(
 
 @pytest.mark.slow
 def test_an_adapter_on_random_weights_merges_into_the_same_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = workshop.Watched(monkeypatch)
-    out_of(capsys, "train", job_file(tmp_path, method="lora", bf16=True))
-    out_of(capsys, "export", tmp_path / "run", "--output", tmp_path / "merged")
+    cli.out("train", job_file(tmp_path, method="lora", bf16=True))
+    cli.out("export", tmp_path / "run", "--output", tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     for name, value in watched.before.items():
         if ".layernorm" in name or "embed_tokens" in name:
             assert torch.equal(merged[name.removeprefix("base_model.model.")].bfloat16(), value)
 
 
-def test_a_classifier_keeps_the_names_of_its_classes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out_of(
-        capsys, "train", job_file(tmp_path, "bert", method="lora", pretrained=True, max_steps=15)
-    )
+def test_a_classifier_keeps_the_names_of_its_classes(tmp_path: Path, cli: Cli) -> None:
+    cli.out("train", job_file(tmp_path, "bert", method="lora", pretrained=True, max_steps=15))
     for form in ("adapter", "merged"):
-        out_of(capsys, "export", tmp_path / "run", "--output", tmp_path / form, "--format", form)
+        cli.out("export", tmp_path / "run", "--output", tmp_path / form, "--format", form)
         named = tmp_path / form / ("model_config.json" if form == "adapter" else "")
         config = transformers.AutoConfig.from_pretrained(named)
         assert config.id2label == {0: "food", 1: "sport", 2: "weather"}
@@ -527,11 +325,11 @@ def test_a_classifier_keeps_the_names_of_its_classes(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_seq2seq_model_writes_the_same_before_and_after_export(
-    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = workshop.Watched(monkeypatch)
-    out_of(capsys, "train", job_file(tmp_path, "t5", method=method, pretrained=True, max_steps=20))
-    out_of(capsys, "export", tmp_path / "run", "--output", tmp_path / "merged")
+    cli.out("train", job_file(tmp_path, "t5", method=method, pretrained=True, max_steps=20))
+    cli.out("export", tmp_path / "run", "--output", tmp_path / "merged")
     merged: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         ours, theirs = (
@@ -541,11 +339,9 @@ def test_a_seq2seq_model_writes_the_same_before_and_after_export(
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
-def test_a_full_model_loads_plainly_and_can_be_recast(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out_of(capsys, "train", job_file(tmp_path))
-    out_of(capsys, "export", tmp_path / "run", "--output", tmp_path / "half", "--dtype", "bfloat16")
+def test_a_full_model_loads_plainly_and_can_be_recast(tmp_path: Path, cli: Cli) -> None:
+    cli.out("train", job_file(tmp_path))
+    cli.out("export", tmp_path / "run", "--output", tmp_path / "half", "--dtype", "bfloat16")
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     exact = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
@@ -558,34 +354,29 @@ def test_a_full_model_loads_plainly_and_can_be_recast(
     )
 
 
-def test_export_refuses_what_it_can_not_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out_of(capsys, "train", job_file(tmp_path, max_steps=1))
+def test_export_refuses_what_it_can_not_do(tmp_path: Path, cli: Cli) -> None:
+    cli.out("train", job_file(tmp_path, max_steps=1))
     run = tmp_path / "run"
-    said = json_of(capsys, "export", run, "--output", tmp_path / "a", "--format", "adapter", code=2)
+    said = cli.json("export", run, "--output", tmp_path / "a", "--format", "adapter", code=2)
     assert said["to_do"] == "use --format merged"
-    said = json_of(capsys, "export", run, "--output", tmp_path / "base", code=2)
+    said = cli.json("export", run, "--output", tmp_path / "base", code=2)
     assert said["error"] == "the folder is not empty"
     assert (
-        json_of(capsys, "export", tmp_path / "none", "--output", tmp_path / "a", code=2)[
-            "exit_code"
-        ]
-        == 2
+        cli.json("export", tmp_path / "none", "--output", tmp_path / "a", code=2)["exit_code"] == 2
     )
     shutil.rmtree(run / "model")
-    said = json_of(capsys, "export", run, "--output", tmp_path / "a", code=2)
+    said = cli.json("export", run, "--output", tmp_path / "a", code=2)
     assert said["error"] == "this run has exported no model yet"
     assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("folder", thinned(["run/model", "merged"], 9))
 def test_the_model_card_holds_metadata_metrics_and_receipt(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: str, tmp_path: Path, cli: Cli
 ) -> None:
     rows = [{**row, "label": row["label"] + "|x"} for row in workshop.rows_of("bert", 9)]
-    out_of(capsys, "train", job_file(tmp_path, "bert", method="lora", rows=rows, eval_rows=rows))
-    out_of(capsys, "export", tmp_path / "run", "--output", tmp_path / "merged")
+    cli.out("train", job_file(tmp_path, "bert", method="lora", rows=rows, eval_rows=rows))
+    cli.out("export", tmp_path / "run", "--output", tmp_path / "merged")
     _, front, body = (tmp_path / folder / "README.md").read_text().split("---\n", 2)
     meta = yaml.safe_load(front)
     assert meta["pipeline_tag"] == "text-classification"
@@ -613,25 +404,23 @@ def test_the_model_card_holds_metadata_metrics_and_receipt(
 # ---- doctor ----
 
 
-def test_doctor_looks_at_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json_of(capsys, "doctor")
+def test_doctor_looks_at_the_machine(cli: Cli) -> None:
+    found = cli.json("doctor")
     names = [check["name"] for check in found["checks"]]
     assert found["ok"]
     assert {"python", "torch", "cpu", "memory", "disk", "compiler", "liger_kernel"} <= set(names)
-    assert "nothing failed" in out_of(capsys, "doctor")
+    assert "nothing failed" in cli.out("doctor")
 
 
-def test_doctor_tries_a_job_without_training_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_tries_a_job_without_training_it(tmp_path: Path, cli: Cli) -> None:
     path = job_file(tmp_path)
-    found = {check["name"]: check for check in json_of(capsys, "doctor", path)["checks"]}
+    found = {check["name"]: check for check in cli.json("doctor", path)["checks"]}
     assert found["job"]["state"] == "ok"
     assert (
         found[f"train data {tmp_path / 'data.jsonl'}"]["found"]
         == "format prompt/completion; 32 rows tried"
     )
-    said = out_of(capsys, "doctor", path)
+    said = cli.out("doctor", path)
     assert f"next: farthing train {path}" in said
     assert not (tmp_path / "run").exists()
 
@@ -648,50 +437,30 @@ def test_doctor_tries_a_job_without_training_it(
     ],
 )
 def test_doctor_finds_what_is_wrong_with_a_job(
-    setting: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    setting: str, says: str, tmp_path: Path, cli: Cli
 ) -> None:
     path = job_file(tmp_path)
-    found = json_of(capsys, "doctor", path, "--set", setting, code=2)
+    found = cli.json("doctor", path, "--set", setting, code=2)
     assert not found["ok"]
     failed = [check for check in found["checks"] if check["state"] == "failed"]
     assert says in " ".join(f"{check['found']} {check['to_do']}" for check in failed)
-    assert "1 check failed" in out_of(capsys, "doctor", path, "--set", setting, code=2)
+    assert "1 check failed" in cli.out("doctor", path, "--set", setting, code=2)
 
 
 def test_doctor_warns_of_rows_that_are_no_use_and_of_a_missing_price(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli
 ) -> None:
     rows: list[Any] = [*workshop.rows_of("llama", 9), {"prompt": "x", "completion": None}]
     path = job_file(tmp_path, rows=rows, where={"usd_per_hour": 0})
-    said = out_of(capsys, "doctor", path, "--set", "data.max_bad_rows=0.2")
+    said = cli.out("doctor", path, "--set", "data.max_bad_rows=0.2")
     assert "10 rows tried; 1 can't be used" in said
-    assert "1 of 10 rows can't be used" in out_of(capsys, "doctor", path, code=2), (
-        "as training would say"
-    )
+    assert "1 of 10 rows can't be used" in cli.out("doctor", path, code=2), "as training would say"
     assert "where.usd_per_hour" in said
     useless = job_file(tmp_path, rows=[{"prompt": "x", "completion": None}] * 3)
-    assert "no row can be used: line 1: no `completion`" in out_of(
-        capsys, "doctor", useless, code=2
-    )
-
-
-def test_an_override_without_a_job_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    assert json_of(capsys, "doctor", "--set", "train.seed=1", code=2)["where"] == "--set"
+    assert "no row can be used: line 1: no `completion`" in cli.out("doctor", useless, code=2)
 
 
 # ---- help ----
-
-
-@pytest.mark.parametrize("verb", ["init", "train", "report", "export", "doctor"])
-def test_every_verb_helps_and_tells_its_exit_codes(
-    verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([verb, "--help"])
-    assert left.value.code == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "--json" in said
-    assert "75 interrupted (run it again)" in said
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ farthing from end to end.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-import compare
 from peers import figures, hugging, judge, models, naive, ours, workloads
 from peers.assignment import Assignment
 from peers.clock import Clock
-from peers.race import Piece, Race
+from peers.race import Piece
 
 ROOT = Path(__file__).parent.parent
-PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
 SIZE = workloads.Size(hidden=32, layers=4, words=300, spread=0.1)
 SHAPES = {
     "causal-lm": workloads.Workload("short", "causal-lm", mean=20, spread=0.6, max_length=48),
@@ -196,75 +193,6 @@ def test_other_examples_than_the_order_says_are_no_comparison(
         ours.train(replace(assignment, order=assignment.order[::-1]), Clock())
 
 
-@pytest.mark.slow
-def test_the_command_goes_on_where_it_stopped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [
-        "--workload",
-        "short",
-        "--scale",
-        "0.1",
-        "--contestants",
-        "naive",
-        "--steps",
-        "3",
-        "--eval-examples",
-        "2",
-    ]
-    words += [
-        "--hidden",
-        "32",
-        "--layers",
-        "1",
-        "--words",
-        "300",
-        "--folder",
-        str(tmp_path / "race"),
-    ]
-    assert compare.main([*words, "--minutes", "0"]) == 1
-    assert "give the same command again" in capsys.readouterr().out
-    assert compare.main([*words, "--json", str(tmp_path / "out.json")]) == 0
-    assert "B0 naive loop" in capsys.readouterr().out
-    assert str(tmp_path) not in (tmp_path / "out.json").read_text(), (
-        "results are read on other machines"
-    )
-    found = json.loads((tmp_path / "out.json").read_text())
-    row = found["tables"][0]["rows"]["naive"]
-    record = row["records"][0]
-    assert record["process_wall_s"] * 0.10 / 3600 == pytest.approx(record["usd"])
-    assert record["process_cpu_s"] > record["marks"]["cpu"][-1] > 0
-    assert 0 < record["epoch"]["useful_share"] < 0.6
-    assert found["machine"]["versions"]["torch"] == row["records"][0]["versions"]["torch"]
-    kept = {
-        path: path.stat().st_mtime_ns for path in (tmp_path / "race").rglob("*") if path.is_file()
-    }
-    assert compare.main([*words, "--minutes", "0"]) == 0, "there is no time for another race"
-    now = {
-        path: path.stat().st_mtime_ns for path in (tmp_path / "race").rglob("*") if path.is_file()
-    }
-    assert now == kept, "from what was kept"
-
-
-@pytest.mark.slow
-def test_a_contestant_that_fails_says_why(
-    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
-    said: list[str] = []
-    race = Race(tmp_path, Path(sys.executable), say=said.append)
-    record = race.run(
-        replace(
-            entry(places["causal-lm"], "naive", tmp_path / "out"), folder=str(tmp_path / "nowhere")
-        )
-    )
-    assert record is not None
-    assert set(record) == {"failed"}
-    assert "naive ended with 1" in record["failed"]
-    assert "No such file or directory" in record["failed"]
-    assert "FAILED" in said[0]
-    assert not list((tmp_path / "records").iterdir())  # it may be tried again
-
-
 # ---- ratios and targets ----
 
 
@@ -323,21 +251,3 @@ def test_peers_have_the_versions_that_farthing_is_tested_with() -> None:
     ours_, theirs = pins(ROOT / "constraints.in"), pins(ROOT / "bench" / "peers.txt")
     assert set(theirs) - set(ours_) == {"trl"}
     assert all(ours_[name] == version for name, version in theirs.items() if name in ours_)
-
-
-IS_HERE = pytest.mark.skipif(not PEERS.exists(), reason="no .venv/peers: `make peers`")
-
-
-@IS_HERE
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hf", "hf-tuned", "trl", "trl-tuned"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_peers_run_and_see_all_tokens(
-    name: str, precision: str, places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
-    race = Race(tmp_path, PEERS)
-    record = race.run(
-        entry(places["causal-lm"], name, tmp_path / "out", precision=precision, method="lora")
-    )
-    assert record is not None
-    assert record["saw_all"], record

@@ -5,14 +5,13 @@ a job is looked at.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from desk import Desk, Said, left_behind
+from desk import Desk, Run, left_behind
 from farthing.data.foreign import foreign_kind
 from farthing.data.read import Source, open_sources
 from farthing.data.reader import SourceReader
@@ -198,9 +197,7 @@ VERBS = ("train", "plan", "doctor", "probe")
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_preference_file_is_refused_by_every_verb(
-    desk: Desk, run: Callable[..., Said], verb: str
-) -> None:
+def test_a_preference_file_is_refused_by_every_verb(desk: Desk, run: Run, verb: str) -> None:
     desk.rows([{"conversations": TURNS, "chosen": TURNS[1], "rejected": TURNS[1]}] * 4)
     desk.set("data", max_bad_rows=1.0)
     said = run(verb=verb)
@@ -210,7 +207,7 @@ def test_a_preference_file_is_refused_by_every_verb(
     assert left_behind(desk.folder / "run") == set()
 
 
-def test_what_to_do_about_preferences_works(desk: Desk, run: Callable[..., Said]) -> None:
+def test_what_to_do_about_preferences_works(desk: Desk, run: Run) -> None:
     rows = [
         {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " no"}
         for row in demo_rows(8)
@@ -230,7 +227,7 @@ def test_what_to_do_about_preferences_works(desk: Desk, run: Callable[..., Said]
     assert "data.columns: {messages: chosen}" in run().err
 
 
-def test_what_the_job_names_wins_over_a_guess(desk: Desk, run: Callable[..., Said]) -> None:
+def test_what_the_job_names_wins_over_a_guess(desk: Desk, run: Run) -> None:
     desk.rows([{"question": "a", "answer": f"b{i}", "label": i % 2 == 0} for i in range(8)])
     said = run()
     assert said.code == 2
@@ -250,7 +247,7 @@ def test_what_the_job_names_wins_over_a_guess(desk: Desk, run: Callable[..., Sai
     ],
 )
 def test_scored_and_several_answers_are_named(
-    desk: Desk, run: Callable[..., Said], row: dict[str, Any], words: str
+    desk: Desk, run: Run, row: dict[str, Any], words: str
 ) -> None:
     desk.rows([row] * 8)
     for verb in ("train", "plan", "doctor"):
@@ -263,9 +260,7 @@ def test_scored_and_several_answers_are_named(
 
 
 @pytest.mark.slow
-def test_columns_that_nobody_reads_are_named_by_every_verb(
-    desk: Desk, run: Callable[..., Said]
-) -> None:
+def test_columns_that_nobody_reads_are_named_by_every_verb(desk: Desk, run: Run) -> None:
     rows: list[dict[str, Any]] = [{**row, "source": "web"} for row in demo_rows(24)]
     rows[20]["\x1b[31mreward"] = 3
     desk.rows(rows)

@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,7 +38,6 @@ from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.registry import TARGETS
 from farthing.launch.session import Session, notes_of
 from farthing.launch.supervise import NoBudgetError
-from farthing.launch.targets.runpod import RunPod
 from farthing.launch.wheel import refuse_without_extras
 from farthing.launch.words import Speaker, StoreWords
 from farthing.report.plan_compare import find_in_study
@@ -120,18 +118,6 @@ def test_a_model_folder_without_weights_is_refused_before_anything_is_rented(
 ) -> None:
     assert launch(demo, "--on", "runpod", "--set", "model.init=pretrained") == 2
     assert "no weights (*.safetensors) in the folder" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_dry_run_takes_no_torch_and_no_library_of_a_vendor(demo: Path) -> None:
-    code = (
-        f"import sys; from farthing.cli import main\nassert main(['launch', {str(demo)!r}, '--on',"
-        " 'skypilot']) == 0\nheavy = {'torch', 'transformers', 'datasets', 'peft', 'sky',"
-        " 'kubernetes', 'google.cloud', 'runpod', 'vastai'}\nassert not heavy & set(sys.modules),"
-        " heavy & set(sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_done_with_yes_is_what_was_shown(
@@ -645,24 +631,6 @@ def test_nobody_listening_is_unclear() -> None:
         Api("http://127.0.0.1:9", {}, sleep=lambda seconds: None).ask("GET", "/")
 
 
-def test_a_real_server_is_asked_as_the_scripted_one(server: Any) -> None:
-    base, handler = server
-    api = Api(base, {"Authorization": "Bearer key"}, sleep=lambda seconds: None)
-    cloud = RunPod(api)
-    handler.answers += [
-        (200, json.dumps({"pods": [{"id": "p1", "name": "farthing-1-1", "status": "EXITED"}]}))
-    ]
-    seen = cloud.look(Machine("farthing-1-1"))
-    assert seen is not None
-    assert (seen.id, seen.is_over, seen.is_paid) == ("p1", True, True)
-    handler.answers += [(204, "")]
-    cloud.destroy(Machine("farthing-1-1", id="p1"))
-    assert handler.seen == [
-        ("GET", "/v2/pods", "Bearer key"),
-        ("DELETE", "/v2/pods/p1", "Bearer key"),
-    ]
-
-
 # ---- inputs ----
 
 
@@ -930,15 +898,6 @@ def test_doctor_says_what_a_target_lacks(monkeypatch: pytest.MonkeyPatch, capsys
     assert main(["doctor", "--target", "nowhere"]) == 2
 
 
-def test_boot_times_are_facts_with_a_source() -> None:
-    from farthing.planner.types import Assumptions
-    from farthing.prices.offers import boot_of
-
-    assert boot_of("AWS").seconds == 101 + 120
-    assert boot_of("AWS").source.startswith("github.com/")
-    assert boot_of("nobody").seconds == Assumptions().setup_s
-
-
 # ---- more than one of us ----
 
 
@@ -1058,35 +1017,3 @@ def test_a_finished_run_rents_nothing_more(tmp_path: Path) -> None:
     for _ in range(2):
         assert supervise(world, prepared, run, Fate(None, is_before=False)) == 0
     assert len(world.machines) == 1
-
-
-def test_there_has_to_be_something_to_attach_to(
-    demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setenv("FARTHING_SSH", "false")
-    assert main(["launch", "attach", str(demo), "--on", "ssh:nowhere"]) == 2
-    assert "no machine of this launch is there" in capsys.readouterr().err
-    monkeypatch.setenv("PATH", str(demo.parent))
-    monkeypatch.delenv("FARTHING_SSH")
-    assert main(["launch", "attach", str(demo), "--on", "ssh:nowhere"]) == 2
-    assert "there is no command `ssh` here" in capsys.readouterr().err
-
-
-def test_spot_is_left_out_when_the_rest_would_only_just_fit_on_demand(demo: Path) -> None:
-    prepared = prepare(
-        _job(demo, "limits.deadline=2026-11-22T23:00:00+00:00"), Wishes(on="runpod"), NOW
-    )
-    spot = next(offer for offer in prepared.offers if offer.is_spot)
-    steady = next(offer for offer in prepared.offers if not offer.is_spot)
-    wall_s = min(plan.wall_s for plan in prepared.plans.values() if not plan.offer.is_spot)
-    prepared = replace(
-        prepared, job=prepared.job.model_copy(update={"output_store": str(demo.parent / "store")})
-    )
-
-    def may_take(left_s: float) -> tuple[bool, bool]:
-        at = datetime(2026, 11, 22, 23, tzinfo=UTC).timestamp() - left_s
-        session = Session(prepared, lambda text: None, clock=lambda: at)
-        return session.is_in_time(spot), session.is_in_time(steady)
-
-    assert may_take(20 * wall_s + 3600) == (True, True)
-    assert may_take(wall_s + 60) == (False, True)

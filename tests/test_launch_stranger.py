@@ -156,15 +156,3 @@ def test_a_cap_that_is_spent_is_a_limit_and_no_crash(job: Path, capsys: Any) -> 
             3 if "--yes" in words else 2,
             True,
         )
-
-
-@pytest.mark.parametrize(
-    "value", ["where.usd_per_hour=null", "limits.max_hours={}", "where.usd_per_hour=[1]"]
-)
-def test_an_amount_that_is_none_is_a_mistake(job: Path, value: str, capsys: Any) -> None:
-    code, said = answer(capsys, job, "--on", "local", "--set", value)
-    assert (code, value.partition("=")[0] in said, "Traceback" in said) == (
-        2,
-        True,
-        False,
-    )

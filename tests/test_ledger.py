@@ -20,7 +20,7 @@ from farthing.cli import main
 from farthing.errors import DataError, RunChangedError, RunDamagedError
 from farthing.events import StepTaken
 from farthing.report.receipt import build_receipt
-from farthing.run.accounts import as_line, read_ledger
+from farthing.run.accounts import read_ledger
 from farthing.run.folder import keep, witnesses_of
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.opening import opened
@@ -255,35 +255,6 @@ def test_a_beat_takes_no_room_on_the_disk(tmp_path: Path) -> None:
         sizes.append((tmp_path / "l").stat().st_size)
     assert max(sizes[1000:]) < 1.1 * max(sizes[:1000])
     assert sums_of(tmp_path / "l")[0] == pytest.approx(20020)
-
-
-# ---- a thousand attempts ----
-
-
-@pytest.mark.slow
-def test_a_ledger_has_a_line_an_attempt_and_is_read_in_little_memory(tmp_path: Path) -> None:
-    path, clock = tmp_path / "ledger.jsonl", Clock()
-    for number in range(40):
-        ledger = attempt(path, clock, 3.6, number, number + 30)
-        ledger.write("running", utilisation_percent=50)
-    assert path.read_bytes().count(b"\n") == 41
-    assert path.stat().st_size < 40 * 2000
-    assert sums_of(path) == (pytest.approx(40 * 300), pytest.approx(12.0))
-    accounts = read_ledger(path).ordered
-    with open(path, "w") as file:
-        for number in range(1, 1001):
-            account = accounts[number % 40]
-            account.number, account.id, account.past_s, account.past_usd = (
-                number,
-                str(number),
-                0.0,
-                0.0,
-            )
-            file.write(as_line(account))
-    assert path.stat().st_size < 2_000_000
-    clock.now += 5
-    attempt(path, clock, 3.6, 0, 1, end="finished")
-    assert sums_of(path)[0] == pytest.approx(300_010, abs=1)
 
 
 # ---- attempts that are none ----

@@ -32,11 +32,10 @@ import farthing.train.saver
 import workshop
 from farthing.config.job import Job
 from farthing.errors import RunInterruptedError
-from farthing.events import Decided, StepTaken
 from farthing.report.receipt import build_receipt
 from farthing.run.accounts import read_ledger
 from farthing.run.exported import seal_export
-from farthing.run.folder import LEDGER, MODEL, kept
+from farthing.run.folder import LEDGER, MODEL
 from farthing.run.ledger import Ledger, Meter
 from farthing.run.signals import Notice
 from farthing.train.attempt import Attempt, Clocks, Context, Progress, Saving
@@ -538,44 +537,6 @@ def test_a_fitted_run_uses_its_budget_and_ends_annealed(
     assert fit.settled
     assert disk["model"] == fit.n_steps < 400
     assert 0.85 * 320 <= machine.alive_s <= 320
-
-
-@pytest.mark.slow
-def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: Path) -> None:
-    from interrupted import terminate, when
-
-    def make(name: str) -> Job:
-        return workshop.make_job(
-            tmp_path / name,
-            max_steps=5000,
-            limits={"max_hours": "4s"},
-            lr_scheduler_type="linear",
-            fit_schedule_to_budget=True,
-            save_steps=5,
-        )
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farthing.run.opening.seconds_since_process_start", lambda: 0.0)
-        job = make("a")
-        stopped = farthing.train.run.train(job, when(StepTaken, 14, terminate))
-        assert stopped.state == "interrupted"
-        before = kept(Path(job.output_dir, "schedule.json"))
-        heard = workshop.Heard()
-        done = farthing.train.run.train(job, heard)
-    fit = done.receipt.schedule
-    assert fit == before
-    assert fit["settled"]
-    assert fit["n_steps"] < 5000
-    assert done.receipt.state in ("finished", "limit")
-    rates = [row["lr"] for row in workshop.log_of(job) if "examples" in row]
-    factor = fitted_schedule(
-        "linear",
-        n_warmup_steps=fit["n_warmup_steps"],
-        holds_until=fit["settles_at"],
-        n_steps=fit["n_steps"],
-    )
-    assert rates == pytest.approx([job.learning_rate * factor(step) for step in range(len(rates))])
-    assert "as many of 5,000 as the limits allow, fixed" in heard.of(Decided)[-1].fitted
 
 
 def test_a_schedule_can_be_fitted_to_a_limit_only(tmp_path: Path) -> None:

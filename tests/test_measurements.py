@@ -357,14 +357,6 @@ def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
     assert len(kept(job)) == 2
 
 
-@pytest.mark.slow
-def test_a_limit_is_an_end_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farthing.run.opening.seconds_since_process_start", lambda: 0.0)
-    job = make_job(tmp_path, max_steps=5000, limits={"max_hours": "4s"}, size={"hidden": 32})
-    assert train(job).state == "limit"
-    assert len(kept(job)) == 1
-
-
 def test_what_was_promised_is_kept(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     train(job)
@@ -459,18 +451,3 @@ def test_a_run_never_fails_for_its_measurement(
     assert outcome.state == "finished"
     assert "the measurement could not be written" in heard.warnings
     assert read_measurements(Path(job.cache_dir) / "measurements.jsonl") == []
-
-
-@pytest.mark.slow
-def test_measuring_changes_nothing_of_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def weights(folder: Path) -> bytes:
-        job = make_job(folder, n_rows=24, eval_rows=rows_of("llama", 5), max_steps=7)
-        train(job)
-        return (Path(job.output_dir) / "model" / "model.safetensors").read_bytes()
-
-    measured = weights(tmp_path / "a")
-    monkeypatch.setattr(farthing.train.run, "leave_measured", lambda attempt: None)
-    monkeypatch.setattr(Record, "step_done", lambda *_: None)
-    assert weights(tmp_path / "b") == measured

@@ -14,8 +14,7 @@ import pytest
 import plan_accuracy
 from farthing.planner.ranges import error_classes
 from plan_accuracy import error_table, held_out, judge, width
-from plan_rows import NotExpressed, gpu_of, n_micro_batches_of, read_case, shape_of
-from plan_stacks import GIB, meter_of
+from plan_rows import NotExpressed, read_case
 
 COLUMNS = (
     *(
@@ -35,7 +34,6 @@ COLUMNS = (
 QWEN = "https://github.com/QwenLM/Qwen/blob/1/README.md"
 SWIFT = "https://github.com/modelscope/ms-swift/blob/1/docs/Benchmark.md"
 LITGPT = "https://github.com/Lightning-AI/litgpt/blob/1/tutorials/resource-tables.md"
-FSDP_QLORA = "https://github.com/AnswerDotAI/fsdp_qlora/blob/1/benchmarks.md"
 
 
 def row_of(source: str, model: str, **cells: str) -> dict[str, str]:
@@ -126,82 +124,6 @@ def test_a_range_holds_its_share_of_each_source_that_has_no_say_in_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "n_parameters"),
-    [
-        ("Qwen-1.8B", 1_836_828_672),
-        ("Qwen-7B", 7_721_324_544),
-        ("Qwen/Qwen-7B-Chat", 7_721_324_544),
-        ("qwen-7b-chat", 7_721_324_544),
-        ("qwen1half-7b-chat", 7_721_324_544),
-        ("Qwen1.5-7B-Chat", 7_721_324_544),
-        ("Qwen-14B", 14_167_290_880),
-        ("Qwen-72B", 72_287_920_128),
-        ("qwen1half-0_5b-chat", 463_987_712),
-        ("Qwen1.5-4B", 3_950_369_280),
-        ("stabilityai/stablelm-base-alpha-3b", 3_637_321_728),
-        ("meta-llama/Llama-2-7b-hf", 6_738_415_616),
-        ("llama2-7b-chat", 6_738_415_616),
-        ("LLaMA 7B", 6_738_415_616),
-        ("Llama-2-70B", 68_976_648_192),
-        ("mistral-7b-instruct-v0.1", 7_241_732_096),
-        ("unsloth/mistral-7b-bnb-4bit", 7_241_732_096),
-        ("Meta-Llama-3-8B", 8_030_261_248),
-        ("llama3-8b-instruct", 8_030_261_248),
-        ("Llama 3.1 8B", 8_030_261_248),
-        ("gemma-7b", 8_537_680_896),
-        ("codellama-34b", 33_743_970_304),
-    ],
-)
-def test_models_by_the_names_that_tables_give_them(model: str, n_parameters: int) -> None:
-    assert shape_of(model).n_parameters == n_parameters
-
-
-@pytest.mark.parametrize(
-    "model", ["tiiuae/falcon-180b", "glm-10b", "baichuan-m1", "qwen-vl-chat", "no-such-model"]
-)
-def test_models_without_shapes_are_named(model: str) -> None:
-    with pytest.raises(NotExpressed, match=r"no (shapes|config)"):
-        shape_of(model)
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("A100-80GB", "A100-80GB"),
-        ("A100 80G", "A100-80GB"),
-        ("NVIDIA A100 (80GB)", "A100-80GB"),
-        ("A100-SXM4-80GB", "A100-80GB"),
-        ("A100-40GB", "A100-40GB"),
-        ("1x A100 40GB", "A100-40GB"),
-        ("RTX 3090", "RTX 3090"),
-        ("4090", "RTX 4090"),
-        ("RTX4090", "RTX 4090"),
-        ("H100-80GB", "H100-80GB"),
-        ("H100", "H100-80GB"),
-        ("T4", "T4"),
-        ("L40S", "L40S"),
-        ("RTX A5000", "A5000"),
-        ("RTX6000Ada", "RTX 6000 Ada"),
-        ("A100-80GB (SXM4, NVLink)", "A100-80GB"),
-        ("H100-80GB (node of 8)", "H100-80GB"),
-        ("H100 SXM5 80GB", "H100-80GB"),
-        ("H100 PCIe", "H100-PCIe"),
-        ("H100 94GB", "H100-NVL"),
-        ("H100-96GB", "H100-80GB"),
-        ("A10G", "A10G"),
-        ("1x A10G", "A10G"),
-    ],
-)
-def test_gpus_by_the_names_that_tables_give_them(text: str, name: str) -> None:
-    assert gpu_of(text).name == name
-
-
-def test_an_a100_that_held_more_than_40_gb_is_the_larger_one() -> None:
-    assert gpu_of("A100", 12.0).name == "A100-40GB"
-    assert gpu_of("A100", 62.5).name == "A100-80GB"
-
-
-@pytest.mark.parametrize(
     ("cells", "why"),
     [
         ({"quant": "hqq-3bit", "method": "qlora"}, "hqq-3bit weights"),
@@ -223,36 +145,6 @@ def test_an_a100_that_held_more_than_40_gb_is_the_larger_one() -> None:
 def test_what_can_not_be_expressed_says_why(cells: dict[str, str], why: str) -> None:
     with pytest.raises(NotExpressed, match=why):
         read_case(row_of(QWEN, "Qwen-7B", **cells))
-
-
-@pytest.mark.parametrize(
-    ("words", "n"),
-    [
-        ("gradient accumulation 8", 8),
-        ("gradient_accumulation_steps=16", 16),
-        ("accumulation steps 4", 4),
-        ("grad_accum: 2", 2),
-        ("effective batch 32", 8),
-        ("effective batch size of 4", 1),
-        ("no accumulation", 1),
-        ("batch of 4", 1),
-    ],
-)
-def test_accumulation_in_words(words: str, n: int) -> None:
-    assert n_micro_batches_of(words, 4) == n
-
-
-@pytest.mark.parametrize(
-    ("words", "meter", "unit"),
-    [
-        ("gib, torch max_memory_allocated; nvidia-smi peak=3", "allocated", GIB),
-        ("gb, nvidia-smi; packed", "nvidia-smi", 1e9),
-        ("gb reserved", "reserved", 1e9),
-        ("", "allocated", GIB),
-    ],
-)
-def test_meters_and_units_in_words(words: str, meter: str, unit: float) -> None:
-    assert meter_of(words) == (meter, unit)
 
 
 def test_cells_that_are_empty_odd_or_missing_stop_nothing() -> None:

@@ -182,10 +182,6 @@ def test_bars_do_not_pass_what_is_there(view: PlanView) -> None:
         assert sum(float(width) for width in re.findall(r"width:([\d.]+)%", stack)) <= 100.01
 
 
-def test_the_same_view_gives_the_same_bytes(view: PlanView) -> None:
-    assert plan_page(view) == plan_page(view)
-
-
 def test_a_page_when_nothing_fits(tmp_path: Path) -> None:
     read = Read(plan_page(plan_view(ask(tmp_path, budget_usd=0.01))))
     assert "Nothing can do this job" in read.text

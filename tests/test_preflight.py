@@ -10,14 +10,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import workshop
-from desk import Desk, Said, left_behind
+from desk import Desk, Run, left_behind
 from farthing.config.load import load_job
 from farthing.config.preflight import look_over
 from farthing.errors import DataError, InputError, ModelError, PreflightError
@@ -137,7 +137,7 @@ def test_folders_are_looked_into_and_one_split_may_be_used_twice(desk: Desk) -> 
     look_over(load_job(desk.job()))
 
 
-def test_several_faults_are_there_for_programs_too(desk: Desk, run: Callable[..., Said]) -> None:
+def test_several_faults_are_there_for_programs_too(desk: Desk, run: Run) -> None:
     desk.set("data", train="trian.jsonl", eval="evil.jsonl")
     answer = json.loads(run("--json").out)
     assert answer["exit_code"] == 2
@@ -255,7 +255,7 @@ def test_a_sound_job_passes_and_reads_a_few_rows_only(
     assert n_read <= 64
 
 
-def test_lengths_that_are_given_need_no_data(desk: Desk, run: Callable[..., Said]) -> None:
+def test_lengths_that_are_given_need_no_data(desk: Desk, run: Run) -> None:
     desk.set("data", train="not-here.jsonl")
     assert run(verb="plan").code == 2
     assert run("--examples", "100", "--mean-tokens", "50", verb="plan").code == 0
@@ -289,7 +289,7 @@ def test_a_template_that_is_not_there_is_one_of_the_faults(desk: Desk) -> None:
     ],
 )
 def test_doctor_fails_what_a_run_is_refused_for(
-    desk: Desk, run: Callable[..., Said], section: str | None, keys: dict[str, Any], says: str
+    desk: Desk, run: Run, section: str | None, keys: dict[str, Any], says: str
 ) -> None:
     good = {"prompt": "one two", "completion": "three"}
     bad = {"prompt": "one two", "completion": ""}

@@ -22,7 +22,7 @@ import pytest
 
 from farthing.errors import FarthingError, FeedsUnavailableError, InputError
 from farthing.prices import feeds as price_feeds
-from farthing.prices.catalog import read_catalog, read_refreshed
+from farthing.prices.catalog import read_refreshed
 from farthing.prices.feeds import Feed, known_feeds, update
 from farthing.tables import facts
 
@@ -128,20 +128,6 @@ def test_feeds_become_prices_of_the_day(server: Server, tmp_path: Path) -> None:
     )
     assert result.outcomes[0].n_skipped == 1, "a GPU that is not known is counted"
     assert [p.name for p in path.parent.iterdir()] == ["prices.csv"], "no draft is left"
-
-
-def test_the_refreshed_prices_are_planned_with(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    update(tmp_path / "farthing" / "prices.csv", TODAY, both(server))
-    catalog = read_catalog(None, TODAY)
-    assert {offer.instance for offer in catalog.offers if offer.provider == "GCP"} == {
-        "a2-highgpu-1g"
-    }
-    assert len({offer.provider for offer in catalog.offers}) > 12, (
-        "the others are those of the package"
-    )
 
 
 def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(

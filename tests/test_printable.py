@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from desk import Desk, Said
+from desk import Desk, Run
 from farthing.cli import main
 from farthing.printable import printable, printable_lines
 from farthing.report.safe import SafeConsole, escape
@@ -100,7 +100,7 @@ SPOILS = [reason, columns, name_of_a_file, kind_of_file, label, model, template,
 
 @pytest.mark.parametrize("spoil", thinned(SPOILS, 9), ids=[spoil.__name__ for spoil in SPOILS])
 def test_refusals_repeat_nothing_that_steers(
-    spoil: Callable[[Desk], None], desk: Desk, run: Callable[..., Said]
+    spoil: Callable[[Desk], None], desk: Desk, run: Run
 ) -> None:
     spoil(desk)
     for verb in ("train", "plan", "doctor"):
@@ -110,7 +110,7 @@ def test_refusals_repeat_nothing_that_steers(
         assert is_harmless(said.err), repr(said.err)
 
 
-def test_a_run_says_names_as_they_are_spelt(desk: Desk, run: Callable[..., Said]) -> None:
+def test_a_run_says_names_as_they_are_spelt(desk: Desk, run: Run) -> None:
     name = "[red]" + CANARY.replace("/", "") + ".jsonl"
     lines = "".join(
         f'{{"prompt": "{row["prompt"]}", "completion": " x", "[red]\\u001b[0m": 1}}\n'
@@ -135,7 +135,7 @@ def test_a_run_says_names_as_they_are_spelt(desk: Desk, run: Callable[..., Said]
 
 
 def test_prices_of_others_steer_no_table_and_no_page(
-    desk: Desk, run: Callable[..., Said], capsys: pytest.CaptureFixture[str]
+    desk: Desk, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prices = desk.folder / "prices.csv"
     bad = '"x\x1b[31m\x9b1m\u202e[red]<script>"'
@@ -159,7 +159,7 @@ def test_prices_of_others_steer_no_table_and_no_page(
 
 def test_a_crash_and_a_wrong_argument_are_told_without_it(
     desk: Desk,
-    run: Callable[..., Said],
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -179,9 +179,7 @@ def test_a_crash_and_a_wrong_argument_are_told_without_it(
         assert is_harmless(capsys.readouterr().err)
 
 
-def test_several_problems_of_a_job_each_have_lines_of_their_own(
-    desk: Desk, run: Callable[..., Said]
-) -> None:
+def test_several_problems_of_a_job_each_have_lines_of_their_own(desk: Desk, run: Run) -> None:
     desk.values["lerning"] = 1
     desk.values["speed"] = 2
     said = run()

@@ -318,15 +318,6 @@ def test_models_that_are_tried_one_by_one_have_a_winner_each_on_the_bill(tmp_pat
     assert [each["trials"] for each in one_by_one.of(12)["rungs"]] == [12, 4]
 
 
-@pytest.mark.slow
-def test_a_cap_that_pays_for_one_trial_is_refused(tmp_path: Path) -> None:
-    section = {key: value for key, value in SEARCH.items() if key != "trials"}
-    path = job_of(tmp_path, section, limits={"max_usd": 0.007})
-    with pytest.raises(InputError, match=r"nothing to compare|no time for a trial"):
-        search(load_job(path), path)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_search_is_refused_where_one_run_is_wanted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -410,23 +401,3 @@ def test_a_choice_may_need_the_choice_of_another_key(tmp_path: Path) -> None:
     vary = {"method": ["full", "lora"], "method.lora_r": [4, 8]}
     path = job_of(tmp_path, {"vary": vary})
     refuse_choices(load_job(path), str(path))
-
-
-def test_a_first_search_takes_four_added_lines(tmp_path: Path) -> None:
-    lines = """\
-search:
-  vary:
-    train.learning_rate: {low: 1.0e-5, high: 1.0e-3, log: true}
-    train.weight_decay: [0.0, 0.1]
-"""
-    assert len(lines.splitlines()) == 4
-    path = job_file(tmp_path, data={"eval_fraction": 0.2}, limits={"max_usd": 5})
-    path.write_text(path.read_text(encoding="utf-8") + lines, encoding="utf-8")
-    job = load_job(path)
-    bill = priced(job, str(path))
-    assert bill is not None
-    assert bill.n_trials(27) >= 2
-    drawn = draw(job.search, 0, [], greater_is_better=False)
-    assert drawn is not None
-    assert 1e-5 <= drawn["train.learning_rate"] <= 1e-3
-    assert drawn["train.weight_decay"] in (0.0, 0.1)

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -411,19 +409,6 @@ def test_query_and_value_are_pefts_own_default(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "targets",
-    [(), pytest.param(("all-linear",), marks=pytest.mark.slow)],
-    ids=["default", "all-linear"],
-)
-@pytest.mark.parametrize("name", thinned(TOTALS, 6))
-def test_adapters_of_real_models_are_pefts_own(name: str, targets: tuple[str, ...]) -> None:
-    config = real_config(name)
-    task = "classification" if name.startswith("xlm") else None
-    shape = shape_of(config, task)
-    must_count_the_same(shape, model_of(config, shape.task), Adapter(r=16, target_modules=targets))
-
-
-@pytest.mark.parametrize(
     ("model", "task", "targets", "saved", "first"),
     [
         ("llama", "causal-lm", ("all-linear",), (), 0),
@@ -679,13 +664,3 @@ def test_modules_the_model_has_not_are_refused(
         shape_of(CONFIGS["llama"]).with_lora(4, targets, saved)
     assert caught.value.where == where
     assert word in str(caught.value)
-
-
-def test_reading_a_shape_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, farthing.models.shapes\nfarthing.models.shapes.read_shape({'model_type':"
-        " 'llama'})\nheavy = {'torch', 'transformers', 'numpy', 'yaml'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -914,24 +914,6 @@ def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
 
 
 @pytest.mark.slow
-def test_no_run_is_marked_as_finished_before_its_model_is_in_the_store(
-    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    real, marked = open_store(str(tmp_path / "store")), []
-
-    def look(name: str, key: str, operation: Callable[[], Any]) -> Any:
-        if name == "put" and "/model/" in key:
-            marked.append(is_finished(tmp_path / "run"))
-        return operation()
-
-    monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, look))
-    assert train(machine(tmp_path, "run", tmp_path / "store")).state == "finished"
-    assert marked
-    assert not any(marked)
-    assert is_finished(tmp_path / "run")
-
-
-@pytest.mark.slow
 def test_a_store_that_is_down_at_the_start(
     quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

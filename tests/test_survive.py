@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,11 @@ import workshop
 from farthing.errors import RunBusyError, RunDamagedError
 from farthing.events import Decided, Emit, Evaluating, Event, Restored, Saved, StepTaken, Tokenizing
 from farthing.report.receipt_types import Receipt
-from farthing.run.checkpoint import Checkpoints
 from farthing.storage.files import only_writer
-from farthing.train import loop
 from farthing.train.run import train
 from interrupted import job_in, quiet, terminate, when
 from kills import moments
 from thinned import thinned
-
-Tell = Callable[[str, dict[str, Any]], None]
 
 
 @pytest.fixture
@@ -260,74 +255,6 @@ def test_work_that_was_lost_to_a_kill_stays_on_the_bill(tmp_path: Path) -> None:
     assert receipt.redone_s > 0
     assert receipt.steps == 12
     assert receipt.tokens == train(job_in(tmp_path, "other"), quiet).receipt.tokens
-
-
-@pytest.mark.slow
-def test_the_receipt_says_how_long_saving_held_the_run_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A snapshot that takes 50 ms, and a disk that takes 200 ms, which only the last save has to
-    wait for.
-    """
-    snapshot, write = Checkpoints.save, Checkpoints.write
-
-    def slow_snapshot(*arguments: Any) -> Any:
-        time.sleep(0.05)
-        return snapshot(*arguments)
-
-    def slow_write(*arguments: Any) -> None:
-        time.sleep(0.2)
-        write(*arguments)
-
-    monkeypatch.setattr(Checkpoints, "save", slow_snapshot)
-    monkeypatch.setattr(Checkpoints, "write", slow_write)
-    under_way: list[str] = []
-    taken_s = {
-        "loop": 0.0,
-        "checkpoints": 0.0,
-    }  # all that the loop waits for, and what of it the checkpoints take
-
-    def timed(part: str, owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        def called(*arguments: Any) -> Any:
-            if part in under_way or (part == "checkpoints" and not under_way):
-                return function(*arguments)
-            under_way.append(part)
-            began = time.monotonic()
-            result = function(*arguments)
-            taken_s[part] += time.monotonic() - began
-            under_way.remove(part)
-            return result
-
-        monkeypatch.setattr(owner, name, called)
-
-    for name in ("save", "wait"):
-        timed("checkpoints", Checkpoints, name)
-    for name in ("save", "save_last"):
-        timed("loop", loop, name)
-
-    def tell(event: Event) -> None:
-        if isinstance(event, StepTaken):
-            time.sleep(0.15)
-
-    job = job_in(tmp_path, "run", save_steps=4)
-    train(
-        job,
-        lambda event: (
-            terminate() if isinstance(event, StepTaken) and event.step == 6 else tell(event)
-        ),
-    )
-    receipt = train(job, tell).receipt
-    saves = receipt.checkpoints
-    assert saves.n == sum(attempt["n_saves"] for attempt in receipt.attempts) >= 4
-    assert taken_s["checkpoints"] > 0.05 * saves.n
-    assert taken_s["checkpoints"] - 0.01 <= saves.held_up_s <= taken_s["loop"] + 0.01
-    assert (
-        saves.held_up_s <= next(s.seconds for s in receipt.spans if s.name == "checkpoint") + 0.01
-    )
-    assert saves.share == pytest.approx(saves.held_up_s / receipt.wall_s)
-    assert saves.interval_s is None, "by steps, as the job has it"
 
 
 @pytest.mark.slow

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from desk import Desk, Said
+from desk import Desk, Run
 from farthing.cli import main
 from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.read import open_sources
@@ -49,7 +48,7 @@ def test_a_folder_of_text_files_is_one_source_of_documents(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_every_verb_counts_the_same_documents(
     desk: Desk,
-    run: Callable[..., Said],
+    run: Run,
 ) -> None:
     corpus = desk.folder / "corpus"
     corpus.mkdir()
