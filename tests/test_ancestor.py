@@ -4,7 +4,6 @@ receipt names and adds.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 import workshop
+from command import Cli
 from farthing.cli import main
 from farthing.errors import FarthingError, InputError, RunChangedError
 from farthing.report.receipt import build_receipt
@@ -179,9 +179,7 @@ def test_a_damaged_checkpoint_or_another_method_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_verb_takes_a_run_and_its_receipt_names_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_takes_a_run_and_its_receipt_names_it(tmp_path: Path, cli: Cli) -> None:
     path = workshop.job_file(tmp_path, "llama", method="lora", max_steps=2, n_rows=24)
     assert main(["train", str(path)]) == 0
     words = [
@@ -192,7 +190,5 @@ def test_the_verb_takes_a_run_and_its_receipt_names_it(
         "--from",
         str(tmp_path / "run"),
     ]
-    assert main(words) == 0
-    assert "begun from step 2 of" in " ".join(capsys.readouterr().out.split())
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["ancestor"]["step"] == 2
+    assert "begun from step 2 of" in " ".join(cli.out(*words).split())
+    assert cli.json(*words)["ancestor"]["step"] == 2

@@ -13,6 +13,7 @@ import pytest
 
 import farthing.train.run
 import workshop
+from command import Cli
 from farthing.cli import main
 from farthing.errors import RunInterruptedError
 from farthing.events import Event, StepTaken
@@ -40,7 +41,7 @@ def test_the_card_says_how_many_epochs_were_trained_and_not_how_many_were_asked_
 
 
 def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     job = make_job(tmp_path, save_steps=2)
@@ -53,10 +54,9 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
     workshop.train(job)
     run = Path(job.output_dir)
     rows, receipt = card_rows(run), json.loads((run / "receipt.json").read_text())
-    assert main(["report", str(run)]) == 0
     lines = [
         re.split(r"\s{2,}", line.strip())
-        for line in capsys.readouterr().out.splitlines()
+        for line in cli.out("report", run).splitlines()
         if "$" in line
     ]
     shown = {cells[0]: cells for cells in reversed(lines)}  # the table of seconds stands first
@@ -147,7 +147,7 @@ def test_runs_on_other_data_and_of_other_lengths_say_what_can_not_be_compared(
 
 
 def test_runs_that_are_alike_are_compared_without_a_word(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, rate in (("a", 0.01), ("b", 0.02)):
         run_in(
@@ -157,7 +157,6 @@ def test_runs_that_are_alike_are_compared_without_a_word(
     found = compared(tmp_path, capsys)
     assert found["notes"] == []
     assert found["is_same_work"]
-    assert main(["report", str(tmp_path / "a/run"), str(tmp_path / "b/run")]) == 0
-    assert "the run costs $" in capsys.readouterr().out
+    assert "the run costs $" in cli.out("report", tmp_path / "a/run", tmp_path / "b/run")
     assert found["rows"]["loss"]["ratio"] > 0
     assert found["saved_usd"] is not None

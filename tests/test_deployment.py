@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import workshop
+from command import Cli
 from farthing.after.deployment import parse_place, plan_deployment, write_deployment
 from farthing.cli import main
 from farthing.errors import InputError
@@ -40,11 +41,10 @@ def written(run: Path, folder: Path, serve: str, **wish: Any) -> dict[str, str]:
 
 
 def test_vllm_gets_the_memory_and_the_precision_of_the_plan(
-    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: dict[str, Path], tmp_path: Path, cli: Cli
 ) -> None:
     words = ["--serve", "vllm", "--traffic", "requests=500/day,input=300,output=100"]
-    assert main(["export", str(runs["llama"]), "--output", str(tmp_path / "m"), *words]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(cli.out("export", runs["llama"], "--output", tmp_path / "m", *words).split())
     assert "500 requests a day of 300 tokens in and 100 out, in bf16: always on $" in said
     assert "nothing scales to zero by itself" in said
     assert (tmp_path / "m/model.safetensors").exists()

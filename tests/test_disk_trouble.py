@@ -22,6 +22,7 @@ import workshop
 from checkpoints import checkpoints as checkpoints
 from checkpoints import newest, restored, save
 from checkpoints import said as said
+from command import Cli
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.errors import InputError, RunBusyError
@@ -59,11 +60,10 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_folder_that_is_there_and_takes_no_writes_is_refused_in_words(
-    read_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    read_only: Path, tmp_path: Path, cli: Cli
 ) -> None:
     job_in(tmp_path, "run", max_steps=6)
-    assert main(["train", str(tmp_path / "run.yaml"), "--set", f"output_dir={read_only}"]) == 2
-    said = capsys.readouterr().err
+    said = cli.err("train", tmp_path / "run.yaml", "--set", f"output_dir={read_only}")
     assert "Traceback" not in said
     assert "the run folder can't be written: Read-only file system" in said
     assert "choose another output_dir" in said
@@ -102,7 +102,7 @@ def test_a_bucket_that_looks_like_a_folder_is_known(
 
 @pytest.mark.slow
 def test_no_run_begins_in_a_bucket_and_one_that_did_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     job = job_in(tmp_path, "run")
     begun = job_in(tmp_path, "begun")
@@ -110,11 +110,9 @@ def test_no_run_begins_in_a_bucket_and_one_that_did_goes_on(
     table = tmp_path / "mountinfo"
     table.write_text(f"35 22 0:40 / {tmp_path} rw - fuse.gcsfuse gcsfuse rw\n")
     monkeypatch.setattr(mounts, "TABLE", table)
-    assert main(["train", str(tmp_path / "run.yaml")]) == 2
-    assert "this folder is a bucket, mounted by gcsfuse" in capsys.readouterr().err
+    assert "this folder is a bucket, mounted by gcsfuse" in cli.err("train", tmp_path / "run.yaml")
     assert not Path(job.output_dir).exists()
-    assert main(["doctor", str(tmp_path / "run.yaml")]) == 2
-    assert "is a bucket, mounted by gcsfuse" in capsys.readouterr().out
+    assert "is a bucket, mounted by gcsfuse" in cli.out("doctor", tmp_path / "run.yaml", code=2)
     heard = workshop.Heard()
     assert (
         train(begun.model_copy(update={"output_store": str(tmp_path / "store")}), heard).state
@@ -144,13 +142,12 @@ def test_another_process_in_the_folder_is_said_with_its_number(tmp_path: Path) -
 
 
 def test_a_disk_that_fails_while_a_run_is_brought_back_is_said_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     job_in(tmp_path, "run", max_steps=6)
     monkeypatch.setattr(replica.Mirror, "bring_back", failing(errno.EIO))
     words = ["train", str(tmp_path / "run.yaml"), "--set", f"output_store={tmp_path}/store"]
-    assert main(words) == 75
-    said = capsys.readouterr().err
+    said = cli.err(*words, code=75)
     assert "Traceback" not in said
     assert "the disk fails: Input/output error" in said
 
@@ -288,7 +285,7 @@ def test_what_could_not_be_set_aside_for_the_store_holds_no_room(
 
 
 def test_a_file_server_that_forgets_us_in_the_middle_of_a_run_is_said_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     job_in(tmp_path, "run", max_steps=6)
     real = run_module.train
@@ -304,8 +301,7 @@ def test_a_file_server_that_forgets_us_in_the_middle_of_a_run_is_said_in_words(
         return real(job, tell, **more)
 
     monkeypatch.setattr(run_module, "train", forgotten)
-    assert main(["train", str(tmp_path / "run.yaml")]) == 75
-    said = capsys.readouterr().err
+    said = cli.err("train", tmp_path / "run.yaml", code=75)
     assert "Stale file handle" in said
     assert "Traceback" not in said
     monkeypatch.undo()
@@ -335,9 +331,7 @@ def test_a_run_folder_of_another_user_is_named(tmp_path: Path) -> None:
     assert done.stderr.count("this user may not read or write it") == 4, done.stderr
 
 
-def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(tmp_path: Path, cli: Cli) -> None:
     path = workshop.job_file(tmp_path, max_steps=6)
     assert main(["train", str(path)]) == 0
     log = tmp_path / "run" / "log.jsonl"
@@ -345,24 +339,18 @@ def test_a_damaged_line_in_the_log_of_a_finished_run_is_shown(
     lines[2] = lines[2].replace(b'"n_tokens": ', b'"n_tokens": 9')
     log.write_bytes(b"".join(lines))
     for verb in (["train", str(path)], ["report", str(tmp_path / "run")]):
-        capsys.readouterr()
-        assert main(verb) == 0
-        assert "1 damaged line, left out" in capsys.readouterr().out
+        assert "1 damaged line, left out" in cli.out(*verb)
 
 
-def test_a_model_file_that_is_a_pipe_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_file_that_is_a_pipe_is_refused(tmp_path: Path, cli: Cli) -> None:
     path = workshop.job_file(tmp_path, max_steps=1, pretrained=True)
     (tmp_path / "base" / "model.safetensors").unlink()
     os.mkfifo(tmp_path / "base" / "model.safetensors")
-    assert main(["train", str(path)]) == 2
-    assert "this is no file" in capsys.readouterr().err
+    assert "this is no file" in cli.err("train", path)
 
 
 def test_a_disk_that_is_full_ends_any_verb_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setattr("farthing.cli.init.run", failing(errno.ENOSPC))
-    assert main(["init", str(tmp_path / "job.yaml")]) == 75
-    assert "No space left" in capsys.readouterr().err
+    assert "No space left" in cli.err("init", tmp_path / "job.yaml", code=75)

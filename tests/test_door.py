@@ -13,7 +13,7 @@ import pytest
 
 import farthing
 import workshop
-from farthing.cli import main
+from command import Cli
 from farthing.errors import DataError, InputError
 from thinned import thinned
 from workshop import make_folder, rows_of
@@ -115,14 +115,13 @@ def test_sources_with_keys_of_their_own_are_still_sources(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_what_comes_after_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_comes_after_a_run(tmp_path: Path, cli: Cli) -> None:
     rows = rows_of("bert", 36)
     job = job_of(tmp_path, "bert", {"train": rows, "eval": rows[:9]}, learning_rate=0.001)
     receipt = farthing.fine_tune(job, quiet=True)
     run = str(tmp_path / "run")
     found = farthing.evaluate(receipt, base=True)
-    assert main(["eval", run, "--base", "--json"]) == 0
-    assert found == json.loads(capsys.readouterr().out)
+    assert found == cli.json("eval", run, "--base")
     assert farthing.evaluate(run, rows[:5])["n_examples"] == 5
     answers = farthing.generate(run, [row["text"] for row in rows[:4]])
     assert answers == farthing.generate(run, pandas.DataFrame(rows[:4]).drop(columns="label"))

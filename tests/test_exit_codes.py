@@ -20,6 +20,7 @@ import yaml
 
 import farthing.train.run
 import workshop
+from command import Cli
 from farthing.cli import main
 from farthing.cli.parser import verb_module
 from farthing.errors import (
@@ -169,13 +170,12 @@ def test_training_goes_on_when_nobody_reads_and_keeps_its_exit_code(tmp_path: Pa
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("wrong", [["--no-such-option"], ["a", "b", "c", "d"]])
 def test_a_wrong_command_line_is_a_mistake(
-    verb: str, wrong: list[str], capsys: pytest.CaptureFixture[str]
+    verb: str, wrong: list[str], cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if verb in ("report", "runs") and wrong[0] == "a":
         pytest.skip("it takes as many as there are")
     if verb == "launch" and wrong[0] == "a":
-        assert main([*VERBS[verb], *wrong]) == 2
-        assert "name one: farthing launch job.yaml" in capsys.readouterr().err
+        assert "name one: farthing launch job.yaml" in cli.err(*VERBS[verb], *wrong)
         return
     with pytest.raises(SystemExit) as left:
         main([*VERBS[verb], *wrong])
@@ -213,22 +213,19 @@ def test_a_misspelt_word_is_answered_with_the_nearest_one(
         assert all(f"\n    {verb}" in err for verb in VERBS), "the help comes with it"
 
 
-def test_completion_knows_every_verb_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_knows_every_verb_and_its_options(cli: Cli) -> None:
     if importlib.util.find_spec("shtab") is None:
-        assert main(["completion", "bash"]) == 2
-        assert "pip install 'farthing[completion]'" in capsys.readouterr().err
+        assert "pip install 'farthing[completion]'" in cli.err("completion", "bash")
         return
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
+    script = cli.out("completion", "bash")
     assert all(word in script for word in (*VERBS, "--samples-per-min", "--allow-restart"))
 
 
 def test_a_beginning_of_an_option_and_words_behind_two_dashes_are_taken(
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:
     assert main(["init", "--sch"]) == 0
-    assert main(["plan", "--", "--no-such-file"]) == 2
-    assert "no such option" not in capsys.readouterr().err
+    assert "no such option" not in cli.err("plan", "--", "--no-such-file")
 
 
 @pytest.fixture(scope="module")
@@ -287,9 +284,7 @@ def test_the_verbs_exit_as_they_say(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_train_has_every_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_has_every_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     path = workshop.job_file(tmp_path, max_steps=6, save_steps=2)
     values = yaml.safe_load(path.read_text())
     notified: list[int] = []
@@ -316,9 +311,7 @@ def test_train_has_every_code(
     assert main(["train", str(path), "--set", "limits.max_hours=0.001s"]) == 0, (
         "the run had finished already"
     )
-    capsys.readouterr()
-    assert main(["report", str(tmp_path / "run"), "--json"]) == 0
-    receipt = json.loads(capsys.readouterr().out)
+    receipt = cli.json("report", tmp_path / "run")
     ended = [attempt["ended"] for attempt in receipt["attempts"]]
     assert ended == [
         "interrupted",

@@ -25,6 +25,7 @@ import torch
 import farthing.train.evaluate
 import farthing.train.run
 import survive
+from command import Cli
 from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.errors import DiskFullError, RunChangedError, SaveError, StoreUnavailableError
@@ -90,7 +91,7 @@ def once_committed(run: Path, step: int, action: Callable[[], None]) -> Emit:
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_run_loses_nothing(
-    small_disk: Path, alone: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_disk: Path, alone: dict[str, Any], tmp_path: Path, cli: Cli
 ) -> None:
     """Log, ledger and checkpoints meet a real ENOSPC; with room again, the same command resumes to
     the same bits.
@@ -103,8 +104,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_loses_nothing(
     tell = once_committed(small_disk / "run", 4, lambda: fill(small_disk))
     with pytest.raises((DiskFullError, SaveError), match="No space left"):
         train(load_job(path), tell)
-    assert main(["train", str(path)]) == 75
-    said = capsys.readouterr().err
+    said = cli.err("train", path, code=75)
     assert "Traceback" not in said
     assert "make room" in said
     (small_disk / "filler").unlink()
@@ -210,7 +210,7 @@ def test_memory_that_runs_out_in_an_evaluation_halves_it(
 
 
 def test_an_evaluation_without_room_for_one_example_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     def evaluate(*arguments: Any, **more: Any) -> Any:
         raise RuntimeError(
@@ -219,8 +219,7 @@ def test_an_evaluation_without_room_for_one_example_is_said(
 
     job_in(tmp_path, "run")
     monkeypatch.setattr(farthing.train.evaluate, "evaluate", evaluate)
-    assert main(["train", str(tmp_path / "run.yaml")]) == 1
-    said = capsys.readouterr().err
+    said = cli.err("train", tmp_path / "run.yaml", code=1)
     assert "the device has no memory left" in said
     assert "Traceback" not in said
 
@@ -444,17 +443,3 @@ def test_a_commit_of_a_newer_farthing_is_refused_with_words(tmp_path: Path) -> N
     with pytest.raises(RunChangedError, match="another version of farthing"):
         mirror_of(open_store(str(tmp_path / "store")), tmp_path / "run").bring_back()
     assert path.exists(), "it is fine for the farthing that wrote it"
-
-
-def write_golden() -> None:
-    """How the golden files were made; a new schema gets files of its own beside them."""
-    checkpoints = Checkpoints(GOLDEN / "checkpoints", "golden", 2, warn=print)
-    checkpoints.save(7, {"part": Kept()}, None)
-    checkpoints.wait()
-    scratch = GOLDEN / "scratch"
-    mirror = mirror_of(open_store(str(GOLDEN / "store")), folder_of_run(scratch))
-    mirror.bring_back()
-    assert delivered(mirror, 2, step_done(scratch, 2))
-    mirror.close(1)
-    shutil.rmtree(scratch)
-    shutil.rmtree(GOLDEN / "store" / "writers")  # names of machines

@@ -7,11 +7,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from farthing.cli import main
+from command import Cli
 from farthing.config.importers.job_text import job_text
 from farthing.config.importers.recognise import import_file
 from farthing.config.importers.record import UNKNOWN, Imported
@@ -126,12 +125,11 @@ def test_axolotl_says_its_own_defaults(tmp_path: Path) -> None:
     ],
 )
 def test_another_kind_of_training_is_refused_by_name(
-    tmp_path: Path, key: str, words: str, capsys: Any
+    tmp_path: Path, key: str, words: str, cli: Cli
 ) -> None:
     text = f"base_model: a/b\ndatasets: [{{path: c/d, type: alpaca}}]\n{key}\n"
     assert any(words in line.why for line in imported(tmp_path, text).blockers)
-    assert main(["import", str(tmp_path / "other.yaml"), "-o", str(tmp_path / "job.yaml")]) == 2
-    assert words in capsys.readouterr().err
+    assert words in cli.err("import", tmp_path / "other.yaml", "-o", tmp_path / "job.yaml")
     assert not (tmp_path / "job.yaml").exists()
 
 
@@ -543,27 +541,21 @@ def test_what_says_where_a_training_runs_is_no_training(tmp_path: Path) -> None:
         ("x.yaml", "{" * 200),
     ],
 )
-def test_what_is_no_configuration_is_said(
-    tmp_path: Path, name: str, text: str, capsys: Any
-) -> None:
+def test_what_is_no_configuration_is_said(tmp_path: Path, name: str, text: str, cli: Cli) -> None:
     (tmp_path / name).write_text(text)
-    assert main(["import", str(tmp_path / name)]) == 2
-    assert name in capsys.readouterr().err
+    assert name in cli.err("import", tmp_path / name)
 
 
 def test_the_verb_writes_the_job_and_its_files_and_overwrites_nothing(
-    tmp_path: Path, capsys: Any
+    tmp_path: Path, cli: Cli
 ) -> None:
     (tmp_path / "ax.yaml").write_text(AXOLOTL)
-    assert main(["import", str(tmp_path / "ax.yaml"), "-o", str(tmp_path / "job.yaml")]) == 0
-    words = capsys.readouterr().out
+    words = cli.out("import", tmp_path / "ax.yaml", "-o", tmp_path / "job.yaml")
     assert "surely_unknown" in words
     assert (tmp_path / "chatml.jinja").exists()
     load_job(tmp_path / "job.yaml")
-    assert main(["import", str(tmp_path / "ax.yaml"), "-o", str(tmp_path / "job.yaml")]) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert main(["import", str(tmp_path / "ax.yaml"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert "exists already" in cli.err("import", tmp_path / "ax.yaml", "-o", tmp_path / "job.yaml")
+    found = cli.json("import", tmp_path / "ax.yaml")
     keys = {line["key"] for line in (*found["mapped"], *found["named"])}
     assert {
         "base_model",

@@ -19,6 +19,7 @@ from typing import IO, Any
 import pytest
 import yaml
 
+from command import Cli
 from fake_clouds import World
 from farthing.cli import main
 from farthing.config.job import Job
@@ -889,10 +890,11 @@ def test_commands_of_the_pages_work(
     assert code == 0 or (words[0] == "doctor" and "to do" in said.out), said.err
 
 
-def test_doctor_says_what_a_target_lacks(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_doctor_says_what_a_target_lacks(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
-    assert main(["doctor", "--target", "runpod", "--json"]) == 2
-    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    checks = {
+        check["name"]: check for check in cli.json("doctor", "--target", "runpod", code=2)["checks"]
+    }
     assert checks["key"]["state"] == "failed"
     assert "export RUNPOD_API_KEY" in checks["key"]["to_do"]
     assert main(["doctor", "--target", "nowhere"]) == 2

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from command import Cli
 from fake_clouds import World
 from farthing.cli import main
 from farthing.launch.driver import OutOfStockError, UnauthorizedError, refusal
@@ -112,7 +113,7 @@ def test_an_old_price_names_what_gives_newer_ones(
     own: bool,
     tmp_path: Path,
     tiny_folders: dict[str, Path],
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FARTHING_TODAY", "2027-11-22")
@@ -123,12 +124,10 @@ def test_an_old_price_names_what_gives_newer_ones(
             "RunPod,1x RTX 4090 secure,RTX 4090,1,any,on-demand,machine_hour,0.4,me,2026-11-20\n"
         )
         words = ["--prices", str(tmp_path / "own.csv")]
-    assert main(["launch", str(job), "--on", "runpod", *words]) == 0
-    out = capsys.readouterr().out
+    out = cli.out("launch", job, "--on", "runpod", *words)
     assert ("days old: `farthing prices update` reads newer ones" in out) is not own
     assert (f"is 367 days old: renew {tmp_path}/own.csv" in out) is own
-    assert main(["plan", str(job), *words]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(cli.out("plan", job, *words).split())
     assert ("days old: `farthing prices update` reads newer ones" in out) is not own
     assert (f"days old: renew {tmp_path}" in out) is own
 
@@ -136,11 +135,12 @@ def test_an_old_price_names_what_gives_newer_ones(
 def test_what_is_billed_beside_the_machines_is_in_the_dry_run(
     tmp_path: Path,
     tiny_folders: dict[str, Path],
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:
     job = job_at(tmp_path, tiny_folders)
-    assert main(["launch", str(job), "--on", "skypilot"]) == 0
-    assert "SkyPilot's jobs controller is not counted here" in capsys.readouterr().out
+    assert "SkyPilot's jobs controller is not counted here" in cli.out(
+        "launch", job, "--on", "skypilot"
+    )
 
 
 # ---- the command ----
@@ -207,13 +207,12 @@ def test_a_push_that_could_not_be_done_there_is_refused_before_anything_is_rente
     tmp_path: Path,
     tiny_folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     train = {"push_to_hub": True, "hub_model_id": "me/model"}
     job = job_at(tmp_path, tiny_folders, train=train)
-    assert main(["launch", str(job), "--on", "runpod"]) == 2
-    assert "HF_TOKEN is not set here" in capsys.readouterr().err
+    assert "HF_TOKEN is not set here" in cli.err("launch", job, "--on", "runpod")
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     assert main(["launch", str(job), "--on", "runpod"]) == 0
 

@@ -5,7 +5,6 @@ looked where it could not.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import httpx
 import pytest
 import yaml
 
+from command import Cli
 from fake_clouds import World
 from farthing.cli import main
 from farthing.errors import (
@@ -339,6 +339,7 @@ def job_at(folder: Path, tiny_folders: dict[str, Path], **more: Any) -> Path:
 def test_a_status_that_could_not_look_does_not_say_that_nothing_was_launched(
     tmp_path: Path,
     tiny_folders: dict[str, Path],
+    cli: Cli,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -349,10 +350,13 @@ def test_a_status_that_could_not_look_does_not_say_that_nothing_was_launched(
     said = capsys.readouterr()
     assert "nothing has been launched yet" not in said.out + said.err
     assert "the store does not answer" in said.err
-    assert main(["launch", "status", str(job), "--on", "ssh:a", "--json"]) == 1
-    assert "the store does not answer" in json.loads(capsys.readouterr().out)["not_known"]
-    assert main(["launch", "stop", str(job), "--on", "local"]) == 1
-    assert "only machines known here are stopped" in capsys.readouterr().err
+    assert (
+        "the store does not answer"
+        in cli.json("launch", "status", job, "--on", "ssh:a", code=1)["not_known"]
+    )
+    assert "only machines known here are stopped" in cli.err(
+        "launch", "stop", job, "--on", "local", code=1
+    )
 
 
 # ---- what travels ----
@@ -433,7 +437,7 @@ def test_what_the_job_reports_to_goes_along(
 
 
 def test_what_a_job_needs_is_known_before_anything_is_rented(
-    tmp_path: Path, tiny_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_folders: dict[str, Path], cli: Cli
 ) -> None:
     from farthing.config.load import load_job
 
@@ -449,8 +453,7 @@ def test_what_a_job_needs_is_known_before_anything_is_rented(
     needs = ("bitsandbytes", "datasets", "liger_kernel", "tensorboard", "wandb")
     assert sorted(modules_of(job)) == list(needs)
     assert extras_of(job, 0) == ("datasets", "gpu", "sentencepiece", "track", "wandb")
-    assert main(["launch", "needs", "0.0.1", "json", "no_such_module"]) == 2
-    said = capsys.readouterr().err
+    said = cli.err("launch", "needs", "0.0.1", "json", "no_such_module")
     assert "version 0.0.1 of farthing, this is" in said
     assert "`no_such_module` is not installed here" in said
     assert "`json`" not in said
@@ -460,13 +463,12 @@ def test_what_a_job_needs_is_known_before_anything_is_rented(
 def test_a_launch_here_is_refused_where_what_it_needs_is_not_installed(
     tmp_path: Path,
     tiny_folders: dict[str, Path],
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     job = job_at(tmp_path, tiny_folders, train={"report_to": ["trackio"]})
-    assert main(["launch", str(job), "--on", "local"]) == 2
-    said = capsys.readouterr().err
+    said = cli.err("launch", job, "--on", "local")
     assert "not installed here: trackio" in said
     assert "pip install 'farthing[trackio]'" in said
 

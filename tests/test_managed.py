@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 import workshop
-from farthing.cli import main
+from command import Cli
 from farthing.planner.managed import Service, bill_of, services
 
 
@@ -60,7 +59,7 @@ def test_every_row_has_its_source_its_day_and_its_unit() -> None:
         assert service.model or service.upto_billion > service.over_billion
 
 
-def test_a_plan_answers_what_was_paid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_answers_what_was_paid(tmp_path: Path, cli: Cli) -> None:
     workshop.job_file(tmp_path)
     words = [
         "plan",
@@ -72,17 +71,13 @@ def test_a_plan_answers_what_was_paid(tmp_path: Path, capsys: pytest.CaptureFixt
         "--paid",
         "$90",
     ]
-    assert main([*words, "--json"]) == 0
-    view = json.loads(capsys.readouterr().out)
+    view = cli.json(*words)
     assert view["paid"]["usd"] == 90
     assert view["paid"]["here_usd"] == pytest.approx(view["best"]["total_usd"])
     assert {"Fireworks", "Together", "OpenAI"} <= {each["provider"] for each in view["managed"]}
     assert all(each["price_source"] and each["price_date"] for each in view["managed"])
-    assert main(words) == 0
-    assert "you paid $90.00: here it is" in " ".join(capsys.readouterr().out.split())
-    assert main([*words, "--all"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    assert "you paid $90.00: here it is" in " ".join(cli.out(*words).split())
+    said = " ".join(cli.out(*words, "--all").split())
     assert "you paid $90.00: here it is" in said
     assert "no new jobs from 2027-01-06" in said
-    assert main([*words[:-1], "much"]) == 2
-    assert "--paid" in capsys.readouterr().err
+    assert "--paid" in cli.err(*words[:-1], "much")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import farthing.train.run
 import farthing.train.step
 import workshop
+from command import Cli
 from farthing.cli import main
 from farthing.events import StepTaken, Warned
 from farthing.report.receipt import build_receipt
@@ -137,18 +137,15 @@ def _token_rows(job: Any) -> list[Any]:
 
 
 def test_a_crash_keeps_what_was_saved_and_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     job_in(tmp_path, "run")
     fail_at(6, ZeroDivisionError("of our own"), monkeypatch)
-    assert main(["train", str(tmp_path / "run.yaml")]) == 1
-    words = capsys.readouterr().err
+    words = cli.err("train", tmp_path / "run.yaml", code=1)
     assert "farthing: crashed: ZeroDivisionError: of our own" in words
     assert "the same command resumes" in words
     monkeypatch.undo()
-    assert main(["report", str(tmp_path / "run"), "--json"]) == 0
-    receipt = json.loads(capsys.readouterr().out)
+    receipt = cli.json("report", tmp_path / "run")
     assert receipt["state"] == "failed"
     assert receipt["steps"] == 5
-    assert main(["train", str(tmp_path / "run.yaml")]) == 0
-    assert "resumed" in capsys.readouterr().out
+    assert "resumed" in cli.out("train", tmp_path / "run.yaml")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from command import Cli
 from desk import Desk, Run
 from farthing.cli import main
 from farthing.printable import printable, printable_lines
@@ -134,9 +135,7 @@ def test_a_run_says_names_as_they_are_spelt(desk: Desk, run: Run) -> None:
     assert r"# run[bold]\x1b[31m" in card
 
 
-def test_prices_of_others_steer_no_table_and_no_page(
-    desk: Desk, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prices_of_others_steer_no_table_and_no_page(desk: Desk, run: Run, cli: Cli) -> None:
     prices = desk.folder / "prices.csv"
     bad = '"x\x1b[31m\x9b1m\u202e[red]<script>"'
     prices.write_text(
@@ -151,8 +150,7 @@ def test_prices_of_others_steer_no_table_and_no_page(
     assert not STEERING.search(page)
     assert "<script" not in page
     assert "x\\x1b[31m" in page
-    assert main(["prices", "--prices", str(prices)]) == 0
-    shown = capsys.readouterr().out
+    shown = cli.out("prices", "--prices", prices)
     assert "x\\x1b[31m" in shown
     assert is_harmless(shown)
 

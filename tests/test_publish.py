@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import workshop
+from command import Cli
 from farthing.cli import main
 from farthing.clock import today
 from farthing.errors import InputError
@@ -54,7 +55,7 @@ def push(run: Path, output: Path, *more: str) -> int:
 
 
 def test_an_export_is_published_in_private_with_its_card(
-    hub: Hub, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: Hub, trained: Path, tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert push(trained, tmp_path / "out", "--json") == 0
     said = json.loads(capsys.readouterr().out)["published"]
@@ -72,8 +73,7 @@ def test_an_export_is_published_in_private_with_its_card(
         json.loads((trained / "receipt.json").read_text())["published"][-1]["commit"]
         == said["commit"]
     )
-    assert main(["report", str(trained)]) == 0
-    assert f"commit {said['commit']}" in " ".join(capsys.readouterr().out.split())
+    assert f"commit {said['commit']}" in " ".join(cli.out("report", trained).split())
 
 
 @pytest.mark.parametrize("part", ["repos/create", "objects/batch", "commit"])
@@ -148,9 +148,7 @@ def test_a_finished_run_publishes_its_model_once(
         workshop.train(workshop.make_job(tmp_path / "other", **keys, push_to_hub=True))
 
 
-def test_a_receipt_has_what_serving_would_cost(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_receipt_has_what_serving_would_cost(trained: Path, cli: Cli) -> None:
     serving = build_receipt(trained).serving
     assert serving is not None
     shape = read_shape(json.loads((trained / "model/model_config.json").read_text()), "causal-lm")
@@ -162,10 +160,8 @@ def test_a_receipt_has_what_serving_would_cost(
     ]
     tokens = sum(json.loads(line)["n_tokens"] for line in lines)
     assert serving.input_tokens + serving.output_tokens == pytest.approx(tokens / (8 * len(lines)))
-    assert main(["report", str(trained)]) == 0
-    assert re.search(r"\nserving +1,000 requests a day of ", capsys.readouterr().out)
-    assert main(["report", str(trained), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["serving"]["usd_per_month"] == serving.usd_per_month
+    assert re.search(r"\nserving +1,000 requests a day of ", cli.out("report", trained))
+    assert cli.json("report", trained)["serving"]["usd_per_month"] == serving.usd_per_month
 
 
 def test_a_receipt_that_is_made_again_keeps_the_prices_of_its_day(

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farthing.cli.command import main
+from command import Cli
 from farthing.dist import rendezvous
 from farthing.dist.ranks import Ranks
 from farthing.dist.rendezvous import RankLostError, meet
@@ -200,12 +200,11 @@ def test_a_launcher_that_starts_more_than_the_job_says_is_told_of(tmp_path: Path
 
 
 def test_retry_is_not_for_processes_that_a_launcher_has_started(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
+    tmp_path: Path, monkeypatch: Any, cli: Cli
 ) -> None:
     for name, value in {**RANKS, **ADDRESS, "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["train", str(job_file(tmp_path)), "--retry"]) == 2
-    assert "torchrun has started the 2 processes" in capsys.readouterr().err
+    assert "torchrun has started the 2 processes" in cli.err("train", job_file(tmp_path), "--retry")
 
 
 def test_a_rank_without_room_for_its_files_says_so(tmp_path: Path, monkeypatch: Any) -> None:
@@ -253,7 +252,7 @@ def test_one_that_is_killed_before_all_have_met_takes_nobody_along(
 
 
 def test_a_run_that_is_finished_is_told_to_all_that_a_launcher_has_started(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
+    tmp_path: Path, monkeypatch: Any, cli: Cli
 ) -> None:
     """The first rank ended at once with 0, and the others waited three minutes for it and failed."""  # noqa: E501
 
@@ -265,8 +264,7 @@ def test_a_run_that_is_finished_is_told_to_all_that_a_launcher_has_started(
     monkeypatch.setattr("farthing.train.run.train", joins)
     for name, value in {**RANKS, **ADDRESS}.items():
         monkeypatch.setenv(name, value)
-    assert main(["train", str(job_file(tmp_path))]) == 2
-    assert "here the others are told" in capsys.readouterr().err
+    assert "here the others are told" in cli.err("train", job_file(tmp_path))
 
 
 def test_what_a_killed_rank_leaves_goes_with_the_meeting(tmp_path: Path, monkeypatch: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from farthing.cli.command import main
+from command import Cli
 from farthing.data.lengths import from_arrays
 from farthing.planner.alternatives import padded_as_it_comes
 from workshop import job_file
@@ -21,9 +20,7 @@ OFFERS = (
 )
 
 
-def plan_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str, offers: str = OFFERS
-) -> Any:
+def plan_of(tmp_path: Path, cli: Cli, *more: str, offers: str = OFFERS) -> Any:
     prices = tmp_path / "prices.csv"
     prices.write_text(COLUMNS + offers)
     size = (
@@ -45,10 +42,8 @@ def plan_of(
         "--all",
         *more,
     ]
-    assert main([*asked, "--json"]) == 0
-    view = json.loads(capsys.readouterr().out)
-    assert main(asked) == 0
-    return view, " ".join(capsys.readouterr().out.split())
+    view = cli.json(*asked)
+    return view, " ".join(cli.out(*asked).split())
 
 
 def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(

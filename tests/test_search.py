@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from farthing.cli import main
+from command import Cli
 from farthing.config.job import SearchSection
 from farthing.config.load import load_job
 from farthing.errors import InputError, JobError, RunChangedError
@@ -318,12 +318,9 @@ def test_models_that_are_tried_one_by_one_have_a_winner_each_on_the_bill(tmp_pat
     assert [each["trials"] for each in one_by_one.of(12)["rungs"]] == [12, 4]
 
 
-def test_a_search_is_refused_where_one_run_is_wanted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_is_refused_where_one_run_is_wanted(tmp_path: Path, cli: Cli) -> None:
     path = job_of(tmp_path)
-    assert main(["train", str(path)]) == 2
-    assert "search" in capsys.readouterr().err
+    assert "search" in cli.err("train", path)
     assert not (tmp_path / "run" / "trials").exists()
 
 

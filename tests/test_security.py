@@ -31,6 +31,7 @@ import torch
 import yaml
 
 from checkpoints import newest, restored, save
+from command import Cli
 from desk import Desk, Run
 from farthing.cli import main
 from farthing.data.formats import converter
@@ -1025,7 +1026,7 @@ def test_kernels_that_a_model_would_fetch_and_run_are_refused(desk: Desk, run: R
 
 
 def test_a_run_folder_can_not_ask_for_code_to_be_run_at_its_export(
-    tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, marker: Path, cli: Cli
 ) -> None:
     path = job_file(tmp_path, method="lora", pretrained=True, max_steps=1)
     assert main(["train", str(path)]) == 0
@@ -1037,6 +1038,7 @@ def test_a_run_folder_can_not_ask_for_code_to_be_run_at_its_export(
     job = kept_job(tmp_path / "run")
     job["model"]["trust_remote_code"] = True
     keep_job(tmp_path / "run", job, kept(tmp_path / "run" / "run.json") or {})
-    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 2
-    assert "--trust-remote-code" in capsys.readouterr().err
+    assert "--trust-remote-code" in cli.err(
+        "export", tmp_path / "run", "--output", tmp_path / "out"
+    )
     assert not marker.exists()

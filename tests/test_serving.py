@@ -5,7 +5,6 @@ against a simulation.
 from __future__ import annotations
 
 import csv
-import json
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farthing.cli.command import main
+from command import Cli
 from farthing.errors import InputError
 from farthing.models.model_config import known_config
 from farthing.models.shapes import Shape, read_shape
@@ -202,7 +201,7 @@ def test_traffic_that_is_not_understood_is_refused(text: str) -> None:
     assert error.value.where == "--serve"
 
 
-def test_a_plan_says_what_serving_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_what_serving_costs(tmp_path: Path, cli: Cli) -> None:
     command = [
         "plan",
         str(job_file(tmp_path)),
@@ -213,8 +212,7 @@ def test_a_plan_says_what_serving_costs(tmp_path: Path, capsys: pytest.CaptureFi
         "--serve",
         "requests=2000/day,input=300",
     ]
-    assert main([*command, "--html", str(tmp_path / "plan.html"), "--json"]) == 0
-    serving = json.loads(capsys.readouterr().out)["serving"]
+    serving = cli.json(*command, "--html", tmp_path / "plan.html")["serving"]
     assert {row["precision"] for row in serving["rows"]} == set(PRECISIONS)
     assert serving["traffic"]["requests_per_day"] == 2000
     best = serving["rows"][0]
@@ -223,8 +221,7 @@ def test_a_plan_says_what_serving_costs(tmp_path: Path, capsys: pytest.CaptureFi
     assert set(best["usd_per_million_at_load"]) == {"100%", "30%", "5%"}
     page = (tmp_path / "plan.html").read_text()
     assert "<h2>Serving</h2>" in page
-    assert main(command) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(cli.out(*command).split())
     assert "Serving: 2,000 requests a day" in out
     assert "requests an hour" in out
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import workshop
+from command import Cli
 from farthing.cli import main
 from thinned import thinned
 
@@ -34,7 +35,7 @@ NOISE = bytes(range(128, 256)) * 8
     ],
 )
 def test_an_odd_file_is_no_configuration(
-    name: str, content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: bytes | None, words: str, tmp_path: Path, cli: Cli
 ) -> None:
     path = tmp_path / name
     if content is not None:
@@ -45,8 +46,7 @@ def test_an_odd_file_is_no_configuration(
         path.symlink_to(tmp_path / "nowhere")
     else:
         os.mkfifo(path)
-    assert main(["import", str(path)]) == 2
-    said = capsys.readouterr().err
+    said = cli.err("import", path)
     assert words in said
     assert "to do:" in said
 
@@ -55,11 +55,10 @@ def test_an_odd_file_is_no_configuration(
     "source", ["openai", "together", "fireworks", "llama-factory", "trl", "unsloth", "hf-trainer"]
 )
 def test_settings_of_another_tool_than_the_named_one_are_no_job(
-    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: str, tmp_path: Path, cli: Cli
 ) -> None:
     (tmp_path / "ax.yaml").write_text(AXOLOTL)
-    assert main(["import", str(tmp_path / "ax.yaml"), "--from", source]) == 2
-    said = capsys.readouterr().err
+    said = cli.err("import", tmp_path / "ax.yaml", "--from", source)
     assert "they look like those of axolotl" in said or "no job can be made" in said
     assert main(["import", str(tmp_path / "ax.yaml"), "--from", "axolotl"]) == 0
 
@@ -78,7 +77,7 @@ def test_settings_of_another_tool_than_the_named_one_are_no_job(
     ],
 )
 def test_an_odd_file_is_no_data(
-    name: str, content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: bytes | None, words: str, tmp_path: Path, cli: Cli
 ) -> None:
     path = tmp_path / name
     if content is not None:
@@ -89,19 +88,15 @@ def test_an_odd_file_is_no_data(
         path.symlink_to(tmp_path / "nowhere")
     else:
         os.mkfifo(path)
-    assert main(["doctor", "--data", str(path)]) == 2
-    said = capsys.readouterr().err
+    said = cli.err("doctor", "--data", path)
     assert words in said
     assert "to do:" in said
 
 
-def test_rows_that_are_nothing_are_counted_with_their_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_are_nothing_are_counted_with_their_lines(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "noise.jsonl"
     path.write_bytes(NOISE + b"\n" + b'{"text": "' + b"x" * 11_000_000 + b'"}\n{"text": "good"}\n')
-    assert main(["doctor", "--data", str(path)]) == 0
-    said = capsys.readouterr().out
+    said = cli.out("doctor", "--data", path)
     assert "line 1: invalid UTF-8" in said
     assert "line 2: a row of 10.5 MiB" in said
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import farthing.train.trial
+from command import Cli
 from farthing.cli import main
 from farthing.doctor import check_choices
 from workshop import job_file, make_job
@@ -55,12 +55,9 @@ def test_the_list_answers_by_name_what_was_chosen_and_what_is_missing(tmp_path: 
     assert found["precision"].found == "bf16"
 
 
-def test_a_trial_goes_through_train_save_kill_resume_and_export(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trial_goes_through_train_save_kill_resume_and_export(tmp_path: Path, cli: Cli) -> None:
     path = job_file(tmp_path, "llama", method="lora", pretrained=True, num_train_epochs=3)
-    assert main(["doctor", str(path), "--try", "12", "--json"]) == 0
-    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    found = {check["name"]: check for check in cli.json("doctor", path, "--try", "12")["checks"]}
     trial = {
         name.removeprefix("trial: "): check["found"]
         for name, check in found.items()
@@ -75,7 +72,7 @@ def test_a_trial_goes_through_train_save_kill_resume_and_export(
 
 @pytest.mark.slow
 def test_a_trial_that_fails_says_where(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, honest = job_file(tmp_path, "llama"), farthing.train.trial.begin
 
@@ -84,8 +81,9 @@ def test_a_trial_that_fails_says_where(
         return honest(words, **pipes)
 
     monkeypatch.setattr(farthing.train.trial, "begin", without_data)
-    assert main(["doctor", str(path), "--try", "8", "--json"]) == 2
-    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    found = {
+        check["name"]: check for check in cli.json("doctor", path, "--try", "8", code=2)["checks"]
+    }
     assert found["trial: train and save"]["state"] == "failed"
     assert "trial: resume" not in found
     assert main(["doctor", "--try", "8"]) == 2

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from command import Cli
 from farthing.cli import main
 from farthing.report.live import progress_of
 from farthing.report.receipt import build_receipt
@@ -138,19 +139,14 @@ def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(
     assert not take_small(LocalStore(tmp_path / "empty"), tmp_path, [])
 
 
-def test_what_can_not_be_watched_is_refused_in_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["watch", str(tmp_path), "--once"]) == 2
-    assert "not a run folder" in capsys.readouterr().err
+def test_what_can_not_be_watched_is_refused_in_words(tmp_path: Path, cli: Cli) -> None:
+    assert "not a run folder" in cli.err("watch", tmp_path, "--once")
     assert main(["watch", str(tmp_path), "--every", "0"]) == 2
     assert main(["runs", str(tmp_path / "none")]) == 2
 
 
-def listed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    capsys.readouterr()
-    assert main(["runs", *words]) == 0
-    return capsys.readouterr().out
+def listed(cli: Cli, *words: str) -> Any:
+    return cli.out("runs", *words)
 
 
 def test_all_runs_are_listed_with_what_the_month_has_cost(
