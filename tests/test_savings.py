@@ -46,10 +46,8 @@ def plan_of(tmp_path: Path, cli: Cli, *more: str, offers: str = OFFERS) -> Any:
     return view, " ".join(cli.out(*asked).split())
 
 
-def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    view, out = plan_of(tmp_path, capsys)
+def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(tmp_path: Path, cli: Cli) -> None:
+    view, out = plan_of(tmp_path, cli)
     rungs = view["savings"]["rungs"]
     assert [one["choice"] for one in rungs] == [
         "plain",
@@ -69,10 +67,8 @@ def test_one_line_for_each_choice_from_the_plain_way_to_the_plan(
         assert one["words"].split(":")[0] in out
 
 
-def test_methods_have_their_dollars_even_where_all_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    view, out = plan_of(tmp_path, capsys)
+def test_methods_have_their_dollars_even_where_all_fit(tmp_path: Path, cli: Cli) -> None:
+    view, out = plan_of(tmp_path, cli)
     methods = {one["method"]: one for one in view["methods"]}
     assert set(methods) == {"full", "lora", "qlora"}
     assert methods["lora"]["is_asked"]
@@ -81,21 +77,19 @@ def test_methods_have_their_dollars_even_where_all_fit(
     assert f"By method: {view['methods'][0]['method']} $" in out
 
 
-def test_spot_is_a_choice_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_spot_is_a_choice_of_its_own(tmp_path: Path, cli: Cli) -> None:
     spot = "Cloud,4090,RTX 4090,1,x,y,spot,machine_hour,0.1,made up,2026-11-01\n"
-    view, _ = plan_of(tmp_path, capsys, offers=OFFERS + spot)
+    view, _ = plan_of(tmp_path, cli, offers=OFFERS + spot)
     assert view["best"]["kind"] == "spot"
     place, last = view["savings"]["rungs"][-2:]
     assert (place["choice"], last["choice"]) == ("place", "spot")
     assert last["usd"] == view["best"]["total_usd"] < place["usd"]
 
 
-def test_runs_add_up_and_the_saving_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_add_up_and_the_saving_is_said(tmp_path: Path, cli: Cli) -> None:
     managed = "Boss,one run,,1,x,,on-demand,run,250,made up,2026-11-01\n"
     view, out = plan_of(
-        tmp_path, capsys, "--runs", "5", "--runs-per-month", "2", offers=OFFERS + managed
+        tmp_path, cli, "--runs", "5", "--runs-per-month", "2", offers=OFFERS + managed
     )
     runs = view["runs"]["usd"]
     assert runs["Boss, one run"] == 1250
@@ -109,13 +103,11 @@ def test_runs_add_up_and_the_saving_is_said(
     assert "saved in a year" in out
 
 
-def test_a_gpu_pays_back_against_a_service_by_the_month(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpu_pays_back_against_a_service_by_the_month(tmp_path: Path, cli: Cli) -> None:
     """$1,600 against $480 a month: 3.3 months."""
     managed = "Boss,one run,,1,x,,on-demand,run,20,made up,2026-11-01\n"
     own = ("--own", "RTX 4090:1600usd:0W", "--runs-per-month", "24")
-    view, out = plan_of(tmp_path, capsys, *own, offers=OFFERS + managed)
+    view, out = plan_of(tmp_path, cli, *own, offers=OFFERS + managed)
     against = {one["name"]: one["break_even_months"] for one in view["own"][0]["against"]}
     assert round(against["Boss, one run"], 1) == 3.3
     assert "3.3 months" in out

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -145,12 +144,8 @@ def test_what_can_not_be_watched_is_refused_in_words(tmp_path: Path, cli: Cli) -
     assert main(["runs", str(tmp_path / "none")]) == 2
 
 
-def listed(cli: Cli, *words: str) -> Any:
-    return cli.out("runs", *words)
-
-
 def test_all_runs_are_listed_with_what_the_month_has_cost(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, cli: Cli
 ) -> None:
     for name in ("a", "deep/b"):
         shutil.copytree(finished, tmp_path / name)
@@ -158,7 +153,7 @@ def test_all_runs_are_listed_with_what_the_month_has_cost(
     (tmp_path / "broken").mkdir()
     shutil.copy(finished / "ledger.jsonl", tmp_path / "broken")
     (tmp_path / "broken" / "job.json").write_text("[1]")
-    found = json.loads(listed(capsys, str(tmp_path), "--json"))
+    found = cli.json("runs", tmp_path)
     rows, total = found["runs"], found["totals"]
     assert found["stores"] == [str(tmp_path / "store")]
     assert {Path(row["run"]).name: row["state"] for row in rows} == {
@@ -172,10 +167,10 @@ def test_all_runs_are_listed_with_what_the_month_has_cost(
     assert total["usd"] == pytest.approx(2 * receipt.usd)
     assert sum(total["usd_by_month"].values()) == pytest.approx(total["usd"])
     assert next(iter(total["usd_by_month"])) == rows[0]["began"][:7]
-    table = list(csv.DictReader(io.StringIO(listed(capsys, str(tmp_path), "--csv"))))
+    table = list(csv.DictReader(io.StringIO(cli.out("runs", tmp_path, "--csv"))))
     assert [row["state"] for row in table] == [row["state"] for row in rows]
-    text = listed(capsys, str(tmp_path))
+    text = cli.out("runs", tmp_path)
     assert "3 runs, $" in text
     assert "broken" in text
-    assert "no runs here" in listed(capsys, str(finished / "checkpoints"))
-    assert "finished" in listed(capsys, str(finished.parent / "store"))
+    assert "no runs here" in cli.out("runs", finished / "checkpoints")
+    assert "finished" in cli.out("runs", finished.parent / "store")
