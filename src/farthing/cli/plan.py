@@ -242,7 +242,7 @@ def _draw(
     if arguments.compare and (pair := compared(view)):
         report.append(pair)
     if arguments.explain is not None and not impossible:
-        report += [header(view), *explained(find_plan(view, arguments.explain or "1"))]
+        report += [*header(view), *explained(find_plan(view, arguments.explain or "1"))]
     if report:
         report += beside(view)
     elif arguments.all:

@@ -13,7 +13,6 @@ from farthing.report.blocks import (
     Bars,
     Block,
     Cell,
-    Listed,
     Section,
     Stack,
     Table,
@@ -27,19 +26,13 @@ from farthing.report.plan_scatter import cost_against_time
 from farthing.report.plan_types import Choice, Refused, machine_name
 from farthing.report.plan_view import PlanView
 from farthing.report.plan_words import cost_range, say_cost, say_short, span, time_range
-from farthing.report.words import cards, lines, pairs, say
+from farthing.report.words import cards, lines, pairs, report, say
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 N_BRIEF, N_WHOLE, N_PAGE, N_MEMORY, N_WHY_NOT, N_NAMED = 5, 10, 20, 14, 6, 5
 ON_COMMAND_LINE = "given on the command line: "
-LEGEND = (
-    f"By dollars, within {TIE:.0%} or a cent the sooner first; the first can be had at its price. "
-    "* "
-    "no other choice is both cheaper and sooner. Ranges hold for 4 of 5 runs. wait: for spot "
-    "capacity, not paid for. price: `from` is the lowest of a marketplace, `buy` what has to be "
-    "bought"
-)
-_CUTS = {"why this rank": 40, "at": 6, "machine": 12}
+_WHY = "why this rank"
+_CUTS = {_WHY: 40, "at": 6, "machine": 12}
 
 
 # ---- the short answer ----
@@ -47,39 +40,21 @@ _CUTS = {"why this rank": 40, "at": 6, "machine": 12}
 
 def brief(view: PlanView, next_step: str = "", n_shown: int | None = None) -> list[Section]:
     """What to take, what it costs, what to check, and the command that is `next_step`."""
-    best, job = view.best, view.job
-    answer = (
-        view.answer if best is None else f"{say('plan.txt', 'to_do', best)}: {cost_range(best)}"
-    )
-    head: list[Block] = [Text(answer, "answer")]
-    if best is not None:
-        head.append(Text(say("plan.txt", "time_and_memory", best)))
-    head.append(Text(say("plan.txt", "job_in_short", job), "soft"))
-    if limits := limits_in_words(view):
-        chance = f"; chance {best.chance:.0%}" if best and best.chance is not None else ""
-        head.append(Text(f"limits: {limits}{chance}", "soft"))
+    best, limits, shown = view.best, limits_in_words(view), list(view.plans[: n_shown or N_BRIEF])
     if best is None:
-        return sections(Section("", tuple(head)))
-    shown = list(view.plans[: n_shown or N_BRIEF])
-    here = next((one for one in view.plans if one.kind == "here"), None)
-    rest = [Text(words, "soft") for words in (_order(view), _the_rest(view, shown)) if words]
-    choices = shown if here is None or here in shown else [*shown, here]
+        return report("plan.txt", "brief", view, None, view.answer, limits, "", 0, 0, "")
+    to_do = f"{say('plan.txt', 'to_do', best)}: {cost_range(best)}"
+    here = [one for one in view.plans if one.kind == "here" and one not in shown]
     supposed = re.sub(r" \([^()]*\)|, and memory .*", "", best.confidence)
-    supposed = f"{job.lengths_source.removeprefix(ON_COMMAND_LINE)}; {supposed}"
+    supposed = f"{view.job.lengths_source.removeprefix(ON_COMMAND_LINE)}; {supposed}"
     oldest = max(one.price_age_days for one in shown)
     old = oldest if oldest > OLD_PRICE_DAYS else 0
-    last: list[Block] = [
-        pairs("plan.txt", "facts", view, best, supposed, to_check(view, best), old)
-    ]
-    if next_step:
-        last.append(Text(f"next      {next_step}", "code"))
-    table = choices_table(choices)
-    return sections(
-        Section("", tuple(head)),
-        Section("", (table, *rest)),
-        Section("", tuple(last)),
-        *beside(view),
-    )
+    facts = pairs("plan.txt", "facts", view, best, supposed, to_check(view, best), old)
+    n_rest, n_refused = len(view.plans) - len(shown), sum(one.n_offers for one in view.rejected)
+    rest = to_do, limits, _order(view), n_rest, n_refused, next_step
+    table = choices_table([*shown, *here[:1]])
+    found = report("plan.txt", "brief", view, best, *rest, choices=table, facts=facts)
+    return [*found, *beside(view)]
 
 
 def limits_in_words(view: PlanView) -> str:
@@ -97,13 +72,6 @@ def _order(view: PlanView) -> str:
     return f"By dollars{but}. Ranges: 4 of 5 runs."
 
 
-def _the_rest(view: PlanView, shown: Sequence[Choice]) -> str:
-    n_rest, n_refused = len(view.plans) - len(shown), sum(one.n_offers for one in view.rejected)
-    parts = [f"{plural(n_rest, 'more choice')}"] if n_rest else []
-    parts += [f"{plural(n_refused, 'offer')} refused"] if n_refused else []
-    return f"{', '.join(parts)}: --all" if parts else ""
-
-
 def to_check(view: PlanView, best: Choice) -> str:
     """The one thing that is most likely to make the plan wrong."""
     return lines("plan.txt", "to_check", view.job, best)[0]
@@ -111,18 +79,7 @@ def to_check(view: PlanView, best: Choice) -> str:
 
 def choices_table(choices: Sequence[Choice]) -> Table:
     """A line a choice; a column that says nothing is left out."""
-    heads = (
-        "##",
-        "machine",
-        "at",
-        "#$",
-        "range",
-        "#time",
-        "range ",
-        "#wait",
-        "price, age",
-        "why this rank",
-    )
+    heads = ("##", "machine", "at", "#$", "range", "#time", "range ", "#wait", "price, age", _WHY)
     rows = [_cells(one) for one in choices]
     kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
     table = tuple(tuple(row[i] for i in kept) for row in rows)
@@ -168,34 +125,22 @@ def whole(view: PlanView, limit: int | None = None) -> list[Section]:
     """What to do first, then the choices, then the reasons."""
     shown = view.plans[: limit or N_WHOLE]
     n_rest, n_also = len(view.plans) - len(shown), sum(row.n_also for row in shown)
-    more = [f"{plural(n_rest, 'more choice')} (--limit N)"] if n_rest > 0 else []
-    also = f"{plural(n_also, 'offer')} like these in other places, at the same price or more"
-    more += [also] if n_also else []
-    rest = [Text(f"and {'; '.join(more)}", "soft")] if more else []
-    legend = Text(LEGEND, "soft")
-    table: tuple[Block, ...] = (choices_table(shown), *rest, legend) if shown else ()
-    ways = [f"{name}: {words}" for name, words in other_ways(view).items()]
-    return sections(
-        header(view),
-        Section("", table),
-        listed("Other ways", ways),
-        why_not(view),
-        savings(view),
+    table = choices_table(shown)
+    return [
+        *header(view),
+        *(report("plan.txt", "choices", n_rest, n_also, TIE, table=table) if shown else ()),
+        *report("plan.txt", "other_ways", view),
+        *why_not(view),
+        *report("plan.txt", "savings", view),
         *beside(view),
-        services(view),
-        *sources(view),
-    )
+        *report("plan.txt", "services", view),
+        *report("plan.txt", "sources", view, view.best),
+    ]
 
 
-def header(view: PlanView) -> Section:
+def header(view: PlanView) -> list[Section]:
     """The answer in a sentence, and the question in a few lines."""
-    blocks = [Text(view.answer, "answer"), Text(summary(view), "soft")]
-    blocks.append(Text(f"lengths: {view.job.lengths_source}", "soft"))
-    if words := limits_in_words(view):
-        best = view.best
-        chance = f"; in time with {best.chance:.0%}" if best and best.chance is not None else ""
-        blocks.append(Text(f"limits: {words}{chance}", "soft"))
-    return Section("", tuple(blocks))
+    return report("plan.txt", "header", view, limits_in_words(view))
 
 
 def summary(view: PlanView) -> str:
@@ -203,117 +148,41 @@ def summary(view: PlanView) -> str:
     return say("plan.txt", "summary", view.job)
 
 
-def other_ways(view: PlanView) -> dict[str, str]:
-    """This machine, what is sooner, spot or not, two GPUs or one."""
-    found = {} if view.here is None else {view.here.name: view.here.words}
-    pairs = ("sooner", view.sooner), ("spot or not", view.spot_or_not)
-    for name, one in (*pairs, ("two cheap or one dear", view.two_or_one)):
-        if one is not None:
-            found[name] = one.words
-    return found
-
-
-def why_not(view: PlanView) -> Section | None:
+def why_not(view: PlanView) -> list[Section]:
     """Refusals for one reason, of whatever GPUs, in two lines; the commonest first, or the nearest
     where nothing can.
     """
-    groups: dict[tuple[str, str], list[Refused]] = {}
-    rejected = [one for one in view.rejected if one.kind not in ("here", "own")]
-    for one in rejected:
-        groups.setdefault((one.cause, one.change_kind), []).append(one)
-    ordered = list(groups.values())  # the nearest first
-    if view.plans:
-        ordered.sort(key=lambda ones: -sum(one.n_offers for one in ones))
-    items = []
-    for ones in ordered[:N_WHY_NOT]:
-        names = list(dict.fromkeys(machine_name(one.n_gpus, one.gpu) for one in ones))
-        more = f" and {len(names) - N_NAMED} more" if len(names) > N_NAMED else ""
-        n = plural(sum(one.n_offers for one in ones), "offer")
-        such = "" if len(names) == 1 else f"{names[0]} "
-        reason = f"{such}{ones[0].reason}; try {ones[0].change}"
-        items.append(f"{n}: {', '.join(names[:N_NAMED])}{more}: {reason}")
-    if len(ordered) > N_WHY_NOT:
-        items.append(
-            f"and {plural(len(ordered) - N_WHY_NOT, 'more reason')}: --json --all has them"
+    reasons: dict[tuple[str, str], list[Refused]] = {}
+    for one in view.rejected:
+        if one.kind not in ("here", "own"):
+            reasons.setdefault((one.cause, one.change_kind), []).append(one)
+    groups = [  # the nearest first
+        (
+            sum(one.n_offers for one in ones),
+            list(dict.fromkeys(machine_name(one.n_gpus, one.gpu) for one in ones)),
+            ones[0],
         )
-    n_all = plural(sum(one.n_offers for one in rejected), "offer")
-    return listed(f"Why not the other {n_all}", items)
-
-
-def savings(view: PlanView) -> Section | None:
-    blocks: list[Block] = []
-    if view.savings is not None:
-        steps = tuple(one.words for one in view.savings.rungs)
-        blocks = [Text(view.savings.words), Listed(steps)]
-    if view.methods:
-        ways = [
-            f"{one.method} on no machine of the offers asked for"
-            if one.usd is None
-            else f"{one.method} {say_cost(one.usd)} ({one.where})"
-            for one in view.methods
-        ]
-        blocks.append(Text(f"By method: {', '.join(ways)}"))
-    return Section("What each choice saves", tuple(blocks)) if blocks else None
+        for ones in reasons.values()
+    ]
+    if view.plans:
+        groups.sort(key=lambda group: -group[0])
+    n_all = sum(n for n, *_ in groups)
+    return report("plan.txt", "why_not", groups[:N_WHY_NOT], n_all, len(groups), N_NAMED)
 
 
 def beside(view: PlanView) -> list[Section]:
     """What was asked for beside the choices: so many runs, figures of one's own, own machines,
     serving, what was paid.
     """
-    found: list[Section | None] = []
-    if view.runs is not None:
-        found.append(listed(plural(view.runs.n_runs, "run"), view.runs.words))
-    if view.by_hand is not None:
-        found.append(listed("By your own figures (P: the price of an hour)", view.by_hand.words))
-    for own in view.own:
-        blocks: list[Block] = [Text(own.words)]
-        if own.total_usd is not None:
-            parts = " + ".join(f"{name} {say_usd(usd)}" for name, usd in own.usd.items())
-            shared = f" (wear shared by {own.hours_per_month:,.0f} h of use a month)"
-            blocks.append(Text(f"{parts}{shared if own.price_usd else ''}", "soft"))
-            if own.price_usd and own.against:
-                blocks.append(Listed(tuple(one.words for one in own.against)))
-        found.append(Section(f"Own {own.name}", tuple(blocks)))
-    if years := view.years:
-        title = f"{years.runs_per_month:g} runs a month"
-        heads = ("way", "#a year", "#three years", "#saved in a year")
-        notes = [Text(note, "soft") for note in years.notes]
-        found.append(Section(title, (Table(heads, years.rows, caption=title), *notes)))
-    if serving := view.serving:
-        rows = tuple(row.cells for row in serving.shown) if serving.rows else ()
-        blocks = [Text(serving.answer)]
-        if rows:
-            blocks.append(Table(SERVING_HEADS, rows, "Serving"))
-            n = len(serving.rows) - len(rows)
-            more = f"and {n} more (--json --all has all); " if n > 0 else ""
-            what = "$/M out: a million tokens written at this traffic, always on; GB: weights alone"
-            blocks.append(Text(more + what, "soft"))
-            blocks += [Text(words, "soft") for words in serving.assumptions]
-        else:
-            why = [f"{x.n_gpus}x {x.gpu} in {x.precision}: {x.why}" for x in serving.refused]
-            blocks.append(Listed(tuple(why[:N_WHY_NOT])))
-        found.append(Section("Serving", tuple(blocks)))
-    if view.paid is not None:
-        found.append(Section("Paid", (Text(view.paid.words),)))
-    return sections(*found)
-
-
-def services(view: PlanView) -> Section | None:
-    title = "Services that fine-tune for you, by the trained token; hosting comes on top"
-    return listed(title, (say("plan.txt", "service", one) for one in view.managed))
-
-
-def sources(view: PlanView) -> list[Section]:
-    best, found = view.best, []
-    blocks = [Text(view.prices.words)]
-    if best is not None:
-        if best.is_rented:
-            blocks.append(Text(f"the one above: {say('plan.txt', 'price', best)}", "soft"))
-        found = [Section("Confidence", (Text(best.confidence),))]
-    own = view.job.lengths_source
-    notes = [Text(note, "soft") for note in view.notes if not note.endswith(own)]
-    found = [Section("Prices", tuple(blocks)), *found, Section("Notes", tuple(notes))]
-    return sections(*found, Section("Assumptions", (Text("; ".join(view.assumptions)),)))
+    years, serving = view.years, view.serving
+    blocks: dict[str, Block] = {}
+    if years:
+        heads, title = ("way", "#a year", "#three years", "#saved in a year"), years.runs_per_month
+        blocks["years"] = Table(heads, years.rows, caption=f"{title:g} runs a month")
+    if serving and serving.rows:
+        rows = tuple(row.cells for row in serving.shown)
+        blocks["serving"] = Table(SERVING_HEADS, rows, "Serving")
+    return report("plan.txt", "beside", view, N_WHY_NOT, **blocks)
 
 
 def ways_out(view: PlanView) -> list[str]:
@@ -357,26 +226,22 @@ def compared(view: PlanView) -> Section | None:
 
 def plan_page(view: PlanView) -> str:
     """The whole page."""
-    rows, best = view.plans, view.best or (view.plans[0] if view.plans else None)
-    report: list[Section | None] = [header(view), compared(view)]
+    rows, best = view.plans, view.best
+    found: list[Section | None] = [*header(view), compared(view)]
     if best is not None:
-        report += [Section("", (cards("plan.txt", "cards", best),))]
+        found.append(Section("", (cards("plan.txt", "cards", best),)))
         if drawing := cost_against_time(rows, best):
-            report.append(Section("Cost against time", (drawing,)))
+            found.append(Section("Cost against time", (drawing,)))
         note = Text("* no other choice is both cheaper and sooner.", "soft")
         choices = Section("Choices", (note, choices_table(rows)._replace(n_open=N_PAGE)))
-        report += [_memory(rows), *explained(best), choices]
+        found += [_memory(rows), *explained(best), choices]
     else:
-        report.append(listed("The nearest ways", ways_out(view), is_ordered=True))
-    ways = [f"{name}: {words}" for name, words in other_ways(view).items()]
-    report += [listed("Other ways", ways), services(view), savings(view), *beside(view)]
-    report += [_why_not(view), listed("Assumptions", view.assumptions)]
-    words = [view.prices.words, *view.notes]
-    if best is not None and best.is_rented:
-        words.insert(1, f"the price of {best.name}: {best.price_source}, {best.price_date}")
-    report.append(listed("Sources", words))
+        found.append(listed("The nearest ways", ways_out(view), is_ordered=True))
+    for name in ("other_ways", "services", "savings"):
+        found += report("plan.txt", name, view)
+    found += [*beside(view), _why_not(view), *report("plan.txt", "page_sources", view, best)]
     title = f"farthing plan: {view.job.model}"
-    return page("farthing plan", title, sections(*report), f"farthing {view.version}, {view.date}")
+    return page("farthing plan", title, sections(*found), f"farthing {view.version}, {view.date}")
 
 
 def _memory(rows: Sequence[Choice]) -> Section:
@@ -393,10 +258,8 @@ def _memory(rows: Sequence[Choice]) -> Section:
         there = say_bytes(memory.capacity_bytes)
         cells.append((row.machine, bar, needed, f"{low} to {high}", there, computed))
     heads = ("=GPU", "|", "#needed", "#range", "#there", "micro-batch, checkpointing")
-    words = (
-        "Each bar is the whole memory of its GPU, grey where free. Of the recipes that fit, the "
-    )
-    words += "quickest is taken."
+    words = "Each bar is the whole memory of its GPU, grey where free. Of the recipes that fit, "
+    words += "the quickest is taken."
     table = Table(heads, tuple(cells), "Memory", words, has_key=True)
     return Section("Memory of one GPU", (table,))
 

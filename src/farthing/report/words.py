@@ -10,7 +10,16 @@ from typing import Any
 import jinja2
 
 from farthing.printable import printable
-from farthing.report.blocks import Cards, Pairs, percent
+from farthing.report.blocks import (
+    Block,
+    Cards,
+    Listed,
+    Pairs,
+    Section,
+    Text,
+    percent,
+    sections,
+)
 from farthing.report.html import TEMPLATES
 from farthing.report.plan_words import (
     cost_range,
@@ -21,6 +30,8 @@ from farthing.report.plan_words import (
     time_range,
 )
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
+
+_KINDS = {"!": "answer", ".": "plain", "~": "soft", "$": "code"}
 
 
 @cache
@@ -53,6 +64,26 @@ def lines(file: str, macro: str, *values: Any) -> list[str]:
 def say(file: str, macro: str, *values: Any) -> str:
     """The sentence of a macro."""
     return " ".join(line.strip() for line in lines(file, macro, *values))
+
+
+def report(file: str, macro: str, *values: Any, **blocks: Block) -> list[Section]:
+    """The sections of a macro, of which each line begins with its kind: `#` a heading, `!` the
+    answer, `.` a paragraph, `~` soft words, `$` a command, `-` an item of a list, `*` the block of
+    this name.
+    """
+    found: list[tuple[str, list[Block]]] = [("", [])]
+    for line in lines(file, macro, *values):
+        kind, words = line[0], line[2:].strip()
+        into = found[-1][1]
+        if kind == "#":
+            found.append((words, []))
+        elif kind == "*":
+            into.append(blocks[words])
+        elif kind == "-" and into and isinstance(into[-1], Listed):
+            into[-1] = Listed((*into[-1].items, words))
+        else:
+            into.append(Listed((words,)) if kind == "-" else Text(words, _KINDS[kind]))
+    return sections(*(Section(title, tuple(blocks)) for title, blocks in found))
 
 
 def pairs(file: str, macro: str, *values: Any) -> Pairs:
